@@ -3,6 +3,7 @@
     python -m devtools.bars                          beside docs/performance.json
     python -m devtools.bars --against CHECKOUT       beside another checkout, which runs its own code
     python -m devtools.bars --json > FILE            the numbers alone; --against FILE compares with them later
+    python -m devtools.bars --kept FILE              keeps each row there; after a cut the same command goes on
 
 Times are modelled from the compiled code, on 8 H100 in a CUDA graph; nothing is measured on a GPU. The host time is
 measured here, and only its ratio to torch's `fake` backend says anything about another machine.
@@ -24,7 +25,8 @@ from typing import Any
 import click
 import torch
 
-from devtools import c10d_overhead, fused_times, kraken
+from devtools import c10d_overhead, fused_times, kept_rows, kraken
+from devtools.kept_rows import KeptRows, Row
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument, TricommError
 from tricomm.kernels import layout
@@ -127,7 +129,7 @@ def bars() -> Iterator[Bar]:
         yield from _of_call(row)
     for rows in FUSED_ROWS:
         for form in FORMS:
-            yield Bar(f"{rows} {_rows(rows)} {form.name}: fused, by its faster kernel", "us")
+            yield Bar(f"{rows} {_rows(rows)} {form.name}: fused, as chosen", "us")
         yield Bar(f"{rows} {_rows(rows)} {FORMS[0].name}: fused over all-reduce and norm", "", fused_times.BAR)
     yield Bar(f"{FORMS[0].name}: bytes to peers over the formula", "", 1, 1)
     yield Bar(f"{FORMS[0].name}: spills", "", 0)
@@ -151,47 +153,68 @@ def _of_call(row: CallRow) -> Iterator[Bar]:
     yield Bar(f"{row.name}: registers a thread", "")
 
 
-def measure(progress: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
+def measure(progress: Callable[[str], None] = lambda text: None, kept: KeptRows | None = None) -> dict[str, Any]:
     """The numbers of this checkout by their bars' names; one that cannot be had is the reason, as a text."""
-    values: dict[str, Value] = {}
-    details: dict[str, Any] = {}
-
-    def put(names: tuple[str, ...], get: Callable[[], tuple[Value, ...]]) -> None:
-        progress(names[0])
-        try:
-            found = get()
-        except _FAILED as error:
-            found = (f"not available: {error}",) * len(names)
-        values.update(zip(names, found, strict=True))
-
-    for row in (*SHORT, *WIDE, *LONG):
-        progress(row.name)
-        try:
-            time = from_code.predict(MACHINE, row.kernel, WORLD_SIZE, row.nbytes)
-        except _FAILED as error:
-            details[row.name] = f"not available: {error}"
-            continue
-        details[row.name] = {f"{part}_us": us for part, us in zip(PARTS, time.parts, strict=True)}
-        values |= _times(row, time)
-        put((f"{row.name}: bytes to peers over the formula",), partial(_counted, row.kernel, time.shape))
-        put((f"{row.name}: executed instructions for 16 bytes, float32",), partial(_executed, row))
-        code = ("SASS instructions for 16 bytes, float32", "spills", "registers a thread")
-        put(tuple(f"{row.name}: {each}" for each in code), partial(_code, row.kernel, time.shape))
-    for rows in FUSED_ROWS:
-        for form in FORMS:
-            put((f"{rows} {_rows(rows)} {form.name}: fused, by its faster kernel",), partial(_fused, rows, form))
-        name = f"{rows} {_rows(rows)} {FORMS[0].name}: fused over all-reduce and norm"
-        put((name,), lambda rows=rows: (fused_times.ratio(MACHINE, WORLD_SIZE, rows, FORMS[0]),))  # type: ignore[misc]
-    put((f"{FORMS[0].name}: bytes to peers over the formula",), _fused_bytes)
-    put((f"{FORMS[0].name}: spills", f"{FORMS[0].name}: registers a thread"), _fused_code)
-    for name in kraken.INSTRUCTIONS:
-        full = f"{name} over symmetric memory, bf16: SASS instructions for 16 bytes"
-        put((full,), partial(_steady, f"all_reduce_{name}_zero_copy"))
-    put(tuple(f"host time over `fake`: {each}" for each in ("direct", "through c10d")), _host)
+    kept, values, details = kept or KeptRows(), {}, {}
+    for name, get in _units():
+        progress(name)
+        found = kept.get(name, get)
+        values |= found["values"]
+        details |= found["parts"]
     return {
         "schema": 1, "label": LABEL, "commit": provenance.commit(), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "versions": provenance.versions(), "values": values, "parts": details,
     }  # fmt: skip
+
+
+def _units() -> Iterator[tuple[str, Callable[[], Row]]]:
+    """What is measured together, by name."""
+    for row in (*SHORT, *WIDE, *LONG):
+        yield row.name, partial(_call_row, row)
+    for rows in FUSED_ROWS:
+        for form in FORMS:
+            name = f"{rows} {_rows(rows)} {form.name}: fused, as chosen"
+            yield name, partial(_row, (name,), partial(_fused, rows, form))
+        name = f"{rows} {_rows(rows)} {FORMS[0].name}: fused over all-reduce and norm"
+        yield name, partial(_row, (name,), partial(_fused_ratio, rows))
+    name = f"{FORMS[0].name}: bytes to peers over the formula"
+    yield name, partial(_row, (name,), _fused_bytes)
+    names = f"{FORMS[0].name}: spills", f"{FORMS[0].name}: registers a thread"
+    yield names[0], partial(_row, names, _fused_code)
+    for kernel in kraken.INSTRUCTIONS:
+        name = f"{kernel} over symmetric memory, bf16: SASS instructions for 16 bytes"
+        yield name, partial(_row, (name,), partial(_steady, f"all_reduce_{kernel}_zero_copy"))
+    names = "host time over `fake`: direct", "host time over `fake`: through c10d"
+    yield names[0], partial(_row, names, _host)
+
+
+def _row(names: tuple[str, ...], get: Callable[[], tuple[Value, ...]]) -> Row:
+    try:
+        found = get()
+    except _FAILED as error:
+        found = (f"not available: {error}",) * len(names)
+    return {"values": dict(zip(names, found, strict=True)), "parts": {}}
+
+
+def _call_row(row: CallRow) -> Row:
+    try:
+        time = from_code.predict(MACHINE, row.kernel, WORLD_SIZE, row.nbytes)
+    except _FAILED as error:
+        return {"values": {}, "parts": {row.name: f"not available: {error}"}}
+    values = _times(row, time)
+    code = tuple(
+        f"{row.name}: {each}" for each in ("SASS instructions for 16 bytes, float32", "spills", "registers a thread")
+    )
+    for names, get in (
+        ((f"{row.name}: bytes to peers over the formula",), partial(_counted, row.kernel, time.shape)),
+        ((f"{row.name}: executed instructions for 16 bytes, float32",), partial(_executed, row)),
+        (code, partial(_code, row.kernel, time.shape)),
+    ):
+        values |= _row(names, get)["values"]
+    return {
+        "values": values,
+        "parts": {row.name: {f"{part}_us": us for part, us in zip(PARTS, time.parts, strict=True)}},
+    }
 
 
 def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
@@ -235,7 +258,11 @@ def _code(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
 
 def _fused(rows: int, form: RowForm) -> tuple[Value, ...]:
     """With the boundary between two kernels, of which a fused call saves one."""
-    return (min(fused_times.fused(MACHINE, WORLD_SIZE, rows, form, way, "ll") for way in ("one_shot", "two_shot")),)
+    return (fused_times.fused(MACHINE, WORLD_SIZE, rows, form)[0],)
+
+
+def _fused_ratio(rows: int) -> tuple[Value, ...]:
+    return (fused_times.ratio(MACHINE, WORLD_SIZE, rows, FORMS[0]),)
 
 
 def _fused_bytes() -> tuple[Value, ...]:
@@ -323,13 +350,15 @@ def _shown(value: Value) -> str:
 @click.command()
 @click.option("--against", type=click.Path(exists=True, path_type=Path), default=_KEPT, help="A checkout or a file.")
 @click.option("--json", "as_json", is_flag=True, help="Print this checkout's numbers as JSON.")
-def main(against: Path, as_json: bool) -> None:
+@kept_rows.option
+def main(against: Path, as_json: bool, kept: Path | None) -> None:
     """Print the numbers of this checkout, and whether they pass their bars, beside those of another one."""
     try:
+        rows = KeptRows(kept)
         before = None if as_json else other(against)
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from None
-    now = measure(lambda text: click.echo(text, err=True))
+    now = measure(lambda text: click.echo(text, err=True), rows)
     click.echo(json.dumps(now, indent=1) if as_json else "\n".join(lines(before, now)))
 
 

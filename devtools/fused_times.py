@@ -1,25 +1,31 @@
 """What fusing saves, modelled: a fused all-reduce, residual and RMSNorm beside an all-reduce and a kernel for the rest.
 
-    python -m devtools.fused_times [--rows 1,8,32] [--hidden 8192] [--world-size 8]
+    python -m devtools.fused_times [--rows 1,2,4,8,16,32] [--hidden 8192] [--world-size 8] [--kept FILE]
 
 All kernels are executed from their compiled code with the clock of `tricomm predict --from-code`, each with the
-boundary to the kernel before it in a CUDA graph. The separate kernel is the usual one: a block a row, fp32 statistics
-by one sum. The all-reduce alone is the faster one of its LL kernels. bfloat16; nothing is measured on a GPU.
+boundary to the kernel before it in a CUDA graph. The fused kernel is the one that a communicator chooses. The separate
+kernel is the usual one: a block a row, fp32 statistics by one sum. The all-reduce alone is the faster one of its LL
+kernels. bfloat16; nothing is measured on a GPU.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
 
 import click
 import torch
 import triton
 import triton.language as tl
 
-from tricomm.core.fused.fused_call import FUSED
+from devtools import kept_rows
+from devtools.kept_rows import KeptRows, Row
+from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.stream_queues import KernelLaunch
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, WIDE
-from tricomm.perf import text_table
+from tricomm.perf import row_calls, text_table
 from tricomm.perf.cost_model import from_code, row_times, timed_call
 from tricomm.perf.cost_model.latencies import LATENCIES
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
@@ -50,10 +56,10 @@ def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands
     )
 
 
-def fused(machine: MachineSpec, world_size: int, rows: int, form: RowForm, algorithm: str, protocol: str) -> float:
-    """Microseconds of a fused call of bfloat16."""
-    kernel = registry.find(FUSED, algorithm, protocol)
-    return row_times.predict(machine, kernel, world_size, rows, form, torch.bfloat16).time_us
+def fused(machine: MachineSpec, world_size: int, rows: int, form: RowForm) -> tuple[float, str]:
+    """Microseconds of a fused call of bfloat16 by the kernel that a communicator would choose, and its name."""
+    kernel = row_calls.chosen(timed_call.facts(machine, world_size), form, torch.bfloat16, rows)
+    return row_times.predict(machine, kernel, world_size, rows, form, torch.bfloat16).time_us, kernel.name
 
 
 def separate(machine: MachineSpec, rows: int, hidden: int) -> float:
@@ -82,29 +88,41 @@ def alone(machine: MachineSpec, world_size: int, nbytes: int) -> tuple[float, st
 
 
 def ratio(machine: MachineSpec, world_size: int, rows: int, form: RowForm) -> float:
-    """The faster fused call by words with flags over the unfused sequence."""
-    ways = [fused(machine, world_size, rows, form, algorithm, "ll") for algorithm in ("one_shot", "two_shot")]
-    return min(ways) / (alone(machine, world_size, 2 * rows * form.hidden)[0] + separate(machine, rows, form.hidden))
+    """The fused call over the unfused sequence."""
+    sums, _ = alone(machine, world_size, 2 * rows * form.hidden)
+    return fused(machine, world_size, rows, form)[0] / (sums + separate(machine, rows, form.hidden))
 
 
 @click.command()
-@click.option("--rows", default="1,8,32", help="Numbers of rows.")
-@click.option("--hidden", default=8192, help="Elements of a row.")
-@click.option("--world-size", default=8)
-@click.option("--gpu", default="h100")
-def main(rows: str, hidden: int, world_size: int, gpu: str) -> None:
+@click.option("--rows", default="1,2,4,8,16,32", show_default=True, help="Numbers of rows.")
+@click.option("--hidden", default=8192, show_default=True, help="Elements of a row.")
+@click.option("--world-size", default=8, show_default=True)
+@click.option("--gpu", default="h100", show_default=True)
+@kept_rows.option
+def main(rows: str, hidden: int, world_size: int, gpu: str, kept: Path | None) -> None:
     """Print modelled microseconds of the fused and of the unfused sequence."""
-    machine, form, table = MACHINES[gpu], RowForm(hidden), []
+    try:
+        file = KeptRows(kept)
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+    machine, form = MACHINES[gpu], RowForm(hidden)
+    table = []
     for count in (int(n) for n in rows.split(",")):
-        one, two = (fused(machine, world_size, count, form, name, "ll") for name in ("one_shot", "two_shot"))
-        sums, name = alone(machine, world_size, 2 * count * hidden)
-        rest = separate(machine, count, hidden)
-        saved = min(one, two) / (sums + rest)
-        cells = [f"{value:.2f}" for value in (one, two, sums, rest, saved)]
-        table.append((count, *cells[:3], name, *cells[3:], "yes" if saved <= BAR else "no"))
+        name = f"{world_size} {gpu} {count} x {hidden}"
+        click.echo(name, err=True)
+        table.append(file.get(name, partial(_times, machine, world_size, count, form))["cells"])
     click.echo(f"# microseconds, {world_size} x {machine.name}, bfloat16, hidden {hidden}: {LABEL}")
-    header = ("rows", "one shot", "two shots", "all-reduce", "by", "norm", "fused/unfused", f"<= {BAR}")
-    click.echo("\n".join(text_table.lines(header, table, right=header[:4])))
+    header = ("rows", "fused", "by", "all-reduce", "by", "norm", "fused/unfused", f"<= {BAR}")
+    click.echo("\n".join(text_table.lines(header, table, right=("rows", "fused", "all-reduce", "norm"))))
+
+
+def _times(machine: MachineSpec, world_size: int, count: int, form: RowForm) -> Row:
+    one, kernel = fused(machine, world_size, count, form)
+    sums, name = alone(machine, world_size, 2 * count * form.hidden)
+    rest = separate(machine, count, form.hidden)
+    saved = one / (sums + rest)
+    cells = [f"{one:.2f}", kernel, f"{sums:.2f}", name, f"{rest:.2f}", f"{saved:.2f}"]
+    return {"cells": [count, *cells, "yes" if saved <= BAR else "no"]}
 
 
 if __name__ == "__main__":

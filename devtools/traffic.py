@@ -158,16 +158,9 @@ def _count(
     with interpreter.observe(counter):
         call()
     emit(
-        "moved",
-        collective=kernel.collective,
-        algorithm=kernel.algorithm,
-        protocol=kernel.protocol,
-        written=counter.written,
-        read=counter.read,
-        headers=counter.headers,
-        links=counter.links,
-        form=form,
-    )
+        "moved", collective=kernel.collective, algorithm=kernel.algorithm, protocol=kernel.protocol, form=form,
+        written=counter.written, read=counter.read, headers=counter.headers, links=counter.links,
+    )  # fmt: skip
 
 
 @click.command()

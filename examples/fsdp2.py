@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from common import device, main, say
+from common import device, main, say, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -16,14 +16,10 @@ def body() -> None:
         fully_shard(layer, mesh=mesh)
     optimiser = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.manual_seed(dist.get_rank())
-    for step in range(20):
-        x = torch.randn(64, 16, device=device())
-        found = nn.functional.mse_loss(net(x), x.sum(1, keepdim=True))
-        found.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        if step % 5 == 0:
-            say(f"step {step}: loss {found.item():.4f}")
+    for number in range(20):
+        loss = step(net, optimiser)
+        if number % 5 == 0:
+            say(f"step {number}: loss {loss:.4f}")
     weight = next(net.parameters())
     say(f"this rank holds {weight.to_local().numel()} of {weight.numel()} elements of the first weight")
 

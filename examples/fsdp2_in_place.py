@@ -4,7 +4,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from common import device, main, say
+from common import device, main, say, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,14 +23,7 @@ def train(in_place: bool) -> list[float]:
     buffers = tricomm.fsdp2.use(net) if in_place else ()
     optimiser = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.manual_seed(dist.get_rank())
-    losses = []
-    for _ in range(5):
-        x = torch.randn(64, 16, device=device())
-        loss = nn.functional.mse_loss(net(x), x.sum(1, keepdim=True))
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        losses.append(loss.item())
+    losses = [step(net, optimiser) for _ in range(5)]
     for each in buffers:
         say(f"{type(each).__name__}: {each.nbytes} bytes of symmetric memory")
     return losses

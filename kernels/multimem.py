@@ -92,6 +92,19 @@ def everywhere(group, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
+def everywhere_in(table, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
+    """The beginning of symmetric memory on all ranks at once, a multicast pointer of int64*. `table` (int64*) has its
+    address on each rank, and behind them the one that stands for all."""
+    heads = ()
+    if PTX:
+        heads = heads + (tl.multiple_of(tl.load(table + WORLD_SIZE).to(tl.pointer_type(tl.int64)), 16),)
+    else:
+        for rank in tl.static_range(WORLD_SIZE):
+            heads = heads + (tl.load(table + rank).to(tl.pointer_type(tl.int64)),)
+    return heads
+
+
+@triton.jit
 def fence_aliases(PTX: tl.constexpr):
     """Between plain accesses and `multimem` accesses of the same bytes, behind the barrier that orders them."""
     if PTX:

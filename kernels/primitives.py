@@ -176,15 +176,9 @@ def wait_sequence(group, pointer, sequence, mask, PTX: tl.constexpr):
 
 @triton.jit
 def send_headers(
-    group,
-    epoch,
-    call,
-    PHASE: tl.constexpr,
-    RELEASE: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
+    group, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
     PTX: tl.constexpr,
-):
+):  # fmt: skip
     """Write `epoch << 32 | fingerprint` to this block's header at every peer, one lane a peer.
 
     `call` carries the fingerprint in its low half. RELEASE if the header is a barrier flag (`simple`); relaxed
@@ -197,16 +191,9 @@ def send_headers(
 
 @triton.jit
 def send_headers_to(
-    group,
-    mask,
-    epoch,
-    call,
-    PHASE: tl.constexpr,
-    RELEASE: tl.constexpr,
-    WORLD_SIZE: tl.constexpr,
-    LANES: tl.constexpr,
+    group, mask, epoch, call, PHASE: tl.constexpr, RELEASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr,
     PTX: tl.constexpr,
-):
+):  # fmt: skip
     """`send_headers` only to peers whose lane of `mask` (bool [LANES], lane r for rank r) is set."""
     lane = tl.arange(0, LANES)
     base = peer_addresses(group, lane, mask, WORLD_SIZE, PTX)

@@ -189,8 +189,8 @@ class Specialization:
 
     @cached_property
     def AT_ONCE(self) -> int:
-        """Planes whose operands an epilogue loads together: more take registers, fewer wait one behind the other."""
-        return self.ROW_PLANES if self.EARLY else 4
+        """Tiles whose operands an epilogue loads together: more take registers, fewer wait one behind the other."""
+        return self.ROW_TILES if self.EARLY else 4 // self.PLANES
 
     @cached_property
     def OWNED(self) -> int:

@@ -85,16 +85,9 @@ class NullRuntime(Processes):
         return self._gpu
 
     def bind(
-        self,
-        kernel: Any,
-        blocks: int,
-        constexprs: dict[str, Any],
-        bits: int | None,
-        aligned: bool,
-        more: Sequence[int | torch.Tensor],
-        group: kernel_launch.GroupArgument,
-        timeout: float = 600.0,
-    ) -> kernel_launch.BoundKernel:
+        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float = 600.0,
+    ) -> kernel_launch.BoundKernel:  # fmt: skip
         options = compiler.COMPILE_OPTIONS
         gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
         return cuda_launcher.make_launcher(kernel, blocks, gpu, bits, aligned, more, group, NullDevice())

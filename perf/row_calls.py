@@ -104,6 +104,15 @@ def launched(
     return made[0]
 
 
+def chosen(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -> Kernel:
+    """The kernel that a communicator chooses in a graph. Raises `InvalidArgument` if the call is not fused there."""
+    request = Request("all_reduce", "sum", epilogue=form.epilogue(dtype)).sized(dtype, rows * form.hidden)
+    choice = fused_kernels.choose(site, request, "graph")
+    if isinstance(choice, str):
+        raise InvalidArgument(f"{rows} rows of {form.name}: {choice}")
+    return registry.find(FUSED, choice.algorithm, choice.protocol)
+
+
 def kernels(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -> list[Kernel]:
     """The fused kernels that take such rows. Raises `InvalidArgument` with the reasons if none does."""
     found, reasons = [], []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,13 +12,15 @@ import torch
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError, TricommError
+from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_driver import Driver, load_driver
+from tricomm.store.cuda.cuda_driver import DESCRIPTOR, FABRIC, Driver, load_driver
 
 if TYPE_CHECKING:
     from tricomm.store.cuda.cuda_arena import CudaArena
 
 _log = logging.getLogger("tricomm")
+_SETTING = {b"ipc": "TRICOMM_CUDA_VMM=0", b"descriptor": "no TRICOMM_CUDA_VMM=fabric"}
 
 
 class Arena(Protocol):
@@ -108,27 +110,41 @@ def open_cuda(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
     reach: Sequence[bool] | None = None,
 ) -> CudaArena:  # fmt: skip
-    """`open_blocks` of memory that is shared by descriptors; of legacy CUDA IPC if a rank cannot, or must not
-    (TRICOMM_CUDA_VMM=0). `CudaArena.reason` says why. Raises as `open_blocks`, with both reasons."""
+    """`open_blocks` of memory that is shared by descriptors; by fabric handles if all ranks ask for them and have them
+    (TRICOMM_CUDA_VMM=fabric); of legacy CUDA IPC if a rank cannot, or must not (TRICOMM_CUDA_VMM=0).
+    `CudaArena.reason` says why. Raises as `open_blocks`, with all reasons."""
     from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
     from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
 
     deadline = Deadline(timeout)
-    wanted = control.exchange(b"\x01" if env.memory_by_descriptor() else b"\x00", "kind of memory", deadline.left)
-    unwanted = [rank for rank, answer in enumerate(wanted) if answer != b"\x01"]
-    try:
-        if unwanted:
-            raise ResourceError(f"TRICOMM_CUDA_VMM=0 on rank(s) {unwanted}")
-        return open_cuda_vmm(control, nbytes, device, deadline.left, driver, reach)
-    except ResourceError as error:  # the same on all ranks, with everything undone
+    wanted = CollectiveStages(control, "GPU memory", deadline).gather("kind", lambda: env.gpu_memory().encode())
+
+    def vmm(sharing: str, *forbidding: bytes) -> CudaArena:
+        against = [rank for rank, answer in enumerate(wanted) if answer in forbidding]
+        if against:
+            raise ResourceError(f"{_SETTING[wanted[against[0]]]} on rank(s) {against}")
+        return open_cuda_vmm(control, nbytes, device, deadline.left, driver, reach, sharing)
+
+    ways: list[tuple[str, Callable[[], CudaArena]]] = [
+        ("descriptors", lambda: vmm(DESCRIPTOR, b"ipc")),
+        ("legacy CUDA IPC", lambda: open_cuda_ipc(control, nbytes, device, deadline.left, driver, reach)),
+    ]
+    if b"fabric" in wanted:
+        ways.insert(0, ("fabric handles", lambda: vmm(FABRIC, b"ipc", b"descriptor")))
+    refusals: list[str] = []
+    for name, opened in ways:
         try:
-            arena = open_cuda_ipc(control, nbytes, device, deadline.left, driver, reach)
-        except ResourceError as second:
-            raise ResourceError(f"{second}; and before that {error}") from second
-        arena.reason = f"legacy CUDA IPC, because {error}"
-        if control.rank == 0:
-            _log.info("GPU memory is shared by %s", arena.reason)
+            arena = opened()
+        except ResourceError as error:  # the same on all ranks, with everything undone
+            refusals.append(str(error))
+            continue
+        if name != "descriptors" or refusals:
+            why = "; and before that ".join(reversed(refusals)) or "TRICOMM_CUDA_VMM=fabric"
+            arena.reason = f"{name}, because {why}"
+            if control.rank == 0:
+                _log.info("GPU memory is shared by %s", arena.reason)
         return arena
+    raise ResourceError("; and before that ".join(reversed(refusals)))
 
 
 def expected_kind(gpus: int) -> tuple[str, str]:
@@ -137,15 +153,25 @@ def expected_kind(gpus: int) -> tuple[str, str]:
     if not gpus:
         return "posix_shm", ""
     try:
-        if not env.memory_by_descriptor():
+        wish = env.gpu_memory()
+        if wish == "ipc":
             return "cuda_ipc", "TRICOMM_CUDA_VMM=0"
         driver = load_driver()
         driver.init()
-        refusals = [driver.vmm_refusal(ordinal) for ordinal in range(gpus)]
+
+        def refusal(sharing: str) -> str:
+            refusals = (driver.vmm_refusal(ordinal, sharing) for ordinal in range(gpus))
+            return next((text for text in refusals if text is not None), "")
+
+        against = refusal(FABRIC) if wish == "fabric" else ""
+        if wish == "fabric" and not against:
+            return "cuda_vmm", "fabric handles, because TRICOMM_CUDA_VMM=fabric"
+        reason = refusal(DESCRIPTOR)
     except TricommError as error:
         return "cuda_ipc", str(error)
-    reason = next((text for text in refusals if text is not None), "")
-    return ("cuda_ipc", reason) if reason else ("cuda_vmm", "")
+    if reason:
+        return "cuda_ipc", reason
+    return "cuda_vmm", f"descriptors, because {against}" if against else ""
 
 
 def no_multicast_expected(gpus: int) -> str:

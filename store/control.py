@@ -81,13 +81,9 @@ class ControlPage:
     """
 
     def __init__(
-        self,
-        rank: int,
-        nonce: bytes,
-        members: Sequence[RankSegment],
-        host: Host | None = None,
+        self, rank: int, nonce: bytes, members: Sequence[RankSegment], host: Host | None = None,
         gather: Callable[[ExchangeMessage, float, Callable[[], None]], list[bytes]] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank = rank
         self.world_size = len(members)
         self.nonce = nonce
@@ -137,7 +133,7 @@ class ControlPage:
         return watched[rank].alive() if watched else True
 
     def beat(self) -> None:
-        self._own().heartbeat = time.monotonic_ns()
+        self._own().beat()
 
     def heartbeat(self, rank: int) -> int:
         """CLOCK_MONOTONIC of the rank's last beat, in nanoseconds; 0 before the first."""

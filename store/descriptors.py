@@ -138,14 +138,9 @@ class DescriptorSocket:
             os.close(self._locks.pop())
 
     def exchange(
-        self,
-        sender: Sender,
-        names: Sequence[bytes],
-        mine: Sequence[int],
-        take: Callable[[int, list[int]], None],
-        deadline: Deadline,
-        look: Callable[[], None],
-    ) -> None:
+        self, sender: Sender, names: Sequence[bytes], mine: Sequence[int], take: Callable[[int, list[int]], None],
+        deadline: Deadline, look: Callable[[], None],
+    ) -> None:  # fmt: skip
         """Send the descriptors `mine` to all other ranks, whose sockets have `names`, and receive as many of each.
 
         `take(rank, descriptors)` is called once for each other rank; those that it leaves in the list are closed.

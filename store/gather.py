@@ -56,14 +56,9 @@ class Gathering:
         self.generation = generation
 
     def exchange(
-        self,
-        what: str,
-        body: B,
-        deadline: Deadline,
-        late: Callable[[Arrived[B]], TricommError],
-        check: Callable[[StoreRecord[B]], None],
-        look: Callable[[Arrived[B]], None] = lambda arrived: None,
-    ) -> list[StoreRecord[B]]:
+        self, what: str, body: B, deadline: Deadline, late: Callable[[Arrived[B]], TricommError],
+        check: Callable[[StoreRecord[B]], None], look: Callable[[Arrived[B]], None] = lambda arrived: None,
+    ) -> list[StoreRecord[B]]:  # fmt: skip
         """Write a record with `body` and return the records of all ranks, by rank; each rank calls it.
 
         `check` raises for a record that is well formed and still cannot be of this group. `look` is called before each

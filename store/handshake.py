@@ -43,13 +43,9 @@ class SpansNodes(RendezvousError):
 
 
 def handshake(
-    store: Store,
-    rank: int,
-    world_size: int,
-    timeout: float,
-    layout_hash: int,
+    store: Store, rank: int, world_size: int, timeout: float, layout_hash: int,
     check_interrupt: Callable[[], None] = lambda: None,
-) -> ControlPage:
+) -> ControlPage:  # fmt: skip
     """Connect to the other ranks over `store`, which is never used again afterwards; all ranks call it.
 
     `layout_hash` (64 bits) must be the same on all ranks. Ends within `timeout` + 1 seconds. If one rank raises, all

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import struct
+import time
 import zlib
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
@@ -150,9 +151,8 @@ class Page:
         """CLOCK_MONOTONIC of the last beat, in nanoseconds; the same clock for all processes of a machine."""
         return self._words[_HEARTBEAT]
 
-    @heartbeat.setter
-    def heartbeat(self, nanoseconds: int) -> None:
-        self._words[_HEARTBEAT] = nanoseconds
+    def beat(self) -> None:
+        self._words[_HEARTBEAT] = time.monotonic_ns()
 
     def sequence(self, channel: int = 0) -> int:
         return self._words[_ring(channel) + RING] >> _BITS

@@ -15,6 +15,8 @@ import os
 import resource
 import stat
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store import process
@@ -51,8 +53,7 @@ class Segment:
         Raises `InvalidArgument` for a bad size, `ResourceError` if memory or a descriptor is refused.
         """
         _check_size(nbytes)
-        segment = cls(nbytes)
-        try:
+        with cls(nbytes)._being_made() as segment:
             # An interrupt may come at any line: a descriptor has its owner before the next one.
             segment._fds.append(_memfd(name))
             os.fchmod(segment.fd, 0o600)
@@ -60,11 +61,6 @@ class Segment:
             os.posix_fallocate(segment.fd, 0, nbytes)
             segment._map(segment.fd, readonly=False)
             _seal(segment.fd, shared)
-        except BaseException as error:
-            segment.close()
-            if isinstance(error, OSError):
-                raise _refused(error, nbytes) from error
-            raise
         return segment
 
     @classmethod
@@ -74,19 +70,24 @@ class Segment:
         Raises `ResourceError` if it differs from what it should be: another size, owner, or no seals, which only the
         user's own memory may lack (`sealed=False`): its owner could shrink it, and a touch would then be fatal.
         """
-        segment = cls(nbytes)
-        try:
+        with cls(nbytes)._being_made() as segment:
             segment._fds.append(descriptors.pop())
             _check_size(nbytes)
             _check_attached(segment.fd, nbytes, sealed)
             segment._map(segment.fd, readonly)
             segment.close_fd()
-        except BaseException as error:
-            segment.close()
-            if isinstance(error, OSError):
-                raise _refused(error, nbytes) from error
-            raise
         return segment
+
+    @contextmanager
+    def _being_made(self) -> Iterator[Segment]:
+        """Closes the segment if it cannot be made."""
+        try:
+            yield self
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _refused(error, self.nbytes) from error
+            raise
 
     def __del__(self) -> None:
         if hasattr(self, "_fds"):

@@ -60,6 +60,13 @@ def settled():
 
 
 @pytest.fixture
+def url(tmp_path):
+    """Where the ranks of a test meet: a file that only this user can reach."""
+    tmp_path.chmod(0o700)
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture
 def unshrunk(monkeypatch):
     """Findings of `tricomm.check` stay as found: the search for a simpler execution takes most of the time."""
     monkeypatch.setattr("tricomm.explorer.schedule.shrinking.shrink", lambda again, finding, execution, most: execution)

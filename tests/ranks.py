@@ -52,6 +52,10 @@ class Ranks:
             raise AssertionError(f"rank {rank} ended before it said anything: {value}")
         return value
 
+    def messages(self) -> list[Any]:
+        """The next message of every rank."""
+        return [self.message(rank) for rank in range(len(self.processes))]
+
     def results(self, of: list[int] | None = None) -> list[Outcome]:
         """How the ranks `of` (default: all) ended; one `Outcome` a rank, empty for the others."""
         outcomes = [Outcome(code=None) for _ in self.processes]

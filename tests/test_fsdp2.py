@@ -12,12 +12,6 @@ from tricomm import fsdp2
 RESHARD, KEEP, MIXED, PLAIN = True, False, True, False  # reshard_after_forward, mixed precision
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize(
     ("world_size", "route", "cases"),
     [

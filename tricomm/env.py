@@ -60,9 +60,17 @@ def peer_access_disabled() -> bool:
     return flag("TRICOMM_P2P_DISABLE") or flag("NCCL_P2P_DISABLE")
 
 
-def memory_by_descriptor() -> bool:
-    """False where the user wants GPU memory to be shared by legacy CUDA IPC alone."""
-    return text("TRICOMM_CUDA_VMM") is None or flag("TRICOMM_CUDA_VMM")
+def gpu_memory() -> str:
+    """How the user wants GPU memory to be shared: "descriptor", the default, "fabric" handles, or legacy CUDA "ipc"."""
+    value = text("TRICOMM_CUDA_VMM")
+    if value is None:
+        return "descriptor"
+    if value.strip().lower() == "fabric":
+        return "fabric"
+    try:
+        return "descriptor" if flag("TRICOMM_CUDA_VMM") else "ipc"
+    except InvalidArgument as error:
+        raise InvalidArgument(f"{error}, nor fabric") from None
 
 
 def hardware_queues() -> int:

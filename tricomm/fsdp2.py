@@ -201,14 +201,14 @@ class ReduceScatter:
             input_tensor = handle.local
         return _ended(buffers.group.reduce_scatter_single(output_tensor, input_tensor, options, handle), async_op)
 
+    def close(self) -> None:
+        """As `AllGather.close`."""
+        self._buffers.close()
+
     @property
     def nbytes(self) -> int:
         """Bytes of symmetric memory that it has taken on this rank."""
         return self._buffers.nbytes
-
-    def close(self) -> None:
-        """As `AllGather.close`."""
-        self._buffers.close()
 
 
 def use(model: torch.nn.Module, group: Any = None, max_bytes: int = MAX_BYTES) -> tuple[AllGather, ReduceScatter]:

@@ -25,6 +25,25 @@ Reuse     two mailboxes, by the epoch's parity. A rank stages chunk k + 2 behind
 Order     the switch's own (`kernels/multimem.py`), one sum for all ranks: the same bits everywhere, but not those of
           the other kernels. Not in a batch-invariant group.
 Source    NCCL's NVLS and its symmetric kernel RSxLDMC_AGxSTMC; PyTorch's multimem_all_reduce_.
+
+Zero copy, over symmetric memory with a multicast address: the switch adds what lies in the handle `w` of all ranks, and
+copies the sums into the handle `v` of all; in place, `v` is `w`. Nothing is staged, nothing is copied out.
+
+    rank 0  w [a0 b0 c0 d0]     0: a0 + a1 + a2 + a3 = A  ─▶  a of all
+    rank 1  w [a1 b1 c1 d1]     1: b0 + b1 + b2 + b3 = B  ─▶  b of all        v = [A B C D] on every rank
+    rank 2  w [a2 b2 c2 d2]     2: c0 + c1 + c2 + c3 = C  ─▶  c of all
+    rank 3  w [a3 b3 c3 d3]     3: d0 + d1 + d2 + d3 = D  ─▶  d of all
+
+Bytes     (1 + 1/N) n leave a GPU, and as many come in. By number, (N-1)/N n of peers' memory is read, and as much of it
+          written. A last piece under 16 bytes, which the switch has no access for, goes by the ranks' own addresses.
+Hops      a barrier, a round trip, a one-way store, a barrier.
+Waits     header of phase 0, release to acquire at `.sys`: what was written to the peers' `w` before this call is there,
+          and no earlier call on a peer reads its `v`. Header of phase 1: the results are there, and no rank reads or
+          writes this rank's memory any more.
+Reuse     there is no mailbox: the second barrier protects the memory. A shard is read and written by its owner alone,
+          so in place the results need no third barrier before they are stored.
+Order     the switch's own, as above; of the last piece that of the ranks.
+Source    PyTorch's multimem_all_reduce_; NCCL's RSxLDMC_AGxSTMC over registered windows.
 """
 
 from __future__ import annotations
@@ -33,11 +52,14 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_two_hops
-from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.multicast import buffer_at_all, gather_reduced
-from tricomm.kernels.device.packing import shard_words
+from tricomm.kernels.device.group import rank_of
+from tricomm.kernels.device.mailbox import buffer_words, clear_idle
+from tricomm.kernels.device.multicast import buffer_at_all, gather_reduced, pass_reduced
+from tricomm.kernels.device.packing import load_elements, members, shard_words, store_elements
 from tricomm.kernels.device.plain_data import push_shards, take_shards
-from tricomm.kernels.multimem import everywhere, fence_aliases
+from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.multimem import everywhere, everywhere_in, fence_aliases
+from tricomm.kernels.primitives import barrier, enter, leave
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -67,3 +89,38 @@ def _reduce(tensors, chunk, SPEC: tl.constexpr):
 def _take(tensors, chunk, SPEC: tl.constexpr):
     fence_aliases(SPEC.PTX)
     take_shards(tensors[1], tensors[2], tensors[3], chunk, SPEC)
+
+
+@triton.jit(do_not_specialize=["numel", "call"])
+def all_reduce_multicast_zero_copy(
+    x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, into, SPEC: tl.constexpr
+):  # fmt: skip
+    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    start, owner = enter(group, call)
+    me = rank_of(group)
+    clear_idle(group, start, 1, SPEC)
+    status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+    if status == 0:
+        fence_aliases(SPEC.PTX)
+        given = everywhere_in(table, WORLD_SIZE, SPEC.PTX)
+        results = everywhere_in(into, WORLD_SIZE, SPEC.PTX)
+        words = numel // (128 // x_ptr.dtype.element_ty.primitive_bitwidth) * 2  # in whole pairs
+        shard = shard_words(words, WORLD_SIZE)
+        pass_reduced(given, results, me * shard, tl.minimum((me + 1) * shard, words), SPEC)
+        if (me == WORLD_SIZE - 1) & (tl.program_id(0) == 0):
+            _last_piece(table, into, x_ptr, words, numel, SPEC)
+        status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+    leave(group, start, owner, call, 1, status)
+
+
+@triton.jit
+def _last_piece(table, into, x_ptr, words, numel, SPEC: tl.constexpr):
+    """The elements from word `words` on, fewer than 16 bytes of them."""
+    given = members(table, x_ptr, SPEC.WORLD_SIZE)
+    results = members(into, x_ptr, SPEC.WORLD_SIZE)
+    parts = ()
+    for r in tl.static_range(SPEC.WORLD_SIZE):
+        parts = parts + (load_elements(given[r], words, numel, SPEC.BLOCK),)
+    total = reduce_words(parts, SPEC)
+    for r in tl.static_range(SPEC.WORLD_SIZE):
+        store_elements(results[r], words, total, numel, SPEC.BLOCK)

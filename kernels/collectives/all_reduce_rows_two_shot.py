@@ -38,7 +38,7 @@ from tricomm.kernels.device.group import peer_ahead
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.planes import reduce_planes
 from tricomm.kernels.device.push import meet_ahead
-from tricomm.kernels.device.rows import Row, fresh, load_tile, of_step, places, put_tile, rows_of
+from tricomm.kernels.device.rows import Row, fresh, load_tile_at, of_step, places, put_tile, rows_of
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -55,7 +55,7 @@ def _shards(x_ptr, number, me, SPEC: tl.constexpr):
     for ahead in tl.static_range(SPEC.WORLD_SIZE):
         for k in tl.static_range(SPEC.STEPS):
             start, left = _of_shard(_ahead(me, ahead, SPEC), k, SPEC)
-            tiles = tiles + (load_tile(x_ptr, number, start, left, SPEC),)
+            tiles = tiles + (load_tile_at(x_ptr, number, start, left, SPEC.WHOLE, SPEC),)
     return tiles
 
 

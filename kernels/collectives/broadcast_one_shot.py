@@ -14,9 +14,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_ll, run_pushed
+from tricomm.kernels.device.chunks import run_one_shot
 from tricomm.kernels.device.group import peer
-from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
+from tricomm.kernels.device.mailbox import simple_buffer
 from tricomm.kernels.device.packing import load_words, store_tile
 from tricomm.kernels.device.planes import no_tile
 from tricomm.kernels.device.push import first_tile, push_to_others, receive_row
@@ -24,12 +24,7 @@ from tricomm.kernels.device.push import first_tile, push_to_others, receive_row
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def broadcast_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    words = buffer_words(group, 1, SPEC)
-    tensors = (x_ptr, y_ptr, numel, root)
-    if SPEC.LL:
-        run_ll(_first_tile, _push_ll, _take, tensors, group, call, words, 1, SPEC)
-    else:
-        run_pushed(_push, _take, tensors, group, call, words, SPEC)
+    run_one_shot(_first_tile, _push_ll, _push, _take, (x_ptr, y_ptr, numel, root), group, call, SPEC)
 
 
 @triton.jit

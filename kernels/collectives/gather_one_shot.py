@@ -17,19 +17,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import run_ll, run_pushed
-from tricomm.kernels.device.mailbox import buffer_words
+from tricomm.kernels.device.chunks import run_one_shot
 from tricomm.kernels.device.push import first_tile_and_root, push_row, push_to_root, receive_rows
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
 def gather_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, root: tl.int64, SPEC: tl.constexpr):
-    words = buffer_words(group, 1, SPEC)
-    tensors = (x_ptr, y_ptr, numel, root)
-    if SPEC.LL:
-        run_ll(first_tile_and_root, push_to_root, _take, tensors, group, call, words, 1, SPEC)
-    else:
-        run_pushed(_push, _take, tensors, group, call, words, SPEC)
+    run_one_shot(first_tile_and_root, push_to_root, _push, _take, (x_ptr, y_ptr, numel, root), group, call, SPEC)
 
 
 @triton.jit

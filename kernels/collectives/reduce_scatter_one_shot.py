@@ -35,9 +35,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
+from tricomm.kernels.device.chunks import packed_words, run_one_shot
 from tricomm.kernels.device.group import rank_of
-from tricomm.kernels.device.mailbox import buffer_words, clear_idle
+from tricomm.kernels.device.mailbox import clear_idle
 from tricomm.kernels.device.packing import load_words, members, store_words
 from tricomm.kernels.device.plain_data import push_plain_rows
 from tricomm.kernels.device.push import first_tiles, push_rows, receive_reduced
@@ -47,11 +47,7 @@ from tricomm.kernels.primitives import barrier, enter, leave
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def reduce_scatter_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
-    words = buffer_words(group, 1, SPEC)
-    if SPEC.LL:
-        run_ll(first_tiles, push_rows, _take, (x_ptr, y_ptr, numel), group, call, words, 1, SPEC)
-    else:
-        run_pushed(push_plain_rows, _take, (x_ptr, y_ptr, numel), group, call, words, SPEC)
+    run_one_shot(first_tiles, push_rows, push_plain_rows, _take, (x_ptr, y_ptr, numel), group, call, SPEC)
 
 
 @triton.jit

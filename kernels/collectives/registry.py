@@ -15,7 +15,7 @@ from tricomm.kernels.collectives.all_gather_multicast import all_gather_multicas
 from tricomm.kernels.collectives.all_gather_one_shot import all_gather_one_shot, all_gather_one_shot_zero_copy
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh import all_reduce_hybrid_cube_mesh
 from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot import all_reduce_hybrid_cube_mesh_two_shot
-from tricomm.kernels.collectives.all_reduce_multicast import all_reduce_multicast
+from tricomm.kernels.collectives.all_reduce_multicast import all_reduce_multicast, all_reduce_multicast_zero_copy
 from tricomm.kernels.collectives.all_reduce_one_shot import all_reduce_one_shot, all_reduce_one_shot_zero_copy
 from tricomm.kernels.collectives.all_reduce_rows_one_shot import all_reduce_rows_one_shot
 from tricomm.kernels.collectives.all_reduce_rows_two_shot import all_reduce_rows_two_shot
@@ -119,6 +119,11 @@ class Kernel:
     def why_not_reduced(self, element: str, op: str) -> str | None:
         """None if it reduces `element` by `op`, as `dtypes.reduction` names them, else the reason."""
         return multimem.why_not_reduced(element, op) if self.reduces and self.multicast else None
+
+    @property
+    def in_place(self) -> bool:
+        """True for one that takes a handle whose memory the result goes to, on all ranks."""
+        return self.zero_copy and self.algorithm in ("two_shot", "multicast")
 
     @property
     def pairwise(self) -> bool:
@@ -238,6 +243,14 @@ MULTICAST = (
     Kernel("broadcast", "multicast", "simple", broadcast_multicast, _peers, _none, 1, 1, switched=_fixed(Fraction(1))),
 )  # fmt: skip
 
+# The same over symmetric memory, of which input and output have multicast addresses.
+MULTICAST_ZERO_COPY = (
+    Kernel(
+        "all_reduce", "multicast", "simple", all_reduce_multicast_zero_copy, _rows, _rows, 5, 2, zero_copy=True,
+        switched=_switched,
+    ),
+)  # fmt: skip
+
 # With an epilogue, of rows: RMSNorm and what goes with it, or a user's own.
 FUSED = tuple(
     kernel
@@ -256,7 +269,7 @@ MESSAGES = (
     Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0),
 )
 
-ALL = (*KERNELS, *ZERO_COPY, *MULTICAST, *MESSAGES)
+ALL = (*KERNELS, *ZERO_COPY, *MULTICAST, *MULTICAST_ZERO_COPY, *MESSAGES)
 
 _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*ALL, *FUSED)}
 

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.group import RANK, rank_of, table_of
+from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.push import open_epoch, synchronize
 from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch
 
@@ -148,6 +149,19 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
         status = BODY(tensors, nth(whole, number, chunk_words), SPEC)
         number += 1
     leave(group, start, owner, call, chunks, status)
+
+
+@triton.jit
+def run_one_shot(
+    LOAD: tl.constexpr, PUSH_LL: tl.constexpr, PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call,
+    SPEC: tl.constexpr,
+):  # fmt: skip
+    """A call of one hop, in chunks of a buffer: `run_ll` (LOAD, PUSH_LL, TAKE) or `run_pushed` (PUSH, TAKE)."""
+    words = buffer_words(group, 1, SPEC)
+    if SPEC.LL:
+        run_ll(LOAD, PUSH_LL, TAKE, tensors, group, call, words, 1, SPEC)
+    else:
+        run_pushed(PUSH, TAKE, tensors, group, call, words, SPEC)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from tricomm.kernels.device.halves import halves, joined, number_of
 from tricomm.kernels.device.packing import raw_pointer
 from tricomm.kernels.device.quantize import quantize_row
 from tricomm.kernels.device.reduction import element, raw_bits
-from tricomm.kernels.device.rows import load_plane, store_plane, words_at
+from tricomm.kernels.device.rows import load_tile, store_tile, words_at
 
 _HALF_UP, _DOWN = tl.constexpr(2.0**22), tl.constexpr(2.0**-44)
 _INFINITE = tl.constexpr(0x7F800000)
@@ -44,11 +44,11 @@ def prepare_rms_norm(number, operands, SPEC: tl.constexpr):
     residual = ()
     weight = ()
     if SPEC.EARLY:
-        for n in tl.static_range(SPEC.ROW_PLANES):
+        for i in tl.static_range(SPEC.ROW_TILES):
             if SPEC.RESIDUAL:
-                residual = residual + (load_plane(operands[3], number, n, SPEC),)
+                residual = residual + load_tile(operands[3], number, i, SPEC)
             if SPEC.WEIGHT == SPEC.ELEMENT:
-                weight = weight + (load_plane(operands[2], 0, n, SPEC),)
+                weight = weight + load_tile(operands[2], 0, i, SPEC)
     return residual, weight
 
 
@@ -62,61 +62,73 @@ def rms_norm(row, operands, SPEC: tl.constexpr):
     bias = tl.zeros([], tl.float32) + operands[1]
     hidden = ()
     most = tl.zeros([SPEC.PLANE], tl.int32)
-    for g in tl.static_range(0, SPEC.ROW_PLANES, SPEC.AT_ONCE):
+    for g in tl.static_range(0, SPEC.ROW_TILES, SPEC.AT_ONCE):
         others = ()
-        if SPEC.RESIDUAL:
-            for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
-                others = others + (residual[n] if SPEC.EARLY else load_plane(operands[3], row.number, n, SPEC),)
-        for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
-            at, inside = words_at(n, SPEC)
-            words = row.planes[n]
-            if SPEC.LENGTHS[n] != SPEC.PLANE:
-                words = tl.where(inside, words, 0)
-            parts = halves(words, SPEC.PTX)
-            if SPEC.RESIDUAL:
-                parts = _added(parts, halves(others[n - g], SPEC.PTX), SPEC)
-            store_plane(row.y_ptr, row.number, n, joined(parts, SPEC.PTX), SPEC.BITS, SPEC)
-            hidden = hidden + (parts,)
-            most = _larger(most, parts, SPEC)
+        if SPEC.RESIDUAL and not SPEC.EARLY:
+            for i in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_TILES)):
+                others = others + load_tile(operands[3], row.number, i, SPEC)
+        for i in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_TILES)):
+            sums = ()
+            for n in tl.static_range(i * SPEC.PLANES, (i + 1) * SPEC.PLANES):
+                at, inside = words_at(n, SPEC)
+                words = row.planes[n]
+                if SPEC.LENGTHS[n] != SPEC.PLANE:
+                    words = tl.where(inside, words, 0)
+                parts = halves(words, SPEC.PTX)
+                if SPEC.RESIDUAL:
+                    other = residual[n] if SPEC.EARLY else others[n - g * SPEC.PLANES]
+                    parts = _added(parts, halves(other, SPEC.PTX), SPEC)
+                sums = sums + (joined(parts, SPEC.PTX),)
+                hidden = hidden + (parts,)
+                most = _larger(most, parts, SPEC)
+            store_tile(row.y_ptr, row.number, i, sums, SPEC.BITS, SPEC)
     scale, factor = _factor(hidden, _largest(most, SPEC), eps, SPEC)
     if SPEC.PTX and SPEC.BITS == 32:  # or the compiler keeps every element in fp64 from here on, and on a stack
         scale = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [scale], dtype=tl.float32, is_pure=True, pack=1)
     normed = ()
     NEXT: tl.constexpr = 4 if SPEC.RESIDUAL else 3
-    for g in tl.static_range(0, SPEC.ROW_PLANES, SPEC.AT_ONCE):
+    for g in tl.static_range(0, SPEC.ROW_TILES, SPEC.AT_ONCE):
         gains = ()
-        for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
-            gains = gains + (weight[n] if SPEC.EARLY and SPEC.WEIGHT == SPEC.ELEMENT else _gains(operands, n, SPEC),)
-        for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
+        if not SPEC.EARLY or SPEC.WEIGHT != SPEC.ELEMENT:
+            for i in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_TILES)):
+                gains = gains + _gains(operands, i, SPEC)
+        for n in tl.static_range(g * SPEC.PLANES, min(g + SPEC.AT_ONCE, SPEC.ROW_TILES) * SPEC.PLANES):
+            gain_of = weight[n] if SPEC.EARLY and SPEC.WEIGHT == SPEC.ELEMENT else gains[n - g * SPEC.PLANES]
             results = ()
             for j in tl.static_range(SPEC.PACK):
                 if SPEC.WEIGHT == SPEC.ELEMENT:
-                    gain = number_of(halves(gains[n - g], SPEC.PTX), j, SPEC.ELEMENT, SPEC.BITS).to(factor.dtype)
+                    gain = number_of(halves(gain_of, SPEC.PTX), j, SPEC.ELEMENT, SPEC.BITS).to(factor.dtype)
                 else:
-                    gain = gains[n - g][j].to(factor.dtype)
+                    gain = gain_of[j].to(factor.dtype)
                 if SPEC.BIASED:
                     gain += bias.to(factor.dtype)
                 value = (number_of(hidden[n], j, SPEC.ELEMENT, SPEC.BITS) * scale).to(factor.dtype) * factor
                 results = results + ((value * gain).to(tl.float32),)
             normed = normed + (packed(results, SPEC),)
         if SPEC.NORM:
-            for n in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_PLANES)):
-                store_plane(operands[NEXT], row.number, n, joined(normed[n], SPEC.PTX), SPEC.BITS, SPEC)
+            for i in tl.static_range(g, min(g + SPEC.AT_ONCE, SPEC.ROW_TILES)):
+                norm = ()
+                for n in tl.static_range(i * SPEC.PLANES, (i + 1) * SPEC.PLANES):
+                    norm = norm + (joined(normed[n], SPEC.PTX),)
+                store_tile(operands[NEXT], row.number, i, norm, SPEC.BITS, SPEC)
     if SPEC.QUANTIZE != "":
         quantize_row(row.number, normed, operands, NEXT + (1 if SPEC.NORM else 0), SPEC)
 
 
 @triton.jit
-def _gains(operands, n: tl.constexpr, SPEC: tl.constexpr):
-    """Plane n of the weight: words of the row's type, or a tuple of PACK fp32 tiles."""
+def _gains(operands, i: tl.constexpr, SPEC: tl.constexpr):
+    """The planes of tile i of the weight: each words of the row's type, or a tuple of PACK fp32 tiles."""
     if SPEC.WEIGHT == SPEC.ELEMENT:
-        gains = load_plane(operands[2], 0, n, SPEC)
+        gains = load_tile(operands[2], 0, i, SPEC)
     else:
-        at, inside = words_at(n, SPEC)
         gains = ()
-        for j in tl.static_range(SPEC.PACK):
-            raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
-            gains = gains + (raw.to(tl.float32, bitcast=True),)
+        for n in tl.static_range(i * SPEC.PLANES, (i + 1) * SPEC.PLANES):
+            at, inside = words_at(n, SPEC)
+            of_word = ()
+            for j in tl.static_range(SPEC.PACK):
+                raw = tl.load(raw_pointer(operands[2], 32) + at * SPEC.PACK + j, mask=inside, other=0)
+                of_word = of_word + (raw.to(tl.float32, bitcast=True),)
+            gains = gains + (of_word,)
     return gains
 
 

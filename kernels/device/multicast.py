@@ -1,7 +1,8 @@
 """Tiles through the switch: from the ranks' buffers of one number, reduced, and to the ranks' buffers of one number.
 
 Flight    UNROLLED tiles of a block's run are on their way at once, as in `plain_data`; the end of a run, and misaligned
-          tensors, go one tile after another.
+          tensors, go one tile after another. Between multicast pointers (`pass_reduced`) no tensor is misaligned, and
+          every access has a mask, so the end of a run of two tiles or more goes at once, too.
 Fences    what a rank reads or writes here by the multicast address, it or another rank writes or reads by a plain one.
           Each step that follows a barrier begins with `fence_aliases`: whatever lies before the barrier is then ordered
           before what follows, by whichever address. Before a launch and after it the driver sees to that.
@@ -46,6 +47,24 @@ def spread(x_ptr, numel, buffers, chunk, SPEC: tl.constexpr):
         words = load_words(x_ptr, chunk.base + first, limit, SPEC.BLOCK, SPEC.ALIGNED)
         store_to_all(buffers, first, words, chunk.count, SPEC)
         first += chunk.stride
+
+
+@triton.jit
+def pass_reduced(given, results, first, end, SPEC: tl.constexpr):
+    """this block's tiles of the words from `first` to before `end` of the multicast pointer `given`, reduced, to the
+    same words of the multicast pointer `results`, which may be the same. Both bounds are even."""
+    UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL
+    stride = tl.num_programs(0).to(tl.int64) * SPEC.BLOCK
+    at = first + tl.program_id(0).to(tl.int64) * SPEC.BLOCK
+    while at + stride < end:
+        tiles = ()
+        for n in tl.static_range(UNROLLED):
+            tiles = tiles + (load_reduced(given, at + n * stride, end, SPEC),)
+        for n in tl.static_range(UNROLLED):
+            store_to_all(results, at + n * stride, tiles[n], end, SPEC)
+        at += UNROLLED * stride
+    if at < end:
+        store_to_all(results, at, load_reduced(given, at, end, SPEC), end, SPEC)
 
 
 @triton.jit

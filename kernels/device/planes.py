@@ -133,23 +133,9 @@ def _whole_words(like, start, left, numel, SPEC: tl.constexpr):
 
 @triton.jit
 def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
-    """Planes by words of 64 bits, all three on their way at once; element by element if they are not whole words.
-
-    Loops of three rounds, which the compiler unrolls late: one load in their source, and of a pointer that a loop hands
-    on, keeps its early passes short.
-    """
+    """Planes by words of 64 bits, all three on their way at once; element by element if they are not whole words."""
     if _whole_words(x_ptr, start, left, numel, SPEC) & ALIGNED:
-        lane = tl.arange(0, SPEC.PLANE)
-        plane = plane_words(left, SPEC.PLANE)
-        at = x_ptr.to(tl.pointer_type(tl.int64)) + start + lane
-        rest = left
-        one, two, three = no_tile(SPEC)
-        for _ in range(3):
-            words = tl.load(at, mask=lane < tl.minimum(plane, rest), other=0)
-            one, two, three = two, three, words
-            at += plane
-            rest -= plane
-        tile = (one, two, three)
+        tile = load_three(x_ptr.to(tl.pointer_type(tl.int64)) + start, left, False, SPEC)
     else:
         PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
         tile = ()
@@ -161,18 +147,52 @@ def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
 
 
 @triton.jit
+def load_three(pointer, left, ALL: tl.constexpr, SPEC: tl.constexpr):
+    """The three planes of the tile of words at `pointer` (int64*). ALL of its words are there.
+
+    A loop of three rounds, which the compiler unrolls late: one load in its source, and of a pointer that a loop hands
+    on, keeps its early passes short.
+    """
+    lane = tl.arange(0, SPEC.PLANE)
+    plane = plane_words(left, SPEC.PLANE)
+    at = pointer + lane
+    rest = left
+    one, two, three = no_tile(SPEC)
+    for _ in range(3):
+        if ALL:
+            words = tl.load(at)
+            at += SPEC.PLANE
+        else:
+            words = tl.load(at, mask=lane < tl.minimum(plane, rest), other=0)
+            at += plane
+        one, two, three = two, three, words
+        rest -= plane
+    return one, two, three
+
+
+@triton.jit
+def store_three(pointer, tile, left, ALL: tl.constexpr, SPEC: tl.constexpr):
+    """The inverse of `load_three`; the words may have any type, which is that of `pointer`."""
+    lane = tl.arange(0, SPEC.PLANE)
+    plane = plane_words(left, SPEC.PLANE)
+    at = pointer + lane
+    rest = left
+    one, two, three = tile
+    for _ in range(3):
+        if ALL:
+            tl.store(at, one)
+            at += SPEC.PLANE
+        else:
+            tl.store(at, one, mask=lane < tl.minimum(plane, rest))
+            at += plane
+        one, two, three = two, three, one
+        rest -= plane
+
+
+@triton.jit
 def _store_three(y_ptr, start, tile, left, numel, ALIGNED, SPEC: tl.constexpr):
     if _whole_words(y_ptr, start, left, numel, SPEC) & ALIGNED:
-        lane = tl.arange(0, SPEC.PLANE)
-        plane = plane_words(left, SPEC.PLANE)
-        at = y_ptr.to(tl.pointer_type(tl.int64)) + start + lane
-        rest = left
-        one, two, three = tile
-        for _ in range(3):
-            tl.store(at, one, mask=lane < tl.minimum(plane, rest))
-            one, two, three = two, three, one
-            at += plane
-            rest -= plane
+        store_three(y_ptr.to(tl.pointer_type(tl.int64)) + start, tile, left, False, SPEC)
     else:
         PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
         for k in tl.static_range(SPEC.PLANES):

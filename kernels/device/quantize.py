@@ -18,7 +18,7 @@ import triton.language as tl
 from tricomm.kernels.device.halves import number_of
 from tricomm.kernels.device.packing import raw_pointer
 from tricomm.kernels.device.reduction import from_e4m3, to_fp8
-from tricomm.kernels.device.rows import store_plane
+from tricomm.kernels.device.rows import store_tile
 
 _INFINITE = tl.constexpr(0x7F800000)
 _SIXTH = tl.constexpr(0x3E2AAAAB)  # 1 / 6 in fp32
@@ -80,16 +80,19 @@ def to_e2m1(value):
 
 @triton.jit
 def _store_fp8(q_ptr, number, normed, scale, DIVIDE: tl.constexpr, SPEC: tl.constexpr):
-    for n in tl.static_range(SPEC.ROW_PLANES):
-        codes = tl.zeros([SPEC.PLANE], tl.int32)
-        for j in tl.static_range(SPEC.PACK):
-            value = number_of(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
-            if DIVIDE:
-                value = tl.div_rn(value, scale)
-            else:
-                value = value * scale
-            codes |= to_e4m3(value) << (8 * j)
-        store_plane(q_ptr, number, n, codes, 8, SPEC)
+    for i in tl.static_range(SPEC.ROW_TILES):
+        tile = ()
+        for n in tl.static_range(i * SPEC.PLANES, (i + 1) * SPEC.PLANES):
+            codes = tl.zeros([SPEC.PLANE], tl.int32)
+            for j in tl.static_range(SPEC.PACK):
+                value = number_of(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
+                if DIVIDE:
+                    value = tl.div_rn(value, scale)
+                else:
+                    value = value * scale
+                codes |= to_e4m3(value) << (8 * j)
+            tile = tile + (codes,)
+        store_tile(q_ptr, number, i, tile, 8, SPEC)
 
 
 @triton.jit
@@ -97,25 +100,28 @@ def _store_nvfp4(q_ptr, scales, number, normed, scale, SPEC: tl.constexpr):
     WORDS: tl.constexpr = SPEC.SCALED
     GROUPS: tl.constexpr = SPEC.PLANE // WORDS
     BLOCKS: tl.constexpr = SPEC.HIDDEN // 16
-    for n in tl.static_range(SPEC.ROW_PLANES):
-        most = tl.max(tl.reshape(_most(normed[n], SPEC), [GROUPS, WORDS]), axis=1).to(tl.float32, bitcast=True)
-        codes_of_scales = to_e4m3(scale * (most * _number(_SIXTH)))
-        rounded = from_e4m3(codes_of_scales)
-        inverse = tl.where(rounded == 0, 0.0, tl.div_rn(scale + rounded * 0, rounded))
-        block = SPEC.FIRSTS[n] // WORDS + tl.arange(0, GROUPS)
-        if SPEC.SWIZZLED:
-            tile = (number // 128) * ((BLOCKS + 3) // 4) + block // 4
-            place = tile * 512 + (number % 32) * 16 + (number // 32 % 4) * 4 + block % 4
-        else:
-            place = number * BLOCKS + block
-        tl.store(
-            raw_pointer(scales, 8) + place,
-            codes_of_scales.to(tl.int8),
-            mask=tl.arange(0, GROUPS) * WORDS < SPEC.LENGTHS[n],
-        )
-        of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
-        codes = tl.zeros([SPEC.PLANE], tl.int32)
-        for j in tl.static_range(SPEC.PACK):
-            value = number_of(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
-            codes |= to_e2m1(value * of_words) << (4 * j)
-        store_plane(q_ptr, number, n, codes, 4, SPEC)
+    for i in tl.static_range(SPEC.ROW_TILES):
+        planes = ()
+        for n in tl.static_range(i * SPEC.PLANES, (i + 1) * SPEC.PLANES):
+            most = tl.max(tl.reshape(_most(normed[n], SPEC), [GROUPS, WORDS]), axis=1).to(tl.float32, bitcast=True)
+            codes_of_scales = to_e4m3(scale * (most * _number(_SIXTH)))
+            rounded = from_e4m3(codes_of_scales)
+            inverse = tl.where(rounded == 0, 0.0, tl.div_rn(scale + rounded * 0, rounded))
+            block = SPEC.FIRSTS[n] // WORDS + tl.arange(0, GROUPS)
+            if SPEC.SWIZZLED:
+                tile = (number // 128) * ((BLOCKS + 3) // 4) + block // 4
+                place = tile * 512 + (number % 32) * 16 + (number // 32 % 4) * 4 + block % 4
+            else:
+                place = number * BLOCKS + block
+            tl.store(
+                raw_pointer(scales, 8) + place,
+                codes_of_scales.to(tl.int8),
+                mask=tl.arange(0, GROUPS) * WORDS < SPEC.LENGTHS[n],
+            )
+            of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
+            codes = tl.zeros([SPEC.PLANE], tl.int32)
+            for j in tl.static_range(SPEC.PACK):
+                value = number_of(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
+                codes |= to_e2m1(value * of_words) << (4 * j)
+            planes = planes + (codes,)
+        store_tile(q_ptr, number, i, planes, 4, SPEC)

@@ -18,8 +18,8 @@ import triton.language as tl
 
 from tricomm.kernels.device.group import table_of
 from tricomm.kernels.device.mailbox import flagged_bytes, ll_buffer, ll_place
-from tricomm.kernels.device.packing import raw_pointer
-from tricomm.kernels.device.planes import plane_length, plane_start, put_planes
+from tricomm.kernels.device.packing import load_elements, raw_pointer
+from tricomm.kernels.device.planes import load_three, plane_length, plane_start, put_planes, store_three
 from tricomm.kernels.device.reduction import element
 from tricomm.kernels.primitives import store_ll
 
@@ -69,63 +69,61 @@ def fresh(number, PTX: tl.constexpr):
 
 
 @triton.jit
-def load_plane(x_ptr, number, n: tl.constexpr, SPEC: tl.constexpr):
-    """Plane n of row `number` of a tensor of the type that is reduced; zeros where there is no word."""
-    at, inside = words_at(n, SPEC)
-    return load_at(x_ptr, number, at, inside, SPEC.LENGTHS[n] == SPEC.PLANE, SPEC)
+def load_tile(x_ptr, number, i: tl.constexpr, SPEC: tl.constexpr):
+    """Tile i of row `number` of a tensor of the type that is reduced; zeros where there is no word."""
+    return load_tile_at(x_ptr, number, SPEC.STARTS[i], SPEC.LEFTS[i], SPEC.LEFTS[i] >= SPEC.TILE, SPEC)
 
 
 @triton.jit
-def load_at(x_ptr, number, at, inside, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """Words of row `number`: those at `at` that are `inside`, zeros for the others. ALL of them are."""
-    BITS: tl.constexpr = SPEC.BITS
-    words = tl.zeros([SPEC.PLANE], tl.int64)
+def load_tile_at(x_ptr, number, start, left, ALL: tl.constexpr, SPEC: tl.constexpr):
+    """The tile at word `start` of row `number`, `left` words before its shard ends. ALL of its words are there."""
     if SPEC.ALIGNED:
-        wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + number * SPEC.ROW, 16)
-        if ALL:
-            words = tl.load(wide + at)
+        wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + number * SPEC.ROW, 16) + start
+        if SPEC.WIDE:
+            tile = load_three(wide, left, ALL, SPEC)
+        elif ALL:
+            tile = (tl.load(wide + tl.arange(0, SPEC.PLANE)),)
         else:
-            words = tl.load(wide + at, mask=inside, other=0)
+            lane = tl.arange(0, SPEC.PLANE)
+            tile = (tl.load(wide + lane, mask=lane < left, other=0),)
     else:
-        raw = raw_pointer(x_ptr, BITS) + number * SPEC.HIDDEN
-        for j in tl.static_range(SPEC.PACK):
-            part = tl.load(raw + at * SPEC.PACK + j, mask=inside, other=0).to(tl.int64)
-            words |= (part & ((1 << BITS) - 1)) << (BITS * j)
-    return words
+        raw = raw_pointer(x_ptr, SPEC.BITS) + number * SPEC.HIDDEN
+        tile = ()
+        for k in tl.static_range(SPEC.PLANES):
+            first = start + plane_start(left, k, SPEC)
+            end = (first + plane_length(left, k, SPEC)) * SPEC.PACK
+            tile = tile + (load_elements(raw, first, end, SPEC.PLANE),)
+    return tile
 
 
 @triton.jit
-def store_plane(y_ptr, number, n: tl.constexpr, words, BITS: tl.constexpr, SPEC: tl.constexpr):
-    """Store plane n of row `number`: of each element BITS bits, those of a word's PACK elements side by side in
-    `words`. BITS times PACK is 8 or more."""
+def store_tile(y_ptr, number, i: tl.constexpr, tile, BITS: tl.constexpr, SPEC: tl.constexpr):
+    """Store tile i of row `number`: of each element BITS bits, those of a word's PACK elements side by side in a word
+    of `tile`. BITS times PACK is 8 or more."""
     WHOLE: tl.constexpr = BITS * SPEC.PACK
-    at, inside = words_at(n, SPEC)
+    ALL: tl.constexpr = SPEC.LEFTS[i] >= SPEC.TILE
     if SPEC.ALIGNED:
         y = raw_pointer(y_ptr, WHOLE) + number * SPEC.ROW
         if WHOLE == 64:
             y = tl.multiple_of(y, 16)
-        if SPEC.LENGTHS[n] == SPEC.PLANE:
-            tl.store(y + at, words.to(y.dtype.element_ty))
+        y += SPEC.STARTS[i]
+        TYPE: tl.constexpr = y.dtype.element_ty
+        if SPEC.WIDE:
+            store_three(y, (tile[0].to(TYPE), tile[1].to(TYPE), tile[2].to(TYPE)), SPEC.LEFTS[i], ALL, SPEC)
+        elif ALL:
+            tl.store(y + tl.arange(0, SPEC.PLANE), tile[0].to(TYPE))
         else:
-            tl.store(y + at, words.to(y.dtype.element_ty), mask=inside)
+            lane = tl.arange(0, SPEC.PLANE)
+            tl.store(y + lane, tile[0].to(TYPE), mask=lane < SPEC.LEFTS[i])
     else:
         UNIT: tl.constexpr = max(BITS, 8)
-        y = raw_pointer(y_ptr, UNIT) + number * (SPEC.ROW * (WHOLE // UNIT))
-        for j in tl.static_range(WHOLE // UNIT):
-            part = (words >> (UNIT * j)).to(y.dtype.element_ty)
-            tl.store(y + at * (WHOLE // UNIT) + j, part, mask=inside)
-
-
-@triton.jit
-def load_tile(x_ptr, number, start, left, SPEC: tl.constexpr):
-    """The tile at word `start` of row `number`, `left` words before the end of its shard: of a shard that is known at
-    run time."""
-    lane = tl.arange(0, SPEC.PLANE)
-    planes = ()
-    for k in tl.static_range(SPEC.PLANES):
-        at = start + plane_start(left, k, SPEC) + lane
-        planes = planes + (load_at(x_ptr, number, at, lane < plane_length(left, k, SPEC), SPEC.WHOLE, SPEC),)
-    return planes
+        UNITS: tl.constexpr = WHOLE // UNIT
+        for k in tl.static_range(SPEC.PLANES):
+            at, inside = words_at(i * SPEC.PLANES + k, SPEC)
+            y = raw_pointer(y_ptr, UNIT) + number * (SPEC.ROW * UNITS) + at * UNITS
+            for j in range(UNITS):
+                tl.store(y, (tile[k] >> (UNIT * j)).to(y.dtype.element_ty), mask=inside)
+                y += 1
 
 
 @triton.jit
@@ -172,10 +170,7 @@ def load_row(x_ptr, number, SPEC: tl.constexpr):
     """All of a row's tiles, which are on their way at once."""
     tiles = ()
     for i in tl.static_range(SPEC.ROW_TILES):
-        planes = ()
-        for k in tl.static_range(SPEC.PLANES):
-            planes = planes + (load_plane(x_ptr, number, i * SPEC.PLANES + k, SPEC),)
-        tiles = tiles + (planes,)
+        tiles = tiles + (load_tile(x_ptr, number, i, SPEC),)
     return tiles
 
 

@@ -17,7 +17,7 @@ from tricomm.kernels.specialization import specialized
 COMPILE_OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False, "maxnreg": 255}
 
 _TENSORS = ("x_ptr", "y_ptr")
-_TABLE, _GROUP = "table", "group"
+_TABLES, _GROUP = ("table", "into"), "group"
 _COUNTS = ("send_counts", "recv_counts")
 _OPERANDS = "operands"
 WIDE = ":16"  # behind the type of an operand that begins at a multiple of 16 if the tensors do
@@ -68,8 +68,8 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
             signature[name] = ("*i64",) + ("i64",) * (layout.group_words(constexprs["WORLD_SIZE"]) - 1)
             hints[(i, 0)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "*i64" if name == _TABLE else "i64"
-        if name == _TABLE or (name in _TENSORS and aligned):
+            signature[name] = "*i64" if name in _TABLES else "i64"
+        if name in _TABLES or (name in _TENSORS and aligned):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
     options = {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}

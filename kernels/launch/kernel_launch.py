@@ -38,13 +38,9 @@ _GPU_ONLY = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion
 
 
 def prepare(
-    kernel: Any,
-    grid: int | Sequence[int] | Callable[[dict[str, Any]], Any],
-    args: Sequence[Any],
-    constexprs: dict[str, Any],
-    device: torch.device,
-    timeout: float = 600.0,
-) -> Callable[[], None]:
+    kernel: Any, grid: int | Sequence[int] | Callable[[dict[str, Any]], Any], args: Sequence[Any],
+    constexprs: dict[str, Any], device: torch.device, timeout: float = 600.0,
+) -> Callable[[], None]:  # fmt: skip
     """Check a launch and return what runs it; raises `InvalidArgument` if grid or arguments do not fit.
 
     `constexprs` may hold launch options such as `num_warps`, which mean nothing to the interpreter. What is returned
@@ -58,15 +54,9 @@ def prepare(
 
 
 def bind(
-    kernel: Any,
-    blocks: int,
-    constexprs: dict[str, Any],
-    bits: int | None,
-    aligned: bool,
-    more: Sequence[int | torch.Tensor],
-    group: GroupArgument,
-    timeout: float = 600.0,
-) -> BoundKernel:
+    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+    more: Sequence[int | torch.Tensor], group: GroupArgument, timeout: float = 600.0,
+) -> BoundKernel:  # fmt: skip
     """One of our own kernels over `group` (`layout.group_argument`).
 
     `bits` is the width of the integers that the kernel moves (None if it takes no tensors), `aligned` whether the
@@ -85,15 +75,9 @@ def bind(
 
 
 def arguments(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    bits: int | None,
-    group: GroupArgument,
-    count: int,
-    call: int,
-    rows: Rows,
+    x: torch.Tensor, y: torch.Tensor, bits: int | None, group: GroupArgument, count: int, call: int, rows: Rows,
     more: Sequence[int | torch.Tensor],
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """The arguments of a kernel in its order, for the interpreter."""
     if bits is None:
         return (group, call, *more)

@@ -238,15 +238,9 @@ def _taken(pointer: Any, mask: Any) -> Array:
 
 
 def _accessed(
-    kind: str,
-    pointer: Any,
-    mask: Any,
-    sem: Any,
-    scope: Any,
-    original: Callable[[Any], Any],
-    volatile: bool = False,
+    kind: str, pointer: Any, mask: Any, sem: Any, scope: Any, original: Callable[[Any], Any], volatile: bool = False,
     op: str = "",
-) -> Any:
+) -> Any:  # fmt: skip
     """Have the director, if there is one, perform an access; `original(mask)` performs it. Returns its TensorHandle."""
     taken, done = _taken(pointer, mask), []
 

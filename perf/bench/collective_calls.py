@@ -25,7 +25,7 @@ class Unavailable(Exception):
 def in_place(collective: str, kernel: Kernel | None = None) -> bool:
     """True if the call has no output of its own."""
     if kernel is not None and kernel.zero_copy:
-        return kernel.algorithm == "two_shot"
+        return kernel.in_place
     return check_data.in_place(collective)
 
 
@@ -54,14 +54,9 @@ def local(x: torch.Tensor | Symmetric) -> torch.Tensor:
 
 
 def call(
-    comm: Communicator,
-    collective: str,
-    number: int,
-    x: torch.Tensor | Symmetric,
-    y: torch.Tensor,
-    forced: Kernel | Case | None = None,
-    op: str = "sum",
-) -> torch.Tensor | None:
+    comm: Communicator, collective: str, number: int, x: torch.Tensor | Symmetric, y: torch.Tensor,
+    forced: Kernel | Case | None = None, op: str = "sum",
+) -> torch.Tensor | None:  # fmt: skip
     """Make a call, by the kernel that is `forced` if there is one, and don't wait for it.
 
     The root is that of call number `number` (see `check_data`). Returns this rank's result: `y`, or None.
@@ -71,7 +66,7 @@ def call(
         return None
     count = math.prod(x.shape) // COLLECTIVES[collective].rows_in(comm.world_size)
     arguments: dict[str, Any] = check_data.options(collective, op, comm.world_size, number, count)
-    reduced_in_handle = isinstance(x, Symmetric) and forced is not None and forced.algorithm == "two_shot"
+    reduced_in_handle = isinstance(x, Symmetric) and isinstance(forced, Kernel) and forced.in_place
     gets = check_data.gets(collective, comm.world_size, comm.rank, number)
     if gets and not check_data.in_place(collective) and not reduced_in_handle:
         arguments["out"] = y

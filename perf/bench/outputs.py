@@ -43,13 +43,9 @@ class Files:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        results: Results,
-        json_file: Path | None,
-        csv_file: Path | None,
+        self, settings: Settings, results: Results, json_file: Path | None, csv_file: Path | None,
         history: database.History | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._settings, self._results, self._json, self._history = settings, results, json_file, history
         self._open = ExitStack()
         self._csv: Any = None

@@ -152,21 +152,6 @@ def check(rows: tuple[published.PublishedTime, ...] = published.MEASUREMENTS) ->
     return checked
 
 
-def orders(rows: list[Checked]) -> tuple[int, int]:
-    """(sizes whose fastest measured kernel is the fastest modelled one, sizes with two kernels or more)."""
-    groups: dict[tuple[Any, ...], list[Checked]] = {}
-    for checked in rows:
-        row = checked.row
-        groups.setdefault((row.gpu, row.world_size, row.collective, row.nbytes, row.mode, row.source), []).append(
-            checked
-        )
-    several = [group for group in groups.values() if len({each.row.kernel.name for each in group}) > 1]
-    right = [
-        min(group, key=lambda each: each.time_us) is min(group, key=lambda each: each.row.time_us) for group in several
-    ]
-    return sum(right), len(right)
-
-
 def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64K,256K,1M,8M,64M") -> tuple[int, int]:
     """(sizes at which `kernel_time`, which counts bytes, hops and barriers, has the same fastest all-reduce, sizes)."""
     machine = MACHINES[gpu]
@@ -180,14 +165,11 @@ def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64
 
 
 def report() -> list[str]:
-    """The table of `check`, and how often the order of kernels is right."""
-    rows = check()
-    right, groups = orders(rows)
-    lines = kernel_time.report(rows)
+    """The table of `check`, and how often the model that counts bytes has the same fastest kernel."""
+    lines = kernel_time.report(check())
     lines[0] = f"# {_LABEL}; 'measured' is others' hardware and kernels; * gave a constant"
     same, sizes = agreement()
     return [
         *lines,
-        f"fastest kernel right at {right} of {groups} published sizes that have several kernels of one implementation",
         f"fastest kernel as counted bytes, hops and barriers have it at {same} of {sizes} sizes (8 h100, all_reduce)",
     ]

@@ -66,7 +66,7 @@ def policy_shape(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: 
     """The grid that a communicator would launch without a tuned table."""
     facts = timed_call.facts(machine, world_size, kernel.needs_cube)
     if kernel.zero_copy:
-        choice = selection.choose(facts, kernel.collective, nbytes, zero_copy=kernel.algorithm)
+        choice = selection.choose(facts, kernel.collective, nbytes, zero_copy=(kernel.algorithm,))
     else:
         choice = selection.choose(facts, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, "graph")
     return LaunchShape(choice.blocks, choice.warps, choice.block, choice.registers)

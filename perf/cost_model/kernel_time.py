@@ -50,15 +50,9 @@ class Prediction:
 
 
 def predict(
-    machine: MachineSpec,
-    kernel: Kernel,
-    world_size: int,
-    nbytes: float,
-    mode: str = "graph",
-    blocks: int | None = None,
-    warps: int = _THREADS // 32,
-    share: float = 1.0,
-) -> Prediction:
+    machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: float, mode: str = "graph",
+    blocks: int | None = None, warps: int = _THREADS // 32, share: float = 1.0,
+) -> Prediction:  # fmt: skip
     """The time of one call of `nbytes` of input per rank (of a root's if there is one), on the busiest rank.
 
     `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is as
@@ -82,9 +76,11 @@ def predict(
 
 def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float:
     """Bytes of own memory beside input and output: what has arrived is read again, and what the switch reads is
-    staged."""
+    staged, if it is not read and written in place."""
     if kernel.switched is None:
         return sent
+    if kernel.zero_copy:
+        return 0.0
     arrived = min(sent, float(kernel.written(world_size)) * nbytes)
     return arrived + (nbytes if kernel.read(world_size) else 0)
 
@@ -158,8 +154,28 @@ def median_error(rows: list[Checked]) -> float:
     return median(abs(row.error) for row in rows)
 
 
+def orders(rows: list[Checked], one_implementation: bool = False) -> tuple[int, int]:
+    """(sizes at which no published kernel is faster than the fastest modelled one, sizes with two kernels or more).
+
+    Kernels of one size are those of one publication, so of one box and one method, or of one implementation in it.
+    """
+    groups: dict[tuple[object, ...], list[Checked]] = {}
+    for checked in rows:
+        row = checked.row
+        who = row.source if one_implementation else row.publication
+        key = (row.gpu, row.world_size, row.collective, row.nbytes, row.mode, who)
+        groups.setdefault(key, []).append(checked)
+    several = [group for group in groups.values() if len(group) > 1]
+    right = [_fastest(group).row.time_us <= min(each.row.time_us for each in group) for group in several]
+    return sum(right), len(right)
+
+
+def _fastest(group: list[Checked]) -> Checked:
+    return min(group, key=lambda each: each.time_us)
+
+
 def report(rows: list[Checked]) -> list[str]:
-    """The table that sets the model beside the published times."""
+    """The table that sets the model beside the published times, and how often the order of kernels is right."""
     lines = ["# model: predicted, not measured; 'measured' is others' hardware and kernels; * gave a constant"]
     lines += text_table.lines(_HEADER, map(_cells, rows), right=("W", "bytes", "measured", "model", "error"))
     free = [row for row in rows if not row.row.calibrates]
@@ -167,6 +183,10 @@ def report(rows: list[Checked]) -> list[str]:
         f"median error {median_error(rows):.0%} of {len(rows)} rows, "
         f"{median_error(free):.0%} of the {len(free)} that gave no constant"
     )
+    right, sizes = orders(rows)
+    lines.append(f"fastest kernel right at {right} of {sizes} sizes at which one publication has several kernels")
+    right, sizes = orders(rows, one_implementation=True)
+    lines.append(f"fastest kernel right at {right} of {sizes} sizes at which one implementation has several kernels")
     return lines
 
 

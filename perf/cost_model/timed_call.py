@@ -36,7 +36,7 @@ from tricomm.ptx.global_memory import GlobalMemory
 DTYPE = DTYPES["float32"]
 _EPOCH = 6  # any but the first: headers and mailboxes of earlier calls are behind it
 _PAGE = 4096
-_MULTICAST = 1 << 60  # an address that nothing has
+_MULTICAST, _INPUTS = 1 << 60, 1 << 61  # addresses that nothing has
 ARENA_BYTES = 64 << 20  # what `Options` has
 CALL = 1 << 32 | 1  # number of the call
 
@@ -121,11 +121,12 @@ class TimedArenas:
         self.controls = [self.new(_PAGE, HOST, "a control page") for _ in ranks]
         self.inputs = [self.new(8 * words_in, rank, "the input", cold) for rank in ranks]
         self.outputs = [self.new(8 * words_out, rank, "the output", cold) for rank in ranks]
-        self.tables = [self.new(8 * layout.MAX_WORLD_SIZE, rank, "a table") for rank in ranks]
+        self.tables = [self.new(8 * (layout.MAX_WORLD_SIZE + 1), rank, "a table") for rank in ranks]
         self.memory.add_multicast(_MULTICAST, self.plan.nbytes, [arena.data_ptr() for arena in self.arenas])
+        self.memory.add_multicast(_INPUTS, 8 * words_in, [each.data_ptr() for each in self.inputs])
         for rank, arena in enumerate(self.arenas):
             self._fill(rank, arena, world_size)
-            self.tables[rank][:world_size] = _addresses(self.inputs)
+            self.tables[rank][:world_size], self.tables[rank][world_size] = _addresses(self.inputs), _INPUTS
 
     def new(self, nbytes: int, rank: int, name: str, cold: bool = False, head: int = 0) -> torch.Tensor:
         """Words of a rank's memory, all 0. `head`: bytes of it that hold no payload; `cold`: it is not in L2."""
@@ -185,7 +186,7 @@ def run(
     bits = None if kernel.collective == "barrier" else DTYPE.bits
 
     def launch(gpu: RecordingGpu, rank: int) -> KernelLaunch:
-        more = [arenas.tables[rank] if name == "table" else 0 for name in extras(kernel.function)]
+        more = [arenas.tables[rank] if name in ("table", "into") else 0 for name in extras(kernel.function)]
         return gpu.launched(
             kernel.function, shape.blocks, constexprs(kernel, world_size, shape), bits, more, arenas.group(rank),
             (arenas.inputs[rank], arenas.outputs[rank], elements, CALL),

@@ -10,7 +10,7 @@ import heapq
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from greenlet import getcurrent, greenlet
@@ -33,8 +33,7 @@ _BARRIER_CYCLES = 20.0
 _INVALIDATE_CYCLES = 30.0  # CCTL.IVALL behind an acquire
 
 
-@dataclass(frozen=True)
-class OwnedMemory:
+class OwnedMemory(NamedTuple):
     """Memory from `base`: of a rank, or of the host. `cold`: not in L2 when a call begins. `control`: no payload."""
 
     base: int

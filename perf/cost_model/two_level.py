@@ -17,6 +17,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.perf import parsing, text_table
 from tricomm.perf.cost_model import kernel_time
@@ -102,6 +103,22 @@ class TwoLevelForecast:
             cells.append((str(row.nbytes), row.way, *times, marks))
         head = f"# {self.nodes} nodes of {self.ranks} x {self.machine.name}, {self.mode} mode; predicted, not measured"
         return [head, *text_table.lines(_HEADER, cells, right=("size (B)", "time (us)", "inside (us)", "across (us)"))]
+
+
+def check(nodes: int, collective: str, quantize: str | None, from_code: bool) -> None:
+    """Raises `InvalidArgument` for what is asked of several nodes and not modelled."""
+    if collective == FUSED or quantize is not None:
+        raise InvalidArgument(
+            f"--nodes {nodes}: {FUSED} is fused inside a node alone; on several ones it is an all_reduce in two levels "
+            "and then torch's norm. --collective all_reduce without --quantize gives the first, and --nodes 1 both"
+        )
+    if collective != "all_reduce":
+        raise InvalidArgument(
+            f"--nodes {nodes} --collective {collective}: only all_reduce goes in two levels; others of such groups are "
+            "NCCL's. --collective all_reduce works, and --nodes 1 for the others"
+        )
+    if from_code:
+        raise InvalidArgument(f"--nodes {nodes} --from-code: two levels are modelled from bytes and hops; leave it out")
 
 
 def forecast(gpu: str, ranks: int, nodes: int, sizes: str, mode: str) -> TwoLevelForecast:

@@ -44,14 +44,9 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # a full queue costs the next client a second
 
     def __init__(
-        self,
-        port: int,
-        page: Callable[[], str],
-        data: Callable[[], str],
-        metrics: Callable[[], bytes],
-        connections: int = CONNECTIONS,
-        seconds: float = SECONDS,
-    ) -> None:
+        self, port: int, page: Callable[[], str], data: Callable[[], str], metrics: Callable[[], bytes],
+        connections: int = CONNECTIONS, seconds: float = SECONDS,
+    ) -> None:  # fmt: skip
         self.answers: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/": (_HTML, lambda: page().encode()),
             "/data": (_DATA, lambda: data().encode()),

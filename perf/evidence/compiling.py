@@ -107,12 +107,9 @@ def sweep(kernel: registry.Kernel, world_size: int, settings: EvidenceSettings, 
 
 
 def jobs(
-    kernel: registry.Kernel,
-    world_size: int,
-    capability: int,
-    wanted: Mapping[str, Sequence[checks.CheckedCall]],
+    kernel: registry.Kernel, world_size: int, capability: int, wanted: Mapping[str, Sequence[checks.CheckedCall]],
     options: Options,
-) -> list[Job]:
+) -> list[Job]:  # fmt: skip
     """The distinct variants that the calls of each type (by name) launch, by the code that makes launch plans."""
     memory = layout.plan(world_size, options.arena_bytes)
     site = SelectionFacts(f"sm_{capability}", world_size, memory, layout.MAX_BLOCKS)
@@ -126,7 +123,7 @@ def jobs(
         itemsize = dtype.itemsize
         for call in calls:
             nbytes = call.count * kernel.kind.rows_in(world_size) * itemsize
-            fitting = kernel.algorithm if kernel.zero_copy else None
+            fitting = (kernel.algorithm,) if kernel.zero_copy else ()
             choice = choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, zero_copy=fitting)
             more = check_data.options(kernel.collective, call.op, world_size, 0, call.count)
             root = more.get(kernel.kind.root, -1)

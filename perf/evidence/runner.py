@@ -23,13 +23,9 @@ Log = Callable[[str], None]
 
 
 def run(
-    stages: Sequence[Stage],
-    settings: EvidenceSettings,
-    log: Log,
-    budget: float = math.inf,
-    processes: Callable[[EvidenceSettings], Any] = StageProcesses,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[dict[str, Any]]:
+    stages: Sequence[Stage], settings: EvidenceSettings, log: Log, budget: float = math.inf,
+    processes: Callable[[EvidenceSettings], Any] = StageProcesses, clock: Callable[[], float] = time.monotonic,
+) -> list[dict[str, Any]]:  # fmt: skip
     """Run the cases that have not run yet, for `budget` seconds at most; the stages' results, also in `settings.out`.
 
     A case that runs when the budget is over is ended and counts as not run.

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import mean
+from typing import NamedTuple
 
 from tricomm.perf.evidence.stage import FIRST, Stage, StageCase
 
@@ -17,8 +18,7 @@ START = 5.0  # seconds that a stage's process needs before its first case
 Key = tuple[str, str]  # of a case: the stage's name and its own
 
 
-@dataclass(frozen=True)
-class PendingCase:
+class PendingCase(NamedTuple):
     """A case that has not run yet."""
 
     stage: Stage

@@ -11,8 +11,8 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -35,8 +35,7 @@ PASS, WARN, FAIL = "PASS", "WARN", "FAIL"
 _FILES = 1024  # descriptors: 8 ranks of one process, with memory and a watch on each peer, take some hundreds
 
 
-@dataclass(frozen=True)
-class ProbeResult:
+class ProbeResult(NamedTuple):
     """A verdict on one subject; `remedy` is empty if it is PASS."""
 
     name: str
@@ -110,11 +109,11 @@ def _bindings() -> Iterator[ProbeResult]:
 
 def _gpu_memory(count: int) -> Iterator[ProbeResult]:
     kind, reason = expected_kind(count)
-    if reason:
+    if kind == "cuda_vmm":
+        yield ProbeResult("GPU memory", PASS, f"{kind}: shared by {reason or 'descriptors'}")
+    else:
         remedy = "containers need --ipc=host and one PID namespace for it; a newer driver shares by descriptors"
         yield ProbeResult("GPU memory", WARN, f"{kind}: {reason}", remedy)
-    else:
-        yield ProbeResult("GPU memory", PASS, f"{kind}: shared by descriptors")
     refusal = no_multicast_expected(count)
     switch = f"no reductions in the switch: {refusal}" if refusal else "multicast addresses, if the ranks' probe agrees"
     yield ProbeResult("multicast", PASS, switch)
@@ -221,7 +220,7 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
         "TRICOMM_SHARE_DEVICE": env.share_device,
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
-        "TRICOMM_CUDA_VMM": env.memory_by_descriptor,
+        "TRICOMM_CUDA_VMM": env.gpu_memory,
         "TRICOMM_MULTICAST": env.multicast,
         descriptors.VARIABLE: descriptors.base,
     }

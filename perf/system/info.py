@@ -65,7 +65,7 @@ def collect() -> dict[str, Any]:
 def _memory() -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind, reason = expected_kind(gpus)
-    found = f"{kind}, passed over sockets in {descriptors.base()}" if not reason else f"{kind}, because {reason}"
+    found = f"{kind}, passed over sockets in {descriptors.base()}" if not reason else f"{kind}: {reason}"
     if not gpus:
         return found
     refusal = no_multicast_expected(gpus)

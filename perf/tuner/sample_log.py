@@ -44,14 +44,14 @@ class SampleLog:
                 f"tuning record {file} cannot be written: {error}; TRICOMM_TUNING_DIR names another directory"
             ) from None
 
+    def wrong(self, point: Point, candidate: Candidate) -> bool:
+        """Whether an earlier run measured wrong results."""
+        return (point, candidate) in self._wrong
+
     @property
     def known(self) -> int:
         """Samples of an earlier run that `recall` has not returned yet."""
         return sum(map(len, self._times.values()))
-
-    def wrong(self, point: Point, candidate: Candidate) -> bool:
-        """Whether an earlier run measured wrong results."""
-        return (point, candidate) in self._wrong
 
     def recall(self, point: Point, candidate: Candidate, most: int) -> list[float]:
         """Samples of an earlier run, each returned once."""

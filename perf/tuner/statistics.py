@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 _TO_SIGMA = 1.4826  # from a median of deviations to a standard deviation, for normal noise
 _OF_MEDIAN = 1.2533  # a median's standard error over a mean's, for normal noise
@@ -18,8 +19,7 @@ _OUTLIER = 5.0  # deviations
 _RESAMPLES = 400
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """The centre of some times and its standard error, in their unit."""
 
     centre: float

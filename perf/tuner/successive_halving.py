@@ -72,13 +72,9 @@ class Samples:
 
 
 def successive_halving(
-    samples: Samples,
-    pool: Sequence[Candidate],
-    seeds: Sequence[Candidate],
-    prior: Prior,
-    learn: Callable[[Samples], None],
-    measure: Measure,
-) -> None:
+    samples: Samples, pool: Sequence[Candidate], seeds: Sequence[Candidate], prior: Prior,
+    learn: Callable[[Samples], None], measure: Measure,
+) -> None:  # fmt: skip
     """Find the fastest of `pool` at the point of `samples`; `seeds` (best nearby, in force) are measured in any case.
 
     `learn` gets the samples before `prior` is asked again. Raises `BudgetExceeded` if `measure` does; `samples` keeps

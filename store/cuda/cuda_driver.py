@@ -18,6 +18,7 @@ from tricomm.cuda_bindings import INSTALL, load_bindings
 from tricomm.errors import ResourceError
 
 HANDLE_BYTES = 64
+DESCRIPTOR, FABRIC = "POSIX_FILE_DESCRIPTOR", "FABRIC"  # what CUDA calls the handles by which memory is shared
 UUID_BYTES = 16
 PAGE_BYTES = 4096
 
@@ -38,6 +39,7 @@ _PLAIN_WORDS = {
     "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "these two GPUs cannot reach each other's memory",
     "CUDA_ERROR_TOO_MANY_PEERS": "this GPU has as many peers as the machine allows",
     "CUDA_ERROR_NOT_SUPPORTED": "this GPU, driver or virtual machine does not support the call",
+    "CUDA_ERROR_NOT_PERMITTED": "this process has no right to it; fabric handles need an IMEX channel of the machine",
     "CUDA_ERROR_ILLEGAL_ADDRESS": "an earlier kernel touched memory it may not; this process must be restarted",
     "CUDA_ERROR_LAUNCH_FAILED": "an earlier kernel failed; this process must be restarted",
     "CUDA_ERROR_CONTEXT_IS_DESTROYED": "this GPU was reset in this process (cudaDeviceReset?); restart the process",
@@ -154,26 +156,26 @@ class Driver:
 
     # Memory whose physical pages, addresses and access are made apart (virtual memory management).
 
-    def vmm_refusal(self, ordinal: int) -> str | None:
-        """Why memory of this GPU cannot be shared by file descriptors; None if it can."""
+    def vmm_refusal(self, ordinal: int, sharing: str = DESCRIPTOR) -> str | None:
+        """Why memory of this GPU cannot be shared by such handles; None if it can."""
         for name in (
             "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
-            "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED",
+            f"CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_{sharing}_SUPPORTED",
         ):
             attribute = getattr(self._bindings.CUdevice_attribute, name)
             if not int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal))):
                 return f"{name} is 0 for GPU {self.device_bus_id(ordinal)}"
         return None
 
-    def granularity(self, ordinal: int) -> int:
+    def granularity(self, ordinal: int, sharing: str = DESCRIPTOR) -> int:
         """Of sizes and addresses, in bytes."""
         recommended = self._bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        return int(self._call("cuMemGetAllocationGranularity", self._shareable(ordinal), recommended))
+        return int(self._call("cuMemGetAllocationGranularity", self._shareable(ordinal, sharing), recommended))
 
-    def mem_create(self, ordinal: int, nbytes: int) -> int:
+    def mem_create(self, ordinal: int, nbytes: int, sharing: str = DESCRIPTOR) -> int:
         """Handle of memory of a GPU, which lives until all its handles are released, descriptors closed and mappings
         gone; needs its `mem_release`."""
-        return int(self._call("cuMemCreate", nbytes, self._shareable(ordinal), 0))
+        return int(self._call("cuMemCreate", nbytes, self._shareable(ordinal, sharing), 0))
 
     def mem_release(self, handle: int) -> None:
         self._call("cuMemRelease", handle)
@@ -184,11 +186,19 @@ class Driver:
 
     def export_descriptor(self, handle: int) -> int:
         """A new file descriptor, the caller's to close, with which any process that gets it can map the memory."""
-        return int(self._call("cuMemExportToShareableHandle", handle, self._by_descriptor, 0))
+        return int(self._call("cuMemExportToShareableHandle", handle, self._kind(DESCRIPTOR), 0))
 
     def import_descriptor(self, fd: int) -> int:
         """Handle of the memory behind a descriptor, which stays the caller's; needs its `mem_release`."""
-        return int(self._call("cuMemImportFromShareableHandle", fd, self._by_descriptor))
+        return int(self._call("cuMemImportFromShareableHandle", fd, self._kind(DESCRIPTOR)))
+
+    def export_fabric(self, handle: int) -> bytes:
+        """64 bytes with which a process that may use the same IMEX channel can map the memory while it lives."""
+        return bytes(self._call("cuMemExportToShareableHandle", handle, self._kind(FABRIC), 0).data)
+
+    def import_fabric(self, token: bytes) -> int:
+        """Handle of the memory behind such bytes; needs its `mem_release`."""
+        return int(self._call("cuMemImportFromShareableHandle", token, self._kind(FABRIC)))
 
     def address_reserve(self, nbytes: int, alignment: int) -> int:
         """A range of addresses with nothing behind it; needs its `address_free`."""
@@ -223,15 +233,15 @@ class Driver:
             return None
         return f"CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU {self.device_bus_id(ordinal)}"
 
-    def multicast_granularity(self, devices: int, nbytes: int) -> int:
+    def multicast_granularity(self, devices: int, nbytes: int, sharing: str = DESCRIPTOR) -> int:
         """Of what is bound to an object for so many devices, in bytes."""
         least = self._bindings.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
-        return int(self._call("cuMulticastGetGranularity", self._multicast(devices, nbytes), least))
+        return int(self._call("cuMulticastGetGranularity", self._multicast(devices, nbytes, sharing), least))
 
-    def multicast_create(self, devices: int, nbytes: int) -> int:
+    def multicast_create(self, devices: int, nbytes: int, sharing: str = DESCRIPTOR) -> int:
         """Handle of an object that `devices` GPUs are to be added to; needs its `mem_release`. To be exported and
         imported as memory is."""
-        return int(self._call("cuMulticastCreate", self._multicast(devices, nbytes)))
+        return int(self._call("cuMulticastCreate", self._multicast(devices, nbytes, sharing)))
 
     def multicast_add(self, handle: int, ordinal: int) -> None:
         """Add a GPU. No memory may be bound before all are added."""
@@ -244,10 +254,10 @@ class Driver:
     def multicast_unbind(self, handle: int, ordinal: int, nbytes: int) -> None:
         self._call("cuMulticastUnbind", handle, self._device(ordinal), 0, nbytes)
 
-    def _multicast(self, devices: int, nbytes: int) -> Any:
+    def _multicast(self, devices: int, nbytes: int, sharing: str) -> Any:
         properties = self._bindings.CUmulticastObjectProp()
         properties.numDevices, properties.size, properties.flags = devices, nbytes, 0
-        properties.handleTypes = int(self._by_descriptor)
+        properties.handleTypes = int(self._kind(sharing))
         return properties
 
     # Kernels of our own PTX.
@@ -265,17 +275,16 @@ class Driver:
         parameters = (tuple(values), (ctypes.c_uint64,) * len(values))
         self._call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 0, parameters, 0)
 
-    @property
-    def _by_descriptor(self) -> Any:
-        return self._bindings.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    def _kind(self, sharing: str) -> Any:
+        return getattr(self._bindings.CUmemAllocationHandleType, f"CU_MEM_HANDLE_TYPE_{sharing}")
 
-    def _shareable(self, ordinal: int) -> Any:
-        """Properties of memory of a GPU that is shared by file descriptors."""
+    def _shareable(self, ordinal: int, sharing: str) -> Any:
+        """Properties of memory of a GPU that is shared by such handles."""
         properties = self._bindings.CUmemAllocationProp()
         properties.type = self._bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = int(self._device(ordinal))
-        properties.requestedHandleTypes = self._by_descriptor
+        properties.requestedHandleTypes = self._kind(sharing)
         return properties
 
     def host_register(self, address: int, nbytes: int) -> int:

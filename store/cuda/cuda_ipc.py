@@ -10,10 +10,9 @@ mapped, so the end is joint. A handle gives its holder the whole allocation.
 from __future__ import annotations
 
 import logging
-import struct
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,7 +20,8 @@ from tricomm.deadline import Deadline, poll
 from tricomm.errors import RendezvousError, ResourceError, TricommError
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
-from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, Cleanup, Driver
+from tricomm.store.cuda.memory_records import RecordFormat
 
 CLOSE_SECONDS = 5.0
 GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size
@@ -29,14 +29,11 @@ GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of t
 _UNMAPPED, _STILL_MAPPED = b"\x01", b"\x00"
 _ALIGNMENT_BYTES, _LEAST_ALIGNMENT_BYTES = 256, 16  # of CUDA's blocks, of what kernels read
 _MOST_OFFSET = 1 << 47
-_MAGIC = b"TCIP"
-_VERSION = 1
-_RECORD = struct.Struct(f"<4sHH{UUID_BYTES}sQQ{HANDLE_BYTES}s")
+_FORMAT = RecordFormat(b"TCIP", f"Q{HANDLE_BYTES}s")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class BlockRecord:
+class BlockRecord(NamedTuple):
     """A rank's block of GPU memory, as the other ranks are told of it. Never printed: the handle is a key to it."""
 
     rank: int
@@ -45,25 +42,17 @@ class BlockRecord:
     offset: int
     handle: bytes
 
-    def pack(self) -> bytes:
-        return _RECORD.pack(_MAGIC, _VERSION, self.rank, self.uuid, self.nbytes, self.offset, self.handle)
-
     def __repr__(self) -> str:
         return f"BlockRecord(rank={self.rank}, nbytes={self.nbytes})"
+
+    def pack(self) -> bytes:
+        return _FORMAT.pack(*self)
 
 
 def parse_record(data: bytes, rank: int, nbytes: int, most: int = GRANULE_BYTES) -> BlockRecord:
     """Rank `rank`'s record for a block of `nbytes` bytes, which begins less than `most` bytes into its allocation;
     raises `RendezvousError` for anything else. Pure."""
-    if len(data) != _RECORD.size:
-        raise RendezvousError(f"rank {rank}'s memory record has {len(data)} bytes, expected {_RECORD.size}")
-    magic, version, sender, uuid, size, offset, handle = _RECORD.unpack(data)
-    if magic != _MAGIC or version != _VERSION:
-        raise RendezvousError(f"rank {rank}'s memory record is not of version {_VERSION}: mixed tricomm versions?")
-    if sender != rank:
-        raise RendezvousError(f"rank {rank}'s memory record says that it is rank {sender}'s")
-    if size != nbytes:
-        raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
+    uuid, offset, handle = _FORMAT.parse(data, rank, nbytes)
     if offset >= most or offset % (_ALIGNMENT_BYTES if most == GRANULE_BYTES else _LEAST_ALIGNMENT_BYTES):
         raise RendezvousError(f"rank {rank}'s block lies {offset} bytes into its allocation: not a place CUDA gives")
     return BlockRecord(rank, uuid, nbytes, offset, handle)

@@ -1,6 +1,6 @@
 """One address for the same place in all ranks' blocks, by a switch that adds and copies (NVLink SHARP, `multimem`).
 
-    rank 0: cuMulticastCreate ── descriptor, over a Unix socket ──▶ all: import, cuMulticastAddDevice
+    rank 0: cuMulticastCreate ── handle, see passing.py ──▶ all: import, cuMulticastAddDevice
     all devices added ─▶ cuMulticastBindMem of the own block ─▶ all bound ─▶ cuMemMap of the object ─▶ words through it
 
 Not every box has it, and one that has it may refuse it (confidential computing, MIG). So each step is joint: it
@@ -10,7 +10,6 @@ rank may bind before every device was added, nor use the address before every ra
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Callable
 from functools import partial
@@ -19,17 +18,16 @@ from typing import TypeVar
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import ResourceError
-from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
+from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_arena import GpuSite
 from tricomm.store.cuda.cuda_driver import Cleanup
 from tricomm.store.cuda.mapped_memory import MappedMemory
-from tricomm.store.descriptors import DescriptorSocket
-from tricomm.store.records import NAME_BYTES
+from tricomm.store.cuda.passing import passing
 
 _T = TypeVar("_T")
 WORD = 4
-_RECORD = struct.Struct(f"<QQ{NAME_BYTES}s")  # bytes of the block, granularity, socket
+_RECORD = struct.Struct("<QQ")  # bytes of the block, granularity
 _NAME = "multicast"
 
 # Plain copies may not touch a multicast address, so the probe is two kernels of one thread.
@@ -52,13 +50,12 @@ class Multicast:
     `share` may come again after `give_back`; the address stays the same.
     """
 
-    def __init__(self, control: ControlPage, site: GpuSite, memory: MappedMemory) -> None:
-        self._control, self._site, self._own = control, site, memory
+    def __init__(self, control: ControlPage, site: GpuSite, memory: MappedMemory, sharing: str) -> None:
+        self._control, self._site, self._own, self._sharing = control, site, memory, sharing
         self._driver, self._ordinal = site.driver, site.ordinal
         self._mapped = MappedMemory(site.driver, memory.nbytes)
-        self._passing = DescriptorSocket()
-        self._descriptors: list[int] = []
-        self._modules: list[int] = []  # at most one, as of descriptors
+        self._passing = passing(sharing, control, _NAME)
+        self._modules: list[int] = []  # at most one
         self._bound = False
 
     def share(self, probe: int, deadline: Deadline) -> int:
@@ -73,8 +70,8 @@ class Multicast:
 
         found = stages.gather("look for a switch", partial(self._in_context, self._look))
         records = [_RECORD.unpack(record) for record in found]
-        stage("make an object", self._make)
-        stage("pass it on", lambda: self._pass([name for *_, name in records], deadline))
+        tokens = stages.gather("make an object", partial(self._in_context, self._make))
+        stage("pass it on", lambda: self._passing.take(self._driver, tokens, self._load, deadline))
         stage("add the device", lambda: self._driver.multicast_add(mapped.handles[0], self._ordinal))
         stage("bind memory", lambda: self._bind(records))
         stage("map it", lambda: mapped.put(self._ordinal, records[0][1]))
@@ -92,34 +89,26 @@ class Multicast:
         if refusal is not None:
             raise ResourceError(refusal)
         nbytes = self._own.nbytes
-        granularity = self._driver.multicast_granularity(self._control.world_size, nbytes)
+        granularity = self._driver.multicast_granularity(self._control.world_size, nbytes, self._sharing)
         if nbytes % granularity:
             raise ResourceError(f"a block of {nbytes} bytes is no multiple of the multicast granularity {granularity}")
-        self._passing.bind()
-        return _RECORD.pack(nbytes, granularity, self._passing.name)
+        return _RECORD.pack(nbytes, granularity)
 
-    def _make(self) -> None:
-        """Rank 0 alone has something to pass on; the others send what nobody looks at, so that all send alike."""
-        if self._control.rank == 0:
-            self._mapped.handles.append(self._driver.multicast_create(self._control.world_size, self._own.nbytes))
-            self._descriptors.append(self._driver.export_descriptor(self._mapped.handles[0]))
-            os.set_inheritable(self._descriptors[0], False)
-        else:
-            self._descriptors.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    def _make(self) -> bytes:
+        """Rank 0 alone has something to pass on."""
+        if self._control.rank:
+            return self._passing.offer(self._driver, None)
+        size = self._own.nbytes
+        self._mapped.handles.append(self._driver.multicast_create(self._control.world_size, size, self._sharing))
+        return self._passing.offer(self._driver, self._mapped.handles[0])
 
-    def _pass(self, names: list[bytes], deadline: Deadline) -> None:
-        def take(rank: int, held: list[int]) -> None:
-            if rank == 0:
-                self._mapped.handles.append(self._driver.import_descriptor(held[0]))
+    def _load(self, rank: int, fetch: Callable[[], int]) -> None:
+        if rank == 0:
+            self._mapped.handles.append(fetch())
 
-        pass_descriptors(self._control, self._passing, names, self._descriptors, take, _NAME, deadline)
-        self._passing.close()
-        self._close_descriptors()
-
-    def _bind(self, records: list[tuple[int, int, bytes]]) -> None:
-        sizes = {(nbytes, granularity) for nbytes, granularity, _ in records}
-        if len(sizes) > 1:
-            raise ResourceError(f"the ranks' blocks have sizes and multicast granularities {sorted(sizes)}")
+    def _bind(self, records: list[tuple[int, int]]) -> None:
+        if len(set(records)) > 1:
+            raise ResourceError(f"the ranks' blocks have sizes and multicast granularities {sorted(set(records))}")
         self._driver.multicast_bind(self._mapped.handles[0], self._own.handles[0], self._own.nbytes)
         self._bound = True
 
@@ -160,7 +149,6 @@ class Multicast:
     def give_back(self, undo: Cleanup) -> None:
         """Unbind this rank's memory, and let the object go; its address is kept. May be repeated."""
         self._passing.abandon()
-        self._close_descriptors()
         if self._modules and undo.attempt(self._driver.unload_module, *self._modules):
             self._modules.clear()
         if self._bound:
@@ -172,10 +160,6 @@ class Multicast:
         """Undo everything; each step is tried."""
         self.give_back(undo)
         self._mapped.release(undo)
-
-    def _close_descriptors(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.pop())
 
 
 def _probe_word(rank: int) -> int:

@@ -8,7 +8,7 @@ knows of this memory stays true.
 from __future__ import annotations
 
 from tricomm.errors import ResourceError
-from tricomm.store.cuda.cuda_driver import Cleanup, Driver
+from tricomm.store.cuda.cuda_driver import DESCRIPTOR, Cleanup, Driver
 
 
 class MappedMemory:
@@ -21,9 +21,10 @@ class MappedMemory:
         self._driver = driver
         self._there = False
 
-    def make(self, ordinal: int, alignment: int) -> None:
-        """Put new memory of GPU `ordinal` there, zeroed once the device has been waited for."""
-        self.handles.append(self._driver.mem_create(ordinal, self.nbytes))
+    def make(self, ordinal: int, alignment: int, sharing: str = DESCRIPTOR) -> None:
+        """Put new memory of GPU `ordinal` there, to be shared by such handles. It is zeroed once the device has been
+        waited for."""
+        self.handles.append(self._driver.mem_create(ordinal, self.nbytes, sharing))
         self.put(ordinal, alignment)
         self._driver.memset(self.address, 0, self.nbytes)
 

@@ -11,7 +11,6 @@ mappings. Nothing is written to find out whether a write arrives: the set-up of 
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,15 +21,14 @@ from tricomm.errors import RendezvousError, ResourceError
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
-from tricomm.store.cuda.cuda_driver import UUID_BYTES, Cleanup, Driver, load_driver
+from tricomm.store.cuda.cuda_driver import Cleanup, Driver, load_driver
 from tricomm.store.cuda.cuda_ipc import IpcBlocks
+from tricomm.store.cuda.memory_records import RecordFormat
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 
 MOST_PIECES = 8  # descriptors in a message
-_MAGIC = b"TCRM"
-_VERSION = 1
-_RECORD = struct.Struct(f"<4sHH{UUID_BYTES}sQQ{MOST_PIECES}Q{NAME_BYTES}s")
+_FORMAT = RecordFormat(b"TCRM", f"Q{MOST_PIECES}Q{NAME_BYTES}s")
 _MOST = 1 << 47
 _REMEDY = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, torch's symmetric memory and comm.symmetric() can be shared"
@@ -97,24 +95,16 @@ class PiecesRecord:
 
     def pack(self) -> bytes:
         sizes = (*self.sizes, *[0] * (MOST_PIECES - len(self.sizes)))
-        return _RECORD.pack(_MAGIC, _VERSION, self.rank, self.uuid, self.nbytes, self.offset, *sizes, self.socket)
+        return _FORMAT.pack(self.rank, self.uuid, self.nbytes, self.offset, *sizes, self.socket)
 
 
 def parse_pieces(data: bytes, rank: int, nbytes: int) -> PiecesRecord:
     """Rank `rank`'s record for memory of `nbytes` bytes; raises `RendezvousError` for anything else. Pure."""
-    if len(data) != _RECORD.size:
-        raise RendezvousError(f"rank {rank}'s record of memory has {len(data)} bytes, expected {_RECORD.size}")
-    magic, version, sender, uuid, size, offset, *sizes, name = _RECORD.unpack(data)
-    if magic != _MAGIC or version != _VERSION:
-        raise RendezvousError(f"rank {rank}'s record of memory is not of version {_VERSION}: mixed tricomm versions?")
-    if sender != rank:
-        raise RendezvousError(f"rank {rank}'s record of memory says that it is rank {sender}'s")
-    if size != nbytes:
-        raise RendezvousError(f"rank {rank} registers {size} bytes, this rank registers {nbytes}: use the same size")
+    uuid, offset, *sizes, name = _FORMAT.parse(data, rank, nbytes)
     count = next((n for n, piece in enumerate(sizes) if not piece), MOST_PIECES)
-    if not count or any(sizes[count:]) or sum(sizes) > _MOST or offset >= sizes[0] or offset + size > sum(sizes):
-        raise RendezvousError(f"rank {rank}'s {size} bytes do not lie in the allocations that it tells of")
-    return PiecesRecord(rank, uuid, size, offset, tuple(sizes[:count]), name)
+    if not count or any(sizes[count:]) or sum(sizes) > _MOST or offset >= sizes[0] or offset + nbytes > sum(sizes):
+        raise RendezvousError(f"rank {rank}'s {nbytes} bytes do not lie in the allocations that it tells of")
+    return PiecesRecord(rank, uuid, nbytes, offset, tuple(sizes[:count]), name)
 
 
 class TensorPieces:

@@ -48,7 +48,7 @@ dist.destroy_process_group()
 def survivors(url, hurt, timeout, way, unwatched=False, victim=2):
     """What the others say when `hurt` is done to one of 3 ranks, 0.3 s into their call."""
     with ranks.start(3, bodies.survivor, url, timeout, way, unwatched, victim, timeout=60.0) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        pids = started.messages()
         time.sleep(0.3)
         if hurt is not None:
             os.kill(pids[victim], hurt)

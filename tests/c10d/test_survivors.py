@@ -34,7 +34,7 @@ def cases():
 
 def survivors(url, route, mode, how, without=""):
     with ranks.start(bodies.WORLD, bodies.survive, url, route, mode, how, without, timeout=150) as started:
-        lost = [started.message(rank) for rank in range(bodies.WORLD)][bodies.LOST]
+        lost = started.messages()[bodies.LOST]
         waiting = [r for r in range(bodies.WORLD) if r != bodies.LOST]
         if how in ("stop", "leave"):
             outcomes = started.results(waiting)

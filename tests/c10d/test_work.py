@@ -69,7 +69,7 @@ def test_a_rank_that_does_not_come(url):
 
 def test_a_rank_that_dies(url):
     with ranks.start(2, bodies.killed, url) as started:
-        pids = [started.message(rank) for rank in range(2)]
+        pids = started.messages()
         os.kill(pids[1], signal.SIGKILL)
         outcomes = started.results()
     assert outcomes[0].error is None, outcomes[0].text

@@ -32,12 +32,6 @@ KERNELS = [(None, None), *((k.algorithm, k.protocol) for k in registry.of("all_r
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def numbers(rank, count, name, seed=0):
     """Of many magnitudes and both signs; of floats now and then an infinity, a NaN or a zero of some sign."""
     draw = torch.Generator().manual_seed(seed * 1009 + rank)

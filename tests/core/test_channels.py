@@ -24,12 +24,6 @@ OPTIONS = tricomm.Options(channels=3, arena_bytes=1 << 18, timeout=30.0)
 TWO = tricomm.Options(channels=2, arena_bytes=1 << 18, timeout=2.0)
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def simulated(body, options=OPTIONS, world_size=2, seed=0):
     """The ranks' outcomes: what they return, or (name, text) of the error that they raise."""
 

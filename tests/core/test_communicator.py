@@ -16,12 +16,6 @@ from tricomm.kernels.collectives import registry
 
 
 @pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
-@pytest.fixture
 def other(tmp_path):
     return f"file://{tmp_path}/other"
 

@@ -10,11 +10,6 @@ from tests import ranks
 from tests.core.bodies import message_bodies
 
 
-@pytest.fixture
-def url(tmp_path):
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize("protocol", ["ll", "simple", None])
 def test_messages_round_a_ring(url, protocol):
     assert ranks.run(3, message_bodies.handed_on, url, protocol, timeout=150) == [[]] * 3

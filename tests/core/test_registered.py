@@ -10,12 +10,6 @@ from tests.core.bodies.suspension_bodies import and_left
 from tricomm.store import segments
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def test_collectives_read_and_write_where_the_tensor_lies(url):
     for wrong, left in ranks.run(3, and_left, bodies.in_place, url):
         assert wrong == []

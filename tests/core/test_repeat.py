@@ -119,3 +119,10 @@ def test_a_call_that_has_not_run_is_not_captured_and_the_group_goes_on(comm, mon
     monkeypatch.undo()
     assert not comm._launcher.captured, "a call that was refused is in no graph"
     assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))
+
+
+def test_what_known_has_not_returned_is_refused_and_the_group_goes_on(comm):
+    for wrong, name in ((None, "NoneType"), ("sum", "str")):
+        with pytest.raises(InvalidArgument, match=f"repeat: known={name}: what known"):
+            comm.repeat(wrong, torch.ones(SHAPE))
+    assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))

@@ -18,12 +18,6 @@ from tests.core.bodies import suspension_bodies as bodies
 EMPTY = {"fds": [], "maps": [], "threads": []}
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def test_memory_goes_and_comes_back_at_the_same_addresses(url):
     for found, left in ranks.run(3, bodies.and_left, bodies.round_trip, url, 2):
         assert found["wrong"] == []
@@ -41,7 +35,7 @@ def test_memory_goes_and_comes_back_at_the_same_addresses(url):
 
 def test_a_rank_that_dies_while_all_sleep_is_noticed_and_named(url):
     with ranks.start(3, bodies.and_left, bodies.one_dies, url, 1) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        pids = started.messages()
         time.sleep(0.2)
         os.kill(pids[1], signal.SIGKILL)
         killed = time.monotonic()

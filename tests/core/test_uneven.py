@@ -10,9 +10,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import tricomm
+from tests.core.operations import Operations
 from tests.kernels.fake_launch import FakeGpu
 from tricomm import Communicator
 from tricomm.core import launch_plan, planner
@@ -89,18 +89,6 @@ def comm(device):
         comms = list(ranks.map(join, range(2)))
         undo.callback(lambda: list(ranks.map(Communicator.close, comms)))
         yield comms[0]
-
-
-class Operations(TorchDispatchMode):
-    """Whatever torch does: allocations, copies, views."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 X, Y = torch.zeros(64, 4), torch.zeros(64, 4)

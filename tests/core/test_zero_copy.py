@@ -11,7 +11,7 @@ import tricomm
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import some
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import reference
+from tricomm.kernels import multimem, reference
 
 OPTIONS = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=16)
 
@@ -64,11 +64,20 @@ CALLS = {
     "all_gather_one_shot_zero_copy": lambda comm, w: comm.all_gather(w),
     "all_gather_one_shot_zero_copy, in place": lambda comm, w: comm.all_gather(_own(comm, w), out=w).local.clone(),
     "reduce_scatter_one_shot_zero_copy": lambda comm, w: comm.reduce_scatter(w),
+    "all_reduce_multicast_zero_copy": lambda comm, w: comm.all_reduce(w, algorithm="multicast").local.clone(),
+    "all_reduce_multicast_zero_copy, into another": lambda comm, w: _into(comm, w).local.clone(),
 }
 
 
 def _own(comm, w):
     return w.local.view(comm.world_size, -1)[comm.rank]
+
+
+def _into(comm, w):
+    """Over memory that the host has written just before the call."""
+    v = comm.symmetric(w.shape, w.dtype)
+    v.local.fill_(-1)
+    return comm.all_reduce(w, out=v, algorithm="multicast")
 
 
 def check(kernel, **more):
@@ -168,3 +177,99 @@ def test_a_handle_of_another_communicator_is_refused():
                 call(w)
 
     tricomm.simulate(body, 2, options=OPTIONS)
+
+
+SWITCHED = [
+    (torch.float32, (33,)), (torch.bfloat16, (5, 31)), (torch.int32, (1,)), (torch.int64, (160,)),
+    (torch.complex64, (7,)),
+]  # fmt: skip
+
+
+def through_the_switch(comm):
+    """In place and into another handle, of sizes with and without a last piece under 16 bytes; what is wrong."""
+    wrong, size = [], comm.world_size
+    for turn, (dtype, shape) in enumerate(SWITCHED):
+        parts = [values(r, turn, shape, dtype) for r in range(size)]
+        total, w, v = reference.reduced("sum", parts), comm.symmetric(shape, dtype), comm.symmetric(shape, dtype)
+        w.local.copy_(parts[comm.rank])
+        v.local.fill_(-7)
+        right = [comm.all_reduce(w, out=v, algorithm="multicast") is v, exact(v.local, total)]
+        right += [exact(w.local, parts[comm.rank])]
+        right += [comm.all_reduce(w, algorithm="multicast") is w, exact(w.local, total)]
+        wrong += [] if all(right) else [(shape, right)]
+    return wrong
+
+
+def test_handles_through_the_switch():
+    for world_size in (1, 2):
+        assert tricomm.simulate(through_the_switch, world_size, options=OPTIONS) == [[]] * world_size
+    report = tricomm.check(through_the_switch, 3, schedules=2, options=OPTIONS)  # nothing beside the handles
+    assert report.ok, report
+    assert tricomm.simulate(through_the_switch, 3, options=OPTIONS) == [[]] * 3
+
+
+def test_handles_have_addresses_of_their_own_if_the_group_has_one_and_if_they_are_wanted():
+    def body(comm):
+        w, v = comm.symmetric((3,), torch.int8), comm.symmetric((3,), torch.int8)
+        without = comm.symmetric((3,), torch.float32, multicast=False)
+        arena = comm._user_kernels._group.arena
+        assert not w.no_multicast and len({0, arena.multicast, w.multicast, v.multicast}) == 4
+        assert comm.explain("all_reduce", without).reason.endswith("through a switch: it was made with multicast=False")
+        arena.multicast, arena.no_multicast = 0, "the probe said no"
+        refused = comm.symmetric((3,), torch.int8)
+        return w.multicast, w.table.tolist(), without.multicast, refused.multicast, refused.no_multicast
+
+    found = tricomm.simulate(body, 2, options=OPTIONS)
+    assert found[0] == found[1] and found[0][2:] == (0, 0, "the probe said no") and len(found[0][1]) == 2
+
+
+@pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
+def test_handles_through_the_switch_compiled():
+    def body(comm):
+        w, v = comm.symmetric((9001,), torch.int32), comm.symmetric((9001,), torch.int32)
+        w.local.copy_(torch.arange(9001) + comm.rank)
+        v.local.fill_(-1)
+        chosen = [comm.explain("all_reduce", w, out=out).algorithm for out in (None, v, v.local)]
+        found = [comm.all_reduce(w, out=v, algorithm="multicast").local.tolist()]
+        found.append(comm.all_reduce(w, algorithm="multicast").local.tolist())
+        return chosen, [each == [6 * n + 15 for n in range(9001)] for each in found]
+
+    found = tricomm.simulate(body, 6, compiled="sm_90")
+    assert found == [(["two_shot", "multicast", "one_shot"], [True, True])] * 6
+
+
+def test_the_output_handle_is_part_of_the_call():
+    def body(comm):
+        w, *others = (comm.symmetric((4,), torch.int64) for _ in range(3))
+        comm.all_reduce(w, out=others[comm.rank], algorithm="multicast")
+
+    with pytest.raises(tricomm.CollectiveMismatch, match="handle 1 into 2"):
+        tricomm.simulate(body, 2, options=OPTIONS)
+
+
+def test_what_does_not_go_through_the_switch_is_refused_by_name():
+    def body(comm):
+        w, v = comm.symmetric((8,), torch.float32), comm.symmetric((8,), torch.float32)
+        with pytest.raises(InvalidArgument, match="the switch has no avg of float32; .* there is two_shot/simple"):
+            comm.all_reduce(w, "avg", algorithm="multicast")
+        with pytest.raises(InvalidArgument, match="multicast/any does not take .*; one_shot/simple does"):
+            comm.all_reduce(w, out=torch.empty(8), algorithm="multicast")
+        with pytest.raises(InvalidArgument, match="multicast/any does not take .*; one_shot/simple does"):
+            comm.all_gather(w, algorithm="multicast")
+        v.no_multicast = "the probe said no"
+        with pytest.raises(InvalidArgument, match="here the probe said no; there is one_shot/simple"):
+            comm.all_reduce(w, out=v, algorithm="multicast")
+        assert comm.explain("all_reduce", w, out=v).reason.endswith("not through a switch: the probe said no")
+        comm.all_reduce(w, out=v)
+
+    tricomm.simulate(body, 2, options=OPTIONS)
+
+
+def test_a_batch_invariant_group_does_not_go_through_the_switch():
+    def body(comm):
+        w = comm.symmetric((8,), torch.float32)
+        assert comm.explain("all_reduce", w).algorithm == "two_shot"
+        with pytest.raises(InvalidArgument, match="reduces in rank order; two_shot/simple does that"):
+            comm.all_reduce(w, algorithm="multicast")
+
+    tricomm.simulate(body, 2, options=replace(OPTIONS, batch_invariant=True))

@@ -11,7 +11,9 @@ from click.testing import CliRunner
 
 from devtools import bars
 from devtools.bars import Bar
+from devtools.kept_rows import KeptRows
 from tricomm.errors import InvalidArgument
+from tricomm.perf import provenance
 
 _KEPT = Path(bars.__file__).parent.parent / "docs" / "performance.json"
 
@@ -68,6 +70,22 @@ def test_another_checkout_runs_its_own_command(tmp_path: Path) -> None:
         bars.other(tmp_path)
 
 
+def test_a_run_that_was_cut_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows"
+    monkeypatch.setattr(provenance, "commit", lambda: "0123456789ab")
+    kept = KeptRows(file)
+    assert kept.get("a", lambda: {"n": 1}) == {"n": 1} and kept.get("b", lambda: {"n": "not available: busy"})
+    file.write_text(file.read_text() + '["c", {"n"')  # the run ended here
+    kept = KeptRows(file)
+    assert kept.get("a", lambda: {"n": 2}) == {"n": 1}
+    assert [kept.get(name, lambda: {"n": 3}) for name in "bc"] == [{"n": 3}] * 2
+    assert KeptRows(file).get("c", lambda: {"n": 4}) == {"n": 3}
+    for commit in ("0123456789ac", "0123456789ab+", ""):
+        monkeypatch.setattr(provenance, "commit", lambda commit=commit: commit)
+        done = CliRunner().invoke(bars.main, ["--kept", str(file)])
+        assert done.exit_code == 2 and ("rows of" in done.output if commit.isalnum() else "has changes" in done.output)
+
+
 def test_what_has_no_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="neither a file of numbers nor a checkout with devtools/bars.py"):
         bars.other(tmp_path)
@@ -81,7 +99,7 @@ def test_what_has_no_numbers_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "measure", lambda progress: _numbers(**{"host time over `fake`: direct": 0.5}))
+    monkeypatch.setattr(bars, "measure", lambda progress, kept: _numbers(**{"host time over `fake`: direct": 0.5}))
     printed = CliRunner().invoke(bars.main, [])
     assert printed.exit_code == 0 and "host time over `fake`: direct" in printed.output
     assert json.loads(CliRunner().invoke(bars.main, ["--json"]).output)["values"]

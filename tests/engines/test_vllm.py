@@ -21,12 +21,6 @@ def preloaded():
     ranks.CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.ranks", "tests.engines.bodies.vllm_bodies"])
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_collectives_are_exact_and_run_by_the_kernels(url, world_size):
     for wrong, kind, ran in ranks.run(world_size, bodies.exact, url, timeout=240):

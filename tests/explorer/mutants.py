@@ -10,23 +10,28 @@ from tests.explorer import bodies
 from tests.explorer.mutant_tables.cube import CUBES
 from tests.explorer.mutant_tables.message import MESSAGES
 from tests.explorer.mutant_tables.multicast import SWITCHED
+from tests.explorer.mutant_tables.names import (
+    AGS,
+    CHUNKS,
+    DEADLOCK,
+    MAILBOX,
+    PLAIN,
+    PRIMITIVES,
+    RACE,
+    SCOPE,
+    TWO_SHOT,
+    WRONG,
+    B,
+    S,
+    T,
+)
 from tests.explorer.mutant_tables.overlap import OVERLAPS
 from tests.explorer.mutant_tables.own import OWN
 from tests.explorer.mutant_tables.push import PUSHES
 from tests.explorer.mutant_tables.wide import WIDE
 from tests.explorer.mutation import Edit, Mutant
 
-S = ("all_reduce", "one_shot", "simple")
-T = ("all_reduce", "two_shot", "simple")
-G = ("all_gather", "one_shot", "simple")
-B = ("barrier", "one_shot", "simple")
-
-PRIMITIVES = "kernels/primitives.py"
-CHUNKS = "kernels/device/chunks.py"
-TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 BARRIER = "kernels/collectives/barrier.py"
-MAILBOX = "kernels/device/mailbox.py"
-PLAIN = "kernels/device/plain_data.py"
 GROUP = "tricomm/core/group.py"
 PADS = "tests/explorer/pad_kernels.py"
 
@@ -55,8 +60,6 @@ _ZEROED = """
         words = self.layout.nbytes // 8 - layout.HEADERS // 8
         self.arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""
 
-RACE, SCOPE, DEADLOCK = frozenset({"race"}), frozenset({"scope"}), frozenset({"deadlock"})
-WRONG = frozenset({"wrong_result"})
 
 REAL = (
     Mutant(
@@ -116,7 +119,7 @@ REAL = (
         "K10", "empty blocks of rank 0 leave early", "a barrier that not everybody takes part in",
         (Edit(CHUNKS, _MEET + _NEXT,
               f"            if (ahead.me != 0) | (ahead.own < ahead.count):\n    {_MEET}{_NEXT}"),),
-        (G,), DEADLOCK, blocks=2,
+        (AGS,), DEADLOCK, blocks=2,
     ),
     Mutant(
         "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
@@ -174,7 +177,7 @@ REAL = (
         "K19", "rank 1 reads the other half", "two ranks that choose the buffer in different ways: vllm#8404",
         (Edit(PLAIN, "simple_buffer(chunk, head, 0, SPEC)",
               "simple_buffer(chunk._replace(epoch=chunk.epoch + (chunk.me == 1)), head, 0, SPEC)"),),
-        (G,), frozenset({"race", "uninitialised"}),
+        (AGS,), frozenset({"race", "uninitialised"}),
     ),
     Mutant(
         "K20", "headers do not rotate", "equality, and a fast peer overtakes: two counter sets, vllm#8558, #8404",

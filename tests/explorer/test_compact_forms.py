@@ -54,7 +54,7 @@ COMPILED = [
     for arch in ARCHITECTURES
     if kernel.collective != "barrier" and has_compact_form(kernel, arch, world_size)
     if world_size == 8 or not has_compact_form(kernel, arch, 8)
-    if kernel not in registry.MULTICAST or arch != "sm_80"  # no instructions for the switch
+    if not kernel.multicast or arch != "sm_80"  # no instructions for the switch
 ]
 
 

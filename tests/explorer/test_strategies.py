@@ -17,8 +17,7 @@ from tricomm.explorer.schedule.strategies import Given, Priorities, RandomWalk
 class Fake:
     rank: int
     steps: int
-    block: int = 0
-    sync: bool = True
+    block, sync = 0, True
 
     @property
     def key(self) -> str:
@@ -188,11 +187,11 @@ def test_nothing_is_moved_across_what_host_code_does():
 
 def test_the_bounded_search_preempts_before_strong_accesses_only():
     class Plain(Fake):
-        pass
+        sync = False
 
     search, seen = BoundedSearch(2), []
     while search.begin():
-        tasks = [Plain(0, 2, sync=False), Plain(1, 2, sync=False)]
+        tasks = [Plain(0, 2), Plain(1, 2)]
         current, order = None, []
         while ready := [t for t in tasks if t.steps]:
             current = search.choose(0, current, ready)

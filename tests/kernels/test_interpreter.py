@@ -26,16 +26,16 @@ def _double(x):
 
 
 @triton.jit
+def _cast(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(y_ptr + at, tl.load(x_ptr + at).to(y_ptr.dtype.element_ty))
+
+
+@triton.jit
 def _copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x_ptr + at, mask=at < n)
     tl.store(y_ptr + at, _double(value).to(y_ptr.dtype.element_ty), mask=at < n)
-
-
-@triton.jit
-def _cast(x_ptr, y_ptr, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    tl.store(y_ptr + at, tl.load(x_ptr + at).to(y_ptr.dtype.element_ty))
 
 
 @triton.jit

@@ -19,12 +19,6 @@ from tricomm.policy.backend_choice import GroupFacts, decide
 GPU = GroupFacts("cuda", 8, 1, None, "nccl")
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def test_by_size_and_type(url):
     found = ranks.run(3, bodies.by_route, url, timeout=200)
     for rank, (wrong, small, large, routes, reason, refused, value, ended, lines) in enumerate(found):
@@ -63,7 +57,7 @@ def test_without_shared_memory_and_without_nccl_all_ranks_say_why(how, url):
 
 def test_nodes(url):
     with ranks.start(4, bodies.nodes, url, timeout=200) as started:
-        told = [started.message(rank) for rank in range(4)]
+        told = started.messages()
         more = {rank: started.message(rank) for rank in (0, 3)}
         found = started.results()
     assert told == [("posix_shm", 1.0)] * 2 + [("posix_shm", 5.0)] * 2
@@ -108,14 +102,14 @@ def test_an_asynchronous_error_ends_the_group_on_all_ranks(url):
 
 def test_a_rank_that_dies_is_named_by_those_in_nccl(url):
     with ranks.start(3, bodies.dies, url) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        victim = started.messages()[1]
         time.sleep(0.5)
-        os.kill(pids[1], signal.SIGKILL)
+        os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         for rank, outcome in enumerate(started.results()):
             if rank != 1:
                 kind, text, caught, ended = outcome.value
-                assert kind == "PeerDied" and f"rank 1 (pid {pids[1]}) died" in text
+                assert kind == "PeerDied" and f"rank 1 (pid {victim}) died" in text
                 assert caught - killed < 2.0 + ranks.BUSY and ended == "aborted"
 
 

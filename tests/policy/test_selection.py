@@ -6,12 +6,13 @@ from unittest.mock import patch
 
 import pytest
 
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout, wide_words
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.policy import selection
+from tricomm.policy import row_shapes, selection
 from tricomm.policy.compact_forms import has_compact_form
 from tricomm.policy.launch_shapes import check_grid
 from tricomm.policy.selection import choose
@@ -101,6 +102,28 @@ def test_a_forced_tile_that_a_kernel_cannot_use_is_refused_with_those_that_it_ca
         choose(few, "all_reduce", 1024, protocol="ll")
     with pytest.raises(InvalidArgument, match="tile=4096: .* of send one_shot/simple"):
         choose(site(arena=1 << 20, tile=4096), "send", 1 << 20, protocol="simple")
+
+
+@pytest.mark.parametrize("device", ["cpu", "sm_90"])
+def test_a_forced_tile_of_rows_is_the_one_that_runs_or_is_refused(device):
+    """Also one that is longer than a row; without a forced protocol a kernel that can use it is taken."""
+    here, refused = site(device, arena=1 << 20), 0
+    wide = ("ll128",) * (device == "cpu" or wide_words.COMPILES.value)
+    for tile in (1 << n for n in range(1, 21)):
+        for names in ((None, None), ("one_shot", "ll"), *(("two_shot", protocol) for protocol in wide)):
+            asked = (FUSED, 16, 256, 3, names)
+            try:
+                choice = row_shapes.choose(replace(here, tile=tile), *asked)
+                assert choice.block == tile and (device == "cpu" or choice.warps * 32 <= tile)
+            except InvalidArgument as error:
+                refused += 1
+                least, most = map(
+                    int, re.findall(r"tiles of (\d+) to (\d+) words .* of all_reduce_rms_norm", str(error))[0]
+                )
+                assert not least <= tile <= most
+                for good in (least, most):
+                    assert row_shapes.choose(replace(here, tile=good), *asked).block == good
+    assert refused > 10
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
@@ -233,7 +256,7 @@ def test_a_kernel_without_a_compact_form_is_refused_with_those_that_have_one():
     with pytest.raises(InvalidArgument, match="two_shot/ll takes more than 128 .*; one_shot/simple, two_shot/simple"):
         choose(few, "all_reduce", 1024, "two_shot", "ll")
     with pytest.raises(InvalidArgument, match=r"over symmetric memory .* pass handle.local"):
-        choose(few, "all_reduce", 1024, zero_copy="two_shot")
+        choose(few, "all_reduce", 1024, zero_copy=("two_shot",))
 
 
 def test_rows_for_calls_beside_others_are_for_such_groups_alone():
@@ -268,5 +291,22 @@ def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
     ):
         with pytest.raises(InvalidArgument, match=re.escape(told)):
             choose(site(world_size=8, **facts), "all_reduce", 64, "multicast")
+
     assert selection.why_not_multicast("sm_90", "") == "" and "several" in selection.why_not_multicast("cuda", "")
     assert "sm_80" in selection.why_not_multicast("sm_80", "") and selection.why_not_multicast("cpu", "why") == "why"
+
+
+def test_handles_go_through_the_switch_from_where_it_is_worth_two_barriers():
+    def over(nbytes, *fitting, world_size=8, **facts):
+        here = site(world_size=world_size, **{"no_multicast": "", **facts})
+        return choose(here, "all_reduce", nbytes, zero_copy=fitting).algorithm
+
+    in_place, into_another = ("two_shot", "multicast"), ("one_shot", "multicast")
+    for fitting, ends in ((in_place, {8: 1 << 18, 4: 1 << 20}), (into_another, {8: 1 << 15, 4: 1 << 16})):
+        for world_size, end in ends.items():
+            found = [over(nbytes, *fitting, world_size=world_size) for nbytes in (8, end, end + 1, 64 << 20)]
+            assert found == [fitting[0]] * 2 + ["multicast"] * 2
+        assert over(64 << 20, *fitting, world_size=2) == fitting[0]
+        assert over(64 << 20, *fitting, no_multicast="no") == fitting[0]
+        assert over(64 << 20, *fitting, batch_invariant=True) == fitting[0]
+    assert over(64 << 20, "one_shot") == "one_shot"

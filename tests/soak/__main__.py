@@ -35,8 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1 << 31) if given.seed is None else given.seed
     print(f"seed {seed}", file=sys.stderr, flush=True)
     settings = Settings(
-        given.minutes * 60, given.every, seed, given.slack, int(given.memory * MEBIBYTE),
-        tuple(given.faults.split(",")), tuple(given.routes.split(",")), given.rounds,
+        tuple(given.faults.split(",")), tuple(given.routes.split(",")), given.minutes * 60, given.every, seed,
+        given.slack, int(given.memory * MEBIBYTE), given.rounds,
         tuple(filter(None, given.inject.split(","))),
     )  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix="tricomm-soak-"))

@@ -66,20 +66,20 @@ def broadcast(group: Any, turn: Turn) -> Pairs:
     return [(x, parts[root])]
 
 
-def reduce(group: Any, turn: Turn) -> Pairs:
-    dtype, root = turn.dtype(), turn.root()
-    op, parts = turn.op(dtype), turn.parts((turn.count(),), dtype)
-    x = parts[turn.rank].clone()
-    dist.reduce(x, root, kind(op))
-    return [(x, sums(parts, op))] if turn.rank == root else []
-
-
 def gather(group: Any, turn: Turn) -> Pairs:
     dtype, root, shape = turn.dtype(), turn.root(), (turn.count(),)
     parts = turn.parts(shape, dtype)
     outs = [poisoned(shape, dtype) for _ in parts] if turn.rank == root else None
     dist.gather(parts[turn.rank], outs, dst=root)
     return list(zip(outs, parts, strict=True)) if outs else []
+
+
+def reduce(group: Any, turn: Turn) -> Pairs:
+    dtype, root = turn.dtype(), turn.root()
+    op, parts = turn.op(dtype), turn.parts((turn.count(),), dtype)
+    x = parts[turn.rank].clone()
+    dist.reduce(x, root, kind(op))
+    return [(x, sums(parts, op))] if turn.rank == root else []
 
 
 def scatter(group: Any, turn: Turn) -> Pairs:
@@ -108,6 +108,11 @@ def messages(group: Any, turn: Turn) -> Pairs:
     return [(got, turn.part(before, shape, dtype))]
 
 
+def barrier(group: Any, turn: Turn) -> Pairs:
+    dist.barrier()
+    return []
+
+
 def backward(group: Any, turn: Turn) -> Pairs:
     """A step of DDP over two layers of whole numbers. Inputs are multiples of the world size, so the mean is exact."""
     shapes, size = ((6, 5), (3, 6)), (4, 5)
@@ -125,11 +130,6 @@ def backward(group: Any, turn: Turn) -> Pairs:
         want[0] += ((ones @ weights[1]).t() @ x) / turn.world_size
         want[1] += (ones.t() @ here) / turn.world_size
     return [(layer.weight.grad, grad) for layer, grad in zip(layers, want, strict=True)]
-
-
-def barrier(group: Any, turn: Turn) -> Pairs:
-    dist.barrier()
-    return []
 
 
 CALLS: tuple[Call, ...] = (

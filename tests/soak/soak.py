@@ -27,13 +27,13 @@ WATCHDOG = 300.0  # seconds beyond the soak's own end
 
 @dataclass(frozen=True)
 class Settings:
+    kinds: tuple[str, ...]
+    routes: tuple[str, ...]
     seconds: float
     every: float
     seed: int
     slack: float
     memory: int
-    kinds: tuple[str, ...]
-    routes: tuple[str, ...]
     rounds: int | None = None
     inject: tuple[str, ...] = ()
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import tricomm
 from tests.c10d.bodies.groups import same
@@ -32,8 +32,7 @@ class Injected(Exception):
     """An exception of the user's own."""
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """One round: a group, a seed for its calls, and mistakes that a self-test wants to be found."""
 
     where: Where

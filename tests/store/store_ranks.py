@@ -213,7 +213,7 @@ def results(group: ranks.Ranks) -> list[tuple]:
 
 def connect_over_file(tmp_path, claims, timeout=TIMEOUT):
     with ranks.start(len(claims), connect_as, f"file://{tmp_path}/store", claims, timeout) as group:
-        pids = [group.message(r) for r in range(len(claims))]
+        pids = group.messages()
         return pids, results(group)
 
 

@@ -326,7 +326,7 @@ def waiting(rank: int, world_size: int, tell, url: str, timeout: float):
 def test_a_process_that_is_killed_or_stopped(tmp_path, hurt, name):
     timeout = 20.0 if hurt == signal.SIGKILL else 2.0
     with ranks.start(3, waiting, f"file://{tmp_path}/store", timeout) as group:
-        pids = [group.message(r) for r in range(3)]
+        pids = group.messages()
         time.sleep(0.3)
         os.kill(pids[1], hurt)
         if hurt == signal.SIGKILL:
@@ -364,7 +364,7 @@ def test_a_recycled_pid_is_not_alive():
 def test_ranks_of_real_processes_see_each_other(tmp_path):
     claims = [{"rank": r, "world": 3} for r in range(3)]
     with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
-        pids = [group.message(r) for r in range(3)]
+        pids = group.messages()
         results = [o.value for o in group.results()]
     assert [r[:2] for r in results] == [("ok", pids)] * 3
 

@@ -33,66 +33,34 @@ from tricomm.store.rendezvous import open_store
 from tricomm.store.segments import Segment
 
 
-@pytest.mark.parametrize(
-    "claims,error,words",
-    [
-        pytest.param(
-            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 1, "world": 3}],
-            "RendezvousError",
-            ["duplicate rank", "pid {1}", "pid {2}", "both say that they are rank 1"],
-            id="duplicate",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 5, "world": 3}],
-            "RendezvousError",
-            [r"rank 5 is not in 0\.\.2"],
-            id="outside",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": -1, "world": 3}],
-            "RendezvousError",
-            [r"rank -1 is not in 0\.\.2"],
-            id="negative",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 3}, {"rank": 1, "world": 3}, {"rank": 2, "world": 4}],
-            "RendezvousError",
-            ["says that the world size is [34]", "says [34]", "rank 2"],
-            id="world sizes",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "layout": 7}],
-            "RendezvousError",
-            ["has other options than rank", "memory layout", "1234"],
-            id="layout",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "patch": "boot"}],
-            "SpansNodes",
-            ["is on another host than rank", re.escape(socket.gethostname())],
-            id="host",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "patch": "namespace"}],
-            "ResourceError",
-            ["lives in another PID namespace", "pidfd_open", "--pid=host"],
-            id="no pidfd, and another namespace",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2}, {"rank": 1, "world": 2, "token": "secret"}],
-            "RendezvousError",
-            ["bad MAC", "TRICOMM_TOKEN"],
-            id="token on one",
-        ),
-        pytest.param(
-            [{"rank": 0, "world": 2, "token": "Secret"}, {"rank": 1, "world": 2, "token": "secret"}],
-            "RendezvousError",
-            ["bad MAC", "TRICOMM_TOKEN"],
-            id="two tokens",
-        ),
-    ],
-)
-def test_ranks_that_do_not_fit(tmp_path, claims, error, words):
+def odd_one(size: int, **odd: object) -> list[dict]:
+    """Ranks that fit, and a last one that does not."""
+    return [*good(size)[:-1], good(size)[-1] | odd]
+
+
+TOKENS = [{"rank": 0, "world": 2, "token": "Secret"}, {"rank": 1, "world": 2, "token": "secret"}]
+MISFITS = {
+    "duplicate": (
+        odd_one(3, rank=1), "RendezvousError", "duplicate rank", "pid {1}", "pid {2}", "both say that they are rank 1",
+    ),
+    "outside": (odd_one(3, rank=5), "RendezvousError", r"rank 5 is not in 0\.\.2"),
+    "negative": (odd_one(3, rank=-1), "RendezvousError", r"rank -1 is not in 0\.\.2"),
+    "world sizes": (
+        odd_one(3, world=4), "RendezvousError", "says that the world size is [34]", "says [34]", "rank 2",
+    ),
+    "layout": (odd_one(2, layout=7), "RendezvousError", "has other options than rank", "memory layout", "1234"),
+    "host": (odd_one(2, patch="boot"), "SpansNodes", "is on another host than rank", re.escape(socket.gethostname())),
+    "no pidfd, and another namespace": (
+        odd_one(2, patch="namespace"), "ResourceError", "lives in another PID namespace", "pidfd_open", "--pid=host",
+    ),
+    "token on one": (odd_one(2, token="secret"), "RendezvousError", "bad MAC", "TRICOMM_TOKEN"),
+    "two tokens": (TOKENS, "RendezvousError", "bad MAC", "TRICOMM_TOKEN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_ranks_that_do_not_fit(tmp_path, misfit):
+    claims, error, *words = MISFITS[misfit]
     pids, found = connect_over_file(tmp_path, claims)
     for name, text, seconds in found:
         assert name == error, text
@@ -184,7 +152,7 @@ def test_after_a_duplicate_the_right_ranks_meet():
 def test_a_duplicate_that_comes_too_late_spoils_nothing(tmp_path):
     claims = good(2) + [{"rank": 1, "world": 2, "delay": 1.0}]
     with ranks.start(3, stay, f"file://{tmp_path}/store", claims) as group:
-        found = [group.message(r) for r in range(3)]
+        found = group.messages()
         assert found[0][0] == found[1][0] == "ok"
         assert found[2][0] == "RendezvousError" and "still runs: is the number taken?" in found[2][1]
         assert 1.0 <= found[2][2] < 2.0
@@ -251,7 +219,7 @@ def test_a_rank_is_killed_at(point, tmp_path):
     claims[1]["die"] = point
     timeout = 2.0 if point == "before record" else 20.0
     with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, timeout) as group:
-        pids = [group.message(r) for r in range(3)]
+        pids = group.messages()
         found = results(group)
     assert found[1] == (None, "", -signal.SIGKILL)
     for name, text, seconds in (found[0], found[2]):
@@ -268,7 +236,7 @@ def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
     claims[1]["die"] = "after record"
     claims[2]["delay"] = 1.0 + ranks.BUSY
     with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
-        pids = [group.message(r) for r in range(3)]
+        pids = group.messages()
         found = results(group)
     for name, text, seconds in (found[0], found[2]):
         assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the handshake" in text
@@ -282,15 +250,19 @@ def wait_then_meet(rank, world_size, tell, port, timeout):
     return try_handshake(store, rank, world_size, timeout)
 
 
+def without_a_server(hurt, body, pause=0.0):
+    """What becomes of two ranks that run `body` when their store's server gets the signal `hurt`."""
+    with ranks.start(1, serve) as server:
+        with ranks.start(2, body, server.message(0), 2.0) as group:
+            assert group.messages() == ["open"] * 2
+            time.sleep(pause)
+            os.kill(server.pids[0], hurt)
+            return results(group)
+
+
 @pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_server_is_killed_or_stopped(hurt):
-    with ranks.start(1, serve) as server:
-        port = server.message(0)
-        with ranks.start(2, wait_then_meet, port, 2.0) as group:
-            assert [group.message(r) for r in range(2)] == ["open"] * 2
-            os.kill(server.pids[0], hurt)
-            found = results(group)
-    for name, text, seconds in found:
+    for name, text, seconds in without_a_server(hurt, wait_then_meet):
         assert name == "RendezvousError" and "store add('tricomm/" in text
         if hurt == signal.SIGKILL:
             assert re.search(r"failed after \d\.\d", text) and seconds < 1.0 + ranks.BUSY
@@ -306,14 +278,7 @@ def wait_in_meeting(rank, world_size, tell, port, timeout):
 
 @pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_server_goes_while_ranks_wait(hurt):
-    with ranks.start(1, serve) as server:
-        port = server.message(0)
-        with ranks.start(2, wait_in_meeting, port, 2.0) as group:
-            assert [group.message(r) for r in range(2)] == ["open"] * 2
-            time.sleep(0.5)
-            os.kill(server.pids[0], hurt)
-            found = results(group)
-    for name, text, seconds in found:
+    for name, text, seconds in without_a_server(hurt, wait_in_meeting, 0.5):
         assert name == "RendezvousError" and re.search(r"store (add|check|get|set)\('tricomm/", text), text
         assert seconds < 3.0 + ranks.BUSY and (hurt == signal.SIGKILL or seconds >= 2.0)
 
@@ -338,7 +303,7 @@ def test_the_group_works_on_when_the_server_dies():
     with ranks.start(1, serve) as server:
         port = server.message(0)
         with ranks.start(2, meet_then_work, port) as group:
-            assert [group.message(r) for r in range(2)] == ["met"] * 2
+            assert group.messages() == ["met"] * 2
             os.kill(server.pids[0], signal.SIGKILL)
             for outcome in group.results():
                 assert outcome.value == [[b"%d" % step] * 2 for step in range(20)], outcome.text

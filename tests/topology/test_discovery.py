@@ -153,23 +153,24 @@ FATAL = ["init_v2", "device_get_handle_by_uuid", "device_get_pci_info_v3", "devi
          "device_get_nvlink_state"]  # fmt: skip
 
 
-@pytest.mark.parametrize("call", FATAL)
-def test_a_call_that_fails_leaves_the_links_unknown_with_the_reason(call: str) -> None:
+def failing(call: str) -> FakeNvml:
     fake = FakeNvml(meshed(DGX1V.links))
     fake.failures[call, 0] = fake_nvml.GpuIsLostError
     if call == "device_get_handle_by_uuid":
         fake.missing = (call,)
-    found = look(fake, [1, 0])
+    return fake
+
+
+@pytest.mark.parametrize("call", FATAL)
+def test_a_call_that_fails_leaves_the_links_unknown_with_the_reason(call: str) -> None:
+    found = look(failing(call), [1, 0])
     assert found.topology is None
     assert found.reason.startswith("NVML: ") and ("Lost" in found.reason or "not found" in found.reason)
 
 
 @pytest.mark.parametrize("call", FATAL)
 def test_one_device_needs_no_links_to_be_known(call: str) -> None:
-    fake = FakeNvml(meshed(DGX1V.links))
-    fake.failures[call, 0] = fake_nvml.GpuIsLostError
-    if call == "device_get_handle_by_uuid":
-        fake.missing = (call,)
+    fake = failing(call)
     found = discovery.of_devices([uuid_of(0)] * 2, FakeCuda([0]), fake.nvml())
     assert known(found).canonical == shapes.pcie(1).of([0, 0]).canonical
     assert found.notes[0].startswith("NVML: ")

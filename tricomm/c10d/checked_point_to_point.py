@@ -68,15 +68,9 @@ class MessageWork(Work):
     """A message under way. `wait` copies one that is received with a header into its tensor."""
 
     def __init__(
-        self,
-        points: CheckedPointToPoint,
-        handle: Any,
-        x: torch.Tensor,
-        peer: int | None,
-        what: str,
-        tag: int,
+        self, points: CheckedPointToPoint, handle: Any, x: torch.Tensor, peer: int | None, what: str, tag: int,
         headed: torch.Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self._points, self._handle, self._x, self._peer, self._what, self._tag = points, handle, x, peer, what, tag
         self._headed = headed

@@ -175,6 +175,7 @@ class Dispatcher:
 
     def symmetric(self, call: GroupCall, numel: int) -> Symmetric | None:
         """Memory of `numel` elements that the kernels read in place, for calls like `call`; all ranks ask together.
+        Without a multicast address: calls that gather or scatter do not use it.
 
         None if such calls do not go to the kernels, or if a graph is being captured.
         """
@@ -184,7 +185,7 @@ class Dispatcher:
         def make() -> None:
             if not _capturing(call.device) and self._decide_finally(call)[0].backend == KERNELS:
                 assert call.dtype is not None, "a call with tensors"
-                made.append(self._comms[call.device].symmetric((numel,), call.dtype))
+                made.append(self._comms[call.device].symmetric((numel,), call.dtype, multicast=False))
 
         if call.device.type == "cpu":
             self._queue.run(make, f"{self._config}: symmetric", [], False, self.interrupted)

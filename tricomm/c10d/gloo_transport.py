@@ -58,15 +58,9 @@ class Transport:
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        members: Sequence[Capabilities],
-        name: str,
-        stall: float,
+        self, store: Store, rank: int, world_size: int, members: Sequence[Capabilities], name: str, stall: float,
         timeout: timedelta,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.rank, self.world_size, self.members, self.name, self.stall = rank, world_size, members, name, stall
         self.others = [r for r in range(world_size) if r != rank]
         here = process.node_id(), process.pid_namespace()
@@ -95,13 +89,9 @@ class Transport:
     # Messages
 
     def exchange(
-        self,
-        sends: Sequence[Part],
-        receives: Sequence[Part],
-        deadline: float,
-        what: Callable[[], str],
+        self, sends: Sequence[Part], receives: Sequence[Part], deadline: float, what: Callable[[], str],
         tag: int = COLLECTIVE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`.
 
         Parts with no bytes are left out, on both sides alike. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or

@@ -182,6 +182,11 @@ def _check_alike(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
             )
 
 
+def _check_size(what: str, name: str, x: torch.Tensor, numel: int, because: str) -> None:
+    if x.numel() != numel:
+        raise InvalidArgument(f"{what}: the {name} has {x.numel()} elements; {because} need {numel}")
+
+
 def _flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
     if not x.is_contiguous():
         raise InvalidArgument(f"{what}: the output is not contiguous; pass a contiguous tensor and copy from it")
@@ -246,11 +251,7 @@ def all_gather_single(
     """all_gather into one tensor."""
     what = "all_gather_into_tensor"
     _check_alike(what, x, out)
-    if out.numel() != world_size * x.numel():
-        raise InvalidArgument(
-            f"{what}: the output has {out.numel()} elements; {world_size} ranks with {x.numel()} each need "
-            f"{world_size * x.numel()}"
-        )
+    _check_size(what, "output", out, world_size * x.numel(), f"{world_size} ranks with {x.numel()} each")
     flat = _flat_output(out, what)
     return GroupCall(
         "all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out], handle=handle
@@ -288,11 +289,7 @@ def reduce_scatter_single(
     what = "reduce_scatter_tensor"
     _check_alike(what, x, out)
     check_reduction(op, x.dtype, what)
-    if x.numel() != world_size * out.numel():
-        raise InvalidArgument(
-            f"{what}: the input has {x.numel()} elements; {world_size} ranks with an output of {out.numel()} need "
-            f"{world_size * out.numel()}"
-        )
+    _check_size(what, "input", x, world_size * out.numel(), f"{world_size} ranks with an output of {out.numel()}")
     flat = _flat_output(out, what)
     return GroupCall(
         "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out],

@@ -88,13 +88,9 @@ class CallQueue:
         _workers.queues.add(self)
 
     def run(
-        self,
-        action: Callable[[], None],
-        what: str,
-        result: list[Any],
-        async_op: bool,
+        self, action: Callable[[], None], what: str, result: list[Any], async_op: bool,
         interrupted: Callable[[BaseException], None] = lambda error: None,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Run `action` in its turn; returns a handle, which is finished if the caller waits.
 
         `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.

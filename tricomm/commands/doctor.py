@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 
 import click
 
@@ -27,7 +26,7 @@ def doctor(as_json: bool) -> None:
     findings = probes.examine()
     failed = sum(finding.verdict == probes.FAIL for finding in findings)
     if as_json:
-        click.echo(json.dumps({"schema": 1, "findings": [asdict(finding) for finding in findings]}, indent=1))
+        click.echo(json.dumps({"schema": 1, "findings": [finding._asdict() for finding in findings]}, indent=1))
     else:
         width = max(len(finding.name) for finding in findings)
         for finding in findings:

@@ -45,6 +45,7 @@ def predict(
         click.echo("\n".join(code_forecast.report() if from_code else kernel_time.report(kernel_time.check())))
         return
     if nodes > 1:
+        usage(lambda: two_level.check(nodes, asked["collective"], quantize, from_code))
         between = usage(
             lambda: two_level.forecast(asked["gpu"], asked["world_size"], nodes, asked["sizes"], asked["mode"])
         )

@@ -18,7 +18,7 @@ from tricomm import arguments
 from tricomm.core import rows
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import PlansOfShape, Request
+from tricomm.core.launch_plan import READ_IN_PLACE, PlansOfShape, Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
 from tricomm.core.symmetric import Symmetric
@@ -31,7 +31,6 @@ Outputs = torch.Tensor | Sequence[torch.Tensor] | None
 _STATUS = layout.STATUS
 _BARRIER = Request("barrier")
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})  # if no output is given
-_READ_IN_PLACE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})  # of a symmetric handle
 
 
 class Collectives:
@@ -89,6 +88,8 @@ class Collectives:
                 return False
         except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
             return False
+        except AttributeError:
+            raise InvalidArgument(f"repeat: known={type(known).__name__}: what known() returns is needed") from None
         captured = (gpu := self._gpu) is not None and gpu.capturing()
         address = x.data_ptr()
         found = (known.captured if captured else known.eager)[address % 16 == 0]
@@ -252,21 +253,25 @@ class Collectives:
         result: Any = (given if in_place else targets) if many else None
         if not many and gets:
             result = x if in_place else whole or targets[0]
-        if isinstance(x, Symmetric) and collective in _READ_IN_PLACE:
-            self._zero_copy(request, x, targets[0])
+        if isinstance(x, Symmetric) and collective in READ_IN_PLACE:
+            self._zero_copy(request, x, targets[0], whole)
         elif whole is not None and collective == "all_gather" and not many:
             self._gather_rows(request, whole, sources[0])
         else:
             self._through(request, form, sources, targets)
         return self._launcher.finish(result if gets else None, async_op)
 
-    def _zero_copy(self, request: Request, x: Symmetric, y: torch.Tensor) -> None:
-        """Over a symmetric handle: the peers read it from where it is."""
+    def _zero_copy(self, request: Request, x: Symmetric, y: torch.Tensor, whole: Symmetric | None) -> None:
+        """Over a symmetric handle: the peers read it from where it is, and may write the result of an all_reduce to the
+        handle `whole`, if it goes there."""
         self._check_own(request, x)
-        local = x.local
-        in_place = request.collective == "all_reduce" and y.data_ptr() == local.data_ptr()
+        local, into = x.local, None
+        if request.collective == "all_reduce":
+            into = x if y.data_ptr() == local.data_ptr() else whole
+        if into is not None:
+            self._check_own(request, into)
         rows = collective_specs.COLLECTIVES[request.collective].rows_in(self._world_size)
-        self.run(request.over(x, "two_shot" if in_place else "one_shot"), local, y, local.numel() // rows)
+        self.run(request.over(x, into), local, y, local.numel() // rows)
 
     def _gather_rows(self, request: Request, y: Symmetric, x: torch.Tensor) -> None:
         """Into a symmetric handle: the peers read this rank's row of it."""
@@ -277,7 +282,7 @@ class Collectives:
                 f"all_gather: out is a symmetric handle, so x has to be its row {self._rank}, which the peers read; "
                 "pass out=handle.local to gather other memory"
             )
-        self.run(request.over(y.rows, "one_shot"), x, y.local, x.numel())
+        self.run(request.over(y.rows), x, y.local, x.numel())
 
     def _check_own(self, request: Request, x: Symmetric) -> None:
         if x.group != self._group.name:

@@ -25,6 +25,7 @@ from tricomm.store.control import Descriptor, PackedDescriptor
 
 # Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are
 # aligned, and its further arguments: `Runtime.bind`.
+READ_IN_PLACE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})  # of a symmetric handle
 Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], BoundKernel]
 
 
@@ -34,7 +35,8 @@ class Request(NamedTuple):
     collective, op        their names; `op` is None if there is none
     algorithm, protocol   the kernel that the caller forces; None leaves the choice to selection
     root                  the rank that sends or receives all rows; -1 if there is none
-    handle, fitting       of symmetric memory that peers read in place, and the algorithm that fits such a call
+    handle, fitting       of symmetric memory that peers read in place, and the algorithms that fit such a call
+    into                  of symmetric memory that the result goes to; None: to this rank's alone
     epilogue              what follows the all-reduce of an `all_reduce_rms_norm` or an `all_reduce_rows`
     dtype, elements       of the tensors: type, and elements a row; None and 0 until the tensors have been looked at
 
@@ -47,18 +49,20 @@ class Request(NamedTuple):
     protocol: str | None = None
     root: int = -1
     handle: Symmetric | OwnRows | None = None
-    fitting: str | None = None
+    fitting: tuple[str, ...] = ()
+    into: Symmetric | None = None
     epilogue: Epilogue | UserEpilogue | None = None
     dtype: torch.dtype | None = None
     elements: int = 0
 
     def sized(self, dtype: torch.dtype | None, elements: int) -> Request:
         """The same of tensors of `dtype` with `elements` a row."""
-        return tuple.__new__(Request, (*self[:8], dtype, elements))
+        return tuple.__new__(Request, (*self[:9], dtype, elements))
 
-    def over(self, handle: Symmetric | OwnRows, fitting: str) -> Request:
-        """The same over the memory of `handle`."""
-        return tuple.__new__(Request, (*self[:5], handle, fitting, None, None, 0))
+    def over(self, handle: Symmetric | OwnRows, into: Symmetric | None = None) -> Request:
+        """The same over the memory of `handle`; of an all_reduce whose result goes to a handle, that one is `into`."""
+        fitting = ("two_shot" if handle is into else "one_shot", *(("multicast",) if into is not None else ()))
+        return tuple.__new__(Request, (*self[:5], handle, fitting, into, None, None, 0))
 
     @property
     def forced(self) -> bool:
@@ -115,8 +119,11 @@ def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, 
         values["ALIGNED"] = aligned
     op = request.op if kernel.reduces and request.op is not None else "none"
     fingerprint, record = announced(choice, op, dtype.name if dtype is not None else "none", request, mode)
-    handle = request.handle
-    further: dict[str, Any] = {"root": request.root, "table": handle.table if handle is not None else None}
+    handle, into = request.handle, request.into
+    further: dict[str, Any] = {
+        "root": request.root, "table": None if handle is None else handle.addresses,
+        "into": None if into is None else into.addresses,
+    }  # fmt: skip
     more = [further[name] for name in extras(kernel.function)]
     bits = dtype.bits if dtype is not None else None
     run = bind(kernel.function, choice.blocks, values, bits, aligned, more)
@@ -131,23 +138,32 @@ def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) 
         collective, op = choice.collective if choice.fused else FUSED, epilogue.text()
     fingerprint = arguments.fingerprint(
         collective, op, dtype, request.elements, request.root, choice.algorithm, choice.protocol, choice.blocks,
-        choice.block, mode, request.handle.number if request.handle is not None else 0,
-        None if epilogue is None else epilogue.facts,
+        choice.block, mode, _handles(choice, request), None if epilogue is None else epilogue.facts,
     )  # fmt: skip
     descriptor = Descriptor(
-        sequence=0, fingerprint=fingerprint, collective=collective, op=op + _named(request), dtype=dtype,
+        sequence=0, fingerprint=fingerprint, collective=collective, op=op + _named(choice, request), dtype=dtype,
         algorithm=choice.algorithm, protocol=choice.protocol, count=request.elements, root=request.root,
         grid=choice.blocks, mode=mode,
     )  # fmt: skip
     return fingerprint, descriptor.packed()
 
 
-def _named(request: Request) -> str:
-    """The handle of a call, as the text of a fault names it."""
+def _handles(choice: Choice, request: Request) -> int | tuple[int, int]:
+    """The numbers of the handles that all ranks have to pass alike: of the output only if peers write to it."""
+    number = request.handle.number if request.handle is not None else 0
+    if request.into is None or request.into is request.handle or choice.algorithm != "multicast":
+        return number
+    return number, request.into.number
+
+
+def _named(choice: Choice, request: Request) -> str:
+    """The handles of a call, as the text of a fault names them."""
     if request.handle is None:
         return ""
-    number = request.handle.number
-    return f", handle {number}" if number > 0 else f", rows of handle {-number}"
+    numbers = _handles(choice, request)
+    if isinstance(numbers, tuple):
+        return f", handle {numbers[0]} into {numbers[1]}"
+    return f", handle {numbers}" if numbers > 0 else f", rows of handle {-numbers}"
 
 
 def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:

@@ -249,7 +249,7 @@ def end(communicator: Nccl | None, lost: bool, seconds: float) -> None:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().view(-1)
+    return x.detach().as_strided((x.numel(),), (1,))  # a single element may have any stride
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

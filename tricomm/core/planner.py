@@ -17,10 +17,11 @@ from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_kernels
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, Epilogue
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import LaunchPlan, PlansOfShape, Request
+from tricomm.core.launch_plan import READ_IN_PLACE, LaunchPlan, PlansOfShape, Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.levels.two_level import TwoLevel
 from tricomm.core.monitor import Monitor
+from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
@@ -180,10 +181,16 @@ class Planner:
         return _of_request(choice, request, why)
 
     def _site_of(self, request: Request) -> SelectionFacts:
-        """The facts of a call: the switch does not reduce every type by every operation."""
-        if self.site.no_multicast or request.op is None or request.dtype not in arguments.DTYPES:
-            return self.site
-        return selection.for_reduction(self.site, request.collective, arguments.DTYPES[request.dtype], request.op)
+        """The facts of a call: the switch does not reduce every type by every operation, nor reach every memory."""
+        site = replace(self.site, no_multicast=self._no_multicast(request))
+        if request.op is None or request.dtype not in arguments.DTYPES:
+            return site
+        return selection.for_reduction(site, request.collective, arguments.DTYPES[request.dtype], request.op)
+
+    def _no_multicast(self, request: Request) -> str:
+        """Why the switch does not reach the memory of a call; empty if it does."""
+        handles = [each for each in (request.handle, request.into) if isinstance(each, Symmetric)]
+        return self.site.no_multicast or next((each.no_multicast for each in handles if each.no_multicast), "")
 
     def _counted(self, plan: LaunchPlan, nbytes: int | None) -> LaunchPlan:
         """The plan with the tally that its calls go to, and timed if that was asked for."""
@@ -260,16 +267,20 @@ class Planner:
     # What a user asks and sets
 
     def explain(
-        self, collective: str, nbytes: int, dtype: torch.dtype | None = None, op: Any = "sum", *,
+        self, collective: str, nbytes: int | Symmetric, dtype: torch.dtype | None = None, op: Any = "sum", *,
         algorithm: str | None = None, protocol: str | None = None, mode: str = "eager", hidden: int | None = None,
-        quantize: str | None = None,
+        quantize: str | None = None, out: Symmetric | torch.Tensor | None = None,
     ) -> Choice:  # fmt: skip
         """Who runs a call with `nbytes` bytes of input, by which kernel, and why. Pure: asks no other rank.
 
         The input is a rank's, of a root's if there is one; `dtype` is float32 if none is given; `mode` is eager, or
-        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm. Whether NCCL can be used
-        at all shows when a call first goes there.
+        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm. A symmetric handle in
+        place of `nbytes` stands for a call that reads it where it lies; `out` is what the result goes to, if it does
+        not go there. Whether NCCL can be used at all shows when a call first goes there.
         """
+        handle = nbytes if isinstance(nbytes, Symmetric) else None
+        if handle is not None:
+            nbytes, dtype = handle.local.nbytes, handle.dtype
         if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
             raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
         if mode not in ("eager", "graph"):
@@ -283,9 +294,13 @@ class Planner:
             epilogue = _epilogue(hidden, quantize, dtype, nbytes)
             request = request._replace(collective=collective, epilogue=epilogue)
         form = collective_specs.find(collective)
+        if handle is not None and request.collective in READ_IN_PLACE and request.epilogue is None:
+            into = handle if out is None else out
+            whole = into if collective == "all_reduce" and isinstance(into, Symmetric) else None
+            request = request.over(handle, whole)
         request = request.sized(dtype, nbytes // dtype.itemsize if dtype is not None else 0)
         if collective in POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
-            return self._with_memory(self._choice(request, nbytes, mode))
+            return self._with_memory(self._choice(request, nbytes, mode), request)
         size = None if form.uneven else nbytes
         op_name = name if form.reduces else "none"
         request = request._replace(dtype=dtype or torch.float32) if collective == "all_reduce" else request
@@ -297,12 +312,12 @@ class Planner:
         if route.backend == TWO_LEVEL and self.levels is not None:
             return _of_request(self.levels.choose(request, nbytes, route.reason), request, route.reason)
         if route.backend != NCCL:
-            return self._with_memory(self._choice(request, nbytes, mode))
+            return self._with_memory(self._choice(request, nbytes, mode), request)
         if form.reduces and dtype is not None:
             nccl.check(collective, name, dtype)
         return _of_request(selection.nccl(collective, route.reason), request, route.reason)
 
-    def _with_memory(self, choice: Choice) -> Choice:
+    def _with_memory(self, choice: Choice, request: Request) -> Choice:
         """With the reasons for the kind of memory, if it is not the usual one, and for the way past a switch."""
         memory = self._group.arena.reason
         if self._group.suspended:
@@ -311,8 +326,9 @@ class Planner:
             memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
         if memory:
             choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
-        if self.site.no_multicast and choice.collective in _SWITCHED:
-            choice = replace(choice, reason=f"{choice.reason}; not through a switch: {self.site.no_multicast}")
+        why = self._no_multicast(request)
+        if why and choice.collective in _SWITCHED:
+            choice = replace(choice, reason=f"{choice.reason}; not through a switch: {why}")
         return choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:

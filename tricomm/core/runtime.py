@@ -61,9 +61,11 @@ class Runtime(Protocol):
         """The monitor of a group with that many channels; not started yet."""
 
     def symmetric(
-        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
-    ) -> Arena:
-        """Memory for a tensor on every rank; called by all ranks together."""
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
+        multicast: bool,
+    ) -> Arena:  # fmt: skip
+        """Memory for a tensor on every rank, with an address for all ranks' if `multicast` and if possible; called by
+        all ranks together."""
 
     def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any) -> Arena:
         """The memory of every rank's own tensor, as `open_registered`; called by all ranks together."""
@@ -101,9 +103,10 @@ class Processes:
         return Monitor(control, timeout, stall_timeout, channels=channels)
 
     def symmetric(
-        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
-    ) -> Arena:
-        return open_arena(control, nbytes_of(shape, dtype), device, timeout)
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
+        multicast: bool,
+    ) -> Arena:  # fmt: skip
+        return open_arena(control, nbytes_of(shape, dtype), device, timeout, multicast=multicast)
 
     def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any) -> Arena:
         return open_registered(control, tensor, timeout, group)

@@ -33,6 +33,8 @@ class Symmetric:
     local   this rank's tensor, of the shape and dtype asked for
     peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
     table   int64 [world_size] on the communicator's device: the addresses of `peers`
+    multicast     the address that stands for the same place on all ranks, for a switch's instructions (`multimem`); 0
+                  if there is none, because of `no_multicast`, which is empty on a CPU: the interpreter needs none
 
     Memory of its own (`Communicator.symmetric`) or that of a user's tensor (`Communicator.register`), of which `local`
     is a view then, and which stays the user's: `close` only ends its use, and it is neither zeroed nor given back.
@@ -56,7 +58,10 @@ class Symmetric:
         if tensor is not None:
             peers[rank] = tensor.detach()  # keeps the memory that peers reach, if the user gives the tensor other one
         self._peers, self._local = tuple(peers), peers[rank]
-        self._table = torch.tensor(arena.bases, dtype=torch.int64, device=self._local.device)
+        self.multicast, self.no_multicast = arena.multicast, arena.no_multicast
+        words = [*arena.bases, arena.multicast]
+        self._addresses = torch.tensor(words, dtype=torch.int64, device=self._local.device)
+        self._table = self._addresses[:-1]
         self._rows: OwnRows | None = None
 
     @property
@@ -75,6 +80,12 @@ class Symmetric:
         return self._table
 
     @property
+    def addresses(self) -> torch.Tensor:
+        """`table`, and behind it `multicast`: what shipped kernels take."""
+        self._check()
+        return self._addresses
+
+    @property
     def rows(self) -> OwnRows:
         """Of each rank its own row: row r of rank r's tensor. Raises `InvalidArgument` if rows would differ in size."""
         self._check()
@@ -86,7 +97,7 @@ class Symmetric:
                 )
             nbytes = self._local.nbytes // world_size
             addresses = [base + rank * nbytes for rank, base in enumerate(self._arena.bases)]
-            table = torch.tensor(addresses, dtype=torch.int64, device=self._table.device)
+            table = torch.tensor(addresses, dtype=torch.int64, device=self._addresses.device)
             self._rows = OwnRows(table, -self.number)
         return self._rows
 
@@ -103,7 +114,8 @@ class Symmetric:
         """Give the memory back; collective over CUDA IPC. Idempotent; views of it are invalid after."""
         if not self._closed:
             self._closed = True
-            self._peers, self._local, self._table, self._rows = (), torch.empty(0), torch.empty(0), None
+            self._peers, self._rows = (), None
+            self._local = self._addresses = self._table = torch.empty(0)
             self._given = None
             try:
                 self._arena.close()
@@ -128,11 +140,11 @@ class Symmetric:
 class OwnRows:
     """Of a symmetric tensor the row of each rank that has the rank's number: what an all_gather in place reads.
 
-    table    int64 [world_size]: the addresses of the rows
-    number   names them on all ranks alike; never that of a whole tensor
+    addresses   int64 [world_size]: of the rows
+    number      names them on all ranks alike; never that of a whole tensor
     """
 
-    table: torch.Tensor
+    addresses: torch.Tensor
     number: int
 
 

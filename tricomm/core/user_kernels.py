@@ -27,8 +27,11 @@ class UserKernels:
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._handles = 0
 
-    def symmetric(self, shape: Sequence[int], dtype: torch.dtype) -> Symmetric:
+    def symmetric(self, shape: Sequence[int], dtype: torch.dtype, *, multicast: bool = True) -> Symmetric:
         """Memory of `shape` and `dtype` on every rank that every peer can reach. Collective; the same on all ranks.
+
+        `multicast`: with an address that stands for all ranks' memory, if this communicator's own memory has one and if
+        that is possible; `Symmetric.no_multicast` says why not.
 
         Raises `InvalidArgument` on all ranks if one asks for what cannot be or if they ask for different things (the
         group stays usable), `ResourceError` if memory is refused anywhere.
@@ -42,13 +45,18 @@ class UserKernels:
         sizes, error = check_shape(shape, dtype)
         with self._launcher.held(), self._faults.abort_on_error("symmetric"):
             group.control.agree(error, "symmetric", group.timeout, abort_on_fault=True)
-            group.control.require_equal(repr((sizes, dtype)), "symmetric", group.timeout, abort_on_fault=True)
-            arena = group.runtime.symmetric(group.control, sizes, dtype, group.device, group.timeout)
+            said = repr((sizes, dtype)) + ", multicast=False" * (not multicast)
+            group.control.require_equal(said, "symmetric", group.timeout, abort_on_fault=True)
+            wanted = bool(multicast) and group.arena.multicast != 0
+            arena = group.runtime.symmetric(group.control, sizes, dtype, group.device, group.timeout, wanted)
             self._handles += 1
             number = self._handles
             group.owned[number] = arena
             name, released = HandleName(group.name, number, group.rank), partial(group.owned.pop, number, None)
-            return Symmetric(arena, name, sizes, dtype, released=released)
+            made = Symmetric(arena, name, sizes, dtype, released=released)
+            if not wanted:
+                made.no_multicast = group.arena.no_multicast if multicast else "it was made with multicast=False"
+            return made
 
     def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
         """A handle on every rank's own `tensor`, which collectives then read and write where it lies.

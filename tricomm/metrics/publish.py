@@ -26,9 +26,9 @@ SCHEMA = 1
 log = logging.getLogger("tricomm")
 _SLACK = 60.0  # seconds: clocks of hosts differ, and file systems that they share are slow
 _MOST = 64  # communicators of a process, the latest: one that makes and closes many must not grow
-_known: deque[Activity] = deque(maxlen=_MOST)
 _lock = threading.Lock()
 _publisher: _Publisher | None = None
+_known: deque[Activity] = deque(maxlen=_MOST)
 
 
 @dataclass(frozen=True)

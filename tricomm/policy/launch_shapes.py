@@ -81,22 +81,33 @@ def shape_of(
 
 
 def _tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, widest: int, registers: int) -> int:
-    """The tile that a group forces, or what of `tile` the kernel can use: `widest` words divide its buffers.
-
-    Raises `InvalidArgument` for a forced one that the kernel cannot use, with those that it can.
-    """
-    least, why = 1, f"divide the buffers that Options.arena_bytes={facts.layout.nbytes} leaves"
+    """`usable_tile`: `widest` words divide the kernel's buffers."""
+    least, why = 1, divided(facts)
     if facts.device != "cpu":
         # A plane of wide words is half of their tile, and has to span all threads.
         least = 2 * WORDS_PER_WARP if kernel.wide else WORDS_PER_WARP
         if registers < MOST_REGISTERS and kernel.protocol != "simple" and LARGEST_LL_WARPS * WORDS_PER_WARP < widest:
             widest, why = LARGEST_LL_WARPS * WORDS_PER_WARP, f"fit into {registers} registers a thread"
+    return usable_tile(facts, kernel, tile, (least, widest), why)
+
+
+def divided(facts: SelectionFacts) -> str:
+    """Why a tile has a largest size."""
+    return f"divide the buffers that Options.arena_bytes={facts.layout.nbytes} leaves"
+
+
+def usable_tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, bounds: tuple[int, int], why: str) -> int:
+    """The tile that a group forces, or what of `tile` the kernel can use: those within `bounds`, which `why`.
+
+    Raises `InvalidArgument` for a forced one that the kernel cannot use, with those that it can.
+    """
+    least, most = bounds
     if facts.tile is None:
-        return max(least, min(tile, widest))
-    if not least <= facts.tile <= widest:
+        return max(least, min(tile, most))
+    if not least <= facts.tile <= most:
         name = f"{kernel.collective} {kernel.algorithm}/{kernel.protocol}"
         raise InvalidArgument(
-            f"Options.tile={facts.tile}: tiles of {least} to {widest} words span the threads of {name} and {why}; "
+            f"Options.tile={facts.tile}: tiles of {least} to {most} words span the threads of {name} and {why}; "
             "force one of these, none, or another algorithm= and protocol="
         )
     return facts.tile

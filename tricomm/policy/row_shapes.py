@@ -10,13 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.layout import MAX_BLOCKS
 from tricomm.kernels.specialization import Specialization
 from tricomm.policy import selection
 from tricomm.policy.compact_forms import MOST_REGISTERS
-from tricomm.policy.launch_shapes import CPU_TILE, WORDS_PER_WARP
+from tricomm.policy.launch_shapes import CPU_TILE, WORDS_PER_WARP, divided, usable_tile
 from tricomm.policy.selection import Choice, has_wide_words
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, epilogue_name
@@ -36,7 +37,10 @@ def choose(
     forced: tuple[str | None, str | None], quantize: str = "", mode: str = "eager",
 ) -> Choice | str:  # fmt: skip
     """The kernel for `rows` rows of `hidden` elements of `bits`, or why none takes them. A table's row gives kernel and
-    shape; without one the rules here do. `forced`: algorithm and protocol, each None if that is left open."""
+    shape; without one the rules here do. `forced`: algorithm and protocol, each None if that is left open.
+
+    Raises `InvalidArgument` if the group forces a tile that none of these kernels can use.
+    """
     algorithm, protocol = forced
     nbytes = rows * hidden * bits // 8
     if hidden % 8 or not 8 <= hidden <= MOST_HIDDEN:
@@ -52,16 +56,22 @@ def choose(
     if forced == (None, None) and not facts.batch_invariant and facts.device != "cpu" and nbytes > MOST_FUSED:
         return f"{nbytes} bytes; fused kernels take less time up to {MOST_FUSED}"
     wide = has_wide_words(facts, forced=protocol == "ll128")
-    fits, reasons = [], []
+    fits, reasons, refused = [], [], []
     for kernel in registry.FUSED:
         named = algorithm in (None, kernel.algorithm) and protocol in (None, kernel.protocol)
         if kernel.collective != collective or not named or (kernel.wide and not wide):
             continue
-        shape = _shape(facts, kernel, bits, hidden, rows, quantize)
+        try:
+            shape = _shape(facts, kernel, bits, hidden, rows, quantize)
+        except InvalidArgument as error:
+            refused.append(error)
+            continue
         if isinstance(shape, str):
             reasons.append(shape)
         else:
             fits.append((kernel, shape))
+    if refused and not fits:
+        raise refused[0]
     if not fits:
         asked = f"{algorithm or 'any'}/{protocol or 'any'}"
         return "; ".join(reasons) or f"there is no fused kernel {asked}"
@@ -101,7 +111,10 @@ def _shape(
     facts: SelectionFacts, kernel: registry.Kernel, bits: int, hidden: int, rows: int, quantize: str,
     row: TableRow | None = None,
 ) -> tuple[int, int, int] | str:  # fmt: skip
-    """(blocks, warps, tile), by `row` as far as it says, or why the kernel does not take such rows here."""
+    """(blocks, warps, tile), by `row` as far as it says, or why the kernel does not take such rows here.
+
+    Raises `InvalidArgument` for a forced tile that it cannot use.
+    """
     blocks, warps, wanted = (None, None, None) if row is None else (row.blocks, row.warps, row.tile)
     gpu, name = facts.device != "cpu", f"{kernel.algorithm}/{kernel.protocol}"
     form = Specialization(
@@ -114,14 +127,16 @@ def _shape(
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
     # A word of each plane is a thread's: a tile has the same layout whether it is loaded, polled or stored.
     most = least * min(16, max(4, form.ROW // (32 * _WORDS_PER_THREAD))) if gpu else CPU_TILE
-    tile = max(least, min(facts.tile or wanted or most, widest, whole))
-    form = replace(form, BLOCK=tile)
+    form = replace(form, BLOCK=max(least, min(wanted or most, widest, whole)))
     room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
     if form.PITCH > room:
         return (
             f"{name}: a row of {hidden} takes {8 * form.PITCH} bytes of a buffer, and Options.arena_bytes leaves "
             f"{8 * room} of payload"
         )
+    # A forced one may be longer than a row: a group has one for calls of all sizes.
+    tile = usable_tile(facts, kernel, form.BLOCK, (least, widest), divided(facts))
+    form = replace(form, BLOCK=tile)
     if quantize == "nvfp4" and any(first % form.SCALED for first in form.FIRSTS):
         return f"{name}: planes of a row of {hidden} begin inside blocks of 16 elements; ll does not divide them"
     if not gpu:

@@ -7,6 +7,7 @@ one (`tables/default.json`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -59,21 +60,21 @@ class Choice:
 
 def choose(
     facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None,
-    mode: str = "eager", zero_copy: str | None = None, bits: int = 32,
+    mode: str = "eager", zero_copy: Sequence[str] = (), bits: int = 32,
 ) -> Choice:  # fmt: skip
     """The kernel for `nbytes` bytes of input per rank (or of the root), elements of `bits`, in `mode` eager or graph.
 
-    `algorithm` and `protocol` force one. `zero_copy` names the one algorithm that takes a symmetric handle as it is
-    passed; then there is nothing to choose. Raises `InvalidArgument` for a collective, algorithm or protocol that does
-    not exist, with those that do, for one that these devices' links do not carry, and for one that does not reduce in
-    rank order if the group is batch-invariant.
+    `algorithm` and `protocol` force one. `zero_copy` names the algorithms that take symmetric handles as they are
+    passed, first the one that needs no switch; the choice is between them. Raises `InvalidArgument` for a collective,
+    algorithm or protocol that does not exist, with those that do, for one that these devices' links do not carry, and
+    for one that does not reduce in rank order if the group is batch-invariant.
     """
     kind = collective_specs.find(collective)
     for name, value in (("algorithm", algorithm), ("protocol", protocol)):
         if value is not None and not isinstance(value, str):
             raise InvalidArgument(f"{name}={value!r}: a name or None is needed")
-    if zero_copy is not None:
-        return _in_symmetric(facts, collective, nbytes, algorithm, protocol, zero_copy)
+    if zero_copy:
+        return _in_symmetric(facts, collective, nbytes, algorithm, protocol, mode, bits, zero_copy)
     fits = _allowed(facts, collective, algorithm, protocol)
     candidates = [
         (name, number, row, k)
@@ -137,29 +138,71 @@ def unfused(collective: str, choice: Choice, why: str) -> Choice:
 
 
 def _in_symmetric(
-    facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None, protocol: str | None, fitting: str
-) -> Choice:
-    kernel = registry.find(collective, fitting, "simple", zero_copy=True)
-    if algorithm not in (None, kernel.algorithm) or protocol not in (None, kernel.protocol):
-        raise InvalidArgument(
-            f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
-            f"{kernel.algorithm}/{kernel.protocol} does, or pass handle.local for the others"
-        )
+    facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None, protocol: str | None, mode: str,
+    bits: int, fitting: Sequence[str],
+) -> Choice:  # fmt: skip
+    known = [registry.find(collective, name, "simple", zero_copy=True) for name in fitting]
     registers = registers_of(facts, None)
-    if registers < MOST_REGISTERS and not has_compact_form(kernel, facts.device, facts.world_size):
-        raise InvalidArgument(
-            f"{collective}: over symmetric memory {kernel.algorithm}/{kernel.protocol} takes more than {registers} "
-            f"registers a thread on {facts.device}; pass handle.local, or make the group without max_registers and "
-            "beside_compute"
-        )
+    small = registers < MOST_REGISTERS
+
+    def fits(kernel: registry.Kernel) -> bool:
+        compact = not small or has_compact_form(kernel, facts.device, facts.world_size)
+        through = not kernel.multicast or not (facts.no_multicast or facts.batch_invariant)
+        return compact and through and algorithm in (None, kernel.algorithm) and protocol in (None, kernel.protocol)
+
+    candidates = [kernel for kernel in known if fits(kernel)]
+    if not candidates:
+        raise InvalidArgument(_not_in_symmetric(facts, collective, algorithm, protocol, known, registers))
+    kernel, table, reason = candidates[0], "none", ""
+    number: int | None = None
+    if algorithm is not None:
+        reason = f"; algorithm={algorithm} forced by the caller"
+    elif len(candidates) > 1:
+        for name, place, row in table_rows(facts, collective, nbytes, mode, bits, zero_copy=True):
+            decided = next((k for k in candidates if k.algorithm == row.algorithm), None)
+            if decided is not None:
+                kernel, table, number = decided, name, place
+                reason = f"; table {name!r} row {place}"
+                break
     rows = kernel.kind.rows_in(facts.world_size)
     blocks, warps, tile = shape_of(facts, kernel, -(-nbytes // (8 * rows)))
-    reason = "a symmetric handle is read in place; algorithm by whether the result goes there too"
-    reason += _promise(facts, kernel)
+    how = "through the switch, which adds and copies" if kernel.multicast else "by whether the result goes there too"
+    text = f"a symmetric handle is read in place; algorithm {how}{reason}{_promise(facts, kernel)}"
     return Choice(
-        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, "none", None, zero_copy=True,
+        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, text, table, number, zero_copy=True,
         registers=registers,
     )  # fmt: skip
+
+
+def _not_in_symmetric(
+    facts: SelectionFacts, collective: str, algorithm: str | None, protocol: str | None, known: list[registry.Kernel],
+    registers: int,
+) -> str:  # fmt: skip
+    """Why none of the kernels `known` takes a call over handles."""
+    asked = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
+    first = known[0]
+    if not asked:
+        return (
+            f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
+            f"{first.algorithm}/{first.protocol} does, or pass handle.local for the others"
+        )
+    kernel = asked[0]
+    if kernel.multicast and facts.batch_invariant:
+        return (
+            f"{collective}: {kernel.algorithm}/{kernel.protocol} adds in the switch's order, and a batch-invariant "
+            f"group reduces in rank order; {first.algorithm}/{first.protocol} does that, or make the group without "
+            "batch_invariant (TRICOMM_BATCH_INVARIANT)"
+        )
+    if kernel.multicast and facts.no_multicast:
+        return (
+            f"{collective}: {kernel.algorithm}/{kernel.protocol} goes through the switch, and here "
+            f"{facts.no_multicast}; there is {first.algorithm}/{first.protocol}"
+        )
+    return (
+        f"{collective}: over symmetric memory {kernel.algorithm}/{kernel.protocol} takes more than {registers} "
+        f"registers a thread on {facts.device}; pass handle.local, or make the group without max_registers and "
+        "beside_compute"
+    )
 
 
 def _allowed(
@@ -264,8 +307,9 @@ def limits(facts: SelectionFacts, collective: str) -> list[int]:
 
 
 def table_rows(
-    facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int, epilogue: str | None = None
-) -> list[tuple[str, int, TableRow]]:
+    facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int, epilogue: str | None = None,
+    zero_copy: bool = False,
+) -> list[tuple[str, int, TableRow]]:  # fmt: skip
     """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
     table for these devices. The first row decides."""
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
@@ -282,7 +326,7 @@ def table_rows(
         if row.collective == collective and facts.world_size <= row.world_size
         if row.max_bytes is None or nbytes <= row.max_bytes
         if row.mode in (None, mode) and row.bits in (None, bits) and row.beside in (None, facts.beside)
-        if row.epilogue in (None, epilogue)
+        if row.epilogue in (None, epilogue) and row.zero_copy == zero_copy
     ]
 
 

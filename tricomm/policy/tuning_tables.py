@@ -34,9 +34,9 @@ class TableRow:
     """For up to `world_size` ranks and `max_bytes` bytes of input per rank (None: any), this kernel.
 
     `mode` (eager or graph), `bits` (of an element that is reduced), `beside` (whether the group's calls run beside
-    other kernels) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it, if they are given. `blocks`,
-    `warps`, `tile` (64-bit words; under `ll128` of 128 bits) and `registers` (a thread, at most) are the shape of the
-    launch; None leaves it to selection.
+    other kernels) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it, if they are given.
+    `zero_copy`: for calls over symmetric handles, and for no others. `blocks`, `warps`, `tile` (64-bit words; under
+    `ll128` of 128 bits) and `registers` (a thread, at most) are the shape of the launch; None leaves it to selection.
     """
 
     collective: str
@@ -52,18 +52,19 @@ class TableRow:
     registers: int | None = None
     beside: bool | None = None
     epilogue: str | None = None
+    zero_copy: bool = False
 
     def __post_init__(self) -> None:
-        kernel = registry.find(self.collective, self.algorithm, self.protocol)
+        kernel = registry.find(self.collective, self.algorithm, self.protocol, self.zero_copy)
         if self.epilogue is not None and kernel not in registry.FUSED:
             raise InvalidArgument(f"{self.collective} has no epilogue {self.epilogue}")
         if self.tile is not None and self.tile & (self.tile - 1):
             raise InvalidArgument(f"tile {self.tile} is no power of two")
 
     @property
-    def group(self) -> tuple[str, int | None, str | None, bool | None, str | None]:
+    def group(self) -> tuple[str, int | None, str | None, bool | None, str | None, bool]:
         """Rows of one group are compared and replaced together, whatever their sizes."""
-        return self.collective, self.bits, self.mode, self.beside, self.epilogue
+        return self.collective, self.bits, self.mode, self.beside, self.epilogue, self.zero_copy
 
 
 @dataclass(frozen=True)

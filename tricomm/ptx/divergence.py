@@ -28,9 +28,9 @@ class Meeting:
     """Where lanes meet again: at instruction `place`. `missing` have not come and not ended yet."""
 
     place: int
+    outer: tuple[Meeting, ...]
     missing: Array
     arrived: Array
-    outer: tuple[Meeting, ...]
 
 
 @dataclass(eq=False)
@@ -141,7 +141,7 @@ class Divergence:
             after = flow.reconvergence[flow.block_of(place)] if branch else flow.exit
             meet = (flow.blocks[after].start if after != flow.exit else None) if branch else place + 1
             if meet is not None and not (part.meetings and part.meetings[-1].place == meet):
-                meeting = Meeting(meet, part.mask.copy(), np.zeros_like(part.mask), part.meetings)
+                meeting = Meeting(meet, part.meetings, part.mask.copy(), np.zeros_like(part.mask))
                 self.meetings.append(meeting)
                 part.meetings = (*part.meetings, meeting)
         if yes.any():

@@ -118,12 +118,6 @@ def moved(kernel: Kernel, world_size: int, nbytes: int) -> int:
 
 
 STAGE = Stage(
-    "device_time",
-    "Time on the device, against the limits of its memory",
-    _cases,
-    hardware.no_gpu,
-    columns=("median_us", "p10_us", "p90_us", "memory_gbps"),
-    environment=STREAMS,
-    needs=(TWO, GRAPH),
-    share=2.0,
-)
+    "device_time", "Time on the device, against the limits of its memory", _cases, hardware.no_gpu,
+    columns=("median_us", "p10_us", "p90_us", "memory_gbps"), environment=STREAMS, needs=(TWO, GRAPH), share=2.0,
+)  # fmt: skip

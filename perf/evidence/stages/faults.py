@@ -101,10 +101,6 @@ def _fail(fault: str, comm: tricomm.Communicator, stopped_s: float) -> None:
 
 
 STAGE = Stage(
-    "faults",
-    "Faults are named in time",
-    _cases,
-    hardware.no_gpu,
-    columns=("error", "after_s", "within_s"),
+    "faults", "Faults are named in time", _cases, hardware.no_gpu, columns=("error", "after_s", "within_s"),
     needs=(KILL,),
-)
+)  # fmt: skip

@@ -127,10 +127,6 @@ def _graph(settings: EvidenceSettings) -> Data:
 
 STAGE = Stage("first", "The first minute: what this machine does", _processes, hardware.no_gpu, columns=_SHOWN)
 ON_STREAMS = Stage(
-    "first_streams",
-    "The first minute: ranks as streams",
-    _streams,
-    hardware.no_gpu,
-    columns=("ranks", "took_s", "median_us"),
-    environment=stage.STREAMS,
-)
+    "first_streams", "The first minute: ranks as streams", _streams, hardware.no_gpu,
+    columns=("ranks", "took_s", "median_us"), environment=stage.STREAMS,
+)  # fmt: skip

@@ -131,9 +131,6 @@ def _torch(settings: EvidenceSettings, backend: str) -> Data:
 
 
 STAGE = Stage(
-    "host_path",
-    "The host's part of a call",
-    _cases,
-    columns=("median_us", "p90_us", "fake_us", "ratio", "target_us"),
+    "host_path", "The host's part of a call", _cases, columns=("median_us", "p90_us", "fake_us", "ratio", "target_us"),
     share=0.5,
-)
+)  # fmt: skip

@@ -159,11 +159,6 @@ def table(collective: str, world_size: int, rows: dict[int, peers.Row]) -> Data:
 
 
 STAGE = Stage(
-    "many_gpus",
-    "Several GPUs: links, latency, all collectives",
-    _cases,
-    missing,
-    columns=_SHOWN,
-    needs=(KILL,),
+    "many_gpus", "Several GPUs: links, latency, all collectives", _cases, missing, columns=_SHOWN, needs=(KILL,),
     share=8.0,
-)
+)  # fmt: skip

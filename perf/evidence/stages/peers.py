@@ -145,11 +145,7 @@ def described(times: dict[str, list[float]]) -> Data:
 
 
 STAGE = Stage(
-    "peers",
-    "All-reduce beside other libraries, ranks as processes on one GPU",
-    _cases,
-    hardware.no_gpu,
+    "peers", "All-reduce beside other libraries, ranks as processes on one GPU", _cases, hardware.no_gpu,
     columns=("choice", *(f"{name}_graph_us" for name in _SHOWN), *(f"{name}_graph_ratio" for name in _SHOWN[1:])),
-    needs=(SLICE,),
-    share=1.5,
-)
+    needs=(SLICE,), share=1.5,
+)  # fmt: skip

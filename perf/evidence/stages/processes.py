@@ -40,13 +40,9 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
 
 
 def _case(
-    name: str,
-    tasks: tuple[str, ...],
-    world_size: int,
-    settings: EvidenceSettings,
-    tier: int,
+    name: str, tasks: tuple[str, ...], world_size: int, settings: EvidenceSettings, tier: int,
     kernels: Iterable[registry.Kernel],
-) -> StageCase:
+) -> StageCase:  # fmt: skip
     ranks = {"tasks": tasks, "kernel": name, "dry_run": settings.dry_run, "slice_us": settings.slice_us}
     parts = checks.PARTS if "sweep" in tasks else checks.PARTS[:1]
     key = f"{name}/{world_size} ranks" if name in tasks else f"{name}/{world_size} ranks/{' and '.join(tasks)}"
@@ -73,11 +69,6 @@ def run(ranks: dict[str, Any], world_size: int) -> Data:
 
 
 STAGE = Stage(
-    "processes",
-    "Right results, ranks as processes",
-    _cases,
-    hardware.no_gpu,
-    columns=("kind", "calls", "variants", "compile_s"),
-    needs=(SLICE,),
-    share=3.0,
-)
+    "processes", "Right results, ranks as processes", _cases, hardware.no_gpu,
+    columns=("kind", "calls", "variants", "compile_s"), needs=(SLICE,), share=3.0,
+)  # fmt: skip

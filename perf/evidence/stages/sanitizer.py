@@ -72,11 +72,6 @@ def judged(code: int, logs: list[str], output: str, world_size: int) -> Data:
 
 
 STAGE = Stage(
-    "sanitizer",
-    "compute-sanitizer finds nothing",
-    _cases,
-    missing,
-    columns=("summary",),
-    environment={"CUDA_MODULE_LOADING": "LAZY"},
-    needs=(SLICE,),
-)
+    "sanitizer", "compute-sanitizer finds nothing", _cases, missing, columns=("summary",),
+    environment={"CUDA_MODULE_LOADING": "LAZY"}, needs=(SLICE,),
+)  # fmt: skip

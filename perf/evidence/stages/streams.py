@@ -36,12 +36,6 @@ def _run(kernel: Kernel, world_size: int, part: str, settings: EvidenceSettings)
 
 
 STAGE = Stage(
-    "streams",
-    "Right results, ranks as streams of one process",
-    _cases,
-    hardware.no_gpu,
-    columns=("types", "calls", "variants", "compile_s"),
-    environment=STREAMS,
-    needs=(TWO,),
-    share=3.0,
-)
+    "streams", "Right results, ranks as streams of one process", _cases, hardware.no_gpu,
+    columns=("types", "calls", "variants", "compile_s"), environment=STREAMS, needs=(TWO,), share=3.0,
+)  # fmt: skip

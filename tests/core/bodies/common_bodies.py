@@ -23,6 +23,16 @@ def communicator(rank, world_size, url, **options):
         yield comm
 
 
+def attempt(call):
+    """The class, the text and the seconds of what `call` raises."""
+    began = time.monotonic()
+    try:
+        call()
+    except tricomm.TricommError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    return "nothing", "", time.monotonic() - began
+
+
 def leftovers() -> dict[str, set[str]]:
     """Everything that a group could leave behind in this process."""
     with open("/proc/self/maps") as maps:

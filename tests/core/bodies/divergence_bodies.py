@@ -8,17 +8,7 @@ import torch
 
 import tricomm
 from tests import ranks
-from tests.core.bodies.common_bodies import communicator
-
-
-def attempt(call):
-    """The class, the text and the seconds of what `call` raises."""
-    began = time.monotonic()
-    try:
-        call()
-    except tricomm.TricommError as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "nothing", "", time.monotonic() - began
+from tests.core.bodies.common_bodies import attempt, communicator
 
 
 def other_argument(rank, world_size, tell, url, how):

@@ -13,6 +13,7 @@ import torch
 
 import tricomm
 from tests.core.bodies import fake_nccl
+from tests.core.bodies.common_bodies import attempt
 from tricomm import errors
 from tricomm.core import bootstrap
 from tricomm.core.monitor import Monitor
@@ -225,16 +226,6 @@ def nccl_is_missing(rank, world_size, tell, url):
         return x[0].item(), y[0].item(), said, comm.explain("all_reduce", LIMIT + 1).route, tricomm.stats()
 
 
-def stopped(call):
-    """(class, text, seconds) of the error that ends `call`."""
-    began = time.monotonic()
-    try:
-        call()
-    except errors.TricommError as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "none", "", time.monotonic() - began
-
-
 def fails_on_its_own(rank, world_size, tell, url):
     """NCCL reports an error on rank 0 while nobody calls anything."""
     with joined(rank, world_size, url) as comm:
@@ -243,7 +234,7 @@ def fails_on_its_own(rank, world_size, tell, url):
         if rank == 0:
             inner.error = 6
         time.sleep(1.0)
-        found = stopped(lambda: comm.all_reduce(torch.ones(LIMIT)))
+        found = attempt(lambda: comm.all_reduce(torch.ones(LIMIT)))
         return *found, inner.ended
 
 
@@ -255,7 +246,7 @@ def dies(rank, world_size, tell, url):
         tell(os.getpid())
         if rank == 1:
             time.sleep(60)
-        kind, text, _ = stopped(lambda: comm.all_reduce(torch.ones(LIMIT)))
+        kind, text, _ = attempt(lambda: comm.all_reduce(torch.ones(LIMIT)))
         return kind, text, time.monotonic(), inner.ended
 
 
@@ -266,7 +257,7 @@ def different_calls(rank, world_size, tell, url, sizes, before, compared=True):
     with joined(rank, world_size, url, timeout=30.0 if compared else 3.0) as comm:
         for size in before:
             comm.all_reduce(torch.ones(size))
-        return stopped(lambda: comm.all_reduce(torch.ones(sizes[rank])))
+        return attempt(lambda: comm.all_reduce(torch.ones(sizes[rank])))
 
 
 def namespaces(rank, world_size, tell, url):
@@ -287,4 +278,4 @@ def absent_on_another_node(rank, world_size, tell, url):
         if rank == 1:
             time.sleep(6.0)
             return "slept", "", 0.0, inner.ended
-        return *stopped(lambda: comm.all_reduce(torch.ones(2))), inner.ended
+        return *attempt(lambda: comm.all_reduce(torch.ones(2))), inner.ended

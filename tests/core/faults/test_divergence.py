@@ -6,12 +6,6 @@ from tests import ranks
 from tests.core.bodies import divergence_bodies as bodies
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 @pytest.mark.parametrize(("how", "words"), [("root", ["root=1", "root=0"]), ("order", ["all_reduce", "all_gather"])])
 def test_another_root_or_order_is_named_on_every_rank(how, words, url):
     for kind, text, seconds in ranks.run(3, bodies.other_argument, url, how):

@@ -15,12 +15,6 @@ from tricomm.kernels.collectives import registry
 REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2)]
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def survivors(started, victim):
     return [outcome for rank, outcome in enumerate(started.results()) if rank != victim]
 
@@ -30,7 +24,7 @@ def survivors(started, victim):
 def test_a_killed_rank_is_named_by_all_others_within_two_seconds(algorithm, protocol, world_size, url):
     victim = random.randrange(world_size)
     with ranks.start(world_size, bodies.endless, url, algorithm, protocol, {}) as started:
-        pids = [started.message(rank) for rank in range(world_size)]
+        pids = started.messages()
         time.sleep(random.uniform(0, 0.7))
         os.kill(pids[victim], signal.SIGKILL)
         killed = time.monotonic()
@@ -44,7 +38,7 @@ def test_a_killed_rank_is_named_by_all_others_within_two_seconds(algorithm, prot
 
 def test_a_stopped_rank_is_called_stopped_if_the_call_has_the_shorter_limit(url):
     with ranks.start(2, bodies.endless, url, None, None, {"timeout": 3.0, "stall_timeout": 60.0}) as started:
-        pids = [started.message(rank) for rank in range(2)]
+        pids = started.messages()
         os.kill(pids[1], signal.SIGSTOP)
         try:
             kind, text, *_ = _result(started, 0)
@@ -58,7 +52,7 @@ def test_a_stopped_rank_is_called_stopped_if_the_call_has_the_shorter_limit(url)
 def test_a_stopped_rank_is_named_within_its_limit_and_not_early(url):
     limit = 1.5
     with ranks.start(3, bodies.endless, url, None, None, {"stall_timeout": limit}) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        pids = started.messages()
         time.sleep(0.3)
         os.kill(pids[2], signal.SIGSTOP)
         stopped = time.monotonic()
@@ -118,7 +112,7 @@ def test_a_rank_that_left_is_named(how, url):
 
 def test_ctrl_c_ends_this_rank_and_tells_the_others(url):
     with ranks.start(2, bodies.interrupted, url) as started:
-        pids = [started.message(rank) for rank in range(2)]
+        pids = started.messages()
         time.sleep(0.5)
         os.kill(pids[0], signal.SIGINT)
         interrupted = time.monotonic()
@@ -148,7 +142,7 @@ def test_symmetric_beside_another_call_is_a_mismatch_on_both(url):
 
 def test_a_job_that_is_stopped_as_a_whole_blames_nobody(url):
     with ranks.start(2, bodies.all_stopped, url) as started:
-        pids = [started.message(rank) for rank in range(2)]
+        pids = started.messages()
         for how in (signal.SIGSTOP, signal.SIGCONT):
             time.sleep(1.0)
             for pid in pids:
@@ -163,7 +157,7 @@ def test_a_monitor_that_fails_is_a_named_fault_on_all_ranks(url):
 
 def test_the_survivors_make_a_new_communicator(url, tmp_path):
     with ranks.start(3, bodies.makes_another, url, f"file://{tmp_path}/next", [0, 2]) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        pids = started.messages()
         time.sleep(0.3)
         os.kill(pids[1], signal.SIGKILL)
         outcomes = started.results()
@@ -173,7 +167,7 @@ def test_the_survivors_make_a_new_communicator(url, tmp_path):
 def test_a_killed_job_leaves_nothing_behind(url):
     before = set(os.listdir("/dev/shm"))
     with ranks.start(3, bodies.endless, url, None, None, {}) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        pids = started.messages()
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         started.results()

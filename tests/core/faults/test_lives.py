@@ -11,16 +11,10 @@ from tests.core.bodies import fault_bodies
 from tests.core.bodies import life_bodies as bodies
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def test_a_rank_that_goes_on_after_a_stop_disturbs_nobody(url, tmp_path):
     limit = 1.5
     with ranks.start(3, bodies.after_a_stop, url, f"file://{tmp_path}/next", limit, 2.0) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        pids = started.messages()
         time.sleep(0.3)
         os.kill(pids[2], signal.SIGSTOP)
         try:
@@ -55,7 +49,7 @@ def test_many_groups_one_after_another_leave_nothing(closed, aborted, url):
 
 def test_after_a_killed_job_the_next_one_meets_over_the_same_file(url):
     with ranks.start(3, fault_bodies.endless, url, None, None, {}) as started:
-        pids = [started.message(rank) for rank in range(3)]
+        pids = started.messages()
         for pid in pids:
             os.killpg(pid, signal.SIGKILL)
         started.results()

@@ -23,12 +23,6 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 OPTIONS = tricomm.Options(timeout=60.0, arena_bytes=4 << 20, share_device=True)
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def join(rank, world_size, url, device="cuda:0"):
     return tricomm.init(url, rank, world_size, device, options=OPTIONS)
 
@@ -218,7 +212,7 @@ def outlives(rank, world_size, tell, url):
 
 def test_a_dead_peers_memory_takes_no_survivor_along(url):
     with ranks.start(2, outlives, url, timeout=120) as started:
-        pids = [started.message(rank) for rank in range(2)]
+        pids = started.messages()
         time.sleep(0.5)
         killed = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)

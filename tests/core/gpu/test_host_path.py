@@ -8,9 +8,9 @@ import tracemalloc
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.core.gpu.conftest import MINE, device_of
+from tests.core.operations import Operations
 from tests.kernels.fake_launch import Result
 from tricomm import GroupAborted, ResourceError
 from tricomm.perf import null_launch
@@ -82,18 +82,6 @@ def test_a_repeated_launch_that_is_refused_loses_the_group(comm, world):
         comm.all_reduce(torch.ones(8))
     with pytest.raises(GroupAborted):
         comm.all_reduce(torch.ones(8))
-
-
-class Operations(TorchDispatchMode):
-    """Whatever torch does."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 def kept_and_used(call, calls=100):

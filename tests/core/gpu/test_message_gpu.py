@@ -15,12 +15,6 @@ from tricomm.perf.evidence import message_checks
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 def join(rank, world_size, url, **options):
     chosen = tricomm.Options(timeout=60.0, share_device=True, **options)
     return tricomm.init(url, rank, world_size, "cuda:0", options=chosen)

@@ -12,6 +12,7 @@ import torch
 
 import tricomm
 from tests.core.bodies import nccl_bodies
+from tests.core.bodies.common_bodies import attempt
 from tricomm import errors
 from tricomm.core import bootstrap
 from tricomm.core.levels import across, bridge
@@ -126,15 +127,6 @@ def all_kinds(rank, world_size, tell, url, per_node, fake, dtypes):
         return [w for w in wrong if w], bits, [(c.algorithm, c.protocol, c.route, c.reason) for c in said], stats
 
 
-def stopped(call):
-    began = time.monotonic()
-    try:
-        call()
-    except errors.TricommError as error:
-        return type(error).__name__, str(error), time.monotonic() - began
-    return "none", "", time.monotonic() - began
-
-
 def faults(rank, world_size, tell, url, fake, names):
     """One group after another, each lost by another fault; what this rank got."""
 
@@ -160,7 +152,7 @@ def faults(rank, world_size, tell, url, fake, names):
         limit = 2.0 if "late" in name else 30.0
         with joined(rank, world_size, f"{url}{name}", fake=fake, timeout=limit) as comm:
             comm.all_reduce(torch.ones(5))
-            found[name] = stopped(partial(scenes[name], comm))
+            found[name] = attempt(partial(scenes[name], comm))
     end = time.monotonic() + 5.0  # a thread in Gloo ends with the other side's connections
     while threading.active_count() > 1 and time.monotonic() < end:
         time.sleep(0.02)
@@ -173,7 +165,7 @@ def unprotected(rank, world_size, tell, url, without):
         across.GlooAcross._compare = lambda *_: None
     with joined(rank, world_size, url) as comm:
         comm.all_reduce(torch.ones(5))
-        return stopped(lambda: comm.all_reduce(torch.ones(500), "max" if rank > 1 else "sum"))
+        return attempt(lambda: comm.all_reduce(torch.ones(500), "max" if rank > 1 else "sum"))
 
 
 def unbridged(rank, world_size, tell, url, fake, victims, **options):
@@ -189,7 +181,7 @@ def hurt(rank, world_size, tell, url, fake, victims, **options):
         tell(os.getpid())
         if rank in victims:
             time.sleep(60)
-        kind, text, _ = stopped(lambda: comm.all_reduce(torch.ones(700)))
+        kind, text, _ = attempt(lambda: comm.all_reduce(torch.ones(700)))
         return kind, text, time.monotonic()
 
 
@@ -265,5 +257,5 @@ def islands(rank, world_size, tell, url, file):
                 wrong.append(one_call(comm, 257 + number, getattr(torch, name), op, number, number, how, "out"))
         wrong.append(one_call(comm, 300, torch.float32, "sum", 9))
         said = comm.explain("all_reduce", 4096), comm.explain("all_reduce", 4096, algorithm="two_level")
-        lost = stopped(lambda: comm.all_reduce(torch.ones(300 + (rank > 1)), algorithm="two_level"))
+        lost = attempt(lambda: comm.all_reduce(torch.ones(300 + (rank > 1)), algorithm="two_level"))
     return [w for w in wrong if w], [(c.route, c.reason) for c in said], lost

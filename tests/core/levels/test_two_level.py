@@ -15,13 +15,6 @@ from tests.marks import some
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.topology import presets
 
-
-@pytest.fixture
-def url(tmp_path):
-    tmp_path.chmod(0o700)
-    return f"file://{tmp_path}/store"
-
-
 FEW = ["bfloat16", "int8", "complex64"]
 
 
@@ -67,7 +60,7 @@ def test_faults_are_named_on_all_ranks_of_all_nodes(fake, names, url):
         for name, (kind, text, seconds) in found.items():
             late = {"rank late": [3], "node late": [2, 3]}.get(name, [])
             if rank in late:
-                assert kind == "none"
+                assert kind == "nothing"
                 continue
             wanted, words = WORDS[name]
             assert kind == wanted and all(word in text for word in words), (name, rank, kind, text)
@@ -77,7 +70,7 @@ def test_faults_are_named_on_all_ranks_of_all_nodes(fake, names, url):
 def hurt(url, victims, fake, how, body=bodies.hurt, **options):
     """The outcomes of the other ranks, and the seconds that each took to see it."""
     with ranks.start(4, partial(body, **options), url, fake, victims) as started:
-        pids = [started.message(rank) for rank in range(4)]
+        pids = started.messages()
         time.sleep(0.3)
         began = time.monotonic()
         for rank in victims:
@@ -102,7 +95,7 @@ def test_without_the_bridge_another_node_waits_until_its_time_is_up(url):
 
 @pytest.mark.parametrize("without", some([True, False], 2))
 def test_without_the_comparison_nodes_take_each_others_calls_for_their_own(without, url):
-    wanted = "none" if without else "CollectiveMismatch"
+    wanted = "nothing" if without else "CollectiveMismatch"
     assert [kind for kind, *_ in ranks.run(4, bodies.unprotected, url, without)] == [wanted] * 4
 
 

@@ -40,6 +40,14 @@ def _said(net):
     return said
 
 
+def _trained(net, optimiser, backward, rank):
+    for step in range(3):
+        backward(net(_batch(rank, step)).square().mean())
+        optimiser.step()
+        optimiser.zero_grad()
+    return _said(net)
+
+
 def accelerate(rank, world_size, tell, port):
     _as_torchrun(rank, world_size, port)
     from accelerate import Accelerator
@@ -48,11 +56,7 @@ def accelerate(rank, world_size, tell, port):
     accelerator = Accelerator(cpu=True)
     net = nn.Linear(4, 2)
     net, optimiser = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for step in range(3):
-        accelerator.backward(net(_batch(rank, step)).square().mean())
-        optimiser.step()
-        optimiser.zero_grad()
-    return _said(net)
+    return _trained(net, optimiser, accelerator.backward, rank)
 
 
 def lightning(rank, world_size, tell, port):
@@ -64,11 +68,7 @@ def lightning(rank, world_size, tell, port):
     fabric.launch()
     net = nn.Linear(4, 2)
     net, optimiser = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    for step in range(3):
-        fabric.backward(net(_batch(rank, step)).square().mean())
-        optimiser.step()
-        optimiser.zero_grad()
-    return _said(net)
+    return _trained(net, optimiser, fabric.backward, rank)
 
 
 def torchtitan(rank, world_size, tell, port):

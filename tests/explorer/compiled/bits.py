@@ -119,8 +119,8 @@ def _call(comm: Any, case: Case, x: torch.Tensor, forced: dict[str, str]) -> tor
         comm.barrier()
         # The result goes to the handle again, which two shots are for, or to a tensor.
         count = len(x) // kernel.kind.rows_in(size)
-        out = None if kernel.algorithm == "two_shot" else torch.empty(kernel.kind.rows_out(size) * count, dtype=x.dtype)
-        collective(handle, **({"op": case.op} if case.op else {}), out=out)
+        out = None if kernel.in_place else torch.empty(kernel.kind.rows_out(size) * count, dtype=x.dtype)
+        collective(handle, **forced, **({"op": case.op} if case.op else {}), out=out)
         return (handle.local if out is None else out).clone()
     if name == "send":
         protocol = {"protocol": kernel.protocol}

@@ -75,6 +75,13 @@ def test_a_right_public_kernel_is_passed(family):
 
 
 @triton.jit
+def _await(flag):
+    while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
 def _hand_over(data, flags, out_ptr, rank, scale, WORLD: tl.constexpr, FLAG: tl.constexpr):
     lane = tl.arange(0, 64)
     for r in tl.static_range(WORLD):
@@ -85,9 +92,7 @@ def _hand_over(data, flags, out_ptr, rank, scale, WORLD: tl.constexpr, FLAG: tl.
                 tl.atomic_xchg(flags[r], 1, sem="release", scope="sys")
         elif (r == 1) & (rank == 1):
             if FLAG:
-                while tl.atomic_cas(flags[r], 1, 0, sem="acquire", scope="sys") != 1:
-                    pass
-                tl.debug_barrier()
+                _await(flags[r])
             tl.store(out_ptr + lane, tl.load(data[r] + lane))  # @ take
 
 

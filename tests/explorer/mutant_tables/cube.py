@@ -5,17 +5,16 @@ from __future__ import annotations
 import torch
 
 from tests.explorer import bodies
+from tests.explorer.mutant_tables.names import RACE, WRONG, both
+from tests.explorer.mutant_tables.names import S as READ_BY_ALL
 from tests.explorer.mutation import Body, Edit, Key, Mutant
 from tricomm.kernels.collectives.registry import CUBE_RANKS
 from tricomm.topology.model import Topology
 from tricomm.topology.presets import dgx1v
 
-L = ("all_reduce", "hybrid_cube_mesh", "ll")
-S = ("all_reduce", "hybrid_cube_mesh", "simple")
+L, S = both("all_reduce", "hybrid_cube_mesh")
 T = ("all_reduce", "hybrid_cube_mesh_two_shot", "simple")
-GL = ("all_gather", "hybrid_cube_mesh", "ll")
-GS = ("all_gather", "hybrid_cube_mesh", "simple")
-READ_BY_ALL = ("all_reduce", "one_shot", "simple")
+GL, GS = both("all_gather", "hybrid_cube_mesh")
 
 FILE = "kernels/device/mesh.py"
 REDUCE = "kernels/collectives/all_reduce_hybrid_cube_mesh.py"
@@ -24,8 +23,6 @@ GATHER = "kernels/collectives/all_gather_hybrid_cube_mesh.py"
 
 # One of the quads has its ranks at other positions than they have places.
 OTHERWISE = dgx1v().of([7, 2, 5, 0, 1, 3, 6, 4])
-RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
-WRONG = frozenset({"wrong_result"})
 _KEEP = "kept = simple_buffer(chunk, table_of(group), mesh.RELAYED + n, SPEC) + half"
 _OVER_THE_LINK = "simple_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, SPEC)"
 _SUM = "sums = accumulate(parts, 4, SPEC)\n            for n in tl.static_range(PARTS):\n                kept"

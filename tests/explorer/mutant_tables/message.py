@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from tests.explorer.mutant_tables.names import DEADLOCK, RACE, both
 from tests.explorer.mutation import Edit, Mutant
 
-L, S = ("send", "one_shot", "ll"), ("send", "one_shot", "simple")
+L, S = both("send")
 FILE, SEND, RECV = "kernels/device/message_queues.py", "kernels/collectives/send.py", "kernels/collectives/recv.py"
-RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 LOST = frozenset({"race", "deadlock", "exception", "wrong_result"})  # whichever the schedule shows first
 NOT_TRIED = "not tried"
 

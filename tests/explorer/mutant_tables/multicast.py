@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tests.explorer.mutant_tables.names import CHUNKS, RACE, WRONG
 from tests.explorer.mutation import Edit, Mutant
 
 R = ("all_reduce", "multicast", "simple")
 S = ("reduce_scatter", "multicast", "simple")
 
-CHUNKS = "kernels/device/chunks.py"
 MULTICAST = "kernels/device/multicast.py"
 ALL_REDUCE = "kernels/collectives/all_reduce_multicast.py"
 
@@ -18,7 +18,6 @@ _GIVEN = "given = buffer_at_all(chunk, heads, chunk.me, 0, SPEC)"
 _RESULTS = "results = buffer_at_all(chunk, heads, chunk.me, half, SPEC)"
 _ALL = "simple_buffer(chunk, heads[n], number, SPEC) + OFFSET"
 
-RACE, WRONG = frozenset({"race"}), frozenset({"wrong_result"})
 
 SWITCHED = (
     Mutant(

@@ -2,18 +2,8 @@
 
 from __future__ import annotations
 
+from tests.explorer.mutant_tables.names import AS, BT, CHUNKS, DS, GS, RACE, UNEVEN, VS, S, T
 from tests.explorer.mutation import Edit, Mutant
-
-S = ("all_reduce", "one_shot", "simple")
-T = ("all_reduce", "two_shot", "simple")
-BT = ("broadcast", "two_shot", "simple")
-DS = ("reduce_scatter", "one_shot", "simple")
-AS = ("all_to_all", "one_shot", "simple")
-VS = ("all_to_all_v", "one_shot", "simple")
-GS = ("gather", "one_shot", "simple")
-
-CHUNKS = "kernels/device/chunks.py"
-UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
 
 # Of one hop.
 _PUSH = "            open_epoch(ahead, 1, SPEC)\n            PUSH(tensors, ahead, SPEC)\n"
@@ -31,14 +21,7 @@ _EARLY = """\
                 PUSH(tensors, nth(whole, number + 1, chunk_words), SPEC)
 """
 # Of two hops.
-_PUSH_FIRST = "            open_epoch(ahead, 2, SPEC)\n            PUSH(tensors, ahead, SPEC)\n"
-_EARLY_FIRST = """\
-            open_epoch(ahead, 2, SPEC)
-            if number == 0:
-                PUSH(tensors, ahead, SPEC)
-            if number + 1 < chunks:
-                PUSH(tensors, nth(whole, number + 1, chunk_words), SPEC)
-"""
+_PUSH_FIRST, _EARLY_FIRST = (text.replace("ahead, 1, SPEC", "ahead, 2, SPEC") for text in (_PUSH, _EARLY))
 _PASS_ON = (
     "        if (number > 0) & (number <= chunks):\n"
     "            PASS_ON(tensors, nth(unknown(whole, SPEC), number - 1, chunk_words), SPEC)\n"
@@ -54,7 +37,6 @@ _UNEVEN_TAKE = """\
 """
 _UNEVEN_NEXT = "            number += 1\n    leave"
 
-RACE = frozenset({"race"})
 _LONG = (1300,)  # words of a row: six chunks, or three where all buffers are one stage
 
 

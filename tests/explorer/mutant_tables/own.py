@@ -5,25 +5,29 @@ from __future__ import annotations
 import torch
 
 from tests.explorer import bodies
+from tests.explorer.mutant_tables.names import (
+    AGL,
+    ARRIVAL,
+    CHUNKS,
+    DEADLOCK,
+    MAILBOX,
+    PLAIN,
+    PRIMITIVES,
+    PUSH,
+    RACE,
+    TL,
+    TWO_SHOT,
+    WRONG,
+    B,
+    L,
+    S,
+    T,
+)
 from tests.explorer.mutation import Edit, Mutant
 
-L = ("all_reduce", "one_shot", "ll")
-S = ("all_reduce", "one_shot", "simple")
-TL = ("all_reduce", "two_shot", "ll")
-T = ("all_reduce", "two_shot", "simple")
-GL = ("all_gather", "one_shot", "ll")
-B = ("barrier", "one_shot", "simple")
-
-PRIMITIVES = "kernels/primitives.py"
-PUSH = "kernels/device/push.py"
-ARRIVAL = "kernels/device/arrival.py"
-CHUNKS = "kernels/device/chunks.py"
-PLAIN = "kernels/device/plain_data.py"
-MAILBOX = "kernels/device/mailbox.py"
 PACKING = "kernels/device/packing.py"
 GATHER = "kernels/collectives/all_gather_one_shot.py"
 ONE_SHOT = "kernels/collectives/all_reduce_one_shot.py"
-TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 
 _BEFORE_CLEAR = 2**30 - 1
 _BEFORE_WRAP = 2**32 - 2
@@ -61,8 +65,7 @@ _TORN = """\
 _MOVE_ON = "            tl.store(table + EPOCH, advance(epoch, chunks))\n"
 
 _REST = "(not takes), status, SPEC)\n    more"
-RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
-WRONG, OUTSIDE = frozenset({"wrong_result"}), frozenset({"out_of_bounds"})
+OUTSIDE = frozenset({"out_of_bounds"})
 
 OWN = (
     Mutant(
@@ -259,7 +262,7 @@ OWN = (
     Mutant(
         "M36", "LL gather: the second chunk over the first", "an offset that only a long message needs",
         (Edit(PUSH, "store_planes(y_ptr + r * numel, chunk.base + first,", "store_planes(y_ptr + r * numel, first,"),),
-        (GL,), WRONG, sizes=(300,), tile=128,
+        (AGL,), WRONG, sizes=(300,), tile=128,
     ),
     Mutant(
         "M40", "LL: a block without words does not look at headers", "the next call finds it still there",

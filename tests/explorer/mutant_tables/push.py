@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from tests.explorer import bodies
+from tests.explorer.mutant_tables.names import (
+    AL,
+    AS,
+    BL,
+    BS,
+    BT,
+    CHUNKS,
+    CL,
+    CS,
+    DEADLOCK,
+    DL,
+    DS,
+    GL,
+    PLAIN,
+    RACE,
+    RL,
+    RS,
+    UNEVEN,
+    VL,
+    VS,
+    WRONG,
+)
+from tests.explorer.mutant_tables.names import PUSH as FILE
 from tests.explorer.mutation import Edit, Mutant
 
-BL, BS = ("broadcast", "one_shot", "ll"), ("broadcast", "one_shot", "simple")
-BT = ("broadcast", "two_shot", "simple")
-GL, GS = ("gather", "one_shot", "ll"), ("gather", "one_shot", "simple")
-RL, RS = ("reduce", "one_shot", "ll"), ("reduce", "one_shot", "simple")
-CL, CS = ("scatter", "one_shot", "ll"), ("scatter", "one_shot", "simple")
-AL, AS = ("all_to_all", "one_shot", "ll"), ("all_to_all", "one_shot", "simple")
-VL, VS = ("all_to_all_v", "one_shot", "ll"), ("all_to_all_v", "one_shot", "simple")
-DL, DS = ("reduce_scatter", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple")
-
-FILE = "kernels/device/push.py"
 TWO_SHOT = "kernels/collectives/broadcast_two_shot.py"
 REDUCE = "kernels/collectives/reduce_one_shot.py"
 SCATTER = "kernels/collectives/scatter_one_shot.py"
-UNEVEN = "kernels/collectives/all_to_all_v_one_shot.py"
 SPLITS = "kernels/device/counts.py"
-CHUNKS = "kernels/device/chunks.py"
-PLAIN = "kernels/device/plain_data.py"
 
 _ALONE = """\
 (not takes), status, SPEC)
@@ -54,8 +64,7 @@ _HEADERS = """\
 _SECOND = "status = synchronize(behind, 1, SPEC)"
 _BEFORE_CLEAR = 2**30 - 1
 
-RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
-WRONG, UNWRITTEN = frozenset({"wrong_result"}), frozenset({"uninitialised", "race"})
+UNWRITTEN = frozenset({"uninitialised", "race"})
 
 
 def _barrier(old: str, new: str) -> tuple[Edit, ...]:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from tests.explorer import bodies
+from tests.explorer.mutant_tables.names import ARRIVAL, DEADLOCK, MAILBOX, PUSH, RACE, TWO_SHOT, L
 from tests.explorer.mutation import Edit, Mutant
 
-W, L = ("all_reduce", "one_shot", "ll128"), ("all_reduce", "one_shot", "ll")
+W = ("all_reduce", "one_shot", "ll128")
 T = ("all_reduce", "two_shot", "ll128")
 G = ("all_gather", "one_shot", "ll128")
 D = ("reduce_scatter", "one_shot", "ll128")
 
 WORDS = "kernels/wide_words.py"
 PLANES = "kernels/device/planes.py"
-ARRIVAL = "kernels/device/arrival.py"
-MAILBOX = "kernels/device/mailbox.py"
-PUSH = "kernels/device/push.py"
-TWO_SHOT = "kernels/collectives/all_reduce_two_shot.py"
 
 _BEFORE_CLEAR = 2**30 - 1
 _LOW, _HIGH = "((low >> 32).to(tl.int32) != flag)", "((high >> 32).to(tl.int32) != flag)"
@@ -30,7 +27,6 @@ _START = "        at = y_ptr.to(tl.pointer_type(tl.int64)) + start + lane\n"
 _CLEAR = "            clear_runs(start, words, idle, wide_runs, True, SPEC)\n"
 _PLACE = "offset = wide_base(group) + buffer * wide_bytes(group)"
 
-RACE, DEADLOCK = frozenset({"race"}), frozenset({"deadlock"})
 
 WIDE = (
     Mutant(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import triton
 import triton.language as tl
+
+from tricomm import Communicator
 
 INT = torch.int32
 
@@ -26,6 +29,11 @@ class Mistake:
     kinds: str
     pairs: tuple[str, ...] = ()
     lone: tuple[str, ...] = ()
+
+
+def races(pair: str, *names: str, world_size: int = 2) -> tuple[Mistake, ...]:
+    """Mistakes of those names, each of which is a race between the lines of `pair`."""
+    return tuple(Mistake(name, world_size, "race", pairs=(pair,)) for name in names)
 
 
 @triton.jit
@@ -47,6 +55,16 @@ def numbers(rank: int, call: int, count: int) -> torch.Tensor:
 
 def summed(world_size: int, call: int, count: int) -> torch.Tensor:
     return torch.stack([numbers(r, call, count) for r in range(world_size)]).sum(0).to(INT)
+
+
+def sums(
+    comm: Communicator, calls: int, n: int, launch: Callable[[torch.Tensor, torch.Tensor, int], None]
+) -> list[torch.Tensor]:
+    """The outputs of `launch(input, output, call)`, each of which has to be the sum of all ranks' inputs."""
+    outs = [torch.zeros(n, dtype=INT) for _ in range(calls)]
+    for call, out in enumerate(outs):
+        launch(numbers(comm.rank, call, n), out, call)
+    return right(outs, [summed(comm.world_size, call, n) for call in range(calls)])
 
 
 def right(outs: list[torch.Tensor], expected: list[torch.Tensor]) -> list[torch.Tensor]:

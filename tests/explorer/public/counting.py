@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers, right, summed
+from tests.explorer.public.common import INT, Mistake, races, sums
 from tricomm import Communicator
 
 
@@ -96,24 +96,22 @@ def two_shots(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 13) -> Ca
     def fn(comm: Communicator) -> list[torch.Tensor]:
         staged = comm.symmetric((n,), INT)
         reduced = staged if bug == "in place, no trailing barrier" else comm.symmetric((n,), INT)
-        counters, outs = comm.symmetric((blocks,), INT), []
-        for call in range(calls):
-            out = torch.zeros(n, dtype=INT)
+        counters = comm.symmetric((blocks,), INT)
+
+        def launch(x: torch.Tensor, out: torch.Tensor, call: int) -> None:
             comm.launch(
-                two_shot, blocks, numbers(comm.rank, call, n), out, staged.peers, reduced.peers, counters.peers,
-                comm.rank, call, n, WORLD=comm.world_size, BLOCK=4, BUG=bug,
+                two_shot, blocks, x, out, staged.peers, reduced.peers, counters.peers, comm.rank, call, n,
+                WORLD=comm.world_size, BLOCK=4, BUG=bug,
             )  # fmt: skip
-            outs.append(out)
-        return right(outs, [summed(comm.world_size, call, n) for call in range(calls)])
+
+        return sums(comm, calls, n, launch)
 
     return fn
 
 
 SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
-    Mistake("relaxed count", 2, "race", pairs=("stage, reduce",)),
-    Mistake("relaxed poll", 2, "race", pairs=("stage, reduce",)),
-    Mistake("plain poll", 2, "race", pairs=("stage, reduce",)),
+    *races("stage, reduce", "relaxed count", "relaxed poll", "plain poll"),
     Mistake("gpu count", 2, "scope", pairs=("count, count", "count, counted")),
     Mistake("no barrier before the count", 2, "race", pairs=("stage, reduce", "keep sum, collect")),
     Mistake("no barrier after the count", 2, "race", pairs=("stage, reduce", "keep sum, collect")),

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers
+from tests.explorer.public.common import INT, Mistake, numbers, races
 from tricomm import Communicator
 
 
@@ -87,17 +87,20 @@ def queues(bug: str = "", messages: int = 5, depth: int = 2) -> Callable[[Commun
 
 SMALLEST = {"messages": 2, "depth": 1}
 MISTAKES = (
-    Mistake("relaxed head", 2, "race", pairs=("produce, consume",)),
-    Mistake("plain poll", 2, "race", pairs=("produce, consume",)),
+    *races(
+        "produce, consume",
+        "relaxed head",
+        "plain poll",
+        "head before the data",
+        "no barrier before the head",
+        "relaxed credit",
+        "credit before the read",
+        "no barrier before the credit",
+        "one credit too many",
+        "no credits",
+    ),
     Mistake("plain head", 2, "race", pairs=("plain head, head waited",)),
-    Mistake("head before the data", 2, "race", pairs=("produce, consume",)),
     Mistake("head in the wrong memory", 2, "deadlock", lone=("credit", "head waited")),
     Mistake("looks only once", 2, "race uninitialised", pairs=("produce, consume",), lone=("consume",)),
-    Mistake("no barrier before the head", 2, "race", pairs=("produce, consume",)),
-    Mistake("relaxed credit", 2, "race", pairs=("produce, consume",)),
     Mistake("gpu credit", 2, "scope", pairs=("gpu credit, credit",)),
-    Mistake("credit before the read", 2, "race", pairs=("produce, consume",)),
-    Mistake("no barrier before the credit", 2, "race", pairs=("produce, consume",)),
-    Mistake("one credit too many", 2, "race", pairs=("produce, consume",)),
-    Mistake("no credits", 2, "race", pairs=("produce, consume",)),
 )

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers, right
+from tests.explorer.public.common import INT, Mistake, numbers, races, right
 from tricomm import Communicator
 
 
@@ -91,6 +91,7 @@ def grid_sums(bug: str = "", blocks: int = 3, calls: int = 2, n: int = 7) -> Cal
 
 SMALLEST = {"blocks": 2, "calls": 1, "n": 4}
 MISTAKES = (
+    *races("total, total", "no lock", "relaxed lock", "relaxed unlock", "no barrier before the unlock", world_size=1),
     Mistake("relaxed arrival", 1, "race", pairs=("partial, neighbour",)),
     Mistake("plain poll", 1, "race", pairs=("partial, neighbour",)),
     Mistake("cta scope", 1, "scope", pairs=("arrive, arrive", "arrive, all arrived")),
@@ -98,11 +99,7 @@ MISTAKES = (
     Mistake("no barrier after the arrival", 1, "race", pairs=("partial, neighbour", "total, read total")),
     Mistake("counter of one round", 1, "race", pairs=("partial, neighbour", "total, read total", "total, clear total")),
     Mistake("reads without waiting", 1, "race", pairs=("total, read total", "total, clear total")),
-    Mistake("no lock", 1, "race", pairs=("total, total",)),
     Mistake("cta lock", 1, "scope", pairs=("ticket, ticket", "locked, unlock")),
-    Mistake("relaxed lock", 1, "race", pairs=("total, total",)),
-    Mistake("relaxed unlock", 1, "race", pairs=("total, total",)),
-    Mistake("no barrier before the unlock", 1, "race", pairs=("total, total",)),
     Mistake("unlocks before the store", 1, "race", pairs=("late total, old total",)),
     Mistake("one keeps the lock", 1, "deadlock", lone=("locked", "all arrived")),
 )

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers, right, summed, words
+from tests.explorer.public.common import INT, Mistake, numbers, races, right, summed, words
 from tricomm import Communicator
 
 
@@ -67,12 +67,15 @@ def lock_sums(bug: str = "", blocks: int = 2, n: int = 7) -> Callable[[Communica
 
 SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
+    *races(
+        "tile sum, tile sum",
+        "relaxed lock",
+        "relaxed unlock",
+        "no barrier after the lock",
+        "no barrier before the unlock",
+        "test and set apart",
+    ),
     Mistake("gpu scope", 2, "scope", pairs=("tile locked, tile locked", "tile locked, tile unlocked")),
-    Mistake("relaxed lock", 2, "race", pairs=("tile sum, tile sum",)),
-    Mistake("relaxed unlock", 2, "race", pairs=("tile sum, tile sum",)),
     Mistake("plain unlock", 2, "race", pairs=("plain unlock, tile locked",)),
-    Mistake("no barrier after the lock", 2, "race", pairs=("tile sum, tile sum",)),
-    Mistake("no barrier before the unlock", 2, "race", pairs=("tile sum, tile sum",)),
-    Mistake("test and set apart", 2, "race", pairs=("tile sum, tile sum",)),
     Mistake("forgot one unlock", 2, "deadlock", lone=("tile locked",)),
 )

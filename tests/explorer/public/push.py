@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers, right
+from tests.explorer.public.common import INT, Mistake, numbers, races, right
 from tricomm import Communicator
 
 
@@ -89,16 +89,19 @@ def push_gathers(bug: str = "", blocks: int = 2, calls: int = 3, n: int = 7) -> 
 
 SMALLEST = {"blocks": 1, "n": 3, "calls": 2}
 MISTAKES = (
-    Mistake("relaxed flag", 2, "race", pairs=("push data, push read",)),
-    Mistake("relaxed poll", 2, "race", pairs=("push data, push read",)),
-    Mistake("plain poll", 2, "race", pairs=("push data, push read",)),
+    *races(
+        "push data, push read",
+        "relaxed flag",
+        "relaxed poll",
+        "plain poll",
+        "no barrier before the flag",
+        "no barrier after the poll",
+        "flag without epoch",
+        "one room",
+    ),
     Mistake("plain flag", 2, "race", pairs=("push plain flag, push poll",)),
     Mistake("gpu poll", 2, "scope", pairs=("push flag, push gpu poll",)),
-    Mistake("no barrier before the flag", 2, "race", pairs=("push data, push read",)),
-    Mistake("no barrier after the poll", 2, "race", pairs=("push data, push read",)),
     Mistake("flag before the data", 2, "race uninitialised", pairs=("push data, push read",), lone=("push read",)),
-    Mistake("flag without epoch", 2, "race", pairs=("push data, push read",)),
-    Mistake("one room", 2, "race", pairs=("push data, push read",)),
     Mistake("wrong room", 2, "race uninitialised", pairs=("push data, push data",), lone=("push read",)),
     Mistake("one too many", 2, "race out_of_bounds", pairs=("push data, push data", "push data, push read")),
     Mistake("waits for all but one", 2, "race uninitialised", pairs=("push data, push read",), lone=("push read",)),

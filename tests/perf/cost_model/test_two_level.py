@@ -35,3 +35,17 @@ def test_the_command():
     assert said["predicted"] and {row["way"] for row in said["results"]} == {
         "two_level/shards", "two_level/leaders", "nccl",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--collective", "all_reduce_rms_norm"], "all_reduce_rms_norm is fused inside a node"),
+        (["--quantize", "fp8"], "all_reduce_rms_norm is fused inside a node"),
+        (["--collective", "all"], "--collective all: only all_reduce"),
+        (["--from-code"], "from bytes and hops"),
+    ],
+)
+def test_what_is_not_modelled_is_refused_by_name(asked, words):
+    found = CliRunner().invoke(cli, ["predict", "--nodes", "2", *asked])
+    assert found.exit_code == 2 and words in " ".join(found.output.replace("│", " ").split())

@@ -78,11 +78,17 @@ def _flags(group, call, LANES: tl.constexpr):
 
 
 @triton.jit
-def _good(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
-          ALIGNED: tl.constexpr):  # fmt: skip
+def _copied(x_ptr, y_ptr, group, numel, call, BLOCK: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr):
     words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
     _flags(group[0], call, LANES)
     store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
+    return words
+
+
+@triton.jit
+def _good(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+          ALIGNED: tl.constexpr):  # fmt: skip
+    _copied(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
 
 
 @triton.jit
@@ -97,9 +103,7 @@ def _masked(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.cons
 @triton.jit
 def _masked_store(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
                   ALIGNED: tl.constexpr):  # fmt: skip
-    words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
-    _flags(group[0], call, LANES)
-    store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
+    words = _copied(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
     at = tl.arange(0, BLOCK)
     tl.store(group[0] + 4096 + at, words, mask=at < numel)
 

@@ -3,14 +3,13 @@
 import itertools
 import math
 import random
-from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 NAN, INFINITE, NEGATIVE_INFINITE = "nan", "inf", "-inf"
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(NamedTuple):
     """`ieee`: the largest exponent is for infinities and NaN; else only all ones is NaN (if `nan`)."""
 
     exponent: int

@@ -297,6 +297,12 @@ def test_misaligned_addresses_are_errors():
             run(kernel(text), [np.zeros(64, "u4")])
 
 
+def refused(text, match):
+    code = kernel(text)
+    with pytest.raises(InvalidArgument, match=match):
+        grid.refuse_unknown(code)
+
+
 @pytest.mark.parametrize(
     "text",
     ["mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%fd0, %fd1}, {%fd2}, {%fd3}, {%fd0, %fd1};",
@@ -306,9 +312,7 @@ def test_misaligned_addresses_are_errors():
      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r0], %r1, [%r2];"],
 )  # fmt: skip
 def test_what_is_not_known_is_refused_by_name(text):
-    code = kernel(text)
-    with pytest.raises(InvalidArgument, match=r"(?s)kernel k.*PTX line|PTX line.*kernel k"):
-        grid.refuse_unknown(code)
+    refused(text, r"(?s)kernel k.*PTX line|PTX line.*kernel k")
 
 
 @pytest.mark.parametrize(
@@ -319,6 +323,4 @@ def test_what_is_not_known_is_refused_by_name(text):
      "cp.async.mbarrier.arrive.shared.b64 %r1;"],
 )  # fmt: skip
 def test_an_operand_that_has_to_be_an_address_is_named(text):
-    code = kernel(text)
-    with pytest.raises(InvalidArgument, match=r"(?s)kernel k.*PTX line.*an address in brackets is expected"):
-        grid.refuse_unknown(code)
+    refused(text, r"(?s)kernel k.*PTX line.*an address in brackets is expected")

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tests.store.cuda import fake_multicast, fake_vmm
 from tests.store.cuda.fake_ipc import Block, CUipcMemHandle, Mapping
@@ -21,6 +21,7 @@ from tests.store.fake_host import PinnedPages
 if TYPE_CHECKING:
     from tests.store.cuda.fake_driver import CudaRuleBroken, FakeCuda
 
+Kept = TypeVar("Kept", Block, Mapping)
 GRANULE = 2 << 20
 
 
@@ -31,6 +32,7 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_INVALID_DEVICE = 101
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_PEER_ACCESS_UNSUPPORTED = 217
+    CUDA_ERROR_NOT_PERMITTED = 800
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
@@ -217,10 +219,13 @@ class Bindings:
     @_call
     def cuMemFree(self, address: int) -> None:
         self._current_gpu()
-        block = next((block for block in self._blocks if block.base == address), None)
-        if block is None or not block.live:
-            raise self._complain(f"freed {address:#x}, which is no block or is freed already")
-        self._free(block)
+        self._free(self._live(self._blocks, address, f"freed {address:#x}, which is no block or is freed already"))
+
+    def _live(self, kept: list[Kept], address: int, complaint: str) -> Kept:
+        for one in kept:
+            if one.base == address and one.live:
+                return one
+        raise self._complain(complaint)
 
     def _free(self, block: Block) -> None:
         holders = [number for number, count in block.mappings.items() if count]
@@ -298,10 +303,8 @@ class Bindings:
     @_call
     def cuIpcCloseMemHandle(self, address: int) -> None:
         self._current_gpu()
-        mapping = next((mapping for mapping in self._mappings if mapping.base == address), None)
-        if mapping is None or not mapping.live:
-            raise self._complain(f"closed {address:#x}, which is no mapping or is closed already")
-        self._unmap(mapping)
+        complaint = f"closed {address:#x}, which is no mapping or is closed already"
+        self._unmap(self._live(self._mappings, address, complaint))
 
     def _unmap(self, mapping: Mapping) -> None:
         if self.kernel_running:
@@ -347,9 +350,9 @@ class Bindings:
             raise _Refused("CUDA_ERROR_INVALID_CONTEXT")
         return self._contexts()[-1]
 
-    def _fresh_address(self, nbytes: int) -> int:
-        address = self._next_address
-        self._next_address += -(-nbytes // GRANULE) * GRANULE + GRANULE
+    def _fresh_address(self, nbytes: int, alignment: int = GRANULE) -> int:
+        address = -(-self._next_address // alignment) * alignment
+        self._next_address = address + -(-nbytes // GRANULE) * GRANULE + GRANULE
         return address
 
     def _find(self, address: int, nbytes: int) -> tuple[Block | Physical, int]:

@@ -33,6 +33,7 @@ class FakeCuda:
         self.handles: dict[bytes, Block] = {}
         self.physical: list[Physical] = []
         self.exported: dict[int, Physical] = {}  # by the inode of a descriptor
+        self.by_fabric: dict[bytes, Physical] = {}
         self.log: list[tuple[int, str]] = []
 
     def process(self, visible: Sequence[int] | None = None) -> FakeDriver:

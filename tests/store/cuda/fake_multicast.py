@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tests.store.cuda.fake_vmm import GRANULE, POSIX, Physical
+from tests.store.cuda.fake_vmm import GRANULE, Physical
 from tricomm.store.cuda.cuda_multicast import PROBE
 
 if TYPE_CHECKING:
@@ -30,12 +30,13 @@ class MulticastObject:
     nbytes: int
     devices: int
     maker: int
-    shareable: bool
-    users: int = 0
+    shareable: int
+    users: int = field(default=0, init=False)
     gpus: list[int] = field(default_factory=list)
     bound: dict[int, Physical] = field(default_factory=dict)
     gpu: int = -1
     data: bytes = b""
+    granule: int = GRANULE
 
     def allow(self, gpu: int) -> str | None:
         return None if gpu in self.gpus else f"gave GPU {gpu} access to a multicast object that it was not added to"
@@ -70,7 +71,7 @@ class Switch:
         if properties.size <= 0 or properties.size % self.granule or properties.flags or properties.numDevices < 1:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
         made = MulticastObject(
-            properties.size, properties.numDevices, self.process.number, properties.handleTypes == POSIX
+            properties.size, properties.numDevices, self.process.number, properties.handleTypes, granule=self.granule
         )
         self.process.world.physical.append(made)  # type: ignore[arg-type]  # it has users, and lives by them
         return self.process.vmm.handle(made)  # type: ignore[arg-type]

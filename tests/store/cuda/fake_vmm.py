@@ -6,22 +6,25 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.store.cuda.fake_bindings import Bindings
 
 GRANULE = 2 << 20
-VMM, BY_DESCRIPTOR, MULTICAST = 102, 103, 132
-POSIX, DEVICE, PINNED, READ_WRITE, RECOMMENDED = 1, 1, 1, 3, 1
+VMM, BY_DESCRIPTOR, BY_FABRIC, MULTICAST = 102, 103, 128, 132
+POSIX, FABRIC, DEVICE, PINNED, READ_WRITE, RECOMMENDED = 1, 8, 1, 1, 3, 1
 
 NAMES = {
     "CUdevice_attribute": SimpleNamespace(
         CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED=VMM,
         CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED=BY_DESCRIPTOR,
+        CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED=BY_FABRIC,
         CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED=MULTICAST,
     ),
-    "CUmemAllocationHandleType": SimpleNamespace(CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=POSIX),
+    "CUmemAllocationHandleType": SimpleNamespace(
+        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR=POSIX, CU_MEM_HANDLE_TYPE_FABRIC=FABRIC
+    ),
     "CUmemAllocationType": SimpleNamespace(CU_MEM_ALLOCATION_TYPE_PINNED=PINNED),
     "CUmemLocationType": SimpleNamespace(CU_MEM_LOCATION_TYPE_DEVICE=DEVICE),
     "CUmemAccess_flags": SimpleNamespace(CU_MEM_ACCESS_FLAGS_PROT_READWRITE=READ_WRITE),
@@ -42,13 +45,15 @@ class CUmemAccessDesc:
 
 @dataclass(eq=False)
 class Physical:
-    """One cuMemCreate: lives as long as a handle, a mapping or a descriptor of it."""
+    """One cuMemCreate: lives as long as a handle, a mapping or a descriptor of it. `shareable`: by which handles;
+    `granule`: what its addresses are multiples of."""
 
     gpu: int
     data: bytearray
-    shareable: bool
+    shareable: int
     maker: int
-    users: int = 0
+    users: int = field(default=0, init=False)
+    granule: int = GRANULE
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +88,7 @@ class VirtualMemory:
 
     def __init__(self, process: Bindings, refused: Callable[[str], Exception]) -> None:
         self.process, self._refused = process, refused
-        self.supported = True
+        self.supported, self.imex_channel = True, True
         self._handles: dict[int, Physical] = {}
         self._ranges: list[Range] = []
         self._next = 1
@@ -107,7 +112,7 @@ class VirtualMemory:
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
         if attribute == MULTICAST:
             return int(self.process.switch.supported)
-        return int(self.supported and attribute in (VMM, BY_DESCRIPTOR))
+        return int(self.supported and attribute in (VMM, BY_DESCRIPTOR, BY_FABRIC))
 
     def cuMemGetAllocationGranularity(self, properties: CUmemAllocationProp, option: int) -> int:
         self._gpu_of(properties)
@@ -117,10 +122,11 @@ class VirtualMemory:
         gpu = self._gpu_of(properties)
         if nbytes <= 0 or nbytes % GRANULE or flags:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        if properties.requestedHandleTypes & FABRIC and not self.imex_channel:
+            raise self._refused("CUDA_ERROR_NOT_PERMITTED")
         if nbytes + self.process.world.used(gpu) > self.process.world.capacity:
             raise self._refused("CUDA_ERROR_OUT_OF_MEMORY")
-        shareable = bool(properties.requestedHandleTypes & POSIX)
-        memory = Physical(gpu, bytearray(b"\xa5" * nbytes), shareable, self.process.number)
+        memory = Physical(gpu, bytearray(b"\xa5" * nbytes), properties.requestedHandleTypes, self.process.number)
         self.process.world.physical.append(memory)
         return self.handle(memory)
 
@@ -134,28 +140,39 @@ class VirtualMemory:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
         return self.handle(mapped.memory)
 
-    def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> int:
+    def cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> Any:
         memory = self.memory(handle)
-        if not memory.shareable or kind != POSIX:
+        if kind not in (POSIX, FABRIC) or not memory.shareable & kind:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
+        if kind == FABRIC:
+            token = os.urandom(64)
+            self.process.world.by_fabric[token] = memory
+            return SimpleNamespace(data=token)
         fd = os.memfd_create("fake-cuda")
         os.set_inheritable(fd, True)  # nothing says that the driver's is not
         self.process.world.exported[os.fstat(fd).st_ino] = memory
         return fd
 
-    def cuMemImportFromShareableHandle(self, fd: int, kind: int) -> int:
-        try:
-            memory = self.process.world.exported.get(os.fstat(fd).st_ino)
-        except OSError:
-            memory = None
-        if memory is None or kind != POSIX:
+    def cuMemImportFromShareableHandle(self, shared: Any, kind: int) -> int:
+        if kind == FABRIC:
+            if not self.imex_channel:
+                raise self._refused("CUDA_ERROR_NOT_PERMITTED")
+            memory = self.process.world.by_fabric.get(shared)
+            if memory is not None and not memory.users:  # such a handle keeps nothing alive
+                memory = None
+        else:
+            try:
+                memory = self.process.world.exported.get(os.fstat(shared).st_ino)
+            except OSError:
+                memory = None
+        if memory is None or not memory.shareable & kind:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
         return self.handle(memory)
 
     def cuMemAddressReserve(self, nbytes: int, alignment: int, wanted: int, flags: int) -> int:
         if nbytes <= 0 or nbytes % GRANULE or alignment & (alignment - 1) or wanted or flags:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
-        self._ranges.append(Range(self.process._fresh_address(nbytes), nbytes))
+        self._ranges.append(Range(self.process._fresh_address(nbytes, max(alignment, GRANULE)), nbytes))
         return self._ranges[-1].base
 
     def cuMemAddressFree(self, address: int, nbytes: int) -> None:
@@ -169,7 +186,7 @@ class VirtualMemory:
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
         found, memory = self._range(address, nbytes), self.memory(handle)
         over = any(address < p.base + p.nbytes and p.base < address + nbytes for p in found.pieces)
-        if offset or flags or nbytes != memory.nbytes or over:
+        if offset or flags or nbytes != memory.nbytes or over or address % memory.granule:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
         found.pieces.append(Piece(address, nbytes, memory))
         memory.users += 1

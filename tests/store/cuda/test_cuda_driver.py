@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -136,6 +137,23 @@ def importer(world: FakeCuda, ordinal: int = 0) -> tuple[FakeDriver, int]:
     return driver, driver.retain_context(ordinal)
 
 
+@contextmanager
+def exporting(world: FakeCuda) -> Iterator[tuple[FakeDriver, int]]:
+    """A process in its context, and a block whose handle it has given away."""
+    owner, base, _ = exported(world)
+    with owner.current(CONTEXT):
+        yield owner, base
+
+
+@contextmanager
+def mapped(world: FakeCuda) -> Iterator[tuple[FakeDriver, int]]:
+    """Another process in its context, and the address at which it has mapped the first one's block."""
+    _, _, handle = exported(world)
+    peer, context = importer(world)
+    with peer.current(context):
+        yield peer, peer.ipc_open_handle(handle)
+
+
 def free_while_mapped(world: FakeCuda) -> None:
     owner, base, handle = exported(world)
     peer, context = importer(world)
@@ -146,17 +164,13 @@ def free_while_mapped(world: FakeCuda) -> None:
 
 
 def double_free(world: FakeCuda) -> None:
-    owner, base, _ = exported(world)
-    with owner.current(CONTEXT):
+    with exporting(world) as (owner, base):
         owner.mem_free(base)
         owner.mem_free(base)
 
 
 def double_close(world: FakeCuda) -> None:
-    _, _, handle = exported(world)
-    peer, context = importer(world)
-    with peer.current(context):
-        address = peer.ipc_open_handle(handle)
+    with mapped(world) as (peer, address):
         peer.ipc_close_handle(address)
         peer.ipc_close_handle(address)
 
@@ -177,8 +191,7 @@ def open_after_free(world: FakeCuda) -> None:
 
 
 def export_an_inner_address(world: FakeCuda) -> None:
-    owner, base, _ = exported(world)
-    with owner.current(CONTEXT):
+    with exporting(world) as (owner, base):
         owner.ipc_get_handle(base + 256)
 
 
@@ -189,24 +202,19 @@ def export_a_piece_with_neighbours(world: FakeCuda) -> None:
 
 
 def use_after_free(world: FakeCuda) -> None:
-    owner, base, _ = exported(world)
-    with owner.current(CONTEXT):
+    with exporting(world) as (owner, base):
         owner.mem_free(base)
         owner.read(base, 8)
 
 
 def use_after_close(world: FakeCuda) -> None:
-    _, _, handle = exported(world)
-    peer, context = importer(world)
-    with peer.current(context):
-        address = peer.ipc_open_handle(handle)
+    with mapped(world) as (peer, address):
         peer.ipc_close_handle(address)
         peer.write(address, b"1")
 
 
 def touch_nothing(world: FakeCuda) -> None:
-    owner, base, _ = exported(world)
-    with owner.current(CONTEXT):
+    with exporting(world) as (owner, base):
         owner.write(base + GRANULE - 4, bytes(8))
 
 
@@ -220,18 +228,14 @@ def write_without_peer_access(world: FakeCuda) -> None:
 
 
 def unmap_under_a_kernel(world: FakeCuda) -> None:
-    _, _, handle = exported(world)
-    peer, context = importer(world)
-    with peer.current(context):
-        address = peer.ipc_open_handle(handle)
+    with mapped(world) as (peer, address):
         peer.process.kernel_running = True
         peer.ipc_close_handle(address)
 
 
 def free_under_a_kernel(world: FakeCuda) -> None:
-    owner, base, _ = exported(world)
-    owner.process.kernel_running = True
-    with owner.current(CONTEXT):
+    with exporting(world) as (owner, base):
+        owner.process.kernel_running = True
         owner.mem_free(base)
 
 

@@ -7,59 +7,25 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
-from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.fake_control import FakeGroup
+from tests.store.cuda.fake_driver import FakeCuda
+from tests.store.cuda.jobs import NBYTES, Job, fails_on_all, refused, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.cuda import cuda_ipc
-from tricomm.store.cuda.cuda_arena import CudaArena
 from tricomm.store.cuda.cuda_ipc import BlockRecord, open_cuda_ipc, parse_record
 
-NBYTES = 4096
 
-
-class Job:
-    """Ranks as fake processes on one fake machine; rank r sees the GPUs `visible[r]` and uses its first."""
-
-    def __init__(self, world: FakeCuda, visible: list[list[int]]) -> None:
-        self.world, self.size = world, len(visible)
-        self.group = FakeGroup(self.size)
-        self.drivers: list[FakeDriver] = [world.process(gpus) for gpus in visible]
-
-    def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0") -> CudaArena:
-        return open_cuda_ipc(self.group.controls[rank], nbytes, torch.device(device), 10.0, self.drivers[rank])
-
-    def open_all(self) -> list[CudaArena]:
-        arenas = in_threads(self.size, self.open)
-        assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
-        return arenas
-
-    def close_all(self, arenas: list[CudaArena]) -> list[Any]:
-        return in_threads(self.size, lambda rank: arenas[rank].close())
-
-    def verify(self) -> None:
-        """Nothing is left once the control pages have gone, too."""
-        for control in self.group.controls:
-            control.close()
-        self.world.verify()
+def ipc_job(world: FakeCuda, visible: list[list[int]]) -> Job:
+    return Job(world, visible, open_cuda_ipc)
 
 
 def two_gpus() -> Job:
-    return Job(FakeCuda(2), [[0, 1], [1, 0]])
-
-
-def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
-    for outcome in outcomes:
-        assert type(outcome) is kind, outcome
-        for word in words:
-            assert word in str(outcome), outcome
+    return ipc_job(FakeCuda(2), [[0, 1], [1, 0]])
 
 
 PLACES = {
@@ -73,29 +39,18 @@ PLACES = {
 
 @pytest.mark.parametrize("gpus, visible", PLACES.values(), ids=PLACES.keys())
 def test_every_rank_reaches_every_block(gpus: int, visible: list[list[int]]) -> None:
-    job = Job(FakeCuda(gpus), visible)
+    job = ipc_job(FakeCuda(gpus), visible)
     arenas = job.open_all()
-
-    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+    for arena in arenas:
         assert (arena.kind, arena.nbytes, len(set(arena.bases))) == ("cuda_ipc", NBYTES, job.size)
-        with arena._site.current():
-            assert not any(driver.read(arena.bases[writer], 2 << 20)), "no word of the probe, nothing of earlier users"
-    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            for target in range(job.size):
-                driver.write(arena.bases[target] + 8 * writer, b"%8d" % (100 * writer + target))
-    for target, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            words = driver.read(arena.bases[target], 8 * job.size).split()
-        assert words == [b"%d" % (100 * writer + target) for writer in range(job.size)]
-
+    works(job, arenas)
     assert job.close_all(arenas) == [None] * job.size
     assert job.close_all(arenas) == [None] * job.size
     job.verify()
 
 
 def test_blocks_are_freed_only_after_all_have_unmapped_them() -> None:
-    job = Job(FakeCuda(2), [[0, 1], [1, 0], [0]])
+    job = ipc_job(FakeCuda(2), [[0, 1], [1, 0], [0]])
     arenas = job.open_all()
     for driver in job.drivers:
         driver.process.kernel_running = True
@@ -129,11 +84,7 @@ def calls_of_open() -> list[tuple[int, str, int]]:
 
 @pytest.mark.parametrize("rank, name, nth", calls_of_open())
 def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
-    job = two_gpus()
-    job.drivers[rank].fail_at(name, nth)
-    outcomes = in_threads(2, job.open)
-    refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
-    job.verify()
+    fails_on_all(two_gpus(), rank, name, nth)
 
 
 def test_every_kind_of_call_has_been_made_to_fail() -> None:
@@ -154,13 +105,13 @@ def test_writes_that_do_not_arrive_are_refused_by_all(rank: int) -> None:
 
 
 def test_gpus_that_cannot_reach_each_other_are_refused_by_all() -> None:
-    job = Job(FakeCuda(2, reachable=lambda a, b: (a, b) != (1, 0)), [[0, 1], [1, 0]])
+    job = ipc_job(FakeCuda(2, reachable=lambda a, b: (a, b) != (1, 0)), [[0, 1], [1, 0]])
     refused(in_threads(2, job.open), ResourceError, "rank 1", "0000:01:00.0", "0000:00:00.0", "cuDeviceCanAccessPeer")
     job.verify()
 
 
 def test_for_an_invisible_gpu_opening_decides() -> None:
-    job = Job(FakeCuda(2, reachable=lambda a, b: False), [[0], [1]])
+    job = ipc_job(FakeCuda(2, reachable=lambda a, b: False), [[0], [1]])
     refused(in_threads(2, job.open), ResourceError, "cuIpcOpenMemHandle", "PEER_ACCESS_UNSUPPORTED", "--ipc=host")
     job.verify()
 
@@ -192,19 +143,6 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
     job.verify()
 
 
-def test_a_full_gpu_is_named() -> None:
-    job = Job(FakeCuda(1, capacity=3 << 20), [[0], [0]])
-    refused(in_threads(2, job.open), ResourceError, "CUDA_ERROR_OUT_OF_MEMORY", "smaller arena")
-    job.verify()
-
-
-def test_different_sizes_are_refused_by_all() -> None:
-    job = two_gpus()
-    outcomes = in_threads(2, lambda rank: job.open(rank, NBYTES * (rank + 1)))
-    refused(outcomes, RendezvousError, "8192", "4096")
-    job.verify()
-
-
 def test_a_forged_handle_is_refused_by_all() -> None:
     job = two_gpus()
     job.group.controls[0].tamper = lambda what, data: data[:-64] + bytes(64) if "memory records" in what else data
@@ -214,7 +152,7 @@ def test_a_forged_handle_is_refused_by_all() -> None:
 
 def test_a_block_is_sought_where_its_record_says() -> None:
     def shifted(what: str, data: bytes) -> bytes:
-        return replace(parse_record(data, 0, NBYTES), offset=256).pack() if "memory records" in what else data
+        return parse_record(data, 0, NBYTES)._replace(offset=256).pack() if "memory records" in what else data
 
     job = two_gpus()
     job.group.controls[0].tamper = shifted

@@ -12,7 +12,7 @@ import pytest
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda
-from tests.store.cuda.test_cuda_vmm import GRANULE, Job
+from tests.store.cuda.jobs import GRANULE, NBYTES, Job
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
@@ -30,11 +30,11 @@ def three_gpus() -> Job:
     return Job(FakeCuda(SIZE), [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
 
 
-def open_all(job: Job) -> list[CudaArena]:
+def open_all(job: Job, nbytes: int = NBYTES) -> list[CudaArena]:
     """Arenas that have looked for a switch, with it or without."""
 
     def one(rank: int) -> CudaArena:
-        arena = job.open(rank)
+        arena = job.open(rank, nbytes)
         arena.look_for_switch(Deadline(10.0))
         return arena
 
@@ -72,6 +72,28 @@ def test_a_store_reaches_every_block_and_nothing_is_left() -> None:
     store(job, arenas, 1, 64, 77)
     assert words(job, arenas, 64) == [77] * SIZE
     assert job.close_all(arenas) == [None] * SIZE
+    job.verify()
+
+
+def test_memory_of_handles_has_addresses_of_its_own_and_one_that_is_refused_harms_no_other() -> None:
+    job = three_gpus()
+    for driver in job.drivers:
+        driver.process.switch.granule = 2 * GRANULE  # more than memory has
+    arenas, handles = open_all(job, 2 * GRANULE), open_all(job, 4 * GRANULE)
+    for arena, handle in zip(arenas, handles, strict=True):
+        assert arena.multicast and handle.multicast not in (0, arena.multicast)
+        assert (arena.multicast | handle.multicast) % (2 * GRANULE) == 0
+    store(job, handles, 2, 64, 5)
+    assert words(job, handles, 64) == [5] * SIZE and words(job, arenas, 64) == [0] * SIZE
+    job.drivers[0].fail_at("cuMulticastBindMem")
+    refused = open_all(job, 2 * GRANULE)
+    assert not any(each.multicast for each in refused) and "cuMulticastBindMem" in refused[2].no_multicast
+    odd = open_all(job)  # of one granule of memory
+    assert "no multiple of the multicast granularity" in odd[0].no_multicast
+    store(job, arenas, 1, 64, 9)
+    assert words(job, arenas, 64) == [9] * SIZE
+    for each in (handles, refused, odd, arenas):
+        assert job.close_all(each) == [None] * SIZE
     job.verify()
 
 

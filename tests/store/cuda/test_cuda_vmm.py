@@ -14,55 +14,14 @@ import torch
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.fake_control import FakeGroup
+from tests.store.cuda.jobs import GRANULE, NBYTES, Job, fails_on_all, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.arena import open_cuda
-from tricomm.store.cuda.cuda_arena import CudaArena
+from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
 from tricomm.store.cuda.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
-
-NBYTES = 4096
-GRANULE = 2 << 20
-
-
-class Job:
-    """Ranks as fake processes on one fake machine; rank r sees the GPUs `visible[r]` and uses its first."""
-
-    def __init__(self, world: FakeCuda, visible: list[list[int]], how: Any = open_cuda_vmm) -> None:
-        self.world, self.size, self.how = world, len(visible), how
-        self.group = FakeGroup(self.size)
-        self.drivers: list[FakeDriver] = [world.process(gpus) for gpus in visible]
-
-    def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0", reach: Any = None) -> CudaArena:
-        control, driver = self.group.controls[rank], self.drivers[rank]
-        return self.how(control, nbytes, torch.device(device), 10.0, driver, reach)
-
-    def open_all(self) -> list[CudaArena]:
-        arenas = in_threads(self.size, self.open)
-        assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
-        return arenas
-
-    def close_all(self, arenas: list[CudaArena]) -> list[Any]:
-        return in_threads(self.size, lambda rank: arenas[rank].close())
-
-    def verify(self) -> None:
-        """Nothing is left once the control pages have gone, too."""
-        for control in self.group.controls:
-            control.close()
-        self.world.verify()
-
-
-def two_gpus(how: Any = open_cuda_vmm) -> Job:
-    return Job(FakeCuda(2), [[0, 1], [1, 0]], how)
-
-
-def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
-    for outcome in outcomes:
-        assert type(outcome) is kind, outcome
-        for word in words:
-            assert word in str(outcome), outcome
-
+from tricomm.store.cuda.passing import TOKEN_BYTES
 
 PLACES = {
     "one rank": (1, [[0]]),
@@ -77,18 +36,9 @@ PLACES = {
 def test_every_rank_reaches_every_block(gpus: int, visible: list[list[int]]) -> None:
     job = Job(FakeCuda(gpus), visible)
     arenas = job.open_all()
-    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+    for arena in arenas:
         assert (arena.kind, arena.nbytes, len(set(arena.bases)), arena.reason) == ("cuda_vmm", NBYTES, job.size, "")
-        with arena._site.current():
-            assert not any(driver.read(arena.bases[writer], GRANULE)), "no word of the probe, nothing of earlier users"
-    for writer, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            for target in range(job.size):
-                driver.write(arena.bases[target] + 8 * writer, b"%8d" % (100 * writer + target))
-    for target, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            words = driver.read(arena.bases[target], 8 * job.size).split()
-        assert words == [b"%d" % (100 * writer + target) for writer in range(job.size)]
+    works(job, arenas)
     assert job.close_all(arenas) == [None] * job.size
     assert job.close_all(arenas) == [None] * job.size
     job.verify()
@@ -164,11 +114,7 @@ CALLS = calls_of_open()
 
 @pytest.mark.parametrize("rank, name, nth", some(CALLS, lambda number, call: call[2] == 1 or call[1] == "cuMemRelease"))
 def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
-    job = two_gpus()
-    job.drivers[rank].fail_at(name, nth)
-    outcomes = in_threads(2, job.open)
-    refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
-    job.verify()
+    fails_on_all(two_gpus(), rank, name, nth)
 
 
 def test_every_kind_of_call_has_been_made_to_fail() -> None:
@@ -208,7 +154,9 @@ def test_a_gpu_without_the_means_and_a_rank_that_must_not(monkeypatch: pytest.Mo
     assert "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is 0 for GPU 0000:01:00.0" in arenas[0].reason
     job.close_all(arenas)
     # The ranks are threads here, so the environment of one rank is what it reads.
-    monkeypatch.setattr(env, "memory_by_descriptor", lambda: threading.current_thread().name != "rank 1")
+    monkeypatch.setattr(
+        env, "gpu_memory", lambda: "ipc" if threading.current_thread().name == "rank 1" else "descriptor"
+    )
     arenas = job.open_all()
     assert {arena.reason for arena in arenas} == {"legacy CUDA IPC, because TRICOMM_CUDA_VMM=0 on rank(s) [1]"}
     job.close_all(arenas)
@@ -236,14 +184,19 @@ def test_writes_that_do_not_arrive_are_refused_by_all() -> None:
     job.verify()
 
 
-def test_a_full_gpu_is_named() -> None:
-    job = Job(FakeCuda(1, capacity=3 << 20), [[0], [0]])
+KINDS = pytest.mark.parametrize("how", [open_cuda_vmm, open_cuda_ipc])
+
+
+@KINDS
+def test_a_full_gpu_is_named(how: Any) -> None:
+    job = Job(FakeCuda(1, capacity=3 << 20), [[0], [0]], how)
     refused(in_threads(2, job.open), ResourceError, "CUDA_ERROR_OUT_OF_MEMORY", "smaller arena")
     job.verify()
 
 
-def test_different_sizes_are_refused_by_all() -> None:
-    job = two_gpus()
+@KINDS
+def test_different_sizes_are_refused_by_all(how: Any) -> None:
+    job = two_gpus(how)
     refused(in_threads(2, lambda rank: job.open(rank, NBYTES * (rank + 1))), RendezvousError, "8192", "4096")
     job.verify()
 
@@ -261,7 +214,7 @@ def test_a_descriptor_of_something_else_is_refused_by_all(monkeypatch: pytest.Mo
     job.verify()
 
 
-RECORD = VmmRecord(3, bytes(range(16)), NBYTES, GRANULE, bytes(range(8)))
+RECORD = VmmRecord(3, bytes(range(16)), NBYTES, GRANULE, bytes(range(TOKEN_BYTES)))
 
 
 def test_a_record_survives_the_way() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.cuda.test_cuda_vmm import GRANULE, Job, refused
+from tests.store.cuda.jobs import GRANULE, Job, refused
 from tests.store.store_ranks import in_threads
 from tricomm.errors import RendezvousError, ResourceError
 from tricomm.store.cuda.cuda_arena import CudaArena

@@ -10,7 +10,7 @@ import torch
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.cuda.test_cuda_vmm import GRANULE, Job, refused, two_gpus
+from tests.store.cuda.jobs import Job, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm.errors import PeerDied, ResourceError
 from tricomm.store.cuda.cuda_arena import CudaArena
@@ -24,21 +24,6 @@ def suspend(job: Job, arenas: list[CudaArena]) -> list[Any]:
 
 def resume(job: Job, arenas: list[CudaArena]) -> list[Any]:
     return in_threads(job.size, lambda rank: arenas[rank].resume(job.group.controls[rank], 10.0))  # type: ignore[arg-type]
-
-
-def works(job: Job, arenas: list[CudaArena]) -> None:
-    """Zeroed memory that every rank reaches."""
-    for rank, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            assert not any(driver.read(arena.bases[rank], GRANULE))
-    for rank, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            for target in range(job.size):
-                driver.write(arena.bases[target] + 8 * rank, b"%8d" % (100 * rank + target))
-    for rank, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
-        with arena._site.current():
-            words = driver.read(arena.bases[rank], 8 * job.size).split()
-        assert words == [b"%d" % (100 * writer + rank) for writer in range(job.size)]
 
 
 def used(job: Job) -> int:
@@ -150,7 +135,7 @@ def test_a_rank_that_dies_in_resume_is_named_and_leaves_nothing(call: str, monke
 
     monkeypatch.setattr(job.drivers[1], "_call", dying)
     blocks: Any = arenas[1]._blocks
-    monkeypatch.setattr(blocks, "give_back", lambda undo: (blocks._passing.close(), blocks._close_exported()))
+    monkeypatch.setattr(blocks, "give_back", lambda undo: blocks._passing.abandon())
     outcomes = in_threads(2, lambda rank: _or_dead(rank, lambda: resume_one(job, arenas, rank)))
     assert isinstance(outcomes[0], PeerDied) and "[1]" in str(outcomes[0]), outcomes[0]
     arenas[0].close()

@@ -227,9 +227,10 @@ class CompiledRuntime:
         return self._interpreted.monitor(control, timeout, stall_timeout, channels)
 
     def symmetric(
-        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
-    ) -> Arena:
-        return self._interpreted.symmetric(control, shape, dtype, device, timeout)
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
+        multicast: bool,
+    ) -> Arena:  # fmt: skip
+        return self._interpreted.symmetric(control, shape, dtype, device, timeout, multicast)
 
     def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
         return self._interpreted.register(control, tensor, timeout, group)

@@ -83,8 +83,8 @@ class Launches:
         memory = GlobalMemory()
         for region in [*self._memory, *private]:
             memory.add(region.base, region.nbytes, region.name)
-        if self._memory.multicast is not None:
-            memory.add_multicast(*self._memory.multicast)
+        for mapping in self._memory.multicast:
+            memory.add_multicast(*mapping)
         kernel = code_of(launch)
         loaded = grid.LoadedKernel(kernel, memory, self._detector is not None, _STEPS)
         blocks = grid.launch(loaded, launch.grid, launch.threads, launch.shared, launch.parameters, unit=self._unit)

@@ -19,7 +19,7 @@ from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, disti
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow, kind_of
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.memory_model import allowed
-from tricomm.explorer.memory_model.detector import AT_REST, MOST, RELEASES
+from tricomm.explorer.memory_model.detector import MOST, RELEASES, not_at_rest
 from tricomm.explorer.memory_model.regions import Region
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.report import diagnosis
@@ -157,15 +157,8 @@ class ThreadDetector:
                 if region.bytes[start : start + shadow.granule].any():
                     self.report(diagnosis.leftover(event.record(), region.label(start)))
                     break
-        epochs = []
-        for region in arenas:
-            words = region.bytes[: layout.HEADERS].view(np.int64)
-            epochs.append(int(words[layout.EPOCH]))
-            for word, name in AT_REST.items():
-                if words[word]:
-                    self.report(diagnosis.dirty_word(region.rank, name, int(words[word])))
-        if len(set(epochs)) > 1:
-            self.report(diagnosis.epochs_differ(epochs))
+        for finding in not_at_rest(arenas):
+            self.report(finding)
 
     # Inside
 

@@ -24,37 +24,9 @@ def pair(pairs: dict[tuple[int, int], int], events: Sequence[Event], first: int,
 
 def race(first: Event, second: Event, clash: UnorderedPair, threads: tuple[str, str], flags: Pair | None) -> Finding:
     """`second` conflicts with `first`, which its thread does not know of."""
-    written = second.kind != "load"
-    name = "write-after-write" if clash.written and written else "read-after-write"
-    name = name if clash.written else "write-after-read"
-    mixed = ""
-    if (first.sem is None) != (second.sem is None):
-        mixed = ", a strong access against a weak one"
-    elif first.sem is not None and first.itemsize != second.itemsize:
-        mixed = f", strong accesses of different sizes ({first.itemsize} and {second.itemsize} bytes)"
-    kind, advice = _missing(first, second, clash, flags)
-    place = second.region.label(second.offset) if second.region is not None else "?"
-    text = (
-        f"{name}{mixed} on {place}: {said(first, threads[0])}; then {said(second, threads[1])}; nothing orders the two"
-    )
-    return finding(kind, (first, second), text, advice)
-
-
-def said(event: Event, thread: str = "") -> str:
-    """One access, for people."""
-    record = event.record()
-    return f"{record.who}{thread}: {record.what} of {event.count} x {event.itemsize} bytes ({event.site.text})"
-
-
-def finding(kind: str, events: Sequence[Event], text: str, advice: str) -> Finding:
-    return Finding(
-        kind,
-        tuple(e.rank for e in events),
-        tuple(e.site.where for e in events),
-        text,
-        advice,
-        accesses=tuple(e.record().as_json() for e in events),
-    )
+    words = "a strong access against a weak one", "strong accesses"
+    missing = _missing(first, second, clash, flags)
+    return diagnosis.unordered(clash.written, first.record(), second.record(), words, missing, threads)
 
 
 def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | None) -> tuple[str, str]:

@@ -137,9 +137,7 @@ class UnitMachine:
 
     def release_held(self, now: bool = False) -> bool:
         """Do the late stores whose time has come; `now`: all of them."""
-        if self.weak is None:
-            return False
-        due = self.weak.due(self.scheduler.step, now)
+        due = self.weak.due(self.scheduler.step, now) if self.weak is not None else []
         for held in due:
             self._arrive(held)
         return bool(due)

@@ -10,6 +10,7 @@ include both. Everything else has to be ordered.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch.memory_access import Access
 
 MOST = 20
-AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
+_AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
 RELEASES = ("release", "acq_rel")
 
 
@@ -40,6 +41,19 @@ class Stamp:
     record: int
     message: int
     time: int
+
+
+def not_at_rest(arenas: list[Region], start: int = 0) -> Iterator[Finding]:
+    """What is not as launches leave it at the end: words, and epochs. `start`: the byte at which a channel begins."""
+    epochs = []
+    for region in arenas:
+        words = region.bytes[start : start + layout.HEADERS].view(np.int64)
+        epochs.append(int(words[layout.EPOCH]))
+        for word, name in _AT_REST.items():
+            if words[word]:
+                yield diagnosis.dirty_word(region.rank, name, int(words[word]))
+    if len(set(epochs)) > 1:
+        yield diagnosis.epochs_differ(epochs)
 
 
 class Detector:
@@ -206,15 +220,8 @@ class Detector:
                     self.report(diagnosis.leftover(record, region.label(start)))
                     break
         for start in slices(arenas):
-            epochs = []
-            for region in arenas:
-                words = region.bytes[start : start + layout.HEADERS].view(np.int64)
-                epochs.append(int(words[layout.EPOCH]))
-                for word, name in AT_REST.items():
-                    if words[word]:
-                        self.report(diagnosis.dirty_word(region.rank, name, int(words[word])))
-            if len(set(epochs)) > 1:
-                self.report(diagnosis.epochs_differ(epochs))
+            for finding in not_at_rest(arenas, start):
+                self.report(finding)
 
     # Inside
 

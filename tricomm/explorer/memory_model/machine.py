@@ -67,9 +67,7 @@ class Machine:
 
     def release_held(self, now: bool = False) -> bool:
         """Perform the delayed stores that are due; `now`: all of them."""
-        if self.delays is None:
-            return False
-        due = self.delays.due(self.scheduler.step, now)
+        due = self.delays.due(self.scheduler.step, now) if self.delays is not None else []
         for held in due:
             self._perform_held(held)
         return bool(due)

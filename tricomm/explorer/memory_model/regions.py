@@ -120,11 +120,11 @@ class Place:
 
 
 class Memory:
-    """All regions of one execution. `multicast`: the address that stands for all arenas (compiled kernels' alone), the
-    bytes of an arena, and the addresses of all."""
+    """All regions of one execution. `multicast`: the addresses that stand for memory of all ranks (compiled kernels'
+    alone), each with its bytes and the addresses of all."""
 
     def __init__(self) -> None:
-        self.multicast: tuple[int, int, tuple[int, ...]] | None = None
+        self.multicast: list[tuple[int, int, tuple[int, ...]]] = []
         self._regions: list[Region] = []
         self._bases: list[int] = []
 

@@ -9,17 +9,28 @@ from tricomm.explorer.report.findings import Finding, Record
 
 def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding:
     """`second`, made by `thread`, conflicts with `first`, and `first` does not happen before it."""
-    written = second.kind != "load"
-    name = "write-after-write" if clash.written and written else "read-after-write"
-    name = name if clash.written else "write-after-read"
+    words = "an atomic against a plain access", "atomics"
+    return unordered(clash.written, first, second, words, _missing(thread, clash, first, second))
+
+
+def unordered(
+    wrote: bool, first: Record, second: Record, words: tuple[str, str], missing: tuple[str, str],
+    threads: tuple[str, str] = ("", ""),
+) -> Finding:  # fmt: skip
+    """Two accesses that conflict; `wrote`: the first one does. `missing` is the kind of the finding and the advice.
+
+    `words`: a strong access against a weak one, strong accesses; `threads`: both as in `uninitialised`.
+    """
+    kind, advice = missing
+    name = "write-after-write" if wrote and second.kind != "load" else "read-after-write"
+    name = name if wrote else "write-after-read"
     mixed = ""
     if (first.sem is None) != (second.sem is None):
-        mixed = ", an atomic against a plain access"
+        mixed = f", {words[0]}"
     elif first.sem is not None and first.itemsize != second.itemsize:
-        mixed = f", atomics of different sizes ({first.itemsize} and {second.itemsize} bytes)"
-    kind, advice = _missing(thread, clash, first, second)
-    text = f"{name}{mixed} on {second.place}: {_said(first)}; then {_said(second)}; nothing orders the two"
-    return _finding(kind, (first, second), text, advice)
+        mixed = f", {words[1]} of different sizes ({first.itemsize} and {second.itemsize} bytes)"
+    both = f"{_said(first, threads[0])}; then {_said(second, threads[1])}"
+    return _finding(kind, (first, second), f"{name}{mixed} on {second.place}: {both}; nothing orders the two", advice)
 
 
 def _missing(thread: Thread, clash: Clash, first: Record, second: Record) -> tuple[str, str]:

@@ -38,14 +38,10 @@ class Scheduler:
     """`residency` is how many blocks of a launch can be on a rank's device at once; None: all of them."""
 
     def __init__(
-        self,
-        strategy: Strategy,
-        director: Director | None,
-        residency: int | None = None,
-        most_steps: int = 1_000_000,
+        self, strategy: Strategy, director: Director | None, residency: int | None = None, most_steps: int = 1_000_000,
         interpreter_timeout: float = 600.0,
         host_context: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext(),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.step = 0
         self.turns = 0  # grows with every switch and every access: the watchdog reads it
         self.progress = 0  # grows when memory or the host's shared state changes, a launch begins or a task ends

@@ -38,7 +38,7 @@ from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
 CPU = torch.device("cpu")
-_MULTICAST = 1 << 60  # an address that this process has nothing at
+_MULTICAST, _APART = 1 << 60, 1 << 46  # addresses that this process has nothing at
 
 
 class Turns(Protocol):
@@ -68,16 +68,12 @@ class World:
     """
 
     def __init__(
-        self,
-        world_size: int,
-        options: Options,
-        memory: Memory,
-        turns: Turns,
+        self, world_size: int, options: Options, memory: Memory, turns: Turns,
         run: Callable[[int, list[interpreter.Program], list[Region]], None],
         met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
         planned: Callable[[int, Request, LaunchPlan, int], LaunchPlan] = lambda rank, request, plan, channel: plan,
         runtime: Callable[[World, int], Runtime] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.world_size, self.options, self.memory = world_size, options, memory
         self.turns, self.run, self.met, self.planned = turns, run, met, planned
         self._runtime = runtime or RankRuntime
@@ -106,9 +102,7 @@ class World:
             self.memory.add(words)
         self._group = LocalGroup(world_size, CPU, pages=[control.host_words for control in self.controls])
         self.arenas = self._group.open(self.plan.nbytes)
-        self.memory.multicast = _MULTICAST, self.plan.nbytes, self.arenas[0].bases
-        for arena in self.arenas:
-            arena.multicast = _MULTICAST
+        self._multicast(self.arenas, self.plan.nbytes)
         for rank, base in enumerate(self.arenas[0].bases):
             name = f"rank {rank}'s arena"
             self.memory.add(Region("arena", rank, base, self.plan.nbytes, name, self.plan))
@@ -120,7 +114,7 @@ class World:
             self._runtime(self, rank),
         )  # fmt: skip
 
-    def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> Arena:
+    def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> Arena:
         """In a rank's host code: its end of the memory that all ranks ask for in the same order."""
         number = self._made[rank]
         self._made[rank] += 1
@@ -130,7 +124,16 @@ class World:
             for owner, base in enumerate(arenas[0].bases):
                 name = f"rank {owner}'s symmetric memory {number} ({dtype} {list(shape)})".replace("torch.", "")
                 self.memory.add(Region("symmetric", owner, base, exact, name))
+            if multicast:
+                self._multicast(arenas, exact)
         return self._opened[number][rank]
+
+    def _multicast(self, arenas: list[LocalArena], nbytes: int) -> None:
+        """Give memory of `nbytes` on each rank an address for all."""
+        address = _MULTICAST + len(self.memory.multicast) * _APART
+        self.memory.multicast.append((address, nbytes, arenas[0].bases))
+        for arena in arenas:
+            arena.multicast = address
 
     def close(self) -> None:
         """Let the memory go."""
@@ -284,9 +287,10 @@ class RankRuntime:
         return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank), channels)
 
     def symmetric(
-        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float
-    ) -> Arena:
-        return self._world.symmetric(self._rank, shape, dtype)
+        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
+        multicast: bool,
+    ) -> Arena:  # fmt: skip
+        return self._world.symmetric(self._rank, shape, dtype, multicast)
 
     def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
         raise InvalidArgument("register: the ranks of a simulation share memory of their own; use comm.symmetric()")

@@ -206,11 +206,15 @@ def _not(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode |
     return NumberCode(ranged(width, -a.stride, -1, 0, 0), f"({{0}}^{(1 << width) - 1})")
 
 
-def _shl(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:
+def _shift(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:
     kind = _type(instruction)
     if kind is None or not _plain(*sources):
         return None
     a, b = sources
+    return _left(kind, a, b) if instruction.opcode == "shl" else _right(kind, a, b, lanes)
+
+
+def _left(kind: str, a: LaneShape, b: LaneShape) -> NumberCode | None:
     width = WIDTHS[kind]
     mask = (1 << width) - 1
     if b.constant:
@@ -225,11 +229,7 @@ def _shl(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode |
     return None
 
 
-def _shr(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode | None:
-    kind = _type(instruction)
-    if kind is None or not _plain(*sources):
-        return None
-    a, b = sources
+def _right(kind: str, a: LaneShape, b: LaneShape, lanes: int) -> NumberCode | None:
     width = WIDTHS[kind]
     mask, positive = (1 << width) - 1, a.high < 1 << (width - 1)
     logical = kind[0] != "s" or positive
@@ -333,6 +333,6 @@ def _cvta(instruction: Instruction, sources: Sources, lanes: int) -> NumberCode 
 
 _PLANS: dict[str, Callable[[Instruction, Sources, int], NumberCode | None]] = {
     "mov": _mov, "add": _add, "sub": _add, "neg": _neg, "mul": _mul, "mad": _mad, "and": _logic, "or": _logic,
-    "xor": _logic, "not": _not, "shl": _shl, "shr": _shr, "cvt": _cvt, "selp": _selp, "setp": _setp, "min": _extreme,
-    "max": _extreme, "cvta": _cvta,
+    "xor": _logic, "not": _not, "shl": _shift, "shr": _shift, "cvt": _cvt, "selp": _selp, "setp": _setp,
+    "min": _extreme, "max": _extreme, "cvta": _cvta,
 }  # fmt: skip

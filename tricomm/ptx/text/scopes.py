@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tricomm.ptx.instructions import Register, Symbol
@@ -42,30 +43,25 @@ class Scope:
 
     def register(self, name: str) -> Register | None:
         """The register of that name here or in a scope around, or None."""
-        seen: Scope | None = self
-        while seen is not None:
-            if (found := seen.registers.get(name) or seen._of_a_range(name)) is not None:
+        for scope in self._outwards():
+            if (found := scope.registers.get(name) or scope._of_a_range(name)) is not None:
                 return found
-            seen = seen.outer
         return None
 
     def symbol(self, name: str) -> Symbol | None:
         """The variable or parameter of that name, or None."""
-        seen: Scope | None = self
-        while seen is not None:
-            if name in seen.variables:
-                return Symbol(seen.variables[name])
-            seen = seen.outer
-        return None
+        return next((Symbol(scope.variables[name]) for scope in self._outwards() if name in scope.variables), None)
 
     def label(self, name: str) -> str | None:
         """The unique name of a label, or None."""
-        seen: Scope | None = self
-        while seen is not None:
-            if name in seen.labels:
-                return seen.labels[name]
-            seen = seen.outer
-        return None
+        return next((scope.labels[name] for scope in self._outwards() if name in scope.labels), None)
+
+    def _outwards(self) -> Iterator[Scope]:
+        """This scope and those around it."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.outer
 
     def _of_a_range(self, name: str) -> Register | None:
         match = _NUMBERED.match(name) if self.counted else None

@@ -1,0 +1,78 @@
+"""Ranks as fake processes that share GPU memory, against a driver that enforces CUDA's rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
+from tests.store.fake_control import FakeGroup
+from tests.store.store_ranks import in_threads
+from tricomm.errors import ResourceError
+from tricomm.store.cuda.cuda_arena import CudaArena
+from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
+
+NBYTES = 4096
+GRANULE = 2 << 20
+
+
+class Job:
+    """Ranks as fake processes on one fake machine; rank r sees the GPUs `visible[r]` and uses its first."""
+
+    def __init__(self, world: FakeCuda, visible: list[list[int]], how: Any = open_cuda_vmm) -> None:
+        self.world, self.size, self.how = world, len(visible), how
+        self.group = FakeGroup(self.size)
+        self.drivers: list[FakeDriver] = [world.process(gpus) for gpus in visible]
+
+    def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0", reach: Any = None) -> CudaArena:
+        control, driver = self.group.controls[rank], self.drivers[rank]
+        return self.how(control, nbytes, torch.device(device), 10.0, driver, reach)
+
+    def open_all(self) -> list[CudaArena]:
+        arenas = in_threads(self.size, self.open)
+        assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
+        return arenas
+
+    def close_all(self, arenas: list[CudaArena]) -> list[Any]:
+        return in_threads(self.size, lambda rank: arenas[rank].close())
+
+    def verify(self) -> None:
+        """Nothing is left once the control pages have gone, too."""
+        for control in self.group.controls:
+            control.close()
+        self.world.verify()
+
+
+def two_gpus(how: Any = open_cuda_vmm) -> Job:
+    return Job(FakeCuda(2), [[0, 1], [1, 0]], how)
+
+
+def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
+    for outcome in outcomes:
+        assert type(outcome) is kind, outcome
+        for word in words:
+            assert word in str(outcome), outcome
+
+
+def fails_on_all(job: Job, rank: int, name: str, nth: int) -> None:
+    """The `nth` call of `name` on `rank` fails: no rank gets memory, and nothing is left."""
+    job.drivers[rank].fail_at(name, nth)
+    outcomes = in_threads(job.size, job.open)
+    refused(outcomes, ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN", "CUDA's own words")
+    job.verify()
+
+
+def works(job: Job, arenas: list[CudaArena]) -> None:
+    """The blocks are zeroed (no word of the probe, nothing of earlier users), and every rank reaches every one."""
+    for rank, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        with arena._site.current():
+            assert not any(driver.read(arena.bases[rank], GRANULE))
+    for rank, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        with arena._site.current():
+            for target in range(job.size):
+                driver.write(arena.bases[target] + 8 * rank, b"%8d" % (100 * rank + target))
+    for rank, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
+        with arena._site.current():
+            words = driver.read(arena.bases[rank], 8 * job.size).split()
+        assert words == [b"%d" % (100 * writer + rank) for writer in range(job.size)]
