@@ -23,15 +23,6 @@ from tricomm.gpu import Gpu
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 
 _names = itertools.count()
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-
-def _compile_once(kernel: Any, constexprs: dict[str, Any], *more: Any) -> Any:
-    """Every fake device is a new one; its kernels are the same."""
-    key = (kernel, tuple(sorted(constexprs.items())), *more)
-    if key not in _compiled:
-        _compiled[key] = compiler.compile_kernel(kernel, constexprs, *more)
-    return _compiled[key]
 
 
 class FakeStream:
@@ -108,7 +99,6 @@ class World:
             "_cuda_hasPrimaryContext": lambda index: index in self.used,
             "_cuda_getCurrentRawStream": lambda index: self.current_stream(index).cuda_stream,
         }
-        patch.setattr(cuda_launcher, "compile_kernel", _compile_once)
         for name, value in functions.items():
             patch.setattr(torch.cuda, name, self.counted(name, value))
         for name, value in private.items():

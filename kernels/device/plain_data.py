@@ -51,9 +51,10 @@ def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
     targets = runs(buffer, chunk.stride, UNROLLED)
     ahead = (UNROLLED - 1) * chunk.stride
     first = chunk.own
-    while whole_tile(first + ahead, count, start, limit, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-        move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
-        first += UNROLLED * chunk.stride
+    if SPEC.ALIGNED:  # Triton 3.6 crashes on a loop that has no round
+        while whole_tile(first + ahead, count, start, limit, x_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
+            first += UNROLLED * chunk.stride
     push_part_ragged(x_ptr, start, limit, first, count, buffer, chunk, SPEC)
 
 
@@ -75,9 +76,10 @@ def copy_part(y_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
     targets = runs(y_ptr.to(tl.pointer_type(tl.int64)) + start, chunk.stride, UNROLLED)
     ahead = (UNROLLED - 1) * chunk.stride
     first = chunk.own
-    while whole_tile(first + ahead, count, start, limit, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
-        move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
-        first += UNROLLED * chunk.stride
+    if SPEC.ALIGNED:  # Triton 3.6 crashes on a loop that has no round
+        while whole_tile(first + ahead, count, start, limit, y_ptr, SPEC.BLOCK, SPEC.ALIGNED):
+            move_tiles(sources, targets, first, UNROLLED, SPEC.BLOCK)
+            first += UNROLLED * chunk.stride
     copy_part_ragged(y_ptr, start, limit, first, count, buffer, chunk, SPEC)
 
 

@@ -21,6 +21,7 @@ _TABLES, _GROUP = ("table", "into"), "group"
 _COUNTS = ("send_counts", "recv_counts")
 _OPERANDS = "operands"
 WIDE = ":16"  # behind the type of an operand that begins at a multiple of 16 if the tensors do
+_READ = {"ttgir", "ptx", "cubin"}
 _by_cubin: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
 
 
@@ -76,7 +77,12 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
 
 
 def noted(compiled: Any) -> Any:
-    """Triton's `compiled` kernel, which `ptx_of` knows from here on, for as long as it is alive."""
+    """Triton's `compiled` kernel, which `ptx_of` knows from here on, for as long as it is alive.
+
+    It keeps no other forms than those that are read: the first ones are most of its memory.
+    """
+    for form in set(compiled.asm) - _READ:
+        del compiled.asm[form]
     _by_cubin[_digest(compiled.asm["cubin"])] = compiled
     return compiled
 

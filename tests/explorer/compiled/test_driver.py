@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import gc
 import itertools
 import struct
+from collections import Counter
 
 import pytest
 import torch
@@ -13,16 +16,18 @@ import triton
 from tests.explorer.compiled import small_kernels
 from tests.explorer.compiled.small_kernels import scaled
 from tests.explorer.compiled.stub_executor import StubExecutor, gpu
+from tricomm import check
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.explorer.compiled import user_launch
+from tricomm.explorer.compiled import events, module_table, user_launch
 from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
 from tricomm.explorer.compiled.driver import CudaResult, FunctionAttribute
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.launch import compiler
+from tricomm.kernels.launch import compiler, cuda_launcher
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
+from tricomm.ptx import loaded_kernel
 
 KERNEL = registry.KERNELS[0]
 CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
@@ -155,3 +160,40 @@ def test_a_refused_launch_is_named():
     simulated.driver._table.functions.clear()
     with pytest.raises(ResourceError, match="cuLaunchKernel on simulated sm_90 of rank .* CUDA_ERROR_INVALID_HANDLE"):
         run(GROUP, GROUP, 1, 1)
+
+
+def test_what_is_kept_of_kernels_is_one_for_all_ranks_and_bounded(monkeypatch):
+    """What was compiled stays, once an architecture and without what is not read; what the machine makes of it is
+    bounded; and the same check again leaves nothing more."""
+    monkeypatch.setattr(cuda_launcher, "_loaded", {})
+    monkeypatch.setattr(module_table, "_contexts", {})
+    monkeypatch.setattr(module_table, "_parsed", functools.lru_cache(2)(module_table._parsed.__wrapped__))
+    monkeypatch.setattr(loaded_kernel, "_codes", {})
+    monkeypatch.setattr(loaded_kernel, "_MOST_KEPT", 2)
+    monkeypatch.setattr(events, "_MOST_SITES", 40)
+    monkeypatch.setattr(events, "_sites", {})
+
+    def kept(run):
+        run()
+        gc.collect()
+        return Counter(type(each).__name__ for each in gc.get_objects())
+
+    def one():
+        assert check(lambda comm: comm.barrier(), 2, 1, compiled="sm_90").ok
+
+    def others():
+        def body(comm):
+            for collective in (comm.all_gather, comm.all_to_all, comm.reduce_scatter):
+                collective(torch.arange(4))
+
+        assert check(body, 2, 1, compiled="sm_90").ok
+
+    first = kept(one)
+    again = kept(one)
+    assert sum(again.values()) - sum(first.values()) < 50, again - first
+    more = kept(others)
+    made = [compiled for known in cuda_launcher._loaded.values() for _, compiled in known.values()]
+    assert len(made) == 8 and len(set(map(id, made))) == len(cuda_launcher._loaded) == 4
+    assert all(set(compiled.asm) == {"ttgir", "ptx", "cubin"} for compiled in made)
+    assert len(loaded_kernel._codes) <= 2 and len(events._sites) <= 40
+    assert more["KernelCode"] - first["KernelCode"] <= 1 and more["PtxKernel"] - first["PtxKernel"] <= 3

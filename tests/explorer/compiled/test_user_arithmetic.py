@@ -121,7 +121,7 @@ def test_conversions_are_torchs(architecture, dtype):
     if dtype in NARROW:
         targets = list(FLOATS[:3])  # Triton has no other conversions
     else:
-        targets = [*FLOATS, *INTEGERS, *(NARROW if dtype.is_floating_point else ())]
+        targets = [*FLOATS, *INTEGERS, *(NARROW if dtype in FLOATS[:3] else ())]
     targets = [t for t in targets if t != dtype and (architecture, t) != ("sm_80", NARROW[0])]
     kept = x.abs() if dtype.is_floating_point and dtype not in NARROW else x  # of a negative number u8 has none
     wanted = [kept.to(t) for t in targets]
@@ -138,13 +138,15 @@ def test_conversions_are_torchs(architecture, dtype):
 
 
 @triton.jit
-def _functions(x_ptr, out_ptr, COUNT: tl.constexpr, RESULTS: tl.constexpr):
+def _functions(x_ptr, out_ptr, COUNT: tl.constexpr, RESULTS: tl.constexpr, SINES: tl.constexpr):
     i = tl.arange(0, COUNT)
     x = tl.load(x_ptr + i)
     made = (
         tl.exp(x), tl.exp2(x), tl.log(tl.abs(x)), tl.log2(tl.abs(x)), tl.sqrt(tl.abs(x)), tl.rsqrt(tl.abs(x)),
-        tl.sin(x), tl.cos(x), tl.floor(x), tl.ceil(x), tl.erf(x), tl.sigmoid(x), 1.5 / x, tl.fma(x, x, x),
+        tl.floor(x), tl.ceil(x), tl.erf(x), tl.sigmoid(x), 1.5 / x, tl.fma(x, x, x),
     )  # fmt: skip
+    if SINES:
+        made = made + (tl.sin(x), tl.cos(x))
     for n in tl.static_range(RESULTS):
         tl.store(out_ptr + n * COUNT + i, made[n])
 
@@ -152,8 +154,8 @@ def _functions(x_ptr, out_ptr, COUNT: tl.constexpr, RESULTS: tl.constexpr):
 def _torch_functions(x):
     size = x.abs()
     return [
-        x.exp(), x.exp2(), size.log(), size.log2(), size.sqrt(), size.rsqrt(), x.sin(), x.cos(), x.floor(), x.ceil(),
-        x.erf(), x.sigmoid(), 1.5 / x, x * x + x,
+        x.exp(), x.exp2(), size.log(), size.log2(), size.sqrt(), size.rsqrt(), x.floor(), x.ceil(), x.erf(),
+        x.sigmoid(), 1.5 / x, x * x + x, x.sin(), x.cos(),
     ]  # fmt: skip
 
 
@@ -164,11 +166,12 @@ def test_functions_are_torchs_but_for_the_last_bits(architecture, dtype):
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(COUNT, generator=generator, dtype=torch.float64).to(dtype) * 20
     x[:6] = torch.tensor([0.5, 1.0, -3.0, 60.0, 1e-30, -70.0])
-    wanted = torch.stack(_torch_functions(x.double()))
+    sines = dtype == torch.float32  # those of doubles call a function of PTX, which is refused by name
+    wanted = torch.stack(_torch_functions(x.double())[: None if sines else -2])
 
     def body(comm):
         out = torch.zeros(len(wanted), COUNT, dtype=dtype)
-        comm.launch(_functions, 1, x, out, COUNT=COUNT, RESULTS=len(wanted), num_warps=4)
+        comm.launch(_functions, 1, x, out, COUNT=COUNT, RESULTS=len(wanted), SINES=sines, num_warps=4)
         return out
 
     (found,) = simulate(body, 1, compiled=architecture)

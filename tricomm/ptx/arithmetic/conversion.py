@@ -180,6 +180,8 @@ def _between_floats(form: Form, mode: str, rest: set[str]) -> Rule | None:
     if not isinstance(form.destinations[0], Register) and form.destinations[0] is not None:
         return None
     output = numpy_type(to)
+    if (to, of, mode) == ("bf16", "f16", ""):
+        mode = "rn"  # the assembler takes it without one; Triton says it of what was e4m3, which bf16 holds exactly
     ftz, sat, finite, relu = (name in rest for name in ("ftz", "sat", "satfinite", "relu"))
     if ftz and "f32" not in (to, of) or finite and to not in ("f16", "bf16", "tf32") or mode == "rna" and to != "tf32":
         return None
