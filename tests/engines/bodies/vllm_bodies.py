@@ -188,7 +188,7 @@ def sleeping(rank, world_size, tell, url):
                 parallel_state.resume_device_comms()
             before = calls().get("all_reduce", 0)
             got = group.all_reduce(torch.full((5,), float(rank + 1)))
-            found.append((got.tolist(), calls().get("all_reduce", 0) - before, comm.tricomm.comm is not None))
+            found.append((got.tolist(), calls().get("all_reduce", 0) - before, comm.tricomm.comm.suspended))
         held = comm.tricomm
     return found, held.comm is None
 
