@@ -6,7 +6,8 @@ all of them. So what N ranks add leaves each GPU once instead of N - 1 times.
 Places    A multicast pointer is a tuple: compiled, the one address that the driver mapped for all ranks' memory; under
           the interpreter, which has no switch, the addresses that it stands for, in rank order.
 Width     16 bytes a thread: two neighbouring 64-bit words, of floats by one instruction. The switch has no vectors of
-          integers, so they go by 8 or 4 bytes.
+          integers, so they go by 8 or 4 bytes. A tile has two words or more for every thread: of fewer, Triton would
+          have two threads make the same access, and the later one would add what the other has stored in place.
 Order     Relaxed at `.sys`: nothing else is ordered, so a store arrives at different ranks at different times. Headers
           publish them as they do plain data. The same bytes have another address for plain accesses, and PTX orders
           accesses by two addresses only with an alias fence between them (`fence_aliases`).
@@ -119,6 +120,7 @@ def load_reduced(pointers, first, count, SPEC: tl.constexpr):
     begins before `count` is undefined, and a pair's second word there has to be memory that may be read.
     """
     if SPEC.PTX:
+        tl.static_assert(SPEC.BLOCK >= 2 * SPEC.LANES)
         pair = tl.arange(0, SPEC.BLOCK // 2)
         at = tl.multiple_of(pointers[0] + first, 16) + 2 * pair
         mask = (first + 2 * pair < count).to(tl.int32)
@@ -141,6 +143,7 @@ def store_to_all(pointers, first, words, count, SPEC: tl.constexpr):
     """Store the tile `words` at word `first` of a run of `count` at a multicast pointer: to every rank, by pairs as
     `load_reduced`."""
     if SPEC.PTX:
+        tl.static_assert(SPEC.BLOCK >= 2 * SPEC.LANES)
         pair = tl.arange(0, SPEC.BLOCK // 2)
         at = tl.multiple_of(pointers[0] + first, 16) + 2 * pair
         low, high = tl.split(tl.reshape(words, [SPEC.BLOCK // 2, 2]))

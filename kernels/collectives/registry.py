@@ -110,6 +110,13 @@ class Kernel:
         """True for a kernel of wide words, which not every compiler and GPU has (`wide_words.why_not`)."""
         return self.protocol == "ll128"
 
+    @property
+    def words_per_thread(self) -> int:
+        """64-bit words of a tile (wide ones of `ll128`) that every thread of a block has at least. Through the switch
+        two are an access; of fewer, two threads would make the same one, and add in place what was added already.
+        """
+        return 2 if self.wide or self.multicast else 1
+
     def why_not_compiled(self, architecture: int) -> str | None:
         """None if this Triton compiles it for `architecture` (90 for sm_90), else the reason."""
         if self.wide:

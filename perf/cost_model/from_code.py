@@ -189,7 +189,7 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
     words, payload = -(-elements // 2), layout.tile_words(kernel.protocol, tile)
     blocks = max(1, min(shape.blocks, -(-words // (payload * divided))))
-    warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // (2 if kernel.wide else 1))
+    warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // kernel.words_per_thread)
     shape = LaunchShape(blocks, warps, tile, shape.registers)
     round_words = blocks * payload * divided
     chunk = chunk_words(kernel, world_size, plan)

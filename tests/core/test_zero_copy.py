@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tricomm
+from tests.explorer.compiled import ptx_mutants
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import some
 from tricomm.errors import InvalidArgument
@@ -234,8 +235,29 @@ def test_handles_through_the_switch_compiled():
         found.append(comm.all_reduce(w, algorithm="multicast").local.tolist())
         return chosen, [each == [6 * n + 15 for n in range(9001)] for each in found]
 
-    found = tricomm.simulate(body, 6, compiled="sm_90")
+    found = []
+    texts = ptx_mutants.launched(lambda: found.extend(tricomm.simulate(body, 6, compiled="sm_90")))
     assert found == [(["two_shot", "multicast", "one_shot"], [True, True])] * 6
+    # What the ranks wrote by their own addresses is read by another one: behind the first barrier.
+    assert [text.count("fence.proxy.alias") for text in texts["all_reduce_multicast_zero_copy"]] == [1]
+
+
+@pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
+def test_no_access_through_the_switch_is_made_twice():
+    """Of the smallest tiles, with as many threads as they have words at most: in place a sum would be added again."""
+
+    def body(comm):
+        w = comm.symmetric((1029,), torch.int32)
+        w.local.copy_(torch.arange(1029) + comm.rank)
+        choice = comm.explain("all_reduce", w, algorithm="multicast")
+        right = comm.all_reduce(w, algorithm="multicast").local.tolist() == [2 * n + 1 for n in range(1029)]
+        return right, choice.block >= 64 * choice.warps
+
+    for tile in (64, 256):
+        options = tricomm.Options(arena_bytes=256 << 10, tile=tile)
+        assert tricomm.simulate(body, 2, options=options, compiled="sm_90") == [(True, True)] * 2
+    with pytest.raises(InvalidArgument, match="tiles of 64 to"):
+        tricomm.simulate(body, 2, options=replace(options, tile=32), compiled="sm_90")
 
 
 def test_the_output_handle_is_part_of_the_call():

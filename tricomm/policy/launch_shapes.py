@@ -76,7 +76,7 @@ def shape_of(
         tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
     tile = _tile(facts, kernel, tile, widest, registers_of(facts, row))
     if facts.device != "cpu":
-        warps = max(1, min(warps, tile // WORDS_PER_WARP // (2 if kernel.wide else 1)))
+        warps = max(1, min(warps, tile // WORDS_PER_WARP // kernel.words_per_thread))
     return facts.blocks or min(blocks, facts.max_blocks, MAX_BLOCKS), warps, tile
 
 
@@ -84,8 +84,8 @@ def _tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, widest: int
     """`usable_tile`: `widest` words divide the kernel's buffers."""
     least, why = 1, divided(facts)
     if facts.device != "cpu":
-        # A plane of wide words is half of their tile, and has to span all threads.
-        least = 2 * WORDS_PER_WARP if kernel.wide else WORDS_PER_WARP
+        # A plane of wide words is half of their tile, as accesses through a switch are, and has to span all threads.
+        least = kernel.words_per_thread * WORDS_PER_WARP
         if registers < MOST_REGISTERS and kernel.protocol != "simple" and LARGEST_LL_WARPS * WORDS_PER_WARP < widest:
             widest, why = LARGEST_LL_WARPS * WORDS_PER_WARP, f"fit into {registers} registers a thread"
     return usable_tile(facts, kernel, tile, (least, widest), why)
