@@ -20,6 +20,7 @@ frameworks_WHEELS := torch==2.13.0 triton==3.9.0 accelerate==1.15.0 lightning==2
 # Beside the one that .venv has.
 TRITONS := 3.6.0 3.7.1 3.8.0
 ON_TRITON := tests/kernels tests/explorer tests/perf/machine_code/test_kernel_report.py
+SOAK_ON_TRITON := tests/perf/machine_code/test_row_spills.py
 
 # Of soak-faults.
 MINUTES ?= 10
@@ -85,6 +86,7 @@ soak: venv  ## the slow tests, an hour of faults, and what depends on Triton und
 			--target $$site triton==$$version || exit 1; \
 		echo "Triton $$version"; \
 		PYTHONPATH=$$site $(BIN)/python -m pytest $(ON_TRITON) || exit 1; \
+		PYTHONPATH=$$site $(BIN)/python -m pytest -m soak --timeout 14400 $(SOAK_ON_TRITON) || exit 1; \
 	done
 
 soak-faults: venv  ## random calls and random faults for MINUTES=10; SOAK='--seed 7 --json FILE' and more

@@ -27,6 +27,7 @@ ROW_BLOCKS = 32  # as LL's
 MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protocols and a norm take less time
 _POLLED = 4096  # words of all ranks that a block's registers hold
 _WORDS_PER_THREAD = 16  # of a row, about: 4 warps for 2048 words
+_FEWER_WORDS = 8  # of codes before sm_90, where numbers that all threads share take their registers: 16 spill
 _LEAST_TILE = 16  # words, of the interpreter
 _REGISTERS = 65536
 _FIRST_ARCHITECTURE = 80  # two numbers of 16 bits in one instruction
@@ -49,7 +50,7 @@ def choose(
         return f"{bits} bits: fused kernels take fp16, bf16 and fp32"
     if facts.max_registers < MOST_REGISTERS:
         return f"fused kernels take more than {facts.max_registers} registers a thread"
-    if facts.device != "cpu" and int(facts.device.removeprefix("sm_").replace("cuda", "0")) < _FIRST_ARCHITECTURE:
+    if facts.device != "cpu" and _architecture(facts) < _FIRST_ARCHITECTURE:
         return f"fused kernels are compiled for sm_{_FIRST_ARCHITECTURE} and newer, and the same for all ranks"
     if not facts.reachable:
         return "not every rank reaches every other one's memory here"
@@ -107,6 +108,11 @@ def constexprs(facts: SelectionFacts, choice: Choice, hidden: int, aligned: bool
     return values
 
 
+def _architecture(facts: SelectionFacts) -> int:
+    """90 for sm_90; 0 for GPUs of several kinds."""
+    return int(facts.device.removeprefix("sm_").replace("cuda", "0"))
+
+
 def _shape(
     facts: SelectionFacts, kernel: registry.Kernel, bits: int, hidden: int, rows: int, quantize: str,
     row: TableRow | None = None,
@@ -126,7 +132,8 @@ def _shape(
     whole = max(least, 1 << (run - 1).bit_length())
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
     # A word of each plane is a thread's: a tile has the same layout whether it is loaded, polled or stored.
-    most = least * min(16, max(4, form.ROW // (32 * _WORDS_PER_THREAD))) if gpu else CPU_TILE
+    held = _FEWER_WORDS if gpu and quantize and _architecture(facts) < 90 else _WORDS_PER_THREAD
+    most = least * min(16, max(4, form.ROW // (32 * held))) if gpu else CPU_TILE
     form = replace(form, BLOCK=max(least, min(wanted or most, widest, whole)))
     room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
     if form.PITCH > room:
