@@ -40,6 +40,26 @@ def test_a_shipped_kernel_is_passed(name):
     assert report.compiled == "sm_90"
 
 
+def test_calls_on_a_handle_are_passed():
+    """All kernels that read it in place. The host's next write comes behind the call in the stream."""
+
+    def body(comm):
+        made, w = [], comm.symmetric((80,), torch.int64)
+        calls = {"all_reduce": 80, "all_gather": 160, "reduce_scatter": 40, "in place": 0}
+        for number, (call, size) in enumerate(calls.items()):
+            w.local.copy_(torch.arange(80) * (number + 1) + comm.rank)
+            if size:
+                getattr(comm, call)(w, out=(y := torch.full((size,), -1)))
+            else:
+                comm.all_reduce(w)
+            made.append(y if size else w.local.clone())
+        assert torch.equal(made[0], torch.arange(80) * 2 + 1) and torch.equal(made[3], torch.arange(80) * 8 + 1)
+        return made
+
+    report = tricomm.check(body, 2, 4, options=ptx_mutants.options(2), compiled="sm_90", identical=False)
+    assert report.ok, report
+
+
 _AT_LENGTH: dict[tuple[str, ...], str] = {}  # by the instructions of what was launched: which kernel's
 
 

@@ -152,7 +152,7 @@ class ThreadDetector:
             shadow: ThreadShadow = region.shadow
             for piece in np.flatnonzero(shadow.waiting).tolist():
                 event, start = self.events[shadow.record[piece]], piece * shadow.granule
-                if allowed.may_stay_unread(event.site) or event.rank == region.rank:
+                if allowed.may_stay_unread(event.site) or region.acknowledges(start) or event.rank == region.rank:
                     continue
                 if region.bytes[start : start + shadow.granule].any():
                     self.report(diagnosis.leftover(event.record(), region.label(start)))

@@ -214,7 +214,7 @@ class Detector:
             left = np.flatnonzero(~shadow.taken & (shadow.writer >= 0)) * shadow.granule
             for start in left.tolist():
                 record = self.records[shadow.record[start // shadow.granule]]
-                if allowed.may_stay_unread(record.site):
+                if allowed.may_stay_unread(record.site) or region.acknowledges(start):
                     continue
                 if record.rank != region.rank and region.bytes[start : start + shadow.granule].any():
                     self.report(diagnosis.leftover(record, region.label(start)))

@@ -62,6 +62,13 @@ class Region:
         part = f" channel {channel}," if self.plan.channels > 1 else ""
         return f"rank {self.rank}'s arena,{part} {_arena_label(self.plan, offset)}"
 
+    def acknowledges(self, offset: int) -> bool:
+        """True for the words in which receivers acknowledge slots: only a later message would read the last of them."""
+        if self.plan is None or not self.plan.queue_states <= offset % self.plan.slice < self.plan.slots:
+            return False
+        word = (offset % self.plan.slice - self.plan.queue_states) % layout.QUEUE_STATE // 8
+        return layout.ACKS <= word < layout.ACKS + layout.SLOTS
+
     def constant(self, lowest: int, highest: int) -> bool:
         """True for words of a group table that no kernel writes: reading them is no event."""
         if self.plan is None:

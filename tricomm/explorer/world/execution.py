@@ -81,7 +81,7 @@ class Ranks:
         self._comms: dict[int, Communicator] = {}
         self._errors: dict[int, Exception] = {}
         self._deadlock: Finding | None = None
-        self._stuck_at = -1
+        self._stuck_at, self._looks = -1, False
         self._memory = Memory()
         self._machine, delays = _machine(self._memory, self._detector, contention, execution, compiled)
         # Inputs are the same in every schedule of a campaign; under `simulate` the seed is the user's.
@@ -184,11 +184,21 @@ class Ranks:
         aborted = lambda: self._world.leaving(rank)  # noqa: E731
         if ranks is None:
             return self._oracle.watched(request, plan, rank, topology, aborted, channel)
-        in_order = lambda look: ranks.in_order(rank, look)  # noqa: E731
+        in_order = lambda look: ranks.in_order(rank, lambda: self._unseen(look))  # noqa: E731
         return self._oracle.watched(request, plan, rank, topology, aborted, channel, in_order)
+
+    def _unseen(self, look: Callable[[], None]) -> None:
+        """The oracle's look at what a stream has come to: nothing of the host's orders it, and nothing has to."""
+        self._looks = True
+        try:
+            look()
+        finally:
+            self._looks = False
 
     def _touched(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int) -> None:
         assert self._detector is not None
+        if self._looks:
+            return
         site = source_lines.of_host()
         if isinstance(self._detector, Detector):
             self._detector.host_access(rank, write, region, offsets, itemsize, site, self._scheduler.strand)
