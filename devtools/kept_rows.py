@@ -32,8 +32,9 @@ class KeptRows:
         self._rows: dict[str, Row] = {}
         if path is None:
             return
-        origin = {"commit": provenance.commit(), "versions": provenance.versions()}
-        if not origin["commit"] or origin["commit"].endswith("+"):
+        commit = provenance.commit()
+        origin = {"commit": commit, "versions": provenance.versions()}
+        if not commit or commit.endswith("+"):
             raise InvalidArgument(f"{path}: rows are kept of a commit only, and this checkout has changes; commit them")
         if not path.exists() or not path.read_text():
             path.write_text(json.dumps(origin) + "\n")
