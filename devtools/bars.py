@@ -156,7 +156,7 @@ def _of_call(row: CallRow) -> Iterator[Bar]:
 def measure(progress: Callable[[str], None] = lambda text: None, kept: KeptRows | None = None) -> dict[str, Any]:
     """The numbers of this checkout by their bars' names; one that cannot be had is the reason, as a text."""
     kept = kept or KeptRows()
-    values: dict[str, Any] = {}
+    values: dict[str, Value] = {}
     details: dict[str, Any] = {}
     for name, get in _units():
         progress(name)
