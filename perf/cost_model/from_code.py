@@ -78,16 +78,21 @@ def predict(
     """One call of `nbytes` of float32 input a rank, in a graph. `shape` None: the policy's."""
     shape = shape or policy_shape(machine, kernel, world_size, nbytes)
     kind = kernel.kind
-    elements = max(1, nbytes // 4 // kind.rows_in(world_size))
+    elements = _aligned(max(1, nbytes // 4 // kind.rows_in(world_size)))
     working_set = nbytes * (1 + kind.rows_out(world_size) / kind.rows_in(world_size))
     cold = working_set > LATENCIES[machine.name].l2_bytes
     cut = _division(kernel, world_size, elements, shape)
 
     def call(chunks: int, rounds: float, plan: Layout) -> TimedCall:
-        part = min(elements, int(chunks * rounds * cut.round))
+        part = min(elements, _aligned(int(chunks * rounds * cut.round)))
         return _call(machine, kernel.name, world_size, part, cut.shape, cold, plan, chunks)
 
     return extended(machine, cut, elements, call)
+
+
+def _aligned(elements: int) -> int:
+    """A row of so many, or a little shorter: the kernels that are timed are those of rows at multiples of 16 bytes."""
+    return elements - elements % 4 if elements > 4 else elements
 
 
 Call = Callable[[int, float, Layout], TimedCall]  # executes one of so many chunks, each of so many rounds

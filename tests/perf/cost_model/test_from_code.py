@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -15,7 +16,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.perf import units
 from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, timed_call
 from tricomm.perf.cost_model.from_code import LaunchShape
-from tricomm.perf.cost_model.machines import MACHINES
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.cost_model.warp_clock import PARTS
 
 _H100 = MACHINES["h100"]
@@ -92,6 +93,20 @@ def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(from_code, "chunk_words", lambda kernel, world_size, plan: 4096)
     with pytest.raises(from_code.UnknownChunks, match="all_reduce_one_shot_ll: .* took 1 epochs and not 2"):
         from_code.predict(_H100, _LL, 2, 8 * 8192, _SHAPE)
+
+
+def test_rows_of_the_executed_parts_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gather by 12-byte words, three chunks and a rest: the parts end anywhere."""
+    seen: list[int] = []
+
+    def timed(machine: MachineSpec, kernel: str, world_size: int, elements: int, *rest: Any) -> timed_call.TimedCall:
+        seen.append(elements)
+        return timed_call.TimedCall((float(elements),) * len(PARTS), 1.0, 1.0, None, 1, 0, 1, rest[-1], 1.0)
+
+    monkeypatch.setattr(from_code, "_call", timed)
+    for nbytes in (2 << 20, (2 << 20) + 12):
+        from_code.predict(_H100, registry.find("all_gather", "one_shot", "ll128"), 8, nbytes)
+    assert len(seen) >= 6 and not [elements for elements in seen if elements % 4]
 
 
 @pytest.mark.parametrize("kernel", [k for k in registry.ALL if k.collective == "all_reduce" and not k.needs_cube])
