@@ -53,7 +53,7 @@ def clean(kernel: Kernel, world_size: int = 3, **more: Any) -> tricomm.Report:
     more = more if not kernel.needs_cube else {"sizes": FEW, "blocks": 1, "tile": 4} | more
     world_size = registry.CUBE_RANKS if kernel.needs_cube else world_size
     sizes, blocks = more.pop("sizes", SIZES), more.pop("blocks", shipped.BLOCKS)
-    options = shipped.options(world_size, blocks, more.pop("tile", None))
+    options = shipped.options(world_size, blocks, more.pop("tile", None), kernel=kernel)
     options = replace(options, first_epoch=more.pop("first_epoch", 1))
     return passed(shipped.body(kernel, sizes), world_size, options=options, **more)
 

@@ -136,7 +136,9 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
         return
     with env.without("TRICOMM_BATCH_INVARIANT"):  # with it, not all kernels may be forced
         for kernel in shipped.kernels(options["collective"], options["algorithm"], options["protocol"]):
-            memory = shipped.options(size, options["blocks"] or shipped.BLOCKS, compiled=options["compiled"])
+            memory = shipped.options(
+                size, options["blocks"] or shipped.BLOCKS, compiled=options["compiled"], kernel=kernel
+            )
             body = shipped.body(kernel, shipped.SIZES if options["compiled"] is None else shipped.COMPILED_SIZES)
             yield (
                 kernel.name,

@@ -58,14 +58,20 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     return found
 
 
-def options(world_size: int, blocks: int = BLOCKS, tile: int | None = None, compiled: str | None = None) -> Options:
-    """The smallest memory, and blocks and tiles so small that every path is taken."""
+def options(
+    world_size: int, blocks: int = BLOCKS, tile: int | None = None, compiled: str | None = None,
+    kernel: Kernel | None = None,
+) -> Options:  # fmt: skip
+    """The smallest memory, and blocks and tiles so small that every path is taken, of `kernel` if there is one."""
     if compiled is not None:
         return replace(checked_options(world_size, None), blocks=blocks)
     nbytes = smallest(world_size).arena_bytes
     if tile is None:
         memory = layout.plan(world_size, nbytes)
-        tile = min(TILE, *(memory.largest_tile(k.algorithm, k.protocol) for k in registry.KERNELS))
+        fused = [kernel] if kernel is not None and kernel.collective == FUSED else []
+        planes = 2 if any(k.wide for k in fused) else 1  # of a row's tile, each as long as another kernel's tile
+        users = fused or registry.KERNELS
+        tile = min(TILE * planes, *(memory.largest_tile(k.algorithm, k.protocol) for k in users))
     return Options(arena_bytes=nbytes, blocks=blocks, tile=tile)
 
 
