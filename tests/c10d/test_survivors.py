@@ -63,6 +63,12 @@ def test_without_a_future_that_the_reducer_can_read_the_survivors_die(url):
 
 
 def test_without_the_callback_of_the_backward_pass_the_class_is_in_the_text_only(url):
-    for outcome in survivors(url, "gloo", "plain", "kill", "the callback"):
-        kind, text, _ = outcome.value
-        assert kind == "RuntimeError" and "PeerDied: " in text
+    kinds: set[str] = set()
+    for attempt in range(3):  # a rank that makes its call after the end is known has the class without any callback
+        for outcome in survivors(f"{url}-{attempt}", "gloo", "plain", "kill", "the callback"):
+            kind, text, _ = outcome.value
+            assert kind == "PeerDied" or (kind == "RuntimeError" and "PeerDied: " in text), (kind, text)
+            kinds.add(kind)
+        if "RuntimeError" in kinds:
+            return
+    raise AssertionError(f"the callback is not needed: {kinds}")
