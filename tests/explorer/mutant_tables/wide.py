@@ -23,7 +23,7 @@ _HALVES = """\
 """
 _LATE = "lane < plane_words(lefts[n], BLOCK)"
 _SENT = "put_wide(pointer, tile, flag, plane_words(left, SPEC.PLANE), SPEC.PLANE)"
-_START = "        at = y_ptr.to(tl.pointer_type(tl.int64)) + start + lane\n"
+_START = "    one, two, three = tile\n"
 _CLEAR = "            clear_runs(start, words, idle, wide_runs, True, SPEC)\n"
 _PLACE = "offset = wide_base(group) + buffer * wide_bytes(group)"
 
@@ -46,7 +46,7 @@ WIDE = (
     ),
     Mutant(
         "W04", "ll128: the planes of a last tile are full ones", "sender and receiver have to divide a tile alike",
-        (Edit(PLANES, _START, f"        plane = left * 0 + SPEC.PLANE\n{_START}"),),
+        (Edit(PLANES, _START, f"    plane = left * 0 + SPEC.PLANE\n{_START}"),),
         (W,), frozenset({"wrong_result", "out_of_bounds"}), body=bodies.in_turn, tile=16,
     ),
     Mutant(
