@@ -245,3 +245,13 @@ def test_the_fake_bites():
     ):
         with pytest.raises((fake_nccl.NcclInvalid, RuntimeError, TypeError)):
             call()
+
+
+def test_a_single_element_of_any_stride_is_bytes_and_nothing_else_with_gaps():
+    memory = torch.arange(8, dtype=torch.int32)
+    one = memory[3:].as_strided((1,), (2,), 3)
+    assert torch.equal(nccl._bytes(one), memory[3:4].view(torch.uint8))
+    assert torch.equal(nccl._bytes(memory[2:]), memory[2:].view(torch.uint8)) and not len(nccl._bytes(memory[:0]))
+    for gaps in (memory[::2], memory.view(2, 4).t()):
+        with pytest.raises(RuntimeError):
+            nccl._bytes(gaps)

@@ -249,7 +249,8 @@ def end(communicator: Nccl | None, lost: bool, seconds: float) -> None:
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().as_strided((x.numel(),), (1,))  # a single element may have any stride
+    flat = x.detach().view(-1)
+    return flat.as_strided((1,), (1,)) if len(flat) == 1 else flat  # a single element may have any stride
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
