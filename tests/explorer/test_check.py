@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -254,6 +258,22 @@ def test_host_code_that_touches_shared_memory_unordered(peer):
     assert kinds(report) == ({"race"} if peer == 0 else set())
     if peer == 0:
         assert any("host code" in f.text for f in report.findings)
+
+
+LINKED = """
+import torch, triton, tricomm
+assert "/linked/" in triton.__file__, triton.__file__
+report = tricomm.check(lambda comm: comm.all_reduce(torch.ones(9), algorithm="one_shot", protocol="ll"), 2, schedules=1)
+assert report.ok, report
+"""
+
+
+def test_an_environment_behind_a_symbolic_link(tmp_path):
+    linked, root = tmp_path / "linked", Path(tricomm.__file__).parents[1]
+    linked.symlink_to(sysconfig.get_path("purelib"))
+    environment = os.environ | {"PYTHONPATH": f"{linked}{os.pathsep}{root}"}
+    done = subprocess.run([sys.executable, "-c", LINKED], env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

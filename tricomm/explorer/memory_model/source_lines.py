@@ -17,7 +17,12 @@ import triton
 from tricomm import kernels
 from tricomm.kernels.launch import interpreted_wide, interpreter, memory_access, triton_adapter, triton_shortcuts
 
-_HIDDEN = tuple(str(Path(m.__file__ or "").resolve().parent) for m in (triton, np, torch, greenlet)) + tuple(
+# An environment may be reached through a symbolic link; code then names the files by that link.
+_HIDDEN = tuple(
+    str(path.parent)
+    for m in (triton, np, torch, greenlet)
+    for path in (Path(m.__file__ or ""), Path(m.__file__ or "").resolve())
+) + tuple(
     str(Path(m.__file__ or ""))
     for m in (memory_access, triton_adapter, triton_shortcuts, interpreter, interpreted_wide)
 )
