@@ -82,15 +82,15 @@ class RowLaunch:
 
 def launched(
     site: SelectionFacts, kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int,
-    shape: tuple[int, int, int] | None = None, aligned: bool = True,
+    shape: tuple[int, int, int] | None = None, aligned: bool = True, mode: str = "graph",
 ) -> RowLaunch:  # fmt: skip
-    """`kernel` for `rows` rows in a graph; `shape` (blocks, warps, tile) in place of the policy's.
+    """`kernel` for `rows` rows in `mode`; `shape` (blocks, warps, tile) in place of the policy's.
 
     Raises `InvalidArgument` if the kernel does not take such rows.
     """
     request = Request("all_reduce", "sum", kernel.algorithm, kernel.protocol, epilogue=form.epilogue(dtype))
     request = request.sized(dtype, rows * form.hidden)
-    choice = fused_kernels.choose(site, request, "graph")
+    choice = fused_kernels.choose(site, request, mode)
     if isinstance(choice, str):
         raise InvalidArgument(f"{kernel.name} of {form.name}: {choice}")
     if shape is not None:
@@ -100,7 +100,7 @@ def launched(
     def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: Any, aligned: bool, more: Any) -> Any:
         made.append(RowLaunch(choice, function, constexprs, bits))
 
-    fused_kernels.make(site, choice, request, aligned, "graph", bind)
+    fused_kernels.make(site, choice, request, aligned, mode, bind)
     return made[0]
 
 

@@ -41,21 +41,24 @@ class FusedTensors:
         """The inputs of call `number`, and outputs that are no result."""
         for name, data in _data(comm.world_size, comm.rank, number, self.call).items():
             getattr(self.call, name).copy_(data)
-        for out in (self.call.residual_out, self.call.norm_out):
-            if out is not None:
-                check_data.poison(out)
+        _poison(self.call)
+
+    def exact(self, comm: Communicator, number: int, device: torch.device) -> FusedCall:
+        """Call `number` with its results: the exact sum of all ranks, and the steps of the unfused call on `device`."""
+        call, size = self.call, comm.world_size
+        parts = [_data(size, rank, number, call) for rank in range(size)]
+        total = torch.stack([part["x"] for part in parts]).sum(0).to(device, call.x.dtype)
+        exact = _call(self.case, total.numel(), device)
+        assert exact.residual is not None
+        exact.residual.copy_(parts[0]["residual"])
+        exact.weight.copy_(parts[0]["weight"])
+        _poison(exact)
+        unfused.finish(exact, total)
+        return exact
 
     def wrong(self, comm: Communicator, number: int) -> int:
         """Wrong elements of the results of call `number`."""
-        call, size = self.call, comm.world_size
-        parts = [_data(size, rank, number, call) for rank in range(size)]
-        total = torch.stack([part["x"] for part in parts]).sum(0).to(call.x.dtype)
-        residual, weight = (parts[0][name].to(call.x.dtype) for name in ("residual", "weight"))
-        exact = _call(self.case, total.numel(), total.device)
-        assert exact.residual is not None
-        exact.residual.copy_(residual)
-        exact.weight.copy_(weight)
-        unfused.finish(exact, total)
+        call, exact = self.call, self.exact(comm, number, torch.device("cpu"))
         found = int((call.residual_out.cpu() != exact.residual_out).sum())
         if call.norm_out is not None and exact.norm_out is not None:
             step = 2 * torch.finfo(call.x.dtype).eps * exact.norm_out.double().abs()
@@ -76,6 +79,12 @@ def _call(case: Case, count: int, device: torch.device) -> FusedCall:
         return torch.zeros(-(-nbytes // 8), dtype=torch.int64, device=device)
 
     return row_calls.call(form(case), count // case.hidden, getattr(torch, case.dtype), new)
+
+
+def _poison(call: FusedCall) -> None:
+    for out in (call.residual_out, call.norm_out, call.quant_out):
+        if out is not None:
+            check_data.poison(out)
 
 
 def form(case: Case) -> RowForm:
@@ -127,6 +136,12 @@ def offered(library: str) -> dict[str, Callable[[Communicator, Case, FusedTensor
 
 
 def _unfused(comm: Communicator, case: Case, made: FusedTensors, join: Join) -> Callable[[], Any]:
+    return unfused_call(comm, made)
+
+
+def unfused_call(comm: Communicator, made: FusedTensors) -> Callable[[], Any]:
+    """tricomm's all-reduce, by the kernel that it chooses, and torch's norm."""
+
     def run() -> None:
         comm.all_reduce(made.call.x, out=made.total)
         _norm(made)

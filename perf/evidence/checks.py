@@ -14,7 +14,7 @@ from tricomm import Communicator, Options, Symmetric
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES
-from tricomm.kernels.wide_words import FIRST_ARCHITECTURE, why_not
+from tricomm.kernels.wide_words import FIRST_ARCHITECTURE
 from tricomm.perf.bench import check_data, collective_calls
 
 # The parts of a kernel's checks, the most telling first.
@@ -53,9 +53,13 @@ def kernels(world_size: int, dry_run: bool) -> list[Kernel]:
     """The registered kernels that `world_size` ranks can run and this Triton compiles; in a dry run a few of them."""
     if dry_run:
         return [registry.find(*key) for key in _FEW_KERNELS]
-    wide = why_not(FIRST_ARCHITECTURE) is None
-    known = [k for k in registry.KERNELS if wide or not k.wide]
+    known = [k for k in registry.KERNELS if compiles(k)]
     return [k for k in known if not k.needs_cube or world_size == registry.CUBE_RANKS]
+
+
+def compiles(kernel: Kernel) -> bool:
+    """Whether this Triton compiles it, for the oldest GPU that has what it needs."""
+    return kernel.why_not_compiled(FIRST_ARCHITECTURE) is None
 
 
 def of_processes(world_size: int, dry_run: bool) -> list[Kernel]:

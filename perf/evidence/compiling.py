@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
@@ -18,9 +18,11 @@ import torch
 
 from tricomm import Options
 from tricomm.core import launch_plan
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import compile_kernel
+from tricomm.perf import row_calls
 from tricomm.perf.bench import check_data
 from tricomm.perf.evidence import checks, hardware
 from tricomm.perf.evidence.stage import EvidenceSettings, Wrong
@@ -29,6 +31,7 @@ from tricomm.policy.selection import choose
 from tricomm.policy.selection_facts import SelectionFacts
 
 Job = tuple[str, dict[str, Any], int | None, bool, int]  # the kernel's name, and the arguments of `compile_kernel`
+RowCall = tuple[row_calls.RowForm, str, int]  # form, type, rows
 _DRY = 1  # variants of a case that a dry run compiles
 LIMIT = 600.0  # seconds that the variants of a case may take
 _NAMED = 3  # variants in a message
@@ -79,7 +82,8 @@ def _weight(job: Job) -> int:
 
 def _name(job: Job) -> str:
     name, values, bits = job[:3]
-    return f"{name} {values.get('ELEMENT') or f'{bits} bits'} {values.get('OP') or ''} of {values['WORLD_SIZE']} ranks"
+    what = values.get("FORM") or values.get("OP") or ""
+    return f"{name} {values.get('ELEMENT') or f'{bits} bits'} {what} of {values['WORLD_SIZE']} ranks"
 
 
 @cache
@@ -133,12 +137,41 @@ def jobs(
     return list(variants.values())
 
 
+def of_rows(
+    kernels: Iterable[registry.Kernel], world_size: int, arena_bytes: int, capability: int, wanted: Iterable[RowCall]
+) -> list[Job]:
+    """The distinct variants of fused calls by each of `kernels`. The functions that a fused kernel is made with cannot
+    be sent to a process, so such a job names the call: `constexprs` are the arguments of `_of_row`."""
+    calls, variants = list(wanted), dict[str, Job]()
+    for kernel in kernels:
+        for form, dtype, rows in calls:
+            values = {
+                "WORLD_SIZE": world_size, "WIDE": kernel.wide, "ELEMENT": dtype, "FORM": form.name, "ROWS": rows,
+                "ARENA": arena_bytes, "PROTOCOL": (kernel.algorithm, kernel.protocol),
+            }  # fmt: skip
+            made = _of_row(values, capability)
+            key = repr((kernel.name, made.constexprs, made.bits))
+            variants.setdefault(key, (kernel.name, values, made.bits, True, capability))
+    return list(variants.values())
+
+
+def _of_row(values: dict[str, Any], capability: int) -> row_calls.RowLaunch:
+    memory = layout.plan(values["WORLD_SIZE"], values["ARENA"])
+    site = SelectionFacts(f"sm_{capability}", values["WORLD_SIZE"], memory, layout.MAX_BLOCKS)
+    kernel, form = registry.find(FUSED, *values["PROTOCOL"]), row_calls.parse(values["FORM"])
+    return row_calls.launched(site, kernel, form, getattr(torch, values["ELEMENT"]), values["ROWS"], mode="eager")
+
+
 def compile_one(job: Job) -> str:
     """The error in words, or an empty string."""
     name, constexprs, bits, aligned, capability = job
-    function = next(k.function for k in registry.ALL if k.name == name)
     try:
-        compile_kernel(function, constexprs, bits, aligned, capability)
+        if "FORM" in constexprs:
+            made = _of_row(constexprs, capability)
+            function, values = made.function, made.constexprs
+        else:
+            function, values = next(k.function for k in registry.ALL if k.name == name), constexprs
+        compile_kernel(function, values, bits, aligned, capability)
     except Exception as error:  # whatever a compiler may raise
         return f"{name} {constexprs} {bits} bits: {type(error).__name__}: {error}"
     return ""

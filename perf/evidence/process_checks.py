@@ -1,4 +1,4 @@
-"""The tasks of ranks that are processes: sweeps, graphs, ends of the epoch, two groups, messages.
+"""The tasks of ranks that are processes: sweeps, graphs, ends of the epoch, two groups, messages, fused calls, memory.
 
     python -m tricomm.perf.evidence.process_checks WORLD [COLLECTIVE]
 
@@ -21,7 +21,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf.bench import check_data, collective_calls, timing
-from tricomm.perf.evidence import checks, hardware, message_checks
+from tricomm.perf.evidence import checks, hardware, memory_checks, message_checks, row_checks
 from tricomm.perf.workers import run_workers
 
 # The epoch before a signed counter of 32 bits overflows, before an unsigned one does, and before a mailbox is cleared.
@@ -159,6 +159,27 @@ def messages(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
     return kind, calls, wrong
 
 
+def fused(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
+    """Rows that end in RMSNorm and a quantisation, by every fused kernel."""
+    with join("fused") as comm:
+        made, errors = row_checks.sweep(comm, dry_run)
+        return comm.kind, made, errors
+
+
+def memory(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
+    """Users' own tensors, and memory that is given back and taken again under a captured graph."""
+    with join("memory") as comm:
+        registered, asleep = memory_checks.registered(comm), memory_checks.sleep(comm)
+        return comm.kind, registered[0] + asleep[0], registered[1] + asleep[1]
+
+
+def switch(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
+    """Kernels through a switch that adds, if the ranks have one."""
+    with join("switch") as comm:
+        made, errors = memory_checks.through_the_switch(comm, dry_run)
+        return comm.kind, made, errors
+
+
 def _captured(call: Callable[[], None], stream: Any) -> Callable[[], None]:
     if stream is None:
         return timing.repeated(call, 2)
@@ -167,6 +188,7 @@ def _captured(call: Callable[[], None], stream: Any) -> Callable[[], None]:
 
 _TASKS: dict[str, Callable[[Join, Kernel, bool], Checked]] = {
     "one size": one_size, "sweep": sweep, "epochs": epochs, "two groups": two_groups, "messages": messages,
+    "fused": fused, "memory": memory, "switch": switch,
 }  # fmt: skip
 
 

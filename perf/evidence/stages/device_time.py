@@ -1,11 +1,14 @@
 """Time of each kernel on the device, in a CUDA graph with all ranks resident, beside the limits of the same run.
 
+Fused calls stand beside `unfused`: the all-reduce that a communicator chooses, and torch's norm.
+
 All ranks share one GPU's memory. So the limits are the memory's bandwidth for large messages (a copy of 1 GiB), the L2
 cache's for small ones (a repeated copy of 4 MiB), and the time from launch to launch of a kernel that does nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from fractions import Fraction
 from functools import partial
@@ -14,14 +17,20 @@ import torch
 import triton
 
 from tricomm import Communicator, Options
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.kernels.collectives.registry import CUBE_RANKS, Kernel
 from tricomm.kernels.launch import kernel_launch
-from tricomm.perf.bench import collective_calls, timing
-from tricomm.perf.evidence import checks, compiling, hardware
+from tricomm.perf.bench import collective_calls, fused_bench, timing
+from tricomm.perf.bench.request import Case
+from tricomm.perf.evidence import checks, compiling, hardware, row_checks
 from tricomm.perf.evidence.stage import EIGHT, GRAPH, STREAMS, TWO, Data, EvidenceSettings, Stage, StageCase
+from tricomm.perf.row_calls import RowForm
 
 SIZES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22, 1 << 25)
 FIRST_SIZE = SIZES[2]
+FORMS, FEW_FORMS = (RowForm(8192), RowForm(8192, "fp8_per_token")), (RowForm(160),)
+ROWS = (1, 32)
+_TYPE = "bfloat16"
 _CALLS, _ROUNDS = 20, 15
 
 
@@ -47,11 +56,46 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
                     jobs=partial(_jobs, settings, kernel, world_size, nbytes),
                     needs=(EIGHT,) if world_size == CUBE_RANKS else (),
                 )
+        yield from _rows(settings, world_size)
+
+
+def _rows(settings: EvidenceSettings, world_size: int) -> Iterable[StageCase]:
+    """Fused calls: few rows, and no norm beside the codes if they quantise."""
+    forms = FEW_FORMS if settings.dry_run else FORMS
+    ways = [*(kernel.name for kernel in row_checks.kernels(world_size)), fused_bench.UNFUSED]
+    for form, rows, way in itertools.product(forms, ROWS[: 1 if settings.dry_run else None], ways):
+        yield StageCase(
+            f"{way}/{world_size} ranks/{rows} rows of {form.name}",
+            partial(_fused, settings, way, world_size, form, rows),
+            tier=2 if world_size == 2 else 4,
+            jobs=partial(_row_jobs, settings, way, world_size, form, rows),
+            needs=(EIGHT,) if world_size == CUBE_RANKS else (),
+        )
+
+
+def _row_jobs(settings: EvidenceSettings, way: str, world_size: int, form: RowForm, rows: int) -> list[compiling.Job]:
+    kernels = [k for k in row_checks.kernels(world_size) if k.name == way]
+    capability, arena = hardware.capability(settings), _options(settings).arena_bytes
+    return compiling.of_rows(kernels, world_size, arena, capability, [(form, _TYPE, rows)])
+
+
+def _fused(settings: EvidenceSettings, way: str, world_size: int, form: RowForm, rows: int) -> Data:
+    kernel = next((k for k in row_checks.kernels(world_size) if k.name == way), None)
+    algorithm, protocol = (kernel.algorithm, kernel.protocol) if kernel is not None else (None, None)
+    case = Case(FUSED, algorithm, protocol, _TYPE, hidden=form.hidden, quantize=form.quantize)
+
+    def make(comm: Communicator) -> timing.Call:
+        made = fused_bench.tensors(comm, case, rows * form.hidden)
+        made.load(comm, 0)
+        return fused_bench.ours(comm, case, made) if kernel is not None else fused_bench.unfused_call(comm, made)
+
+    rounds, calls = (2, 1) if settings.dry_run else (_ROUNDS, _CALLS)
+    return hardware.spread(hardware.of(settings).resident(world_size, make, calls, rounds, _options(settings)))
 
 
 def _jobs(settings: EvidenceSettings, kernel: Kernel, world_size: int, nbytes: int) -> list[compiling.Job]:
     call = checks.CheckedCall(_count(kernel, world_size, nbytes), "sum" if kernel.reduces else "none", 0)
-    wanted = {"bfloat16": [call]}
+    wanted = {_TYPE: [call]}
     return compiling.jobs(kernel, world_size, hardware.capability(settings), wanted, _options(settings))
 
 

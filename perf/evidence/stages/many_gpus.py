@@ -21,7 +21,7 @@ from tricomm.perf import units
 from tricomm.perf.bench import timing
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.evidence import checks, compiling, hardware
-from tricomm.perf.evidence.stage import KILL, Data, EvidenceSettings, Stage, StageCase, Wrong
+from tricomm.perf.evidence.stage import KILL, Data, EvidenceSettings, Skip, Stage, StageCase, Wrong
 from tricomm.perf.evidence.stages import peers, processes
 from tricomm.perf.workers import run_workers
 
@@ -65,9 +65,10 @@ def _cases(settings: EvidenceSettings) -> Iterable[StageCase]:
                 partial(_table, settings, collective, world_size, lost[world_size]),
                 tier=0 if first else 2 if world_size == worlds(gpus)[-1] else 3,
             )
+    world_size = worlds(gpus)[-1]
+    yield StageCase(f"switch/{world_size} ranks", partial(_switch, settings, world_size), limit=240.0, tier=1)
     if settings.dry_run:
         return  # stage `processes` sweeps
-    world_size = worlds(gpus)[-1]
     for kernel in checks.of_processes(world_size, False):
         ranks = {"tasks": ["sweep"], "kernel": kernel.name, "dry_run": False, "one_gpu": False}
         yield StageCase(
@@ -105,6 +106,14 @@ def copied(x: torch.Tensor, y: torch.Tensor) -> float:
         elapsed = timing.stopwatch(x.device)
         y.copy_(x, non_blocking=True)
         return elapsed() / 1e6
+
+
+def _switch(settings: EvidenceSettings, world_size: int) -> Data:
+    ranks = {"tasks": ["switch"], "kernel": "switch", "dry_run": settings.dry_run, "one_gpu": False}
+    data = processes.run(ranks, world_size)
+    if not data["calls"] and not settings.dry_run:
+        raise Skip("no memory with a multicast address; tricomm doctor says why")
+    return data
 
 
 def _latency(settings: EvidenceSettings, world_size: int) -> Data:

@@ -1,4 +1,4 @@
-"""Right results of ranks that are processes over CUDA IPC on one GPU: all kernels, graphs, epochs, two groups.
+"""Right results of ranks that are processes on one GPU: all kernels, graphs, epochs, two groups, fused calls, memory.
 
 Because starting ranks takes seconds, the first case has one size of every kernel, and later a kernel's ranks do one
 task after another.
@@ -11,13 +11,15 @@ from functools import partial
 from typing import Any
 
 from tricomm.kernels.collectives import registry
-from tricomm.perf.evidence import checks, compiling, hardware
+from tricomm.perf.evidence import checks, compiling, hardware, row_checks
 from tricomm.perf.evidence.stage import SLICE, Data, EvidenceSettings, Stage, StageCase, Wrong
 from tricomm.perf.workers import run_workers
 
 _RANKS = "tricomm.perf.evidence.process_checks:rank_main"
 _EVERY = "every kernel"
-_OF_ALL = {_EVERY: "one size", "messages": "messages", "two groups": "two groups"}  # tasks of several kernels, by case
+_FUSED = "fused"
+# Tasks of several kernels, by case.
+_OF_ALL = {_EVERY: "one size", "messages": "messages", _FUSED: _FUSED, "memory": "memory", "two groups": "two groups"}
 _RARE, _SWEEP = ("graphs", "epochs"), ("sweep",)  # tasks of a kernel's ranks
 
 
@@ -51,7 +53,9 @@ def _case(
         partial(run, ranks, world_size),
         limit=240.0,
         tier=tier,
-        jobs=lambda: [job for k in kernels for job in compiling.sweep(k, world_size, settings, parts)],
+        jobs=partial(row_checks.jobs, world_size, settings)
+        if name == _FUSED
+        else lambda: [job for k in kernels for job in compiling.sweep(k, world_size, settings, parts)],
     )
 
 

@@ -1,4 +1,4 @@
-"""One real GPU: ranks as processes over CUDA IPC, ranks as streams of one process, graphs. Run with `-m gpu`."""
+"""One real GPU: ranks as processes, ranks as streams of one process, graphs. Run with `-m gpu`."""
 
 import os
 import signal
@@ -11,11 +11,13 @@ import tricomm
 from tests import ranks
 from tests.gpu_limits import within
 from tests.kernels.arenas import expected, inputs, poisoned
+from tests.marks import compiles
 from tricomm.kernels.collectives import registry
+from tricomm.perf.evidence.stages import processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2)]
+REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2) if compiles(k)]
 CASES = [
     (1, torch.float32, "sum", 0),
     (1001, torch.bfloat16, "avg", 1),
@@ -32,11 +34,11 @@ def join(rank, world_size, url, **options):
     return tricomm.init(url, rank, world_size, "cuda:0", options=chosen)
 
 
-def over_ipc(rank, world_size, tell, url, algorithm, protocol):
+def over(rank, world_size, tell, url, kind, algorithm, protocol):
     wrong = []
     kernel = registry.find("all_reduce", algorithm, protocol)
     with join(rank, world_size, url, arena_bytes=4 << 20) as comm:
-        assert comm.kind == "cuda_vmm"
+        assert comm.kind == kind
         for seed, (count, dtype, op, offset) in enumerate(CASES):
             parts = inputs(kernel, count, dtype, world_size, seed)
             x = torch.zeros(count + offset, dtype=dtype, device="cuda")[offset:]
@@ -51,9 +53,22 @@ def over_ipc(rank, world_size, tell, url, algorithm, protocol):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
-def test_processes_over_cuda_ipc(world_size, algorithm, protocol, url):
-    results = ranks.run(world_size, over_ipc, url, algorithm, protocol, timeout=200)
+def test_processes_over_descriptors(world_size, algorithm, protocol, url):
+    results = ranks.run(world_size, over, url, "cuda_vmm", algorithm, protocol, timeout=200)
     assert results == [[]] * world_size
+
+
+def test_processes_over_cuda_ipc(url, monkeypatch):
+    """Where descriptors of memory cannot be passed."""
+    monkeypatch.setenv("TRICOMM_CUDA_VMM", "0")
+    assert ranks.run(2, over, url, "cuda_ipc", "two_shot", "simple", timeout=200) == [[]] * 2
+
+
+@pytest.mark.parametrize("task", ["fused", "memory"])
+def test_tasks_of_the_evidence_kit(task):
+    """Fused calls; users' own tensors, and memory that is given back and taken again under a graph."""
+    asked = {"tasks": [task], "kernel": task, "dry_run": False}
+    assert processes.run(asked, 2)["kind"] == "cuda_vmm"
 
 
 def replays(rank, world_size, tell, url, algorithm, protocol):
