@@ -32,6 +32,11 @@ def odd(number: int, value: Any) -> bool:
     return number % 2 == 1
 
 
+def most(number: int, value: Any) -> bool:
+    """All but every third one."""
+    return number % 3 != 0
+
+
 def compiles(kernel: Kernel, architecture: int = 90) -> bool:
     """False for a kernel of wide words, or through a switch, that this Triton or `architecture` is refused."""
     return kernel.why_not_compiled(architecture) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tricomm
-from tests.marks import compiles, some
+from tests.marks import compiles, most, some
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.wide_words import why_not
@@ -60,7 +60,7 @@ COMPILED = [
 
 @pytest.mark.parametrize(
     ("kernel", "arch", "world_size"),
-    some(COMPILED, lambda _, case: case[0].name == "all_reduce_two_shot_simple"),
+    some(COMPILED, lambda _, case: case[0].name == "all_reduce_two_shot_simple", most),
     ids=lambda value: getattr(value, "name", value),
 )
 @pytest.mark.skipif(why_not(90) is not None, reason="before Triton 3.9 some forms keep a few words on the stack")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Edit, Mutant, edited, explore, loaded
-from tests.marks import odd, some
+from tests.marks import most, odd, some
 from tricomm.core import launch_plan
 from tricomm.core.group import Group
 from tricomm.explorer import Report
@@ -68,7 +68,7 @@ def test_a_mutant_is_caught(name):
     assert kinds(report) & MUTANTS[name].expect, str(report)
 
 
-@pytest.mark.parametrize("name", some([name for name, mutant in MUTANTS.items() if mutant.advice], _few))
+@pytest.mark.parametrize("name", some([name for name, mutant in MUTANTS.items() if mutant.advice], _few, most))
 def test_the_advice_names_what_is_missing(name):
     assert any(MUTANTS[name].advice in finding.advice for finding in found(name).findings), str(found(name))
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tricomm
-from tests.marks import some
+from tests.marks import odd, some
 from tricomm.explorer import campaign, shipped
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -41,7 +41,7 @@ SOME = [
     else pytest.param(k, marks=pytest.mark.soak)
     for k in CHECKED
 ]
-SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 6), ids=lambda k: k.name)
+SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 6, odd), ids=lambda k: k.name)
 FALSE_ALARMS = 2000
 SIZES = (20, 1, 17)  # two tiles, one block's and a part of the other's; one tile; two again
 FEW = (5, 1)  # of tiles of four words
@@ -119,6 +119,7 @@ def test_a_rank_that_stops_or_dies_at_any_step(kernel):
     some(
         [k for k in registry.KERNELS if k.collective != "barrier"],
         lambda number, kernel: number % 6 == 0 and not kernel.needs_cube,
+        odd,
     ),
     ids=lambda k: k.name,
 )

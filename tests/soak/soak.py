@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,18 +171,18 @@ class _Watch:
         pool, slot = self._pool, self._plan.slots[self._plan.victim]
         numbers = {"kill": signal.SIGKILL, "raise": signal.SIGUSR2, "interrupt": signal.SIGINT}
         if fault in numbers:
-            os.kill(pool.pid(slot), numbers[fault])
+            self._tell(numbers[fault])
             self._outcome.at = time.monotonic()
         elif fault == "pause":
-            os.kill(pool.pid(slot), signal.SIGSTOP)
+            self._tell(signal.SIGSTOP)
             time.sleep(PAUSE)
-            os.kill(pool.pid(slot), signal.SIGCONT)
+            self._tell(signal.SIGCONT)
         elif fault == "stop":
-            os.kill(pool.pid(slot), signal.SIGSTOP)
+            self._tell(signal.SIGSTOP)
             self._outcome.at = time.monotonic()
             others = len(self._plan.slots) - 1
             self._until(lambda: len(self._over) >= others, FAULTS["stop"].within[1] + 10.0, None)
-            os.kill(pool.pid(slot), signal.SIGCONT)
+            self._tell(signal.SIGCONT)
         elif fault == "store":
             pool.end_server()
             self._until(lambda: bool(self._over), 1.0, None)
@@ -194,6 +195,10 @@ class _Watch:
             pool.send(slot, fault)
             self._until(lambda: bool(self._acted or self._over), ENDING, "do what it was told to")
             self._outcome.at = next(iter(self._acted.values()), None)
+
+    def _tell(self, number: int) -> None:
+        with suppress(ProcessLookupError):  # that it was lost is seen elsewhere
+            os.kill(self._pool.pid(self._plan.slots[self._plan.victim]), number)
 
     def _all_acted(self) -> None:
         size = len(self._plan.slots)

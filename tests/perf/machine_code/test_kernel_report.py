@@ -9,7 +9,7 @@ import pytest
 import triton
 import triton.language as tl
 
-from tests.marks import compiles, some
+from tests.marks import compiles, most, some
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.device.packing import load_words, store_words
@@ -51,7 +51,7 @@ QUICK = _of_each_kind("sm_90", 0.0)
 SPILLING = "all_reduce_hybrid_cube_mesh_ll128-sm_90-float8_e4m3fn-misaligned"
 
 
-@pytest.mark.parametrize("variant", some(VARIANTS, lambda number, variant: variant in QUICK), ids=_name)
+@pytest.mark.parametrize("variant", some(VARIANTS, lambda number, variant: variant in QUICK, most), ids=_name)
 def test_each_kernel_keeps_to_the_bars(variant: Variant) -> None:
     broken = kernel_report.check(kernel_report.examine(variant))
     assert [bar.split(":")[0] for bar in broken] == ["spills"] * (_name(variant) == SPILLING), broken
