@@ -120,11 +120,12 @@ def test_planes_of_rows_are_those_of_wide_words():
 
 
 def calls(comm, way):
-    """Rows of several tiles and blocks, twice: the later calls find the words of earlier ones in the mailboxes."""
-    for seed in range(2):
-        x, residual, weight = reference.inputs(comm.rank, 3, 200, torch.float32, seed)
+    """Rows of several tiles and blocks, then several short ones a block: the later calls find the words of earlier ones
+    in the mailboxes."""
+    for seed, (rows, hidden) in enumerate([(3, 200), (3, 200), (5, 24)]):
+        x, residual, weight = reference.inputs(comm.rank, rows, hidden, torch.float32, seed)
         norm, total, _, _ = results(comm, x, residual, weight, way)
-        if not torch.equal(total.double(), reference.summed(2, 3, 200, torch.float32, seed)):
+        if not torch.equal(total.double(), reference.summed(2, rows, hidden, torch.float32, seed)):
             raise AssertionError("wrong sums")
         if not reference.within_an_ulp(norm, reference.norm_of(total, weight, 1e-5)):
             raise AssertionError("wrong norm")
@@ -145,6 +146,22 @@ MUTANTS = {
     ),
     "rows lie over each other in the mailbox": (
         "kernels/collectives/all_reduce_rows_one_shot.py", "this * SPEC.PITCH + i * SPEC.TILE", "i * SPEC.TILE",
+    ),
+    "blocks arrive in no order": (
+        "kernels/primitives.py", 'before + 1, mask=lane == 0, sem="acq_rel"',
+        'before + 1, mask=lane == 0, sem="relaxed"',
+    ),
+    "the first block that arrives moves the epoch on": (
+        "kernels/primitives.py", "(before == tl.num_programs(0) - 1)", "(before == 0)",
+    ),
+    "arrivals of rows are not counted from 0 again": (
+        "kernels/primitives.py", "    tl.store(table + ARRIVALS, zeros, mask=last)\n", "",
+    ),
+    "a block without rows does not arrive": (
+        "kernels/collectives/all_reduce_rows_one_shot.py", "last & (row >= count) & (status == 0)", "last & (row < 0)",
+    ),
+    "a block arrives with its first row": (
+        "kernels/collectives/all_reduce_rows_one_shot.py", "last & (row + stride >= count)", "last & (row < stride)",
     ),
 }  # fmt: skip
 
