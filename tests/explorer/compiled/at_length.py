@@ -17,11 +17,8 @@ A kernel of a cube mesh has eight ranks, and rows of a model one tile or two: th
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +27,7 @@ import triton
 
 import tricomm
 from tests.explorer.compiled import ptx_mutants
+from tests.passed_record import PassedRecord
 from tricomm.explorer import Report, shipped
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -50,6 +48,10 @@ class Case:
     world_size: int
     warps: int
     schedules: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.name} of {self.world_size} ranks, {self.warps} warps, {2 * self.schedules} schedules"
 
     @property
     def options(self) -> Options:
@@ -133,43 +135,11 @@ def _on_a_handle(kernel: Kernel, sizes: tuple[int, ...]) -> Callable[[Any], list
     return fn
 
 
-class Record:
-    """Which instructions have passed which case, in a file that outlives the process: of these sources alone.
+def passes(case: Case, architecture: str, record: PassedRecord) -> None:
+    """Run the schedules of `case`; if the same instructions have passed them already, the first one alone.
 
-    Architectures and versions of Triton that make the same instructions are one, and an interrupted run goes on.
+    Architectures and versions of Triton that make the same instructions so are one.
     """
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._sources = file, _sources()
-
-    def has(self, case: Case, instructions: str) -> bool:
-        lines = self._file.read_text().splitlines() if self._file.exists() else []
-        wanted = self._key(case, instructions)
-        return any({name: known.get(name) for name in wanted} == wanted for known in map(json.loads, lines))
-
-    def add(self, case: Case, instructions: str, architecture: str, **facts: Any) -> None:
-        facts |= {"kernel": case.kernel.name, "architecture": architecture, "triton": triton.__version__}
-        facts["when"] = datetime.now(UTC).isoformat(timespec="seconds")
-        with self._file.open("a") as file:
-            file.write(json.dumps({**self._key(case, instructions), **facts}) + "\n")
-
-    def _key(self, case: Case, instructions: str) -> dict[str, Any]:
-        name = f"{case.kernel.name} of {case.world_size} ranks, {case.warps} warps, {2 * case.schedules} schedules"
-        return {"sources": self._sources, "case": name, "instructions": instructions}
-
-
-def _sources() -> str:
-    """Of all that is executed, and of these cases."""
-    package = Path(tricomm.__file__).parent
-    folders = (package, package / "kernels", package / "store")  # in a checkout these two are links
-    files = {file.resolve() for folder in folders for file in folder.rglob("*.py")}
-    names = sorted(str(file.relative_to(package.resolve().parent)) for file in files)
-    texts = [(package.resolve().parent / name).read_bytes() for name in names]
-    return hashlib.sha256(b"".join([*texts, Path(__file__).read_bytes()])).hexdigest()[:16]
-
-
-def passes(case: Case, architecture: str, record: Record) -> None:
-    """Run the schedules of `case`; if the same instructions have passed them already, the first one."""
     reports: list[Report] = []
 
     def run(schedules: int, strategy: str) -> None:
@@ -178,10 +148,10 @@ def passes(case: Case, architecture: str, record: Record) -> None:
 
     texts = ptx_mutants.launched(lambda: run(1, "random"))
     plain = sorted(ptx_mutants.instructions(text) for found in texts.values() for text in found)
-    instructions = hashlib.sha256("\n\n".join(plain).encode()).hexdigest()[:16]
-    known = record.has(case, instructions)
+    key = {"case": case.name, "instructions": hashlib.sha256("\n\n".join(plain).encode()).hexdigest()[:16]}
+    known = record.has(**key)
     if not known:
         for strategy in ("random", "pct"):
             run(case.schedules, strategy)
     facts = {"seconds": round(sum(report.seconds for report in reports), 1), "ran": sum(r.ran for r in reports)}
-    record.add(case, instructions, architecture, again=known, **facts)
+    record.add(key, architecture=architecture, again=known, **facts)
