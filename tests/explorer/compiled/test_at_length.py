@@ -40,10 +40,9 @@ def test_lanes_that_hold_several_words_of_a_tile_are_ordered(unshrunk):
     "group", some(FORBIDDEN, lambda n, group: group.holds == "v2.b64"), ids=lambda group: group.name
 )
 def test_small_calls_show_what_the_memory_model_forbids(group, unshrunk):
-    """The last mutation of each group: those of the own mailbox, which are harmless, come first. The barriers of a
-    reduction are those of several warps."""
+    """The last mutation of each group: those of the own mailbox, which are harmless, come first."""
     kernel = registry.find(*group.key)
-    case, name = at_length.cases(kernel)[group.function == "wait_sequence"], kernel.function.__name__
+    case, name = at_length.cases(kernel)[0], kernel.function.__name__
     text = ptx_mutants.launched(lambda: case.check("sm_90", 1, "random"))[name][0]
     last = ptx_mutants.chosen(text, name, group.function, group.kinds, group.holds, group.innermost)[-1]
     with ptx_mutants.changed(last.name, lambda code: last.apply(code) if code == text else code, name):
