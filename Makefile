@@ -20,7 +20,8 @@ frameworks_WHEELS := torch==2.13.0 triton==3.9.0 accelerate==1.15.0 lightning==2
 # Beside the one that .venv has.
 TRITONS := 3.6.0 3.7.1 3.8.0
 ON_TRITON := tests/kernels tests/explorer tests/perf/machine_code/test_kernel_report.py
-SOAK_ON_TRITON := tests/perf/machine_code/test_row_spills.py
+SOAK_ON_TRITON := tests/perf/machine_code/test_row_spills.py tests/explorer/compiled/test_at_length.py \
+	tests/explorer/compiled/test_bits.py
 
 # Of soak-faults.
 MINUTES ?= 10

@@ -110,4 +110,8 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
         report_mismatch(chunk.group, source, awaited & (((said >> 32) & LOW) == chunk.epoch), said, call)
     if code == 3:
         report_overlap(chunk.group)
+    # What comes next may store where the tile was loaded, in another order of its words. Of several warps the reduction
+    # has a barrier; the lanes of one that have a word each store where they have loaded.
+    if (SPEC.LANES == 32) & (BLOCK > 32):
+        tl.debug_barrier()
     return words, tl.minimum(code, 2)

@@ -84,7 +84,7 @@ def _call(comm: Communicator, kernel: Kernel, number: int, size: int) -> Any:
         return _normalised(comm, kernel, number)
     kind, shards = kernel.kind, 1 if kernel.shards is None else kernel.shards or comm.world_size
     count = size * shards
-    x = _numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
+    x = numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
     how: dict[str, Any] = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
     if kind.root:
         how[kind.root] = number % comm.world_size
@@ -103,7 +103,7 @@ def _uneven(comm: Communicator, x: torch.Tensor, count: int, number: int, how: d
     y = torch.full((sum(out),), -1, dtype=torch.int64)
     comm.all_to_all_v(x[: sum(into)], into, out, y, **how)
     firsts = [sum(row[:me]) for row in length]
-    want = torch.cat([_numbers(number, r, len(x))[firsts[r] :][: out[r]] for r in ranks])
+    want = torch.cat([numbers(number, r, len(x))[firsts[r] :][: out[r]] for r in ranks])
     if not torch.equal(y, want):  # the oracle sees no uneven calls
         raise AssertionError(f"all_to_all_v gave {y.tolist()} instead of {want.tolist()}")
     return y
@@ -114,8 +114,8 @@ def _normalised(comm: Communicator, kernel: Kernel, number: int) -> torch.Tensor
     rows, hidden = (3, 1, 2)[number % 3], 160
     quantize = _QUANTIZED[kernel.algorithm, kernel.protocol]
     given = {"quantize": quantize, "scale": None if quantize in (None, "fp8_per_token") else 0.5}
-    x, residual = (_numbers(number, rank, rows * hidden) % 61 - 30 for rank in (comm.rank, comm.world_size))
-    total = sum(_numbers(number, rank, rows * hidden) % 61 - 30 for rank in range(comm.world_size))
+    x, residual = (numbers(number, rank, rows * hidden) % 61 - 30 for rank in (comm.rank, comm.world_size))
+    total = sum(numbers(number, rank, rows * hidden) % 61 - 30 for rank in range(comm.world_size))
     tensors = [each.to(torch.bfloat16).view(rows, hidden) for each in (x, residual, torch.as_tensor(total))]
     weight = (torch.arange(hidden) % 5).to(torch.bfloat16)
     call, exact = (
@@ -143,14 +143,15 @@ def _handed_on(comm: Communicator, protocol: str, number: int, size: int) -> Any
         results = [torch.full((count,), -1, dtype=torch.int64) for count in (1, size)]
         for tag in (1, 0):
             comm.recv(results[tag], comm.rank - 1, tag, protocol=protocol)
-            want = _numbers(number, comm.rank - 1, len(results[tag])) + tag
+            want = numbers(number, comm.rank - 1, len(results[tag])) + tag
             if not torch.equal(results[tag], want):  # the oracle sees no messages
                 raise AssertionError(f"recv gave {results[tag].tolist()} instead of {want.tolist()}")
     if comm.rank < comm.world_size - 1:
         for tag, count in enumerate((1, size)):
-            comm.send(_numbers(number, comm.rank, count) + tag, comm.rank + 1, tag, protocol=protocol)
+            comm.send(numbers(number, comm.rank, count) + tag, comm.rank + 1, tag, protocol=protocol)
     return torch.cat(results) if results else None
 
 
-def _numbers(number: int, rank: int, count: int) -> torch.Tensor:
-    return torch.arange(count, dtype=torch.int64) * 7 + rank * 1000 + number * 100_000
+def numbers(number: int, rank: int, count: int) -> torch.Tensor:
+    first = rank * 1000 + number * 100_000
+    return torch.arange(first, first + 7 * count, 7, dtype=torch.int64)  # one operation of the stream

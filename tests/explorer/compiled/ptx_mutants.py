@@ -11,8 +11,10 @@ from unittest.mock import patch
 
 import tricomm
 from tests.explorer.mutation import _keep
+from tests.ptx.mutations import Mutation, mutations
 from tricomm.explorer import Report, campaign, shipped
 from tricomm.explorer.compiled import launches
+from tricomm.explorer.compiled.events import function_at
 from tricomm.explorer.compiled.stream_queues import KernelLaunch
 from tricomm.kernels.collectives import registry
 from tricomm.options import Options
@@ -59,6 +61,19 @@ def text_of(key: Key, world_size: int = 2, blocks: int = 1, sizes: Sequence[int]
     """The PTX that `explore` executes for the first of `sizes`: tile and warps of others may differ."""
     texts = launched(lambda: explore(key, 1, world_size, blocks, sizes=sizes, faults=()))
     return texts[registry.find(*key).function.__name__][0]
+
+
+def chosen(
+    text: str, kernel: str, function: str, kinds: Sequence[str], holds: str = "", innermost: bool = False
+) -> list[Mutation]:
+    """The mutations of `text`, that of `kernel`: of some kinds, in the instructions of a Python function, with words
+    that their names hold; with `innermost` not in those of functions that it calls."""
+    functions = {i.line: [function_at(s.file, s.line) for s in i.source] for i in parse(text, kernel).instructions}
+    return [
+        m
+        for m in mutations(text)
+        if m.kind in kinds and function in functions.get(m.line, ())[: 1 if innermost else None] and holds in m.name
+    ]
 
 
 def launched(run: Callable[[], Any]) -> dict[str, list[str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -58,34 +57,6 @@ def test_calls_on_a_handle_are_passed():
 
     report = tricomm.check(body, 2, 4, options=ptx_mutants.options(2), compiled="sm_90", identical=False)
     assert report.ok, report
-
-
-_AT_LENGTH: dict[tuple[str, ...], str] = {}  # by the instructions of what was launched: which kernel's
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
-@pytest.mark.parametrize("name", _KERNELS)
-def test_a_shipped_kernel_is_passed_at_length(name, architecture):
-    """Two warps a block, each loop twice. Architectures whose instructions are the same are one."""
-    kernel = _KERNELS[name]
-    if not compiles(kernel, int(architecture.removeprefix("sm_"))):
-        pytest.skip("refused by name")
-    world_size = 8 if kernel.needs_cube else 3
-    options = shipped.options(world_size, 1 if kernel.needs_cube else 2, compiled=architecture)
-    options = replace(options, tile=64, stall_timeout=600.0)
-    body = shipped.body(kernel, (36, 1) if kernel.needs_cube else (260, 1, 136))
-
-    def check(schedules: int, strategy: str) -> None:
-        report = tricomm.check(body, world_size, schedules, strategy, options=options, compiled=architecture)
-        assert report.ok, report
-
-    texts = ptx_mutants.launched(lambda: check(1, "random"))
-    known = tuple(sorted(ptx_mutants.instructions(text) for found in texts.values() for text in found))
-    if (same := _AT_LENGTH.setdefault(known, f"{name} on {architecture}")) != f"{name} on {architecture}":
-        pytest.skip(f"the instructions of {same}")
-    for strategy in ("random", "pct"):
-        check(100, strategy)
 
 
 @pytest.mark.parametrize("family", some(public.FAMILIES, 2))

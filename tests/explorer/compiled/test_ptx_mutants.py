@@ -16,16 +16,14 @@ from tests.explorer.compiled.ptx_mutants import Key, changed, explore, options
 from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import some
-from tests.ptx.mutations import Mutation, mutations
+from tests.ptx.mutations import Mutation
 from tricomm.explorer.compiled import race_checks, thread_clocks, thread_detector, unit_machine
-from tricomm.explorer.compiled.events import function_at
 from tricomm.explorer.compiled.thread_clocks import Clocks
 from tricomm.explorer.compiled.thread_epochs import Epochs
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.wide_words import why_not
-from tricomm.ptx.text.parser import parse
 
 S: Key = ("all_reduce", "one_shot", "simple")
 L: Key = ("all_reduce", "one_shot", "ll")
@@ -69,16 +67,8 @@ class Group:
 
     @functools.cached_property
     def mutations(self) -> list[Mutation]:
-        text = self.text
-        kernel = parse(text, registry.find(*self.key).function.__name__)
-        functions = {i.line: [function_at(s.file, s.line) for s in i.source] for i in kernel.instructions}
-        found = [
-            m
-            for m in mutations(text)
-            if m.kind in self.kinds
-            and self.function in functions.get(m.line, ())[: 1 if self.innermost else None]
-            and self.holds in m.name
-        ]
+        name = registry.find(*self.key).function.__name__
+        found = ptx_mutants.chosen(self.text, name, self.function, self.kinds, self.holds, self.innermost)
         before, behind = self.harmless
         return found[before : len(found) - behind]
 

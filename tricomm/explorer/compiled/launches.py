@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 
 from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.stream_queues import Ended, KernelLaunch
-from tricomm.explorer.compiled.thread_clocks import Array, Team
+from tricomm.explorer.compiled.thread_clocks import Array, Team, longer
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine, Warp
 from tricomm.explorer.memory_model.regions import Memory, Region
@@ -216,8 +217,7 @@ def _spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 def _highest(rows: list[Array]) -> Array:
     size = max(map(len, rows))
-    found: Array = np.max([np.pad(row, (0, size - len(row))) for row in rows], axis=0)
-    return found
+    return functools.reduce(np.maximum, [longer(row, size) for row in rows])
 
 
 def _nothing() -> None:

@@ -1,0 +1,157 @@
+"""Every shipped kernel, compiled, under 200 schedules: the cases, and a record of what has passed already.
+
+What takes time is an access: about 0.7 ms, whatever it moves. So the calls are the smallest ones that take every path:
+
+* Chunks. The first call has one word more than fills the kernel's buffers, so its loop over chunks goes round twice,
+  and the buffers of both parities are used. The third call uses those of the first chunk again.
+* Tiles. A full chunk has about four, of two blocks: their loops go round twice. The second chunk is part of one tile,
+  so one block has a partial tile, and the other one none; so is the call of one word.
+* Ranks and warps. Most schedules have two ranks and one warp a block; the others three ranks and two warps. Races are
+  found by thread, so those of a warp's lanes show what a barrier too few does to several warps. Under three ranks
+  loops over peers go round twice, and two peers store to one rank.
+* Accesses. Where a thread has several words of a tile they are moved 16 bytes at a time, as in a GPU's own tiles.
+
+A kernel of a cube mesh has eight ranks, and rows of a model one tile or two: their calls are shorter than a chunk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+
+import tricomm
+from tests.explorer.compiled import ptx_mutants
+from tests.passed_record import PassedRecord
+from tricomm.explorer import Report, shipped
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.options import Options
+from tricomm.policy import launch_shapes
+
+KERNELS = (*shipped.kernels(None, None, None), *registry.ZERO_COPY, *registry.MULTICAST_ZERO_COPY)
+_TILES = 4  # a chunk
+_ON_A_HANDLE = 132  # words, which no buffer holds
+
+
+@dataclass(frozen=True)
+class Case:
+    """Calls of one kernel: how many ranks, blocks and warps make them, under how many schedules of each strategy."""
+
+    kernel: Kernel
+    world_size: int
+    warps: int
+    schedules: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.name} of {self.world_size} ranks, {self.warps} warps, {2 * self.schedules} schedules"
+
+    @property
+    def options(self) -> Options:
+        blocks = 1 if self.kernel.needs_cube else 2
+        return Options(arena_bytes=self._arena_bytes, blocks=blocks, tile=self.tile, stall_timeout=600.0)
+
+    @property
+    def tile(self) -> int:
+        if self.kernel.needs_cube or self.kernel.zero_copy or self.kernel in registry.FUSED:
+            return self._least
+        wanted = min(self._chunk // _TILES, self._largest(self._memory))
+        return max(self._least, 1 << (wanted.bit_length() - 1))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Words of each call."""
+        if self.kernel.needs_cube:
+            return (36, 1)
+        return (_ON_A_HANDLE if self.kernel.zero_copy else self._chunk + 1, 1, 36)
+
+    @property
+    def _memory(self) -> layout.Layout:
+        return layout.plan(self.world_size, self._arena_bytes)
+
+    @property
+    def _arena_bytes(self) -> int:
+        """The smallest arena that has room for a word a thread."""
+        nbytes = shipped.options(self.world_size, compiled="sm_90").arena_bytes
+        while self._largest(layout.plan(self.world_size, nbytes)) < self._least:
+            nbytes *= 2
+        return nbytes
+
+    @property
+    def _least(self) -> int:
+        return launch_shapes.WORDS_PER_WARP * self.kernel.words_per_thread * self.warps
+
+    def _largest(self, memory: layout.Layout) -> int:
+        if self.kernel.pairwise:
+            return memory.slot_words(self.kernel.protocol)
+        return memory.largest_tile(self.kernel.algorithm, self.kernel.protocol)
+
+    @property
+    def _chunk(self) -> int:
+        """Words that fill the buffers of the kernel; of a shard if it has shards."""
+        memory, kernel = self._memory, self.kernel
+        if kernel.pairwise:
+            return memory.slot_words(kernel.protocol)
+        return memory.buffer_words(kernel.algorithm, kernel.protocol) * (self.world_size if kernel.staged else 1)
+
+    def check(self, architecture: str, schedules: int, strategy: str) -> Report:
+        body = _on_a_handle(self.kernel, self.sizes) if self.kernel.zero_copy else shipped.body(self.kernel, self.sizes)
+        with patch.object(launch_shapes, "GPU_WARPS", self.warps):
+            return tricomm.check(
+                body, self.world_size, schedules, strategy, options=self.options, compiled=architecture
+            )
+
+
+def cases(kernel: Kernel) -> tuple[Case, ...]:
+    """200 schedules."""
+    if kernel.needs_cube:
+        return (Case(kernel, registry.CUBE_RANKS, 1, 100),)
+    return Case(kernel, 2, 1, 90), Case(kernel, 3, 2, 10)
+
+
+def _on_a_handle(kernel: Kernel, sizes: tuple[int, ...]) -> Callable[[Any], list[torch.Tensor]]:
+    """The calls of `shipped.body`, on symmetric memory."""
+
+    def fn(comm: Any) -> list[torch.Tensor]:
+        made, size = [], comm.world_size
+        for number, count in enumerate(sizes):
+            count *= size if kernel.in_place else 1
+            handle = comm.symmetric((count * kernel.kind.rows_in(size),), torch.int64)
+            handle.local.copy_(shipped.numbers(number, comm.rank, len(handle.local)))
+            out = None if kernel.in_place else torch.full((count * kernel.kind.rows_out(size),), -1)
+            how = {"algorithm": kernel.algorithm, "protocol": kernel.protocol, "out": out}
+            getattr(comm, kernel.collective)(handle, **how)
+            made.append((handle.local if out is None else out).clone())
+        return made
+
+    fn.__qualname__ = kernel.name
+    return fn
+
+
+def passes(case: Case, architecture: str, record: PassedRecord) -> None:
+    """Run the schedules of `case`; if the same instructions have passed them already, the first one alone.
+
+    Architectures and versions of Triton that make the same instructions so are one.
+    """
+    reports: list[Report] = []
+
+    def run(schedules: int, strategy: str) -> None:
+        reports.append(case.check(architecture, schedules, strategy))
+        assert reports[-1].ok, f"{case.kernel.name} on {architecture}, Triton {triton.__version__}: {reports[-1]}"
+
+    texts = ptx_mutants.launched(lambda: run(1, "random"))
+    plain = sorted(ptx_mutants.instructions(text) for found in texts.values() for text in found)
+    key = {"case": case.name, "instructions": hashlib.sha256("\n\n".join(plain).encode()).hexdigest()[:16]}
+    known = record.has(**key)
+    if not known:
+        for strategy in ("random", "pct"):
+            run(case.schedules, strategy)
+    facts = {"seconds": round(sum(report.seconds for report in reports), 1), "ran": sum(r.ran for r in reports)}
+    record.add(key, architecture=architecture, again=known, **facts)

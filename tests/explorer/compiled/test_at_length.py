@@ -1,0 +1,62 @@
+"""The soak of the compiled kernels: every one, for every architecture, under 200 schedules; and what its cases show."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.explorer.compiled import at_length, ptx_mutants
+from tests.explorer.compiled.test_ptx_mutants import FORBIDDEN
+from tests.explorer.mutation import Edit, loaded
+from tests.marks import compiles, some
+from tests.passed_record import PassedRecord
+from tricomm.kernels.collectives import registry
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_80", "sm_100"])
+@pytest.mark.parametrize("kernel", at_length.KERNELS, ids=lambda kernel: kernel.name)
+def test_a_shipped_kernel_is_passed_at_length(kernel, architecture, request):
+    """`make soak` runs this under every Triton; they have the record in common."""
+    if not compiles(kernel, int(architecture.removeprefix("sm_"))):
+        pytest.skip("refused by name")
+    record = PassedRecord(request.config.cache.mkdir("explored") / "at_length.jsonl", at_length.__file__)
+    for case in at_length.cases(kernel):
+        at_length.passes(case, architecture, record)
+
+
+def test_lanes_that_hold_several_words_of_a_tile_are_ordered(unshrunk):
+    """A warp's reductions have no barrier. A reduce in place loads its own words, and stores the sum where they were,
+    by other lanes."""
+
+    def report():
+        return at_length.cases(registry.find("reduce", "one_shot", "ll"))[0].check("sm_90", 1, "random")
+
+    assert report().ok
+    with loaded([Edit("kernels/device/arrival.py", "tl.debug_barrier()", "pass")]):
+        assert {f.kind for f in report().findings} == {"race"}
+
+
+@pytest.mark.parametrize(
+    "group", some(FORBIDDEN, lambda n, group: group.holds == "v2.b64"), ids=lambda group: group.name
+)
+def test_small_calls_show_what_the_memory_model_forbids(group, unshrunk):
+    """The last mutation of each group: those of the own mailbox, which are harmless, come first."""
+    kernel = registry.find(*group.key)
+    case, name = at_length.cases(kernel)[0], kernel.function.__name__
+    text = ptx_mutants.launched(lambda: case.check("sm_90", 1, "random"))[name][0]
+    last = ptx_mutants.chosen(text, name, group.function, group.kinds, group.holds, group.innermost)[-1]
+    with ptx_mutants.changed(last.name, lambda code: last.apply(code) if code == text else code, name):
+        report = case.check("sm_90", group.schedules, "random")
+    assert {f.kind for f in report.findings} & last.expected, last.name
+
+
+def test_what_has_passed_counts_for_the_same_sources_alone(tmp_path):
+    cases = tmp_path / "cases.py"
+    cases.write_text("CALLS = 3\n")
+    record = PassedRecord(tmp_path / "passed.jsonl", str(cases))
+    assert not record.has(kernel="send")
+    record.add({"kernel": "send"}, seconds=1.5)
+    again = PassedRecord(tmp_path / "passed.jsonl", str(cases))
+    assert again.has(kernel="send") and not again.has(kernel="recv")
+    cases.write_text("CALLS = 4\n")
+    assert not PassedRecord(tmp_path / "passed.jsonl", str(cases)).has(kernel="send")

@@ -1,0 +1,42 @@
+"""A file of what a long campaign has passed already, so that an interrupted one goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import triton
+
+import tricomm
+
+
+class PassedRecord:
+    """Lines of JSON in `file`. What has passed counts as long as neither the package nor `cases`, the files of the
+    campaign, have changed."""
+
+    def __init__(self, file: Path, *cases: str) -> None:
+        self._file, self._sources = file, _digest(cases)
+
+    def has(self, **key: Any) -> bool:
+        """True if an earlier line has this key."""
+        lines = self._file.read_text().splitlines() if self._file.exists() else []
+        wanted = {**key, "sources": self._sources}
+        return any({name: known.get(name) for name in wanted} == wanted for known in map(json.loads, lines))
+
+    def add(self, key: dict[str, Any], **facts: Any) -> None:
+        """Write down that `key` has passed, with what else is worth knowing."""
+        facts |= {"triton": triton.__version__, "when": datetime.now(UTC).isoformat(timespec="seconds")}
+        with self._file.open("a") as file:
+            file.write(json.dumps({**facts, **key, "sources": self._sources}) + "\n")
+
+
+def _digest(cases: tuple[str, ...]) -> str:
+    package = Path(tricomm.__file__).resolve().parent
+    folders = (package, package / "kernels", package / "store")  # in a checkout these two are links
+    files = {file.resolve() for folder in folders for file in folder.rglob("*.py")}
+    names = sorted(str(file.relative_to(package.parent)) for file in files)
+    texts = [(package.parent / name).read_bytes() for name in names] + [Path(case).read_bytes() for case in cases]
+    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
