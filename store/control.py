@@ -98,7 +98,7 @@ class ControlPage:
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
         self._exchanging = threading.Lock()
         self.held_channels = 1  # from 0 on: this rank makes no call there while it is in an exchange
-        self.doing: Callable[[int], str] = lambda rank: ""  # what a rank is in that may keep it from an exchange
+        self.doing: Callable[[int], str] = _nothing  # what a rank is in that may keep it from an exchange
         self.device_words = self._pages[rank].device_address
         self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
 
@@ -263,6 +263,7 @@ class ControlPage:
         # After the peers have been told: in one process this may wait for their kernels, which wait for this rank's.
         self.host_words.close()
         self._members, self._pages = (), ()
+        self.doing = _nothing  # or memory would be kept for as long as a group and its page refer to each other
         for member in members:
             member.segment.close()
         self.unwatch()
@@ -368,6 +369,10 @@ class ControlPage:
             raise InvalidArgument(f"rank {rank} is not in 0..{self.world_size - 1}")
         if not self._pages:
             raise GroupAborted(f"group {self.group} is closed")
+
+
+def _nothing(rank: int) -> str:
+    return ""
 
 
 def _pack_error(error: BaseException | None) -> bytes:
