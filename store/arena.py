@@ -19,6 +19,7 @@ from tricomm.store.cuda.cuda_driver import DESCRIPTOR, FABRIC, Driver, load_driv
 if TYPE_CHECKING:
     from tricomm.store.cuda.cuda_arena import CudaArena
 
+NOT_BOUND = "registered memory is not bound to a multicast address (torch's symmetric memory with group= may be)"
 _log = logging.getLogger("tricomm")
 _SETTING = {b"ipc": "TRICOMM_CUDA_VMM=0", b"descriptor": "no TRICOMM_CUDA_VMM=fabric"}
 

@@ -11,7 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent import futures
+from concurrent.futures import Future
 from typing import Any, TypeVar, cast
 
 from torch.distributed.distributed_c10d import Store
@@ -45,11 +46,14 @@ class BoundedThread:
         if self.stuck is not None:
             raise RendezvousError(f"{what}: the store still does not answer {self.stuck}")
         job = self.start(action)
-        if not wait([job], max(seconds, 0.0)).done:
-            self.stuck = what
-            self._jobs.put(None)  # should it ever come back, it ends
-            raise RendezvousError(f"{what}: timeout after {max(seconds, 0.0):.1f} s: is the store's server stopped?")
-        return job.result()
+        try:
+            return job.result(max(seconds, 0.0))
+        except futures.TimeoutError:
+            if job.done():  # the action's own, or it has ended since
+                return job.result()
+        self.stuck = what
+        self._jobs.put(None)  # should it ever come back, it ends
+        raise RendezvousError(f"{what}: timeout after {max(seconds, 0.0):.1f} s: is the store's server stopped?")
 
     def start(self, action: Callable[[], _T]) -> Future[_T]:
         """Begin `action` and return at once; its result or its error is the future's."""
@@ -98,6 +102,10 @@ class BoundedStore:
     def get(self, key: str) -> bytes:
         """The value of a key that exists; for one that does not, an error when the time is up."""
         return bytes(self._call("get", key, lambda: self._store.get(key)))
+
+    def get_all(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that exist, in one request."""
+        return self._call("get", keys[0], lambda: [bytes(value) for value in self._store.multi_get(keys)])
 
     def add(self, key: str, amount: int, took: Callable[[int], None] = lambda total: None) -> int:
         """The new total, which the store's thread also gives to `took`."""

@@ -98,6 +98,7 @@ class ControlPage:
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
         self._exchanging = threading.Lock()
         self.held_channels = 1  # from 0 on: this rank makes no call there while it is in an exchange
+        self.doing: Callable[[int], str] = _nothing  # what a rank is in that may keep it from an exchange
         self.device_words = self._pages[rank].device_address
         self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
 
@@ -202,7 +203,7 @@ class ControlPage:
             self._own().post(mine)
             self._host.changed()
             if self._gather_elsewhere is not None:
-                return self._gather_elsewhere(mine, timeout, self._refuse_lost if abort_on_fault else lambda: None)
+                return self._gather_elsewhere(mine, timeout, self._refuse_lost)
             return self._gather(mine, timeout, abort_on_fault)
 
     def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
@@ -262,6 +263,7 @@ class ControlPage:
         # After the peers have been told: in one process this may wait for their kernels, which wait for this rank's.
         self.host_words.close()
         self._members, self._pages = (), ()
+        self.doing = _nothing  # or memory would be kept for as long as a group and its page refer to each other
         for member in members:
             member.segment.close()
         self.unwatch()
@@ -295,8 +297,9 @@ class ControlPage:
             return not late
 
         if not poll(complete, timeout, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, clock=self._host):
-            late = f"timeout after {timeout:g} s: rank(s) {missing()} did not come"
-            raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late} although their processes run")
+            late = f"timeout after {timeout:g} s: rank(s) {missing()} did not come although their processes run"
+            doing = [f"; rank {rank} is in {text}" for rank in missing() if (text := self.doing(rank))]
+            raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late}{''.join(doing)}")
         return [arrived[rank] for rank in range(self.world_size)]
 
     def _refuse_lost(self) -> None:
@@ -366,6 +369,10 @@ class ControlPage:
             raise InvalidArgument(f"rank {rank} is not in 0..{self.world_size - 1}")
         if not self._pages:
             raise GroupAborted(f"group {self.group} is closed")
+
+
+def _nothing(rank: int) -> str:
+    return ""
 
 
 def _pack_error(error: BaseException | None) -> bytes:

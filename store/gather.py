@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tricomm import env
 from tricomm.deadline import Deadline, poll
@@ -75,13 +75,17 @@ class Gathering:
             look(arrived)
             keys = {rank: self.key(what, rank) for rank in missing(arrived, self.world_size)}
             now = time.monotonic()
-            if now >= each or deadline.passed or not keys or self.store.check(*keys.values()):  # mostly one question
+            found: Iterable[tuple[int, bytes | None]] = ()
+            if now >= each or deadline.passed:
                 each = now + _EACH_SECONDS
-                for rank, key in keys.items():
-                    if data := self.store.read(key):
-                        record = records.parse(data, type(body), self.generation, rank, self._token)
-                        check(record)
-                        arrived[rank] = record
+                found = ((rank, self.store.read(key)) for rank, key in keys.items())
+            elif keys and self.store.check(*keys.values()):
+                found = zip(keys, self.store.get_all(list(keys.values())), strict=True)
+            for rank, data in found:
+                if data:
+                    record = records.parse(data, type(body), self.generation, rank, self._token)
+                    check(record)
+                    arrived[rank] = record
             return len(arrived) == self.world_size
 
         if not poll(complete, deadline.left, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):

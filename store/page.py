@@ -234,7 +234,9 @@ class Page:
         self._put(_slot_at(message.step), head + message.payload)
 
     def posted(self, step: int) -> ExchangeMessage | None:
-        """The message in the slot of `step`: that step's, an older or a newer one, or None."""
+        """The message in the slot of `step`: that step's or a newer one; None if there is none yet."""
+        if self._words[(_slot_at(step) + _FRAME.size) // 8] < step:  # the older message's, or half of a newer one's
+            return None
         data = self._take(_slot_at(step), _MESSAGE.size + MESSAGE_BYTES, tries=1)
         if data is None or len(data) < _MESSAGE.size:
             return None

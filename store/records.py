@@ -281,4 +281,4 @@ def _check_range(whose: str, name: str, value: int, least: int, most: int) -> No
 def _text(data: bytes) -> str:
     """Text of a zero-padded field; what is cut or not printable does no harm."""
     text = data.split(b"\0", 1)[0].decode(errors="ignore")
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -21,7 +21,7 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
-from tricomm.store.arena import Arena
+from tricomm.store.arena import NOT_BOUND, Arena
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.descriptors import DescriptorSocket
@@ -32,6 +32,8 @@ from tricomm.store.segments import MAX_NBYTES, Segment
 _MAGIC = b"TCREG\x00\x00\x01"
 _RECORD = struct.Struct(f"<8siQQQ{NAME_BYTES}s")  # magic, rank, bytes of the tensor, of the file, where in it, socket
 _PLACE = struct.Struct("<iiqq")  # rank and size of torch's group, offset of the tensor in its segment, bytes
+_REASON_BYTES = 200
+_MULTICAST_ALIGNMENT = 16  # of what the switch reads and writes at once
 
 
 class RegisteredArena:
@@ -40,13 +42,14 @@ class RegisteredArena:
 
     no_suspend = "registered memory is the user's"
     reason = ""
-    multicast, no_multicast = 0, "registered memory is not bound to a multicast address"
 
     def __init__(
         self, kind: str, tensor: torch.Tensor, bases: Sequence[int],
-        segments: Mapping[int, tuple[Segment, int]] = MappingProxyType({}),
+        segments: Mapping[int, tuple[Segment, int]] = MappingProxyType({}), multicast: int = 0,
+        no_multicast: str = NOT_BOUND,
     ) -> None:  # fmt: skip
         self.kind, self.nbytes, self.bases = kind, tensor.nbytes, tuple(bases)
+        self.multicast, self.no_multicast = multicast, no_multicast
         self.suspended = self.closed = False
         self._device, self._segments = tensor.device, dict(segments)
 
@@ -79,15 +82,18 @@ class RegisteredArena:
         """In place of `close`: the other ranks' memory stays mapped."""
 
 
-def open_registered(control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any = None) -> Arena:
+def open_registered(
+    control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any = None, no_multicast: str = ""
+) -> Arena:
     """The memory of each rank's `tensor`, mapped by all; called by all ranks together, for tensors of one size.
 
-    `group`: the process group over which torch's symmetric memory behind the tensor is to be shared. Takes about
+    `group`: the process group over which torch's symmetric memory behind the tensor is to be shared; torch may have a
+    multicast address for it, which is left if `no_multicast`, the same on all ranks, is a reason to. Takes about
     `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` for memory
     that cannot be shared, `InvalidArgument` if the ranks' tensors lie at different places of torch's memory.
     """
     if group is not None:
-        return _of_torch(control, tensor, timeout, group)
+        return _of_torch(control, tensor, timeout, group, no_multicast)
     if tensor.device.type == "cuda":
         from tricomm.store.cuda.registered_memory import open_registered_gpu
 
@@ -105,16 +111,18 @@ def _rendezvous(tensor: torch.Tensor, group: Any) -> Any:
 
 
 def _of_torch(
-    control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any,
+    control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str,
     rendezvous: Callable[[torch.Tensor, Any], Any] = _rendezvous,
 ) -> RegisteredArena:  # fmt: skip
     """torch's pointers are those of segments: a tensor may lie anywhere in its segment, and has to lie at the same
-    place on all ranks, which torch does not check."""
+    place on all ranks, which torch does not check. All ranks take torch's multicast address, or none does."""
     deadline = Deadline(timeout)
     stage = CollectiveStages(control, "register", deadline)
     handles: list[Any] = []
+    multicast = 0
 
     def place() -> bytes:
+        nonlocal multicast
         handle = rendezvous(tensor, group)
         if handle is None:
             raise ResourceError("this is no tensor of torch's symmetric memory; leave group= out")
@@ -122,9 +130,11 @@ def _of_torch(
         offset = tensor.data_ptr() - int(handle.buffer_ptrs[handle.rank])
         if offset < 0 or offset + tensor.nbytes > int(handle.buffer_size):
             raise ResourceError(f"the tensor does not lie in its segment of {handle.buffer_size} bytes")
-        return _PLACE.pack(handle.rank, handle.world_size, offset, tensor.nbytes)
+        multicast, why = (0, no_multicast) if no_multicast else _of_the_switch(handle, tensor, offset)
+        return _PLACE.pack(handle.rank, handle.world_size, offset, tensor.nbytes) + why.encode()[:_REASON_BYTES]
 
-    places = [_PLACE.unpack(data) for data in stage.gather("torch's rendezvous", place)]
+    told = stage.gather("torch's rendezvous", place)
+    places = [_PLACE.unpack(data[: _PLACE.size]) for data in told]
     for rank, (theirs, size, offset, _) in enumerate(places):
         if (theirs, size) != (rank, control.world_size):
             raise InvalidArgument(
@@ -136,7 +146,30 @@ def _of_torch(
                 f"register: rank 0's tensor lies {places[0][2]} bytes into its segment, rank {rank}'s {offset}: "
                 "allocate the same on all ranks, in the same order"
             )
-    return RegisteredArena("torch", tensor, [int(p) + places[0][2] for p in handles[0].buffer_ptrs])
+    reasons = [data[_PLACE.size :].decode(errors="replace") for data in told]
+    why_not = no_multicast or next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why), "")
+    bases = [int(p) + places[0][2] for p in handles[0].buffer_ptrs]
+    at_all = 0 if why_not else multicast
+    return RegisteredArena("torch", tensor, bases, multicast=at_all, no_multicast=why_not)
+
+
+def _of_the_switch(handle: Any, tensor: torch.Tensor, offset: int) -> tuple[int, str]:
+    """torch's multicast address of a tensor that lies `offset` bytes into its segment, or 0 and why there is none.
+
+    torch's address is that of the segment in some versions, of the storage in others. So it is taken only if a storage
+    begins where its segment does.
+    """
+    try:
+        address = int(handle.multicast_ptr or 0)
+    except RuntimeError as error:  # a kind of torch's memory that knows no such address
+        return 0, f"torch gives no multicast address: {str(error).partition(chr(10))[0]}"
+    if not address:
+        return 0, "torch's symmetric memory has no multicast address here"
+    if tensor.untyped_storage().data_ptr() != int(handle.buffer_ptrs[handle.rank]):
+        return 0, "the tensor's storage begins inside a segment, where torch's versions mean different multicast places"
+    if (address + offset) % _MULTICAST_ALIGNMENT:
+        return 0, f"torch's multicast address is no multiple of {_MULTICAST_ALIGNMENT}"
+    return address + offset, ""
 
 
 # torch's shared memory on a CPU

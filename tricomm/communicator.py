@@ -105,7 +105,7 @@ class Communicator:
             comm = Communicator(store, rank, size, device, limit, options, meeting_timeout=wait)
             comm._activity.leave_to_another()
             _live.discard(comm)
-            return Inside(comm._group.control, comm._collectives, comm._launcher, comm._monitor, comm.close)
+            return Inside(comm._group, comm._collectives, comm._launcher, comm._monitor, comm.close)
 
         set_up(make)
 

@@ -18,6 +18,7 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
+from tricomm.store.arena import NOT_BOUND
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
@@ -67,9 +68,11 @@ def open_registered_gpu(
         return IpcBlocks(control, nbytes, address)
 
     try:
-        return open_blocks(control, nbytes, device, deadline.left, driver, None, blocks, probe=False)
+        arena = open_blocks(control, nbytes, device, deadline.left, driver, None, blocks, probe=False)
     except ResourceError as error:
         raise ResourceError(f"register: {error}; {_REMEDY}") from error
+    arena.no_multicast = NOT_BOUND
+    return arena
 
 
 def _retained(driver: Driver, address: int) -> bool:
@@ -183,7 +186,7 @@ class TensorPieces:
         return start + peer.offset
 
     def multicast(self, probe: int, deadline: Deadline) -> int:
-        raise ResourceError("registered memory is not bound to a multicast address")
+        raise ResourceError(NOT_BOUND)
 
     def give_back(self, undo: Cleanup) -> None:
         raise ResourceError(self.no_suspend)

@@ -55,6 +55,25 @@ def test_torchs_pointers_are_those_of_segments(url):
         assert outside.startswith("ResourceError") and "no tensor of torch's symmetric memory" in none
 
 
+WHY_NOT = {
+    "one rank has none": "rank 1: torch's symmetric memory has no multicast address here",
+    "another kind of memory": "rank 0: torch gives no multicast address: NYI",
+    "a pool": "rank 0: the tensor's storage begins inside a segment",
+    "not aligned": "rank 0: torch's multicast address is no multiple of 16",
+    "the group has none": "the switch refuses",
+}
+
+
+def test_torchs_multicast_address_is_used_if_all_ranks_have_it(url):
+    for said in ranks.run(2, bodies.of_torch_through_the_switch, url):
+        assert said["all"] == (64, "") and said["right"] == (True, "multicast")
+        for name, why in WHY_NOT.items():
+            address, reason, forced, explained = said[name]
+            assert address == 0 and reason.startswith(why), (name, said[name])
+            assert forced.startswith("InvalidArgument") and why in forced, (name, forced)
+            assert f"not through a switch: {why}" in explained, (name, explained)
+
+
 def test_memory_of_this_library_has_to_be_sealed_all_the_same(monkeypatch):
     import os
 

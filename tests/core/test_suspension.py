@@ -78,6 +78,13 @@ def test_bad_moments_are_refused_by_name_on_all_ranks(url):
         assert "suspend" in said[2] and "all_reduce" in said[2]
 
 
+def test_a_message_that_keeps_a_rank_from_it_is_named(url):
+    waits, receiver = ranks.run(2, bodies.beside_a_message, url)
+    for said in (waits, receiver):
+        assert "rank(s) [1] did not come although their processes run; rank 1 is in recv from rank 0 (tag 7," in said
+    assert waits.startswith("CollectiveTimeout") and receiver.startswith("GroupAborted")
+
+
 def _beside_a_call(comm):
     """Rank 0 suspends while rank 1 is in a call of channel 1."""
     try:

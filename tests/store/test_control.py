@@ -112,6 +112,7 @@ def test_a_torn_record_is_not_believed():
     page.put_fault(Fault("PeerDied", 1, 2, "text"))
     page.post(ExchangeMessage(0, "what", b"payload"))
     assert page.last() == CALL and page.fault() is not None and page.posted(0) == ExchangeMessage(0, "what", b"payload")
+    assert page.posted(2) is None  # in the same slot, and not there yet
     for at in (descriptor + 20, 256 + 8, 12288 + 80):
         buffer[at] ^= 1
     assert page.last() is None and page.fault() is None and page.posted(0) is None

@@ -7,8 +7,11 @@ import pytest
 from torch.distributed import HashStore
 
 from tricomm import errors
+from tricomm.deadline import Deadline
 from tricomm.store import process
+from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.control import RankState
+from tricomm.store.gather import Gathering
 from tricomm.store.records import ExchangeMessage, StoreRecord
 from tricomm.store.store_control import open_store_control
 
@@ -50,6 +53,27 @@ def test_the_node_of_each_rank_is_known(monkeypatch):
     monkeypatch.setattr(process, "node_id", lambda: next(given))
     for nodes in everywhere(3, lambda rank, store: open_store_control(store, rank, 3, 10.0, 5)[1]):
         assert sorted(nodes) == sorted(names)
+
+
+def test_one_request_takes_the_records_of_all_ranks(monkeypatch):
+    """Once all are there; of those that come one by one each is asked for."""
+    asked = []
+    usual = BoundedStore._call
+
+    def call(self, operation, key, action):
+        asked.append(operation)
+        return usual(self, operation, key, action)
+
+    monkeypatch.setattr(BoundedStore, "_call", call)
+    store = HashStore()
+    gatherings = [Gathering(BoundedStore(store), "test", rank, 8, bytes(16), 1) for rank in range(8)]
+    bodies = [ExchangeMessage(0, "what", bytes([rank])) for rank in range(8)]
+    for gathering, body in zip(gatherings[1:], bodies[1:], strict=True):
+        gathering.store.set(gathering.key("0", gathering.rank), gathering.record(body).pack(None))
+    asked.clear()
+    found = gatherings[0].exchange("0", bodies[0], Deadline(10.0), lambda arrived: pytest.fail("late"), lambda _: None)
+    assert [record.body for record in found] == bodies
+    assert asked == ["set", "check", "get"]
 
 
 def test_other_options_are_named():

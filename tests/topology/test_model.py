@@ -256,6 +256,7 @@ def test_islands():
     assert Topology(links, [[True] * 8] * 8).fast_islands == ()
     sockets = replace(shapes.pcie(4), islands=(5, 2, 5, 2))
     assert sockets.fast_islands == (0, 1, 0, 1) and Topology.loads(sockets.dumps()) == sockets
+    assert sockets.of([1, 3]) == shapes.pcie(2) and replace(shapes.pcie(2), islands=(4, 4)).islands == (0, 0)
     assert sockets.of([1, 3, 0]).islands == (0, 0, 1) and sockets.digest != shapes.pcie(4).digest
     with pytest.raises(InvalidArgument, match="islands must be 4 whole numbers"):
         replace(shapes.pcie(4), islands=(0, 1))

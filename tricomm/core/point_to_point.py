@@ -76,6 +76,7 @@ class PointToPoint:
         describers[layout.PENDING] = lambda peer, got: unmet(peer, "has another tag, and no room")
         unlike = "has this tag and is not what is asked for"
         describers[layout.MESSAGE_MISMATCH] = lambda peer, got: unmet(peer, unlike)
+        group.control.doing = self.running
 
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
@@ -238,6 +239,15 @@ class PointToPoint:
     def _unmet(self, peer: int, what: str) -> Fault:
         text = f"what rank {peer} has sent {what}; {self.describe(int(self.group.words[layout.MESSAGE]), peer)}"
         return self.faults.of(CollectiveMismatch, text, peer)
+
+    def running(self, rank: int) -> str:
+        """The message that a rank is in, in words; empty if it is in none."""
+        control = self.group.control
+        words = control.peer_words(rank)[layout.control_words(0)]
+        number = int(words[layout.MESSAGE])
+        if number == int(words[layout.MESSAGE_ENDED]):
+            return ""
+        return next((m.text() for m in control.messages(rank) if m.sequence == number), f"message {number}")
 
     def describe(self, message: int, peer: int = -1) -> str:
         """What this rank's half of a message waits for, and what is there instead."""

@@ -67,7 +67,9 @@ class Runtime(Protocol):
         """Memory for a tensor on every rank, with an address for all ranks' if `multicast` and if possible; called by
         all ranks together."""
 
-    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any) -> Arena:
+    def register(
+        self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str
+    ) -> Arena:
         """The memory of every rank's own tensor, as `open_registered`; called by all ranks together."""
 
     def table(
@@ -108,8 +110,10 @@ class Processes:
     ) -> Arena:  # fmt: skip
         return open_arena(control, nbytes_of(shape, dtype), device, timeout, multicast=multicast)
 
-    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any) -> Arena:
-        return open_registered(control, tensor, timeout, group)
+    def register(
+        self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str
+    ) -> Arena:
+        return open_registered(control, tensor, timeout, group, no_multicast)
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float

@@ -5,12 +5,16 @@
 
 Both are collective, and go in stages after each of which all ranks go on or none: a suspend that is refused leaves the
 group awake, a resume that is refused leaves it asleep. The monitor goes on, because the control page stays.
+
+A group in two levels sleeps with the groups that its levels are: their memory goes and comes with its own. What NCCL or
+Gloo holds between nodes stays.
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
+from functools import partial
 
 from tricomm.core.channels.channel import Channels
 from tricomm.core.faults import Faults
@@ -80,20 +84,22 @@ class Suspension:
 
     def _refusal(self) -> InvalidArgument | None:
         group = self._group
-        for arena in group.live_arenas().values():
-            if arena.no_suspend:
-                return InvalidArgument(f"suspend: {arena.no_suspend}")
-        if self._channels.first.planner.levels is not None:
-            return InvalidArgument(
-                "suspend: the two levels of this group have memory of their own, which stays: close the communicator "
-                "and make a new one, or do without them (Options(two_level=False))"
-            )
+        for each in self._sharing() or [group]:
+            for arena in each.live_arenas().values():
+                if arena.no_suspend:
+                    return InvalidArgument(f"suspend: {arena.no_suspend}")
         if group.gpu is not None and group.gpu.capturing():
             return InvalidArgument("suspend: the current stream captures a CUDA graph; suspend after the capture")
         return None
 
+    def _sharing(self) -> list[Group]:
+        """The groups whose ranks share memory: this one, if its ranks do, and those of its levels."""
+        levels = self._channels.first.planner.levels
+        inner = [each.group for each in levels.sharing] if levels is not None else []
+        return [*([self._group] if self._group.arena.nbytes else []), *inner]
+
     def _unread(self) -> InvalidArgument | None:
-        ranks = self._messages.unread()
+        ranks = self._messages.unread() if self._group.arena.nbytes else []  # the kernels' alone
         text = (
             f"rank(s) {ranks} have not received all that this rank has sent, and suspend would lose it: receive first"
         )
@@ -108,25 +114,44 @@ class Suspension:
     def _sleep(self, suspended: bool) -> None:
         self._group.sleep(suspended)
         self._faults.monitor.suspended = suspended
+        levels = self._channels.first.planner.levels
+        for each in levels.sharing if levels is not None else ():
+            each.group.sleep(suspended)
+            each.monitor.suspended = suspended  # the ranks of a node see each other there alone
 
     def _give_back(self) -> None:
         failures = []
-        for arena in self._group.live_arenas().values():
-            try:
-                arena.suspend()
-            except ResourceError as error:  # the others go all the same
-                failures.append(error)
+        for each in self._sharing():
+            for arena in each.live_arenas().values():
+                try:
+                    arena.suspend()
+                except ResourceError as error:  # the others go all the same
+                    failures.append(error)
         if failures:
             raise failures[0]
 
     def _take_again(self) -> None:
         group = self._group
         deadline = Deadline(group.timeout)
+        stage = CollectiveStages(group.control, "resume", deadline)
         with ExitStack() as undo:
-            for arena in group.live_arenas().values():
-                arena.resume(group.control, deadline.left)
-                undo.callback(_quietly_suspend, arena)
-            CollectiveStages(group.control, "resume", deadline)("begin", group.begin)
+
+            def take(each: Group) -> None:
+                for arena in each.live_arenas().values():
+                    arena.resume(each.control, deadline.left)
+                    undo.callback(_quietly_suspend, arena)
+
+            def begin() -> None:
+                for each in dict.fromkeys([group, *sharing]):
+                    each.begin()
+
+            sharing = self._sharing()
+            for each in sharing:
+                if each is group:
+                    take(group)
+                else:  # all of its ranks take memory or none, and then all of the whole group
+                    stage("memory of the levels", partial(take, each))
+            stage("begin", begin)
             undo.pop_all()
         self._sleep(False)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 from uuid import UUID
@@ -38,7 +40,8 @@ def agree(
     control: ControlPage, options: Options, device: torch.device, timeout: float, find: Find = _found,
     uuid: bytes | None = None,
 ) -> Topology | None:  # fmt: skip
-    """The topology of the group's devices, by rank; None if nothing is known, or if the ranks differ.
+    """The topology of the group's devices, by rank, without islands if the ranks differ in these; None if nothing is
+    known, or if the ranks differ in more.
 
     Called by all ranks together. `find` and `uuid` (of this rank's device) are the machine's, except in tests. Raises
     `InvalidArgument` on all ranks if several are on one GPU and one of these has not allowed it.
@@ -54,13 +57,14 @@ def agree(
     if options.topology is not None:
         return options.topology
     links = find(uuids)
-    said = links.topology.canonical if links.topology is not None else f"unknown: {links.reason}"
-    try:
-        control.require_equal(said, "topology", timeout)
-    except InvalidArgument:
-        log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
-        return None
-    return links.topology
+    said = ""
+    for topology in (links.topology, links.topology and replace(links.topology, islands=())):
+        said = topology.canonical if topology is not None else f"unknown: {links.reason}"
+        with suppress(InvalidArgument):  # on all ranks alike
+            control.require_equal(said, "topology", timeout)
+            return topology
+    log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
+    return None
 
 
 def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:

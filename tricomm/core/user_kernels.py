@@ -64,7 +64,8 @@ class UserKernels:
         Collective: a contiguous tensor of the same shape and dtype on all ranks, at an address that is a multiple of 16
         bytes. On GPUs its memory is what CUDA can share: of torch's expandable segments or symmetric memory, by
         descriptors; of torch's usual segments, by legacy CUDA IPC. With `group`, a process group of the same ranks, it
-        is torch's symmetric memory, and torch's own mappings are used. On a CPU it lies in torch's shared memory
+        is torch's symmetric memory, and torch's own mappings are used, its multicast address among them if all ranks
+        have one (`Symmetric.no_multicast` says why not). On a CPU it lies in torch's shared memory
         (`share_memory_()`). The tensor is kept until `handle.close()` (by all ranks) or the communicator's end, and
         peers can reach all of the memory that was allocated together with it.
 
@@ -85,7 +86,7 @@ class UserKernels:
             )
             own.control.require_equal(said, "register", own.timeout, abort_on_fault=True)
             try:
-                arena = own.runtime.register(own.control, tensor, own.timeout, group)
+                arena = own.runtime.register(own.control, tensor, own.timeout, group, own.arena.no_multicast)
             except ResourceError as refusal:
                 own.unregistered = str(refusal)
                 raise

@@ -7,7 +7,8 @@ peers     rows of true or false: may device i reach device j's memory
 switched  true or false: are the links through NVSwitches
 names     optional: product names, one per device
 devices   optional, for ranks that share devices: the device of each
-islands   optional: the PCIe switch or the socket of each device, by number, if the way between two of them is slow
+islands   optional: the PCIe switch or the socket of each device, by number, if the way between two of them is slow;
+          with one number for all of them there are none
 kind      optional: what the links make of the devices; refused if they make something else
 """
 
@@ -41,7 +42,8 @@ class Topology:
     names     product names, or nothing; no part of comparison by `digest`
     devices   the device of each entry, numbered as they first appear; entries on one device have no links between
               them and reach each other
-    islands   the PCIe switch or the socket of each device, numbered as they first appear, or nothing if no file says it
+    islands   the PCIe switch or the socket of each device, numbered as they first appear, or nothing if neither a file
+              nor the machine says it
 
     Lists are taken as tuples. Raises `InvalidArgument` for tables that no machine can have.
     """
@@ -135,17 +137,14 @@ class Topology:
     def fast_islands(self) -> tuple[int, ...]:
         """The island of each device, numbered as they first appear; nothing if there are none.
 
-        As the file says; else the devices that NVLinks join, if these join all of an island and no two islands. A
+        As `islands` says; else the devices that NVLinks join, if these join all of an island and no two islands. A
         hybrid cube mesh has none: its kernels know its links.
         """
         if self.islands or self.kind in ("nvswitch", "fully_connected", "hybrid_cube_mesh", "pcie"):
             return self.islands
         size = range(len(self))
         linked = [frozenset(j for j in size if self.links[i][j] or self.devices[i] == self.devices[j]) for i in size]
-        if any(linked[i] != linked[j] for i in size for j in linked[i]):
-            return ()
-        seen = list(dict.fromkeys(linked))
-        return tuple(seen.index(island) for island in linked)
+        return classes(linked) or ()
 
     def of(self, devices: Sequence[int]) -> Topology:
         """The topology of a group whose rank r is on device `devices[r]` of this one; ranks may share a device.
@@ -157,13 +156,16 @@ class Topology:
             if type(device) is not int or not 0 <= device < len(self):
                 raise InvalidArgument(f"device {device!r} is not in this topology; it has 0 to {len(self) - 1}")
         on = tuple(self.devices[device] for device in chosen)
+        islands = tuple(self.islands[device] for device in chosen) if self.islands else ()
+        if len(set(islands)) < len(set(self.islands)) and len(set(islands)) == 1:
+            islands = ()  # as if the devices of one island had been looked at alone
         return Topology(
             links=tuple(tuple(self.links[a][b] for b in chosen) for a in chosen),
             peers=tuple(tuple(self.peers[a][b] for b in chosen) for a in chosen),
             switched=self.switched and len(set(on)) > 1,
             names=tuple(self.names[device] for device in chosen) if self.names else (),
             devices=on,
-            islands=tuple(self.islands[device] for device in chosen) if self.islands else (),
+            islands=islands,
         )
 
     @property
@@ -218,6 +220,15 @@ class Topology:
         if self.islands:
             fields["islands"] = list(self.islands)
         return render_json(fields)
+
+
+def classes(joined: Sequence[frozenset[int]]) -> tuple[int, ...] | None:
+    """The class of each device, numbered as they first appear; `joined[i]` are the devices that i is together with,
+    itself among them. None if that is no division into classes."""
+    if any(joined[i] != joined[j] for i in range(len(joined)) for j in joined[i]):
+        return None
+    seen = list(dict.fromkeys(joined))
+    return tuple(seen.index(each) for each in joined)
 
 
 def _square(name: str, table: Any, count: int, kind: type) -> tuple[tuple[Any, ...], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from tricomm.errors import InvalidArgument
 from tricomm.topology.model import MAX_DEVICES, Topology
@@ -25,6 +26,7 @@ def nvswitch(count: int, links: int = 18) -> Topology:
     return _make(count, lambda i, j: links, lambda i, j: True, switched=count > 1)
 
 
+@cache
 def dgx1v() -> Topology:
     """A DGX-1 with 8 V100: quads {0..3} and {4..7}, relay of i is i + 4. Only linked GPUs reach each other."""
     return _make(8, lambda i, j: _DGX1V[i][j], lambda i, j: _DGX1V[i][j] > 0)

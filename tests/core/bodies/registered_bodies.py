@@ -109,10 +109,22 @@ def other_memory(rank, world_size, tell, url):
 class _Handle:
     """What torch's rendezvous gives, as far as it is read."""
 
-    def __init__(self, rank, world_size, base, ranks=None):
+    def __init__(self, rank, world_size, base, ranks=None, multicast=0):
         self.rank, self.world_size = ranks[rank] if ranks else rank, world_size
         self.buffer_ptrs, self.buffer_size = [0x1000 + p for p in range(world_size)], 4096
         self.buffer_ptrs[self.rank] = base
+        self._multicast = multicast
+
+    @property
+    def multicast_ptr(self):
+        if isinstance(self._multicast, Exception):
+            raise self._multicast
+        return self._multicast
+
+
+def _given(handle):
+    """Have torch's rendezvous give `handle`."""
+    registered._of_torch.__defaults__ = (lambda tensor, group: handle,)
 
 
 def of_torch(rank, world_size, tell, url):
@@ -129,7 +141,7 @@ def of_torch(rank, world_size, tell, url):
             "none": None,
         }
         for handle in found.values():
-            registered._of_torch.__defaults__ = (lambda tensor, group, handle=handle: handle,)
+            _given(handle)
             arena = None
             try:
                 arena = registered.open_registered(comm._group.control, x, 10.0, "a group")
@@ -139,3 +151,56 @@ def of_torch(rank, world_size, tell, url):
                 said.append([base - pointer for base, pointer in zip(arena.bases, handle.buffer_ptrs, strict=True)])
                 assert arena.bases[rank] == x.data_ptr()
     return said
+
+
+def of_torch_through_the_switch(rank, world_size, tell, url):
+    """An all_reduce through torch's multicast address, and why there is none: by case the handle's address less the
+    tensor's place, the reason, and what `explain` says of a call that is forced to it."""
+    said = {}
+    with communicator(rank, world_size, url) as comm:
+        whole = torch.zeros(64, dtype=torch.float32).share_memory_()
+        mapped = comm.register(whole)  # the peers' memory, as torch would have mapped it
+        segment = [int(base) for base in mapped.table.tolist()]
+        x = whole[16:59]  # 43 elements, and the switch takes 4 at a time
+        cases = {
+            "all": (segment, [0x7000_0000_0000 + 0x1000 * rank] * world_size),
+            "one rank has none": (segment, [0x7000_0000_0000, 0]),
+            "another kind of memory": (segment, [RuntimeError("NYI\nmore")] * world_size),
+            "a pool": ([base - 32 for base in segment], [0x7000_0000_0000] * world_size),
+            "not aligned": (segment, [0x7000_0000_0008] * world_size),
+            "the group has none": (segment, [0x7000_0000_0000] * world_size),
+        }
+        for name, (bases, addresses) in cases.items():
+            handle = _Handle(rank, world_size, bases[rank], multicast=addresses[rank])
+            handle.buffer_ptrs = bases
+            _given(handle)
+            own = comm._group.arena
+            comm._group.arena = _Without(own) if name == "the group has none" else own
+            w = comm.register(x, "a group")
+            comm._group.arena = own
+            said[name] = w.multicast and w.multicast - addresses[rank], w.no_multicast
+            if name == "all":
+                v, parts = comm.register(x, "a group"), [torch.arange(43.0) + 5 * r for r in range(world_size)]
+                x.copy_(parts[rank])
+                comm.barrier()
+                comm.all_reduce(w, algorithm="multicast")
+                right = torch.equal(x, sum(parts)) and whole[:16].eq(0).all() and whole[59:].eq(0).all()
+                said["right"] = bool(right), comm.explain("all_reduce", w, algorithm="multicast").algorithm
+                v.close()
+            else:
+                said[name] += (refused(lambda w=w: comm.all_reduce(w, algorithm="multicast")),)
+                said[name] += (comm.explain("all_reduce", w).reason,)
+            w.close()
+    return said
+
+
+class _Without:
+    """An arena without a multicast address."""
+
+    def __init__(self, arena):
+        self._arena = arena
+
+    no_multicast = "the switch refuses"
+
+    def __getattr__(self, name):
+        return getattr(self._arena, name)

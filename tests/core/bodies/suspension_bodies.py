@@ -208,3 +208,16 @@ def bad_moments(rank, world_size, tell, url):
         action = comm.suspend if rank == 0 else lambda: comm.all_reduce(torch.ones(9))
         said.append(refused(action))
     return said, wrong
+
+
+def beside_a_message(rank, world_size, tell, url):
+    """Rank 0 suspends while rank 1 waits for a message; what each is told."""
+    with communicator(rank, world_size, url, timeout=60.0) as comm:
+        comm.barrier()
+        if rank:
+            return refused(lambda: comm.recv(torch.zeros(5), 0, tag=7))
+        end = time.monotonic() + 30.0
+        while not comm._messages.running(1) and time.monotonic() < end:
+            time.sleep(0.005)
+        comm._group.timeout = 0.3  # before the time of the receiver is over
+        return refused(comm.suspend)

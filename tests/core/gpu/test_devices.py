@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import HashStore
 
 import tricomm
 from tests.store.cuda.fake_driver import FakeCuda
+from tests.store.store_ranks import pages, succeed
 from tests.topology.fake_nvml import uuid_of
 from tricomm import env
 from tricomm.core import bootstrap, topology_agreement
@@ -24,6 +26,7 @@ from tricomm.options import Options
 from tricomm.perf.bench import measure
 from tricomm.store.arena import open_cuda
 from tricomm.topology import discovery, presets
+from tricomm.topology.model import Topology
 
 
 @pytest.fixture
@@ -147,6 +150,24 @@ def test_local_rank_beyond_the_gpus_comes_around(monkeypatch: pytest.MonkeyPatch
     """Which the check above then finds."""
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert pick_device(None) == torch.device("cuda", 0) == measure.pick_device("cuda", 2)
+
+
+def test_sockets_are_islands_on_all_ranks_or_on_none(caplog: pytest.LogCaptureFixture) -> None:
+    four = presets.pcie(4)
+    sockets = replace(four, islands=(0, 0, 1, 1))
+
+    def agreed(*found: Topology) -> list[Any]:
+        def agree(rank: int) -> Topology | None:
+            device, here = torch.device("cuda:0"), discovery.Discovery(found[rank])
+            return topology_agreement.agree(group[rank], Options(), device, 10.0, lambda _: here, uuid_of(rank))
+
+        with pages(4) as group:
+            return succeed(4, agree)
+
+    assert agreed(*[sockets] * 4) == [sockets] * 4
+    assert agreed(sockets, four, sockets, sockets) == [four] * 4 and not caplog.records
+    assert agreed(sockets, presets.pairs(4), sockets, sockets) == [None] * 4
+    assert "ranks find different links between their GPUs" in caplog.text
 
 
 def test_a_value_that_is_none() -> None:

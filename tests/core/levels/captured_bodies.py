@@ -68,7 +68,7 @@ def captured(rank, world_size, tell, url, forms):
             control = handshake(store, position, size, 60.0, given.agreed(plan, "cpu"))
             arena = open_arena(control, plan.nbytes, CPU, 60.0)
             made = Communicator.over(control, arena, plan, CPU, 60.0, given, runtime)
-            return Inside(control, made._collectives, made._launcher, made._monitor, made.close)
+            return Inside(made._group, made._collectives, made._launcher, made._monitor, made.close)
 
         def make(undo):
             shared = Shared(control, NoArena(world_size), plan, None, facts, parts, "nccl")

@@ -29,7 +29,7 @@ _SECONDS_PER_NODE = 1e-3
 _COMPARE_SECONDS = 0.25
 _CLOSE_SECONDS = 1.0  # for the store to take the last word
 _MOST_COMPARED = 64  # nodes; beyond that the next one alone
-_SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
+_SHARED = {"CollectiveMismatch", "CollectiveTimeout", "PeerDied", "PeerStalled"}
 _MARK = "[from outside this node, "
 _BEAT, _CALL = "beat", "call"
 

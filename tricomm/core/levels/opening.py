@@ -49,16 +49,16 @@ def open_levels(undo: ExitStack, whole: Whole, parts: Parts, backend: str, make:
     group = whole.group
     part, position = parts.of[group.rank], parts.position(group.rank)
     with ExitStack() as steps:
-        inside: Inside | None = None
+        sharing: list[Inside] = []
         across: Across | None = None
         try:
             with _jointly(group, f"memory inside each of the {parts.between}", limit):
                 store = PrefixStore(f"tricomm-part-{group.name}-{part}", whole.store)
-                inside = make(store, position, parts.size, _options(group, parts.members(part)))
-                steps.callback(inside.close)
+                sharing.append(make(store, position, parts.size, _options(group, parts.members(part))))
+                steps.callback(sharing[0].close)
             with _jointly(group, f"{backend} between the {parts.between}", limit):
                 store = PrefixStore(f"tricomm-column-{group.name}-{position}", whole.store)
-                across = _open_across(group, store, parts, backend, make, limit)
+                across = _open_across(group, store, parts, backend, make, limit, sharing)
                 steps.callback(across.close, True, limit)
         except _NotPossible as error:
             if group.routes.no_kernels is not None and group.routes.fallback is None:
@@ -66,13 +66,14 @@ def open_levels(undo: ExitStack, whole: Whole, parts: Parts, backend: str, make:
                     f"no kernel can run: {group.routes.no_kernels}; nor in two levels: {error}"
                 ) from error
             return str(error)
-        assert inside is not None and across is not None, "both have been made, or one step was refused"
+        assert across is not None, "both have been made, or one step was refused"
+        inside = sharing[0]
         reports = None
         if parts.between == NODES:
             reports = NodeReports(whole.store, group.rank, group.world_size, group.control.nonce, limit)
         sides = Side(group.control, whole.monitor), Side(inside.control, inside.monitor)
         bridge = Bridge(*sides, parts, across, reports, group.options.stall_timeout)
-        levels = TwoLevel(parts, whole.faults, whole.monitor, inside, across, bridge)
+        levels = TwoLevel(parts, whole.faults, whole.monitor, sharing, across, bridge)
         steps.callback(levels.close)
         if reports is not None:  # between islands all ranks see each other's pages
             whole.launcher.mirror(levels.announce, levels.withdraw)
@@ -101,11 +102,15 @@ def _jointly(group: Group, what: str, limit: float) -> Iterator[None]:
         raise _NotPossible(str(joint)) from error
 
 
-def _open_across(group: Group, store: Store, parts: Parts, backend: str, make: Make, limit: float) -> Across:
+def _open_across(
+    group: Group, store: Store, parts: Parts, backend: str, make: Make, limit: float, sharing: list[Inside]
+) -> Across:
+    """What carries values across; if it has memory that ranks share, it is appended to `sharing`."""
     part = parts.of[group.rank]
     if backend == KERNELS:
-        inside = make(store, part, parts.count, _options(group, parts.column(group.rank)))
-        return KernelsAcross(inside.collectives, inside.close, inside.abort)
+        column = make(store, part, parts.count, _options(group, parts.column(group.rank)))
+        sharing.append(column)
+        return KernelsAcross(column.collectives, column.close, column.abort)
     if backend == NCCL:
         control, _ = open_store_control(store, part, parts.count, limit, 0)
         try:

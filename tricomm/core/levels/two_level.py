@@ -16,13 +16,14 @@ caller's memory or a copy of it, so no buffer is shared between two calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tricomm.core import launch_plan
 from tricomm.core.faults import Faults
+from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.levels.across import Across, ConnectionLost, Runs
@@ -45,11 +46,15 @@ _GATHER = Request("all_gather", "none")
 class Inside:
     """A group of some of the ranks, which shares memory: what its collaborators are, and how it ends."""
 
-    control: ControlPage
+    group: Group
     collectives: Runs
     launcher: Launcher
     monitor: Monitor
     close: Callable[[], None]
+
+    @property
+    def control(self) -> ControlPage:
+        return self.group.control
 
     def abort(self) -> None:
         """Make its kernels leave."""
@@ -57,13 +62,14 @@ class Inside:
 
 
 class TwoLevel:
-    """One rank's part in the two levels of its group. `faults` and `monitor` are the whole group's."""
+    """One rank's part in the two levels of its group. `faults` and `monitor` are the whole group's. `sharing` are the
+    groups of some of the ranks that have memory of their own: the one inside, and what is across if that is kernels."""
 
     def __init__(
-        self, parts: Parts, faults: Faults, monitor: Monitor, inside: Inside, across: Across, bridge: Bridge
+        self, parts: Parts, faults: Faults, monitor: Monitor, sharing: Sequence[Inside], across: Across, bridge: Bridge
     ) -> None:
-        group = faults.group
-        self.parts, self.across = parts, across
+        group, inside = faults.group, sharing[0]
+        self.parts, self.across, self.sharing = parts, across, tuple(sharing)
         self._faults, self._monitor, self._inside, self._bridge = faults, monitor, inside, bridge
         self._gpu: Gpu | None = group.gpu
         self._control = group.control

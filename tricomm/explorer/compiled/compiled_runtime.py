@@ -232,8 +232,10 @@ class CompiledRuntime:
     ) -> Arena:  # fmt: skip
         return self._interpreted.symmetric(control, shape, dtype, device, timeout, multicast)
 
-    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
-        return self._interpreted.register(control, tensor, timeout, group)
+    def register(
+        self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object, no_multicast: str
+    ) -> Arena:
+        return self._interpreted.register(control, tensor, timeout, group, no_multicast)
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float

@@ -292,7 +292,9 @@ class RankRuntime:
     ) -> Arena:  # fmt: skip
         return self._world.symmetric(self._rank, shape, dtype, multicast)
 
-    def register(self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object) -> Arena:
+    def register(
+        self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object, no_multicast: str
+    ) -> Arena:
         raise InvalidArgument("register: the ranks of a simulation share memory of their own; use comm.symmetric()")
 
     def table(
