@@ -154,20 +154,25 @@ def dies_in(rank, world_size, tell, url, where):
     return errors
 
 
+def refuse_once(where):
+    """The system refuses the next step `where` of a segment."""
+    usual, left = getattr(Segment, where), [1]
+
+    def once(self):
+        if left and self.nbytes > 8192 and left.pop():
+            raise ResourceError("madvise: made to fail")
+        usual(self)
+
+    setattr(Segment, where, once)
+
+
 def memory_refused(rank, world_size, tell, url, where, victim):
     """A system call is refused on one rank at a step: what is raised, and that the group works on."""
     with communicator(rank, world_size, url) as comm:
         w = comm.symmetric((10,), torch.int64)
-        usual, texts = getattr(Segment, where), []
+        texts = []
         if rank == victim:
-            left = [1]
-
-            def once(self):
-                if left and self.nbytes > 8192 and left.pop():
-                    raise ResourceError("madvise: made to fail")
-                usual(self)
-
-            setattr(Segment, where, once)
+            refuse_once(where)
         texts.append(refused(comm.suspend))
         state = comm.suspended
         if state:

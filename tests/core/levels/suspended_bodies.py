@@ -8,10 +8,8 @@ import time
 import torch
 
 import tricomm
-from tests.core.bodies.suspension_bodies import refused, refused_within, resident
+from tests.core.bodies.suspension_bodies import refuse_once, refused, refused_within, resident
 from tests.core.levels.level_bodies import SMALL, joined, one_call
-from tricomm.errors import ResourceError
-from tricomm.store.segments import Segment
 
 
 def _joined(rank, world_size, url, file):
@@ -43,14 +41,7 @@ def round_trip(rank, world_size, tell, url, file, victim):
         asleep = [resident(*_own(arena, each.group.rank)) for arena, each in zip(arenas, levels.sharing, strict=True)]
         said = [refused(lambda: comm.all_reduce(torch.ones(9))), refused(comm.suspend)]
         if rank == victim:
-            usual, left = Segment.take_again, [1]
-
-            def once(self):
-                if self.nbytes > 8192 and left and left.pop():
-                    raise ResourceError("madvise: made to fail")
-                usual(self)
-
-            Segment.take_again = once
+            refuse_once("take_again")
         said.append(refused(comm.resume))
         if comm.suspended:
             comm.resume()
