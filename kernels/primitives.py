@@ -362,3 +362,34 @@ def finish(group, epoch, chunks, status):
             tl.store(table + BUSY, 0)
             tl.store(table + EPOCH, advance(epoch, chunks))
             tl.store(control_of(group) + ENDED, advance(epoch, chunks))
+
+
+@triton.jit
+def arrive(group, LANES: tl.constexpr):
+    """What `finish` does of a block's end, early: how many blocks of this launch came here before (int32 [LANES], in
+    lane 0), for `depart`. Once a block, behind all that it reads of mailboxes, headers, epoch and busy word.
+
+    A tile and not one number, which all threads would wait for: the answer comes while the block goes on.
+    """
+    lane = tl.arange(0, LANES)
+    before = tl.zeros([LANES], tl.int64)
+    tl.debug_barrier()  # the block's other threads have read the words that one stores
+    if tl.num_programs(0) > 1:
+        # acq_rel: the last arrival comes after what every other block has read.
+        at = table_of(group) + ARRIVALS + lane * 0
+        before = tl.atomic_add(at, before + 1, mask=lane == 0, sem="acq_rel", scope="gpu")
+    return before.to(tl.int32)
+
+
+@triton.jit
+def depart(group, epoch, chunks, before, LANES: tl.constexpr):
+    """End of a launch whose blocks have called `arrive`: the thread that came last, and only it, advances the epoch."""
+    lane = tl.arange(0, LANES)
+    last = (lane == 0) & (before == tl.num_programs(0) - 1)
+    table = table_of(group) + lane * 0
+    zeros = tl.zeros([LANES], tl.int64)
+    tl.store(table + ARRIVALS, zeros, mask=last)
+    tl.store(table + BUSY, zeros, mask=last)
+    later = zeros + advance(epoch, chunks)
+    tl.store(table + EPOCH, later, mask=last)
+    tl.store(control_of(group) + ENDED + lane * 0, later, mask=last)

@@ -14,7 +14,7 @@ import triton.language as tl
 from tricomm.kernels.device.group import RANK, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.push import open_epoch, synchronize
-from tricomm.kernels.primitives import advance, announce, enter, finish, leave, read_epoch
+from tricomm.kernels.primitives import advance, announce, depart, enter, finish, leave, read_epoch
 
 
 class Chunk(NamedTuple):
@@ -90,9 +90,12 @@ def run_ll(
     returned, TAKE(tensors, chunk, status, SPEC) for each chunk, until one returns a status that is not zero.
 
     `tensors` is (x_ptr, y_ptr, numel) and whatever else these take; `chunk_words` the most words of a chunk. LOAD does
-    not know the epoch: what it loads is in flight beside it. So a call's first push waits for memory once.
+    not know the epoch: what it loads is in flight beside it. So a call's first push waits for memory once. Of rows
+    TAKE(tensors, chunk, status, last, before, SPEC) has the block arrive in the `last` chunk, when it has read all of it, and
+    returns (status, `before` of `arrive`): what follows goes on beside the answer.
     """
     start, owner = read_epoch(group)
+    before = tl.zeros([SPEC.LANES], tl.int32)
     unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), owner, SPEC)
     chunks = tl.full([], 1, tl.int64)
     if (unnumbered.count > chunk_words) | (unnumbered.count == 0):  # a division, which takes long
@@ -106,9 +109,16 @@ def run_ll(
         PUSH(tensors, chunk, tiles, SPEC)
         if number == 0:
             announce(group, start, call, SPEC.LANES, SPEC.PTX)
-        status = TAKE(tensors, chunk, status, SPEC)
         number += 1
-    finish(group, start, chunks, status)
+        if SPEC.HIDDEN:
+            status, before = TAKE(tensors, chunk, status, number == chunks, before, SPEC)
+        else:
+            status = TAKE(tensors, chunk, status, SPEC)
+    if SPEC.HIDDEN:
+        if status == 0:
+            depart(group, start, chunks, before, SPEC.LANES)
+    else:
+        finish(group, start, chunks, status)
 
 
 @triton.jit

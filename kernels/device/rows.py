@@ -21,7 +21,7 @@ from tricomm.kernels.device.mailbox import flagged_bytes, ll_buffer, ll_place
 from tricomm.kernels.device.packing import load_elements, raw_pointer
 from tricomm.kernels.device.planes import load_three, plane_length, plane_start, put_planes, store_three
 from tricomm.kernels.device.reduction import element
-from tricomm.kernels.primitives import store_ll
+from tricomm.kernels.primitives import arrive, store_ll
 
 
 class Row(NamedTuple):
@@ -148,6 +148,14 @@ def places(chunk, place, SPEC: tl.constexpr):
             at = first + g * tile_words(SPEC) + r * (flagged_bytes(chunk.group, SPEC) // 8)
             pointers = pointers + (tl.multiple_of(at, 16),)
     return pointers
+
+
+@triton.jit
+def arrive_if(chunk, now, before, SPEC: tl.constexpr):
+    """`arrive` if `now`: this block has read all that it reads of the call's last chunk."""
+    if now:
+        before = arrive(chunk.group, SPEC.LANES)
+    return before
 
 
 @triton.jit
