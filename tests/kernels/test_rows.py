@@ -146,6 +146,26 @@ MUTANTS = {
     "rows lie over each other in the mailbox": (
         "kernels/collectives/all_reduce_rows_one_shot.py", "this * SPEC.PITCH + i * SPEC.TILE", "i * SPEC.TILE",
     ),
+    "blocks arrive in no order": (
+        "kernels/primitives.py", 'before + 1, mask=lane == 0, sem="acq_rel"', 'before + 1, mask=lane == 0, sem="relaxed"',
+    ),
+    "a block arrives while its threads read": (
+        "kernels/primitives.py", "    tl.debug_barrier()  # the block's other threads have read the words that one stores\n"
+        "    if tl.num_programs(0) > 1:\n        # acq_rel: the last arrival comes after what",
+        "    if tl.num_programs(0) > 1:\n        # acq_rel: the last arrival comes after what",
+    ),
+    "the first block that arrives moves the epoch on": (
+        "kernels/primitives.py", "(before == tl.num_programs(0) - 1)", "(before == 0)",
+    ),
+    "arrivals of rows are not counted from 0 again": (
+        "kernels/primitives.py", "    tl.store(table + ARRIVALS, zeros, mask=last)\n", "",
+    ),
+    "a block without rows does not arrive": (
+        "kernels/collectives/all_reduce_rows_one_shot.py", "last & (row >= count) & (status == 0)", "last & (row < 0)",
+    ),
+    "a block arrives with its first row": (
+        "kernels/collectives/all_reduce_rows_one_shot.py", "last & (row + stride >= count)", "last & (row < stride)",
+    ),
 }  # fmt: skip
 
 
