@@ -383,8 +383,9 @@ def arrive(group, LANES: tl.constexpr):
 
 @triton.jit
 def depart(group, epoch, chunks, before, LANES: tl.constexpr):
-    """End of a launch whose blocks have called `arrive`: the thread that came last, and only it, advances the epoch."""
+    """End of a launch whose blocks have called `arrive`: the one that came last, and only it, advances the epoch."""
     lane = tl.arange(0, LANES)
+    tl.debug_barrier()  # whichever threads store now, one has acquired before
     last = (lane == 0) & (before == tl.num_programs(0) - 1)
     table = table_of(group) + lane * 0
     zeros = tl.zeros([LANES], tl.int64)
