@@ -126,6 +126,39 @@ def test_a_forced_tile_of_rows_is_the_one_that_runs_or_is_refused(device):
     assert refused > 10
 
 
+def shapes_of_rows(hidden, here, quantize=""):
+    """Those of all fused kernels that take rows of `hidden` elements, of 16 and of 32 bits."""
+    for bits in (16, 32):
+        for kernel in registry.of(FUSED, here.world_size):
+            choice = row_shapes.choose(here, FUSED, bits, hidden, 3, (kernel.algorithm, kernel.protocol), quantize)
+            if not isinstance(choice, str):
+                yield choice
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("quantize", ["", "nvfp4"])
+def test_tiles_and_warps_of_rows_are_powers_of_two(device, quantize):
+    """Triton has no others."""
+    found = 0
+    for world_size in (2, 3, 8, 15, 16):
+        for hidden in range(16, row_shapes.MOST_HIDDEN + 1, 16 * 61):
+            for choice in shapes_of_rows(hidden, site(device, world_size), quantize):
+                found += 1
+                assert choice.block.bit_count() == choice.warps.bit_count() == 1
+    assert found > 300
+
+
+def test_a_forced_tile_that_makes_too_many_of_a_row_is_refused():
+    """All of a row's tiles stand in the code one behind the other, which a compiler takes minutes for."""
+    two_shots = "tile=32: tiles of 128 to .* make at most 32 of a row of 16384"
+    with pytest.raises(InvalidArgument, match=two_shots):
+        row_shapes.choose(site(tile=32, world_size=8), FUSED, 16, 16384, 3, ("two_shot", "ll"))
+    with pytest.raises(InvalidArgument, match="tiles of 256 to .* make at most 16 of a row of 16384"):
+        row_shapes.choose(site(tile=32, world_size=8), FUSED, 16, 16384, 3, (None, None))
+    assert row_shapes.choose(site(tile=128, world_size=8), FUSED, 16, 16384, 3, (None, None)).block == 128
+    assert row_shapes.choose(site("cpu", tile=32, world_size=8), FUSED, 16, 16384, 3, (None, None)).block == 32
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
 def test_plain_data_of_a_megabyte_or_more_keep_half_a_megabyte_in_flight(world_size):
     """A loop of a block has a tile of every rank on its way."""

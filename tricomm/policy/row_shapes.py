@@ -29,6 +29,9 @@ _POLLED = 4096  # words of all ranks that a block's registers hold
 _WORDS_PER_THREAD = 16  # of a row, about: 4 warps for 2048 words
 _FEWER_WORDS = 8  # of codes before sm_90, where numbers that all threads share take their registers: 16 spill
 _LEAST_TILE = 16  # words, of the interpreter
+# Tiles of a row, which the code has one behind the other: what the rules make at most, of up to 16 ranks. In two shots
+# bf16 rows of 8192 of eight ranks take 12 s of a CPU to compile with 16 tiles, 53 s with 32.
+_MOST_TILES = {"one_shot": 16, "two_shot": 32}
 _REGISTERS = 65536
 _FIRST_ARCHITECTURE = 80  # two numbers of 16 bits in one instruction
 
@@ -113,6 +116,11 @@ def _architecture(facts: SelectionFacts) -> int:
     return int(facts.device.removeprefix("sm_").replace("cuda", "0"))
 
 
+def _power_of_two(number: int) -> int:
+    """The least one that is `number`, 1 or more, or larger."""
+    return 1 << (number - 1).bit_length()
+
+
 def _shape(
     facts: SelectionFacts, kernel: registry.Kernel, bits: int, hidden: int, rows: int, quantize: str,
     row: TableRow | None = None,
@@ -129,12 +137,18 @@ def _shape(
     )  # fmt: skip
     run = -(-form.SHARD * 2 // 3) if kernel.wide else form.SHARD
     least = (WORDS_PER_WARP if gpu else _LEAST_TILE) * (2 if kernel.wide else 1)  # a plane spans a warp
-    whole = max(least, 1 << (run - 1).bit_length())
+    whole = max(least, _power_of_two(run))
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
     # A word of each plane is a thread's: a tile has the same layout whether it is loaded, polled or stored.
     held = _FEWER_WORDS if gpu and quantize and _architecture(facts) < 90 else _WORDS_PER_THREAD
-    most = least * min(16, max(4, form.ROW // (32 * held))) if gpu else CPU_TILE
-    form = replace(form, BLOCK=max(least, min(wanted or most, widest, whole)))
+    most = least * min(16, max(4, _power_of_two(-(-form.ROW // (32 * held))))) if gpu else CPU_TILE
+    shortest, why = least, divided(facts)
+    if gpu:  # a row that fits into its buffer fits into as many tiles of the longest kind as it has shards
+        while shortest < widest and replace(form, BLOCK=shortest).ROW_TILES > _MOST_TILES[kernel.algorithm]:
+            shortest *= 2
+        if shortest > least:
+            why = f"make at most {_MOST_TILES[kernel.algorithm]} of a row of {hidden}, and {why}"
+    form = replace(form, BLOCK=max(shortest, min(wanted or most, widest, whole)))
     room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
     if form.PITCH > room:
         return (
@@ -142,7 +156,7 @@ def _shape(
             f"{8 * room} of payload"
         )
     # A forced one may be longer than a row: a group has one for calls of all sizes.
-    tile = usable_tile(facts, kernel, form.BLOCK, (least, widest), divided(facts))
+    tile = usable_tile(facts, kernel, form.BLOCK, (shortest, widest), why)
     form = replace(form, BLOCK=tile)
     if quantize == "nvfp4" and any(first % form.SCALED for first in form.FIRSTS):
         return f"{name}: planes of a row of {hidden} begin inside blocks of 16 elements; ll does not divide them"
