@@ -148,7 +148,8 @@ MUTANTS = {
         "kernels/collectives/all_reduce_rows_one_shot.py", "this * SPEC.PITCH + i * SPEC.TILE", "i * SPEC.TILE",
     ),
     "blocks arrive in no order": (
-        "kernels/primitives.py", 'before + 1, mask=lane == 0, sem="acq_rel"', 'before + 1, mask=lane == 0, sem="relaxed"',
+        "kernels/primitives.py", 'before + 1, mask=lane == 0, sem="acq_rel"',
+        'before + 1, mask=lane == 0, sem="relaxed"',
     ),
     "the first block that arrives moves the epoch on": (
         "kernels/primitives.py", "(before == tl.num_programs(0) - 1)", "(before == 0)",

@@ -28,6 +28,7 @@ MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protoco
 _POLLED = 4096  # words of all ranks that a block's registers hold
 _WORDS_PER_THREAD = 16  # of a row, about: 4 warps for 2048 words
 _FEWER_WORDS = 8  # of codes before sm_90, where numbers that all threads share take their registers: 16 spill
+_WIDE_WARPS = 8  # three planes of eight ranks that are polled at once spill 66 words of 128 registers, none of 255
 _LEAST_TILE = 16  # words, of the interpreter
 # Tiles of a row, which the code has one behind the other: what the rules make at most, of up to 16 ranks. In two shots
 # bf16 rows of 8192 of eight ranks take 12 s of a CPU to compile with 16 tiles, 53 s with 32.
@@ -141,7 +142,8 @@ def _shape(
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
     # A word of each plane is a thread's: a tile has the same layout whether it is loaded, polled or stored.
     held = _FEWER_WORDS if gpu and quantize and _architecture(facts) < 90 else _WORDS_PER_THREAD
-    most = least * min(16, max(4, _power_of_two(-(-form.ROW // (32 * held))))) if gpu else CPU_TILE
+    warps = _WIDE_WARPS if kernel.wide and held == _WORDS_PER_THREAD else 16
+    most = least * min(warps, max(4, _power_of_two(-(-form.ROW // (32 * held))))) if gpu else CPU_TILE
     shortest, why = least, divided(facts)
     if gpu:  # a row that fits into its buffer fits into as many tiles of the longest kind as it has shards
         while shortest < widest and replace(form, BLOCK=shortest).ROW_TILES > _MOST_TILES[kernel.algorithm]:
