@@ -37,7 +37,7 @@ def test_every_candidate_is_launched_as_it_is_named() -> None:
     kernels = registry.of(FUSED, 8)
     shapes = points.pool(kernels, _H100.layout, layout.MAX_BLOCKS, cpu=False)
     usable = [c for c in shapes if coordinator._as_it_is(_H100, point, c)]
-    assert len(usable) > 50 and {c.family for c in usable} == {(k.algorithm, k.protocol) for k in kernels}
+    assert len(usable) > 40 and {c.family for c in usable} == {(k.algorithm, k.protocol) for k in kernels}
     assert max(c.blocks for c in usable) == 4  # rows
     for candidate in usable[::17]:
         facts = replace(_H100, tuned=(candidate.row(point, 8, None),), tuned_name="tuned")
