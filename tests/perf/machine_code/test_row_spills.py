@@ -31,6 +31,7 @@ KNOWN = {
     ("sm_90", "ll", "", 16384, "float32"): 2,  # of the call, not of a row: stored and loaded once a chunk
     ("sm_90", "ll", "fp8", 16384, "float32"): 2,
     ("sm_90", "ll", "fp8_per_token", 16384, "float32"): 2,
+    ("sm_90", "ll", "nvfp4", 16384, "float32"): 6,
     ("sm_90", "ll128", "fp8", 16384, "float32"): 24,
     ("sm_90", "ll128", "nvfp4", 16384, "bfloat16"): 24,
 }
