@@ -91,8 +91,8 @@ def run_ll(
 
     `tensors` is (x_ptr, y_ptr, numel) and whatever else these take; `chunk_words` the most words of a chunk. LOAD does
     not know the epoch: what it loads is in flight beside it. So a call's first push waits for memory once. Of rows
-    TAKE(tensors, chunk, status, last, before, SPEC) has the block arrive in the `last` chunk, when it has read all of it, and
-    returns (status, `before` of `arrive`): what follows goes on beside the answer.
+    TAKE(tensors, chunk, status, last, before, SPEC) has the block arrive in the `last` chunk, when it has read all of
+    it, and returns (status, `before` of `arrive`): what follows goes on beside the answer.
     """
     start, owner = read_epoch(group)
     before = tl.zeros([SPEC.LANES], tl.int32)
