@@ -23,7 +23,8 @@ Waits     header, polled with the words of the first hop: the peer made the same
           last. Words of each hop: the flag is this epoch, and flag and payload are one access. The phases have a half
           of each buffer each. The epilogue runs when the sums of all shards have come.
 Reuse     as in `all_reduce_two_shot`: a peer writes e + 2 only after it has seen this block's header of e + 1, sent
-          after this block has polled both halves of e.
+          after this block has polled both halves of e. A block arrives at the launch's end when it has polled its
+          last row: the epilogue reads no mailbox.
 Source    reduce-scatter plus all-gather; FlashInfer's two-shot fusion gathers sums, too.
 """
 
