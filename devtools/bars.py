@@ -41,6 +41,7 @@ from tricomm.perf.cost_model.warp_clock import PARTS
 from tricomm.perf.machine_code import kernel_report
 from tricomm.perf.machine_code.kernel_report import Variant
 from tricomm.perf.row_calls import RowForm
+from tricomm.policy import selection
 
 LABEL = "modelled from the compiled code, not measured"
 MACHINE, WORLD_SIZE = MACHINES["h100"], 8
@@ -56,27 +57,35 @@ Value = float | int | str | None
 
 @dataclass(frozen=True)
 class CallRow:
-    """An all-reduce of `nbytes`, whose time is to be `ratio` of what it was at most; 0: it is compared with nothing."""
+    """An all-reduce of `nbytes` by `forced`, (algorithm, protocol); None: by the kernel that the shipped tables choose
+    on a box with a switch. Its time is to be `ratio` of what it was at most. `new`: it is compared with nothing.
+    """
 
-    algorithm: str
-    protocol: str
+    forced: tuple[str, str] | None
     nbytes: int
-    ratio: float = 0.0
+    ratio: float | None = None
+    new: bool = False
 
     @property
     def kernel(self) -> Kernel:
-        return registry.find("all_reduce", self.algorithm, self.protocol)
+        names = self.forced
+        if names is None:
+            choice = selection.choose(timed_call.facts(MACHINE, WORLD_SIZE), "all_reduce", self.nbytes, mode="graph")
+            names = choice.algorithm, choice.protocol
+        return registry.find("all_reduce", *names)
 
     @property
     def name(self) -> str:
         size = f"{self.nbytes >> 10} KiB" if self.nbytes < 1 << 20 else f"{self.nbytes >> 20} MiB"
-        return f"{size} {self.algorithm} {self.protocol}"
+        return f"{size} {'as chosen with a switch' if self.forced is None else ' '.join(self.forced)}"
 
 
-SHORT = (CallRow("one_shot", "ll", 1 << 10, 0.6), CallRow("two_shot", "ll", 64 << 10, 0.8))
-WIDE = (CallRow("one_shot", "ll128", 1 << 10), CallRow("one_shot", "ll128", 32 << 10),
-        CallRow("two_shot", "ll128", 64 << 10), CallRow("two_shot", "ll128", 512 << 10))  # fmt: skip
-LONG = (CallRow("two_shot", "simple", 8 << 20, 0.6), CallRow("two_shot", "simple", 64 << 20, 0.6))
+SHORT = (CallRow(("one_shot", "ll"), 1 << 10, 0.6), CallRow(("two_shot", "ll"), 64 << 10, 0.8))
+WIDE = (CallRow(("one_shot", "ll128"), 1 << 10, new=True), CallRow(("one_shot", "ll128"), 32 << 10, new=True),
+        CallRow(("two_shot", "ll128"), 64 << 10, new=True), CallRow(("two_shot", "ll128"), 512 << 10, new=True))  # fmt: skip
+# Two shots, as without a switch: what the links alone take of them is more than 0.6 of before.
+LONG = (CallRow(("two_shot", "simple"), 8 << 20), CallRow(("two_shot", "simple"), 64 << 20),
+        CallRow(None, 8 << 20, 0.6), CallRow(None, 64 << 20, 0.6))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,9 +154,11 @@ def _rows(count: int) -> str:
 
 
 def _of_call(row: CallRow) -> Iterator[Bar]:
+    if row.forced is None:
+        yield Bar(f"{row.name}: kernel", "")
     yield Bar(f"{row.name}: launched as blocks/warps/words of a tile", "")
     yield Bar(f"{row.name}: bytes to peers over the formula", "", 1, 1)
-    yield Bar(f"{row.name}: executed instructions for 16 bytes, float32", "", ratio=1 if row.ratio else None)
+    yield Bar(f"{row.name}: executed instructions for 16 bytes, float32", "", ratio=None if row.new else 1)
     yield Bar(f"{row.name}: SASS instructions for 16 bytes, float32", "")
     yield Bar(f"{row.name}: spills", "", 0)
     yield Bar(f"{row.name}: registers a thread", "")
@@ -221,15 +232,18 @@ def _call_row(row: CallRow) -> Row:
 
 def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
     path = sum(time.parts)
-    sent = float(units.moved(row.kernel, WORLD_SIZE)) * row.nbytes
+    kernel = row.kernel
+    sent = float(units.moved(kernel, WORLD_SIZE)) * row.nbytes
+    usable = MACHINE.multicast if kernel.multicast else MACHINE.kernels
     data, order = time.chain or (None, None)
     shape = time.shape
     return {
         f"{row.name}: critical path": path,
         f"{row.name}: round trips before the first push, by data": data,
         f"{row.name}: round trips before the first push, in order": order,
-        f"{row.name}: share of the usable link bandwidth": sent / MACHINE.kernels / 1e3 / path,
-        f"{row.name}: share that bytes in flight allow": min(1.0, time.allows_gbs / MACHINE.kernels),
+        f"{row.name}: kernel": f"{kernel.algorithm} {kernel.protocol}",
+        f"{row.name}: share of the usable link bandwidth": sent / usable / 1e3 / path,
+        f"{row.name}: share that bytes in flight allow": min(1.0, time.allows_gbs / usable),
         f"{row.name}: bytes in flight a GPU": time.in_flight / 1024,
         f"{row.name}: barriers that a chunk more takes": time.more_barriers,
         f"{row.name}: barriers": time.barriers,

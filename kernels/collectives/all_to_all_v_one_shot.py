@@ -14,7 +14,8 @@ Waits     as in `device/push.py`. Besides, in the first chunk each peer's two fu
           for this rank, which has to be the expected one, or both ranks would wait for words that never come. They
           carry the lengths from rank to rank: parameters are known to one rank alone, and the fingerprint leaves them
           out.
-Chunks    overlap as in `run_pushed`, from the second one on: the first barrier brings their number.
+Load      under LL what is pushed first, of the next rank's part, is loaded beside the epoch.
+Chunks    under `simple` overlap as in `run_pushed`, from the second one on: the first barrier brings their number.
 Reuse     see `device/push.py`; the further headers rotate with the epoch's parity as the first one does.
 Order     nothing is summed.
 Source    MPI_Alltoallv, by push.
@@ -27,8 +28,9 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import nth, whole_call
 from tricomm.kernels.device.counts import part, publish_counts, receive_counts
-from tricomm.kernels.device.mailbox import buffer_words
-from tricomm.kernels.device.planes import load_planes_if, store_planes_if
+from tricomm.kernels.device.group import peer_addresses
+from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
+from tricomm.kernels.device.planes import load_planes_if, put_planes, store_planes_if
 from tricomm.kernels.device.push import open_epoch, push_tile, receive, synchronize
 from tricomm.kernels.primitives import enter, leave
 
@@ -38,19 +40,26 @@ def all_to_all_v_one_shot(
     x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, send_counts, recv_counts, SPEC: tl.constexpr
 ):
     # Not `run_pushed`: the number of chunks is known when the peers' counts have come, in the first one.
-    start, owner = enter(group, call)
     buffer = buffer_words(group, 1, SPEC)
+    number = tl.zeros([], tl.int64)
+    if SPEC.LL:  # in flight beside the epoch
+        unnumbered = whole_call((x_ptr, y_ptr, numel), group, call, number, number, SPEC)
+        tile = _tile_for(x_ptr, numel, send_counts, buffer, unnumbered, 1, unnumbered.own, SPEC)
+    start, owner = enter(group, call)
     whole = whole_call((x_ptr, y_ptr, numel), group, call, start, owner, SPEC)
     chunks = tl.zeros([], tl.int64) + 1
     status = 0
-    number = tl.zeros([], tl.int64)
     if SPEC.LL:
-        while (number < chunks) & (status == 0):
+        more = number < chunks
+        while more:
             chunk = nth(whole, number, buffer)
-            _push(x_ptr, numel, send_counts, buffer, chunk, SPEC)
+            _push_words(x_ptr, numel, send_counts, buffer, chunk, tile, SPEC)
             chunks, status = _meet(x_ptr, numel, send_counts, recv_counts, buffer, chunks, chunk, SPEC)
             status = _take(y_ptr, numel, recv_counts, buffer, chunk, status, SPEC)
             number += 1
+            more = (number < chunks) & (status == 0)
+            if more:
+                tile = _tile_for(x_ptr, numel, send_counts, buffer, nth(whole, number, buffer), 1, chunk.own, SPEC)
     else:
         while (number <= chunks) & (status == 0):
             ahead = nth(whole, number, buffer)
@@ -65,16 +74,54 @@ def all_to_all_v_one_shot(
 
 
 @triton.jit
-def _push(x_ptr, numel, send_counts, buffer, chunk, SPEC: tl.constexpr):
-    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+def _open(numel, send_counts, chunk, SPEC: tl.constexpr):
     open_epoch(chunk, 1, SPEC)
     if chunk.base == 0:
         publish_counts(chunk.group, send_counts, numel, chunk.epoch, SPEC)
+
+
+@triton.jit
+def _run_for(x_ptr, numel, send_counts, buffer, chunk, step, SPEC: tl.constexpr):
+    """(rank, first element, elements, words of the chunk, aligned) of the part for the rank that is `step` ahead."""
+    PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    to = (chunk.me + step) % SPEC.WORLD_SIZE
+    row, length = part(send_counts, to, numel, SPEC.WORLD_SIZE)
+    count = tl.minimum(tl.cdiv(length, PACK) - chunk.base, buffer)
+    return to, row, length, count, SPEC.ALIGNED & (row % (2 * PACK) == 0)
+
+
+@triton.jit
+def _tile_for(x_ptr, numel, send_counts, buffer, chunk, step, first, SPEC: tl.constexpr):
+    """The tile at word `first` of that part; nothing is read behind its end."""
+    _, row, length, count, aligned = _run_for(x_ptr, numel, send_counts, buffer, chunk, step, SPEC)
+    return load_planes_if(x_ptr + row, chunk.base + first, count - first, length, aligned, SPEC)
+
+
+@triton.jit
+def _push_words(x_ptr, numel, send_counts, buffer, chunk, tile, SPEC: tl.constexpr):
+    """LL: this block's tiles of the chunk, the next rank's part first; `tile` is the first of them."""
+    _open(numel, send_counts, chunk, SPEC)
+    step, first = 1, chunk.own
+    while step <= SPEC.WORLD_SIZE:
+        to, _, _, count, _ = _run_for(x_ptr, numel, send_counts, buffer, chunk, step, SPEC)
+        if first < count:
+            head = peer_addresses(chunk.group, to, first < count, SPEC.WORLD_SIZE, SPEC.PTX)
+            head = tl.multiple_of(head.to(tl.pointer_type(tl.int64)), 16)
+            put_planes(ll_buffer(chunk, head, chunk.me, first, SPEC), tile, chunk.epoch, count - first, SPEC)
+        first += chunk.stride
+        if first >= count:
+            first = chunk.own
+            step += 1
+        if step <= SPEC.WORLD_SIZE:
+            tile = _tile_for(x_ptr, numel, send_counts, buffer, chunk, step, first, SPEC)
+
+
+@triton.jit
+def _push(x_ptr, numel, send_counts, buffer, chunk, SPEC: tl.constexpr):
+    """Simple: the same, without a tile ahead."""
+    _open(numel, send_counts, chunk, SPEC)
     for step in range(SPEC.WORLD_SIZE):
-        to = (chunk.me + step) % SPEC.WORLD_SIZE
-        row, length = part(send_counts, to, numel, SPEC.WORLD_SIZE)
-        count = tl.minimum(tl.cdiv(length, PACK) - chunk.base, buffer)
-        aligned = SPEC.ALIGNED & (row % (2 * PACK) == 0)
+        to, row, length, count, aligned = _run_for(x_ptr, numel, send_counts, buffer, chunk, step, SPEC)
         for first in range(chunk.own, count, chunk.stride):
             tile = load_planes_if(x_ptr + row, chunk.base + first, count - first, length, aligned, SPEC)
             push_tile(chunk, to, first, tile, count, SPEC)

@@ -120,7 +120,7 @@ def forecast(
 
 
 def _modelled(kernel: Kernel) -> bool:
-    return not takes_counts(kernel.function) and not kernel.multicast
+    return not takes_counts(kernel.function)
 
 
 def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:

@@ -137,7 +137,8 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     assert code_forecast.LABEL in done.output.splitlines()[0] and "modelled" in code_forecast.LABEL
     assert f"median error {code_forecast.MEDIAN_ERROR:.0%}" in done.output
     kernels = [line.split()[1] for line in done.output.splitlines() if line.strip().startswith("4096")]
-    assert kernels == [f"{way}_shot/{protocol}" for way in ("one", "two") for protocol in ("ll", "ll128", "simple")]
+    shots = [f"{way}_shot/{protocol}" for way in ("one", "two") for protocol in ("ll", "ll128", "simple")]
+    assert kernels == [*shots, "multicast/simple"]
     assert sum(line.endswith("*") for line in done.output.splitlines()) == 1
     found = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
     assert "modelled" in found["modelled"] and len(found["results"]) == len(kernels)
