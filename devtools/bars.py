@@ -81,8 +81,8 @@ class CallRow:
 
 
 SHORT = (CallRow(("one_shot", "ll"), 1 << 10, 0.6), CallRow(("two_shot", "ll"), 64 << 10, 0.8))
-WIDE = (CallRow(("one_shot", "ll128"), 1 << 10, new=True), CallRow(("one_shot", "ll128"), 32 << 10, new=True),
-        CallRow(("two_shot", "ll128"), 64 << 10, new=True), CallRow(("two_shot", "ll128"), 512 << 10, new=True))  # fmt: skip
+WIDE = (*(CallRow(("one_shot", "ll128"), nbytes, new=True) for nbytes in (1 << 10, 32 << 10)),
+        *(CallRow(("two_shot", "ll128"), nbytes, new=True) for nbytes in (64 << 10, 512 << 10)))  # fmt: skip
 # Two shots, as without a switch: what the links alone take of them is more than 0.6 of before.
 LONG = (CallRow(("two_shot", "simple"), 8 << 20), CallRow(("two_shot", "simple"), 64 << 20),
         CallRow(None, 8 << 20, 0.6), CallRow(None, 64 << 20, 0.6))  # fmt: skip

@@ -236,6 +236,40 @@ def test_forced_wide_words_have_planes_that_span_all_threads():
                 assert device == "cpu" or choice.block // 2 >= 32 * choice.warps
 
 
+@pytest.mark.parametrize(
+    ("collective", "wide", "narrow"),
+    [
+        ("all_reduce", {16 << 10: "one_shot/ll128", 96 << 10: "two_shot/ll", 256 << 10: "two_shot/ll128"},
+         {16 << 10: "one_shot/ll", 64 << 10: "two_shot/ll", 256 << 10: "two_shot/ll"}),
+        ("all_gather", {4096: "one_shot/ll128", 192 << 10: "one_shot/ll128", 256 << 10: "one_shot/simple"},
+         {4096: "one_shot/ll", 128 << 10: "one_shot/ll", 192 << 10: "one_shot/simple"}),
+        ("reduce_scatter", {256 << 10: "one_shot/ll", 1 << 20: "one_shot/ll128", 2 << 20: "one_shot/simple"},
+         {256 << 10: "one_shot/ll", 512 << 10: "one_shot/ll", 1 << 20: "one_shot/simple"}),
+        ("all_to_all", {256 << 10: "one_shot/ll", 768 << 10: "one_shot/ll128", 1 << 20: "one_shot/simple"},
+         {256 << 10: "one_shot/ll", 512 << 10: "one_shot/ll", 768 << 10: "one_shot/simple"}),
+        ("broadcast", {64 << 10: "one_shot/ll128", 128 << 10: "one_shot/ll128", 512 << 10: "two_shot/simple"},
+         {64 << 10: "one_shot/ll", 128 << 10: "one_shot/simple", 512 << 10: "two_shot/simple"}),
+    ],
+)  # fmt: skip
+def test_eight_hoppers_take_wide_words_where_they_are_modelled_faster_and_there_are_any(collective, wide, narrow):
+    """docs/performance.md has the times. Without wide words the row behind them decides."""
+    for reason, wanted in ((None, wide), ("no wide words", narrow)):
+        with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
+            found = {n: choose(site(world_size=8), collective, n) for n in wanted}
+        assert {n: f"{c.algorithm}/{c.protocol}" for n, c in found.items()} == wanted
+
+
+def test_eight_hoppers_gather_and_broadcast_through_a_switch_where_that_is_modelled_faster():
+    def of(collective, nbytes, **facts):
+        choice = choose(site(world_size=8, no_multicast="", **facts), collective, nbytes)
+        return choice.algorithm
+
+    gathered = [of("all_gather", n << 10) for n in (64, 256, 512, 1024)]
+    assert gathered == ["one_shot", "multicast", "multicast", "one_shot"]
+    assert [of("broadcast", n << 10) for n in (64, 128, 8192)] == ["one_shot", "multicast", "multicast"]
+    assert of("all_gather", 256 << 10, batch_invariant=True) == "multicast", "nothing is reduced"
+
+
 # Room for other kernels
 
 
