@@ -259,6 +259,18 @@ def test_eight_hoppers_take_wide_words_where_they_are_modelled_faster_and_there_
         assert {n: f"{c.algorithm}/{c.protocol}" for n, c in found.items()} == wanted
 
 
+def test_four_hoppers_have_rows_of_their_own_and_without_wide_words_the_ones_behind_them():
+    def of(collective, *sizes):
+        return [choose(site(), collective, n << 10).protocol for n in sizes]
+
+    for reason, wide in ((None, "ll128"), ("no wide words", "ll")):
+        with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
+            assert of("all_gather", 32, 256, 1024) == ["ll", wide, "simple"]
+            for collective in ("reduce_scatter", "all_to_all"):
+                assert of(collective, 64, 512, 768) == [wide, wide, "simple"]
+            assert of("broadcast", 128, 256) == [wide, "simple"]
+
+
 def test_eight_hoppers_gather_and_broadcast_through_a_switch_where_that_is_modelled_faster():
     def of(collective, nbytes, **facts):
         choice = choose(site(world_size=8, no_multicast="", **facts), collective, nbytes)
