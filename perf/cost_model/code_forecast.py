@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.kernels.launch.compiler import takes_counts
 from tricomm.perf import parsing, text_table, units
 from tricomm.perf.cost_model import forecast as counted
 from tricomm.perf.cost_model import from_code, kernel_time, published, row_times
@@ -110,23 +108,15 @@ def forecast(
     names, rows = counted.names(collective), []
     for name in names:
         calls = counted.asked(machine, world_size, name, wanted, form, 4)
-        if len(names) == 1 and not any(_modelled(kernel) for kernel in calls[0].kernels):
-            raise InvalidArgument(
-                f"{name}: kernels of uneven rows are not modelled from their code; leave --from-code out"
-            )
         for call in calls:
             rows += _at(machine, world_size, call, mode, form)
     return CodeForecast(machine, world_size, mode, rows)
 
 
-def _modelled(kernel: Kernel) -> bool:
-    return not takes_counts(kernel.function)
-
-
 def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:
     eager = machine.eager if mode == "eager" else 0.0
     rows = []
-    for kernel in filter(_modelled, call.kernels):
+    for kernel in call.kernels:
         if call.rows:
             time = row_times.predict(machine, kernel, world_size, call.rows, form, counted.ROW_TYPE)
         else:
@@ -158,7 +148,7 @@ def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64
     best = [row for row in forecast(gpu, world_size, "all_reduce", sizes, "graph").rows if row.best]
     same = 0
     for row in best:
-        kernels = [k for k in kernel_time.kernels(machine, "all_reduce", world_size) if _modelled(k)]
+        kernels = kernel_time.kernels(machine, "all_reduce", world_size)
         counted = [kernel_time.predict(machine, k, world_size, row.size_bytes).time_us for k in kernels]
         same += kernels[counted.index(min(counted))].name == row.kernel.name
     return same, len(best)

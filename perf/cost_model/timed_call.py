@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.module_table import DeviceFunction
 from tricomm.explorer.compiled.stream_queues import KernelLaunch
 from tricomm.kernels import layout
@@ -175,21 +174,21 @@ def run(
     machine: MachineSpec, kernel: Kernel, world_size: int, elements: int, shape: LaunchShape, plan: layout.Layout,
     cold: bool,
 ) -> TimedCall:  # fmt: skip
-    """One call of `elements` 32-bit elements a row. `cold`: tensors come from memory, not L2."""
-    if takes_counts(kernel.function):
-        raise InvalidArgument(f"{kernel.name}: a kernel of uneven rows is not modelled from its code")
+    """One call of `elements` 32-bit elements a row, also of a kernel of uneven rows. `cold`: tensors come from memory,
+    not L2."""
     if kernel.multicast:
         machine = replace(machine, kernels=machine.multicast)
     kind, words = kernel.kind, -(-elements // 2)
     sizes = [8 * -(-words * rows // 8) for rows in (kind.rows_in(world_size), kind.rows_out(world_size))]
     arenas = TimedArenas(world_size, plan, sizes[0], sizes[1], cold)
     bits = None if kernel.collective == "barrier" else DTYPE.bits
+    rows = ((1,) * world_size,) * 2 if takes_counts(kernel.function) else ()
 
     def launch(gpu: RecordingGpu, rank: int) -> KernelLaunch:
         more = [arenas.tables[rank] if name in ("table", "into") else 0 for name in extras(kernel.function)]
         return gpu.launched(
             kernel.function, shape.blocks, constexprs(kernel, world_size, shape), bits, more, arenas.group(rank),
-            (arenas.inputs[rank], arenas.outputs[rank], elements, CALL),
+            (arenas.inputs[rank], arenas.outputs[rank], elements, CALL, rows),
         )  # fmt: skip
 
     return executed(machine, arenas, shape.blocks, launch)
