@@ -28,18 +28,12 @@ FORMS = (*WORST, (16384, 8, "bfloat16"), (7168, 8, "float32"), (4096, 4, "float3
 # What spills, by architecture, protocol, quantisation, length and type, of eight ranks: words at most.
 KNOWN = {
     ("sm_80", "ll", "", 16384, "float32"): 24,  # 512 threads of 128 registers
-<<<<<<< HEAD
-    ("sm_90", "ll", "", 16384, "float32"): 2,  # of the call, not of a row: stored and loaded once a chunk
-    ("sm_90", "ll", "fp8", 16384, "float32"): 2,
-    ("sm_90", "ll", "fp8_per_token", 16384, "float32"): 2,
-=======
     ("sm_80", "ll", "fp8", 16384, "float32"): 24,
     ("sm_80", "ll128", "fp8", 16384, "float32"): 80,
     ("sm_90", "ll", "", 16384, "float32"): 2,  # of the call, not of a row: stored and loaded once a chunk
     ("sm_90", "ll", "fp8", 16384, "float32"): 2,
     ("sm_90", "ll", "fp8_per_token", 16384, "float32"): 2,
     ("sm_90", "ll", "nvfp4", 16384, "float32"): 6,
->>>>>>> b19
     ("sm_90", "ll128", "fp8", 16384, "float32"): 24,
     ("sm_90", "ll128", "nvfp4", 16384, "bfloat16"): 24,
 }
