@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.explorer.compiled import at_length, ptx_mutants
-from tests.explorer.compiled.test_ptx_mutants import FORBIDDEN
+from tests.explorer.compiled.test_ptx_mutants import FORBIDDEN, WIDE
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import compiles, some
 from tests.passed_record import PassedRecord
