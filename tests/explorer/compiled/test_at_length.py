@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.explorer.compiled import at_length, ptx_mutants
-from tests.explorer.compiled.test_ptx_mutants import FORBIDDEN
+from tests.explorer.compiled.test_ptx_mutants import FORBIDDEN, WIDE
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import compiles, some
 from tests.passed_record import PassedRecord
@@ -36,8 +36,20 @@ def test_lanes_that_hold_several_words_of_a_tile_are_ordered(unshrunk):
         assert {f.kind for f in report().findings} == {"race"}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not WIDE, reason="this Triton has no wide words")
+def test_a_warp_that_sleeps_does_not_keep_the_one_that_has_seen_more():
+    """A round of the loop has more loads than a warp is woken times when nothing can run."""
+    report = at_length.cases(registry.find("all_reduce", "two_shot", "ll128"))[1].check("sm_90", 4, "pct")
+    assert report.ok, report
+
+
+# One warp's reductions have no barrier.
+_GROUPS = [group for group in FORBIDDEN if group.function != "wait_sequence"]
+
+
 @pytest.mark.parametrize(
-    "group", some(FORBIDDEN, lambda n, group: group.holds == "v2.b64"), ids=lambda group: group.name
+    "group", some(_GROUPS, lambda number, group: group.holds == "v2.b64"), ids=lambda group: group.name
 )
 def test_small_calls_show_what_the_memory_model_forbids(group, unshrunk):
     """The last mutation of each group: those of the own mailbox, which are harmless, come first."""

@@ -280,9 +280,12 @@ class Scheduler:
         return chosen
 
     def _retry(self) -> bool:
-        """No task can run. A loop that ends after a few reads is not a poll, so parked tasks get more rounds."""
+        """No task can run. A loop that ends after a few reads is not a poll, so parked tasks get another round. It is a
+        whole one: another warp of the block may wait at the round's end, for it has seen what this one has not."""
         again = [t for t in self.blocks if t.state is State.PARKED and t.retries < _RETRIES]
         for task in again:
+            if task.waits is None:
+                del task.repeated[len(task.repeated) - len(task.loop()) :]
             task.state, task.retries = State.READY, task.retries + 1
         return bool(again)
 
