@@ -139,10 +139,11 @@ def pool(
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
     """Shapes one step away, which need not all exist."""
-    for name in ("blocks", "warps", "tile"):
-        value = getattr(candidate, name)
-        for other in (value // 2, value * 2):
-            yield replace(candidate, **{name: other})
+    # A tile has so many words a thread: with as many for more or fewer warps, both change.
+    for names in (("blocks",), ("warps",), ("tile",), ("warps", "tile")):
+        values = [getattr(candidate, name) for name in names]
+        yield replace(candidate, **{name: value // 2 for name, value in zip(names, values, strict=True)})
+        yield replace(candidate, **{name: value * 2 for name, value in zip(names, values, strict=True)})
 
 
 class TuningRequest(msgspec.Struct, frozen=True):

@@ -42,6 +42,13 @@ def test_a_random_choice_of_so_many_would_not_do() -> None:
     assert worst > 0.05
 
 
+def test_a_shape_with_as_many_words_a_thread_for_twice_the_warps_is_one_step_away() -> None:
+    """All steps between are off: under LL most shapes of one warp more or less have no such tile."""
+    near = set(points.neighbours(Candidate("one_shot", "ll", 4, 2, 64)))
+    assert {Candidate("one_shot", "ll", 4, 4, 128), Candidate("one_shot", "ll", 4, 1, 32)} <= near
+    assert Candidate("one_shot", "ll", 8, 2, 64) in near and len(near) == 8
+
+
 # Statistics
 
 
