@@ -36,6 +36,9 @@ class Attacked:
     def get(self, key: str) -> bytes:
         return self._store.get(key)
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get(keys)
+
     def add(self, key: str, amount: int) -> int:
         return self._store.add(key, amount)
 
