@@ -12,7 +12,7 @@ from tricomm.perf.bench import check_data, timing
 from tricomm.perf.evidence import checks
 
 _COUNT = 4096  # fp32 elements
-_NAPS = 3
+_SUSPENSIONS = 3
 _SWITCHED = ("float32", "bfloat16", "float16", "int32")
 _UNMOVABLE = "cuda_ipc"  # memory of this kind cannot come back at its addresses
 Made = tuple[int, list[str]]  # calls, errors
@@ -36,7 +36,7 @@ def registered(comm: Communicator) -> Made:
     return 2, errors
 
 
-def sleep(comm: Communicator) -> Made:
+def suspend_and_resume(comm: Communicator) -> Made:
     """Suspend and resume, several times: the device gets the memory back, and a graph of before and a handle work."""
     if comm.kind == _UNMOVABLE:
         try:
@@ -47,7 +47,7 @@ def sleep(comm: Communicator) -> Made:
     x, out = torch.zeros(_COUNT, device=comm.device), torch.zeros(_COUNT, device=comm.device)
     handle = comm.symmetric((_COUNT,), torch.float32)
     replay, errors = _replayed(comm, lambda: comm.all_reduce(x, out=out)), list[str]()
-    for number in range(_NAPS + 1):
+    for number in range(_SUSPENSIONS + 1):
         x.copy_(_values(comm, number))
         check_data.poison(out)
         handle.local.copy_(_values(comm, number + 1))
@@ -56,11 +56,11 @@ def sleep(comm: Communicator) -> Made:
         comm.synchronize()
         errors += _wrong(comm, f"a graph after {number} suspensions", out, _total(comm, number))
         errors += _wrong(comm, f"a handle after {number} suspensions", handle.local, _total(comm, number + 1))
-        if number < _NAPS:
+        if number < _SUSPENSIONS:
             errors += _given_back(comm)
             comm.resume()
     handle.close()
-    return 2 * (_NAPS + 1), errors
+    return 2 * (_SUSPENSIONS + 1), errors
 
 
 def through_the_switch(comm: Communicator, dry_run: bool) -> Made:

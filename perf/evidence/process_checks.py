@@ -169,8 +169,8 @@ def fused(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
 def memory(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
     """Users' own tensors, and memory that is given back and taken again under a captured graph."""
     with join("memory") as comm:
-        registered, asleep = memory_checks.registered(comm), memory_checks.sleep(comm)
-        return comm.kind, registered[0] + asleep[0], registered[1] + asleep[1]
+        registered, suspended = memory_checks.registered(comm), memory_checks.suspend_and_resume(comm)
+        return comm.kind, registered[0] + suspended[0], registered[1] + suspended[1]
 
 
 def switch(join: Join, kernel: Kernel, dry_run: bool) -> Checked:

@@ -76,7 +76,7 @@ def test_a_fused_variant_is_compiled_by_its_name_and_an_error_is_told(monkeypatc
 
 def test_what_suspend_loses_is_seen():
     def body(comm):
-        right = memory_checks.sleep(comm)
+        right = memory_checks.suspend_and_resume(comm)
         real = comm.resume
 
         def forgetful():
@@ -84,7 +84,7 @@ def test_what_suspend_loses_is_seen():
             comm.all_reduce = lambda x, **how: x
 
         comm.resume = forgetful
-        return right, memory_checks.sleep(comm)
+        return right, memory_checks.suspend_and_resume(comm)
 
     for right, (calls, errors) in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):
         assert right == (8, []) and calls == 8
