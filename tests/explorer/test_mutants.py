@@ -194,7 +194,7 @@ RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "name"), some(RULES, 5), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("rule", "name"), some(RULES, 5, odd), ids=lambda value: getattr(value, "__name__", value))
 def test_each_rule_is_needed(rule, name, monkeypatch):
     """Under the very schedules that show the mutant, nothing is found without the rule."""
     number = found(name).ran
