@@ -52,7 +52,7 @@ demo: venv  ## 4 ranks, all-reduce and all-gather by every kernel, checked; no G
 test: venv  ## every kernel, protocol, fault and command, in minutes
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25
 
-test-all: test  ## the same, and then all variants and long campaigns (marked exhaustive)
+test-all: test  ## the same, and then more variants and longer campaigns (marked exhaustive)
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations 25 -m "exhaustive and not gpu and not soak and not browser and not engines"
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
