@@ -6,7 +6,7 @@
 Both are collective, and go in stages after each of which all ranks go on or none: a suspend that is refused leaves the
 group awake, a resume that is refused leaves it asleep. The monitor goes on, because the control page stays.
 
-A group in two levels sleeps with the groups that its levels are: their memory goes and comes with its own. What NCCL or
+A group in two levels is suspended and resumed together with the groups of its levels. What NCCL or
 Gloo holds between nodes stays.
 """
 

@@ -38,7 +38,7 @@ def test_lanes_that_hold_several_words_of_a_tile_are_ordered(unshrunk):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not WIDE, reason="this Triton has no wide words")
-def test_a_warp_that_sleeps_does_not_keep_the_one_that_has_seen_more():
+def test_a_parked_warp_is_no_deadlock_for_one_that_read_a_newer_value():
     """A round of the loop has more loads than a warp is woken times when nothing can run."""
     report = at_length.cases(registry.find("all_reduce", "two_shot", "ll128"))[1].check("sm_90", 4, "pct")
     assert report.ok, report
