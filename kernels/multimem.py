@@ -10,7 +10,7 @@ Width     16 bytes a thread: two neighbouring 64-bit words, of floats by one ins
           have two threads make the same access, and the later one would add what the other has stored in place.
 Order     Relaxed at `.sys`: nothing else is ordered, so a store arrives at different ranks at different times. Headers
           publish them as they do plain data. The same bytes have another address for plain accesses, and PTX orders
-          accesses by two addresses only with an alias fence between them (`fence_aliases`).
+          accesses by two addresses only with an alias fence between them (ALIASES of `primitives.barrier`).
 Sums      Which types and operations: `why_not_reduced`. 16-bit floats are asked to be summed in fp32. In which order
           the switch adds, and how it rounds, is its own: one rank reduces a word, and all get what it got, but the bits
           are not those of a sum in rank order. The interpreter adds in rank order and rounds once.
@@ -41,7 +41,6 @@ _STORE = tl.constexpr(
     "{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $4, 0; mov.b64 {a, b}, $2; mov.b64 {c, d}, $3; "
     "@p multimem.st.relaxed.sys.global.v4.f32 [$1], {a, b, c, d}; mov.u32 $0, 0; }"
 )
-_FENCE = tl.constexpr("fence.proxy.alias; mov.u32 $0, $1;")
 
 
 def why_not(architecture: int, version: str = triton.__version__) -> str | None:
@@ -103,13 +102,6 @@ def everywhere_in(table, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
         for rank in tl.static_range(WORLD_SIZE):
             heads = heads + (tl.load(table + rank).to(tl.pointer_type(tl.int64)),)
     return heads
-
-
-@triton.jit
-def fence_aliases(PTX: tl.constexpr):
-    """Between plain accesses and `multimem` accesses of the same bytes, behind the barrier that orders them."""
-    if PTX:
-        tl.inline_asm_elementwise(_FENCE, "=r,r", [tl.program_id(0)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

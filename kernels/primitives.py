@@ -47,6 +47,7 @@ _PUT = tl.constexpr(
 _RELEASE = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.release.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
 _RELAXED = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
 _ACQUIRE = tl.constexpr("ld.acquire.sys.global.b64 $0, [$1];")
+_FENCE_ALIASES = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $1, 0; @p fence.proxy.alias; mov.u32 $0, 0; }")
 
 
 @triton.jit
@@ -265,15 +266,26 @@ def wait_words(
 
 
 @triton.jit
-def barrier(group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr):
+def barrier(
+    group, epoch, call, PHASE: tl.constexpr, WORLD_SIZE: tl.constexpr, LANES: tl.constexpr, PTX: tl.constexpr,
+    ALIASES: tl.constexpr = False,
+):  # fmt: skip
     """Block b waits for block b of every peer; earlier writes of each are visible to the others. Returns the status.
 
     Before: the block barrier gathers all threads' accesses behind the releasing lanes. After: it holds all threads
     back until the acquiring lanes have seen the flags.
+
+    ALIASES: so they are by another address of the same bytes, such as one that stands for all ranks' memory. PTX
+    orders accesses by two addresses only if an alias fence (`fence.proxy.alias`) lies on the way from the one to the
+    other. On a GPU it waits like a fence of the whole system, so it stands where no store of this block is on its
+    way, and only in the threads that acquire: the others' order comes through them.
     """
     tl.debug_barrier()
     send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)
     status = wait_headers(group, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)
+    if ALIASES and PTX:
+        acquires = (tl.arange(0, LANES) < WORLD_SIZE).to(tl.int32)
+        tl.inline_asm_elementwise(_FENCE_ALIASES, "=r,r", [acquires], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
     return status
 

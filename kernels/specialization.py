@@ -23,6 +23,7 @@ class Specialization:
     PTX          inline PTX for the accesses that cross GPUs; False: pure `tl`, which the interpreter runs
     LL           the protocol: True for `ll` and `ll128`, False for `simple`
     WIDE         True for `ll128`
+    SWITCH       chunks go through a switch, by multicast addresses
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
     COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
@@ -43,6 +44,7 @@ class Specialization:
     PTX: bool
     LL: bool = False
     WIDE: bool = False
+    SWITCH: bool = False
     ALIGNED: bool = False
     COMPACT: bool = False
     ELEMENT: str = ""

@@ -24,7 +24,7 @@ from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.multicast import buffer_at_all, spread
 from tricomm.kernels.device.plain_data import copy_rows
-from tricomm.kernels.multimem import everywhere, fence_aliases
+from tricomm.kernels.multimem import everywhere
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -35,12 +35,10 @@ def all_gather_multicast(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, S
 
 @triton.jit
 def _spread(tensors, chunk, SPEC: tl.constexpr):
-    fence_aliases(SPEC.PTX)
     spread(tensors[0], tensors[2], buffer_at_all(chunk, tensors[3], chunk.me, 0, SPEC), chunk, SPEC)
 
 
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
-    fence_aliases(SPEC.PTX)
     copy_rows(tensors[1], tensors[2], False, chunk, SPEC)
     return status

@@ -39,7 +39,8 @@ Bytes     (1 + 1/N) n leave a GPU, and as many come in. By number, (N-1)/N n of 
 Hops      a barrier, a round trip, a one-way store, a barrier.
 Waits     header of phase 0, release to acquire at `.sys`: what was written to the peers' `w` before this call is there,
           and no earlier call on a peer reads its `v`. Header of phase 1: the results are there, and no rank reads or
-          writes this rank's memory any more.
+          writes this rank's memory any more. Neither barrier has an alias fence: what is read or written by another
+          address is so by other launches.
 Reuse     there is no mailbox: the second barrier protects the memory. A shard is read and written by its owner alone,
           so in place the results need no third barrier before they are stored.
 Order     the switch's own, as above; of the last piece that of the ranks.
@@ -58,7 +59,7 @@ from tricomm.kernels.device.multicast import buffer_at_all, gather_reduced, pass
 from tricomm.kernels.device.packing import load_elements, members, shard_words, store_elements
 from tricomm.kernels.device.plain_data import push_shards, take_shards
 from tricomm.kernels.device.reduction import reduce_words
-from tricomm.kernels.multimem import everywhere, everywhere_in, fence_aliases
+from tricomm.kernels.multimem import everywhere, everywhere_in
 from tricomm.kernels.primitives import barrier, enter, leave
 
 
@@ -71,13 +72,12 @@ def all_reduce_multicast(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, S
 
 @triton.jit
 def _stage(tensors, chunk, SPEC: tl.constexpr):
-    push_shards(tensors[0], tensors[2], chunk, True, SPEC)  # behind `_reduce` of the chunk before, and its fence
+    push_shards(tensors[0], tensors[2], chunk, True, SPEC)
 
 
 @triton.jit
 def _reduce(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, half, heads = tensors
-    fence_aliases(SPEC.PTX)
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     ours = tl.minimum(chunk.count - chunk.me * shard, shard)
     given = buffer_at_all(chunk, heads, chunk.me, 0, SPEC)
@@ -87,7 +87,6 @@ def _reduce(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _take(tensors, chunk, SPEC: tl.constexpr):
-    fence_aliases(SPEC.PTX)
     take_shards(tensors[1], tensors[2], tensors[3], chunk, SPEC)
 
 
@@ -101,7 +100,6 @@ def all_reduce_multicast_zero_copy(
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     if status == 0:
-        fence_aliases(SPEC.PTX)
         given = everywhere_in(table, WORLD_SIZE, SPEC.PTX)
         results = everywhere_in(into, WORLD_SIZE, SPEC.PTX)
         words = numel // (128 // x_ptr.dtype.element_ty.primitive_bitwidth) * 2  # in whole pairs

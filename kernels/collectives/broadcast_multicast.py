@@ -22,7 +22,7 @@ from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.multicast import buffer_at_all, spread
 from tricomm.kernels.device.push import receive_row
-from tricomm.kernels.multimem import everywhere, fence_aliases
+from tricomm.kernels.multimem import everywhere
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])
@@ -35,12 +35,10 @@ def broadcast_multicast(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, ro
 def _spread(tensors, chunk, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root, heads = tensors
     if chunk.me == root:
-        fence_aliases(SPEC.PTX)
         spread(x_ptr, numel, buffer_at_all(chunk, heads, root, 0, SPEC), chunk, SPEC)
 
 
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, root, heads = tensors
-    fence_aliases(SPEC.PTX)
     return receive_row(y_ptr, numel, root, chunk, chunk.me != root, status, SPEC)

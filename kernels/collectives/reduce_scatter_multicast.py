@@ -24,7 +24,7 @@ from tricomm.kernels.device.chunks import run_pushed
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.multicast import buffer_at_all, gather_reduced
 from tricomm.kernels.device.plain_data import send_rows
-from tricomm.kernels.multimem import everywhere, fence_aliases
+from tricomm.kernels.multimem import everywhere
 
 
 @triton.jit(do_not_specialize=["numel", "call"])
@@ -35,14 +35,12 @@ def reduce_scatter_multicast(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int6
 
 @triton.jit
 def _stage(tensors, chunk, SPEC: tl.constexpr):
-    fence_aliases(SPEC.PTX)
     send_rows(tensors[0], tensors[2], chunk, True, SPEC)
 
 
 @triton.jit
 def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, heads = tensors
-    fence_aliases(SPEC.PTX)
     given = buffer_at_all(chunk, heads, chunk.me, 0, SPEC)
     gather_reduced(given, given, y_ptr, chunk.base, chunk.count, numel, chunk, False, SPEC)
     return status

@@ -74,7 +74,7 @@ class Kernel:
     @property
     def fixed(self) -> dict[str, Any]:
         """The constexprs of the kernel's specialization that follow from its name."""
-        return {"LL": self.protocol != "simple", "WIDE": self.wide}
+        return {"LL": self.protocol != "simple", "WIDE": self.wide, "SWITCH": self.multicast}
 
     @property
     def kind(self) -> Collective:

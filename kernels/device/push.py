@@ -58,7 +58,7 @@ def synchronize(chunk, PHASE: tl.constexpr, SPEC: tl.constexpr):
     if SPEC.LL:
         status = wait_headers(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     else:
-        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
+        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX, SPEC.SWITCH)
     return status
 
 

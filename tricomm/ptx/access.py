@@ -51,6 +51,11 @@ class ThreadAccess:
         return self.itemsize * self.elements
 
     @property
+    def multicast(self) -> bool:
+        """By an address that stands for several GPUs' memory; the access is that to one of them."""
+        return self.instruction.opcode == "multimem"
+
+    @property
     def reads(self) -> bool:
         return self.kind in ("load", "rmw", "cas")
 
@@ -66,7 +71,7 @@ class Surroundings(Protocol):
         """Call `access.perform` or `access.supply`, sooner or later; for what reads, before this returns."""
 
     def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
-        """`fence.sc|acq_rel.scope` or `membar`; `sem` is "sc" or "acq_rel"."""
+        """`fence.sc|acq_rel.scope` or `membar`; `sem` is "sc", "acq_rel", or "alias" for `fence.proxy.alias`."""
 
     def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
         """The barrier of a block has opened for these threads of this unit: all that were counted have arrived."""

@@ -54,15 +54,18 @@ class Block:
     def __call__(
         self, lanes: int | list[int], name: str, at: int | list[int], value: int | list[int] | None = None
     ) -> list[int]:
-        """`name` is a PTX name such as "st.release.sys.b32" or "atom.add.relaxed.gpu.b32"; returns what was read."""
-        opcode, *rest = name.split(".")
+        """`name` is a PTX name such as "st.release.sys.b32" or "atom.add.relaxed.gpu.b32"; returns what was read.
+
+        "multimem.st..." and "multimem.ld_reduce..." are of the one rank whose memory this is.
+        """
+        opcode, *rest = name.removeprefix("multimem.").split(".")
         sems = ("volatile", "relaxed", "acquire", "release", "acq_rel")
         sem = next((m for m in rest if m in sems), None)
         scope = next((m for m in rest if m in SCOPES), "sys" if sem == "volatile" else None)
         size = int(rest[-1][1:]) // 8
         elements = next((int(m[1:]) for m in rest if m in ("v2", "v4")), 1)
         op = next((m for m in rest if m in ("add", "exch", "cas")), "")
-        kind = {"ld": "load", "st": "store", "atom": "rmw", "red": "red"}[opcode]
+        kind = {"ld": "load", "ld_reduce": "load", "st": "store", "atom": "rmw", "red": "red"}[opcode]
         threads = np.array([lanes] if isinstance(lanes, int) else lanes)
         offsets = np.broadcast_to(np.array(at), threads.shape)
         memory, found = self.litmus.bytes, []
@@ -98,8 +101,7 @@ class Block:
         return found
 
     def fence(self, lane: int, sem: str, scope: str) -> None:
-        slots = self.maker.team.slots[[lane]]
-        self.litmus.detector.clocks.fence(self.maker.team, slots, SCOPES[scope], sem == "sc")
+        self.litmus.detector.fence(self.maker, np.array([lane]), sem, scope)
 
     def barrier(self, lanes: list[int] | None = None) -> None:
         slots = self.maker.team.slots if lanes is None else self.maker.team.slots[lanes]
@@ -124,7 +126,9 @@ _VALUE, _ADDRESS = Register("%r1", "b32"), Register("%rd1", "b64")
 def _instruction(name: str) -> Instruction:
     line = next(_lines)
     opcode, *modifiers = name.split(".")
-    operands = (Address(_ADDRESS), _VALUE) if opcode in ("st", "red") else (_VALUE, Address(_ADDRESS))
+    operands = (
+        (Address(_ADDRESS), _VALUE) if "st" in name.split(".") or opcode == "red" else (_VALUE, Address(_ADDRESS))
+    )
     return Instruction(opcode, tuple(modifiers), operands, None, line, f"{name} ...;", (SourceLine("k.py", line),))
 
 

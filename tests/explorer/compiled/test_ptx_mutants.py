@@ -19,7 +19,7 @@ from tests.marks import odd, some
 from tests.ptx.mutations import Mutation
 from tricomm.explorer.compiled import race_checks, thread_clocks, thread_detector, unit_machine
 from tricomm.explorer.compiled.thread_clocks import Clocks
-from tricomm.explorer.compiled.thread_epochs import Epochs
+from tricomm.explorer.compiled.thread_epochs import Epochs, scope_of
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -195,11 +195,11 @@ def a_block_is_one_thread(patch: pytest.MonkeyPatch) -> None:
 
     def all_of_it(self, team, thread=0):
         found = row(self, team, thread)
-        found[team.slots] = self.time[team.slots] - (np.arange(len(team.slots)) == thread)
+        found[:, team.slots] = self.time[team.slots] - (np.arange(len(team.slots)) == thread)
         return found
 
-    def known_to_it(self, team, slots, others):
-        return np.where(self.block[others] == team.number, self.time[others], known(self, team, slots, others))
+    def known_to_it(self, team, slots, others, apart=None):
+        return np.where(self.block[others] == team.number, self.time[others], known(self, team, slots, others, apart))
 
     patch.setattr(Clocks, "row", all_of_it)
     patch.setattr(Clocks, "learn", lambda self, team, ts, k: learn(self, team, np.arange(len(team.slots)), k))
@@ -211,11 +211,11 @@ def reads_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def writes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ThreadShadow, "unordered_write", lambda self, team, pieces, slots: np.zeros(len(pieces), bool))
+    patch.setattr(ThreadShadow, "unordered_write", lambda self, team, pieces, *rest: np.zeros(len(pieces), bool))
 
 
 def all_strong_accesses_are_morally_strong(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ThreadShadow, "fits", lambda self, kind, slots: lambda kinds, others, mine: kinds >> 5 > 0)
+    patch.setattr(ThreadShadow, "fits", lambda self, kind, slots: lambda kinds, others, mine: scope_of(kinds) > 0)
 
 
 _RULES = [

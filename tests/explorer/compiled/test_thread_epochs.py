@@ -47,8 +47,8 @@ def test_every_access_that_is_not_known_is_there(seed):
     clocks = Clocks()
     team = clocks.team(0, THREADS)
     known = np.zeros((clocks.size, clocks.size), np.int32)
-    clocks.known = lambda team, slots, others: known[slots, others]
-    clocks.known_of_all = lambda team, slots: known[slots]
+    clocks.known = lambda team, slots, others, apart=None: known[slots, others]
+    clocks.known_of_all = lambda team, slots, apart=None: known[slots]
     epochs, model = Epochs(PIECES, clocks), Model(known)
     readers = team.slots[: (3, THREADS)[seed % 2]]  # few threads, or more than a row for a few has entries
     for time in range(1, 60):
@@ -57,10 +57,10 @@ def test_every_access_that_is_not_known_is_there(seed):
         if random.random() < 0.3:
             pieces = np.sort(random.choice(PIECES, min(count, PIECES), replace=False))
             slots = slots[: len(pieces)]
-        found = [(u.at, u.slot, u.time, u.record, u.kind) for u in epochs.all_late(team, pieces, slots)]
+        found = [(u.at, u.slot, u.time, u.record, u.kind) for u in epochs.all_late(team, pieces, slots, 4)]
         expected = model.late(pieces, slots)
         assert sorted(found) == expected
-        first = epochs.late(team, pieces, slots)
+        first = epochs.late(team, pieces, slots, 4)
         assert (first is None) == (not expected)
         pairs = sorted(set(zip(pieces.tolist(), slots.tolist(), strict=True)))  # a thread's lanes are one access
         pieces, slots = (np.array(column) for column in zip(*pairs, strict=True))
@@ -84,7 +84,7 @@ def test_pieces_that_are_divided_keep_all_epochs_and_one_no_longer_changes_the_o
         writer = team.slots[threads - 1]
         others = [int(slot) for slot in team.slots[: threads - 1]]
         for piece in (1, 0):
-            late = epochs.all_late(team, np.array([piece]), np.array([writer]))
+            late = epochs.all_late(team, np.array([piece]), np.array([writer]), 4)
             assert [pair.record for pair in late] == others
             epochs.forget(np.array([piece]))
-            assert epochs.late(team, np.array([piece]), np.array([writer])) is None
+            assert epochs.late(team, np.array([piece]), np.array([writer]), 4) is None

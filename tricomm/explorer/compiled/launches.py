@@ -13,8 +13,9 @@ import torch
 
 from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.stream_queues import Ended, KernelLaunch
-from tricomm.explorer.compiled.thread_clocks import Array, Team, longer
+from tricomm.explorer.compiled.thread_clocks import Array, longer
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
+from tricomm.explorer.compiled.thread_teams import Team
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine, Warp
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.schedule.scheduler import Scheduler
@@ -123,7 +124,7 @@ class Launches:
         if self._detector is None:
             team = Team(0, launch.rank, np.arange(threads), [], np.zeros(0, np.int32), threads)
             return Maker(team, block, number, kernel)
-        token = launch.after or Token(np.zeros(1, np.int32), np.zeros(1, np.int32))
+        token = launch.after or Token(np.zeros((2, 1), np.int32), np.zeros(1, np.int32))
         self._detector.words.learn(launch.rank, block, token.words)
         team = self._detector.clocks.team(launch.rank, threads, token.threads)
         return Maker(team, block, number, kernel)
@@ -186,7 +187,7 @@ class Orders:
     @contextmanager
     def operation(self, rank: int, after: Token | None) -> Iterator[Callable[[], Token]]:
         detector = self._detector
-        after = after or Token(np.zeros(1, np.int32), np.zeros(1, np.int32))
+        after = after or Token(np.zeros((2, 1), np.int32), np.zeros(1, np.int32))
         team = detector.clocks.team(rank, 1, after.threads, host=True)
         before = detector.acting.get(rank)
         detector.acting[rank] = Maker(team)
@@ -216,7 +217,7 @@ def _spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
 
 
 def _highest(rows: list[Array]) -> Array:
-    size = max(map(len, rows))
+    size = max(row.shape[-1] for row in rows)
     return functools.reduce(np.maximum, [longer(row, size) for row in rows])
 
 

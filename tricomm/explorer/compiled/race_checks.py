@@ -10,9 +10,10 @@ import numpy as np
 
 from tricomm.explorer.compiled import thread_diagnosis
 from tricomm.explorer.compiled.events import Elements, Event
-from tricomm.explorer.compiled.thread_clocks import Array, Clocks, Team, distinct
-from tricomm.explorer.compiled.thread_epochs import UnorderedPair
+from tricomm.explorer.compiled.thread_clocks import Array, Clocks, distinct
+from tricomm.explorer.compiled.thread_epochs import UnorderedPair, scope_of
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
+from tricomm.explorer.compiled.thread_teams import Team
 from tricomm.explorer.compiled.unused_loads import UnusedLoads
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.report import diagnosis
@@ -48,19 +49,20 @@ class RaceChecks:
 
     def read(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
                     kind: int) -> None:  # fmt: skip
-        unordered = shadow.unordered_write(maker.team, pieces, slots)
-        weak = kind >> 5 == 0
+        team = maker.team
+        unordered = shadow.unordered_write(team, pieces, slots, kind)
+        weak = scope_of(kind) == 0
         if unordered.any():
             if weak:
                 for at in np.flatnonzero(unordered).tolist():
-                    clash = shadow.clash_with_write(pieces, at)
+                    clash = shadow.clash_with_write(team, pieces, slots, at)
                     self._unless_unused(record, int(slots[at]), clash, record)
             else:
                 first = self._misfit(shadow, pieces, slots, unordered, kind)
                 if first is not None:
-                    self._race(shadow.clash_with_write(pieces, first), int(slots[first]), record)
+                    self._race(shadow.clash_with_write(team, pieces, slots, first), int(slots[first]), record)
         if shadow.displaced.used:
-            displaced = shadow.displaced.late(maker.team, pieces, slots, None if weak else shadow.fits(kind, slots))
+            displaced = shadow.displaced.late(team, pieces, slots, kind, None if weak else shadow.fits(kind, slots))
             if displaced is not None:
                 displaced.written = True
                 self._race(displaced, int(slots[displaced.at]), record)
@@ -68,22 +70,22 @@ class RaceChecks:
     def write(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
                      kind: int, equal: Array | None = None) -> None:  # fmt: skip
         """`equal` (bool per piece): another warp's copy of the same lane of a tile has stored the same value there."""
-        unordered = shadow.unordered_write(maker.team, pieces, slots)
+        team = maker.team
+        unordered = shadow.unordered_write(team, pieces, slots, kind)
         if equal is not None:
             unordered &= ~equal
-        strong = kind >> 5 > 0
         if unordered.any():
             at = self._misfit(shadow, pieces, slots, unordered, kind)
             if at is not None:
-                self._race(shadow.clash_with_write(pieces, at), int(slots[at]), record)
-        fits = shadow.fits(kind, slots) if strong else None
-        if shadow.plain.late(maker.team, pieces, slots) is not None:
-            for clash in shadow.plain.all_late(maker.team, pieces, slots):
+                self._race(shadow.clash_with_write(team, pieces, slots, at), int(slots[at]), record)
+        fits = shadow.fits(kind, slots) if scope_of(kind) else None
+        if shadow.plain.late(team, pieces, slots, kind) is not None:
+            for clash in shadow.plain.all_late(team, pieces, slots, kind):
                 self._unless_unused(clash.record, clash.slot, clash, record, int(slots[clash.at]))
         if equal is not None:
             pieces, slots = pieces[~equal], slots[~equal]
         for epochs in (shadow.strong, shadow.displaced):
-            late = epochs.late(maker.team, pieces, slots, fits)
+            late = epochs.late(team, pieces, slots, kind, fits)
             if late is not None:
                 late.written = epochs is shadow.displaced
                 self._race(late, int(slots[late.at]), record)
@@ -92,7 +94,7 @@ class RaceChecks:
                 times: Array, record: int, kind: int) -> Array | None:  # fmt: skip
         """Lanes of one weak store that store to one place: a race, unless they store the same. Then the last lane's
         stands for all, and here are the first ones of each place, which have to be ordered as well."""
-        if kind >> 5 or len(pieces) == 1 or (np.diff(pieces) > 0).all():
+        if scope_of(kind) or len(pieces) == 1 or (np.diff(pieces) > 0).all():
             return None
         _, first, inverse = np.unique(pieces, return_index=True, return_inverse=True)
         before = first[inverse]
@@ -117,7 +119,7 @@ class RaceChecks:
     def _misfit(self, shadow: ThreadShadow, pieces: Array, slots: Array, unordered: Array, kind: int) -> int | None:
         """The first element whose last write may not meet this access unordered."""
         at = np.flatnonzero(unordered)
-        if kind >> 5:
+        if scope_of(kind):
             fits = shadow.fits(kind, slots)(shadow.kind[pieces[at]], shadow.writer[pieces[at]], slots[at])
             at = at[~fits]
         return int(at[0]) if len(at) else None
@@ -159,7 +161,7 @@ class RaceChecks:
             return np.zeros(len(pieces), bool)
         return np.array([known[n] for n in shadow.record[pieces].tolist()])
 
-    def overwritten(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
+    def overwritten(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int,
                      again: Array | None) -> None:  # fmt: skip
         never, early = self._words.lost(maker.rank, maker.block, shadow, pieces)
         for which, unread in ((never, True), (early, False)):
@@ -168,7 +170,7 @@ class RaceChecks:
                 first = self._events[shadow.record[pieces[int(np.flatnonzero(which)[0])]]]
                 self._report(diagnosis.ll_overwritten(first.record(), self._events[record].record(), unread))
                 return
-        late = shadow.cleared[pieces] & shadow.unordered_write(maker.team, pieces, slots)
+        late = shadow.cleared[pieces] & shadow.unordered_write(maker.team, pieces, slots, kind)
         late = late if again is None else late & ~again
         if late.any():
             first = self._events[shadow.record[pieces[int(np.flatnonzero(late)[0])]]]

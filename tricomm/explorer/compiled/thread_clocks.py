@@ -1,8 +1,9 @@
 """What each thread knows of every other: vector clocks under the memory consistency model of PTX.
 
-A clock is a row, a time for each thread. The threads of a block have one in common since the last barrier of the whole
-block; a thread that has learned something since then has another one, which it may share with others that have learned
-the same. Its own time each thread knows anyway. Numbers in brackets are sections of the PTX ISA manual.
+A clock has two times for each thread: up to which its accesses are known, and up to which they are known through an
+alias fence. The threads of a block have one clock in common since the last barrier of the whole block; a thread that
+has learned something since then has another one, which it may share with others that have learned the same. Its own
+time each thread knows anyway. Numbers in brackets are sections of the PTX ISA manual.
 
   program order (8.9.1)         of one thread; two lanes of a warp have none
   barriers (8.9.4)              `bar.sync`, `bar.red`, `bar.arrive`, `bar.warp.sync`: of the threads that take part
@@ -12,83 +13,28 @@ the same. Its own time each thread knows anyway. Numbers in brackets are section
                                 that continues it, each two of them morally strong
   morally strong (8.7)          both scopes include the other's thread
   Fence-SC order (8.9.3)        a `fence.sc` before a later one
+  proxies (8.9.5)               accesses by a plain and by a multicast address are ordered through a `fence.proxy.alias`
   the CUDA API                  a launch begins behind the end of what its stream did before. The end of a launch is
-                                a fence of the whole system, so a relaxed write hands on what earlier launches did.
+                                a fence of the whole system, so a relaxed write hands on what earlier launches did;
+                                and it is an alias fence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.compiled.thread_teams import BarrierRounds, FlagMessage, ReleasePart, Team
 
 MOST_THREADS = 8192
 Array = NDArray[Any]
 SCOPES = {"cta": 1, "cluster": 1, "gpu": 2, "sys": 3}  # a cluster is taken for a block: never more than it is
 CTA, GPU, SYS = 1, 2, 3
 _FIRST_SLOTS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class ReleasePart:
-    """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, with its scope."""
-
-    slot: int
-    rank: int
-    block: int
-    scope: int
-    time: int
-    known: Array
-
-
-@dataclass(frozen=True, slots=True)
-class FlagMessage:
-    """What a strong write carries. `rank`, `block` and `scope` are of the last write of the chain."""
-
-    rank: int
-    block: int
-    scope: int
-    parts: tuple[ReleasePart, ...]
-
-
-@dataclass(eq=False, slots=True)
-class BarrierRounds:
-    """One barrier of a block: how often it has opened; who has come since then, and what they know."""
-
-    phase: int = 0
-    known: Array | None = None
-    waiting: int = 0
-    came: dict[int, int] = field(default_factory=dict)  # by thread: the phase in which it came last
-    opened: dict[int, tuple[Array, bool]] = field(default_factory=dict)  # what was known, whether it is `base` now
-
-
-@dataclass(eq=False, slots=True)
-class Team:
-    """The threads of one running block, or one actor of the host: their slots, one after another, and what they know.
-
-    rows    `rows[0]` is what all know; `row_of` has, by thread, the row that it knows instead
-    """
-
-    number: int
-    rank: int
-    slots: Array
-    rows: list[Array]
-    row_of: Array
-    present: int
-    birth: tuple[ReleasePart, ...] = ()
-    seen: dict[tuple[int, int, bytes], tuple[int, int, Array]] = field(default_factory=dict)
-    joined: set[tuple[int, int, bytes]] = field(default_factory=set)
-    barriers: dict[int, BarrierRounds] = field(default_factory=dict)
-
-    def local(self, slots: Array) -> Array:
-        """Their numbers in the block."""
-        found: Array = slots - self.slots[0]
-        return found
 
 
 def distinct(values: Array) -> list[int]:
@@ -99,8 +45,8 @@ def distinct(values: Array) -> list[int]:
 
 def longer(row: Array, size: int) -> Array:
     """`row` with zeros behind it, until it has `size` entries. `np.pad` takes ten times as long."""
-    missing = size - len(row)
-    return row if missing <= 0 else np.concatenate([row, np.zeros(missing, row.dtype)])
+    missing = size - row.shape[-1]
+    return row if missing <= 0 else np.concatenate([row, np.zeros((*row.shape[:-1], missing), row.dtype)], axis=-1)
 
 
 def includes(scope: int | Array, rank: Any, block: Any, other_rank: Any, other_block: Any) -> Any:
@@ -117,6 +63,7 @@ class Clocks:
         self.rank = np.full(size, -1, np.int32)
         self.block = np.full(size, -1, np.int32)
         self.thread = np.full(size, -1, np.int32)  # its number in its block; -1 for host code
+        self._fenced_aliases = np.zeros(size, np.int32)  # its time at its last alias fence
         self.messages: list[FlagMessage | None] = [None]
         self._fenced: dict[int, ReleasePart] = {}
         self._plain: dict[tuple[int, int], int] = {}  # by team and scope: the message of what releases nothing
@@ -130,28 +77,42 @@ class Clocks:
 
     # Who knows what
 
-    def known(self, team: Team, slots: Array, others: Array) -> Array:
-        """By pair: the time of thread `others[n]` that thread `slots[n]` of the team knows."""
-        found: Array = self._row(team, 0)[others]
+    def known(self, team: Team, slots: Array, others: Array, apart: Array | None = None) -> Array:
+        """By pair: the time of thread `others[n]` that thread `slots[n]` of the team knows; if `apart[n]`, that it
+        knows through an alias fence."""
+        if apart is not None and apart.any():
+            return np.where(apart, self._known(team, slots, others, 1), self._known(team, slots, others, 0))
+        return self._known(team, slots, others, 0)
+
+    def _known(self, team: Team, slots: Array, others: Array, half: int) -> Array:
+        found: Array = self._row(team, 0)[half][others]
         rows = team.row_of[team.local(slots)]
         if rows.any():
             for row in distinct(rows[rows > 0]):
                 mine = rows == row
-                found[mine] = self._row(team, row)[others[mine]]
-        return np.where(slots == others, self.time[slots], found)
+                found[mine] = self._row(team, row)[half][others[mine]]
+        own = np.maximum(found, self._fenced_aliases[slots]) if half else self.time[slots]
+        return np.where(slots == others, own, found)
 
-    def known_of_all(self, team: Team, slots: Array) -> Array:
-        """A row for each of the threads."""
+    def known_of_all(self, team: Team, slots: Array, apart: Array | None = None) -> Array:
+        """A row for each of the threads, with the time of every other one, as `known`; `apart` has a row for each."""
         rows = team.row_of[team.local(slots)]
-        found = np.stack([self._row(team, row) for row in range(len(team.rows))])[rows]
-        found[np.arange(len(slots)), slots] = self.time[slots]
+        both = np.stack([self._row(team, row) for row in range(len(team.rows))])[rows]
+        each = np.arange(len(slots))
+        both[each, 0, slots] = self.time[slots]
+        both[each, 1, slots] = np.maximum(both[each, 1, slots], self._fenced_aliases[slots])
+        return both[:, 0] if apart is None else np.where(apart, both[:, 1], both[:, 0])
+
+    def order(self, team: Team, slot: int, other: int, time: int) -> bool:
+        """True if the thread knows of that time of the other one, through an alias fence or not."""
+        found: bool = self.known(team, np.array([slot]), np.array([other]))[0] >= time
         return found
 
     def row(self, team: Team, thread: int = 0) -> Array:
         """What a thread knows now, handed to somebody: what it does from here on is not part of it."""
         slot = team.slots[thread]
         known = self._row(team, int(team.row_of[thread])).copy()
-        known[slot] = self.time[slot]
+        known[:, slot] = self.time[slot], max(known[1, slot], self._fenced_aliases[slot])
         self.time[slot] += 1
         return known
 
@@ -167,7 +128,7 @@ class Clocks:
 
     def _row(self, team: Team, row: int) -> Array:
         """As long as there are slots now."""
-        if len(team.rows[row]) < self.size:
+        if team.rows[row].shape[1] < self.size:
             team.rows[row] = self._fitted(team.rows[row])
         return team.rows[row]
 
@@ -178,7 +139,8 @@ class Clocks:
         """What these threads know together."""
         rows = [self._row(team, row) for row in distinct(team.row_of[team.local(slots)])]
         known: Array = rows[0].copy() if len(rows) == 1 else np.max(rows, axis=0)
-        known[slots] = self.time[slots]
+        known[0, slots] = self.time[slots]
+        known[1, slots] = np.maximum(known[1, slots], self._fenced_aliases[slots])
         return known
 
     # Teams
@@ -187,12 +149,13 @@ class Clocks:
         """`threads` new threads of one block, which begin with what `known` (a row) knows."""
         slots = self._slots(threads, known)
         self._teams += 1
-        known = np.zeros(self.size, np.int32) if known is None else self._fitted(known).copy()
+        known = np.zeros((2, self.size), np.int32) if known is None else _behind_alias_fence(self._fitted(known))
         team = Team(self._teams, rank, slots, [known], np.zeros(threads, np.int32), threads)
         if not host:
             team.birth = (ReleasePart(0, rank, team.number, SYS, 0, known.copy()),)
         self.rank[slots], self.block[slots] = rank, team.number
         self.thread[slots] = -1 if host else np.arange(threads)
+        self._fenced_aliases[slots] = self.time[slots]
         self.time[slots] += 1
         return team
 
@@ -207,14 +170,14 @@ class Clocks:
         for slot in team.slots.tolist():
             self._fenced.pop(slot, None)
         self._free.append(team.slots)
-        return known
+        return _behind_alias_fence(known)
 
     def _slots(self, threads: int, known: Array | None) -> Array:
         """Unused ones, or those of threads whose last accesses `known` knows."""
         if known is not None:
             known = self._fitted(known)
             for n, free in enumerate(self._free):
-                if len(free) == threads and (known[free] >= self.time[free] - 1).all():
+                if len(free) == threads and (known[0, free] >= self.time[free] - 1).all():
                     return self._free.pop(n)
         if self._used + threads > MOST_THREADS:
             raise InvalidArgument(
@@ -223,7 +186,9 @@ class Clocks:
             )
         while self._used + threads > self.size:
             missing = self.size
-            self.time = np.pad(self.time, (0, missing))
+            self.time, self._fenced_aliases = (
+                np.pad(values, (0, missing)) for values in (self.time, self._fenced_aliases)
+            )
             self.rank, self.block, self.thread = (
                 np.pad(values, (0, missing), constant_values=-1) for values in (self.rank, self.block, self.thread)
             )
@@ -265,6 +230,16 @@ class Clocks:
         self.learn(team, team.local(slots), known)
 
     # Order through memory
+
+    def fence_aliases(self, team: Team, slots: Array) -> None:
+        """What these threads know, they know through an alias fence from here on."""
+        threads = team.local(slots)
+        rows = team.row_of[threads]
+        for row in distinct(rows):
+            team.rows.append(_behind_alias_fence(self._row(team, row)))
+            team.row_of[threads[rows == row]] = len(team.rows) - 1
+        self._fenced_aliases[slots] = self.time[slots]
+        self.time[slots] += 1
 
     def fence(self, team: Team, slots: Array, scope: int, sc: bool) -> None:
         """Ends acquire patterns, begins release patterns."""
@@ -365,6 +340,10 @@ class Clocks:
                 late = readers[self.known(team, readers, np.full(len(readers), part.slot)) < part.time]
             if len(late):
                 self.learn(team, team.local(late), part.known)
+
+
+def _behind_alias_fence(row: Array) -> Array:
+    return np.stack([row[0], row[0]])
 
 
 def _merged(parts: Sequence[ReleasePart]) -> tuple[ReleasePart, ...]:

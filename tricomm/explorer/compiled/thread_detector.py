@@ -16,7 +16,8 @@ import numpy as np
 from tricomm.explorer.compiled.events import Elements, Event, site_of
 from tricomm.explorer.compiled.race_checks import Maker, RaceChecks
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, distinct
-from tricomm.explorer.compiled.thread_shadow import ThreadShadow, kind_of
+from tricomm.explorer.compiled.thread_epochs import kind_of
+from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.detector import MOST, RELEASES, not_at_rest
@@ -82,6 +83,14 @@ class ThreadDetector:
         for threads, words in self._meetings[step]:
             self.clocks.learn(team, np.zeros(1, np.int64), threads)
             self.words.learn(rank, -1, words)
+
+    def fence(self, maker: Maker, threads: Array, sem: str, scope: str) -> None:
+        """As `Surroundings.fence`."""
+        slots = maker.team.slots[threads]
+        if sem == "alias":
+            self.clocks.fence_aliases(maker.team, slots)
+        else:
+            self.clocks.fence(maker.team, slots, SCOPES[scope], sem == "sc")
 
     # Accesses
 
@@ -187,7 +196,7 @@ class ThreadDetector:
         pieces, elements = shadow.pieces(place.offsets, access.itemsize)
         slots = lanes[place.lanes[elements]]
         scope = SCOPES[access.scope or "sys"] if access.sem is not None else 0
-        kind = kind_of(scope, access.itemsize)
+        kind = kind_of(scope, access.itemsize, access.multicast)
         times = self.clocks.time[slots]
         self.checks.read(maker, shadow, pieces, slots, record, kind)
         if access.sem is None:
@@ -250,7 +259,7 @@ class ThreadDetector:
                 changed: Array | None = None) -> None:  # fmt: skip
         lanes = maker.team.slots[access.threads]
         scope = SCOPES[access.scope or "sys"] if access.sem is not None else 0
-        kind = kind_of(scope, access.itemsize)
+        kind = kind_of(scope, access.itemsize, access.multicast)
         site = self.events[stamp.record].site
         words = scope > 0 and allowed.is_ll(site)
         for place in places:
@@ -267,7 +276,7 @@ class ThreadDetector:
             copies = self.checks.copies(access, place, pieces, elements, slots, times, stamp.record, kind)
             again = self.checks.again(shadow, pieces, stamp.record) if scope else None
             if words:
-                self.checks.overwritten(maker, shadow, pieces, slots, stamp.record, again)
+                self.checks.overwritten(maker, shadow, pieces, slots, stamp.record, kind, again)
             before = shadow.waiting[pieces]
             shadow.note_write(maker.team, pieces, slots, times, stamp.record, kind, equal)
             if copies is not None:
@@ -285,7 +294,7 @@ class ThreadDetector:
         pieces, elements = shadow.pieces(place.offsets, access.itemsize)
         slots = lanes[place.lanes[elements]]
         scope, sem = SCOPES[access.scope or "gpu"], access.sem or "relaxed"
-        kind = kind_of(scope, access.itemsize)
+        kind = kind_of(scope, access.itemsize, access.multicast)
         times = self.clocks.time[slots]
         self.checks.read(maker, shadow, pieces, slots, record, kind)
         messages = shadow.message[pieces].copy()

@@ -30,7 +30,14 @@ def race(first: Event, second: Event, clash: UnorderedPair, threads: tuple[str, 
 
 
 def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | None) -> tuple[str, str]:
-    if first.sem is not None and second.sem is not None and first.itemsize == second.itemsize:
+    if clash.fence_missing:
+        return "race", (
+            "they are in order, but one goes by a plain address and the other by a multicast address: put "
+            "fence.proxy.alias between the two, such as behind the flag that orders them (ALIASES of "
+            "tricomm.kernels.primitives.barrier)"
+        )
+    strong = first.sem is not None and second.sem is not None
+    if strong and first.itemsize == second.itemsize and _through_switch(first) == _through_switch(second):
         return "scope", (
             f"strong accesses meet only if the scopes of both include both: .{first.scope} and .{second.scope} do "
             "not; say scope='sys' for memory that other ranks touch"
@@ -63,6 +70,10 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
         f"{flag} orders only the threads that store and read it: a block barrier (tl.debug_barrier()) is needed "
         "between the block's accesses and the release, and between the acquire and the block's accesses"
     )
+
+
+def _through_switch(event: Event) -> bool:
+    return event.instruction is not None and event.instruction.opcode == "multimem"
 
 
 def _flag_needed(first: Event, second: Event, clash: UnorderedPair) -> str:

@@ -12,15 +12,39 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.compiled.thread_clocks import Array, Clocks, Team
+from tricomm.explorer.compiled.thread_clocks import Array, Clocks
+from tricomm.explorer.compiled.thread_teams import Team
 
 _FEW = 8
+_SIZE = 31  # the low bits of a kind: bytes of the element; above them the scope, 0 for a weak access
+_MULTICAST = 128  # in a kind: by an address that stands for all ranks' memory
 _COLUMNS = {"slot": np.int32, "time": np.int32, "record": np.int32, "kind": np.uint8}
+
+
+def kind_of(scope: int, itemsize: int, multicast: bool = False) -> int:
+    return scope << 5 | itemsize | (_MULTICAST if multicast else 0)
+
+
+def scope_of(kind: Any) -> Any:
+    """0: the access is weak."""
+    return kind >> 5 & 3
+
+
+def same_size(one: Any, other: Any) -> Any:
+    return (one & _SIZE) == (other & _SIZE)
+
+
+def apart(one: Any, other: Any) -> Any:
+    """True if an alias fence is needed between the two: one access is by a multicast address, the other is not."""
+    return (one ^ other) & _MULTICAST > 0
 
 
 @dataclass(slots=True)
 class UnorderedPair:
-    """Two accesses that nothing orders: piece `at` of the later one, and the earlier one's thread, time and record."""
+    """Two accesses that nothing orders: piece `at` of the later one, and the earlier one's thread, time and record.
+
+    fence_missing   something does order them, but no alias fence is on the way
+    """
 
     at: int
     slot: int
@@ -28,6 +52,7 @@ class UnorderedPair:
     record: int
     kind: int
     written: bool
+    fence_missing: bool = False
 
 
 class _Rows:
@@ -87,7 +112,7 @@ class Epochs:
         rows = self.row[pieces]
         repeated, single = _repeated(pieces), rows == 0
         alone = single & ~repeated
-        alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces])
+        alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces], apart(self.kind[pieces], kind))
         if alone.all():
             self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces] = slots, times, record, kind
             return
@@ -123,23 +148,24 @@ class Epochs:
             self._all.give_back(np.unique(-rows[rows < 0]))
             self.row[pieces] = 0
 
-    def late(self, team: Team, pieces: Array, slots: Array, fits: Any = None) -> UnorderedPair | None:
+    def late(self, team: Team, pieces: Array, slots: Array, kind: int, fits: Any = None) -> UnorderedPair | None:
         """An access that `slots`, at `pieces`, do not know of. `fits(kinds, others, slots)` says which may be so."""
         if not self.used:
             return None
-        late = self.time[pieces] > self._clocks.known(team, slots, self.slot[pieces])
+        late = self._single_late(team, pieces, slots, kind)
         if late.any() and fits is not None:
             late &= ~fits(self.kind[pieces], self.slot[pieces], slots)
         if late.any():
             at = int(np.flatnonzero(late)[0])
-            return self._single(int(pieces[at]), at)
-        return min(self._late_of_rows(team, pieces, slots, fits), key=lambda pair: (pair.at, pair.slot), default=None)
+            return self._single(team, pieces, slots, at)
+        pairs = self._late_of_rows(team, pieces, slots, kind, fits)
+        return min(pairs, key=lambda pair: (pair.at, pair.slot), default=None)
 
-    def all_late(self, team: Team, pieces: Array, slots: Array) -> list[UnorderedPair]:
+    def all_late(self, team: Team, pieces: Array, slots: Array, kind: int) -> list[UnorderedPair]:
         """Every one that the slots do not know of: for loads whose values may never be used."""
-        late = self.time[pieces] > self._clocks.known(team, slots, self.slot[pieces])
-        found = [self._single(int(pieces[at]), at) for at in np.flatnonzero(late).tolist()]
-        return found + sorted(self._late_of_rows(team, pieces, slots), key=lambda pair: (pair.at, pair.slot))
+        late = self._single_late(team, pieces, slots, kind)
+        found = [self._single(team, pieces, slots, at) for at in np.flatnonzero(late).tolist()]
+        return found + sorted(self._late_of_rows(team, pieces, slots, kind), key=lambda pair: (pair.at, pair.slot))
 
     def refine(self, times: int) -> None:
         for name in ("slot", "time", "record", "kind", "row"):
@@ -151,11 +177,23 @@ class Epochs:
             table.copy(abs(row), more)
             self.row[pieces[1:]] = sign * more
 
-    def _single(self, piece: int, at: int) -> UnorderedPair:
-        slot, time, record, kind = (int(a[piece]) for a in (self.slot, self.time, self.record, self.kind))
-        return UnorderedPair(at, slot, time, record, kind, False)
+    def _single_late(self, team: Team, pieces: Array, slots: Array, kind: int) -> Array:
+        known = self._clocks.known(team, slots, self.slot[pieces], apart(self.kind[pieces], kind))
+        late: Array = self.time[pieces] > known
+        return late
 
-    def _late_of_rows(self, team: Team, pieces: Array, slots: Array, fits: Any = None) -> list[UnorderedPair]:
+    def _single(self, team: Team, pieces: Array, slots: Array, at: int) -> UnorderedPair:
+        values = (int(a[pieces[at]]) for a in (self.slot, self.time, self.record, self.kind))
+        return self._pair(team, int(slots[at]), at, *values)
+
+    def _pair(
+        self, team: Team, mine: int, at: int, slot: int, time: int, record: int, kind: int
+    ) -> UnorderedPair:  # fmt: skip
+        return UnorderedPair(at, slot, time, record, kind, False, self._clocks.order(team, mine, slot, time))
+
+    def _late_of_rows(
+        self, team: Team, pieces: Array, slots: Array, kind: int, fits: Any = None
+    ) -> list[UnorderedPair]:
         rows = self.row[pieces]
         if not rows.any():
             return []
@@ -167,17 +205,18 @@ class Epochs:
             mine = numbers[which]
             if table is self._all:
                 table.fit(self._clocks.size)
-                known = self._clocks.known_of_all(team, slots[which])
+                known = self._clocks.known_of_all(team, slots[which], apart(table.kind[mine], kind))
             else:
-                others = table.slot[mine].reshape(-1)
-                known = self._clocks.known(team, np.repeat(slots[which], _FEW), others).reshape(-1, _FEW)
+                others, kinds = table.slot[mine].reshape(-1), table.kind[mine].reshape(-1)
+                known = self._clocks.known(team, np.repeat(slots[which], _FEW), others, apart(kinds, kind))
+                known = known.reshape(-1, _FEW)
             one, other = np.nonzero(table.time[mine] > known)
             if len(one) and fits is not None:
                 unfit = ~fits(table.kind[mine[one], other], table.slot[mine[one], other], slots[which[one]])
                 one, other = one[unfit], other[unfit]
             for n, entry in zip(one.tolist(), other.tolist(), strict=True):
-                slot, time, record, kind = (int(getattr(table, name)[mine[n], entry]) for name in _COLUMNS)
-                found.append(UnorderedPair(int(which[n]), slot, time, record, kind, False))
+                values = (int(getattr(table, name)[mine[n], entry]) for name in _COLUMNS)
+                found.append(self._pair(team, int(slots[which[n]]), int(which[n]), *values))
         return found
 
     def _begin_row(self, pieces: Array) -> None:

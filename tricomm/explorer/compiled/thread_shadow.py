@@ -9,14 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.compiled.thread_clocks import Array, Clocks, Team, includes
-from tricomm.explorer.compiled.thread_epochs import Epochs, UnorderedPair
-
-_SIZE = 31  # the low bits of a kind: bytes of the element; above them the scope, 0 for a weak access
-
-
-def kind_of(scope: int, itemsize: int) -> int:
-    return scope << 5 | itemsize
+from tricomm.explorer.compiled.thread_clocks import Array, Clocks, includes
+from tricomm.explorer.compiled.thread_epochs import Epochs, UnorderedPair, apart, same_size, scope_of
+from tricomm.explorer.compiled.thread_teams import Team
 
 
 class ThreadShadow:
@@ -54,25 +49,27 @@ class ThreadShadow:
             epochs.refine(times)
         self.granule = granule
 
-    def unordered_write(self, team: Team, pieces: Array, slots: Array) -> Array:
-        """bool per piece: its last write is not among what its thread knows."""
-        return self.written[pieces] > self._clocks.known(team, slots, self.writer[pieces])
+    def unordered_write(self, team: Team, pieces: Array, slots: Array, kind: int) -> Array:
+        """bool per piece: its last write is not among what its thread knows. `kind`: of the thread's access."""
+        known = self._clocks.known(team, slots, self.writer[pieces], apart(self.kind[pieces], kind))
+        return self.written[pieces] > known
 
-    def clash_with_write(self, pieces: Array, at: int) -> UnorderedPair:
+    def clash_with_write(self, team: Team, pieces: Array, slots: Array, at: int) -> UnorderedPair:
         piece = pieces[at]
         slot, time, record, kind = (int(a[piece]) for a in (self.writer, self.written, self.record, self.kind))
-        return UnorderedPair(at, slot, time, record, kind, True)
+        fence_missing = self._clocks.order(team, int(slots[at]), slot, time)
+        return UnorderedPair(at, slot, time, record, kind, True, fence_missing)
 
     def fits(self, kind: int, slots: Array) -> Any:
         """For `Epochs.late`: whether a strong access of that kind may meet others unordered (8.7: morally strong)."""
         clocks = self._clocks
 
         def both(kinds: Array, others: Array, mine: Array) -> Array:
-            scopes, scope = kinds >> 5, kind >> 5
+            scopes, scope = scope_of(kinds), scope_of(kind)
             far = clocks.rank[others], clocks.block[others]
             near = clocks.rank[mine], clocks.block[mine]
             found: Array = (
-                (scopes > 0) & ((kinds & _SIZE) == (kind & _SIZE)) & includes(scopes, *far, *near)
+                (scopes > 0) & same_size(kinds, kind) & ~apart(kinds, kind) & includes(scopes, *far, *near)
                 & includes(np.full(len(kinds), scope), *near, *far)
             )  # fmt: skip
             return found
@@ -83,8 +80,8 @@ class ThreadShadow:
                    equal: Array | None = None) -> None:  # fmt: skip
         """`equal` (bool per piece): the write before it stored the same, and has to be ordered before the next access
         as this one has."""
-        if kind >> 5:
-            lost = (self.kind[pieces] >> 5 > 0) & self.unordered_write(team, pieces, slots)
+        if scope_of(kind):
+            lost = (scope_of(self.kind[pieces]) > 0) & self.unordered_write(team, pieces, slots, kind)
             if lost.any():
                 at = pieces[lost]
                 self.displaced.keep(at, self.writer[at], self.written[at], self.record[at], self.kind[at])

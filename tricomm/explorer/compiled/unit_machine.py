@@ -79,13 +79,12 @@ class UnitMachine:
             self._shared(task, crew, access, places)
 
     def fence(self, task: Task, crew: Crew, sem: str, scope: str, threads: Array) -> None:
-        if self.weak is not None:
+        if self.weak is not None and sem != "alias":  # an alias fence orders nothing by itself
             for held in self.weak.fenced(task, crew.maker, SCOPES[scope]):
                 self._arrive(held)
             self.weak.synchronised(task)
         if self.detector is not None:
-            clocks = self.detector.clocks
-            clocks.fence(crew.maker.team, crew.maker.team.slots[threads], SCOPES[scope], sem == "sc")
+            self.detector.fence(crew.maker, threads, sem, scope)
 
     def barrier(self, task: Task, crew: Crew, number: int, threads: Array) -> None:
         if self.detector is not None:

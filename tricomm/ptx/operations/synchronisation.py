@@ -27,6 +27,8 @@ def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     special = rest[:1] in (["proxy"], ["mbarrier_init"])
     if len(ordered) > 1 or not (ordered or special) or (rest != ordered and not special):
         raise unknown_form(instruction, "this fence is not known")
+    if rest == ["proxy", "alias"]:
+        return Operation(lambda unit, mask: unit.fence("alias", "sys", mask, instruction))
     if special and not (ordered and rest[0] == "proxy"):
         return nothing(instruction, operands, partial)  # all accesses go the same way to memory here
     name, reach = "sc" if ordered == ["sc"] else "acq_rel", scope or "sys"

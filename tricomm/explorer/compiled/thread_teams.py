@@ -1,0 +1,64 @@
+"""The threads of a block, and what they hand to others: the data that `thread_clocks` works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tricomm.ptx.access import Array
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePart:
+    """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, with its scope."""
+
+    slot: int
+    rank: int
+    block: int
+    scope: int
+    time: int
+    known: Array
+
+
+@dataclass(frozen=True, slots=True)
+class FlagMessage:
+    """What a strong write carries. `rank`, `block` and `scope` are of the last write of the chain."""
+
+    rank: int
+    block: int
+    scope: int
+    parts: tuple[ReleasePart, ...]
+
+
+@dataclass(eq=False, slots=True)
+class BarrierRounds:
+    """One barrier of a block: how often it has opened; who has come since then, and what they know."""
+
+    phase: int = 0
+    known: Array | None = None
+    waiting: int = 0
+    came: dict[int, int] = field(default_factory=dict)  # by thread: the phase in which it came last
+    opened: dict[int, tuple[Array, bool]] = field(default_factory=dict)  # what was known, whether it is `base` now
+
+
+@dataclass(eq=False, slots=True)
+class Team:
+    """The threads of one running block, or one actor of the host: their slots, one after another, and what they know.
+
+    rows    `rows[0]` is what all know; `row_of` has, by thread, the row that it knows instead
+    """
+
+    number: int
+    rank: int
+    slots: Array
+    rows: list[Array]
+    row_of: Array
+    present: int
+    birth: tuple[ReleasePart, ...] = ()
+    seen: dict[tuple[int, int, bytes], tuple[int, int, Array]] = field(default_factory=dict)
+    joined: set[tuple[int, int, bytes]] = field(default_factory=set)
+    barriers: dict[int, BarrierRounds] = field(default_factory=dict)
+
+    def local(self, slots: Array) -> Array:
+        """Their numbers in the block."""
+        found: Array = slots - self.slots[0]
+        return found
