@@ -27,6 +27,7 @@ numbers here are of an H800, whose NVLinks are fewer; no latency here is of its 
 a barrier and of an acquire (`timed_ranks`) are not checked either.
 
 A fence of the system takes what `MachineSpec.barrier` leaves without its hop and the look that ends it (`timed_links`).
+Of an alias fence alone no time is published: it takes as much less a hop and an answer, if no store is on its way.
 """
 
 from __future__ import annotations

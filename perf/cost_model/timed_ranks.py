@@ -339,7 +339,17 @@ class WarpSurroundings:
 
     def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
         self.clock.issue(self._index[id(instruction)])
-        self._fence(scope)
+        if sem == "alias":
+            self._fence_aliases()
+        else:
+            self._fence(scope)
+
+    def _fence_aliases(self) -> None:
+        """MEMBAR.SC.SYS in machine code: what a fence of the system takes, less the way to a peer and back, which it
+        takes only for stores that are on their way."""
+        state, clock, links, answer = self.state, self.clock, self.state.queues, self._times.us(self._times.l2)
+        own = clock.time + max(links.fence - 2 * links.one_way, answer)
+        clock.fence(max(own, max(state.local_acks, state.acks, state.host_acks) + answer))
 
     def _fence(self, scope: str) -> None:
         """All stores of the block are where the scope's other threads see them, and an answer has come from L2."""

@@ -69,6 +69,13 @@ def test_a_fence_of_the_gpu_does_not_wait_for_peers() -> None:
         assert least - 2 <= found[PARTS.index("fence")] <= least
 
 
+def test_an_alias_fence_waits_for_a_hop_and_its_answer_only_if_a_store_is_on_its_way() -> None:
+    idle, behind = (timed(code + "fence.proxy.alias;", 2) for code in ("", _PUSH))
+    assert idle.path()[PARTS.index("fence")] == pytest.approx(max(FENCE - 2 * ONE_WAY, 100))
+    assert behind.path()[PARTS.index("fence")] == pytest.approx(2 * ONE_WAY + 100 - 1)
+    assert idle.system_fences() == behind.system_fences() == 0  # it begins no barrier
+
+
 def test_a_barrier_joins_the_clocks_of_a_blocks_warps() -> None:
     body = """mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 32; @%p0 bra S;
  ld.global.u64 %a2, [%a0+8]; ld.global.u64 %a3, [%a2]; st.global.u64 [%a0+4096], %a3;
