@@ -118,11 +118,12 @@ class Layout:
         step = self.simple_buffer & -self.simple_buffer
         return step // (8 if algorithm == "one_shot" else 16)
 
-    def buffer_words(self, algorithm: str, protocol: str) -> int:
+    def buffer_words(self, algorithm: str, protocol: str, collective: str = "all_reduce") -> int:
         """64-bit payload words of the part of a buffer that one phase of this kernel has."""
         if protocol in ("ll", "ll128"):
             return tile_words(protocol, self.largest_tile(algorithm, protocol))
-        return self.simple_buffer // (8 if algorithm == "one_shot" else 16)
+        one_hop = algorithm == "one_shot" or (algorithm == "multicast" and collective != "all_reduce")
+        return self.simple_buffer // (8 if one_hop else 16)
 
     def slot_words(self, protocol: str) -> int:
         """64-bit payload words of a message's slot."""

@@ -204,7 +204,7 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
 
 def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:
     """64-bit words of a row that one epoch takes at most."""
-    part = plan.buffer_words(kernel.algorithm, kernel.protocol)
+    part = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
     if kernel.staged:
         return part * world_size
     return part * (1 if kernel.shards is None else kernel.shards or world_size)

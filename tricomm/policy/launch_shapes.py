@@ -129,7 +129,8 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
     So from a megabyte on 512 KiB or more are on their way to a GPU's SMs at once: every block has several tiles there.
     """
-    chunk = facts.layout.buffer_words(kernel.algorithm, kernel.protocol) * (facts.world_size if kernel.staged else 1)
+    chunk = facts.layout.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
+    chunk *= facts.world_size if kernel.staged else 1
     tiles = max(1, -(-(words if kernel.zero_copy else min(words, chunk)) // tile))
     rounds = -(-tiles // min(MAX_BLOCKS, facts.max_blocks))
     return -(-tiles // rounds)

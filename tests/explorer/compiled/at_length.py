@@ -99,7 +99,8 @@ class Case:
         memory, kernel = self._memory, self.kernel
         if kernel.pairwise:
             return memory.slot_words(kernel.protocol)
-        return memory.buffer_words(kernel.algorithm, kernel.protocol) * (self.world_size if kernel.staged else 1)
+        words = memory.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
+        return words * (self.world_size if kernel.staged else 1)
 
     def check(self, architecture: str, schedules: int, strategy: str) -> Report:
         body = _on_a_handle(self.kernel, self.sizes) if self.kernel.zero_copy else shipped.body(self.kernel, self.sizes)

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from tests.marks import most, some
 from tricomm.cli import cli
-from tricomm.kernels import layout
+from tricomm.kernels import layout, multimem
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
 from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, timed_call
@@ -87,6 +87,15 @@ def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
     assert found.barriers == exact.barriers and (exact.barriers > 0) == (protocol == "simple")
     assert found.more_barriers is not None and found.more_barriers <= found.barriers / found.chunks
     assert sum(found.parts) == pytest.approx(exact.time_us, rel=error)
+
+
+@pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
+@pytest.mark.parametrize("kernel", registry.MULTICAST, ids=lambda kernel: kernel.name)
+def test_chunks_through_a_switch_are_counted_as_the_kernel_makes_them(monkeypatch, kernel) -> None:
+    monkeypatch.setattr(timed_call, "ARENA_BYTES", 1 << 20)
+    words = 5 * from_code.chunk_words(kernel, 2, layout.plan(2, 1 << 20)) // 2
+    found = from_code.predict(_H100, kernel, 2, 8 * words * kernel.kind.rows_in(2), LaunchShape(2, 8, 512))
+    assert found.chunks == 3
 
 
 def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

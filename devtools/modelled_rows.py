@@ -1,0 +1,152 @@
+"""Rows of a shipped table from modelled times: the fastest kernel of each size, and what is fastest without it.
+
+    python -m devtools.modelled_rows --gpu h100 --world-sizes 2,4,8 [--collective all_reduce] [--kept FILE]
+
+Every kernel of a collective is compiled, and executed with the clock of `tricomm predict --from-code`, for sizes from
+1 KiB to 16 MiB. A group may have no wide words (a Triton before 3.9), no switch that adds, or neither: a table skips
+rows of kernels that a group lacks, so its rows choose well for each of the four. A kernel goes on to the next size if
+it is not more than 4 % slower there, and a protocol with fewer conditions is taken if it is not more than 2 % slower.
+Nothing is measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from devtools import kept_rows
+from devtools.kept_rows import KeptRows
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.perf import parsing
+from tricomm.perf.cost_model import from_code, kernel_time
+
+LABEL = "modelled from the compiled code, not measured"
+COLLECTIVES = (
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
+)  # fmt: skip
+SIZES = tuple(
+    n << 10 for n in (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
+)
+_LONGEST = {"ll": 4 << 20, "ll128": 4 << 20, "simple": SIZES[-1]}  # what nobody would choose takes long to execute
+_LONGEST_ONE_SHOT = 1 << 20  # of an all-reduce
+_GO_ON, _SIMPLER = 1.04, 1.02
+
+Family = tuple[str, str]
+Times = Mapping[Family, float]
+TableRows = list[tuple[int | None, Family]]
+
+
+def lacks(family: Family, missing: str) -> bool:
+    """True if a group that lacks what `missing` names ("", "wide", "switch" or both) has not this kernel."""
+    algorithm, protocol = family
+    return ("wide" in missing and protocol == "ll128") or ("switch" in missing and algorithm == "multicast")
+
+
+GROUPS = ("", "wide", "switch", "wide switch")
+
+
+def fastest(times: Mapping[int, Times]) -> dict[tuple[int, str], Family]:
+    """By size and what is missing: the kernel to take."""
+    chosen: dict[tuple[int, str], Family] = {}
+    for missing in GROUPS:
+        before: Family | None = None
+        for nbytes in sorted(times):
+            there = {family: time for family, time in times[nbytes].items() if not lacks(family, missing)}
+            least = min(there.values())
+            if before is None or there.get(before, 2 * least) > _GO_ON * least:
+                near = [family for family in there if there[family] <= _SIMPLER * least]
+                before = min(near, key=lambda family: (family[1] == "ll128", family[0] == "multicast", there[family]))
+            chosen[nbytes, missing] = before
+    return chosen
+
+
+def chosen_by(rows: TableRows, nbytes: int, missing: str) -> Family | None:
+    """As selection goes through a table."""
+    return next((f for most, f in rows if (most is None or nbytes <= most) and not lacks(f, missing)), None)
+
+
+def table_rows(wanted: Mapping[tuple[int, str], Family]) -> TableRows:
+    """(most bytes, kernel), in order: rows that choose as `wanted` has it, and of which none can be left out."""
+    sizes = sorted({nbytes for nbytes, _ in wanted})
+    rows: TableRows = []
+    for nbytes in sizes:
+        most = None if nbytes == sizes[-1] else nbytes
+        rows += [(most, family) for family in dict.fromkeys(wanted[nbytes, missing] for missing in GROUPS)]
+
+    def right(some: TableRows) -> bool:
+        return all(chosen_by(some, nbytes, missing) == family for (nbytes, missing), family in wanted.items())
+
+    while True:
+        shorter = (rows[:number] + rows[number + 1 :] for number in range(len(rows)))
+        fewer = next(filter(right, shorter), None)
+        if fewer is None:
+            return rows
+        rows = fewer
+
+
+def worst(times: Mapping[int, Times], rows: TableRows) -> float:
+    """By how much the rows' choice is slower than the fastest kernel, at most, as a part of its time."""
+    ratios = []
+    for nbytes, each in times.items():
+        for missing in GROUPS:
+            family = chosen_by(rows, nbytes, missing)
+            least = min(time for other, time in each.items() if not lacks(other, missing))
+            ratios.append((each[family] if family is not None else float("inf")) / least)
+    return max(ratios) - 1
+
+
+def _modelled(gpu: str, collective: str, world_size: int, file: KeptRows) -> dict[int, dict[Family, float]]:
+    machine = kernel_time.find(gpu)
+    kernels = [k for k in kernel_time.kernels(machine, collective, world_size) if not k.zero_copy and not k.needs_cube]
+    times: dict[int, dict[Family, float]] = {}
+    for nbytes in SIZES:
+
+        def row(nbytes: int = nbytes) -> dict[str, float]:
+            some = [k for k in kernels if nbytes <= _longest(k)]
+            return {k.name: from_code.predict(machine, k, world_size, nbytes).time_us for k in some}
+
+        made = file.get(f"{gpu} {world_size} {collective} {nbytes}", row)
+        times[nbytes] = {(k.algorithm, k.protocol): made[k.name] for k in kernels if k.name in made}
+    return times
+
+
+def _longest(kernel: Kernel) -> int:
+    most = _LONGEST[kernel.protocol]
+    return min(most, _LONGEST_ONE_SHOT) if (kernel.collective, kernel.algorithm) == ("all_reduce", "one_shot") else most
+
+
+def _lines(gpu: str, collectives: Sequence[str], world_sizes: Sequence[int], file: KeptRows) -> Iterator[str]:
+    for collective in collectives:
+        for world_size in world_sizes:
+            times = _modelled(gpu, collective, world_size, file)
+            rows = table_rows(fastest(times))
+            yield f"# {collective}, {world_size} ranks: at most {worst(times, rows):.1%} slower than the fastest"
+            for most, (algorithm, protocol) in rows:
+                row = {"collective": collective, "world_size": world_size, "max_bytes": most}
+                yield json.dumps(row | {"algorithm": algorithm, "protocol": protocol}) + ","
+
+
+@click.command()
+@click.option("--gpu", default="h100", show_default=True, help="As of tricomm predict.")
+@click.option("--world-sizes", default="2,4,8", show_default=True, help="Numbers of ranks.")
+@click.option("--collective", default="all", show_default=True, help="all, or a list.")
+@kept_rows.option
+def main(gpu: str, world_sizes: str, collective: str, kept: Path | None) -> None:
+    """Print rows of a shipped table, modelled from the compiled kernels."""
+    try:
+        file = KeptRows(kept)
+        names = parsing.parse_names(collective, COLLECTIVES, "collective")
+        ranks = [int(n) for n in parsing.parse_names(world_sizes, tuple(map(str, range(2, 17))), "world size")]
+    except InvalidArgument as error:
+        raise click.UsageError(str(error)) from None
+    click.echo(f"# {LABEL}; {gpu}")
+    for line in _lines(gpu, names, ranks, file):
+        click.echo(line)
+
+
+if __name__ == "__main__":
+    main()
