@@ -81,11 +81,20 @@ def table_rows(wanted: Mapping[tuple[int, str], Family]) -> TableRows:
         return all(chosen_by(some, nbytes, missing) == family for (nbytes, missing), family in wanted.items())
 
     while True:
-        shorter = (rows[:number] + rows[number + 1 :] for number in range(len(rows)))
-        fewer = next(filter(right, shorter), None)
+        fewer = next(filter(right, _shorter(rows)), None)
         if fewer is None:
             return rows
         rows = fewer
+
+
+def _shorter(rows: TableRows) -> Iterator[TableRows]:
+    """Without one of the rows; or with one that goes on to where a later one of the same kernel ends, without that."""
+    for number in range(len(rows)):
+        yield rows[:number] + rows[number + 1 :]
+    for last, row in enumerate(rows):
+        for number in range(last):
+            if rows[number][1] == row[1]:
+                yield [*rows[:number], row, *rows[number + 1 : last], *rows[last + 1 :]]
 
 
 def worst(times: Mapping[int, Times], rows: TableRows) -> float:

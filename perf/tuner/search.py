@@ -9,12 +9,17 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tricomm.perf.tuner.points import Candidate, Point, PointGroup
 from tricomm.perf.tuner.statistics import Gain, gain
 from tricomm.perf.tuner.successive_halving import MOST, BudgetExceeded, Measure, Prior, Samples, successive_halving
 
 Pool = Callable[[Point], Sequence[Candidate]]
 InForce = Callable[[Point], Candidate]
+
+_ROUNDS = 4  # through all points, each of which begins with what those of the round before have shown
 
 
 @dataclass(frozen=True)
@@ -48,18 +53,16 @@ class Corrected:
     def __init__(self, prior: Prior) -> None:
         self._prior = prior
         self._errors: dict[tuple[object, ...], dict[tuple[float, ...], float]] = {}
+        self._arrays: dict[tuple[object, ...], tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
 
     def __call__(self, point: Point, candidate: Candidate) -> float:
         time_us = self._prior(point, candidate)
-        errors = self._errors.get((point.group, candidate.family))
-        if not errors:
+        known = self._arrays.get((point.group, candidate.family))
+        if known is None:
             return time_us
-        here, total, weights = _coordinates(point, candidate), 0.0, 0.0
-        for there, log_error in errors.items():
-            weight = math.exp(-sum(abs(a - b) for a, b in zip(here, there, strict=True)))
-            total += weight * log_error
-            weights += weight
-        return time_us * math.exp(total / (weights + 1e-12))
+        there, log_errors = known
+        weights = np.exp(-np.abs(there - _coordinates(point, candidate)).sum(axis=1))
+        return time_us * math.exp(float(weights @ log_errors) / (float(weights.sum()) + 1e-12))
 
     def learn(self, samples: Samples) -> None:
         """Take in the samples of a point."""
@@ -67,6 +70,8 @@ class Corrected:
         for candidate in samples.times:
             log_error = math.log(samples.estimate(candidate).centre / self._prior(point, candidate))
             self._errors.setdefault((point.group, candidate.family), {})[_coordinates(point, candidate)] = log_error
+        for key in {(point.group, candidate.family) for candidate in samples.times}:
+            self._arrays[key] = np.array(list(self._errors[key])), np.array(list(self._errors[key].values()))
 
 
 def _coordinates(point: Point, candidate: Candidate) -> tuple[float, ...]:
@@ -78,8 +83,13 @@ def search(points: Sequence[Point], pool: Pool, in_force: InForce, prior: Prior,
     """The decision at every point that was reached, in the order of `points`."""
     samples = {point: Samples(point) for point in points}
     try:
-        _every_point(samples, pool, in_force, Corrected(prior), measure)
-        _refine(samples, measure)
+        corrected = Corrected(prior)
+        for _ in range(_ROUNDS):
+            before = [here.best for here in samples.values()]
+            _every_point(samples, pool, in_force, corrected, measure)
+            _refine(samples, measure)
+            if [here.best for here in samples.values()] == before:
+                break
     except BudgetExceeded:
         pass
     decisions = [_decision(measured, in_force(point)) for point, measured in samples.items()]

@@ -40,11 +40,13 @@ class Samples:
     point: Point
     times: dict[Candidate, list[float]] = field(default_factory=dict)
     wrong: set[Candidate] = field(default_factory=set)
+    _estimates: dict[Candidate, Estimate] = field(default_factory=dict, repr=False)
 
     def measure_round(self, measure: Measure, candidates: Sequence[Candidate], repeats: int) -> None:
         """Measure the candidates. One that `measure` leaves out is wrong, and its earlier samples are dropped."""
         measured = measure(self.point, candidates, repeats)
         for candidate in candidates:
+            self._estimates.pop(candidate, None)
             if candidate in measured:
                 self.times.setdefault(candidate, []).extend(measured[candidate])
             else:
@@ -52,7 +54,9 @@ class Samples:
                 self.times.pop(candidate, None)
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        return estimate(self.times[candidate])
+        if candidate not in self._estimates:
+            self._estimates[candidate] = estimate(self.times[candidate])
+        return self._estimates[candidate]
 
     def ranking(self, of: Iterable[Candidate] | None = None) -> list[Candidate]:
         """Fastest first. Ties are ordered by name, so that equal samples give equal orders."""
@@ -76,12 +80,15 @@ def successive_halving(
     learn: Callable[[Samples], None], measure: Measure,
 ) -> None:  # fmt: skip
     """Find the fastest of `pool` at the point of `samples`; `seeds` (best nearby, in force) are measured in any case.
+    What `samples` has already is not measured again, but where it is close.
 
     `learn` gets the samples before `prior` is asked again. Raises `BudgetExceeded` if `measure` does; `samples` keeps
     all that was measured.
     """
     known = set(pool)
-    _halve(samples, _first_wave(samples.point, pool, seeds, prior), measure)
+    first = [c for c in _first_wave(samples.point, pool, seeds, prior) if c not in samples.times]
+    if first:
+        _halve(samples, first if samples.best is None else [samples.best, *first], measure)
     unchanged = 0
     for _ in range(_WAVES):
         best = samples.best

@@ -29,6 +29,31 @@ def test_near_the_best_of_all_with_a_tenth_of_a_grids_measurements(gpu: str, wor
     assert found.worst <= 0.05 and found.share <= 0.1, found
 
 
+@pytest.mark.exhaustive
+def test_points_are_gone_through_again_with_what_others_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "_ROUNDS", 1)
+    once = tuner_benchmark.run("pcie4", 4, 0)
+    monkeypatch.undo()
+    again = tuner_benchmark.run("pcie4", 4, 0)
+    assert once.worst > 0.05 >= again.worst and once.measured < again.measured
+
+
+def test_what_was_measured_is_measured_again_only_where_it_is_close() -> None:
+    box, here, asked = MadeUpBox("h100", 8, 1), Samples(_POINT), []
+
+    def measure(point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
+        asked.append(list(candidates))
+        return {c: [box.true(point, c)] * repeats for c in candidates}
+
+    pool = box.pool(_POINT)
+    successive_halving(here, pool, pool[:1], box.prior, lambda samples: None, measure)
+    known, first = set(here.times), here.best
+    asked.clear()
+    successive_halving(here, pool, pool[:1], box.prior, lambda samples: None, measure)
+    assert first in asked[0] and all(c == first or c not in known for c in asked[0])
+    assert here.best is not None and box.true(_POINT, here.best) <= box.true(_POINT, first)
+
+
 def test_a_random_choice_of_so_many_would_not_do() -> None:
     """What the search adds: the same number of samples, spread blindly, misses the bar."""
     box, draw, worst = MadeUpBox("h100", 8, 1), random.Random(0), 0.0
