@@ -87,9 +87,9 @@ def search(points: Sequence[Point], pool: Pool, in_force: InForce, prior: Prior,
         for _ in range(_ROUNDS):
             before = [here.best for here in samples.values()]
             _every_point(samples, pool, in_force, corrected, measure)
-            _refine(samples, measure)
             if [here.best for here in samples.values()] == before:
                 break
+        _refine(samples, measure)
     except BudgetExceeded:
         pass
     decisions = [_decision(measured, in_force(point)) for point, measured in samples.items()]

@@ -54,10 +54,10 @@ def test_small_goes_by_ll_and_large_by_simple_two_shot():
 
 def test_the_reason_names_table_and_row_or_who_forced_it():
     choice = choose(site(), "all_reduce", 1024)
-    assert "'hopper' row 2" in choice.reason and choice.table == "hopper" and choice.row == 2
+    assert "'hopper' row 6" in choice.reason and choice.table == "hopper" and choice.row == 6
     forced = choose(site(), "all_reduce", 1024, algorithm="two_shot")
     assert "algorithm=two_shot forced" in forced.reason and forced.row is None
-    assert forced.protocol in ("ll", "simple")
+    assert forced.protocol in ("ll", "ll128", "simple")
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,8 @@ def test_a_cube_mesh_of_fewer_ranks_is_refused_with_how_many_it_needs():
 
 
 def test_the_runner_up_is_named():
-    assert choose(site(), "all_reduce", 1024).runner_up == "two_shot/ll"
+    narrow = wide_words.why_not(90) is not None
+    assert choose(site(), "all_reduce", 1024).runner_up == ("two_shot/ll" if narrow else "one_shot/ll128")
     assert choose(site(), "all_reduce", 1 << 30).runner_up == ""
 
 
@@ -278,7 +279,7 @@ def test_forced_wide_words_have_planes_that_span_all_threads():
          {4096: "one_shot/ll", 128 << 10: "one_shot/ll", 192 << 10: "one_shot/simple"}),
         ("reduce_scatter", {256 << 10: "one_shot/ll", 1 << 20: "one_shot/ll128", 2 << 20: "one_shot/simple"},
          {256 << 10: "one_shot/ll", 512 << 10: "one_shot/ll", 1 << 20: "one_shot/simple"}),
-        ("all_to_all", {256 << 10: "one_shot/ll", 768 << 10: "one_shot/ll128", 1 << 20: "one_shot/simple"},
+        ("all_to_all", {256 << 10: "one_shot/ll", 1 << 20: "one_shot/ll128", 2 << 20: "one_shot/simple"},
          {256 << 10: "one_shot/ll", 512 << 10: "one_shot/ll", 768 << 10: "one_shot/simple"}),
         ("broadcast", {64 << 10: "one_shot/ll128", 128 << 10: "one_shot/ll128", 512 << 10: "two_shot/simple"},
          {64 << 10: "one_shot/ll", 128 << 10: "one_shot/simple", 512 << 10: "two_shot/simple"}),
@@ -304,15 +305,14 @@ def test_four_hoppers_have_rows_of_their_own_and_without_wide_words_the_ones_beh
             assert of("broadcast", 128, 256) == [wide, "simple"]
 
 
-def test_eight_hoppers_gather_and_broadcast_through_a_switch_where_that_is_modelled_faster():
+def test_eight_hoppers_broadcast_through_a_switch_where_that_is_modelled_faster_and_do_not_gather():
     def of(collective, nbytes, **facts):
         choice = choose(site(world_size=8, no_multicast="", **facts), collective, nbytes)
         return choice.algorithm
 
-    gathered = [of("all_gather", n << 10) for n in (64, 256, 512, 1024)]
-    assert gathered == ["one_shot", "multicast", "multicast", "one_shot"]
-    assert [of("broadcast", n << 10) for n in (64, 128, 8192)] == ["one_shot", "multicast", "multicast"]
-    assert of("all_gather", 256 << 10, batch_invariant=True) == "multicast", "nothing is reduced"
+    assert {of("all_gather", n << 10) for n in (64, 256, 512, 1024)} == {"one_shot"}, "an alias fence takes too long"
+    assert [of("broadcast", n << 10) for n in (128, 192, 8192)] == ["one_shot", "multicast", "multicast"]
+    assert of("broadcast", 256 << 10, batch_invariant=True) == "multicast", "nothing is reduced"
 
 
 # Room for other kernels
@@ -359,7 +359,7 @@ def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
         here = site(world_size=8, **{"no_multicast": "", **facts})
         return choose(selection.for_reduction(here, collective, DTYPES[dtype], op), collective, nbytes).algorithm
 
-    assert [of(n << 20) for n in (1, 2, 3, 64)] == ["two_shot", "two_shot", "multicast", "multicast"]
+    assert [of(n << 20) for n in (1, 4, 5, 64)] == ["two_shot", "two_shot", "multicast", "multicast"]
     assert of(1 << 20, collective="broadcast") == "multicast"
     unfit = {"dtype": "float64"}, {"op": "avg"}, {"op": "max"}, {"batch_invariant": True}, {"no_multicast": "no"}
     for others in unfit:
