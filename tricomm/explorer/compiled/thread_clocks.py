@@ -64,6 +64,7 @@ class Clocks:
         self.block = np.full(size, -1, np.int32)
         self.thread = np.full(size, -1, np.int32)  # its number in its block; -1 for host code
         self._fenced_aliases = np.zeros(size, np.int32)  # its time at its last alias fence
+        self.switched = False  # true from the first access by a multicast address on
         self.messages: list[FlagMessage | None] = [None]
         self._fenced: dict[int, ReleasePart] = {}
         self._plain: dict[tuple[int, int], int] = {}  # by team and scope: the message of what releases nothing
@@ -96,12 +97,14 @@ class Clocks:
 
     def known_of_all(self, team: Team, slots: Array, apart: Array | None = None) -> Array:
         """A row for each of the threads, with the time of every other one, as `known`; `apart` has a row for each."""
-        rows = team.row_of[team.local(slots)]
-        both = np.stack([self._row(team, row) for row in range(len(team.rows))])[rows]
-        each = np.arange(len(slots))
-        both[each, 0, slots] = self.time[slots]
-        both[each, 1, slots] = np.maximum(both[each, 1, slots], self._fenced_aliases[slots])
-        return both[:, 0] if apart is None else np.where(apart, both[:, 1], both[:, 0])
+        known = self._known_of_all(team, slots, 0)
+        return known if apart is None else np.where(apart, self._known_of_all(team, slots, 1), known)
+
+    def _known_of_all(self, team: Team, slots: Array, half: int) -> Array:
+        rows, each = team.row_of[team.local(slots)], np.arange(len(slots))
+        found = np.stack([self._row(team, row)[half] for row in range(len(team.rows))])[rows]
+        found[each, slots] = np.maximum(found[each, slots], (self._fenced_aliases if half else self.time)[slots])
+        return found
 
     def order(self, team: Team, slot: int, other: int, time: int) -> bool:
         """True if the thread knows of that time of the other one, through an alias fence or not."""

@@ -179,6 +179,7 @@ class ThreadDetector:
         )  # fmt: skip
 
     def _note(self, maker: Maker, access: ThreadAccess, places: list[Elements]) -> int:
+        self.clocks.switched |= access.multicast
         self.events.append(self._event(maker, access, places[0], int(places[0].offsets[0])))
         return len(self.events) - 1
 

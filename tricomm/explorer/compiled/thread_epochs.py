@@ -39,6 +39,11 @@ def apart(one: Any, other: Any) -> Any:
     return (one ^ other) & _MULTICAST > 0
 
 
+def fence_needed(clocks: Clocks, kinds: Array, kind: Any) -> Array | None:
+    """For `Clocks.known`: `apart`, where there is anything of the sort."""
+    return apart(kinds, kind) if clocks.switched else None
+
+
 @dataclass(slots=True)
 class UnorderedPair:
     """Two accesses that nothing orders: piece `at` of the later one, and the earlier one's thread, time and record.
@@ -112,7 +117,8 @@ class Epochs:
         rows = self.row[pieces]
         repeated, single = _repeated(pieces), rows == 0
         alone = single & ~repeated
-        alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces], apart(self.kind[pieces], kind))
+        needed = fence_needed(self._clocks, self.kind[pieces], kind)
+        alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces], needed)
         if alone.all():
             self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces] = slots, times, record, kind
             return
@@ -178,7 +184,8 @@ class Epochs:
             self.row[pieces[1:]] = sign * more
 
     def _single_late(self, team: Team, pieces: Array, slots: Array, kind: int) -> Array:
-        known = self._clocks.known(team, slots, self.slot[pieces], apart(self.kind[pieces], kind))
+        needed = fence_needed(self._clocks, self.kind[pieces], kind)
+        known = self._clocks.known(team, slots, self.slot[pieces], needed)
         late: Array = self.time[pieces] > known
         return late
 
@@ -205,11 +212,12 @@ class Epochs:
             mine = numbers[which]
             if table is self._all:
                 table.fit(self._clocks.size)
-                known = self._clocks.known_of_all(team, slots[which], apart(table.kind[mine], kind))
+                needed = fence_needed(self._clocks, table.kind[mine], kind)
+                known = self._clocks.known_of_all(team, slots[which], needed)
             else:
-                others, kinds = table.slot[mine].reshape(-1), table.kind[mine].reshape(-1)
-                known = self._clocks.known(team, np.repeat(slots[which], _FEW), others, apart(kinds, kind))
-                known = known.reshape(-1, _FEW)
+                others = table.slot[mine].reshape(-1)
+                needed = fence_needed(self._clocks, table.kind[mine].reshape(-1), kind)
+                known = self._clocks.known(team, np.repeat(slots[which], _FEW), others, needed).reshape(-1, _FEW)
             one, other = np.nonzero(table.time[mine] > known)
             if len(one) and fits is not None:
                 unfit = ~fits(table.kind[mine[one], other], table.slot[mine[one], other], slots[which[one]])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.compiled.thread_clocks import Array, Clocks, includes
-from tricomm.explorer.compiled.thread_epochs import Epochs, UnorderedPair, apart, same_size, scope_of
+from tricomm.explorer.compiled.thread_epochs import Epochs, UnorderedPair, apart, fence_needed, same_size, scope_of
 from tricomm.explorer.compiled.thread_teams import Team
 
 
@@ -51,8 +51,9 @@ class ThreadShadow:
 
     def unordered_write(self, team: Team, pieces: Array, slots: Array, kind: int) -> Array:
         """bool per piece: its last write is not among what its thread knows. `kind`: of the thread's access."""
-        known = self._clocks.known(team, slots, self.writer[pieces], apart(self.kind[pieces], kind))
-        return self.written[pieces] > known
+        needed = fence_needed(self._clocks, self.kind[pieces], kind)
+        late: Array = self.written[pieces] > self._clocks.known(team, slots, self.writer[pieces], needed)
+        return late
 
     def clash_with_write(self, team: Team, pieces: Array, slots: Array, at: int) -> UnorderedPair:
         piece = pieces[at]
