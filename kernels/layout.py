@@ -118,7 +118,7 @@ class Layout:
         step = self.simple_buffer & -self.simple_buffer
         return step // (8 if algorithm == "one_shot" else 16)
 
-    def buffer_words(self, algorithm: str, protocol: str, collective: str = "all_reduce") -> int:
+    def buffer_words(self, algorithm: str, protocol: str, collective: str) -> int:
         """64-bit payload words of the part of a buffer that one phase of this kernel has."""
         if protocol in ("ll", "ll128"):
             return tile_words(protocol, self.largest_tile(algorithm, protocol))

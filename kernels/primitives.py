@@ -274,11 +274,8 @@ def barrier(
 
     Before: the block barrier gathers all threads' accesses behind the releasing lanes. After: it holds all threads
     back until the acquiring lanes have seen the flags.
-
-    ALIASES: so they are by another address of the same bytes, such as one that stands for all ranks' memory. PTX
-    orders accesses by two addresses only if an alias fence (`fence.proxy.alias`) lies on the way from the one to the
-    other. On a GPU it waits like a fence of the whole system, so it stands where no store of this block is on its
-    way, and only in the threads that acquire: the others' order comes through them.
+    ALIASES: by other addresses of the same bytes, too, through an alias fence (`multimem`). That waits as a fence of
+    the system does: so it stands where no store of this block is on its way, in the threads that acquire.
     """
     tl.debug_barrier()
     send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)
@@ -292,9 +289,8 @@ def barrier(
 
 @triton.jit
 def advance(epoch, chunks):
-    """The epoch `chunks` after `epoch`. 0 means 'never written', so the wrap goes from 2^32 - 1 to 2.
-
-    To 2 and not to 1: the mailbox is chosen by the epoch's parity, which must go on alternating.
+    """The epoch `chunks` after `epoch`. 0 means 'never written', so the wrap goes from 2^32 - 1 to 2. Not to 1: the
+    mailbox is chosen by the epoch's parity, which must go on alternating.
     """
     later = epoch + chunks
     return tl.where(later >= LIMIT, later - (LIMIT - 2), later)
@@ -302,9 +298,8 @@ def advance(epoch, chunks):
 
 @triton.jit
 def read_epoch(group):
-    """(epoch, owner): the first epoch of a launch, and the busy word, 0 unless another launch is running.
-
-    Nothing waits for these loads here: what comes before the first use of them is in flight beside them.
+    """(epoch, owner): the first epoch of a launch, and the busy word, 0 unless another launch is running. Nothing waits
+    for these loads here: what comes before the first use of them is in flight beside them.
     """
     table = table_of(group)
     return tl.load(table + EPOCH), tl.load(table + BUSY, volatile=True)
@@ -312,10 +307,8 @@ def read_epoch(group):
 
 @triton.jit
 def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
-    """Say that this launch runs: to the host, and to another launch of this communicator, in the busy word.
-
-    The busy word is a strong store, because other threads of the block may still read it; only the reading of the
-    thread that stores it counts.
+    """Say that this launch runs: to the host, and to another launch of this communicator, in the busy word. That is a
+    strong store, because other threads may still read it; only the reading of the thread that stores it counts.
     """
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)
@@ -356,9 +349,8 @@ def leave(group, epoch, owner, call, chunks, status):
 
 @triton.jit
 def finish(group, epoch, chunks, status):
-    """End of a launch: the last block to get here, and only it, advances the epoch. Nothing waits for it.
-
-    A block that is alone needs no atomic and no fence: the next launch comes after all of this one.
+    """End of a launch: the last block to get here, and only it, advances the epoch. Nothing waits for it. A block that
+    is alone needs no atomic and no fence: the next launch comes after all of this one.
     """
     table = table_of(group)
     tl.debug_barrier()  # the block's other threads have read the words that one stores

@@ -4,8 +4,9 @@ Flight    UNROLLED tiles of a block's run are on their way at once, as in `plain
           tensors, go one tile after another. Between multicast pointers (`pass_reduced`) no tensor is misaligned, and
           every access has a mask, so the end of a run of two tiles or more goes at once, too.
 Fences    what a rank reads or writes here by the multicast address, it or another rank writes or reads by a plain one.
-          The barriers of these kernels (SWITCH) have an alias fence: whatever lies before one is ordered before what
-          follows it, by whichever address. Before a launch and after it the driver sees to that.
+          The barriers between chunks (SWITCH) have an alias fence: whatever lies before one is ordered before what
+          follows it, by whichever address. Before a launch and after it the driver sees to that, so a call over handles
+          has none.
 """
 
 from __future__ import annotations

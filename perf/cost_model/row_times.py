@@ -35,7 +35,7 @@ def predict(
     bound = _bound(machine, kernel, world_size, rows, form, dtype, shape)
     choice, plan = bound.choice, layout.plan(world_size, timed_call.ARENA_BYTES)
     blocks = min(choice.blocks, rows)
-    room = plan.buffer_words(kernel.algorithm, kernel.protocol) // _pitch(bound)
+    room = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective) // _pitch(bound)
     launch = LaunchShape(choice.blocks, choice.warps, choice.block)
     cut = Division(launch, plan, blocks, -(-rows // room), room / blocks)
 

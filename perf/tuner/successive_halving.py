@@ -86,7 +86,8 @@ def successive_halving(
     all that was measured.
     """
     known = set(pool)
-    first = [c for c in _first_wave(samples.point, pool, seeds, prior) if c not in samples.times]
+    first = _first_wave(samples.point, pool, seeds, prior)
+    first = [c for c in first if c not in samples.times and c not in samples.wrong]
     if first:
         _halve(samples, first if samples.best is None else [samples.best, *first], measure)
     unchanged = 0

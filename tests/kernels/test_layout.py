@@ -39,7 +39,7 @@ def test_the_largest_tile_is_a_power_of_two_and_divides_its_part_of_a_buffer():
             tile = plan.largest_tile(kernel.algorithm, kernel.protocol)
             assert tile & (tile - 1) == 0
             words = layout.tile_words(kernel.protocol, tile)
-            assert plan.buffer_words(kernel.algorithm, kernel.protocol) % words == 0
+            assert plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective) % words == 0
             assert words % 2 == 0  # shards are whole pairs of words
 
 

@@ -165,7 +165,7 @@ def test_plain_data_of_a_megabyte_or_more_keep_half_a_megabyte_in_flight(world_s
     for nbytes in (1 << 20, 3 << 20, 8 << 20, 64 << 20):
         choice = choose(site(world_size=world_size), "all_reduce", nbytes, "two_shot", "simple")
         assert choice.blocks * choice.block * 8 * world_size >= 512 << 10
-        shard = site(world_size=world_size).layout.buffer_words("two_shot", "simple")
+        shard = site(world_size=world_size).layout.buffer_words("two_shot", "simple", "all_reduce")
         tiles = -(-min(shard, nbytes // 8 // world_size) // choice.block)
         rounds = -(-tiles // choice.blocks)
         assert 0 <= rounds * choice.blocks - tiles < rounds, "nearly all blocks have the same number of tiles"
@@ -301,7 +301,7 @@ def test_four_hoppers_have_rows_of_their_own_and_without_wide_words_the_ones_beh
         with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
             assert of("all_gather", 32, 256, 1024) == ["ll", wide, "simple"]
             for collective in ("reduce_scatter", "all_to_all"):
-                assert of(collective, 64, 512, 768) == [wide, wide, "simple"]
+                assert of(collective, 64, 512, 1024) == [wide, wide, "simple"]
             assert of("broadcast", 128, 256) == [wide, "simple"]
 
 

@@ -151,7 +151,7 @@ def _shape(
         if shortest > least:
             why = f"make at most {_MOST_TILES[kernel.algorithm]} of a row of {hidden}, and {why}"
     form = replace(form, BLOCK=max(shortest, min(wanted or most, widest, whole)))
-    room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol)
+    room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
     if form.PITCH > room:
         return (
             f"{name}: a row of {hidden} takes {8 * form.PITCH} bytes of a buffer, and Options.arena_bytes leaves "

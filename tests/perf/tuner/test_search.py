@@ -54,6 +54,18 @@ def test_what_was_measured_is_measured_again_only_where_it_is_close() -> None:
     assert here.best is not None and box.true(_POINT, here.best) <= box.true(_POINT, first)
 
 
+def test_what_was_wrong_is_not_asked_for_again_though_it_is_in_force() -> None:
+    box, asked = MadeUpBox("h100", 8, 1), []
+
+    def measure(point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
+        asked.extend(candidates)
+        return {c: [box.true(point, c)] * repeats for c in candidates if c != pool[0]}
+
+    pool = box.pool(_POINT)
+    found = search.search([_POINT], box.pool, lambda point: pool[0], box.prior, measure)
+    assert asked.count(pool[0]) == 1 and found[0].best != pool[0] and math.isinf(found[0].in_force_us)
+
+
 def test_a_random_choice_of_so_many_would_not_do() -> None:
     """What the search adds: the same number of samples, spread blindly, misses the bar."""
     box, draw, worst = MadeUpBox("h100", 8, 1), random.Random(0), 0.0

@@ -122,7 +122,8 @@ class Clocks:
     def learn(self, team: Team, threads: Array, known: Array) -> None:
         known = self._fitted(known)
         if len(threads) == len(team.slots) == 1:
-            team.rows[0] = np.maximum(self._row(team, 0), known)
+            row = int(team.row_of[0])
+            team.rows[row] = np.maximum(self._row(team, row), known)
             return
         rows = team.row_of[threads]
         for row in distinct(rows):
@@ -239,8 +240,10 @@ class Clocks:
         threads = team.local(slots)
         rows = team.row_of[threads]
         for row in distinct(rows):
-            team.rows.append(_behind_alias_fence(self._row(team, row)))
-            team.row_of[threads[rows == row]] = len(team.rows) - 1
+            known = self._row(team, row)
+            if (known[0] != known[1]).any():
+                team.rows.append(_behind_alias_fence(known))
+                team.row_of[threads[rows == row]] = len(team.rows) - 1
         self._fenced_aliases[slots] = self.time[slots]
         self.time[slots] += 1
 

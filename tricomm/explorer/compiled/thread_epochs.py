@@ -99,7 +99,8 @@ class _Rows:
 
 
 class Epochs:
-    """For each piece the last accesses of one sort, none of which is ordered before another one that is kept.
+    """For each piece the last accesses of one sort, none of which is ordered before another one that is kept. All are
+    by plain addresses, or all by multicast ones: an access stands for no earlier one by another address.
 
     row     by piece: 0 for one epoch, n for row n of the few, -n for row n of those with an entry for each thread
     """
@@ -117,8 +118,7 @@ class Epochs:
         rows = self.row[pieces]
         repeated, single = _repeated(pieces), rows == 0
         alone = single & ~repeated
-        needed = fence_needed(self._clocks, self.kind[pieces], kind)
-        alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces], needed)
+        alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces])
         if alone.all():
             self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces] = slots, times, record, kind
             return
@@ -266,6 +266,53 @@ class Epochs:
     def _move_single(self, table: _Rows, rows: Array, entries: Array, pieces: Array) -> None:
         table.put(rows, entries, (self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces]))
         self.time[pieces] = 0
+
+
+class EpochsByAddress:
+    """`Epochs` of the accesses by plain addresses, and of those by multicast addresses, if there are any."""
+
+    def __init__(self, pieces: int, clocks: Clocks) -> None:
+        self._clocks, self._plain = clocks, Epochs(pieces, clocks)
+        self._multicast: Epochs | None = None
+
+    @property
+    def used(self) -> bool:
+        return self._plain.used or self._multicast is not None
+
+    def note(self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int) -> None:
+        self._of(bool(kind & _MULTICAST)).note(team, pieces, slots, times, record, kind)
+
+    def keep(self, pieces: Array, slots: Array, times: Array, records: Array, kinds: Array) -> None:
+        switched = kinds & _MULTICAST > 0
+        for multicast, mine in ((False, ~switched), (True, switched)):
+            if mine.any():
+                self._of(multicast).keep(pieces[mine], slots[mine], times[mine], records[mine], kinds[mine])
+
+    def forget(self, pieces: Array) -> None:
+        for side in self._sides:
+            side.forget(pieces)
+
+    def late(self, team: Team, pieces: Array, slots: Array, kind: int, fits: Any = None) -> UnorderedPair | None:
+        found = (side.late(team, pieces, slots, kind, fits) for side in self._sides)
+        return next((pair for pair in found if pair is not None), None)
+
+    def all_late(self, team: Team, pieces: Array, slots: Array, kind: int) -> list[UnorderedPair]:
+        return [pair for side in self._sides for pair in side.all_late(team, pieces, slots, kind)]
+
+    def refine(self, times: int) -> None:
+        for side in self._sides:
+            side.refine(times)
+
+    @property
+    def _sides(self) -> tuple[Epochs, ...]:
+        return (self._plain,) if self._multicast is None else (self._plain, self._multicast)
+
+    def _of(self, multicast: bool) -> Epochs:
+        if not multicast:
+            return self._plain
+        if self._multicast is None:
+            self._multicast = Epochs(len(self._plain.slot), self._clocks)
+        return self._multicast
 
 
 def _repeated(pieces: Array) -> Array:

@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.compiled.thread_clocks import Array, Clocks, includes
-from tricomm.explorer.compiled.thread_epochs import Epochs, UnorderedPair, apart, fence_needed, same_size, scope_of
+from tricomm.explorer.compiled.thread_epochs import (
+    EpochsByAddress,
+    UnorderedPair,
+    apart,
+    fence_needed,
+    same_size,
+    scope_of,
+)
 from tricomm.explorer.compiled.thread_teams import Team
 
 
@@ -28,7 +35,7 @@ class ThreadShadow:
         self.cleared = np.zeros(pieces, bool)
         self.taker, self.taking = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
         self.word = np.zeros(pieces, np.int32)  # what was seen, by blocks, when it was written
-        self.plain, self.strong, self.displaced = (Epochs(pieces, clocks) for _ in range(3))
+        self.plain, self.strong, self.displaced = (EpochsByAddress(pieces, clocks) for _ in range(3))
 
     _BY_PIECE = ("writer", "written", "kind", "record", "message", "waiting", "cleared", "taker", "taking", "word")
 
@@ -62,7 +69,11 @@ class ThreadShadow:
         return UnorderedPair(at, slot, time, record, kind, True, fence_missing)
 
     def fits(self, kind: int, slots: Array) -> Any:
-        """For `Epochs.late`: whether a strong access of that kind may meet others unordered (8.7: morally strong)."""
+        """For `Epochs.late`: whether a strong access of that kind may meet others unordered (8.7: morally strong).
+
+        By whichever address: 8.7 asks for the same proxy, but CUDA's own example polls, by a plain address, a word that
+        others add to by a multicast one.
+        """
         clocks = self._clocks
 
         def both(kinds: Array, others: Array, mine: Array) -> Array:
@@ -70,7 +81,7 @@ class ThreadShadow:
             far = clocks.rank[others], clocks.block[others]
             near = clocks.rank[mine], clocks.block[mine]
             found: Array = (
-                (scopes > 0) & same_size(kinds, kind) & ~apart(kinds, kind) & includes(scopes, *far, *near)
+                (scopes > 0) & same_size(kinds, kind) & includes(scopes, *far, *near)
                 & includes(np.full(len(kinds), scope), *near, *far)
             )  # fmt: skip
             return found
@@ -82,7 +93,8 @@ class ThreadShadow:
         """`equal` (bool per piece): the write before it stored the same, and has to be ordered before the next access
         as this one has."""
         if scope_of(kind):
-            lost = (scope_of(self.kind[pieces]) > 0) & self.unordered_write(team, pieces, slots, kind)
+            lost = self.unordered_write(team, pieces, slots, kind) | apart(self.kind[pieces], kind)
+            lost &= scope_of(self.kind[pieces]) > 0
             if lost.any():
                 at = pieces[lost]
                 self.displaced.keep(at, self.writer[at], self.written[at], self.record[at], self.kind[at])

@@ -19,7 +19,7 @@ def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operat
         scope = _LEVELS.get(instruction.modifiers[0])
         if scope is None and instruction.modifiers[0] != "proxy":
             raise unknown_form(instruction, "this level is not known")
-        rest = ["sc"] if scope is not None else ["proxy"]
+        rest = ["sc"] if scope is not None else list(instruction.modifiers)
     else:
         rest = [m for m in instruction.modifiers if m not in SCOPES] or ["acq_rel"]
         scope = next((m for m in instruction.modifiers if m in SCOPES), None)
