@@ -173,6 +173,12 @@ def test_what_the_surroundings_are_told():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["fence", "membar"])
+def test_an_alias_fence_has_two_names(name):
+    told = run(kernel(f"{TID} {name}.proxy.alias; st.global.u32 [%rd0], 1;"), [np.zeros(1, "u4")], 32, watched=True)
+    assert told[0].told == [("fence", "alias", "sys", list(range(32)))]
+
+
 def test_hints_have_no_effect():
     out = np.zeros(1, "u4")
     body = """prefetch.global.L2 [%rd0]; discard.global.L2 [%rd0], 128;
