@@ -36,7 +36,7 @@ GROUP = "tricomm/core/group.py"
 PADS = "tests/explorer/pad_kernels.py"
 
 _SEND = "    send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)\n"
-_WAIT = "    status = wait_headers(group, epoch, call, PHASE, WORLD_SIZE, LANES, PTX)\n"
+_LAST = "is_pure=False, pack=1)\n    tl.debug_barrier()\n    return status\n"  # of a barrier
 _OPENED = "            open_epoch(ahead, 1, SPEC)\n"
 _STAGE = "            PUSH(tensors, ahead, SPEC)\n"
 _MEET = "            status = synchronize(ahead, 0, SPEC)\n"
@@ -262,7 +262,7 @@ REAL = (
     ),
     Mutant(
         "K33b", "no block barrier after the acquire", "other lanes' loads are not ordered: triton#7125, #10816",
-        (Edit(PRIMITIVES, f"{_WAIT}    tl.debug_barrier()\n", _WAIT),),
+        (Edit(PRIMITIVES, _LAST, _LAST.replace("    tl.debug_barrier()\n", "")),),
         (S,), RACE, "put tl.debug_barrier() after the acquire",
     ),
 )  # fmt: skip

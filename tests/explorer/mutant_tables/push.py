@@ -54,7 +54,7 @@ _SIGNAL_ONLY = """\
 _IMPORT = "from tricomm.kernels.primitives import advance, announce, depart, enter, finish, leave, read_epoch"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half\n        words"
-_BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)\n"
+_BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX, SPEC.SWITCH)\n"
 _HEADERS = """\
         tl.debug_barrier()
         send_headers(group, epoch, call, PHASE, True, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
