@@ -247,6 +247,37 @@ def test_a_strong_write_that_another_one_has_covered_still_races():
     assert litmus.kinds == ["race"]
 
 
+@pytest.mark.parametrize("first", ["st.b32", "st.relaxed.gpu.b32", "st.relaxed.sys.b64", "atom.exch.relaxed.gpu.b32"])
+@pytest.mark.parametrize("later", ["st.release.sys.b32", "atom.exch.relaxed.sys.b32"])
+def test_a_write_that_may_be_met_unordered_stands_for_none_before_it_that_may_not(first, later):
+    for other in ("ld.relaxed.sys.b32", "st.relaxed.sys.b32", "atom.exch.relaxed.sys.b32"):
+        assert _met((later,), other) == []
+        assert len(_met((first, later), other)) == 1
+
+
+@pytest.mark.parametrize("first", ["ld.relaxed.gpu.b32", "ld.relaxed.sys.b64", "ld.b32"])
+def test_a_read_that_may_be_met_unordered_stands_for_none_before_it_that_may_not(first):
+    for other in ("st.relaxed.sys.b32", "atom.exch.relaxed.sys.b32"):
+        assert _met(("ld.relaxed.sys.b32",), other) == []
+        assert len(_met((first, "ld.relaxed.sys.b32"), other)) == 1
+
+
+@pytest.mark.parametrize("acquire", ["ld.acquire.sys.b32", "atom.add.acquire.sys.b32"])
+def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_reads(acquire):
+    assert _met(("st.b32", "st.relaxed.gpu.b32", "st.release.sys.b32"), acquire) == []
+    assert _met(("st.b32", "st.relaxed.gpu.b32", "st.relaxed.sys.b32"), acquire) == ["race"]
+
+
+def _met(names, other):
+    """Kinds of finding if a thread makes accesses to one word, and then a thread of another rank makes one."""
+    litmus = Litmus()
+    block = litmus.block(0)
+    for name in names:
+        block(0, name, FLAG, 1)
+    litmus.block(1)(0, other, FLAG, 2)
+    return litmus.kinds
+
+
 # Launches
 
 

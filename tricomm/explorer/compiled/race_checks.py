@@ -61,8 +61,13 @@ class RaceChecks:
                 first = self._misfit(shadow, pieces, slots, unordered, kind)
                 if first is not None:
                     self._race(shadow.clash_with_write(team, pieces, slots, first), int(slots[first]), record)
+
+    def read_over(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
+                  kind: int) -> None:  # fmt: skip
+        """A read, and writes that others have covered. An acquire comes after all that it has learned of by then."""
         if shadow.displaced.used:
-            displaced = shadow.displaced.late(team, pieces, slots, kind, None if weak else shadow.fits(kind, slots))
+            fits = shadow.fits(kind, slots) if scope_of(kind) else None
+            displaced = shadow.displaced.late(maker.team, pieces, slots, kind, fits)
             if displaced is not None:
                 displaced.written = True
                 self._race(displaced, int(slots[displaced.at]), record)

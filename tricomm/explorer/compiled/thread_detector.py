@@ -141,6 +141,7 @@ class ThreadDetector:
             shadow.note_write(maker.team, pieces, slots, times, record, kind_of(0, itemsize))
         else:
             self.checks.read(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
+            self.checks.read_over(maker, shadow, pieces, slots, record, kind_of(0, itemsize))
             shadow.plain.note(maker.team, pieces, slots, times, record, kind_of(0, itemsize))
 
     def messages(self, place: Elements, itemsize: int) -> Array:
@@ -201,6 +202,7 @@ class ThreadDetector:
         times = self.clocks.time[slots]
         self.checks.read(maker, shadow, pieces, slots, record, kind)
         if access.sem is None:
+            self.checks.read_over(maker, shadow, pieces, slots, record, kind)
             if place.region.shared and (never := shadow.writer[pieces] == 0).any():
                 for slot in np.unique(slots[never]).tolist():
                     self.checks.if_used(record, slot, partial(self._unwritten, record, slot))
@@ -208,6 +210,7 @@ class ThreadDetector:
             return
         messages = shadow.message[pieces] if past is None else past[elements]
         self._observe(maker, shadow, pieces, slots, messages, access.sem, scope, record)
+        self.checks.read_over(maker, shadow, pieces, slots, record, kind)
         if past is None:
             self.words.took(maker.rank, maker.block, shadow, pieces)
         shadow.strong.note(maker.team, pieces, slots, times, record, kind)
@@ -300,6 +303,7 @@ class ThreadDetector:
         self.checks.read(maker, shadow, pieces, slots, record, kind)
         messages = shadow.message[pieces].copy()
         self._observe(maker, shadow, pieces, slots, messages, sem, scope, record)
+        self.checks.read_over(maker, shadow, pieces, slots, record, kind)
         self.words.took(maker.rank, maker.block, shadow, pieces)
         shadow.strong.note(maker.team, pieces, slots, times, record, kind)
         if not alters and sem not in RELEASES:

@@ -99,8 +99,8 @@ class _Rows:
 
 
 class Epochs:
-    """For each piece the last accesses of one sort, none of which is ordered before another one that is kept. All are
-    by plain addresses, or all by multicast ones: an access stands for no earlier one by another address.
+    """For each piece the last accesses of one sort, none of which is ordered before another one that is kept. An access
+    stands for those before it, so whatever may meet it unordered may meet them (`EpochsByKind`).
 
     row     by piece: 0 for one epoch, n for row n of the few, -n for row n of those with an entry for each thread
     """
@@ -139,10 +139,16 @@ class Epochs:
             self._all.put(-rows[wide], mine, (mine, times[wide], record[wide], kind[wide]))
 
     def keep(self, pieces: Array, slots: Array, times: Array, records: Array, kinds: Array) -> None:
-        """Accesses of earlier, by any threads; nothing that is kept stands for another."""
+        """Accesses of earlier, by any threads, one of a piece; nothing that is kept stands for another."""
         self.used = True
-        self._give_all(np.unique(pieces[self.row[pieces] >= 0]))
-        self._all.put(-self.row[pieces], slots, (slots, times, records, kinds))
+        empty = (self.row[pieces] == 0) & (self.time[pieces] == 0)
+        at = pieces[empty]
+        self.slot[at], self.time[at], self.record[at], self.kind[at] = (
+            values[empty] for values in (slots, times, records, kinds)
+        )
+        self._give_all(np.unique(pieces[~empty & (self.row[pieces] >= 0)]))
+        pieces, slots, *values = (a[~empty] for a in (pieces, slots, times, records, kinds))
+        self._all.put(-self.row[pieces], slots, (slots, *values))
 
     def forget(self, pieces: Array) -> None:
         if not self.used:
@@ -268,51 +274,48 @@ class Epochs:
         self.time[pieces] = 0
 
 
-class EpochsByAddress:
-    """`Epochs` of the accesses by plain addresses, and of those by multicast addresses, if there are any."""
+class EpochsByKind:
+    """`Epochs` of accesses that may stand for each other: all weak ones by plain addresses, all weak ones by multicast
+    addresses, and strong ones of one scope, size and address. An access of wide scope may meet another unordered that a
+    narrow one before it may not."""
 
     def __init__(self, pieces: int, clocks: Clocks) -> None:
-        self._clocks, self._plain = clocks, Epochs(pieces, clocks)
-        self._multicast: Epochs | None = None
+        self._pieces, self._clocks = pieces, clocks
+        self._of_kind: dict[int, Epochs] = {}
 
     @property
     def used(self) -> bool:
-        return self._plain.used or self._multicast is not None
+        return bool(self._of_kind)
 
     def note(self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int) -> None:
-        self._of(bool(kind & _MULTICAST)).note(team, pieces, slots, times, record, kind)
+        self._for(kind).note(team, pieces, slots, times, record, kind)
 
     def keep(self, pieces: Array, slots: Array, times: Array, records: Array, kinds: Array) -> None:
-        switched = kinds & _MULTICAST > 0
-        for multicast, mine in ((False, ~switched), (True, switched)):
-            if mine.any():
-                self._of(multicast).keep(pieces[mine], slots[mine], times[mine], records[mine], kinds[mine])
+        for kind in np.unique(kinds).tolist():
+            mine = kinds == kind
+            self._for(kind).keep(pieces[mine], slots[mine], times[mine], records[mine], kinds[mine])
 
     def forget(self, pieces: Array) -> None:
-        for side in self._sides:
-            side.forget(pieces)
+        for epochs in self._of_kind.values():
+            epochs.forget(pieces)
 
     def late(self, team: Team, pieces: Array, slots: Array, kind: int, fits: Any = None) -> UnorderedPair | None:
-        found = (side.late(team, pieces, slots, kind, fits) for side in self._sides)
+        found = (epochs.late(team, pieces, slots, kind, fits) for epochs in self._of_kind.values())
         return next((pair for pair in found if pair is not None), None)
 
     def all_late(self, team: Team, pieces: Array, slots: Array, kind: int) -> list[UnorderedPair]:
-        return [pair for side in self._sides for pair in side.all_late(team, pieces, slots, kind)]
+        return [pair for epochs in self._of_kind.values() for pair in epochs.all_late(team, pieces, slots, kind)]
 
     def refine(self, times: int) -> None:
-        for side in self._sides:
-            side.refine(times)
+        self._pieces *= times
+        for epochs in self._of_kind.values():
+            epochs.refine(times)
 
-    @property
-    def _sides(self) -> tuple[Epochs, ...]:
-        return (self._plain,) if self._multicast is None else (self._plain, self._multicast)
-
-    def _of(self, multicast: bool) -> Epochs:
-        if not multicast:
-            return self._plain
-        if self._multicast is None:
-            self._multicast = Epochs(len(self._plain.slot), self._clocks)
-        return self._multicast
+    def _for(self, kind: int) -> Epochs:
+        number = kind if scope_of(kind) else kind & _MULTICAST
+        if number not in self._of_kind:
+            self._of_kind[number] = Epochs(self._pieces, self._clocks)
+        return self._of_kind[number]
 
 
 def _repeated(pieces: Array) -> Array:

@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.compiled.thread_clocks import Array, Clocks, includes
-from tricomm.explorer.compiled.thread_epochs import (
-    EpochsByAddress,
-    UnorderedPair,
-    apart,
-    fence_needed,
-    same_size,
-    scope_of,
-)
+from tricomm.explorer.compiled.thread_epochs import EpochsByKind, UnorderedPair, fence_needed, same_size, scope_of
 from tricomm.explorer.compiled.thread_teams import Team
 
 
@@ -35,7 +28,7 @@ class ThreadShadow:
         self.cleared = np.zeros(pieces, bool)
         self.taker, self.taking = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
         self.word = np.zeros(pieces, np.int32)  # what was seen, by blocks, when it was written
-        self.plain, self.strong, self.displaced = (EpochsByAddress(pieces, clocks) for _ in range(3))
+        self.plain, self.strong, self.displaced = (EpochsByKind(pieces, clocks) for _ in range(3))
 
     _BY_PIECE = ("writer", "written", "kind", "record", "message", "waiting", "cleared", "taker", "taking", "word")
 
@@ -93,20 +86,22 @@ class ThreadShadow:
         """`equal` (bool per piece): the write before it stored the same, and has to be ordered before the next access
         as this one has."""
         if scope_of(kind):
-            lost = self.unordered_write(team, pieces, slots, kind) | apart(self.kind[pieces], kind)
-            lost &= scope_of(self.kind[pieces]) > 0
+            lost = self.unordered_write(team, pieces, slots, kind) | (self.kind[pieces] != kind)
+            lost &= self.written[pieces] > 0
             if lost.any():
-                at = pieces[lost]
-                self.displaced.keep(at, self.writer[at], self.written[at], self.record[at], self.kind[at])
+                self._displace(pieces[lost])
         else:
             others = pieces if equal is None else pieces[~equal]
             self.strong.forget(others)
             self.displaced.forget(others)
             if equal is not None and equal.any():
-                at = np.unique(pieces[equal])
-                self.displaced.keep(at, self.writer[at], self.written[at], self.record[at], self.kind[at])
+                self._displace(pieces[equal])
         # Whoever is ordered after this write is ordered after the reads that this write is ordered after.
         self.plain.forget(pieces)
         self.writer[pieces], self.written[pieces] = slots, times
         self.kind[pieces], self.record[pieces], self.message[pieces] = kind, record, 0
         self.waiting[pieces] = self.cleared[pieces] = False
+
+    def _displace(self, pieces: Array) -> None:
+        at = np.unique(pieces)
+        self.displaced.keep(at, self.writer[at], self.written[at], self.record[at], self.kind[at])
