@@ -2,6 +2,7 @@
 
     time = launch + hops * hop + barriers * barrier + bytes to and from peers / links + bytes in own memory / memory
 
+A barrier of a kernel through a switch has an alias fence, too, unless it works on handles.
 The bytes, hops and barriers are the registry's, which `devtools.traffic` counts. The latencies and bandwidths
 are those of `perf.cost_model.machines`. Nothing here was measured with these kernels:
 `tricomm predict --check` sets the model beside published times of kernels of the same shape.
@@ -64,7 +65,8 @@ def predict(
     own = (1 + kind.rows_out(world_size) / kind.rows_in(world_size)) * nbytes + _again(kernel, world_size, sent, nbytes)
     if kernel.collective in collective_specs.FUSED:
         own += 2 * nbytes  # the residual, and the norm
-    barriers = kernel.barriers * machine.barrier
+    aliases = kernel.multicast and not kernel.zero_copy
+    barriers = kernel.barriers * (machine.barrier + (machine.alias_fence if aliases else 0.0))
     waits = machine.launch + kernel.hops * machine.hop + barriers
     if mode == "eager":
         waits += machine.eager

@@ -46,6 +46,12 @@ class MachineSpec:
     cube: bool = False
     multicast: float = 0.0
 
+    @property
+    def alias_fence(self) -> float:
+        """Microseconds, as `timed_ranks` has it but for the answer of L2: a barrier's fence without the way to a peer
+        and back."""
+        return max(self.barrier - 3 * self.hop, 0.0)
+
 
 _ALL = (
     MachineSpec("v100", "sm_70", 120.0, 103.0, 21.0, 900.0, 0.7, 3.3, 5.1, cube=True),
