@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +23,17 @@ _COUNTS = ("send_counts", "recv_counts")
 _OPERANDS = "operands"
 WIDE = ":16"  # behind the type of an operand that begins at a multiple of 16 if the tensors do
 _READ = {"ttgir", "ptx", "cubin"}
-_by_cubin: WeakValueDictionary[bytes, Any] = WeakValueDictionary()
+
+
+@dataclass(eq=False)
+class _Origin:
+    """What a cubin was assembled from, as the latest of its kernels has it. All of them keep it."""
+
+    ptx: str = ""
+    kernel: Any = None
+
+
+_by_cubin: WeakValueDictionary[bytes, _Origin] = WeakValueDictionary()
 
 
 def refused() -> str | None:
@@ -83,14 +94,15 @@ def noted(compiled: Any) -> Any:
     """
     for form in set(compiled.asm) - _READ:
         del compiled.asm[form]
-    _by_cubin[_digest(compiled.asm["cubin"])] = compiled
+    origin = compiled.origin = _by_cubin.setdefault(_digest(compiled.asm["cubin"]), _Origin())
+    origin.ptx, origin.kernel = compiled.asm["ptx"], compiled.src.fn
     return compiled
 
 
 def ptx_of(cubin: bytes) -> str | None:
     """The PTX that a cubin of this process was assembled from; None if no kernel that is alive has it."""
-    compiled = _by_cubin.get(_digest(cubin))
-    return None if compiled is None else ptx_text(compiled)
+    origin = _by_cubin.get(_digest(cubin))
+    return None if origin is None else source_paths.of_this_process(origin.ptx, origin.kernel)
 
 
 def ptx_text(compiled: Any) -> str:

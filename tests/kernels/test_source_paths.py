@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,3 +81,17 @@ def test_a_file_that_is_none_of_the_kernels_stays(compiled_in):
     made = compiled_in("stays")
     foreign = '.file\t9 "/elsewhere/generated.py"\n' + made.asm["ptx"]
     assert source_paths.of_this_process(foreign, made.src.fn) == foreign
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_the_ptx_of_a_cubin_is_known_as_long_as_one_kernel_of_it_is_alive(compiled_in, gone):
+    once = compiled_in("only")
+    cubin = b"assembled twice"
+    made = [
+        compiler.noted(SimpleNamespace(asm={"cubin": cubin, "ptx": once.asm["ptx"]}, src=once.src)) for _ in range(2)
+    ]
+    for which in (gone, 0):
+        assert compiler.ptx_of(cubin) == once.asm["ptx"]
+        made.pop(which)
+        gc.collect()
+    assert compiler.ptx_of(cubin) is None
