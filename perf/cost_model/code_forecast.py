@@ -60,15 +60,18 @@ class CodeForecastRow:
 
 @dataclass(frozen=True)
 class CodeForecast:
-    """Rows of every kernel and size on `world_size` GPUs of `machine`."""
+    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: by kernel, why this Triton does not
+    compile it."""
 
     machine: MachineSpec
     world_size: int
     mode: str
     rows: list[CodeForecastRow]
+    left_out: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         facts = {"schema": 1, "predicted": True, "modelled": LABEL, "machine": asdict(self.machine)}
+        facts["left_out"] = self.left_out
         return {**facts, "ranks": self.world_size, "mode": self.mode, "results": [row.to_json() for row in self.rows]}
 
     def lines(self) -> list[str]:
@@ -84,6 +87,9 @@ class CodeForecast:
         for collective in dict.fromkeys(row.collective for row in self.rows):
             cells = [_cells(row) for row in self.rows if row.collective == collective]
             lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
+        for reason in dict.fromkeys(self.left_out.values()):
+            names = ", ".join(name for name, why in self.left_out.items() if why == reason)
+            lines += ["#", f"# left out: {names}: {reason}"]
         return lines
 
 
@@ -106,17 +112,23 @@ def forecast(
     """
     machine, wanted = kernel_time.find(gpu), parsing.parse_sizes(sizes)
     names, rows = counted.names(collective), []
+    left_out: dict[str, str] = {}
     for name in names:
         calls = counted.asked(machine, world_size, name, wanted, form, 4)
         for call in calls:
+            for kernel in call.kernels:
+                if (reason := from_code.why_not(machine, kernel)) is not None:
+                    left_out[kernel.name] = reason
             rows += _at(machine, world_size, call, mode, form)
-    return CodeForecast(machine, world_size, mode, rows)
+    return CodeForecast(machine, world_size, mode, rows, left_out)
 
 
 def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:
     eager = machine.eager if mode == "eager" else 0.0
     rows = []
     for kernel in call.kernels:
+        if from_code.why_not(machine, kernel) is not None:
+            continue
         if call.rows:
             time = row_times.predict(machine, kernel, world_size, call.rows, form, counted.ROW_TYPE)
         else:

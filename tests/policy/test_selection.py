@@ -6,9 +6,10 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.marks import compiles
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import layout, wide_words
+from tricomm.kernels import layout, multimem, wide_words
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
@@ -65,7 +66,7 @@ def test_the_reason_names_table_and_row_or_who_forced_it():
     [
         ("all_reduce", "ring", None, "no ring/any kernel; there is one_shot/ll"),
         ("all_reduce", None, "ll64", "no any/ll64 kernel"),
-        ("all_gather", "two_shot", "ll", "no two_shot/ll kernel; there is one_shot/ll, one_shot/ll128, one_shot"),
+        ("all_gather", "two_shot", "ll", "no two_shot/ll kernel; there is one_shot/ll, (one_shot/ll128, )?one_shot"),
         ("all_to_nobody", None, None, "unknown; there is all_reduce"),
     ],
 )
@@ -129,7 +130,7 @@ def test_a_forced_tile_of_rows_is_the_one_that_runs_or_is_refused(device):
 def shapes_of_rows(hidden, here, quantize=""):
     """Those of all fused kernels that take rows of `hidden` elements, of 16 and of 32 bits."""
     for bits in (16, 32):
-        for kernel in registry.of(FUSED, here.world_size):
+        for kernel in filter(compiles, registry.of(FUSED, here.world_size)):
             choice = row_shapes.choose(here, FUSED, bits, hidden, 3, (kernel.algorithm, kernel.protocol), quantize)
             if not isinstance(choice, str):
                 yield choice
@@ -354,6 +355,7 @@ def test_devices_or_compilers_of_several_kinds_have_no_wide_words():
         choose(site("cuda"), "all_reduce", 1024, protocol="ll128")
 
 
+@pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
 def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
     def of(nbytes, dtype="bfloat16", op="sum", collective="all_reduce", **facts):
         here = site(world_size=8, **{"no_multicast": "", **facts})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import triton
 
 from tests.ptx.corpus import parsed
 from tests.ptx.texts import HEAD, module
@@ -129,7 +130,8 @@ def test_a_shipped_kernel():
     pushes = [i for i in kernel.instructions if i.name.startswith("st.relaxed.sys.global.v2")]
     assert pushes and all(i.inline and i.guard and i.source[0].file.endswith("primitives.py") for i in pushes)
     assert all(i.source for i in kernel.instructions)
-    assert pushes[0].source[-1].file.endswith("send.py")
+    if triton.__version__ >= "3.8":  # older ones name an inlined line, and not who called it
+        assert pushes[0].source[-1].file.endswith("send.py")
 
 
 def test_text_that_was_cut_anywhere_is_refused():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tricomm
+from tests.marks import compiles
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -34,10 +35,11 @@ def test_points_are_whole_rows_as_long_as_calls_are_fused() -> None:
 
 def test_every_candidate_is_launched_as_it_is_named() -> None:
     point = Point(FUSED, 16, "graph", 4 * 8192 * 2, epilogue="norm@8192")
-    kernels = registry.of(FUSED, 8)
+    kernels = [k for k in registry.of(FUSED, 8) if compiles(k)]
     shapes = points.pool(kernels, _H100.layout, layout.MAX_BLOCKS, cpu=False)
     usable = [c for c in shapes if coordinator._as_it_is(_H100, point, c)]
-    assert len(usable) > 40 and {c.family for c in usable} == {(k.algorithm, k.protocol) for k in kernels}
+    assert len(usable) > 10 * len(kernels)
+    assert {c.family for c in usable} == {(k.algorithm, k.protocol) for k in kernels}
     assert max(c.blocks for c in usable) == 4  # rows
     for candidate in usable[::17]:
         facts = replace(_H100, tuned=(candidate.row(point, 8, None),), tuned_name="tuned")
