@@ -32,8 +32,7 @@ assert os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == os.environ["TORCH_SYMM_MEM_AL
 memory.empty, memory.rendezvous = torch.empty, lambda x, group: None
 
 def right(x):
-    y = x.clone()
-    dist.all_reduce(y)
+    dist.all_reduce(y := x.clone())
     return y
 
 def wrong(x):
@@ -42,9 +41,7 @@ def wrong(x):
     return y
 
 def dies(x):
-    if dist.get_rank() == 1:
-        os._exit(7)
-    return right(x)
+    return right(x) if dist.get_rank() == 0 else os._exit(7)
 
 comm = types.SimpleNamespace(one_shot_all_reduce={one}, two_shot_all_reduce={two})
 """
@@ -79,8 +76,7 @@ def test_a_peer_that_is_wrong_or_ends_its_process_is_named_and_costs_only_itself
     reason = data["missing"].pop("kraken_one_shot")  # rank 0 may have seen its peer die before it was told to stop
     assert "ranks were lost at it: " in reason and "rank 1: exit code 7" in reason
     assert data["missing"].pop("kraken_two_shot") == "wrong result: 1 of 32 elements on rank 1"
-    has_nccl = torch.distributed.is_nccl_available()
-    assert ("NCCL is " if has_nccl else "this torch has no NCCL") in data["missing"].pop("nccl")
+    assert data["missing"].pop("nccl").startswith("NCCL is " if dist.is_nccl_available() else "this torch has no NCCL")
     assert set(data["missing"]) == {"symm_mem_one_shot", "symm_mem_two_shot", "symm_mem_multimem"}
     assert not [key for key in data if key.startswith(("kraken", "nccl", "symm"))]
 
@@ -398,6 +394,7 @@ def test_a_collective_that_torch_has_not_is_left_out_of_the_comparison_only(here
 def test_a_cube_kernel_is_offered_to_eight_ranks_only():
     for collective in COLLECTIVES:
         names = {n: set(comparison.offered(collective, n, False)) for n in (4, 8)}
-        usable = filter(compiles, registry.of(collective, 8))
-        cube = {f"tricomm_{k.algorithm}_{k.protocol}" for k in usable if k.needs_cube}
+        cube = {
+            k.name.replace(collective, "tricomm") for k in registry.of(collective, 8) if k.needs_cube and compiles(k)
+        }
         assert names[8] - names[4] == cube and names[4] < names[8] or not cube
