@@ -134,8 +134,12 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
         fn = subjects.from_file(options["function"])
         yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=progress, **settings)
         return
+    asked = shipped.kernels(options["collective"], options["algorithm"], options["protocol"])
+    kernels, left_out = shipped.compiled_for(asked, options["compiled"])
+    for name, reason in left_out.items():
+        click.echo(f"{name}: left out: {reason}", err=True)
     with env.without("TRICOMM_BATCH_INVARIANT"):  # with it, not all kernels may be forced
-        for kernel in shipped.kernels(options["collective"], options["algorithm"], options["protocol"]):
+        for kernel in kernels:
             memory = shipped.options(
                 size, options["blocks"] or shipped.BLOCKS, compiled=options["compiled"], kernel=kernel
             )

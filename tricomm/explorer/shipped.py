@@ -14,7 +14,7 @@ from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.campaign import smallest
-from tricomm.explorer.compiled.compiled_runtime import checked_options
+from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
@@ -56,6 +56,20 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
         names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known)
         raise InvalidArgument(f"no shipped kernel is {wanted}; there is {names}")
     return found
+
+
+def compiled_for(found: list[Kernel], architecture: str | None) -> tuple[list[Kernel], dict[str, str]]:
+    """Those of `found` that this Triton compiles for `architecture` (None: they are interpreted), and why it refuses the
+    others. Raises `InvalidArgument` if none is left."""
+    if architecture is None:
+        return found, {}
+    capability = capability_of(architecture)
+    reasons = {k.name: reason for k in found if (reason := k.why_not_compiled(capability)) is not None}
+    left = [kernel for kernel in found if kernel.name not in reasons]
+    if not left:
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        raise InvalidArgument(f"no kernel that was asked for can be compiled for {architecture}: {why}")
+    return left, reasons
 
 
 def options(

@@ -140,6 +140,19 @@ def test_the_command_checks_and_replays(tmp_path, unshrunk):
     assert two.returncode == 1 and "1. repeated" in two.stdout, two.stdout + two.stderr
 
 
+def test_the_command_leaves_out_by_name_what_cannot_be_compiled():
+    of_two = ["--world-size", "2", "--schedules", "1", "--compiled", "sm_80"]
+    some = forked.command("check", *of_two, "--collective", "broadcast", "--protocol", "simple")
+    assert some.returncode == 0, some.stderr
+    assert [line.split(":")[0] for line in some.stdout.splitlines()] == [
+        "broadcast_one_shot_simple", "broadcast_two_shot_simple"]  # fmt: skip
+    assert some.stderr.startswith("broadcast_multicast_simple: left out: ")
+    none = forked.command("check", *of_two, "--algorithm", "multicast")
+    assert none.returncode == 2 and "no kernel that was asked for can be compiled for sm_80" in none.stderr
+    unknown = forked.command("check", *of_two[:-1], "sm_42", "--algorithm", "multicast")
+    assert unknown.returncode == 2 and "sm_42" in unknown.stderr
+
+
 @pytest.mark.parametrize("architecture", ["sm_42", "90", "", 90])
 def test_an_unknown_architecture_is_refused(architecture):
     with pytest.raises(InvalidArgument, match="architecture"):
