@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import tricomm
 from tests.marks import odd, some
+from tricomm.cli import cli
 from tricomm.explorer import campaign, shipped
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -216,3 +218,21 @@ def test_kernels_of_a_cube_in_turn(seed):
     kernels = list(registry.KERNELS)
     Random(seed).shuffle(kernels)
     passed(turns(kernels, (3, 1)), registry.CUBE_RANKS, schedules=12, seed=seed)
+
+
+@pytest.mark.parametrize("asked", some([["--collective", "all_gather,send"], []], 2), ids=["some", "all"])
+def test_the_command_runs_every_kernel_on_as_many_ranks_as_it_needs(asked):
+    done = CliRunner().invoke(cli, ["check", "--schedules", "1", *asked])
+    assert done.exit_code == 0, done.output
+    wanted = [k.name for k in CHECKED if not asked or k.collective in asked[1].split(",")]
+    assert [line.split(":")[0] for line in done.stdout.splitlines() if ": no finding in 1 " in line] == wanted
+
+
+def test_the_command_leaves_out_by_name_what_so_many_ranks_cannot_run():
+    asked = ["check", "--schedules", "1", "--world-size", "2", "--algorithm"]
+    some_run = CliRunner().invoke(cli, [*asked, "hybrid_cube_mesh,multicast", "--collective", "all_gather"])
+    assert some_run.exit_code == 0 and "all_gather_multicast_simple: no finding" in some_run.stdout
+    told = "a hybrid cube mesh has 8 ranks, and 2 were asked for"
+    assert some_run.stderr.count(told) == 3 and "all_gather_hybrid_cube_mesh_ll: left out: " + told in some_run.stderr
+    none = CliRunner().invoke(cli, [*asked, "hybrid_cube_mesh"])
+    assert none.exit_code == 2 and "no shipped kernel that was asked for can run so" in " ".join(none.stderr.split())

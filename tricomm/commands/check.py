@@ -26,7 +26,7 @@ _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_
 @click.option("--collective", help="Shipped kernels to check: a collective, a list, or all [default: all].")
 @click.option("--algorithm", help="Only these [default: all].")
 @click.option("--protocol", help="Only these [default: all].")
-@click.option("--world-size", type=click.IntRange(1, 16), default=3, show_default=True, help="Ranks.")
+@click.option("--world-size", type=click.IntRange(1, 16), help="Ranks [default: 3; a cube mesh's kernels: 8].")
 @click.option("--schedules", type=click.IntRange(1), help="How many [default: 200; exhaustive: all there are].")
 @click.option("--strategy", type=click.Choice(["random", "pct", "exhaustive"]), default="random", show_default=True)
 @click.option("--preemptions", type=click.IntRange(0), default=2, show_default=True, help="Bound of exhaustive.")
@@ -127,26 +127,28 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
     settings = {name: options[name] for name in _SETTINGS}
     if settings["schedules"] is None and settings["strategy"] != "exhaustive":
         settings["schedules"] = 200
-    size, progress = options["world_size"], None if options["as_json"] else _progress()
+    progress = None if options["as_json"] else _progress()
     if options["function"] is not None:
         if any(options[name] is not None for name in ("collective", "algorithm", "protocol", "blocks")):
             raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
         fn = subjects.from_file(options["function"])
+        size = options["world_size"] or shipped.RANKS
         yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=progress, **settings)
         return
     asked = shipped.kernels(options["collective"], options["algorithm"], options["protocol"])
-    kernels, left_out = shipped.compiled_for(asked, options["compiled"])
+    kernels, left_out = shipped.usable(asked, options["world_size"], options["compiled"])
     for name, reason in left_out.items():
         click.echo(f"{name}: left out: {reason}", err=True)
     with env.without("TRICOMM_BATCH_INVARIANT"):  # with it, not all kernels may be forced
         for kernel in kernels:
+            size = options["world_size"] or shipped.ranks(kernel)
             memory = shipped.options(
                 size, options["blocks"] or shipped.BLOCKS, compiled=options["compiled"], kernel=kernel
             )
             body = shipped.body(kernel, shipped.SIZES if options["compiled"] is None else shipped.COMPILED_SIZES)
             yield (
                 kernel.name,
-                lambda body=body, memory=memory: campaign.check(  # type: ignore[misc]
+                lambda body=body, size=size, memory=memory: campaign.check(  # type: ignore[misc]
                     body, size, faults=faults, options=memory, progress=progress, **settings
                 ),
             )

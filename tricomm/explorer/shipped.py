@@ -23,6 +23,7 @@ from tricomm.options import Options
 # In 64-bit words, of a shard if the kernel has shards. With two blocks the second one has words in every other call,
 # and there are full tiles, a partial one, and none.
 SIZES = (36, 1, 40)
+RANKS = 3
 BLOCKS, TILE = 2, 16  # or as many words as divide the buffers of every kernel, if these are fewer
 # The same for compiled kernels, whose tiles have 512 words.
 COMPILED_SIZES = (1028, 1, 1032)
@@ -58,18 +59,30 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     return found
 
 
-def compiled_for(found: list[Kernel], architecture: str | None) -> tuple[list[Kernel], dict[str, str]]:
-    """Those of `found` that this Triton compiles for `architecture` (None: they are interpreted), and why it refuses the
-    others. Raises `InvalidArgument` if none is left."""
-    if architecture is None:
-        return found, {}
-    capability = capability_of(architecture)
-    reasons = {k.name: reason for k in found if (reason := k.why_not_compiled(capability)) is not None}
+def usable(
+    found: list[Kernel], world_size: int | None, architecture: str | None
+) -> tuple[list[Kernel], dict[str, str]]:  # fmt: skip
+    """Those of `found` that so many ranks can run (None: as many as each needs), and that this Triton compiles for
+    `architecture` (None: they are interpreted); and by name why others are left out. Raises `InvalidArgument` if none
+    is usable."""
+    capability = None if architecture is None else capability_of(architecture)
+    reasons: dict[str, str] = {}
+    for kernel in found:
+        reason = None if capability is None else kernel.why_not_compiled(capability)
+        if kernel.needs_cube and world_size not in (None, registry.CUBE_RANKS):
+            reason = f"a hybrid cube mesh has {registry.CUBE_RANKS} ranks, and {world_size} were asked for"
+        if reason is not None:
+            reasons[kernel.name] = reason
     left = [kernel for kernel in found if kernel.name not in reasons]
     if not left:
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise InvalidArgument(f"no kernel that was asked for can be compiled for {architecture}: {why}")
+        raise InvalidArgument(f"no shipped kernel that was asked for can run so: {why}")
     return left, reasons
+
+
+def ranks(kernel: Kernel) -> int:
+    """That `tricomm check` runs it on, unless it is told."""
+    return registry.CUBE_RANKS if kernel.needs_cube else RANKS
 
 
 def options(
