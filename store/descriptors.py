@@ -17,6 +17,7 @@ from __future__ import annotations
 import array
 import fcntl
 import hmac
+import itertools
 import os
 import re
 import resource
@@ -324,17 +325,25 @@ def _of_this_user(extra: list[tuple[int, int, bytes]]) -> bool:
 
 def _read(source: socket.socket, held: list[int]) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
     """The next message; its descriptors are in `held`. Raises `BlockingIOError` if there is none."""
-    data, extra, flags, _ = _owned(held, source.recvmsg(_MESSAGE_BYTES, _ROOM, socket.MSG_CMSG_CLOEXEC))
+    messages = _Messages()  # which no interrupt can keep from what `map` adds: none comes inside of `extend`
+    messages.extend(map(source.recvmsg, (_MESSAGE_BYTES,), (_ROOM,), (socket.MSG_CMSG_CLOEXEC,)))
+    data, extra, flags, _ = messages[0]
+    messages.hand_over(held)
     return data, extra, flags
 
 
-def _owned(
-    held: list[int], message: tuple[bytes, list[tuple[int, int, bytes]], int, object]
-) -> tuple[bytes, list[tuple[int, int, bytes]], int, object]:
-    for level, kind, content in message[1]:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            held.extend(array.array("i", content[: len(content) // 4 * 4]))
-    return message
+class _Messages(list[tuple[bytes, list[tuple[int, int, bytes]], int, object]]):
+    """What `recvmsg` has given. Descriptors that are not handed over are closed with the list."""
+
+    def hand_over(self, held: list[int]) -> None:
+        """Add all descriptors to `held`, which owns them from then on, in one step."""
+        contents = (c for message in self for *kind, c in message[1] if kind == [socket.SOL_SOCKET, socket.SCM_RIGHTS])
+        found = [fd for content in contents for fd in array.array("i", content[: len(content) // 4 * 4])]
+        held.extend(itertools.chain(found, iter(self.clear, None)))
+
+    def __del__(self) -> None:
+        if self:
+            self.hand_over(OwnedDescriptors())
 
 
 class _UntilReadable:

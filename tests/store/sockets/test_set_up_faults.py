@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -195,3 +195,47 @@ def test_a_rank_is_killed_at_any_line(moment, tmp_path, folder):
     descriptors._remove_orphans.cache_clear()
     descriptors._remove_orphans(str(folder), os.getpid())
     assert list(folder.iterdir()) == []
+
+
+def test_an_interrupt_at_any_line_of_a_receipt_leaves_no_descriptor():
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    opened = lambda: sorted(os.listdir("/proc/self/fd"))  # noqa: E731
+    with ours, theirs:
+        for line in range(40):
+            before, held = opened(), descriptors.OwnedDescriptors()
+            sent = [os.memfd_create("sent"), os.memfd_create("sent")]
+            socket.send_fds(ours, [b"message"], sent)
+            for fd in sent:
+                os.close(fd)
+            interrupted = _read_interrupted(theirs, held, line)
+            assert interrupted or len(held) == 2
+            del held
+            assert opened() == before, line
+            if not interrupted:
+                break
+            with suppress(BlockingIOError):  # an interrupt before the receipt leaves the message where it is
+                theirs.recv(64, socket.MSG_DONTWAIT)
+    assert not interrupted and line > 5
+
+
+def _read_interrupted(source, held, line):
+    """Receive a message with an interrupt at the nth line; False if there are fewer."""
+    lines = iter(range(line + 1))
+
+    def trace(frame, event, argument):
+        if frame.f_code.co_filename != descriptors.__file__ or frame.f_code.co_name == "__del__":
+            return None
+        if event == "line" and next(lines, None) == line:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        descriptors._read(source, held)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
