@@ -45,10 +45,10 @@ _STORE = tl.constexpr(
 
 def why_not(architecture: int, version: str = triton.__version__) -> str | None:
     """None if `multimem` can be compiled for `architecture` (90 for sm_90) by this Triton, else the reason."""
-    if tuple(int(n) for n in version.split(".")[:2]) < FIRST_TRITON:
-        return f"Triton {version} may copy inline assembly, and the switch add twice; Triton 3.9 or newer works"
     if architecture < FIRST_ARCHITECTURE:
         return f"sm_{architecture} has no multimem instructions; sm_90 or newer has"
+    if tuple(int(n) for n in version.split(".")[:2]) < FIRST_TRITON:
+        return f"Triton {version} may copy inline assembly, and the switch add twice; Triton 3.9 or newer works"
     return None
 
 

@@ -40,10 +40,10 @@ _LOAD = tl.constexpr("{ .reg .b128 w; ld.relaxed.sys.global.b128 w, [$2]; mov.b1
 
 def why_not(architecture: int, version: str = triton.__version__) -> str | None:
     """None if wide words can be compiled for `architecture` (90 for sm_90) by this Triton, else the reason."""
-    if tuple(int(n) for n in version.split(".")[:2]) < FIRST_TRITON:
-        return f"Triton {version} may take flag and payload of a 16-byte word from two loads; Triton 3.9 or newer works"
     if architecture < FIRST_ARCHITECTURE:
         return f"sm_{architecture} has no 128-bit relaxed accesses in Triton's PTX; sm_75 or newer works"
+    if tuple(int(n) for n in version.split(".")[:2]) < FIRST_TRITON:
+        return f"Triton {version} may take flag and payload of a 16-byte word from two loads; Triton 3.9 or newer works"
     return None
 
 
@@ -51,7 +51,9 @@ def require(architecture: int | None, version: str = triton.__version__) -> None
     """Raises `InvalidArgument` if wide words cannot be compiled here. None is the interpreter, which has them."""
     reason = None if architecture is None else why_not(architecture, version)
     if reason is not None:
-        raise InvalidArgument(f"16-byte words with a flag: {reason}; LL words (put_ll, get_ll) work everywhere")
+        raise InvalidArgument(
+            f"protocol=ll128, 16-byte words with a flag: {reason}; LL words (protocol=ll; in kernels put_ll and get_ll) work everywhere"
+        )
 
 
 @triton.jit

@@ -103,7 +103,8 @@ class KernelReport:
 def variants(archs: tuple[str, ...], name: str | None = None, everything: bool = False) -> list[Variant]:
     """The variants to report: one per kernel, element width and architecture, or all dtypes, ops, worlds, alignments.
 
-    Raises `InvalidArgument` for a kernel or an architecture that does not exist.
+    What this Triton does not compile is left out (`left_out`). Raises `InvalidArgument` for a kernel or an architecture
+    that does not exist, or if nothing is left.
     """
     for arch in archs:
         if arch not in ARCHITECTURES:
@@ -111,14 +112,28 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
     kernels = [k for k in KERNELS if name in (None, k.name)]
     if not kernels:
         raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in KERNELS)}")
-    return [
+    found = [
         v
         for arch in archs
         for k in kernels
-        if name is not None or k.why_not_compiled(int(arch.removeprefix("sm_"))) is None
+        if k.why_not_compiled(int(arch.removeprefix("sm_"))) is None
         for v in _of(k, arch, everything)
         if k.why_not_reduced(*reduction(DTYPES[v.dtype], v.op)) is None
     ]
+    if not found:
+        raise InvalidArgument(f"nothing can be compiled: {'; '.join(left_out(archs, name))}")
+    return found
+
+
+def left_out(archs: tuple[str, ...], name: str | None = None) -> list[str]:
+    """A line for each reason for which this Triton does not compile kernels for an architecture, with their names."""
+    names: dict[str, list[str]] = {}
+    for arch in archs:
+        for k in KERNELS:
+            reason = k.why_not_compiled(int(arch.removeprefix("sm_"))) if name in (None, k.name) else None
+            if reason is not None:
+                names.setdefault(f"{arch}: {reason}", []).append(k.name)
+    return [f"left out: {', '.join(kernels)}: {reason}" for reason, kernels in names.items()]
 
 
 def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:

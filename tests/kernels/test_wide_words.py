@@ -92,9 +92,9 @@ def test_a_wide_word_that_is_not_aligned_is_refused():
 
 def test_a_triton_or_a_gpu_that_has_no_wide_words_is_refused_by_name():
     assert why_not(75, "3.9.0") is None and why_not(100, "3.10.1") is None
-    with pytest.raises(InvalidArgument, match=r"Triton 3\.8\.0 .* two loads; Triton 3\.9 or newer works; LL words"):
+    with pytest.raises(InvalidArgument, match=r"Triton 3\.8\.0 .*; Triton 3\.9 or newer works; LL words .protocol=ll"):
         require(90, "3.8.0")
-    with pytest.raises(InvalidArgument, match="sm_70 .* sm_75 or newer works; LL words"):
+    with pytest.raises(InvalidArgument, match="sm_70 .* sm_75 or newer works; LL words .protocol=ll"):
         require(70, "3.9.0")
     require(None, "3.6.0")  # the interpreter has them
 

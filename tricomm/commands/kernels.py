@@ -29,6 +29,8 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
 
     archs = tuple(part.strip() for part in arch.split(","))
     variants = usage(lambda: kernel_report.variants(archs, kernel, all_variants))
+    for line in kernel_report.left_out(archs, kernel):
+        click.echo(line, err=True)
     console = Console(stderr=True)
     with errors_told("kernels"):
         examined = kernel_report.examine_all(variants)
