@@ -51,9 +51,8 @@ def require(architecture: int | None, version: str = triton.__version__) -> None
     """Raises `InvalidArgument` if wide words cannot be compiled here. None is the interpreter, which has them."""
     reason = None if architecture is None else why_not(architecture, version)
     if reason is not None:
-        raise InvalidArgument(
-            f"protocol=ll128, 16-byte words with a flag: {reason}; LL words (protocol=ll; in kernels put_ll and get_ll) work everywhere"
-        )
+        words = "LL words (protocol=ll; in kernels put_ll and get_ll) work everywhere"
+        raise InvalidArgument(f"protocol=ll128, 16-byte words with a flag: {reason}; {words}")
 
 
 @triton.jit
