@@ -325,7 +325,7 @@ def _of_this_user(extra: list[tuple[int, int, bytes]]) -> bool:
 
 def _read(source: socket.socket, held: list[int]) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
     """The next message; its descriptors are in `held`. Raises `BlockingIOError` if there is none."""
-    messages = _Messages()  # which no interrupt can keep from what `map` adds: none comes inside of `extend`
+    messages = _Messages()  # owns a message at once, because no interrupt comes inside of `extend`
     messages.extend(map(source.recvmsg, (_MESSAGE_BYTES,), (_ROOM,), (socket.MSG_CMSG_CLOEXEC,)))
     data, extra, flags, _ = messages[0]
     messages.hand_over(held)
