@@ -141,6 +141,12 @@ class Layout:
         return [[state] * self.queues] * self.world_size
 
 
+def alike(words: int, room: int, unit: int) -> tuple[int, int]:
+    """(chunks, the words of each but the last one) of plain data, as `device/chunks.py` divides a call of `words`."""
+    chunks = -(-words // room)
+    return chunks, room if chunks <= 1 else -(-words // (chunks * unit)) * unit
+
+
 def tile_words(protocol: str, block: int) -> int:
     """64-bit payload words of a tile of `block`, which counts wide words under `ll128`."""
     return block * 3 // 2 if protocol == "ll128" else block

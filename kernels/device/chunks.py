@@ -66,6 +66,17 @@ def nth(whole, number, chunk_words):
 
 
 @triton.jit
+def alike(count, room, unit):
+    """(chunks, the words of each but the last one): as few as `room`, a multiple of `unit`, allows, and in whole units
+    equally long. Full ones would leave a short last one, beside which the copies of the one before take longest."""
+    chunks = tl.cdiv(count, room)
+    words = room
+    if chunks > 1:
+        words = tl.cdiv(count, chunks * unit) * unit
+    return chunks, words
+
+
+@triton.jit
 def unknown(whole, SPEC: tl.constexpr):
     """The same; COMPACT: of numbers that are read again, so that no address of any phase is made ahead of the loop over
     chunks and kept in registers through it."""
@@ -152,7 +163,7 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
     """
     start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
-    chunks = tl.cdiv(whole.count, chunk_words)
+    chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE)
     status = 0
     number = tl.zeros([], tl.int64)
     while (number < chunks) & (status == 0):
@@ -184,7 +195,7 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
     """
     start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
-    chunks = tl.cdiv(whole.count, chunk_words)
+    chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE)
     status = 0
     number = tl.zeros([], tl.int64)
     while (number <= chunks) & (status == 0):
@@ -220,7 +231,7 @@ def run_two_hops(
     """
     start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
-    chunks = tl.cdiv(whole.count, chunk_words)
+    chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE * SPEC.WORLD_SIZE)
     status = 0
     number = tl.zeros([], tl.int64)
     while (number < chunks + 2) & (status == 0):

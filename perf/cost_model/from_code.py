@@ -178,19 +178,20 @@ def _continued(base: TimedCall, *lines: tuple[TimedCall, TimedCall, float]) -> t
 
 @dataclass(frozen=True)
 class Division:
-    """How a call is divided: `chunks`, each of `rounds` (a tile of each block) of `round` elements. `shape` has no more
-    blocks than there are tiles."""
+    """How a call is divided: `chunks`, each of `rounds` (a tile of each block) of `round` elements. A chunk may have
+    `most` rounds. `shape` has no more blocks than there are tiles."""
 
     shape: LaunchShape
     plan: Layout
     round: int
     chunks: int
     rounds: float
+    most: float
 
     def shorter(self, rounds: int) -> Layout:
         """An arena whose chunks have only so many rounds."""
         names = ("ll_buffer", "wide_buffer", "simple_buffer")
-        return replace(self.plan, **{name: int(getattr(self.plan, name) * rounds / self.rounds) for name in names})
+        return replace(self.plan, **{name: int(getattr(self.plan, name) * rounds / self.most) for name in names})
 
 
 def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape) -> Division:
@@ -202,9 +203,11 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // kernel.words_per_thread)
     shape = LaunchShape(blocks, warps, tile, shape.registers)
     round_words = blocks * payload * divided
-    chunk = chunk_words(kernel, world_size, plan)
+    most = chunk = chunk_words(kernel, world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)
-    return Division(shape, plan, 2 * round_words, chunks, chunk / round_words)
+    if kernel.protocol == "simple" and not kernel.zero_copy:
+        chunks, chunk = layout.alike(words, most, tile * (world_size if kernel.shards == 0 else 1))
+    return Division(shape, plan, 2 * round_words, chunks, chunk / round_words, most / round_words)
 
 
 def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:

@@ -37,7 +37,7 @@ def predict(
     blocks = min(choice.blocks, rows)
     room = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective) // _pitch(bound)
     launch = LaunchShape(choice.blocks, choice.warps, choice.block)
-    cut = Division(launch, plan, blocks, -(-rows // room), room / blocks)
+    cut = Division(launch, plan, blocks, -(-rows // room), room / blocks, room / blocks)
 
     def call(chunks: int, rounds: float, plan: Layout) -> TimedCall:
         part = min(rows, int(chunks * rounds * blocks))

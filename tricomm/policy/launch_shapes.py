@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.layout import MAX_BLOCKS, Layout, tile_words
+from tricomm.kernels.layout import MAX_BLOCKS, Layout, alike, tile_words
 from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow
@@ -129,8 +129,8 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
     So from a megabyte on 512 KiB or more are on their way to a GPU's SMs at once: every block has several tiles there.
     """
-    chunk = facts.layout.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
-    chunk *= facts.world_size if kernel.staged else 1
+    room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
+    _, chunk = alike(words, room * (facts.world_size if kernel.staged else 1), tile)
     tiles = max(1, -(-(words if kernel.zero_copy else min(words, chunk)) // tile))
     rounds = -(-tiles // min(MAX_BLOCKS, facts.max_blocks))
     return -(-tiles // rounds)
