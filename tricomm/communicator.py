@@ -280,6 +280,7 @@ class Communicator:
         "int64 tensor that `tricomm.kernels.primitives` take as `group`: this rank's number, and its peers' memory.",
     )
     reachable: bool = fact(lambda comm: comm._group.reachable, "Whether every rank's memory is mapped on every other.")
+    switch: bool = fact(lambda comm: comm._planner.routes.switch, "Whether calls may go through a switch that adds.")
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -13,6 +13,7 @@ from tests import ranks
 from tests.core.bodies import common_bodies
 from tests.marks import some
 from tricomm.kernels.collectives import registry
+from tricomm.policy import backend_choice
 
 
 @pytest.fixture
@@ -159,3 +160,21 @@ def test_nothing_of_a_closed_communicator_waits_for_the_garbage_collector():
         assert [part() for part in parts] == [None] * 5
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_calls_that_the_switch_may_add_are_routed_as_such(beside, monkeypatch):
+    seen, decide = [], backend_choice.decide
+
+    def spied(facts, *call):
+        seen.append(facts.switch)
+        return decide(facts, *call)
+
+    monkeypatch.setattr(backend_choice, "decide", spied)
+    options = tricomm.Options(arena_bytes=256 * 1024, beside_compute=beside)
+    with tricomm.Communicator(HashStore(), 0, 1, "cpu", options=options) as comm:
+        assert comm.switch is not beside, "the interpreter needs no switch"
+        bound, unbound = comm.symmetric((64,), torch.float32), comm.symmetric((64,), torch.float32, multicast=False)
+        for x in (torch.ones(64), bound, unbound):
+            comm.all_reduce(x)
+    assert seen == ([False] * 3 if beside else [True, True, False])

@@ -156,6 +156,22 @@ def test_a_forced_kernel_is_run_or_refused():
         decide(GroupFacts("cuda", 8, 2, None, "nccl"), "all_reduce", torch.float32, "sum", 8, True)
 
 
+@pytest.mark.parametrize(("world_size", "most"), [(2, 8), (3, 16), (4, 16), (5, 32), (8, 32), (16, 32)])
+def test_what_the_switch_adds_stays_with_the_kernels_for_longer(world_size, most):
+    apart = GroupFacts("cuda", world_size, 1, None, "nccl")
+    through = GroupFacts("cuda", world_size, 1, None, "nccl", switch=True)
+
+    def by(facts, nbytes, dtype=torch.bfloat16, op="sum", collective="all_reduce"):
+        return decide(facts, collective, dtype, op, nbytes).backend
+
+    assert by(through, most << 20) == "kernels" and by(through, (most << 20) + 8) == "nccl"
+    assert by(apart, 8 << 20) == "kernels" and by(apart, (8 << 20) + 8) == "nccl"
+    for dtype, op in ((torch.float64, "sum"), (torch.float32, "max"), (torch.uint8, "sum"), (torch.float32, "prod")):
+        assert by(through, (8 << 20) + 8, dtype, op) == "nccl", "the switch does not reduce that"
+    assert by(through, most << 20, torch.int32, "max") == "kernels"
+    assert by(through, (8 << 20) + 8, collective="all_gather", op="none") == "nccl"
+
+
 def test_on_a_cpu_nobody_is_behind_the_kernels(url):
     native, missing = bootstrap.fallback(torch.device("cpu"), tricomm.Options())
     assert native is None and "Gloo" in missing

@@ -139,8 +139,9 @@ class EngineGroup:
             comm.close()
             raise
         facts = GroupFacts(
-            seat.device.type, seat.world_size, 1, None, NCCL, reachable=comm.reachable, batch_invariant=invariant
-        )
+            seat.device.type, seat.world_size, 1, None, NCCL, reachable=comm.reachable, batch_invariant=invariant,
+            switch=comm.switch,
+        )  # fmt: skip
         return facts, comm
 
     def _compare(self, comm: Communicator) -> None:
@@ -171,17 +172,17 @@ class EngineGroup:
             )
 
     def _up_to(self, collective: str) -> str:
-        limit = self._bound(collective)
+        limit = self._bound(collective, torch.bfloat16)
         return "of any size" if limit is None else f"up to {limit} bytes"
 
-    def _bound(self, collective: str) -> int | None:
+    def _bound(self, collective: str, dtype: torch.dtype) -> int | None:
         """Bytes of a rank's input up to which the kernels run a call; None: there is no limit."""
         assert self._facts is not None
         if self._facts.batch_invariant or self._engine.invariant:
             return None
         if self._limit is not None:
             return self._limit
-        return backend_choice.nccl_threshold(self._facts.device, collective, self._facts.world_size)
+        return backend_choice.threshold_of(self._facts, collective, dtype, _op(collective))
 
     # Deciding
 
@@ -227,9 +228,9 @@ class EngineGroup:
 
     def _decide(self, collective: str, x: torch.Tensor) -> BackendChoice:
         assert self._facts is not None and self._seat is not None
-        op = "none" if collective == "all_gather" else "sum"
+        op = _op(collective)
         route = backend_choice.decide(self._facts, collective, x.dtype, op, None)
-        limit = self._bound(collective)
+        limit = self._bound(collective, x.dtype)
         if route.backend != KERNELS:
             route = BackendChoice(self._engine.name, route.reason)
         elif limit is not None and x.nbytes > limit:
@@ -354,3 +355,7 @@ def _packed(x: torch.Tensor) -> torch.Tensor:
     """`x` contiguous and aligned: a captured call uses the plan of the call before it, which depends on alignment."""
     x = x.contiguous()
     return x if x.data_ptr() % _ALIGNMENT == 0 else x.clone()
+
+
+def _op(collective: str) -> str:
+    return "none" if collective == "all_gather" else "sum"

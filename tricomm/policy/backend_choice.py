@@ -17,8 +17,10 @@ import torch
 
 from tricomm import arguments, env
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import multimem
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import reduction
 from tricomm.metrics.counters import KERNELS, NCCL
 from tricomm.policy import levels
 from tricomm.policy.levels import TWO_LEVEL
@@ -45,6 +47,7 @@ class GroupFacts:
     across      what carries values in two levels, between nodes or islands: "nccl", "gloo", "kernels"; "": not known
     between     what the upper level is between: "nodes" or "islands"
     one_level   why there are no two levels in a group of several nodes; "" if there are, or if it is not known yet
+    switch      whether calls may go through a switch that adds (`kernels/multimem.py`), and run alone
     """
 
     device: str
@@ -58,6 +61,7 @@ class GroupFacts:
     across: str = ""
     between: str = levels.NODES
     one_level: str = ""
+    switch: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ def decide(
         )
     if facts.batch_invariant:
         return _in_rank_order(facts, reason, collective, dtype, op)
-    limit = nccl_threshold(facts.device, collective, facts.world_size)
+    limit = threshold_of(facts, collective, dtype, op)
     if reason is None and not forced and limit is not None and nbytes is not None and nbytes > limit:
         reason = f"{nbytes} bytes are over the NCCL threshold of {limit}"
     if reason is None:
@@ -123,7 +127,7 @@ def _two_level(
     if why is not None:
         return levels.LevelForm(None, why)
     form = levels.choose(facts.device, facts.between, nbytes)
-    limit = nccl_threshold(facts.device, collective, facts.world_size)
+    limit = threshold_of(facts, collective, dtype, op)
     if facts.between != levels.NODES and limit is not None and nbytes > limit and facts.fallback is not None:
         return None  # NCCL takes it, whatever the levels are
     if form.form is None and facts.nodes > 1 and facts.fallback is None:
@@ -212,8 +216,16 @@ def _why_not_kernels(facts: GroupFacts, collective: str, dtype: torch.dtype | No
     return None
 
 
+def threshold_of(facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str) -> int | None:
+    """Bytes of one rank's input above which NCCL is faster; None: never."""
+    kind = arguments.DTYPES.get(dtype) if dtype is not None else None
+    adds = kind is not None and op in kind.ops and multimem.why_not_reduced(*reduction(kind, op)) is None
+    device = "switch" if facts.switch and facts.device == "cuda" and adds else facts.device
+    return nccl_threshold(device, collective, facts.world_size)
+
+
 def nccl_threshold(device: str, collective: str, world_size: int) -> int | None:
-    """Bytes of one rank's input above which NCCL is faster (`tables/nccl_threshold.json`); None: never."""
+    """The same by `tables/nccl_threshold.json`. `device`: cpu, cuda, or switch for what an NVSwitch adds."""
     for row in _limits():
         if row["device"] == device and row["collective"] in (collective, "any") and world_size <= row["world_size"]:
             limit: int | None = row["max_bytes"]
