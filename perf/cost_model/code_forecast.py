@@ -60,8 +60,7 @@ class CodeForecastRow:
 
 @dataclass(frozen=True)
 class CodeForecast:
-    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: by kernel, why this Triton does not
-    compile it."""
+    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: as of a `Forecast`."""
 
     machine: MachineSpec
     world_size: int
@@ -87,10 +86,7 @@ class CodeForecast:
         for collective in dict.fromkeys(row.collective for row in self.rows):
             cells = [_cells(row) for row in self.rows if row.collective == collective]
             lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
-        for reason in dict.fromkeys(self.left_out.values()):
-            names = ", ".join(name for name, why in self.left_out.items() if why == reason)
-            lines += ["#", f"# left out: {names}: {reason}"]
-        return lines
+        return lines + counted.footer(self.left_out)
 
 
 def _cells(row: CodeForecastRow) -> tuple[str, ...]:
@@ -111,24 +107,17 @@ def forecast(
     Raises `InvalidArgument` with the nearest names, `ResourceError` if nothing can be compiled here.
     """
     machine, wanted = kernel_time.find(gpu), parsing.parse_sizes(sizes)
-    names, rows = counted.names(collective), []
-    left_out: dict[str, str] = {}
-    for name in names:
-        calls = counted.asked(machine, world_size, name, wanted, form, 4)
-        for call in calls:
-            for kernel in call.kernels:
-                if (reason := from_code.why_not(machine, kernel)) is not None:
-                    left_out[kernel.name] = reason
+    rows = []
+    for name in counted.names(collective):
+        for call in counted.asked(machine, world_size, name, wanted, form, 4):
             rows += _at(machine, world_size, call, mode, form)
-    return CodeForecast(machine, world_size, mode, rows, left_out)
+    return CodeForecast(machine, world_size, mode, rows, counted.missing(machine, world_size, collective))
 
 
 def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:
     eager = machine.eager if mode == "eager" else 0.0
     rows = []
     for kernel in call.kernels:
-        if from_code.why_not(machine, kernel) is not None:
-            continue
         if call.rows:
             time = row_times.predict(machine, kernel, world_size, call.rows, form, counted.ROW_TYPE)
         else:
@@ -136,7 +125,7 @@ def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form:
         algorithm = units.algorithm_bandwidth(call.size_bytes, time.time_us + eager)
         busbw = algorithm * units.bus_factor(call.collective, world_size)
         rows.append(CodeForecastRow(call.name, call.size_bytes, kernel, time, eager, busbw, False))
-    least = min((row.time_us for row in rows), default=0.0)
+    least = min(row.time_us for row in rows)
     return [replace(row, best=row.time_us == least) for row in rows]
 
 

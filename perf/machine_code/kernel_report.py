@@ -20,6 +20,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx_text, ttgir_text
 from tricomm.perf import row_calls, text_table
+from tricomm.perf.left_out import left_out_lines
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
 from tricomm.perf.machine_code.access_kinds import aside, classify, function_of, place
@@ -127,13 +128,13 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
 
 def left_out(archs: tuple[str, ...], name: str | None = None) -> list[str]:
     """A line for each reason for which this Triton does not compile kernels for an architecture, with their names."""
-    names: dict[str, list[str]] = {}
-    for arch in archs:
-        for k in KERNELS:
-            reason = k.why_not_compiled(int(arch.removeprefix("sm_"))) if name in (None, k.name) else None
-            if reason is not None:
-                names.setdefault(f"{arch}: {reason}", []).append(k.name)
-    return [f"left out: {', '.join(kernels)}: {reason}" for reason, kernels in names.items()]
+    asked = [k for k in KERNELS if name in (None, k.name)]
+    return left_out_lines(
+        (k.name, f"{arch}: {reason}")
+        for arch in archs
+        for k in asked
+        if (reason := k.why_not_compiled(int(arch.removeprefix("sm_")))) is not None
+    )
 
 
 def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from fractions import Fraction
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner, Result
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
 from tricomm.perf.cost_model import forecast, kernel_time, published
@@ -124,7 +126,8 @@ def test_a_cube_mesh_runs_what_goes_around_its_missing_links() -> None:
     assert not any(k.needs_cube for k in kernel_time.kernels(MACHINES["v100"], "all_reduce", 4))
     assert not any(k.needs_cube for k in kernel_time.kernels(_H100, "all_reduce", 8))
     assert not any(k.wide for n in (4, 8) for k in kernel_time.kernels(MACHINES["v100"], "all_reduce", n))
-    assert any(k.wide for k in kernel_time.kernels(MACHINES["a100"], "all_reduce", 8))
+    narrow = wide_words.why_not(80) is not None
+    assert any(k.wide for k in kernel_time.kernels(MACHINES["a100"], "all_reduce", 8)) != narrow
     with pytest.raises(InvalidArgument, match="broadcast: 8 v100 are a hybrid cube mesh.*fewer ranks"):
         kernel_time.kernels(MACHINES["v100"], "broadcast", 8)
 
@@ -144,7 +147,14 @@ def _predict(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["predict", *arguments])
 
 
-def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> None:
+def _any_triton(patch: pytest.MonkeyPatch, reasons: dict[ModuleType, str | None]) -> None:
+    """This Triton compiles kernels of wide words, and through a switch, unless there is a reason."""
+    for module, reason in reasons.items():
+        patch.setattr(module, "why_not", lambda architecture, version="", why=reason: why)
+
+
+def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    _any_triton(monkeypatch, {wide_words: None, multimem: None})
     done = _predict("--gpu", "H100", "--sizes", "1K,64M")
     assert done.exit_code == 0 and forecast.LABEL in done.output.splitlines()[0]
     best = [line.split()[:2] for line in done.output.splitlines() if line.endswith("*")]
@@ -152,6 +162,32 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> N
     *_, error, publications, implementations = _predict("--check").output.splitlines()
     assert error.startswith("median error") and "one publication" in publications
     assert "one implementation" in implementations
+
+
+def test_what_the_gpus_or_this_triton_lack_is_left_out_by_name_and_never_the_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _any_triton(monkeypatch, {wide_words: "no wide words", multimem: "no multimem"})
+    asked = ("--collective", "all_reduce,all_reduce_rms_norm", "--sizes", "1K,64M", "--json")
+    found = json.loads(_predict(*asked).output)
+    wide = [f"{name}_{form}_ll128" for name in asked[1].split(",") for form in ("one_shot", "two_shot")]
+    assert found["left_out"] == {
+        **dict.fromkeys(wide, "no wide words"), "all_reduce_multicast_simple": "no multimem",
+    }  # fmt: skip
+    assert {row["protocol"] for row in found["results"]} == {"ll", "simple"}
+    assert {row["algorithm"] for row in found["results"]} == {"one_shot", "two_shot"}
+    assert _predict(*asked[:-1]).output.splitlines()[-4:] == [
+        "#", f"# left out: {', '.join(wide)}: no wide words", "#",
+        "# left out: all_reduce_multicast_simple: no multimem",
+    ]  # fmt: skip
+
+
+def test_what_older_gpus_lack_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _any_triton(monkeypatch, {multimem: None})
+    last = {gpu: _predict("--gpu", gpu, "--world-size", "4", "--sizes", "1K").output for gpu in ("a100", "v100")}
+    for gpu, output in last.items():
+        assert f"# left out: all_reduce_multicast_simple: {gpu} have no switch that adds and copies" in output
+    assert "all_reduce_two_shot_ll128: sm_70 has no 128-bit relaxed accesses" in last["v100"]
 
 
 def test_json_of_every_collective() -> None:
