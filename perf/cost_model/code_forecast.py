@@ -8,10 +8,11 @@ from typing import Any
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import parsing, text_table, units
 from tricomm.perf.cost_model import forecast as counted
-from tricomm.perf.cost_model import from_code, kernel_time, published, row_times
+from tricomm.perf.cost_model import from_code, kernel_time, published, row_times, timed_call
 from tricomm.perf.cost_model.forecast import AskedCall
 from tricomm.perf.cost_model.from_code import CodeTime
 from tricomm.perf.cost_model.kernel_time import Checked
+from tricomm.perf.cost_model.latencies import LATENCIES
 from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.cost_model.warp_clock import PARTS
@@ -79,6 +80,7 @@ class CodeForecast:
         lines = [
             f"# {self.world_size} x {self.machine.name}, {self.mode} mode, float32 unless said otherwise; {LABEL}",
             f"# time = {launch:g} us of launch + the critical path: start (to the first push), {', '.join(PARTS[1:])}",
+            *_unlike(self.machine),
             "# grid: blocks/warps/words of a tile; in flight: payload on its way to a GPU's SMs, and what it allows",
             "# limited by: the largest of latency (of one tile a block), bytes in flight (its further tiles), links, "
             "barriers",
@@ -87,6 +89,20 @@ class CodeForecast:
             cells = [_cells(row) for row in self.rows if row.collective == collective]
             lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
         return lines + counted.footer(self.left_out)
+
+
+def _unlike(machine: MachineSpec) -> list[str]:
+    """What the model does not know of such GPUs."""
+    lines, compiled = [], timed_call.architecture(machine)
+    if LATENCIES[machine.name].boundary == 0:
+        lines.append(
+            "# launch is what a published time leaves beside the critical path; that of V100 leaves nothing, so it is "
+            f"0 for {machine.name}: not calibrated"
+        )
+    if machine.architecture != compiled:
+        are = "may be of any" if machine.architecture == "any" else f"are {machine.architecture}"
+        lines.append(f"# compiled for {compiled}, the oldest architecture that Triton has; {machine.name} {are}")
+    return lines
 
 
 def _cells(row: CodeForecastRow) -> tuple[str, ...]:

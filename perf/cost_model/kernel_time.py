@@ -10,8 +10,9 @@ are those of `perf.cost_model.machines`. Nothing here was measured with these ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
@@ -200,6 +201,15 @@ def report(rows: list[Checked]) -> list[str]:
     right, sizes = orders(rows, one_implementation=True)
     lines.append(f"fastest kernel right at {right} of {sizes} sizes at which one implementation has several kernels")
     return lines
+
+
+def to_json(rows: list[Checked]) -> dict[str, Any]:
+    """What `report` says of each row, and the median error; `measured_us` is others'."""
+    results = [
+        {**asdict(each.row), "measured_us": each.row.time_us, "time_us": each.time_us, "error": each.error}
+        for each in rows
+    ]
+    return {"schema": 1, "predicted": True, "median_error": median_error(rows), "results": results}
 
 
 def _cells(checked: Checked) -> tuple[object, ...]:

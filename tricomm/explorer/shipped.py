@@ -69,8 +69,8 @@ def usable(
     reasons: dict[str, str] = {}
     for kernel in found:
         reason = None if capability is None else kernel.why_not_compiled(capability)
-        if kernel.needs_cube and world_size not in (None, registry.CUBE_RANKS):
-            reason = f"a hybrid cube mesh has {registry.CUBE_RANKS} ranks, and {world_size} were asked for"
+        if world_size is not None:
+            reason = kernel.why_not_ranks(world_size) or reason
         if reason is not None:
             reasons[kernel.name] = reason
     left = [kernel for kernel in found if kernel.name not in reasons]

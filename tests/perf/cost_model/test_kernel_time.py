@@ -17,7 +17,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import forecast, kernel_time, published
+from tricomm.perf.cost_model import code_forecast, forecast, kernel_time, published
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _H100 = MACHINES["h100"]
@@ -190,6 +190,22 @@ def test_what_older_gpus_lack_is_left_out_by_name(monkeypatch: pytest.MonkeyPatc
     assert "all_reduce_two_shot_ll128: sm_70 has no 128-bit relaxed accesses" in last["v100"]
 
 
+def test_the_check_as_json_has_the_rows_of_the_table() -> None:
+    found = json.loads(_predict("--check", "--json").output)
+    rows = kernel_time.check()
+    assert found["median_error"] == kernel_time.median_error(rows) and found["predicted"] is True
+    assert [(r["gpu"], r["nbytes"], r["measured_us"], r["time_us"], r["error"]) for r in found["results"]] == [
+        (c.row.gpu, c.row.nbytes, c.row.time_us, c.time_us, c.error) for c in rows
+    ]
+
+
+def test_the_check_of_the_compiled_code_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = kernel_time.Checked(published.MEASUREMENTS[0], 7.0)
+    monkeypatch.setattr(code_forecast, "check", lambda: [row])
+    found = json.loads(_predict("--check", "--from-code", "--json").output)
+    assert [r["time_us"] for r in found["results"]] == [7.0]
+
+
 def test_json_of_every_collective() -> None:
     predicted = json.loads(_predict("--collective", "all", "--sizes", "64K", "--world-size", "4", "--json").output)
     assert predicted["predicted"] is True and predicted["machine"]["name"] == "h100"
@@ -205,8 +221,13 @@ def test_json_of_every_collective() -> None:
         (("--gpu", "abacus"), "gpu 'abacus' is unknown; there is"),
         (("--gpu", "v100", "--collective", "broadcast"), "broadcast: 8 v100 are a hybrid cube mesh"),
         (("--sizes", "0"), "size '0'"),
+        (("--check", "--gpu", "h100", "--json", "--sizes", "1K"), "so --gpu, --sizes would not be looked at"),
+        (("--quantize", "fp8"), "--quantize: only rows of all_reduce_rms_norm have that, and asked for is all_reduce;"),
+        (("--nodes", "2", "--hidden", "64"), "--hidden: only rows of all_reduce_rms_norm have that"),
+        (("--collective", "all_reduce_rms_norm", "--hidden", "1000", "--quantize", "nvfp4"),
+         "all_reduce_rms_norm: rows of 1000 elements; nvfp4 needs a multiple of 16"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_usage_errors_with_the_nearest_match(arguments: tuple[str, ...], said: str) -> None:
     done = _predict(*arguments)
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
