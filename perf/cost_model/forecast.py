@@ -9,11 +9,11 @@ import torch
 
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.left_out import left_out_lines
 from tricomm.perf import parsing, row_calls, text_table, units
 from tricomm.perf.cost_model import kernel_time, timed_call
 from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
-from tricomm.perf.left_out import left_out_lines
 from tricomm.perf.row_calls import RowForm
 
 ROW_TYPE = torch.bfloat16  # of fused calls

@@ -19,8 +19,8 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx_text, ttgir_text
+from tricomm.kernels.left_out import left_out_lines
 from tricomm.perf import row_calls, text_table
-from tricomm.perf.left_out import left_out_lines
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
 from tricomm.perf.machine_code.access_kinds import aside, classify, function_of, place

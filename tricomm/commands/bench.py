@@ -49,10 +49,10 @@ def bench(
     tricomm bench --collective all_reduce_rms_norm --dtype bfloat16 --hidden 8192 --against nccl,flashinfer
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
     """
+    from tricomm.kernels.left_out import left_out_lines
     from tricomm.perf.bench import session as runner
     from tricomm.perf.bench.outputs import Files, Output
     from tricomm.perf.history import database as past
-    from tricomm.perf.left_out import left_out_lines
 
     world_size, started, quiet = joined(nproc)
     settings, left_out = usage(lambda: _settings(options, world_size))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+SECONDS = 10.0  # between two lines of a command that takes long
 FAILED, USAGE, UNSUPPORTED, WRONG, INTERRUPTED = 1, 2, 3, 4, 130
 
 
@@ -35,6 +37,19 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, ResourceError) or getattr(error, "unsupported", False):
         return UNSUPPORTED
     return FAILED if isinstance(error, TricommError) else None
+
+
+def progress() -> Callable[[str], None]:
+    """Prints the texts that it is called with as errors, but no more than one in `SECONDS`."""
+    last = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS:
+            last = time.monotonic()
+            click.echo(f"  {text}", err=True)
+
+    return say
 
 
 def given(context: click.Context) -> dict[str, str]:

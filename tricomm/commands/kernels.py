@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
-from tricomm.commands.common import FAILED, errors_told, usage
+from tricomm.commands.common import FAILED, errors_told, progress, usage
+
+if TYPE_CHECKING:
+    from tricomm.perf.machine_code.kernel_report import KernelReport
 
 
 @click.command()
@@ -17,6 +22,9 @@ from tricomm.commands.common import FAILED, errors_told, usage
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) -> None:
     """Compile the shipped kernels, without a GPU, and report registers, spills, access widths and flags.
+
+    All kernels take some ten minutes an architecture on two cores: stderr says how far it is, the table comes at the
+    end.
 
     \b
     tricomm kernels --arch sm_90
@@ -33,9 +41,11 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
         click.echo(line, err=True)
     console = Console(stderr=True)
     with errors_told("kernels"):
-        examined = kernel_report.examine_all(variants)
-        hidden = not console.is_terminal
-        reports = list(track(examined, "compiling", len(variants), console=console, transient=True, disable=hidden))
+        examined, total = kernel_report.examine_all(variants), len(variants)
+        if console.is_terminal:
+            reports = list(track(examined, "compiling", total, console=console, transient=True))
+        else:
+            reports = list(_told(examined, total))
     records = [kernel_report.record(report) for report in reports]
     broken = sum(bool(record["violations"]) for record in records)
     if as_json:
@@ -45,3 +55,12 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
         click.echo(f"\n{kernel_report.LEGEND}\n\n{len(records)} variants, {broken} break a bar")
     if broken:
         sys.exit(FAILED)
+
+
+def _told(examined: Iterator[KernelReport], total: int) -> Iterator[KernelReport]:
+    """`examined`, with lines on stderr of how far it is: what reads them is no terminal, and waits for minutes."""
+    click.echo(f"compiling {total} variants", err=True)
+    say = progress()
+    for number, report in enumerate(examined, 1):
+        say(f"{number} of {total} compiled: {report.variant.kernel} {report.variant.arch}")
+        yield report
