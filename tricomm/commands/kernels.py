@@ -59,7 +59,6 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
 
 def _told(examined: Iterator[KernelReport], total: int) -> Iterator[KernelReport]:
     """`examined`, with lines on stderr of how far it is: what reads them is no terminal, and waits for minutes."""
-    click.echo(f"compiling {total} variants", err=True)
     say = progress()
     for number, report in enumerate(examined, 1):
         say(f"{number} of {total} compiled: {report.variant.kernel} {report.variant.arch}")
