@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,11 +18,16 @@ import tricomm  # noqa: F401  registers the backend
 LIMIT = timedelta(minutes=5)
 
 
-def main(body: Callable[[], None], world_size: int = 2) -> None:
-    """Run `body` on every rank, with a default group over tricomm; rank 0 prints."""
+def main(body: Callable[[], None], needed: int | None = None) -> None:
+    """Run `body` on every rank, with a default group over tricomm; rank 0 prints. `needed`: ranks, if not any number
+    will do."""
     if "RANK" in os.environ:
-        _rank(int(os.environ["RANK"]), body, None, int(os.environ["WORLD_SIZE"]))
+        started = int(os.environ["WORLD_SIZE"])
+        if needed not in (None, started):  # before the group is made: no rank waits for another one
+            sys.exit(f"{sys.argv[0]} needs {needed} ranks and has {started}; torchrun --nproc-per-node {needed} works")
+        _rank(int(os.environ["RANK"]), body, None, started)
         return
+    world_size = needed or 2
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         url = f"tcp://127.0.0.1:{probe.getsockname()[1]}"

@@ -24,7 +24,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.errors import InvalidArgument
 from tricomm.kernels.primitives import LOW, look, pause
 
 FIRST_TRITON = (3, 9)
@@ -45,14 +44,6 @@ def why_not(architecture: int, version: str = triton.__version__) -> str | None:
     if tuple(int(n) for n in version.split(".")[:2]) < FIRST_TRITON:
         return f"Triton {version} may take flag and payload of a 16-byte word from two loads; Triton 3.9 or newer works"
     return None
-
-
-def require(architecture: int | None, version: str = triton.__version__) -> None:
-    """Raises `InvalidArgument` if wide words cannot be compiled here. None is the interpreter, which has them."""
-    reason = None if architecture is None else why_not(architecture, version)
-    if reason is not None:
-        words = "LL words (protocol=ll; in kernels put_ll and get_ll) work everywhere"
-        raise InvalidArgument(f"protocol=ll128, 16-byte words with a flag: {reason}; {words}")
 
 
 @triton.jit

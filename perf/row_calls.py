@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tricomm.core.fused import fused_checks, fused_kernels
-from tricomm.core.fused.fused_call import FUSED, NVFP4_BLOCK, QUANTIZATIONS, Epilogue, FusedCall
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, Epilogue, FusedCall
 from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.core.launch_plan import Request
 from tricomm.errors import InvalidArgument
@@ -40,7 +40,8 @@ class RowForm:
         return epilogue_name(self.hidden, self.quantize)
 
     def epilogue(self, weight: torch.dtype) -> Epilogue:
-        """With a weight of that type."""
+        """With a weight of that type. Raises `InvalidArgument` for rows that a call refuses."""
+        fused_checks.check_row(self.hidden, self.quantize)
         layout = "swizzled_128x4" if self.quantize == "nvfp4" else ""
         return Epilogue(self.hidden, weight, EPS, norm=not self.quantize, quantize=self.quantize or None,
                         scale_layout=layout)  # fmt: skip
@@ -57,9 +58,9 @@ def parse(name: str) -> RowForm:
         known = ", ".join(("norm", *QUANTIZATIONS))
         raise InvalidArgument(f"{name!r}: rows are named like norm@8192: {known}, and elements of a row")
     hidden, quantize = int(match[2]), "" if match[1] == "norm" else match[1]
-    unit = NVFP4_BLOCK if quantize == "nvfp4" else 8
-    if hidden % unit or not unit <= hidden <= MOST_HIDDEN:
-        raise InvalidArgument(f"{name}: fused kernels take rows of a multiple of {unit} elements, up to {MOST_HIDDEN}")
+    fused_checks.check_row(hidden, quantize)
+    if hidden % 8 or not 8 <= hidden <= MOST_HIDDEN:
+        raise InvalidArgument(f"{name}: fused kernels take rows of a multiple of 8 elements, up to {MOST_HIDDEN}")
     return RowForm(hidden, quantize)
 
 

@@ -47,6 +47,15 @@ def run(command: list[str], real: bool = False, **more: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_example_that_needs_other_ranks_ends_at_once_on_each(rank):
+    """As torchrun starts them: nothing listens at the address, so a rank that waited for the others would show."""
+    told = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = forked.script("examples/sub_groups.py", env={**os.environ, "PYTHONPATH": str(ROOT), **told}, timeout=60)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "examples/sub_groups.py needs 4 ranks and has 2; torchrun --nproc-per-node 4 works\n"
+
+
 def test_every_example_is_tested():
     assert {path.stem for path in EXAMPLES.glob("*.py")} - {"common"} == set(SAYS)
 

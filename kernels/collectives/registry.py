@@ -123,6 +123,14 @@ class Kernel:
             return wide_words.why_not(architecture)
         return multimem.why_not(architecture) if self.multicast else None
 
+    def why_not_ranks(self, world_size: int) -> str | None:
+        """None if that many ranks can run it, else the reason."""
+        if self.needs_cube and world_size != CUBE_RANKS:
+            return f"a hybrid cube mesh has {CUBE_RANKS} ranks, and {world_size} were asked for"
+        if self.pairwise and world_size < 2:
+            return f"a message has a sender and a receiver, so 2 ranks at least, and {world_size} was asked for"
+        return None
+
     def why_not_reduced(self, element: str, op: str) -> str | None:
         """None if it reduces `element` by `op`, as `dtypes.reduction` names them, else the reason."""
         return multimem.why_not_reduced(element, op) if self.reduces and self.multicast else None

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 
 from tricomm import env
+from tricomm.core.fused import fused_checks
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, OPS, reduction
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.parsing import parse_name, parse_names
@@ -89,17 +92,14 @@ def cases(
 
     `row` is (hidden, quantize) of an all_reduce_rms_norm, beside which its unfused form is always measured. None for a
     list leaves that part to selection. Raises `InvalidArgument` if a collective has no such kernel, with the
-    list of its kernels.
+    list of its kernels, and for rows that its call refuses.
     """
     allowed_algorithms = ALGORITHMS if algorithms is None else parse_names(algorithms, ALGORITHMS, "algorithm")
     allowed_protocols = PROTOCOLS if protocols is None else parse_names(protocols, PROTOCOLS, "protocol")
     chosen: list[Case] = []
     for collective in collectives:
-        ordered = env.batch_invariant()
         fused = collective == FUSED
-        switch = "multicast" in (algorithms or "").split(",")  # not of all: few boxes have one
-        kernels = [k for k in registry.of(collective, world_size, switch) if k.rank_order or not ordered]
-        shipped = [(k.algorithm, k.protocol) for k in kernels]
+        shipped = [(k.algorithm, k.protocol) for k in _shipped(collective, algorithms, world_size)]
         fits = [(a, p) for a, p in shipped if a in allowed_algorithms and p in allowed_protocols]
         if not fits:
             raise InvalidArgument(
@@ -108,8 +108,49 @@ def cases(
             )
         forced = [(a if algorithms is not None else None, p if protocols is not None else None) for a, p in fits]
         hidden, quantize = row if fused else (0, "")
+        fused_checks.check_row(hidden, quantize)
         libraries = ("unfused", *against) if fused else against
         for dtype in dtypes:
             chosen += [Case(collective, a, p, dtype, OURS, hidden, quantize) for a, p in forced]
             chosen += [Case(collective, None, None, dtype, library, hidden, quantize) for library in libraries]
     return tuple(dict.fromkeys(chosen))
+
+
+def left_out(
+    collectives: tuple[str, ...], algorithms: str | None, protocols: str | None, world_size: int
+) -> list[tuple[str, str]]:
+    """(name, reason) of each combination that the comma lists name, and `cases` has no kernel of. `all`, and no list,
+    name none."""
+    named = (algorithms, ALGORITHMS, "algorithm"), (protocols, PROTOCOLS, "protocol")
+    lists = [(None,) if text in (None, "all") else parse_names(text, known, kind) for text, known, kind in named]
+    found = []
+    for collective in collectives:
+        shipped = _shipped(collective, algorithms, world_size)
+        for algorithm, protocol in product(*lists):
+            reason = _why_not(collective, algorithm, protocol, shipped, world_size)
+            if reason is not None:
+                found.append((f"{collective} {algorithm or 'any'}/{protocol or 'any'}", reason))
+    return found
+
+
+def _shipped(collective: str, algorithms: str | None, world_size: int) -> list[Kernel]:
+    ordered = env.batch_invariant()
+    switch = "multicast" in [name.strip() for name in (algorithms or "").split(",")]  # not of all: few boxes have one
+    return [k for k in registry.of(collective, world_size, switch) if k.rank_order or not ordered]
+
+
+def _why_not(
+    collective: str, algorithm: str | None, protocol: str | None, shipped: list[Kernel], world_size: int
+) -> str | None:
+    """None if there is such a kernel among `shipped`, else the reason."""
+
+    def such(kernels: list[Kernel]) -> list[Kernel]:
+        return [k for k in kernels if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
+
+    if such(shipped):
+        return None
+    others = such(registry.of(collective, registry.CUBE_RANKS, multicast=True))
+    if not others:
+        return f"{collective} has no such kernel; there is {', '.join(f'{k.algorithm}/{k.protocol}' for k in shipped)}"
+    ranks = others[0].why_not_ranks(world_size)
+    return ranks or "it adds in another order than that of the ranks, and TRICOMM_BATCH_INVARIANT asks for that"

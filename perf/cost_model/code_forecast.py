@@ -8,10 +8,11 @@ from typing import Any
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import parsing, text_table, units
 from tricomm.perf.cost_model import forecast as counted
-from tricomm.perf.cost_model import from_code, kernel_time, published, row_times
+from tricomm.perf.cost_model import from_code, kernel_time, published, row_times, timed_call
 from tricomm.perf.cost_model.forecast import AskedCall
 from tricomm.perf.cost_model.from_code import CodeTime
 from tricomm.perf.cost_model.kernel_time import Checked
+from tricomm.perf.cost_model.latencies import LATENCIES
 from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.cost_model.warp_clock import PARTS
@@ -60,8 +61,7 @@ class CodeForecastRow:
 
 @dataclass(frozen=True)
 class CodeForecast:
-    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: by kernel, why this Triton does not
-    compile it."""
+    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: as of a `Forecast`."""
 
     machine: MachineSpec
     world_size: int
@@ -80,6 +80,7 @@ class CodeForecast:
         lines = [
             f"# {self.world_size} x {self.machine.name}, {self.mode} mode, float32 unless said otherwise; {LABEL}",
             f"# time = {launch:g} us of launch + the critical path: start (to the first push), {', '.join(PARTS[1:])}",
+            *_unlike(self.machine),
             "# grid: blocks/warps/words of a tile; in flight: payload on its way to a GPU's SMs, and what it allows",
             "# limited by: the largest of latency (of one tile a block), bytes in flight (its further tiles), links, "
             "barriers",
@@ -87,10 +88,21 @@ class CodeForecast:
         for collective in dict.fromkeys(row.collective for row in self.rows):
             cells = [_cells(row) for row in self.rows if row.collective == collective]
             lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
-        for reason in dict.fromkeys(self.left_out.values()):
-            names = ", ".join(name for name, why in self.left_out.items() if why == reason)
-            lines += ["#", f"# left out: {names}: {reason}"]
-        return lines
+        return lines + counted.footer(self.left_out)
+
+
+def _unlike(machine: MachineSpec) -> list[str]:
+    """What the model does not know of such GPUs."""
+    lines, compiled = [], timed_call.architecture(machine)
+    if LATENCIES[machine.name].boundary == 0:
+        lines.append(
+            "# launch is what a published time leaves beside the critical path; that of V100 leaves nothing, so it is "
+            f"0 for {machine.name}: not calibrated"
+        )
+    if machine.architecture != compiled:
+        are = "may be of any" if machine.architecture == "any" else f"are {machine.architecture}"
+        lines.append(f"# compiled for {compiled}, the oldest architecture that Triton has; {machine.name} {are}")
+    return lines
 
 
 def _cells(row: CodeForecastRow) -> tuple[str, ...]:
@@ -111,24 +123,17 @@ def forecast(
     Raises `InvalidArgument` with the nearest names, `ResourceError` if nothing can be compiled here.
     """
     machine, wanted = kernel_time.find(gpu), parsing.parse_sizes(sizes)
-    names, rows = counted.names(collective), []
-    left_out: dict[str, str] = {}
-    for name in names:
-        calls = counted.asked(machine, world_size, name, wanted, form, 4)
-        for call in calls:
-            for kernel in call.kernels:
-                if (reason := from_code.why_not(machine, kernel)) is not None:
-                    left_out[kernel.name] = reason
+    rows = []
+    for name in counted.names(collective):
+        for call in counted.asked(machine, world_size, name, wanted, form, 4):
             rows += _at(machine, world_size, call, mode, form)
-    return CodeForecast(machine, world_size, mode, rows, left_out)
+    return CodeForecast(machine, world_size, mode, rows, counted.missing(machine, world_size, collective))
 
 
 def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:
     eager = machine.eager if mode == "eager" else 0.0
     rows = []
     for kernel in call.kernels:
-        if from_code.why_not(machine, kernel) is not None:
-            continue
         if call.rows:
             time = row_times.predict(machine, kernel, world_size, call.rows, form, counted.ROW_TYPE)
         else:
@@ -136,7 +141,7 @@ def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form:
         algorithm = units.algorithm_bandwidth(call.size_bytes, time.time_us + eager)
         busbw = algorithm * units.bus_factor(call.collective, world_size)
         rows.append(CodeForecastRow(call.name, call.size_bytes, kernel, time, eager, busbw, False))
-    least = min((row.time_us for row in rows), default=0.0)
+    least = min(row.time_us for row in rows)
     return [replace(row, best=row.time_us == least) for row in rows]
 
 

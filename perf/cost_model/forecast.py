@@ -9,6 +9,7 @@ import torch
 
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.left_out import left_out_lines
 from tricomm.perf import parsing, row_calls, text_table, units
 from tricomm.perf.cost_model import kernel_time, timed_call
 from tricomm.perf.cost_model.limits import TimeShares
@@ -43,15 +44,17 @@ class ForecastRow:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Rows of every kernel and size on `world_size` GPUs of `machine`."""
+    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: by kernel, why these GPUs, or this
+    Triton for them, don't have it."""
 
     machine: MachineSpec
     world_size: int
     mode: str
     rows: list[ForecastRow]
+    left_out: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        facts = {"schema": 1, "predicted": True, "machine": asdict(self.machine)}
+        facts = {"schema": 1, "predicted": True, "machine": asdict(self.machine), "left_out": self.left_out}
         return {**facts, "ranks": self.world_size, "mode": self.mode, "results": [asdict(row) for row in self.rows]}
 
     def lines(self) -> list[str]:
@@ -64,7 +67,12 @@ class Forecast:
         for collective in dict.fromkeys(row.collective for row in self.rows):
             cells = [_cells(row) for row in self.rows if row.collective == collective]
             lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
-        return lines
+        return lines + footer(self.left_out)
+
+
+def footer(reasons: dict[str, str]) -> list[str]:
+    """What stands below the tables about kernels that are left out."""
+    return [text for line in left_out_lines(reasons.items()) for text in ("#", f"# {line}")]
 
 
 def _cells(row: ForecastRow) -> tuple[str, ...]:
@@ -83,7 +91,14 @@ def forecast(
     machine = kernel_time.find(gpu)
     wanted = parsing.parse_sizes(sizes)
     calls = [call for name in names(collective) for call in asked(machine, world_size, name, wanted, form)]
-    return Forecast(machine, world_size, mode, [row for call in calls for row in _at(machine, world_size, call, mode)])
+    rows = [row for call in calls for row in _at(machine, world_size, call, mode)]
+    return Forecast(machine, world_size, mode, rows, missing(machine, world_size, collective))
+
+
+def missing(machine: MachineSpec, world_size: int, collectives: str) -> dict[str, str]:
+    """By name, why kernels of a comma list of collectives are left out."""
+    found = (kernel_time.left_out(machine, name, world_size) for name in names(collectives))
+    return {name: reason for each in found for name, reason in each.items()}
 
 
 def names(collectives: str) -> tuple[str, ...]:

@@ -62,11 +62,6 @@ class CodeTime:
         return self.boundary + sum(self.parts)
 
 
-def why_not(machine: MachineSpec, kernel: Kernel) -> str | None:
-    """None if this Triton compiles `kernel` for such GPUs, else the reason."""
-    return kernel.why_not_compiled(int(timed_call.architecture(machine).removeprefix("sm_")))
-
-
 def policy_shape(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> LaunchShape:
     """The grid that a communicator would launch without a tuned table."""
     facts = timed_call.facts(machine, world_size, kernel.needs_cube)

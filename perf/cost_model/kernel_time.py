@@ -10,14 +10,14 @@ are those of `perf.cost_model.machines`. Nothing here was measured with these ke
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
+from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.kernels.wide_words import FIRST_ARCHITECTURE
 from tricomm.perf import text_table, units
 from tricomm.perf.cost_model import published
 from tricomm.perf.cost_model.limits import TimeShares
@@ -89,33 +89,44 @@ def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float
 
 def _links(machine: MachineSpec, kernel: Kernel) -> float:
     """The part of the links' bandwidth that a kernel reaches. Raises `InvalidArgument` without the switch it needs."""
-    if kernel.multicast and not machine.multicast:
-        raise InvalidArgument(f"{kernel.name}: {machine.name} have no switch that adds and copies")
+    if kernel.multicast and machine.no_switch:
+        raise InvalidArgument(f"{kernel.name}: {machine.no_switch}")
     if kernel.multicast:
         return machine.multicast
     return machine.kernels * (_CUBE_LINKS if kernel.needs_cube else 1.0)
 
 
 def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:
-    """The kernels that such GPUs can run: without wide words before sm_75. On a cube mesh, not all pairs are linked, so
-    only some kernels can.
+    """The kernels that such GPUs can run, and that this Triton compiles for them. On a cube mesh, not all pairs are
+    linked, so only some kernels can.
 
     Raises `InvalidArgument` if there is none.
     """
-    cube = machine.cube and world_size == registry.CUBE_RANKS
-    switch = machine.multicast > 0
-    wide = machine.architecture == "any" or int(machine.architecture.removeprefix("sm_")) >= FIRST_ARCHITECTURE
-    usable = [
-        k
-        for k in registry.of(collective, world_size, multicast=switch)
-        if k.needs_cube == cube and (wide or not k.wide)
-    ]
+    usable = [k for k in _linked(machine, collective, world_size) if why_not(machine, k) is None]
     if not usable:
         raise InvalidArgument(
             f"{collective}: 8 {machine.name} are a hybrid cube mesh, and no kernel of it goes around the links that "
             "this lacks; ask for all_reduce, all_gather or fewer ranks"
         )
     return usable
+
+
+def left_out(machine: MachineSpec, collective: str, world_size: int) -> dict[str, str]:
+    """By name, why `kernels` leaves out others that the links carry."""
+    linked = _linked(machine, collective, world_size)
+    return {k.name: reason for k in linked if (reason := why_not(machine, k)) is not None}
+
+
+def why_not(machine: MachineSpec, kernel: Kernel) -> str | None:
+    """None if such GPUs have what `kernel` needs and this Triton compiles it for them, else the reason."""
+    if kernel.multicast and machine.no_switch:
+        return machine.no_switch
+    return kernel.why_not_compiled(machine.capability)
+
+
+def _linked(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:
+    cube = machine.cube and world_size == registry.CUBE_RANKS
+    return [k for k in registry.of(collective, world_size, multicast=True) if k.needs_cube == cube]
 
 
 def limit(machine: MachineSpec, collective: str, world_size: int, nbytes: int) -> float:
@@ -190,6 +201,15 @@ def report(rows: list[Checked]) -> list[str]:
     right, sizes = orders(rows, one_implementation=True)
     lines.append(f"fastest kernel right at {right} of {sizes} sizes at which one implementation has several kernels")
     return lines
+
+
+def to_json(rows: list[Checked]) -> dict[str, Any]:
+    """What `report` says of each row, and the median error; `measured_us` is others'."""
+    results = [
+        {**asdict(each.row), "measured_us": each.row.time_us, "time_us": each.time_us, "error": each.error}
+        for each in rows
+    ]
+    return {"schema": 1, "predicted": True, "median_error": median_error(rows), "results": results}
 
 
 def _cells(checked: Checked) -> tuple[object, ...]:

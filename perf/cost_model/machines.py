@@ -28,6 +28,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OLDEST = 75  # that Triton compiles for
+
 
 @dataclass(frozen=True)
 class MachineSpec:
@@ -45,6 +47,16 @@ class MachineSpec:
     eager: float = 5.0
     cube: bool = False
     multicast: float = 0.0
+
+    @property
+    def capability(self) -> int:
+        """90 for sm_90; of any architecture that of the oldest one that Triton knows."""
+        return OLDEST if self.architecture == "any" else int(self.architecture.removeprefix("sm_"))
+
+    @property
+    def no_switch(self) -> str:
+        """Why no kernel goes through a switch here; empty if one can."""
+        return "" if self.multicast else f"{self.name} have no switch that adds and copies"
 
     @property
     def alias_fence(self) -> float:

@@ -23,7 +23,7 @@ from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_count
 from tricomm.perf.cost_model import recorded_launch
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.latencies import LATENCIES
-from tricomm.perf.cost_model.machines import MachineSpec
+from tricomm.perf.cost_model.machines import OLDEST, MachineSpec
 from tricomm.perf.cost_model.recorded_launch import RecordingGpu
 from tricomm.perf.cost_model.timed_links import RankQueues
 from tricomm.perf.cost_model.timed_ranks import HOST, OwnedMemory, TimedRanks
@@ -80,15 +80,14 @@ class TimedCall:
 
 def architecture(machine: MachineSpec) -> str:
     """That its kernels are compiled for. Volta's are compiled for Turing, the oldest one that Triton still knows."""
-    return "sm_75" if machine.architecture in ("any", "sm_70") else machine.architecture
+    return f"sm_{max(OLDEST, machine.capability)}"
 
 
 def facts(machine: MachineSpec, world_size: int, cube: bool = False) -> SelectionFacts:
     """What selection knows of a communicator on such GPUs."""
     plan, topology = layout.plan(world_size, ARENA_BYTES), "hybrid_cube_mesh" if cube else ""
-    without = "" if machine.multicast else f"{machine.name} have no switch that adds and copies"
     return SelectionFacts(
-        architecture(machine), world_size, plan, layout.MAX_BLOCKS, topology=topology, no_multicast=without
+        architecture(machine), world_size, plan, layout.MAX_BLOCKS, topology=topology, no_multicast=machine.no_switch
     )  # fmt: skip
 
 

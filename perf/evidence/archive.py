@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tricomm.perf.evidence import journal, stage_process
+from tricomm.perf.evidence import checks, journal, stage_process
 from tricomm.perf.evidence.stage import Stage
 
 NAME, SUMMARY = "evidence.zip", "summary.md"
@@ -54,8 +54,8 @@ def _lines(stages: Sequence[Stage], results: Sequence[dict[str, Any]]) -> list[s
 
 
 def _left(results: Sequence[dict[str, Any]]) -> list[str]:
-    """The cases that did not run, by stage and reason."""
-    lines = []
+    """The kernels that no case is of, and the cases that did not run, by stage and reason."""
+    lines = [f"* {line}" for line in checks.left_out()]
     for result in results:
         reasons: dict[str, list[str]] = {}
         for left in result["left"]:

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from tricomm import Communicator, Options, Symmetric
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES
+from tricomm.kernels.left_out import left_out_lines
 from tricomm.kernels.wide_words import FIRST_ARCHITECTURE
 from tricomm.perf.bench import check_data, collective_calls
 
@@ -60,6 +62,13 @@ def kernels(world_size: int, dry_run: bool) -> list[Kernel]:
 def compiles(kernel: Kernel) -> bool:
     """Whether this Triton compiles it, for the oldest GPU that has what it needs."""
     return kernel.why_not_compiled(FIRST_ARCHITECTURE) is None
+
+
+def left_out() -> list[str]:
+    """The kernels that no stage has, plain or fused, because this Triton does not compile them."""
+    known = (*registry.KERNELS, *registry.of(FUSED, registry.CUBE_RANKS))
+    reasons = ((k.name, k.why_not_compiled(FIRST_ARCHITECTURE)) for k in known)
+    return left_out_lines((name, reason) for name, reason in reasons if reason is not None)
 
 
 def of_processes(world_size: int, dry_run: bool) -> list[Kernel]:

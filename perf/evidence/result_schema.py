@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ _CASE_FIELDS: dict[str, type | tuple[type, ...]] = {
 }  # fmt: skip
 _LEFT_FIELDS: dict[str, type | tuple[type, ...]] = {"key": str, "reason": str}
 _ENVIRONMENT = ("date", "device", "versions")
+_ZIP = b"PK"  # how an archive begins, whatever its name
+_NEEDED = "an evidence.zip of `python -m tricomm.perf.evidence` is needed, or the JSON of one of its stages"
 # Upper limits of numbers by the end of their names, which no machine of today exceeds.
 _MOST = {"_us": 1e9, "_gbps": 20_000.0, "_s": 1e6, "ratio": 1e6}
 
@@ -29,19 +32,40 @@ _MOST = {"_us": 1e9, "_gbps": 20_000.0, "_s": 1e6, "ratio": 1e6}
 def read_all(path: Path) -> list[dict[str, Any]]:
     """The results of all stages in an archive, or the one in a file. Raises `InvalidArgument` with all problems."""
     try:
-        if path.suffix == ".zip":
-            with zipfile.ZipFile(path) as archive:
-                names = [name for name in archive.namelist() if name.endswith(".json")]
-                results = [json.loads(archive.read(name)) for name in names]
-        else:
-            names, results = [""], [json.loads(path.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        with path.open("rb") as file:
+            begin = file.read(len(_ZIP))
+        if not begin:
+            raise ValueError(f"the file is empty; {_NEEDED}")
+        results = _archived(path) if begin == _ZIP else {"": _parsed(path.read_bytes(), "neither an archive nor JSON")}
+    except (OSError, ValueError) as error:
         raise InvalidArgument(f"{path}: {error}") from None
-    pairs = zip(names, results, strict=True)
-    wrong = [f"{name}: {text}" if name else text for name, result in pairs for text in problems(result)]
+    wrong = [f"{name}: {text}" if name else text for name, result in results.items() for text in problems(result)]
     if wrong or not results:
-        raise InvalidArgument(f"{path}: " + ("; ".join(wrong) or "no result is in it"))
-    return results
+        raise InvalidArgument(f"{path}: " + ("; ".join(wrong) or f"no result is in this archive; {_NEEDED}"))
+    return list(results.values())
+
+
+def _archived(path: Path) -> dict[str, Any]:
+    """By name; raises `ValueError` for an archive that is not whole."""
+    name = "its directory"  # which stands at the end
+    try:
+        results = {}
+        with zipfile.ZipFile(path) as archive:
+            for name in [each for each in archive.namelist() if each.endswith(".json")]:
+                results[name] = _parsed(archive.read(name), f"{name} is no JSON")
+        return results
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+        raise ValueError(
+            f"this archive is cut off or broken: {name} cannot be read ({error}); copy it again, or run the kit again, "
+            "which writes a whole one"
+        ) from None
+
+
+def _parsed(text: bytes, otherwise: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:  # of JSON, or of UTF-8
+        raise ValueError(f"{otherwise} ({error}); {_NEEDED}") from None
 
 
 def problems(result: Any) -> list[str]:

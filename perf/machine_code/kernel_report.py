@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, compile_kernel, ptx_text, ttgir_text
+from tricomm.kernels.left_out import left_out_lines
 from tricomm.perf import row_calls, text_table
 from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import steady_loop
@@ -31,6 +32,7 @@ WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for eac
 WORLDS = (2, 4, 8)
 KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
 _ROWS = 32  # of a fused call
+_PATIENCE = 60.0  # seconds
 _NARROWEST = {"fp8": 32, "fp8_per_token": 32, "nvfp4": 8}  # bits that a thread stores of four elements, or of a scale
 _OWN_ARRIVALS = ("primitives.finish", "primitives.arrive", "message_queues.end_message")  # count a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
@@ -127,13 +129,13 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
 
 def left_out(archs: tuple[str, ...], name: str | None = None) -> list[str]:
     """A line for each reason for which this Triton does not compile kernels for an architecture, with their names."""
-    names: dict[str, list[str]] = {}
-    for arch in archs:
-        for k in KERNELS:
-            reason = k.why_not_compiled(int(arch.removeprefix("sm_"))) if name in (None, k.name) else None
-            if reason is not None:
-                names.setdefault(f"{arch}: {reason}", []).append(k.name)
-    return [f"left out: {', '.join(kernels)}: {reason}" for reason, kernels in names.items()]
+    asked = [k for k in KERNELS if name in (None, k.name)]
+    return left_out_lines(
+        (k.name, f"{arch}: {reason}")
+        for arch in archs
+        for k in asked
+        if (reason := k.why_not_compiled(int(arch.removeprefix("sm_")))) is not None
+    )
 
 
 def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:
@@ -266,8 +268,11 @@ def _failed(variant: Variant, reason: str) -> KernelReport:
     return KernelReport(variant, code.Resources(0, 0, 0, 0, 0), none, none, 0, 0, 0, (), False, failure=reason)
 
 
-def examine_all(chosen: list[Variant]) -> Iterator[KernelReport]:
-    """`examine` each of the shipped kernels' variants, in order; compiles several at a time.
+def examine_all(
+    chosen: list[Variant], late: Callable[[Variant], None] = lambda variant: None
+) -> Iterator[KernelReport]:  # fmt: skip
+    """`examine` each of the shipped kernels' variants, in order; compiles several at a time. `late` is called with a
+    variant that is waited for, every minute.
 
     In processes, because Triton parses Python while it compiles, and CPython 3.11's parser fails now and then if two
     threads use it at once (SystemError: AST constructor recursion depth mismatch).
@@ -276,8 +281,11 @@ def examine_all(chosen: list[Variant]) -> Iterator[KernelReport]:
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             with env.without("TRITON_INTERPRET"):  # all processes start here; with it, Triton would not compile
-                reports = pool.map(examine, chosen)
-            yield from reports
+                reports = [pool.submit(examine, variant) for variant in chosen]
+            for variant, report in zip(chosen, reports, strict=True):
+                while not wait([report], _PATIENCE).done:
+                    late(variant)
+                yield report.result()
         finally:
             pool.shutdown(cancel_futures=True)
 

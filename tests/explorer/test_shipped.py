@@ -18,6 +18,7 @@ from click.testing import CliRunner
 import tricomm
 from tests.marks import odd, some
 from tricomm.cli import cli
+from tricomm.errors import InvalidArgument
 from tricomm.explorer import campaign, shipped
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
@@ -233,6 +234,50 @@ def test_the_command_leaves_out_by_name_what_so_many_ranks_cannot_run():
     some_run = CliRunner().invoke(cli, [*asked, "hybrid_cube_mesh,multicast", "--collective", "all_gather"])
     assert some_run.exit_code == 0 and "all_gather_multicast_simple: no finding" in some_run.stdout
     told = "a hybrid cube mesh has 8 ranks, and 2 were asked for"
-    assert some_run.stderr.count(told) == 3 and "all_gather_hybrid_cube_mesh_ll: left out: " + told in some_run.stderr
-    none = CliRunner().invoke(cli, [*asked, "hybrid_cube_mesh"])
-    assert none.exit_code == 2 and "no shipped kernel that was asked for can run so" in " ".join(none.stderr.split())
+    cube = [f"all_gather_hybrid_cube_mesh_{protocol}" for protocol in ("ll", "ll128", "simple")]
+    assert some_run.stderr.splitlines() == [f"left out: {', '.join(cube)}: {told}"]
+    none = CliRunner().invoke(cli, [*asked, "hybrid_cube_mesh", "--collective", "all_gather"])
+    assert none.exit_code == 2 and " ".join(none.stderr.split()).endswith(
+        f"no shipped kernel that was asked for can run so: {', '.join(cube)}: {told}. What works: no --world-size"
+    )
+
+
+def test_messages_of_one_rank_are_refused_and_left_out_by_name():
+    told = "send_ll, send_simple: a message has a sender and a receiver, so 2 ranks at least, and 1 was asked for"
+    asked = ["check", "--schedules", "1", "--world-size", "1", "--collective"]
+    none = CliRunner().invoke(cli, [*asked, "send"])
+    assert none.exit_code == 2 and told + ". What works: no --world-size" in " ".join(none.stderr.split())
+    some_run = CliRunner().invoke(cli, [*asked, "send,barrier"])
+    assert some_run.exit_code == 0 and some_run.stderr == f"left out: {told}\n"
+    assert [line.split(":")[0] for line in some_run.stdout.splitlines()] == ["barrier"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "ways"),
+    [
+        (("multicast", "simple", 2, 80), ["no --compiled, which interprets the kernels", "--compiled sm_90 or sm_100"]),
+        (("hybrid_cube_mesh", "ll", 2, 80), ["no --world-size"]),
+        (("hybrid_cube_mesh", "ll", 2, None), ["no --world-size"]),
+        (("hybrid_cube_mesh", "ll128", 2, 70), ["neither --compiled nor --world-size"]),
+        (("hybrid_cube_mesh", "ll128", None, 70),
+         ["no --compiled, which interprets the kernels", "--compiled sm_75 or sm_80 or sm_90 or sm_100"]),
+    ],
+)  # fmt: skip
+def test_what_would_work_is_said_where_nothing_does(monkeypatch, asked, ways):
+    monkeypatch.setattr(registry.multimem, "why_not", lambda number: "too old" if number < 90 else None)
+    monkeypatch.setattr(registry.wide_words, "why_not", lambda number: "too old" if number < 75 else None)
+    algorithm, protocol, world_size, capability = asked
+    found = shipped.kernels("all_gather", algorithm, protocol)
+    architecture = capability and f"sm_{capability}"
+    monkeypatch.setattr(shipped, "capability_of", lambda architecture: capability)
+    with pytest.raises(InvalidArgument) as refused:
+        shipped.usable(found, world_size, architecture)
+    assert str(refused.value).endswith(f". What works: {'; '.join(ways)}")
+
+
+def test_a_function_that_nothing_is_examined_of_does_not_pass(tmp_path):
+    file = tmp_path / "idle.py"
+    file.write_text("def body(comm):\n    return None\n")
+    done = CliRunner().invoke(cli, ["check", f"{file}:body", "--world-size", "2", "--schedules", "3"])
+    assert done.exit_code == 2 and "no finding" not in done.stdout
+    assert "nothing was examined: in 3 schedules of 2 rank(s) no kernel accessed" in " ".join(done.stderr.split())

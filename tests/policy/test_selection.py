@@ -263,7 +263,8 @@ def test_wide_words_are_refused_by_name_where_there_are_none():
     for device, version in (("sm_90", "3.8.0"), ("sm_70", "3.9.0")):
         reason = wide_words.why_not(int(device[3:]), version)
         with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
-            with pytest.raises(InvalidArgument, match=re.escape(f"{reason}; LL words")):
+            told = f"all_gather: protocol=ll128, 16-byte words with a flag: {reason}; protocol=ll works everywhere"
+            with pytest.raises(InvalidArgument, match=re.escape(told)):
                 choose(site(device), "all_gather", 1024, protocol="ll128")
             fits = {choose(site(device), "all_reduce", 1 << n, algorithm="two_shot").protocol for n in range(4, 26)}
             assert "ll128" not in fits
@@ -358,8 +359,9 @@ def test_rows_for_calls_beside_others_are_for_such_groups_alone():
 
 def test_devices_or_compilers_of_several_kinds_have_no_wide_words():
     assert choose(site("cuda"), "all_reduce", 1024).protocol == "ll"
-    with pytest.raises(InvalidArgument, match="several architectures"):
-        choose(site("cuda"), "all_reduce", 1024, protocol="ll128")
+    told = "all_gather: protocol=ll128, .*: the ranks' GPUs are of several architectures, .*; protocol=ll works"
+    with pytest.raises(InvalidArgument, match=told):
+        choose(site("cuda"), "all_gather", 1024, protocol="ll128")
 
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import INTERRUPTED, WRONG, errors_told, joined, usage
+from tricomm.commands.common import INTERRUPTED, WRONG, check_row_options, errors_told, joined, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -33,7 +33,11 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--json", "json_file", type=_FILE, help="Write rows there too, what there is of them in any case.")
 @click.option("--csv", "csv_file", type=_FILE, help="Write rows there too, each when it is measured.")
 @click.option("--history/--no-history", default=True, show_default=True, help="Append rows to the history.")
-def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, history: bool, **options: Any) -> None:
+@click.pass_context
+def bench(
+    context: click.Context, /, nproc: int | None, json_file: Path | None, csv_file: Path | None, history: bool,
+    **options: Any,
+) -> None:  # fmt: skip
     """Time the collectives and check their results, with the columns and formulas of nccl-tests.
 
     Starts --nproc ranks on this machine, or is one of them if torchrun (RANK, WORLD_SIZE) has started it. Every row
@@ -45,12 +49,16 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
     tricomm bench --collective all_reduce_rms_norm --dtype bfloat16 --hidden 8192 --against nccl,flashinfer
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
     """
+    from tricomm.kernels.left_out import left_out_lines
     from tricomm.perf.bench import session as runner
     from tricomm.perf.bench.outputs import Files, Output
     from tricomm.perf.history import database as past
 
     world_size, started, quiet = joined(nproc)
-    settings = usage(lambda: _settings(options, world_size))
+    settings, left_out = usage(lambda: _settings(options, world_size))
+    check_row_options(context, [case.collective for case in settings.cases])
+    for line in [] if quiet else left_out_lines(left_out):
+        click.echo(line, err=True)
     results = runner.Results()
 
     def files() -> Files:
@@ -84,7 +92,8 @@ def bench(nproc: int | None, json_file: Path | None, csv_file: Path | None, hist
         sys.exit(WRONG)
 
 
-def _settings(options: dict[str, Any], world_size: int) -> Any:
+def _settings(options: dict[str, Any], world_size: int) -> tuple[Any, list[tuple[str, str]]]:
+    """The settings, and (name, reason) of combinations that the lists name and no kernel is."""
     from tricomm.core.fused.fused_call import FUSED
     from tricomm.perf import parsing
     from tricomm.perf.bench import request as plan
@@ -95,8 +104,9 @@ def _settings(options: dict[str, Any], world_size: int) -> Any:
     dtypes = plan.parse_dtypes(options["dtype"], options["op"], collectives)
     against = parsing.parse_names(options["against"], plan.LIBRARIES, "library") if options["against"] else ()
     row = (options["hidden"], options["quantize"] or "")
-    cases = plan.cases(collectives, options["algorithm"], options["protocol"], world_size, dtypes, against, row)
+    kernels = (options["algorithm"], options["protocol"], world_size)
+    cases = plan.cases(collectives, *kernels, dtypes, against, row)
     sizes = parsing.parse_sizes(options["sizes"])
     modes = parsing.parse_names(options["mode"], plan.MODES, "mode")
     rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}
-    return plan.Settings(cases, sizes, options["op"], modes, **rest)
+    return plan.Settings(cases, sizes, options["op"], modes, **rest), plan.left_out(collectives, *kernels)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tricomm import env
-from tricomm.commands.common import FAILED, errors_told, usage
+from tricomm.commands.common import FAILED, errors_told, progress, usage
 
 if TYPE_CHECKING:
     from tricomm.explorer.report.findings import Finding
@@ -61,10 +60,18 @@ def check(replay: Path | None, **options: Any) -> None:
 
 def _check(options: dict[str, Any]) -> bool:
     """Check a user's function, or shipped kernels, and print the reports. True if they have no findings."""
+    from tricomm.errors import InvalidArgument
+
     _check_paths(options)
     reports = []
     for name, run in _runs(options):
         report = run()
+        if report.ok and not report.steps:
+            raise InvalidArgument(
+                f"{name}: nothing was examined: in {report.ran} schedules of {report.world_size} rank(s) no kernel "
+                "accessed symmetric memory; call a collective, or launch a kernel over `comm.symmetric`, on 2 ranks or "
+                "more"
+            )
         reports.append(report)
         if not options["as_json"]:
             click.echo(f"{name}: {report}")
@@ -122,23 +129,24 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
     """The campaigns, by name."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign, shipped, subjects
+    from tricomm.kernels.left_out import left_out_lines
 
     faults = () if options["faults"] == "none" else tuple(options["faults"].split(","))
     settings = {name: options[name] for name in _SETTINGS}
     if settings["schedules"] is None and settings["strategy"] != "exhaustive":
         settings["schedules"] = 200
-    progress = None if options["as_json"] else _progress()
+    told = None if options["as_json"] else _progress()
     if options["function"] is not None:
         if any(options[name] is not None for name in ("collective", "algorithm", "protocol", "blocks")):
             raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
         fn = subjects.from_file(options["function"])
         size = options["world_size"] or shipped.RANKS
-        yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=progress, **settings)
+        yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=told, **settings)
         return
     asked = shipped.kernels(options["collective"], options["algorithm"], options["protocol"])
     kernels, left_out = shipped.usable(asked, options["world_size"], options["compiled"])
-    for name, reason in left_out.items():
-        click.echo(f"{name}: left out: {reason}", err=True)
+    for line in left_out_lines(left_out.items()):
+        click.echo(line, err=True)
     with env.without("TRICOMM_BATCH_INVARIANT"):  # with it, not all kernels may be forced
         for kernel in kernels:
             size = options["world_size"] or shipped.ranks(kernel)
@@ -149,22 +157,15 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
             yield (
                 kernel.name,
                 lambda body=body, size=size, memory=memory: campaign.check(  # type: ignore[misc]
-                    body, size, faults=faults, options=memory, progress=progress, **settings
+                    body, size, faults=faults, options=memory, progress=told, **settings
                 ),
             )
 
 
 def _progress() -> Callable[[int, int], None]:
-    """Prints the state of a campaign every ten seconds."""
-    last = time.monotonic()
-
-    def report(schedules: int, findings: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > 10:
-            last = time.monotonic()
-            click.echo(f"  {schedules} schedules, {findings} findings", err=True)
-
-    return report
+    """Prints the state of a campaign now and then."""
+    say = progress()
+    return lambda schedules, findings: say(f"{schedules} schedules, {findings} findings")
 
 
 def _write(reports: list[Report], options: dict[str, Any]) -> None:

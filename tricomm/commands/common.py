@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+SECONDS = 10.0  # between two lines of a command that takes long
 FAILED, USAGE, UNSUPPORTED, WRONG, INTERRUPTED = 1, 2, 3, 4, 130
 
 
@@ -34,6 +37,41 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, ResourceError) or getattr(error, "unsupported", False):
         return UNSUPPORTED
     return FAILED if isinstance(error, TricommError) else None
+
+
+def progress() -> Callable[[str], None]:
+    """Prints the texts that it is called with as errors, but no more than one in `SECONDS`."""
+    last = time.monotonic()
+
+    def say(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS:
+            last = time.monotonic()
+            click.echo(f"  {text}", err=True)
+
+    return say
+
+
+def given(context: click.Context) -> dict[str, str]:
+    """The options of the command line, as they are written, by the names of their parameters."""
+    return {
+        option.name: option.opts[0]
+        for option in context.command.params
+        if option.name and context.get_parameter_source(option.name) is ParameterSource.COMMANDLINE
+    }
+
+
+def check_row_options(context: click.Context, collectives: Sequence[str]) -> None:
+    """Raises click's usage error if options of fused rows are given, and no collective has such rows."""
+    from tricomm.core.fused.fused_call import FUSED
+
+    asked = given(context)
+    rows = [asked[name] for name in ("hidden", "quantize") if name in asked]
+    if rows and FUSED not in collectives:
+        raise click.UsageError(
+            f"{' and '.join(rows)}: only rows of {FUSED} have that, and asked for is "
+            f"{', '.join(dict.fromkeys(collectives))}; give --collective {FUSED}, or leave {' and '.join(rows)} out"
+        )
 
 
 @contextmanager

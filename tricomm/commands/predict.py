@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import usage
+from tricomm.commands.common import check_row_options, given, usage
 
 
 @click.command()
@@ -19,11 +19,13 @@ from tricomm.commands.common import usage
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
 @click.option("--mode", type=click.Choice(["graph", "eager"]), default="graph", show_default=True)
 @click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Of all_reduce in two levels.")
-@click.option("--check", is_flag=True, help="Set the model beside published measurements instead.")
+@click.option("--check", is_flag=True, help="Set the model beside published measurements instead, which say the rest.")
 @click.option("--from-code", is_flag=True, help="Model it from the compiled kernels, executed with a clock a warp.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
 def predict(
-    check: bool, from_code: bool, as_json: bool, hidden: int, quantize: str | None, nodes: int, **asked: Any
+    context: click.Context, /, check: bool, from_code: bool, as_json: bool, hidden: int, quantize: str | None,
+    nodes: int, **asked: Any,
 ) -> None:  # fmt: skip
     """Predict the time of every kernel from counted bytes, hops and barriers. Nothing is measured, no GPU is needed.
 
@@ -42,10 +44,22 @@ def predict(
     from tricomm.perf.row_calls import RowForm
 
     if check:
-        click.echo("\n".join(code_forecast.report() if from_code else kernel_time.report(kernel_time.check())))
+        unused = [option for name, option in given(context).items() if name not in ("check", "from_code", "as_json")]
+        if unused:
+            raise click.UsageError(
+                f"--check takes machines, sizes and kernels from the published rows, so {', '.join(unused)} would not "
+                "be looked at; leave it out (--from-code and --json work)"
+            )
+        if as_json:
+            checked = code_forecast.check() if from_code else kernel_time.check()
+            click.echo(json.dumps(kernel_time.to_json(checked), indent=1))
+        else:
+            click.echo("\n".join(code_forecast.report() if from_code else kernel_time.report(kernel_time.check())))
         return
     if nodes > 1:
         usage(lambda: two_level.check(nodes, asked["collective"], quantize, from_code))
+    check_row_options(context, usage(lambda: forecast.names(asked["collective"])))
+    if nodes > 1:
         between = usage(
             lambda: two_level.forecast(asked["gpu"], asked["world_size"], nodes, asked["sizes"], asked["mode"])
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, errors_told, joined, usage
+from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, check_row_options, errors_told, joined, usage
 
 _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -46,6 +46,7 @@ def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: st
 
     world_size, started, quiet = joined(nproc)
     request = usage(lambda: points.parse(forms=row_calls.parse_forms(hidden, quantize), **options))
+    check_row_options(context, request.collectives)
 
     def on_message(event: str, message: dict[str, Any]) -> None:
         if quiet:

@@ -18,6 +18,7 @@ from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_op
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.left_out import by_reason
 from tricomm.options import Options
 
 # In 64-bit words, of a shard if the kernel has shards. With two blocks the second one has words in every other call,
@@ -27,6 +28,7 @@ RANKS = 3
 BLOCKS, TILE = 2, 16  # or as many words as divide the buffers of every kernel, if these are fewer
 # The same for compiled kernels, whose tiles have 512 words.
 COMPILED_SIZES = (1028, 1, 1032)
+_OFFERED = (75, 80, 90, 100)  # architectures, where none of what was asked for can be compiled
 _QUANTIZED = {
     ("one_shot", "ll"): "nvfp4", ("two_shot", "ll"): "fp8_per_token", ("one_shot", "ll128"): "fp8",
     ("two_shot", "ll128"): None,
@@ -63,21 +65,36 @@ def usable(
     found: list[Kernel], world_size: int | None, architecture: str | None
 ) -> tuple[list[Kernel], dict[str, str]]:  # fmt: skip
     """Those of `found` that so many ranks can run (None: as many as each needs), and that this Triton compiles for
-    `architecture` (None: they are interpreted); and by name why others are left out. Raises `InvalidArgument` if none
-    is usable."""
+    `architecture` (None: they are interpreted); and by name why others are left out. Raises `InvalidArgument`, with
+    what would work, if none is usable."""
     capability = None if architecture is None else capability_of(architecture)
-    reasons: dict[str, str] = {}
-    for kernel in found:
-        reason = None if capability is None else kernel.why_not_compiled(capability)
-        if kernel.needs_cube and world_size not in (None, registry.CUBE_RANKS):
-            reason = f"a hybrid cube mesh has {registry.CUBE_RANKS} ranks, and {world_size} were asked for"
-        if reason is not None:
-            reasons[kernel.name] = reason
+    reasons = {k.name: reason for k in found if (reason := _why_not(k, world_size, capability)) is not None}
     left = [kernel for kernel in found if kernel.name not in reasons]
     if not left:
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise InvalidArgument(f"no shipped kernel that was asked for can run so: {why}")
+        why = "; ".join(by_reason(reasons.items()))
+        ways = "; ".join(_ways(found, world_size, capability))
+        raise InvalidArgument(f"no shipped kernel that was asked for can run so: {why}. What works: {ways}")
     return left, reasons
+
+
+def _why_not(kernel: Kernel, world_size: int | None, capability: int | None) -> str | None:
+    ranks = None if world_size is None else kernel.why_not_ranks(world_size)
+    return ranks or (None if capability is None else kernel.why_not_compiled(capability))
+
+
+def _ways(found: list[Kernel], world_size: int | None, capability: int | None) -> list[str]:
+    """Options with which some of `found` can run, as far from those that were given as need be."""
+
+    def some(world_size: int | None, capability: int | None) -> bool:
+        return any(_why_not(kernel, world_size, capability) is None for kernel in found)
+
+    newer = [] if capability is None else [other for other in _OFFERED if some(world_size, other)]
+    ways = {
+        "no --compiled, which interprets the kernels": some(world_size, None),
+        f"--compiled {' or '.join(f'sm_{other}' for other in newer)}": bool(newer),
+        "no --world-size": some(None, capability),
+    }
+    return [way for way, works in ways.items() if works] or ["neither --compiled nor --world-size"]
 
 
 def ranks(kernel: Kernel) -> int:

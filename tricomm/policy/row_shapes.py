@@ -60,7 +60,7 @@ def choose(
         return "not every rank reaches every other one's memory here"
     if forced == (None, None) and not facts.batch_invariant and facts.device != "cpu" and nbytes > MOST_FUSED:
         return f"{nbytes} bytes; fused kernels take less time up to {MOST_FUSED}"
-    wide = has_wide_words(facts, forced=protocol == "ll128")
+    wide = has_wide_words(facts, collective, forced=protocol == "ll128")
     fits, reasons, refused = [], [], []
     for kernel in registry.FUSED:
         named = algorithm in (None, kernel.algorithm) and protocol in (None, kernel.protocol)

@@ -22,6 +22,7 @@ from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
+_SEVERAL = "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
 _NO_SUM = "batch-invariant: nothing is reduced"
 
 
@@ -113,7 +114,7 @@ def why_not_multicast(device: str, reason: str) -> str:
     if reason or device == "cpu":
         return reason
     if device == "cuda":
-        return "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
+        return _SEVERAL
     return multimem.why_not(int(device.removeprefix("sm_"))) or ""
 
 
@@ -217,7 +218,7 @@ def _allowed(
                 f"{collective}: not every rank reaches every other one's memory here, and no kernel avoids that; "
                 "use NCCL (torch.distributed)"
             )
-    if not has_wide_words(facts, forced=protocol == "ll128"):
+    if not has_wide_words(facts, collective, forced=protocol == "ll128"):
         known = [k for k in known if not k.wide]
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
     asked = "/".join(part or "any" for part in (algorithm, protocol))
@@ -245,19 +246,19 @@ def _allowed(
     )
 
 
-def has_wide_words(facts: SelectionFacts, forced: bool) -> bool:
+def has_wide_words(facts: SelectionFacts, collective: str, forced: bool) -> bool:
     """True if this compiler and these devices have wide words; if they have not, and a caller has forced them, raises
-    `InvalidArgument`."""
-    if facts.device == "cuda":  # devices or compilers of several kinds
-        if forced:
-            raise InvalidArgument(
-                "protocol=ll128: the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
-            )
-        return False
-    architecture = None if facts.device == "cpu" else int(facts.device.removeprefix("sm_"))
-    if forced:
-        wide_words.require(architecture)
-    return architecture is None or wide_words.why_not(architecture) is None
+    `InvalidArgument` with a protocol of `collective` that they have."""
+    reason = None
+    if facts.device == "cuda":
+        reason = _SEVERAL
+    elif facts.device != "cpu":
+        reason = wide_words.why_not(int(facts.device.removeprefix("sm_")))
+    if forced and reason is not None:
+        raise InvalidArgument(
+            f"{collective}: protocol=ll128, 16-byte words with a flag: {reason}; protocol=ll works everywhere"
+        )
+    return reason is None
 
 
 def _compact(

@@ -325,6 +325,8 @@ def test_explain_and_the_counters_say_what_runs_it():
             comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype)
         with pytest.raises(InvalidArgument, match="quantize='x'"):
             comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype, hidden=32, quantize="x")
+        with pytest.raises(InvalidArgument, match="rows of 24 elements; nvfp4 needs a multiple of 16"):
+            comm.explain("all_reduce_rms_norm", 24 * 4, x.dtype, hidden=24, quantize="nvfp4")
         return explained, comm.stats().calls
 
     for (fused, forced, odd), calls in on_all(body):

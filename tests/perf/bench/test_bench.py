@@ -231,8 +231,12 @@ def test_a_wrong_result_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--against", "mpi"], "there is nccl, gloo, symm_mem"),
         (["--json", "/nowhere/rows.json"], "its directory is not there"),
         (["--csv", "/nowhere/rows.csv"], "No such file"),
+        (["--quantize", "fp8"], "--quantize: only rows of all_reduce_rms_norm have that, and asked for is all_reduce;"),
+        (["--collective", "all", "--hidden", "64"], "--hidden: only rows of all_reduce_rms_norm have that"),
+        (["--collective", "all_reduce_rms_norm", "--quantize", "nvfp4", "--hidden", "1000"],
+         "rows of 1000 elements; nvfp4 needs a multiple of 16"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_usage_errors(arguments: list[str], said: str) -> None:
     from click.testing import CliRunner
 
@@ -240,6 +244,14 @@ def test_bad_arguments_are_usage_errors(arguments: list[str], said: str) -> None
 
     done = CliRunner().invoke(cli, ["bench", *arguments])
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
+
+
+def test_combinations_that_are_no_kernel_are_named_beside_those_that_are_measured() -> None:
+    lists = ("--algorithm", "two_shot,one_shot", "--protocol", "ll", "--collective", "all_gather")
+    done = _bench(*lists, "--sizes", "4", "--iters", "1", "--warmup", "0", "--no-check")
+    assert done.returncode == 0, done.stderr
+    assert "left out: all_gather two_shot/ll: all_gather has no such kernel; there is one_shot/ll, " in done.stderr
+    assert "2 ranks, 1 kernels, 1 rows" in done.stdout
 
 
 def test_a_device_that_is_not_there_is_reported() -> None:

@@ -36,6 +36,32 @@ def test_a_kernel_that_is_not_shipped_is_refused_with_those_that_are() -> None:
         request.cases(("all_reduce",), "three_shot", None, 2)
 
 
+def test_what_the_lists_name_and_no_kernel_is_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = "all_reduce has no such kernel; there is one_shot/ll, one_shot/ll128, one_shot/simple, two_shot/ll, "
+    known += "two_shot/ll128, two_shot/simple, multicast/simple"
+    assert request.left_out(("all_reduce",), "multicast, one_shot", "ll128,ll", 2) == [
+        ("all_reduce multicast/ll128", known), ("all_reduce multicast/ll", known),
+    ]  # fmt: skip
+    few = "one_shot/ll, one_shot/ll128, one_shot/simple"
+    assert request.left_out(("all_reduce", "gather"), "one_shot,two_shot", None, 2) == [
+        ("gather two_shot/any", f"gather has no such kernel; there is {few}")
+    ]
+    rows = "all_reduce_rms_norm has no such kernel; there is one_shot/ll, one_shot/ll128, two_shot/ll, two_shot/ll128"
+    asked = ("all_reduce", "all_reduce_rms_norm")
+    assert request.left_out(asked, "all", "simple,ll", 2) == [("all_reduce_rms_norm any/simple", rows)]
+    cube = [("all_reduce hybrid_cube_mesh/ll", "a hybrid cube mesh has 8 ranks, and 4 were asked for")]
+    assert request.left_out(("all_reduce",), "one_shot,hybrid_cube_mesh", "ll", 4) == cube
+    assert request.left_out(("all_reduce",), "one_shot,hybrid_cube_mesh", "ll", 8) == []
+    monkeypatch.setenv("TRICOMM_BATCH_INVARIANT", "1")
+    (found,) = request.left_out(("all_reduce",), "one_shot,multicast", "simple", 2)
+    assert found[0] == "all_reduce multicast/simple" and "TRICOMM_BATCH_INVARIANT" in found[1]
+
+
+@pytest.mark.parametrize("text", [None, "all"])
+def test_what_is_not_named_is_not_left_out(text: str | None) -> None:
+    assert request.left_out(DATA_COLLECTIVES, text, text, 2) == []
+
+
 def test_settings_cross_as_json() -> None:
     cases = (Case("all_reduce", None, "ll", "int8"), Case("all_reduce", None, None, library="gloo"))
     settings = Settings(cases, (1, 2), op="max", modes=("eager", "graph"), check=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from fractions import Fraction
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner, Result
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import forecast, kernel_time, published
+from tricomm.perf.cost_model import code_forecast, forecast, kernel_time, published
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _H100 = MACHINES["h100"]
@@ -124,7 +126,8 @@ def test_a_cube_mesh_runs_what_goes_around_its_missing_links() -> None:
     assert not any(k.needs_cube for k in kernel_time.kernels(MACHINES["v100"], "all_reduce", 4))
     assert not any(k.needs_cube for k in kernel_time.kernels(_H100, "all_reduce", 8))
     assert not any(k.wide for n in (4, 8) for k in kernel_time.kernels(MACHINES["v100"], "all_reduce", n))
-    assert any(k.wide for k in kernel_time.kernels(MACHINES["a100"], "all_reduce", 8))
+    narrow = wide_words.why_not(80) is not None
+    assert any(k.wide for k in kernel_time.kernels(MACHINES["a100"], "all_reduce", 8)) != narrow
     with pytest.raises(InvalidArgument, match="broadcast: 8 v100 are a hybrid cube mesh.*fewer ranks"):
         kernel_time.kernels(MACHINES["v100"], "broadcast", 8)
 
@@ -144,7 +147,14 @@ def _predict(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["predict", *arguments])
 
 
-def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> None:
+def _any_triton(patch: pytest.MonkeyPatch, reasons: dict[ModuleType, str | None]) -> None:
+    """This Triton compiles kernels of wide words, and through a switch, unless there is a reason."""
+    for module, reason in reasons.items():
+        patch.setattr(module, "why_not", lambda architecture, version="", why=reason: why)
+
+
+def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    _any_triton(monkeypatch, {wide_words: None, multimem: None})
     done = _predict("--gpu", "H100", "--sizes", "1K,64M")
     assert done.exit_code == 0 and forecast.LABEL in done.output.splitlines()[0]
     best = [line.split()[:2] for line in done.output.splitlines() if line.endswith("*")]
@@ -152,6 +162,48 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest() -> N
     *_, error, publications, implementations = _predict("--check").output.splitlines()
     assert error.startswith("median error") and "one publication" in publications
     assert "one implementation" in implementations
+
+
+def test_what_the_gpus_or_this_triton_lack_is_left_out_by_name_and_never_the_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _any_triton(monkeypatch, {wide_words: "no wide words", multimem: "no multimem"})
+    asked = ("--collective", "all_reduce,all_reduce_rms_norm", "--sizes", "1K,64M", "--json")
+    found = json.loads(_predict(*asked).output)
+    wide = [f"{name}_{form}_ll128" for name in asked[1].split(",") for form in ("one_shot", "two_shot")]
+    assert found["left_out"] == {
+        **dict.fromkeys(wide, "no wide words"), "all_reduce_multicast_simple": "no multimem",
+    }  # fmt: skip
+    assert {row["protocol"] for row in found["results"]} == {"ll", "simple"}
+    assert {row["algorithm"] for row in found["results"]} == {"one_shot", "two_shot"}
+    assert _predict(*asked[:-1]).output.splitlines()[-4:] == [
+        "#", f"# left out: {', '.join(wide)}: no wide words", "#",
+        "# left out: all_reduce_multicast_simple: no multimem",
+    ]  # fmt: skip
+
+
+def test_what_older_gpus_lack_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _any_triton(monkeypatch, {multimem: None})
+    last = {gpu: _predict("--gpu", gpu, "--world-size", "4", "--sizes", "1K").output for gpu in ("a100", "v100")}
+    for gpu, output in last.items():
+        assert f"# left out: all_reduce_multicast_simple: {gpu} have no switch that adds and copies" in output
+    assert "all_reduce_two_shot_ll128: sm_70 has no 128-bit relaxed accesses" in last["v100"]
+
+
+def test_the_check_as_json_has_the_rows_of_the_table() -> None:
+    found = json.loads(_predict("--check", "--json").output)
+    rows = kernel_time.check()
+    assert found["median_error"] == kernel_time.median_error(rows) and found["predicted"] is True
+    assert [(r["gpu"], r["nbytes"], r["measured_us"], r["time_us"], r["error"]) for r in found["results"]] == [
+        (c.row.gpu, c.row.nbytes, c.row.time_us, c.time_us, c.error) for c in rows
+    ]
+
+
+def test_the_check_of_the_compiled_code_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = kernel_time.Checked(published.MEASUREMENTS[0], 7.0)
+    monkeypatch.setattr(code_forecast, "check", lambda: [row])
+    found = json.loads(_predict("--check", "--from-code", "--json").output)
+    assert [r["time_us"] for r in found["results"]] == [7.0]
 
 
 def test_json_of_every_collective() -> None:
@@ -169,8 +221,13 @@ def test_json_of_every_collective() -> None:
         (("--gpu", "abacus"), "gpu 'abacus' is unknown; there is"),
         (("--gpu", "v100", "--collective", "broadcast"), "broadcast: 8 v100 are a hybrid cube mesh"),
         (("--sizes", "0"), "size '0'"),
+        (("--check", "--gpu", "h100", "--json", "--sizes", "1K"), "so --gpu, --sizes would not be looked at"),
+        (("--quantize", "fp8"), "--quantize: only rows of all_reduce_rms_norm have that, and asked for is all_reduce;"),
+        (("--nodes", "2", "--hidden", "64"), "--hidden: only rows of all_reduce_rms_norm have that"),
+        (("--collective", "all_reduce_rms_norm", "--hidden", "1000", "--quantize", "nvfp4"),
+         "all_reduce_rms_norm: rows of 1000 elements; nvfp4 needs a multiple of 16"),
     ],
-)
+)  # fmt: skip
 def test_bad_arguments_are_usage_errors_with_the_nearest_match(arguments: tuple[str, ...], said: str) -> None:
     done = _predict(*arguments)
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output

@@ -277,6 +277,69 @@ def test_a_result_that_cannot_be_is_refused(settings, name):
         assert done.exit_code == 1 and words.replace("\\", "") in done.output
 
 
+def _cut(whole: bytes) -> bytes:
+    return whole[: len(whole) // 2]
+
+
+def _broken(whole: bytes) -> bytes:
+    """The first file in it has other bytes."""
+    return whole[:100] + bytes(40) + whole[140:]
+
+
+CUT = "this archive is cut off or broken: "
+NEEDED = "; an evidence.zip of `python -m tricomm.perf.evidence` is needed, or the JSON of one of its stages"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda whole: b"", f"the file is empty{NEEDED}"),
+        (lambda whole: b"\x89PNG" + whole, "neither an archive nor JSON ('utf-8' codec can't decode"),
+        (lambda whole: b"hello", f"neither an archive nor JSON (Expecting value: line 1 column 1 (char 0)){NEEDED}"),
+        (_cut, f"{CUT}its directory cannot be read (File is not a zip file); copy it again"),
+        (_broken, f"{CUT}good.json cannot be read ("),
+    ],
+    ids=["empty", "binary", "text", "cut", "broken"],
+)
+@pytest.mark.parametrize("name", ["evidence.zip", "evidence"])
+def test_a_file_that_is_no_whole_archive_is_named(settings, change, words, name):
+    run("GOOD", settings)
+    path = settings.out / "elsewhere" / name
+    path.parent.mkdir()
+    path.write_bytes(change((settings.out / "evidence.zip").read_bytes()))
+    done = CliRunner().invoke(cli, ["evidence", "verify", str(path)])
+    assert done.exit_code == 1 and done.output.startswith(f"{path}: {words}"), done.output
+
+
+def test_an_archive_is_one_by_its_bytes_and_names_what_is_wrong_in_it(settings):
+    run("GOOD", settings)
+    path = settings.out / "copy"
+    path.write_bytes((settings.out / "evidence.zip").read_bytes())
+    assert [result["stage"] for result in result_schema.read_all(path)] == ["good"]
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("other.json", "{")
+    with pytest.raises(InvalidArgument, match=r"copy: other\.json is no JSON \(Expecting"):
+        result_schema.read_all(path)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("notes.txt", "none")
+    with pytest.raises(InvalidArgument, match="copy: no result is in this archive; an evidence.zip"):
+        result_schema.read_all(path)
+
+
+def test_the_summary_names_the_kernels_that_this_triton_does_not_compile(settings, monkeypatch):
+    monkeypatch.setattr(registry.wide_words, "why_not", lambda architecture: None)
+    run("GOOD", settings)
+    summary = settings.out / "summary.md"
+    assert "left out" not in summary.read_text() and "Nothing: every case had its turn." in summary.read_text()
+    monkeypatch.setattr(registry.wide_words, "why_not", lambda architecture: "Triton 3.6.0 is old")
+    run("GOOD", settings)
+    (line,) = [text for text in summary.read_text().splitlines() if "left out" in text]
+    wide = [k.name for k in (*registry.KERNELS, *registry.FUSED) if k.wide]
+    assert wide[0] == "all_reduce_one_shot_ll128" and "all_reduce_rms_norm_two_shot_ll128" in wide
+    named = [name for name in wide if not name.startswith("all_reduce_rows")]
+    assert line == f"* left out: {', '.join(named)}: Triton 3.6.0 is old"
+
+
 def test_what_a_fault_has_to_give_is_held_to(settings):
     found = {"error": "PeerDied", "text": "rank 1", "after_s": 1.0}
     assert faults.judged("killed", found, False)["after_s"] == 1.0

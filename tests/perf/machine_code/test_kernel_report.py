@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import click
 import pytest
 import triton
 import triton.language as tl
+from click.testing import CliRunner
 
 from tests.marks import compiles, most, some
+from tricomm.cli import cli
+from tricomm.commands import common
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.device.packing import load_words, store_words
@@ -245,3 +250,34 @@ def test_sass_is_attributed_to_the_innermost_line() -> None:
         (("/a.py", 3), 128, False, True),
         (("/a.py", 3), 16, True, False),
     ]
+
+
+def test_who_waits_for_a_report_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_report, "_PATIENCE", 0.01)
+    variants, late = [Variant("barrier", arch) for arch in ("sm_80", "sm_90")], list[Variant]()
+    assert [report.variant for report in kernel_report.examine_all(variants, late.append)] == variants
+    assert late[0] == variants[0]
+
+
+def _of_two(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
+    """What `tricomm kernels` says on stderr beside the moments at which two of its reports are there."""
+    good = kernel_report.examine(Variant("barrier", "sm_90"))
+
+    def examined(chosen: list[Variant], late: Callable[[Variant], None]) -> Iterator[kernel_report.KernelReport]:
+        for variant in chosen[:2]:
+            yield replace(good, variant=variant)
+            click.echo("the next one", err=True)
+        late(chosen[2])
+
+    monkeypatch.setattr(kernel_report, "examine_all", examined)
+    monkeypatch.setattr(common, "SECONDS", seconds)
+    done = CliRunner().invoke(cli, ["kernels", "--arch", "sm_90", "--kernel", "all_reduce_one_shot_ll"])
+    assert done.exit_code == 0 and "2 variants, 0 break a bar" in done.stdout
+    return done.stderr.splitlines()
+
+
+def test_the_command_says_how_far_it_is_where_it_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = [f"  {n} of 4 compiled: all_reduce_one_shot_ll sm_90" for n in (1, 2)]
+    late = "  2 of 4 compiled; all_reduce_one_shot_ll sm_90 sum takes minutes"
+    assert _of_two(monkeypatch, 0) == [compiled[0], "the next one", compiled[1], "the next one", late]
+    assert _of_two(monkeypatch, 3600) == ["the next one", "the next one"]

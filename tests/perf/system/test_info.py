@@ -118,7 +118,7 @@ def test_kernels_prints_a_line_per_variant() -> None:
 
 def test_kernels_as_json() -> None:
     done = CliRunner().invoke(cli, ["kernels", "--arch", "sm_80,sm_90", "--kernel", "barrier", "--json"])
-    records = json.loads(done.output)["variants"]
+    records = json.loads(done.stdout)["variants"]
     assert [r["variant"]["arch"] for r in records] == ["sm_80", "sm_90"]
     assert all(r["violations"] == [] and r["resources"]["registers"] > 0 for r in records)
 

@@ -182,7 +182,11 @@ def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path
         (("--nproc", "9"), "1<=x<=8"),
         (("--collective", "all_reduce_rms_norm", "--hidden", "8k"), "'norm@8k': rows are named like norm@8192"),
         (("--collective", "all_reduce_rms_norm", "--hidden", "0"), "rows of a multiple of 8 elements, up to 16384"),
-        (("--collective", "all_reduce_rms_norm", "--hidden", "24", "--quantize", "nvfp4"), "a multiple of 16 elements"),
+        (
+            ("--collective", "all_reduce_rms_norm", "--hidden", "24", "--quantize", "nvfp4"),
+            "nvfp4 needs a multiple of 16",
+        ),
+        (("--quantize", "fp8"), "--quantize: only rows of all_reduce_rms_norm have that"),
         (("--collective", "all_reduce_rms_norm", "--quantize", "fp6"), "quantization 'fp6' is unknown (did you mean"),
         (("--collective", "all_reduce_rms_norm", "--bits", "64"), "nothing to tune at these widths and sizes"),
         (("--collective", "all_reduce_rms_norm", "--beside-compute"), "no fused kernel leaves room for others"),

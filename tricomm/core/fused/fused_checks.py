@@ -81,8 +81,7 @@ def _epilogue(given: FusedArguments, hidden: int) -> Epilogue:
         layout = SCALE_LAYOUTS[0] if layout is None else layout
         if layout not in SCALE_LAYOUTS:
             raise InvalidArgument(f"{FUSED}: scale_layout={layout!r}; there is {', '.join(SCALE_LAYOUTS)}")
-        if hidden % NVFP4_BLOCK:
-            raise InvalidArgument(f"{FUSED}: rows of {hidden} elements; nvfp4 needs a multiple of {NVFP4_BLOCK}")
+    check_row(hidden, quantize)
     unused = {
         "scale": quantize in (None, "fp8_per_token"), "scale_layout": quantize != "nvfp4",
         "quant_out": quantize is None, "scale_out": quantize in (None, "fp8"),
@@ -95,6 +94,12 @@ def _epilogue(given: FusedArguments, hidden: int) -> Epilogue:
         raise InvalidArgument(f"{FUSED}: eps={eps!r}: 0 or more is needed")
     norm = quantize is None or given.norm_out is not None
     return Epilogue(hidden, torch.float32, eps, bias, given.residual is not None, norm, quantize, layout or "")
+
+
+def check_row(hidden: int, quantize: str | None) -> None:
+    """Raises `InvalidArgument` for rows that are not whole blocks of codes."""
+    if quantize == "nvfp4" and hidden % NVFP4_BLOCK:
+        raise InvalidArgument(f"{FUSED}: rows of {hidden} elements; nvfp4 needs a multiple of {NVFP4_BLOCK}")
 
 
 def _number(value: Any, name: str) -> float:
