@@ -256,3 +256,37 @@ def test_a_replay_of_a_file_that_has_changed_says_so_and_what_is_found_now(monke
     code, said = run("--replay", str(report))
     assert code == 1 and "mine.py has changed since" in said
     assert "NOT repeated: race" in said and "found instead: race" in said
+
+
+@triton.jit
+def wait_and_write(locks, out_ptr, rank, EXCHANGES: tl.constexpr, COUNTS: tl.constexpr):
+    """Rank 0 opens rank 1's lock, which that one waits for in a loop that writes in each round."""
+    if rank == 0:
+        tl.atomic_xchg(locks[1], 0, sem="release", scope="sys")
+    else:
+        held, rounds = 1, 0
+        while held == 1:
+            if EXCHANGES:
+                held = tl.atomic_xchg(locks[1], 1, sem="acquire", scope="sys")
+            else:
+                held = tl.atomic_add(locks[1], 0, sem="acquire", scope="sys")
+                rounds += COUNTS
+                tl.store(out_ptr, rounds)
+
+
+@pytest.mark.parametrize("compiled", [None, "sm_90"])
+@pytest.mark.parametrize(
+    ("exchanges", "counts", "most"), [(False, 0, 1500), (True, 0, 1500), (False, 1, 40_000)],
+    ids=["stores the same", "exchanges", "counts"],
+)  # fmt: skip
+@pytest.mark.parametrize("strategy", ["random", "pct"])
+def test_a_loop_that_waits_and_writes_leaves_the_others_their_turn(strategy, exchanges, counts, most, compiled):
+    def fn(comm):
+        lock, out = comm.symmetric((1,), torch.int32), torch.zeros(1, dtype=torch.int32)
+        lock.local.fill_(1)
+        comm.barrier()
+        comm.launch(wait_and_write, 1, lock.peers, out, comm.rank, EXCHANGES=exchanges, COUNTS=counts)
+        return lock.local.clone()
+
+    report = tricomm.check(fn, 2, 6, strategy=strategy, identical=False, compiled=compiled)
+    assert report.ok and report.steps < most, report

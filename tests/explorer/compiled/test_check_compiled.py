@@ -18,7 +18,7 @@ from tests.marks import compiles, some
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import Report, replay, shipped
 from tricomm.explorer.memory_model import allowed
-from tricomm.kernels import primitives
+from tricomm.kernels import primitives, wide_words
 
 _KERNELS = {k.name: k for k in shipped.kernels(None, None, None) if compiles(k)}
 
@@ -264,3 +264,40 @@ def test_a_kernel_from_a_cache_that_names_another_copy_of_the_source(tmp_path):
     assert allowed.present(str(copy)) == str(copy)
     copy.unlink()
     assert allowed.present(str(copy)) == primitives.__file__
+
+
+@triton.jit
+def _push_and_poll(boxes, out_ptr, rank, FLAG: tl.constexpr, WORDS: tl.constexpr):
+    """The last round's payload is wanted in another layout than its flags: Triton before 3.9 loads it once more."""
+    lane = tl.arange(0, WORDS)
+    if rank == 0:
+        tl.inline_asm_elementwise(
+            "st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0;", "=r,l,l",
+            [boxes[1] + lane, lane.to(tl.int64) + 5 + (FLAG << 32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        late = 1
+        while late > 0:
+            words = tl.inline_asm_elementwise(
+                "ld.relaxed.sys.global.b64 $0, [$1];", "=l,l", [boxes[1] + lane], dtype=tl.int64, is_pure=False, pack=1
+            )
+            late = tl.max(((words >> 32) != FLAG).to(tl.int32), axis=0)
+            tl.store(out_ptr + lane, words.to(tl.int32))
+
+
+def _polled(comm):
+    box, out = comm.symmetric((128,), torch.int64), torch.full((128,), -1, dtype=torch.int32)
+    box.local.zero_()
+    comm.barrier()
+    comm.launch(_push_and_poll, 1, box.peers, out, comm.rank, FLAG=7, WORDS=128, num_warps=1)
+    assert comm.rank == 0 or torch.equal(out, torch.arange(128, dtype=torch.int32) + 5), "an old payload"
+
+
+@pytest.mark.parametrize("strategy", ["random", "pct"])
+def test_a_poll_that_triton_copies_is_seen_in_its_code_alone(strategy, unshrunk):
+    """In each round the poll stores what it has, so its loop does not look like one that waits."""
+    report = tricomm.check(_polled, 2, 20, compiled="sm_90", strategy=strategy)
+    if wide_words.COMPILES:
+        assert report.ok and report.steps < 20_000, report
+    else:
+        assert [f.kind for f in report.findings] == ["wrong_result"] and "an old payload" in str(report), report

@@ -37,6 +37,17 @@ class Elements:
         found: Array = self.region.bytes[self.offsets[:, None] + np.arange(itemsize)]
         return found
 
+    def put(self, itemsize: int, values: Array) -> None:
+        self.region.bytes[self.offsets[:, None] + np.arange(itemsize)] = values
+
+
+def values_at(access: ThreadAccess, places: list[Elements]) -> Array:
+    """uint8 [lanes, width]: what is there now."""
+    found = np.zeros((len(access.threads), access.elements, access.itemsize), np.uint8)
+    for place in places:
+        found[place.lanes, place.numbers] = place.bytes(access.itemsize)
+    return found.reshape(len(access.threads), -1)
+
 
 @dataclass(slots=True)
 class Event:

@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate, site_of
+from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate, site_of, values_at
 from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
@@ -157,12 +157,12 @@ class UnitMachine:
         if access.sem is not None:
             task.sync = True
             self.scheduler.take_turns()
+        before = _before(task, access, places)
         old, changed = self._perform(access, places)
         if self.detector is not None:
             self.detector.access(crew.maker, access, places, changed)
-        if access.writes and (changed is None or bool(changed.any())):
-            task.forget_polls()
-            self.scheduler.wrote(_addresses(places, access))
+        if access.writes and (changed is None or bool(changed.any())) and not _same(access, places, before, old):
+            self._wrote(task, access, places)
         elif access.sem is not None and old is not None:
             self._looked(task, crew, access, places, old)
 
@@ -172,10 +172,10 @@ class UnitMachine:
             return
         places, changed = in_shared_memory(access, crew.shared_memory), None
         inside = int(access.addresses.max()) + access.width <= crew.shared_memory.nbytes
-        before = _values(access, places) if access.kind == "store" and inside else None
+        before = values_at(access, places) if access.kind == "store" and inside else None
         access.perform(None)
         if before is not None:
-            changed = (before != _values(access, places)).any(axis=1)
+            changed = (before != values_at(access, places)).any(axis=1)
         self.detector.access(crew.maker, access, places, changed)
 
     def _shared(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements]) -> None:
@@ -191,6 +191,7 @@ class UnitMachine:
             if late is not None:
                 self._hold(task, crew, access, places, *late)
                 return
+        before = _before(task, access, places)
         old, changed, messages = None, None, None
         if weak is not None and access.kind == "load":
             old, messages = self._early(task, access, places)
@@ -211,11 +212,14 @@ class UnitMachine:
             strong = writes or access.sem in ("release", "acq_rel")
             seen = b"" if old is None else old.tobytes()
             self.contention.done(task, places, strong, site, seen, access.itemsize)  # type: ignore[arg-type]
-        if writes:
-            task.forget_polls()
-            self.scheduler.wrote(_addresses(places, access))
+        if writes and not _same(access, places, before, old):
+            self._wrote(task, access, places)
         elif old is not None:
             self._looked(task, crew, access, places, old)
+
+    def _wrote(self, task: Task, access: ThreadAccess, places: list[Elements]) -> None:
+        task.forget_polls()
+        self.scheduler.wrote(_addresses(places, access))
 
     def _perform(self, access: ThreadAccess, places: list[Elements]) -> tuple[Array | None, Array | None]:
         """What it has read (uint8 [lanes, width]), and of a read-modify-write which lanes have changed anything."""
@@ -223,15 +227,15 @@ class UnitMachine:
             for place in places:
                 self._note_overwritten(place, access)
         if access.kind == "red":
-            before = _values(access, places)
+            before = values_at(access, places)
             access.perform(None)
-            return None, (before != _values(access, places)).any(axis=1)
+            return None, (before != values_at(access, places)).any(axis=1)
         old = access.perform(None)
         if access.kind in ("rmw", "cas"):
             assert old is not None
             if access.op == "exch":
                 return old, np.ones(len(old), bool)
-            return old, (old.reshape(len(access.threads), -1) != _values(access, places)).any(axis=1)
+            return old, (old.reshape(len(access.threads), -1) != values_at(access, places)).any(axis=1)
         return old, None
 
     def _note_overwritten(self, place: Elements, access: ThreadAccess) -> None:
@@ -248,7 +252,7 @@ class UnitMachine:
         found = [self.weak.early(task, access, place) for place in places]
         if not any(found):
             return None, None
-        values, messages = _values(access, places).reshape(len(access.threads), access.elements, -1), []
+        values, messages = values_at(access, places).reshape(len(access.threads), access.elements, -1), []
         for place, past in zip(places, found, strict=True):
             now = self.detector.messages(place, access.itemsize)
             if past is not None:
@@ -271,7 +275,7 @@ class UnitMachine:
         for place, late, old, messages in zip(places, chosen, before, past, strict=True):
             here, later = place.some(~late), place.some(late)
             values = later.bytes(access.itemsize)
-            _put(later, access.itemsize, old[late])
+            later.put(access.itemsize, old[late])
             if len(here.offsets):
                 self.weak.overwritten(here, access.itemsize, old[~late], messages[~late])
                 self.detector.arrived(crew.maker, access, [here], stamp)
@@ -285,7 +289,7 @@ class UnitMachine:
     def _arrive(self, held: LateStore) -> None:
         assert self.weak is not None and self.detector is not None
         self._note_overwritten(held.elements, held.access)
-        _put(held.elements, held.access.itemsize, held.values)
+        held.elements.put(held.access.itemsize, held.values)
         for task in self.weak.behind(held):
             self.weak.looked(task, held.elements, held.access.itemsize)
         self.detector.arrived(held.maker, held.access, [held.elements], held.stamp)
@@ -373,16 +377,15 @@ class Warp:
         return 100 * self._machine.scheduler.turns
 
 
-def _values(access: ThreadAccess, places: list[Elements]) -> Array:
-    """uint8 [lanes, width]: what is there now."""
-    found = np.zeros((len(access.threads), access.elements, access.itemsize), np.uint8)
-    for place in places:
-        found[place.lanes, place.numbers] = place.bytes(access.itemsize)
-    return found.reshape(len(access.threads), -1)
+def _same(access: ThreadAccess, places: list[Elements], before: Array | None, old: Array | None) -> bool:
+    """True if a write is known to have changed nothing: a loop that waits may store or exchange in each round."""
+    before = old if access.op == "exch" else before
+    return before is not None and np.array_equal(before.reshape(len(access.threads), -1), values_at(access, places))
 
 
-def _put(place: Elements, itemsize: int, values: Array) -> None:
-    place.region.bytes[place.offsets[:, None] + np.arange(itemsize)] = values
+def _before(task: Task, access: ThreadAccess, places: list[Elements]) -> Array | None:
+    """What lies where a task is about to write that may be in a polling loop."""
+    return values_at(access, places) if access.writes and task.repeated else None
 
 
 def _addresses(places: list[Elements], access: ThreadAccess) -> Array:

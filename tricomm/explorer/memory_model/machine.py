@@ -90,17 +90,22 @@ class Machine:
         self._perform(task, access, places, site)
 
     def _perform(self, task: Task, access: Access, places: list[Place], site: Site) -> None:
+        count = len(access.addresses)
+        before = _values(places, access.itemsize, count) if access.writes and task.repeated else None
         old = access.perform(None)
         changed = access.writes
         if access.kind in ("rmw", "cas") and access.op != "XCHG":
             assert old is not None
-            changed = _values(places, access.itemsize, len(access.addresses)) != old.tobytes()
+            changed = _values(places, access.itemsize, count) != old.tobytes()
         if self.detector is not None:
             self.detector.access(task, access, places, site, changed)
         if self.contention is not None:
             writes = changed or access.sem in ("release", "acq_rel")
             self.contention.done(task, places, writes, site, b"" if old is None else old.tobytes(), access.itemsize)
-        if changed:
+        if access.op == "XCHG" and old is not None:
+            before = old.tobytes()
+        # A loop that waits may store or exchange in each round. If that changes nothing, it still waits.
+        if changed and (before is None or before != _values(places, access.itemsize, count)):
             task.forget_polls()
             self.scheduler.wrote(access.addresses)
         elif old is not None:

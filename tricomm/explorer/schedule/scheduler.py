@@ -21,6 +21,7 @@ from tricomm.kernels.launch.interpreter import Program
 from tricomm.kernels.launch.memory_access import Director
 
 _RETRIES = 8
+_PARKED_STEPS = 1000
 
 
 class Strategy(Protocol):
@@ -177,6 +178,8 @@ class Scheduler:
         self.step += 1
         if self.step > self._most:
             self._main.throw(Ended(f"no end after {self._most} steps"))
+        if self.step % _PARKED_STEPS == 0:  # a loop that is never parked must not keep the others from their rounds
+            self._retry()
         self.before_step()
         ready = self._ready()
         if task not in ready or (chosen := self._choose(ready)) is not task:
@@ -280,8 +283,8 @@ class Scheduler:
         return chosen
 
     def _retry(self) -> bool:
-        """No task can run. A loop that ends after a few reads is not a poll, so parked tasks get another round. It is a
-        whole one: another warp of the block may wait at the round's end, for it has seen what this one has not."""
+        """A loop that ends after a few reads is not a poll, so parked tasks get another round: a whole one, because
+        another warp of the block may wait at the round's end, for it has seen what this one has not."""
         again = [t for t in self.blocks if t.state is State.PARKED and t.retries < _RETRIES]
         for task in again:
             if task.waits is None:

@@ -166,7 +166,7 @@ class Task:
         return [self.polls[key] for key in dict.fromkeys(round_)]
 
     def forget_polls(self) -> None:
-        """The task has written, so it is not in a polling loop."""
+        """The task has changed memory, so it is not in a polling loop."""
         if self.polls:
             self.polls, self.repeated = {}, []
 
