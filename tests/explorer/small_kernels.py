@@ -44,6 +44,28 @@ def atomic_and_plain(peers, out_ptr, rank, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
+def behind_an_atomic(peers, out_ptr, rank, FIRST: tl.constexpr):
+    """Rank 1 counts in a word that rank 0 counts in as well, and in which rank 0 has done something else before."""
+    if rank == 0:
+        if FIRST == "plain store":
+            tl.store(peers[1], 1)
+        elif FIRST == "plain load":
+            tl.store(out_ptr, tl.load(peers[1]))
+        elif FIRST == "narrow scope":
+            tl.atomic_add(peers[1], 1, sem="relaxed", scope="gpu")
+        elif FIRST == "look of narrow scope":
+            tl.atomic_add(peers[1], 0, sem="relaxed", scope="gpu")
+        elif FIRST == "half of it":
+            tl.atomic_xchg(peers[1].to(tl.pointer_type(tl.int32)), 1, sem="relaxed", scope="sys")
+        tl.atomic_add(peers[1], 1, sem="relaxed", scope="sys")
+        tl.atomic_xchg(peers[1] + 8, 1, sem="relaxed", scope="sys")
+    else:
+        while tl.atomic_add(peers[1] + 8, 0, sem="relaxed", scope="sys") != 1:
+            pass
+        tl.atomic_add(peers[1], 1, sem="relaxed", scope="sys")  # the other rank's
+
+
+@triton.jit
 def reads_unwritten(mine, out_ptr):
     tl.store(out_ptr, tl.load(mine))
 

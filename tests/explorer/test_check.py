@@ -96,6 +96,29 @@ def test_an_atomic_against_a_plain_access():
     assert finding.kind == "race" and "an atomic against a plain access" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("first", "kind", "words_of_first"),
+    [
+        ("", None, ""),
+        ("plain store", "race", "tl.store(peers[1], 1)"),
+        ("plain load", "race", "tl.load(peers[1])"),
+        ("narrow scope", "scope", 'tl.atomic_add(peers[1], 1, sem="relaxed", scope="gpu")'),
+        ("look of narrow scope", "scope", 'tl.atomic_add(peers[1], 0, sem="relaxed", scope="gpu")'),
+        ("half of it", "race", "tl.atomic_xchg(peers[1].to"),
+    ],
+)
+def test_an_atomic_hides_no_race_with_what_came_before_it(first, kind, words_of_first):
+    def fn(comm):
+        memory, out = words(comm), torch.zeros(1, dtype=torch.int64)
+        comm.launch(k.behind_an_atomic, 1, memory.peers, out, comm.rank, FIRST=first)
+
+    found = tricomm.check(fn, 2, schedules=3).findings
+    assert [f.kind for f in found] == [kind] * bool(first)
+    if first:
+        expected = [line(text, "behind_an_atomic") for text in (words_of_first, "# the other rank's")]
+        assert [Path(w).name for w in found[0].where] == expected
+
+
 @pytest.mark.parametrize("written", [True, False])
 def test_memory_that_was_never_written(written):
     def fn(comm):

@@ -20,7 +20,7 @@ from tricomm.explorer.campaign import Campaign
 from tricomm.explorer.memory_model import clocks, detector
 from tricomm.explorer.memory_model.clocks import Thread
 from tricomm.explorer.memory_model.detector import Detector
-from tricomm.explorer.memory_model.shadow import Shadow
+from tricomm.explorer.memory_model.shadow import LastByKind, Shadow
 from tricomm.explorer.world.oracle import Oracle
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import triton_adapter
@@ -145,21 +145,22 @@ def a_block_is_one_thread(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Thread, "observe", observing)
 
 
+def only(patch: pytest.MonkeyPatch, written: bool) -> None:
+    late = LastByKind.late
+    patch.setattr(LastByKind, "late", lambda self, *given: late(self, *given) if self._written == written else None)
+
+
 def reads_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Shadow, "clash_with_read", lambda *given, **named: None)
+    only(patch, written=True)
 
 
 def writes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Shadow, "unordered_write", lambda self, index, known: self.written[index] < 0)
+    only(patch, written=False)
 
 
 def sizes_do_not_matter(patch: pytest.MonkeyPatch) -> None:
-    misfits = Detector._misfits
-
-    def misfitting(self, thread, access, shadow, index):
-        return misfits(self, thread, replace(access, itemsize=shadow.size[index]), shadow, index)
-
-    patch.setattr(Detector, "_misfits", misfitting)
+    patch.setattr(detector, "same_size", lambda *given: True)
 
 
 def ll_words_are_overwritten_freely(patch: pytest.MonkeyPatch) -> None:

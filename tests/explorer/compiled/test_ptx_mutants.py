@@ -19,8 +19,9 @@ from tests.marks import odd, some
 from tests.ptx.mutations import Mutation
 from tricomm.explorer.compiled import race_checks, thread_clocks, thread_detector, unit_machine
 from tricomm.explorer.compiled.thread_clocks import Clocks
-from tricomm.explorer.compiled.thread_epochs import Epochs, scope_of
+from tricomm.explorer.compiled.thread_epochs import Epochs
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
+from tricomm.explorer.memory_model.access_kinds import scope_of
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.wide_words import why_not

@@ -11,11 +11,12 @@ import numpy as np
 from tricomm.explorer.compiled import thread_diagnosis
 from tricomm.explorer.compiled.events import Elements, Event
 from tricomm.explorer.compiled.thread_clocks import Array, Clocks, distinct
-from tricomm.explorer.compiled.thread_epochs import UnorderedPair, scope_of
+from tricomm.explorer.compiled.thread_epochs import UnorderedPair
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.explorer.compiled.thread_teams import Team
 from tricomm.explorer.compiled.unused_loads import UnusedLoads
 from tricomm.explorer.compiled.word_rule import WordRule
+from tricomm.explorer.memory_model.access_kinds import scope_of
 from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Finding
 from tricomm.ptx.access import ThreadAccess

@@ -16,12 +16,13 @@ import numpy as np
 from tricomm.explorer.compiled.events import Elements, Event, site_of
 from tricomm.explorer.compiled.race_checks import Maker, RaceChecks
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, distinct
-from tricomm.explorer.compiled.thread_epochs import kind_of
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.memory_model import allowed
-from tricomm.explorer.memory_model.detector import MOST, RELEASES, not_at_rest
+from tricomm.explorer.memory_model.access_kinds import kind_of
+from tricomm.explorer.memory_model.detector import MOST, RELEASES
 from tricomm.explorer.memory_model.regions import Region
+from tricomm.explorer.memory_model.rest import not_at_rest
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Finding, Record

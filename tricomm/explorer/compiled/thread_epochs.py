@@ -14,29 +14,10 @@ import numpy as np
 
 from tricomm.explorer.compiled.thread_clocks import Array, Clocks
 from tricomm.explorer.compiled.thread_teams import Team
+from tricomm.explorer.memory_model.access_kinds import MULTICAST, apart, scope_of
 
 _FEW = 8
-_SIZE = 31  # the low bits of a kind: bytes of the element; above them the scope, 0 for a weak access
-_MULTICAST = 128  # in a kind: by an address that stands for all ranks' memory
 _COLUMNS = {"slot": np.int32, "time": np.int32, "record": np.int32, "kind": np.uint8}
-
-
-def kind_of(scope: int, itemsize: int, multicast: bool = False) -> int:
-    return scope << 5 | itemsize | (_MULTICAST if multicast else 0)
-
-
-def scope_of(kind: Any) -> Any:
-    """0: the access is weak."""
-    return kind >> 5 & 3
-
-
-def same_size(one: Any, other: Any) -> Any:
-    return (one & _SIZE) == (other & _SIZE)
-
-
-def apart(one: Any, other: Any) -> Any:
-    """True if an alias fence is needed between the two: one access is by a multicast address, the other is not."""
-    return (one ^ other) & _MULTICAST > 0
 
 
 def fence_needed(clocks: Clocks, kinds: Array, kind: Any) -> Array | None:
@@ -312,7 +293,7 @@ class EpochsByKind:
             epochs.refine(times)
 
     def _for(self, kind: int) -> Epochs:
-        number = kind if scope_of(kind) else kind & _MULTICAST
+        number = kind if scope_of(kind) else kind & MULTICAST
         if number not in self._of_kind:
             self._of_kind[number] = Epochs(self._pieces, self._clocks)
         return self._of_kind[number]

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.compiled.thread_clocks import Array, Clocks, includes
-from tricomm.explorer.compiled.thread_epochs import EpochsByKind, UnorderedPair, fence_needed, same_size, scope_of
+from tricomm.explorer.compiled.thread_epochs import EpochsByKind, UnorderedPair, fence_needed
 from tricomm.explorer.compiled.thread_teams import Team
+from tricomm.explorer.memory_model.access_kinds import same_size, scope_of
 
 
 class ThreadShadow:

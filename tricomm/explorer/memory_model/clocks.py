@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 from tricomm.explorer.memory_model.source_lines import Site
 
 STRICT, THREAD, ANY, SEEN = range(4)
+ACQUIRES = ("acquire", "acq_rel")
+_RELEASES = 1 << 10  # times between two block barriers that releases take; more of them share the last one
 Clock = NDArray[Any]
 
 
@@ -93,10 +95,9 @@ class Thread:
         self.now = np.maximum(self.now, known)
         self.now[:, self.slot] = own + 1
         self.birth = self.now.copy()
-        self.fenced = self.now[STRICT].copy()
-        self.pending = np.zeros_like(self.fenced)
+        self.pending = np.zeros_like(self.now[STRICT])
         self.joins.clear()
-        self.tick()  # later accesses come after the launch's beginning and after no block barrier
+        self._fence()
 
     @property
     def time(self) -> int:
@@ -108,8 +109,22 @@ class Thread:
     def barrier(self) -> None:
         """A block barrier: an acquire by one thread now holds for all, and a release by one now covers all."""
         np.maximum(self.now[STRICT], self.pending, out=self.now[STRICT])
-        self.fenced = self.now[STRICT].copy()
-        self.tick()
+        self._fence()
+
+    def _fence(self) -> None:
+        self.fenced, self._releases = self.now[STRICT].copy(), 0
+        self.now[:, self.slot] += _RELEASES
+
+    @property
+    def known_by_release(self) -> Clock:
+        """What the next release publishes (STRICT), itself included.
+
+        One thread makes it, which does not wait for what the others have done since the last block barrier: its time
+        is behind the barrier and before theirs.
+        """
+        known: Clock = self.fenced.copy()
+        known[self.slot] += min(self._releases + 1, _RELEASES - 1)
+        return known
 
     def finish(self) -> Clock:
         """The clock at the end of the launch, which joins all threads of the block."""
@@ -120,10 +135,11 @@ class Thread:
         """The message of a strong write; `before` is the one that a read-modify-write continues."""
         releases = sem in ("release", "acq_rel")
         source = self.now if releases else self.birth
-        strict = self.fenced if releases else self.birth[STRICT]
-        part = Part(self.slot, self.rank, self.block, scope, sem, site, strict.copy(), source[THREAD].copy())
+        strict = self.known_by_release if releases else self.birth[STRICT].copy()
+        part = Part(self.slot, self.rank, self.block, scope, sem, site, strict, source[THREAD].copy())
         message = Message([part], source[ANY].copy(), self.now[SEEN].copy())
         self.tick()
+        self._releases += releases
         if before is not None:
             message.parts = _merged(before.parts, part)
             np.maximum(message.any, before.any, out=message.any)
@@ -132,15 +148,24 @@ class Thread:
 
     def observe(self, message: Message, sem: str, scope: str, site: Site) -> None:
         """A strong read has read `message`."""
-        if sem in ("acquire", "acq_rel"):
-            for part in message.parts:
-                if part.reaches(self.rank, self.block, scope):
-                    np.maximum(self.pending, part.strict, out=self.pending)
-                    np.maximum(self.now[THREAD], part.thread, out=self.now[THREAD])
+        if sem in ACQUIRES:
+            for part in self._reached(message, scope):
+                np.maximum(self.pending, part.strict, out=self.pending)
+                np.maximum(self.now[THREAD], part.thread, out=self.now[THREAD])
             np.maximum(self.now[ANY], message.any, out=self.now[ANY])
         np.maximum(self.now[SEEN], message.seen, out=self.now[SEEN])
         if not self.joins or self.joins[-1].parts is not message.parts:
             self.joins.append(Joined(site, sem, scope, message.parts, message.seen))
+
+    def told(self, message: Message, scope: str) -> Clock:
+        """What an acquire of `message` knows itself, before the block barrier that makes it known to all (STRICT)."""
+        known: Clock = self.now[STRICT].copy()
+        for part in self._reached(message, scope):
+            np.maximum(known, part.strict, out=known)
+        return known
+
+    def _reached(self, message: Message, scope: str) -> list[Part]:
+        return [part for part in message.parts if part.reaches(self.rank, self.block, scope)]
 
 
 def _merged(parts: list[Part], new: Part) -> list[Part]:

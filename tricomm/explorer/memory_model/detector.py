@@ -5,22 +5,25 @@ Two conflicting accesses that nothing orders are a race in this schedule and in 
 schedule ran them does not matter.
 
 A strong access (an atomic, a volatile load) may meet another strong one of the same size, if the scopes of both
-include both. Everything else has to be ordered.
+include both. Everything else has to be ordered. An acquire comes after what it has learned itself; what follows it in
+its block does so from the next block barrier on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from tricomm.explorer.memory_model import allowed
-from tricomm.explorer.memory_model.clocks import SEEN, STRICT, THREAD, Message, Thread
+from tricomm.explorer.memory_model.access_kinds import PLAIN, kind_of, same_size, scope_of
+from tricomm.explorer.memory_model.clocks import ACQUIRES, SEEN, STRICT, THREAD, Message, Thread
 from tricomm.explorer.memory_model.regions import Array, Place, Region, slices
-from tricomm.explorer.memory_model.shadow import PLAIN, SCOPES, Clash, Index, Shadow
+from tricomm.explorer.memory_model.rest import not_at_rest
+from tricomm.explorer.memory_model.shadow import SCOPES, Clash, Index, LastByKind, Shadow
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Finding, Record
@@ -29,7 +32,6 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch.memory_access import Access
 
 MOST = 20
-_AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
 RELEASES = ("release", "acq_rel")
 
 
@@ -41,19 +43,6 @@ class Stamp:
     record: int
     message: int
     time: int
-
-
-def not_at_rest(arenas: list[Region], start: int = 0) -> Iterator[Finding]:
-    """What is not as launches leave it at the end: words, and epochs. `start`: the byte at which a channel begins."""
-    epochs = []
-    for region in arenas:
-        words = region.bytes[start : start + layout.HEADERS].view(np.int64)
-        epochs.append(int(words[layout.EPOCH]))
-        for word, name in _AT_REST.items():
-            if words[word]:
-                yield diagnosis.dirty_word(region.rank, name, int(words[word]))
-    if len(set(epochs)) > 1:
-        yield diagnosis.epochs_differ(epochs)
 
 
 class Detector:
@@ -257,10 +246,10 @@ class Detector:
     def _read(self, thread: Thread, access: Access, place: Place, record: int, time: int) -> None:
         shadow = self._shadow(place.region)
         index = shadow.index(place.offsets, access.itemsize)
-        known, strong = thread.now[STRICT], access.sem is not None
-        unordered = shadow.unordered_write(index, known)
+        strong = access.sem is not None
+        unordered = shadow.unordered_write(index, thread.now[STRICT])
         if unordered.any():
-            self._clashed(thread, access, shadow, index, unordered, record, strong)
+            self._clashed(thread, access, shadow, index, unordered, record)
         if not strong:
             if place.region.shared and (shadow.writer[index] < 0).any():
                 self.report(diagnosis.uninitialised(self.records[record]))
@@ -270,7 +259,8 @@ class Detector:
                     message = self._fit(self._messages[number])
                     thread.observe(message, access.sem or "", access.scope or "", self.records[record].site)
             shadow.take(index, thread.slot, thread.time)
-        shadow.note_read(index, thread.slot, time, record, strong)
+        self._unordered_among(shadow.displaced, thread, access, shadow, index, record)
+        shadow.reads.note(index, thread.slot, time, record, _kind(access))
 
     def _write(
         self, thread: Thread, access: Access, place: Place, record: int, message: int, changed: bool, time: int
@@ -280,20 +270,17 @@ class Detector:
         if not changed:  # a read-modify-write that only hands on
             shadow.message[index] = message
             return
-        known, strong = thread.now[STRICT], access.sem is not None
-        site = self.records[record].site
+        strong, site = access.sem is not None, self.records[record].site
         if self._busy(place, site):
             return
-        unordered = shadow.unordered_write(index, known)
+        unordered = shadow.unordered_write(index, thread.now[STRICT])
         if unordered.any():
-            self._clashed(thread, access, shadow, index, unordered, record, strong)
-        clash = shadow.clash_with_read(index, known, strong=not strong)
-        if clash is not None:
-            self._race(thread, clash, record)
+            self._clashed(thread, access, shadow, index, unordered, record)
+        for earlier in (shadow.displaced, shadow.reads):
+            self._unordered_among(earlier, thread, access, shadow, index, record)
         if allowed.is_ll(site):
             self._ll_overwritten(thread, shadow, index, record)
-        scope = SCOPES[access.scope or "sys"] if strong else PLAIN
-        shadow.note_write(index, thread.slot, time, record, scope, access.itemsize)
+        shadow.note_write(index, thread.slot, time, record, _kind(access))
         if strong:
             shadow.message[index] = message
             # The last value of a counter need not be read; a signal must be.
@@ -302,22 +289,40 @@ class Detector:
                 shadow.taken[index], shadow.taking[index], shadow.cleared[index] = True, 0, True
 
     def _clashed(
-        self, thread: Thread, access: Access, shadow: Shadow, index: Index, unordered: Array, record: int, strong: bool
+        self, thread: Thread, access: Access, shadow: Shadow, index: Index, unordered: Array, record: int
     ) -> None:
         """The last write is not ordered before this access: a race, unless both are strong and fit each other."""
-        if strong:
-            unordered = unordered & self._misfits(thread, access, shadow, index)
-            if not unordered.any():
-                return
-        clash = shadow.clash_with_write(index, unordered)
-        self._race(thread, clash, record)
+        unordered = unordered & self._misfits(thread, access, shadow.kind[index], shadow.writer[index])
+        if unordered.any():
+            self._race(thread, shadow.clash_with_write(index, unordered), record)
 
-    def _misfits(self, thread: Thread, access: Access, shadow: Shadow, index: Index) -> Array:
-        """bool per granule: a strong access and the last write must be ordered."""
-        scope, owner = shadow.scope[index], self._ranks[shadow.writer[index]]
-        narrow = np.minimum(scope, SCOPES[access.scope or "sys"])
-        apart = (narrow < SCOPES["sys"]) & (owner != thread.rank) | (narrow < SCOPES["gpu"])
-        return (scope == PLAIN) | (shadow.size[index] != access.itemsize) | apart  # type: ignore[no-any-return]
+    def _unordered_among(
+        self, earlier: LastByKind, thread: Thread, access: Access, shadow: Shadow, index: Index, record: int
+    ) -> None:
+        misfits = partial(self._misfits, thread, access, slots=slice(self._slots))
+        clash = earlier.late(index, thread.now[STRICT][:, None], misfits)
+        if clash is not None and access.reads and access.sem in ACQUIRES:
+            clash = earlier.late(index, self._told(thread, access, shadow.message[index]), misfits)
+        if clash is not None:
+            self._race(thread, clash, record)
+
+    def _told(self, thread: Thread, access: Access, messages: Array) -> Array:
+        """What an acquire knows at each granule, whose message it has read there: [slot, granule]."""
+        numbers, which = np.unique(messages, return_inverse=True)
+        told = [
+            thread.told(self._fit(self._messages[n]), access.scope or "") if n >= 0 else thread.now[STRICT]
+            for n in numbers.tolist()
+        ]
+        return np.stack(told, axis=1)[:, which]
+
+    def _misfits(self, thread: Thread, access: Access, kinds: Any, slots: Any) -> Array:
+        """bool for each earlier access, of these kinds and threads, that conflicts: the two must be ordered."""
+        ranks = self._ranks[slots]
+        if access.sem is None:
+            return np.ones(len(ranks), bool)
+        narrow = np.minimum(scope_of(kinds), SCOPES[access.scope or "sys"])  # below all of them, if one is plain
+        apart = (narrow < SCOPES["sys"]) & (ranks != thread.rank) | (narrow < SCOPES["gpu"])
+        return apart | np.logical_not(same_size(kinds, access.itemsize))  # type: ignore[no-any-return]
 
     def _race(self, thread: Thread, clash: Clash, record: int) -> None:
         self.report(diagnosis.race(thread, clash, self.records[clash.record], self.records[record]))
@@ -371,8 +376,11 @@ def _fitting(clock: Array, slots: int) -> Array:
 
 
 def _time(thread: Thread, access: Access) -> int:
-    """The time of a write. A release is made by one thread of the block, and does not wait for the others."""
-    return int(thread.fenced[thread.slot]) if access.sem in RELEASES else thread.time
+    return int(thread.known_by_release[thread.slot]) if access.sem in RELEASES else thread.time
+
+
+def _kind(access: Access) -> int:
+    return PLAIN if access.sem is None else kind_of(SCOPES[access.scope or "sys"], access.itemsize)
 
 
 def _number(task: Task) -> int:

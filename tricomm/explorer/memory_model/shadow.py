@@ -1,21 +1,24 @@
 """Shadow memory: the last accesses to every granule of a region, from which unordered accesses are detected.
 
-All in numpy, a whole tile at a time. A granule is the smallest access seen so far (8 bytes at first). No sampling: the
-last read of every thread is kept.
+All in numpy, a whole tile at a time. A granule is the smallest access seen so far (8 bytes at first). No sampling: an
+access is kept until one comes that is ordered after it and that clashes with whatever would clash with it: a plain
+write, or one of the same thread and kind.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tricomm.explorer.memory_model.access_kinds import scope_of
+
 Array = NDArray[Any]
 Index = slice | Array
 SCOPES = {"cta": 1, "gpu": 2, "sys": 3}
-PLAIN = 0
 
 
 @dataclass(slots=True)
@@ -29,6 +32,66 @@ class Clash:
     written: bool
 
 
+class LastByKind:
+    """The last accesses of one sort (`written` or not) to every granule, by kind (`access_kinds`) and thread."""
+
+    def __init__(self, granules: int, slots: int, written: bool) -> None:
+        self._granules, self._slots, self._written = granules, slots, written
+        self._bits = np.zeros(granules, np.uint16)  # which kinds a granule has
+        self._tables: dict[int, tuple[int, Array, Array]] = {}  # by kind: its bit, times and records by slot, granule
+
+    def note(self, index: Index, slots: Any, times: Any, records: Any, kind: int) -> None:
+        """An access; or accesses of one kind at the granules `index`, with values for each."""
+        bit, last, noted = self._table(kind)
+        early = last[slots, index] > times  # a release's time is before those of its block since the last barrier
+        if early.any():
+            times = np.where(early, last[slots, index], times)
+            records = np.where(early, noted[slots, index], records)
+        last[slots, index], noted[slots, index] = times, records
+        self._bits[index] |= bit
+
+    def forget(self, index: Index) -> None:
+        for _, (_, last, _) in self._present(index):
+            last[:, index] = 0
+        self._bits[index] = 0
+
+    def late(self, index: Index, known: Array, misfits: Callable[[int], Array]) -> Clash | None:
+        """An access that does not happen before the clocks `known` (of all granules, or one for each), and that is by
+        one of the threads `misfits` of its kind."""
+        for kind, (_, last, noted) in self._present(index):
+            mine = misfits(kind)
+            if not mine.any():
+                continue
+            late = (last[:, index] > known) & mine[:, None]
+            if late.any():
+                at, slot = (int(v[0]) for v in np.nonzero(late.T))
+                granule = int(_granules(index)[at])
+                return Clash(granule, int(noted[slot, granule]), slot, int(last[slot, granule]), self._written)
+        return None
+
+    def refine(self, times: int) -> None:
+        self._granules *= times
+        self._bits = np.repeat(self._bits, times)
+        for kind, (bit, last, noted) in self._tables.items():
+            self._tables[kind] = bit, np.repeat(last, times, axis=1), np.repeat(noted, times, axis=1)
+
+    def widen(self, slots: int) -> None:
+        more = ((0, slots - self._slots), (0, 0))
+        self._slots = slots
+        for kind, (bit, last, noted) in self._tables.items():
+            self._tables[kind] = bit, np.pad(last, more), np.pad(noted, more)
+
+    def _present(self, index: Index) -> list[tuple[int, tuple[int, Array, Array]]]:
+        bits = int(np.bitwise_or.reduce(self._bits[index])) if self._tables else 0
+        return [(kind, table) for kind, table in self._tables.items() if table[0] & bits] if bits else []
+
+    def _table(self, kind: int) -> tuple[int, Array, Array]:
+        if kind not in self._tables:
+            shape = self._slots, self._granules
+            self._tables[kind] = 1 << len(self._tables), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        return self._tables[kind]
+
+
 class Shadow:
     """Of a region of `nbytes` bytes, for `slots` threads. Records are indices into the detector's list of accesses."""
 
@@ -38,22 +101,17 @@ class Shadow:
         n = -(-nbytes // 8)
         self.writer = np.full(n, -1, np.int16)
         self.written = np.zeros(n, np.int32)  # the writer's time
-        self.scope = np.zeros(n, np.uint8)  # of the last write, PLAIN if it was a plain one
-        self.size = np.zeros(n, np.uint8)
+        self.kind = np.zeros(n, np.uint8)  # of the last write
         self.record = np.zeros(n, np.int32)
         self.message = np.full(n, -1, np.int32)
         self.taken = np.ones(n, bool)  # a strong write's value has been read by a strong read
         self.cleared = np.zeros(n, bool)  # the last write cleared an LL word
         self.taker = np.zeros(n, np.int16)
         self.taking = np.zeros(n, np.int32)  # the first taker's time
-        self.read = np.zeros((n, slots), np.int32)  # times of the last plain reads
-        self.looked = np.zeros((n, slots), np.int32)  # and of the last strong ones
-        self.readers = np.zeros((n, slots), np.int32)  # records of the last reads of either kind
+        self.reads = LastByKind(n, slots, written=False)
+        self.displaced = LastByKind(n, slots, written=True)  # writes for which the last one does not stand
 
-    _BY_GRANULE = (
-        "writer", "written", "scope", "size", "record", "message", "taken", "cleared", "taker", "taking", "read",
-        "looked", "readers",
-    )  # fmt: skip
+    _BY_GRANULE = ("writer", "written", "kind", "record", "message", "taken", "cleared", "taker", "taking")
 
     def index(self, offsets: Array, itemsize: int) -> Index:
         """The granules of the elements at `offsets`; the granules get finer from here on if these are too coarse."""
@@ -75,16 +133,15 @@ class Shadow:
     def _refine(self, granule: int) -> None:
         times = self.granule // granule
         for name in self._BY_GRANULE:
-            setattr(self, name, np.repeat(getattr(self, name), times, axis=0))
+            setattr(self, name, np.repeat(getattr(self, name), times))
+        for last in (self.reads, self.displaced):
+            last.refine(times)
         self.granule = granule
 
     def widen(self, slots: int) -> None:
         """Make room for more threads."""
-        for name in ("read", "looked", "readers"):
-            old = getattr(self, name)
-            new = np.zeros((len(old), slots), old.dtype)
-            new[:, : self.slots] = old
-            setattr(self, name, new)
+        for last in (self.reads, self.displaced):
+            last.widen(slots)
         self.slots = slots
 
     def unordered_write(self, index: Index, known: Array) -> Array:
@@ -92,39 +149,29 @@ class Shadow:
         return self.written[index] > known[self.writer[index]]
 
     def clash_with_write(self, index: Index, unordered: Array) -> Clash:
-        granule = self._first(index, unordered)
+        granule = int(_granules(index)[unordered][0])
         return Clash(granule, int(self.record[granule]), int(self.writer[granule]), int(self.written[granule]), True)
 
-    def clash_with_read(self, index: Index, known: Array, strong: bool) -> Clash | None:
-        """A read (plain, or also strong) that does not happen before the clock `known`."""
-        late: Array = self.read[index] > known
-        if strong:
-            late = late | (self.looked[index] > known)
-        if not late.any():
-            return None
-        row, slot = (int(v[0]) for v in np.nonzero(late))
-        granule = self._first(index, np.asarray(late.any(axis=1)))
-        time = max(int(self.read[index][row, slot]), int(self.looked[index][row, slot]) if strong else 0)
-        return Clash(granule, int(self.readers[granule, slot]), slot, time, False)
-
-    def _first(self, index: Index, which: Array) -> int:
-        at = int(np.flatnonzero(which)[0])
-        return index.start + at * (index.step or 1) if isinstance(index, slice) else int(index[at])
-
-    def note_read(self, index: Index, slot: int, time: int, record: int, strong: bool) -> None:
-        (self.looked if strong else self.read)[index, slot] = time
-        self.readers[index, slot] = record
-
-    def note_write(self, index: Index, slot: int, time: int, record: int, scope: int, size: int) -> None:
+    def note_write(self, index: Index, slot: int, time: int, record: int, kind: int) -> None:
+        if scope_of(kind):
+            self._displace(index, slot, time, kind)
+        else:
+            self.displaced.forget(index)
+            self.reads.forget(index)
         self.writer[index], self.written[index] = slot, time
-        self.scope[index], self.size[index], self.record[index] = scope, size, record
+        self.kind[index], self.record[index] = kind, record
         self.message[index] = -1
         self.taken[index] = True
         self.cleared[index] = False
-        # An access ordered after this write is also ordered after the reads that precede the write.
-        self.read[index] = 0
-        if scope == PLAIN:
-            self.looked[index] = 0
+
+    def _displace(self, index: Index, slot: int, time: int, kind: int) -> None:
+        lost = (self.kind[index] != kind) | (self.writer[index] != slot) | (self.written[index] > time)
+        lost &= self.written[index] > 0
+        if lost.any():
+            at = _granules(index)[lost]
+            for other in np.unique(self.kind[at]).tolist():
+                of = at[self.kind[at] == other]
+                self.displaced.note(of, self.writer[of], self.written[of], self.record[of], other)
 
     def take(self, index: Index, slot: int, time: int) -> None:
         """A strong read of the present values."""
@@ -133,3 +180,7 @@ class Shadow:
             self.taker[index] = np.where(fresh, slot, self.taker[index])
             self.taking[index] = np.where(fresh, time, self.taking[index])
             self.taken[index] = True
+
+
+def _granules(index: Index) -> Array:
+    return np.arange(index.start, index.stop, index.step) if isinstance(index, slice) else index

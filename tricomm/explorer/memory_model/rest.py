@@ -1,0 +1,27 @@
+"""How launches leave a group's memory: words that are 0 again, and one epoch for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tricomm.explorer.memory_model.regions import Region
+from tricomm.explorer.report import diagnosis
+from tricomm.explorer.report.findings import Finding
+from tricomm.kernels import layout
+
+_AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
+
+
+def not_at_rest(arenas: list[Region], start: int = 0) -> Iterator[Finding]:
+    """What is not as launches leave it at the end: words, and epochs. `start`: the byte at which a channel begins."""
+    epochs = []
+    for region in arenas:
+        words = region.bytes[start : start + layout.HEADERS].view(np.int64)
+        epochs.append(int(words[layout.EPOCH]))
+        for word, name in _AT_REST.items():
+            if words[word]:
+                yield diagnosis.dirty_word(region.rank, name, int(words[word]))
+    if len(set(epochs)) > 1:
+        yield diagnosis.epochs_differ(epochs)
