@@ -49,7 +49,7 @@ def test_every_access_that_is_not_known_is_there(seed):
     known = np.zeros((clocks.size, clocks.size), np.int32)
     clocks.known = lambda team, slots, others, apart=None: known[slots, others]
     clocks.known_of_all = lambda team, slots, apart=None: known[slots]
-    epochs, model = Epochs(PIECES, clocks), Model(known)
+    epochs, model = Epochs(PIECES, clocks, False), Model(known)
     readers = team.slots[: (3, THREADS)[seed % 2]]  # few threads, or more than a row for a few has entries
     for time in range(1, 60):
         count = int(random.integers(1, 9))
@@ -77,7 +77,7 @@ def test_pieces_that_are_divided_keep_all_epochs_and_one_no_longer_changes_the_o
     clocks = Clocks()
     team = clocks.team(0, THREADS)
     for threads in (2, THREADS):
-        epochs = Epochs(1, clocks)
+        epochs = Epochs(1, clocks, False)
         for slot in team.slots[:threads]:
             epochs.note(team, np.array([0]), np.array([slot]), np.array([1], np.int32), int(slot), 4)
         epochs.refine(2)

@@ -380,3 +380,17 @@ def test_128_bits_are_one_access_or_two_and_never_both(store, load, kinds):
     litmus.block(0)(0, store, DATA, 7)
     litmus.block(1)(0, load, DATA)
     assert litmus.kinds == kinds
+
+
+@pytest.mark.parametrize(("first", "last"), [("st", "ld"), ("ld", "st")])
+def test_another_ranks_access_of_the_same_kind_stands_for_none_before_it(first, last):
+    """The last one's scope includes the second one, which is of its rank, and not the first."""
+    litmus = Litmus()
+    one, other, beside = litmus.block(0), litmus.block(1), litmus.block(1, number=1)
+    one(0, f"{first}.relaxed.sys.b32", DATA, 1)
+    one(0, "st.release.sys.b32", FLAG, 1)
+    assert other(0, "ld.acquire.sys.b32", FLAG) == [1]
+    other(0, f"{first}.relaxed.sys.b32", DATA, 2)
+    assert litmus.kinds == []
+    beside(0, f"{last}.relaxed.gpu.b32", DATA, 3)
+    assert litmus.kinds == ["scope"]

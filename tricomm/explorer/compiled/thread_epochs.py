@@ -84,10 +84,12 @@ class Epochs:
     stands for those before it, so whatever may meet it unordered may meet them (`EpochsByKind`).
 
     row     by piece: 0 for one epoch, n for row n of the few, -n for row n of those with an entry for each thread
+    strong  whether they have a scope: a later one of a narrow scope may include one rank's and not another's. What cta
+            includes is not told apart within a rank
     """
 
-    def __init__(self, pieces: int, clocks: Clocks) -> None:
-        self._clocks, self.used = clocks, False
+    def __init__(self, pieces: int, clocks: Clocks, strong: bool) -> None:
+        self._clocks, self._strong, self.used = clocks, strong, False
         self.slot, self.time = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
         self.record, self.kind = np.zeros(pieces, np.int32), np.zeros(pieces, np.uint8)
         self.row = np.zeros(pieces, np.int32)
@@ -100,6 +102,9 @@ class Epochs:
         repeated, single = _repeated(pieces), rows == 0
         alone = single & ~repeated
         alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces])
+        if self._strong:
+            ranks = self._clocks.rank
+            alone &= (self.time[pieces] == 0) | (ranks[slots] == ranks[self.slot[pieces]])
         if alone.all():
             self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces] = slots, times, record, kind
             return
@@ -257,7 +262,7 @@ class Epochs:
 
 class EpochsByKind:
     """`Epochs` of accesses that may stand for each other: all weak ones by plain addresses, all weak ones by multicast
-    addresses, and strong ones of one scope, size and address. An access of wide scope may meet another unordered that a
+    addresses, and strong ones of a rank, of one scope, size and address. An access of wide scope may meet another unordered that a
     narrow one before it may not."""
 
     def __init__(self, pieces: int, clocks: Clocks) -> None:
@@ -295,7 +300,7 @@ class EpochsByKind:
     def _for(self, kind: int) -> Epochs:
         number = kind if scope_of(kind) else kind & MULTICAST
         if number not in self._of_kind:
-            self._of_kind[number] = Epochs(self._pieces, self._clocks)
+            self._of_kind[number] = Epochs(self._pieces, self._clocks, scope_of(kind) > 0)
         return self._of_kind[number]
 
 

@@ -88,6 +88,8 @@ class ThreadShadow:
         as this one has."""
         if scope_of(kind):
             lost = self.unordered_write(team, pieces, slots, kind) | (self.kind[pieces] != kind)
+            ranks = self._clocks.rank
+            lost |= ranks[slots] != ranks[self.writer[pieces]]  # a narrow scope may include the one and not the other
             lost &= self.written[pieces] > 0
             if lost.any():
                 self._displace(pieces[lost])
