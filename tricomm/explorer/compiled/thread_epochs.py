@@ -262,8 +262,8 @@ class Epochs:
 
 class EpochsByKind:
     """`Epochs` of accesses that may stand for each other: all weak ones by plain addresses, all weak ones by multicast
-    addresses, and strong ones of a rank, of one scope, size and address. An access of wide scope may meet another unordered that a
-    narrow one before it may not."""
+    addresses, and strong ones of a rank, of one scope, size and address. An access of wide scope may meet another
+    unordered that a narrow one before it may not."""
 
     def __init__(self, pieces: int, clocks: Clocks) -> None:
         self._pieces, self._clocks = pieces, clocks
