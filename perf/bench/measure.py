@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from tricomm import Choice, Communicator
 from tricomm.core.fused.fused_call import FUSED
-from tricomm.errors import ResourceError
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
@@ -41,7 +42,7 @@ class Bench:
     noted: set[str] = field(default_factory=set)
 
     def skip(self, reason: str) -> None:
-        """Note, once, why something is not compared."""
+        """Note, once, why something is not measured."""
         if reason not in self.noted:
             self.noted.add(reason)
             self.note(reason)
@@ -55,8 +56,8 @@ class Bench:
 def measure(comm: Communicator, settings: Settings, baselines: Baselines, note: Note) -> Iterator[Rows]:
     """The rows of each case, size and mode, with this rank's times and its number of wrong elements.
 
-    `note` is called with each reason why a library is not compared. Raises `ResourceError` for a mode that this device
-    does not have.
+    `note` is called with each reason why a kernel is not run, or a library not compared. Raises `ResourceError` for a
+    mode that this device does not have.
     """
     for mode in settings.modes:
         timing.check_mode(mode, comm.simulated)
@@ -67,7 +68,7 @@ def measure(comm: Communicator, settings: Settings, baselines: Baselines, note: 
                 if case.collective == FUSED:
                     yield from _fused(bench, case, size, mode)
                 elif case.library == OURS:
-                    yield _ours(bench, case, size, mode)
+                    yield from _ours(bench, case, size, mode)
                 else:
                     yield from _theirs(bench, case, size, mode)
 
@@ -94,19 +95,28 @@ def _row(bench: Bench, case: Case, size: int, mode: str, algorithm: str, protoco
     return BenchRow(measured, elements, world_size, units.input_bytes(case.collective, elements, item, world_size))
 
 
-def _ours(bench: Bench, case: Case, size: int, mode: str) -> Rows:
-    comm, row = bench.comm, _row(bench, case, size, mode, "", "")
-    choice = comm.explain(
-        case.collective,
-        nbytes=row.input_bytes,
-        dtype=getattr(torch, case.dtype),
-        op=bench.settings.op,
-        algorithm=case.algorithm,
-        protocol=case.protocol,
-        mode="eager" if mode == "eager" else "graph",
-    )
-    row = _of_kernel(row, choice, registry.find(case.collective, choice.algorithm, choice.protocol), case.collective)
-    return tuple(_in_place_or_not(bench, case, row.changed(place=place)) for place in PLACES)
+def _ours(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
+    row = _row(bench, case, size, mode, "", "")
+    choice = _choice(bench, case, row, mode)
+    if choice is not None:
+        kernel = registry.find(case.collective, choice.algorithm, choice.protocol)
+        row = _of_kernel(row, choice, kernel, case.collective)
+        yield tuple(_in_place_or_not(bench, case, row.changed(place=place)) for place in PLACES)
+
+
+def _choice(bench: Bench, case: Case, row: BenchRow, mode: str, **form: Any) -> Choice | None:
+    """What the call runs; None, and the reason is noted, if these devices have not the kernel that the case forces."""
+    op = "sum" if case.collective == FUSED else bench.settings.op
+    try:
+        return bench.comm.explain(
+            case.collective, row.input_bytes, getattr(torch, case.dtype), op, algorithm=case.algorithm,
+            protocol=case.protocol, mode="eager" if mode == "eager" else "graph", **form,
+        )  # fmt: skip
+    except InvalidArgument as reason:
+        if case.algorithm is None and case.protocol is None:
+            raise
+        bench.skip(f"{case.collective} {case.algorithm or 'any'}/{case.protocol or 'any'} is not run: {reason}")
+        return None
 
 
 def _of_kernel(row: BenchRow, choice: Choice, kernel: registry.Kernel, moves: str) -> BenchRow:
@@ -132,10 +142,9 @@ def _fused(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
     row = _row(bench, replace(case, collective="all_reduce"), elements * item, mode, "", "")
     row = row.changed(collective=FUSED, op=form.name, place="out_of_place", protocol="-")
     if case.library == OURS:
-        choice = comm.explain(
-            FUSED, row.input_bytes, getattr(torch, case.dtype), algorithm=case.algorithm, protocol=case.protocol,
-            mode="eager" if mode == "eager" else "graph", hidden=case.hidden, quantize=case.quantize or None,
-        )  # fmt: skip
+        choice = _choice(bench, case, row, mode, hidden=case.hidden, quantize=case.quantize or None)
+        if choice is None:
+            return
         kernel = registry.find(FUSED if choice.fused else "all_reduce", choice.algorithm, choice.protocol)
         row = _of_kernel(row, replace(choice, algorithm=choice.counted_as), kernel, "all_reduce")
         made = fused_bench.tensors(comm, case, elements)

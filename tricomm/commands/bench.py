@@ -49,6 +49,7 @@ def bench(
     tricomm bench --collective all_reduce_rms_norm --dtype bfloat16 --hidden 8192 --against nccl,flashinfer
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
     """
+    from tricomm.errors import ResourceError
     from tricomm.kernels.left_out import left_out_lines
     from tricomm.perf.bench import session as runner
     from tricomm.perf.bench.outputs import Files, Output
@@ -82,6 +83,8 @@ def bench(
                     runner.join(settings, listener, results)
                 else:
                     runner.run(settings, world_size, listener, results)
+                if not results.rows:
+                    raise ResourceError("nothing was measured: none of the kernels that were asked for runs here")
         except KeyboardInterrupt:
             output.stop()
             output.summary(results)

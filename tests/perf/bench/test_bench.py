@@ -17,6 +17,9 @@ import pytest
 
 from tests import forked
 from tests.perf.test_workers import children, gone
+from tricomm.communicator import Communicator
+from tricomm.core import entry_guard
+from tricomm.core.planner import Planner
 from tricomm.perf import bench_row
 from tricomm.perf.bench import check_data, outputs, session
 from tricomm.perf.bench_row import BenchRow, Measurement
@@ -252,6 +255,36 @@ def test_combinations_that_are_no_kernel_are_named_beside_those_that_are_measure
     assert done.returncode == 0, done.stderr
     assert "left out: all_gather two_shot/ll: all_gather has no such kernel; there is one_shot/ll, " in done.stderr
     assert "2 ranks, 1 kernels, 1 rows" in done.stdout
+
+
+def rank_without_wide_words(emit: Any, rank: int, *rest: Any) -> None:
+    """A rank, as one on a GPU whose compiler has no 16-byte words."""
+    from tricomm.errors import InvalidArgument
+
+    real = Planner.explain
+
+    def explain(self: Planner, *args: Any, **how: Any) -> Any:
+        if how["protocol"] == "ll128":
+            raise InvalidArgument("this Triton has no wide words")
+        return real(self, *args, **how)
+
+    Communicator.explain = entry_guard.entry(explain, "_planner")
+    session.rank_main(emit, rank, *rest)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce_rms_norm"])
+def test_kernels_that_these_devices_lack_are_named_and_the_others_measured(monkeypatch, collective) -> None:
+    monkeypatch.setattr(session, "_RANK", f"{__name__}:rank_without_wide_words")
+    few = ("--collective", collective, "--sizes", "1K,2K", "--iters", "1", "--warmup", "0", "--no-check")
+    lists = ("--algorithm", "one_shot", "--protocol", "all")
+    done = _bench(*few, *lists)
+    assert done.returncode == 0, done.stderr
+    said = f"{collective} one_shot/ll128 is not run: this Triton has no wide words"
+    assert (done.stdout + done.stderr).count(said) == 1
+    assert " ll " in done.stdout and " ll128 " not in done.stdout
+    if collective == "all_gather":
+        done = _bench(*few, "--algorithm", "one_shot", "--protocol", "ll128")
+        assert done.returncode == 3 and "nothing was measured: none of the kernels" in done.stderr
 
 
 def test_a_device_that_is_not_there_is_reported() -> None:
