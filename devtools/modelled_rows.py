@@ -3,7 +3,7 @@
     python -m devtools.modelled_rows --gpu h100 --world-sizes 2,4,8 [--collective all_reduce] [--kept FILE]
 
 Every kernel of a collective is compiled, and executed with the clock of `tricomm predict --from-code`, for sizes from
-1 KiB to 16 MiB. A group may have no wide words (a Triton before 3.9), no switch that adds, or neither: a table skips
+1 KiB to 64 MiB. A group may have no wide words (a Triton before 3.9), no switch that adds, or neither: a table skips
 rows of kernels that a group lacks, so its rows choose well for each of the four. A kernel goes on to the next size if
 it is not more than 4 % slower there, and a protocol with fewer conditions is taken if it is not more than 2 % slower.
 Nothing is measured on a GPU.
@@ -29,7 +29,8 @@ COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
 )  # fmt: skip
 SIZES = tuple(
-    n << 10 for n in (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384)
+    n << 10
+    for n in (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 65536)
 )
 _LONGEST = {"ll": 4 << 20, "ll128": 4 << 20, "simple": SIZES[-1]}  # what nobody would choose takes long to execute
 _LONGEST_ONE_SHOT = 1 << 20  # of an all-reduce
@@ -70,12 +71,14 @@ def chosen_by(rows: TableRows, nbytes: int, missing: str) -> Family | None:
 
 
 def table_rows(wanted: Mapping[tuple[int, str], Family]) -> TableRows:
-    """(most bytes, kernel), in order: rows that choose as `wanted` has it, and of which none can be left out."""
+    """(most bytes, kernel), in order: rows that choose as `wanted` has it, as far as rows can, and none too many."""
     sizes = sorted({nbytes for nbytes, _ in wanted})
     rows: TableRows = []
     for nbytes in sizes:
         most = None if nbytes == sizes[-1] else nbytes
         rows += [(most, family) for family in dict.fromkeys(wanted[nbytes, missing] for missing in GROUPS)]
+    # A group may want what comes behind a kernel that it has, too: it takes that one.
+    wanted = {key: family for key in wanted if (family := chosen_by(rows, *key)) is not None}
 
     def right(some: TableRows) -> bool:
         return all(chosen_by(some, nbytes, missing) == family for (nbytes, missing), family in wanted.items())

@@ -30,6 +30,12 @@ def test_a_size_has_the_fastest_kernel_that_a_group_has():
     assert worst(TIMES, rows) == pytest.approx(9.5 / 9.3 - 1)
 
 
+def test_a_group_takes_what_comes_first_of_what_it_has():
+    """It wants the switch, and has what the others want before it."""
+    wanted = {(n, missing): SWITCH if missing == "wide" else PLAIN for n in TIMES for missing in GROUPS}
+    assert table_rows(wanted) == [(None, PLAIN)]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_choose_as_they_should_and_none_can_be_left_out(seed):
     draw = random.Random(seed)

@@ -227,7 +227,7 @@ def test_a_capture_takes_only_sizes_that_were_called_before_and_keeps_its_memory
 def test_what_a_switch_adds_is_taken_up_to_a_larger_size():
     group, _ = _pretending(Engine("vLLM", LOG))
     group._facts = engine_group.GroupFacts("cuda", 8, 1, None, "nccl", switch=True)
-    assert group._up_to("all_reduce") == f"up to {32 << 20} bytes"
+    assert group._up_to("all_reduce") == f"up to {16 << 20} bytes"
     assert group._up_to("all_gather") == f"up to {8 << 20} bytes"
     x = torch.empty(9 << 20, dtype=torch.uint8)
     assert not group.takes("all_reduce", x), "the switch adds no bytes"

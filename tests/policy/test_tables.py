@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 import tricomm
 from tests.store.store_ranks import pages, succeed
 from tricomm.errors import CollectiveMismatch, InvalidArgument, ResourceError
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.policy import selection, tuning_tables, user_tables
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 from tricomm.topology.presets import nvswitch
 
@@ -247,3 +249,12 @@ def test_ranks_with_different_tables_would_come_apart() -> None:
 def test_what_is_simulated_does_not_depend_on_the_users_tables() -> None:
     user_tables.save(TunedTable(_CPU, (TableRow("all_reduce", 2, None, "two_shot", "ll"),)))
     assert tricomm.simulate(lambda comm: comm.explain("all_reduce", nbytes=8).table, 2) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("device", "table"),
+    [("sm_80", "ampere"), ("sm_90", "hopper"), ("sm_100", "blackwell"), ("sm_103", "blackwell"), ("sm_120", "cuda")],
+)
+def test_an_architecture_has_its_table(device, table):
+    facts = SelectionFacts(device, 8, layout.plan(8, 64 << 20), 64)
+    assert selection.choose(facts, "all_reduce", 1 << 20).table == table

@@ -24,6 +24,7 @@ from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
 _SEVERAL = "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
 _NO_SUM = "batch-invariant: nothing is reduced"
+_SAME_LINKS = {"sm_103": "sm_100"}  # B300 has the links of B200
 
 
 @dataclass(frozen=True)
@@ -314,9 +315,9 @@ def table_rows(
     """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
     table for these devices. The first row decides."""
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
-    tables = [(facts.tuned_name, facts.tuned)]
+    tables, kind = [(facts.tuned_name, facts.tuned)], _SAME_LINKS.get(facts.device, facts.device)
     for table in _shipped():
-        device = table.device == facts.device or (table.device == "cuda" and facts.device != "cpu")
+        device = table.device == kind or (table.device == "cuda" and facts.device != "cpu")
         if device and table.topology in (None, facts.topology):
             tables.append((table.name, table.rows))
             break
