@@ -7,6 +7,7 @@ import io
 import os
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 
 import torch
@@ -231,7 +232,12 @@ def fails_on_its_own(rank, world_size, tell, url):
     with joined(rank, world_size, url) as comm:
         comm.all_reduce(torch.ones(LIMIT))
         inner = comm._planner.nccl._comm
-        if rank == 0:
+        left = Path(url.removeprefix("file://") + ".left")
+        if rank == 1:
+            left.touch()
+        else:
+            while not left.exists():  # else its first call may end by this error
+                time.sleep(0.01)
             inner.error = 6
         time.sleep(1.0)
         found = attempt(lambda: comm.all_reduce(torch.ones(LIMIT)))
