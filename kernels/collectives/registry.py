@@ -126,9 +126,9 @@ class Kernel:
     def why_not_ranks(self, world_size: int) -> str | None:
         """None if that many ranks can run it, else the reason."""
         if self.needs_cube and world_size != CUBE_RANKS:
-            return f"a hybrid cube mesh has {CUBE_RANKS} ranks, and {world_size} were asked for"
+            return f"a hybrid cube mesh has {CUBE_RANKS} ranks, not {world_size}"
         if self.pairwise and world_size < 2:
-            return f"a message has a sender and a receiver, so 2 ranks at least, and {world_size} was asked for"
+            return f"a message has a sender and a receiver, so 2 ranks at least, not {world_size}"
         return None
 
     def why_not_reduced(self, element: str, op: str) -> str | None:

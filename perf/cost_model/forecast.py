@@ -72,7 +72,8 @@ class Forecast:
 
 def footer(reasons: dict[str, str]) -> list[str]:
     """What stands below the tables about kernels that are left out."""
-    return [text for line in left_out_lines(reasons.items()) for text in ("#", f"# {line}")]
+    lines = [f"# {line}" for line in left_out_lines(reasons.items())]
+    return ["#", *lines] if lines else []
 
 
 def _cells(row: ForecastRow) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class MachineSpec:
     @property
     def no_switch(self) -> str:
         """Why no kernel goes through a switch here; empty if one can."""
-        return "" if self.multicast else f"{self.name} have no switch that adds and copies"
+        return "" if self.multicast else f"no switch adds and copies in a box of {self.name}"
 
     @property
     def alias_fence(self) -> float:

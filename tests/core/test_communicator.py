@@ -162,8 +162,8 @@ def test_nothing_of_a_closed_communicator_waits_for_the_garbage_collector():
         gc.enable()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_calls_that_the_switch_may_add_are_routed_as_such(beside, monkeypatch):
+@pytest.mark.parametrize("without", [None, "beside_compute", "batch_invariant"])
+def test_calls_that_the_switch_may_add_are_routed_as_such(without, monkeypatch):
     seen, decide = [], backend_choice.decide
 
     def spied(facts, *call):
@@ -171,10 +171,8 @@ def test_calls_that_the_switch_may_add_are_routed_as_such(beside, monkeypatch):
         return decide(facts, *call)
 
     monkeypatch.setattr(backend_choice, "decide", spied)
-    options = tricomm.Options(arena_bytes=256 * 1024, beside_compute=beside)
+    options = tricomm.Options(arena_bytes=256 * 1024, **({without: True} if without else {}))
     with tricomm.Communicator(HashStore(), 0, 1, "cpu", options=options) as comm:
-        assert comm.switch is not beside, "the interpreter needs no switch"
-        bound, unbound = comm.symmetric((64,), torch.float32), comm.symmetric((64,), torch.float32, multicast=False)
-        for x in (torch.ones(64), bound, unbound):
-            comm.all_reduce(x)
-    assert seen == ([False] * 3 if beside else [True, True, False])
+        assert comm.switch is (without is None), "the interpreter needs no switch"
+        comm.all_reduce(torch.ones(64))
+    assert seen == [without is None]

@@ -68,7 +68,8 @@ class Planner:
             max_registers=group.options.max_registers or MOST_REGISTERS,
             no_multicast=selection.why_not_multicast(group.device_class, group.arena.no_multicast),
         )  # fmt: skip
-        self.routes = replace(group.routes, switch=not self.site.no_multicast and not self.site.beside)
+        switch = not (self.site.no_multicast or self.site.batch_invariant or self.site.beside)
+        self.routes = replace(group.routes, switch=switch)
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.repeated: dict[Any, dict[torch.dtype, dict[int, PlansOfShape]]] = {}
         self.repeated_fused: dict[Any, Any] = {}
@@ -219,16 +220,13 @@ class Planner:
             if request.collective in REDUCTIONS and request.dtype is not None:
                 nccl.check(request.collective, request.op or "none", request.dtype)
             self._open_nccl(request)
-            route = backend_choice.decide(self.routes, *facts)
+            route = backend_choice.decide(self._routes_of(request), *facts)
         return route
 
     def _routes_of(self, request: Request) -> backend_choice.GroupFacts:
-        """The facts for a call: on one node a fused kernel is worth more than two levels without it, and the switch
-        does not reach every memory."""
-        routes = self.routes
-        if request.epilogue is not None and routes.nodes == 1:
-            routes = replace(routes, across="")
-        return replace(routes, switch=False) if routes.switch and self._no_multicast(request) else routes
+        """The facts for a call: on one node a fused kernel is worth more than two levels without it."""
+        fused = request.epilogue is not None and self.routes.nodes == 1
+        return replace(self.routes, across="") if fused else self.routes
 
     def use_levels(self, levels: TwoLevel | str) -> None:
         """From now on there are two levels, or they are missing for that reason; the same on all ranks."""

@@ -161,9 +161,8 @@ class UnitMachine:
         old, changed = self._perform(access, places)
         if self.detector is not None:
             self.detector.access(crew.maker, access, places, changed)
-        if access.writes and (changed is None or bool(changed.any())) and not _same(access, places, before, old):
-            self._wrote(task, access, places)
-        elif access.sem is not None and old is not None:
+        writes = access.writes and (changed is None or bool(changed.any()))
+        if not (writes and self._wrote(task, access, places, before, old)) and access.sem and old is not None:
             self._looked(task, crew, access, places, old)
 
     def _within_block(self, crew: Crew, access: ThreadAccess) -> None:
@@ -212,14 +211,21 @@ class UnitMachine:
             strong = writes or access.sem in ("release", "acq_rel")
             seen = b"" if old is None else old.tobytes()
             self.contention.done(task, places, strong, site, seen, access.itemsize)  # type: ignore[arg-type]
-        if writes and not _same(access, places, before, old):
-            self._wrote(task, access, places)
-        elif old is not None:
+        if not (writes and self._wrote(task, access, places, before, old)) and old is not None:
             self._looked(task, crew, access, places, old)
 
-    def _wrote(self, task: Task, access: ThreadAccess, places: list[Elements]) -> None:
-        task.forget_polls()
-        self.scheduler.wrote(_addresses(places, access))
+    def _wrote(
+        self, task: Task, access: ThreadAccess, places: list[Elements], before: Array | None, old: Array | None
+    ) -> bool:
+        """False if that has changed nothing: a loop that waits may store or exchange in each round."""
+        before = old if access.op == "exch" else before
+        if before is None or not np.array_equal(before.reshape(len(access.threads), -1), values_at(access, places)):
+            task.changed_memory()
+            self.scheduler.wrote(_addresses(places, access))
+            return True
+        if access.kind == "store":
+            task.stored_the_same(access.instruction.line, _addresses(places, access))
+        return False
 
     def _perform(self, access: ThreadAccess, places: list[Elements]) -> tuple[Array | None, Array | None]:
         """What it has read (uint8 [lanes, width]), and of a read-modify-write which lanes have changed anything."""
@@ -375,12 +381,6 @@ class Warp:
 
     def nanotime(self) -> int:
         return 100 * self._machine.scheduler.turns
-
-
-def _same(access: ThreadAccess, places: list[Elements], before: Array | None, old: Array | None) -> bool:
-    """True if a write is known to have changed nothing: a loop that waits may store or exchange in each round."""
-    before = old if access.op == "exch" else before
-    return before is not None and np.array_equal(before.reshape(len(access.threads), -1), values_at(access, places))
 
 
 def _before(task: Task, access: ThreadAccess, places: list[Elements]) -> Array | None:

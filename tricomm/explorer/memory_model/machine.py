@@ -106,8 +106,10 @@ class Machine:
             before = old.tobytes()
         # A loop that waits may store or exchange in each round. If that changes nothing, it still waits.
         if changed and (before is None or before != _values(places, access.itemsize, count)):
-            task.forget_polls()
+            task.changed_memory()
             self.scheduler.wrote(access.addresses)
+        elif access.kind == "store":
+            task.stored_the_same(site, access.addresses)
         elif old is not None:
             impatient = access.sem is not None and task.rank not in self.aborted
             if task.note_read(access, site, old, self._patience if impatient else _PATIENCE) and not self._news(task):

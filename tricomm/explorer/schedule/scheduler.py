@@ -21,7 +21,7 @@ from tricomm.kernels.launch.interpreter import Program
 from tricomm.kernels.launch.memory_access import Director
 
 _RETRIES = 8
-_PARKED_STEPS = 1000
+_PARKED_STEPS, _ALONE_STEPS = 1000, 5000
 
 
 class Strategy(Protocol):
@@ -64,6 +64,9 @@ class Scheduler:
         self._timeout, self._host_context = interpreter_timeout, host_context
         self._engaged = False
         self._gave_way: set[int] = set()
+        self._runs: Task | None = None  # while others could, since step `_since`
+        self._rests: Task | None = None  # until step `_since` + _ALONE_STEPS
+        self._since = 0
         self._launches = 0
         self._main = greenlet.getcurrent()
 
@@ -277,7 +280,13 @@ class Scheduler:
         return launch.running < self._residency or launch.has_begun(task.block)
 
     def _choose(self, ready: list[Task]) -> Task:
+        """A task that has run for long while others could rests: it may wait for one, in a loop that changes memory."""
+        if self.step - self._since >= _ALONE_STEPS:
+            self._rests, self._since = None if self._rests else self._runs, self.step
+        ready = [t for t in ready if t is not self._rests] or ready
         chosen = self._strategy.choose(self.step, self.current, ready)
+        if self._rests is None and (chosen is not self._runs or len(ready) == 1):
+            self._runs, self._since = chosen, self.step
         if chosen is not default(self.current, ready):
             self.choices.append((self.step, chosen.key))
         return chosen

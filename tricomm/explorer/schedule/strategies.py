@@ -27,25 +27,21 @@ class RandomWalk:
 class Priorities:
     """PCT (Burckhardt et al., ASPLOS'10): random priorities, and `depth` - 1 moments at which the highest drops.
 
-    Finds a bug that needs `depth` ordered events with probability at least 1 / (tasks * steps ** (depth - 1)). A task
-    that has run alone for `alone` steps drops, too: it may wait for one that is ready, in a loop that changes memory.
+    Finds a bug that needs `depth` ordered events with probability at least 1 / (tasks * steps ** (depth - 1)).
     """
 
-    def __init__(self, seed: int, depth: int, steps: int, alone: int = 5000) -> None:
+    def __init__(self, seed: int, depth: int, steps: int) -> None:
         self._random = Random(seed)
         self._drops = {self._random.randrange(1, max(2, steps)): -n for n in range(1, depth)}
         self._priority: dict[str, float] = {}
-        self._depth, self._alone, self._since = depth, alone, 0
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
         for task in ready:
             self._priority.setdefault(task.key, self._random.random() + 1)
         best = max(ready, key=self._rank_of)
-        if best is not current or len(ready) == 1:
-            self._since = step
-        if step in self._drops or step - self._since >= self._alone:
-            self._priority[best.key] = self._drops.pop(step, -self._depth - step)
-            self._since, best = step, max(ready, key=self._rank_of)
+        if step in self._drops:
+            self._priority[best.key] = self._drops.pop(step)
+            best = max(ready, key=self._rank_of)
         return best
 
     def _rank_of(self, task: Task) -> float:

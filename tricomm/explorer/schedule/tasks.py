@@ -111,6 +111,7 @@ class Task:
     repeated: list[Any] = field(default_factory=list)  # keys of `polls`, one for each read since the last new value
     retries: int = 0
     last_poll: Poll | None = None
+    stored: set[Any] = field(default_factory=set)  # where it has stored what was there, since it last changed memory
     host_site: Site = NOWHERE
     warp: int = -1
     strand: int = 0
@@ -166,9 +167,20 @@ class Task:
         return [self.polls[key] for key in dict.fromkeys(round_)]
 
     def forget_polls(self) -> None:
-        """The task has changed memory, so it is not in a polling loop."""
+        """The task has made progress, so it is not in a polling loop."""
         if self.polls:
             self.polls, self.repeated = {}, []
+
+    def changed_memory(self) -> None:
+        self.stored.clear()
+        self.forget_polls()
+
+    def stored_the_same(self, where: Any, addresses: Array) -> None:
+        """A store at `where` has changed nothing. In a loop that waits, an earlier round has made the same one."""
+        key = (where, addresses.tobytes())
+        if key not in self.stored:
+            self.stored.add(key)
+            self.forget_polls()
 
     def watches(self, low: int, high: int) -> bool:
         """True if it polls an address of `low` to `high`, or another warp of its block does."""
