@@ -13,7 +13,7 @@ from tricomm.kernels.launch import interpreter
 
 @triton.jit
 def _divide(out_ptr, count: tl.int64, room: tl.int64, UNIT: tl.constexpr):
-    number, words = chunks.alike(count, room, UNIT)
+    number, words = chunks.alike(count.to(tl.int64), room.to(tl.int64), UNIT)  # the interpreter makes them narrow
     tl.store(out_ptr, number)
     tl.store(out_ptr + 1, words)
 
