@@ -67,8 +67,8 @@ def nth(whole, number, chunk_words):
 
 @triton.jit
 def alike(count, room, unit):
-    """(chunks, the words of each but the last one): as few as `room`, a multiple of `unit`, allows, and in whole units
-    equally long. Full ones would leave a short last one, beside which the copies of the one before take longest."""
+    """(chunks, the words of each but the last one): as few chunks as `room`, a multiple of `unit`, allows, of equal
+    length in whole units. Full chunks would leave a short last one, too short to hide the copies of the one before."""
     chunks = tl.cdiv(count, room)
     words = room
     if chunks > 1:

@@ -236,7 +236,9 @@ def fails_on_its_own(rank, world_size, tell, url):
         if rank == 1:
             left.touch()
         else:
+            end = time.monotonic() + 60
             while not left.exists():  # else its first call may end by this error
+                assert time.monotonic() < end, "rank 1 does not leave its first call"
                 time.sleep(0.01)
             inner.error = 6
         time.sleep(1.0)

@@ -280,7 +280,8 @@ class Scheduler:
         return launch.running < self._residency or launch.has_begun(task.block)
 
     def _choose(self, ready: list[Task]) -> Task:
-        """A task that has run for long while others could rests: it may wait for one, in a loop that changes memory."""
+        """The strategy's choice. A task that has run for long while others could have run rests: it may wait for one of
+        them, in a loop that changes memory."""
         if self.step - self._since >= _ALONE_STEPS:
             self._rests, self._since = None if self._rests else self._runs, self.step
         ready = [t for t in ready if t is not self._rests] or ready
