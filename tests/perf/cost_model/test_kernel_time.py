@@ -25,6 +25,7 @@ _ONE_SHOT = registry.find("all_reduce", "one_shot", "ll")
 _TWO_SHOT = registry.find("all_reduce", "two_shot", "simple")
 # Every cost is another power of ten, so that a prediction spells its own formula.
 _DIGITS = MachineSpec("digits", "any", 1e-3, 1e-3, 1e-3, 1e9, hop=1.0, barrier=10.0, launch=100.0, eager=1000.0)
+_RECIPES = "yifuwang/symm-mem-recipes#3"
 
 
 def test_time_is_launch_hops_barriers_and_bytes() -> None:
@@ -108,11 +109,25 @@ def test_orders_of_kernels_are_counted_by_publication_and_by_implementation() ->
     rows = [row for row in published.MEASUREMENTS if row.nbytes in (128 << 10, 1 << 20) and row.gpu == "h100"]
     right = [kernel_time.Checked(row, row.time_us) for row in rows]
     # Of 128 KiB a publication with two implementations, one with two kernels; of 1 MiB one publication, 4 and 6 ranks.
-    assert kernel_time.orders(right) == (3, 3) and kernel_time.orders(right, one_implementation=True) == (1, 1)
+    assert kernel_time.losses(right) == [0.0] * 3 and kernel_time.losses(right, one_implementation=True) == [0.0]
     wrong = [kernel_time.Checked(row, -row.time_us) for row in rows]
     # Six ranks took as long for 1 MiB either way.
-    assert kernel_time.orders(wrong) == (1, 3) and kernel_time.orders(wrong, one_implementation=True) == (0, 1)
-    assert kernel_time.orders(right[:1]) == (0, 0)
+    assert kernel_time.losses(wrong) == pytest.approx([20.3 / 13.9 - 1, 19 / 15 - 1, 0.0])
+    assert kernel_time.losses(wrong, one_implementation=True) == pytest.approx([20.3 / 18.2 - 1])
+    assert kernel_time.losses(right[:1]) == []
+
+
+def test_the_report_says_how_much_a_wrong_order_costs() -> None:
+    rows = [row for row in published.MEASUREMENTS if row.nbytes == 256 << 10 and row.publication == _RECIPES]
+    assert sorted(row.time_us for row in rows) == [18.3, 18.7, 25.2]
+    # The second one is taken for the fastest, by 2 %, or the third, by 38 %.
+    for fastest, close, worst in ((18.7, 1, "2%"), (25.2, 0, "38%")):
+        report = kernel_time.report([kernel_time.Checked(row, abs(row.time_us - fastest)) for row in rows])
+        assert report[-2] == (
+            "fastest kernel right at 0 of 1 sizes at which one publication has several kernels, "
+            f"at most 5% slower than the fastest at {close}, at worst {worst}"
+        )
+    assert kernel_time.report([kernel_time.Checked(rows[0], 1.0)])[-1].startswith("median error ")
 
 
 def test_a_wrong_constant_shows_in_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
