@@ -16,6 +16,7 @@ from tricomm.core.launch_plan import Request
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.left_out import by_reason
 from tricomm.perf import parsing
 from tricomm.policy.row_shapes import MOST_HIDDEN
 from tricomm.policy.selection import Choice
@@ -87,13 +88,11 @@ def launched(
 ) -> RowLaunch:  # fmt: skip
     """`kernel` for `rows` rows in `mode`; `shape` (blocks, warps, tile) in place of the policy's.
 
-    Raises `InvalidArgument` if the kernel does not take such rows.
+    Raises `InvalidArgument` if the kernel does not take such rows, or no call has them.
     """
-    request = Request("all_reduce", "sum", kernel.algorithm, kernel.protocol, epilogue=form.epilogue(dtype))
-    request = request.sized(dtype, rows * form.hidden)
-    choice = fused_kernels.choose(site, request, mode)
+    choice = fitting(site, kernel, form, dtype, rows, mode)
     if isinstance(choice, str):
-        raise InvalidArgument(f"{kernel.name} of {form.name}: {choice}")
+        raise InvalidArgument(f"{kernel.name} of {choice}")
     if shape is not None:
         choice = replace(choice, blocks=shape[0], warps=shape[1], block=shape[2])
     made: list[RowLaunch] = []
@@ -101,8 +100,25 @@ def launched(
     def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: Any, aligned: bool, more: Any) -> Any:
         made.append(RowLaunch(choice, function, constexprs, bits))
 
-    fused_kernels.make(site, choice, request, aligned, mode, bind)
+    fused_kernels.make(site, choice, _request(kernel, form, dtype, rows), aligned, mode, bind)
     return made[0]
+
+
+def fitting(
+    site: SelectionFacts, kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int, mode: str = "graph"
+) -> Choice | str:  # fmt: skip
+    """How `kernel` takes such rows, or why it does not. Raises `InvalidArgument` for rows that no call has."""
+    request = _request(kernel, form, dtype, rows)
+    try:
+        choice = fused_kernels.choose(site, request, mode)
+    except InvalidArgument as error:  # what this Triton does not compile
+        return str(error)
+    return f"{form.name}: {choice}" if isinstance(choice, str) else choice
+
+
+def _request(kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int) -> Request:
+    request = Request("all_reduce", "sum", kernel.algorithm, kernel.protocol, epilogue=form.epilogue(dtype))
+    return request.sized(dtype, rows * form.hidden)
 
 
 def chosen(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -> Kernel:
@@ -114,19 +130,16 @@ def chosen(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -
     return registry.find(FUSED, choice.algorithm, choice.protocol)
 
 
-def kernels(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -> list[Kernel]:
-    """The fused kernels that take such rows. Raises `InvalidArgument` with the reasons if none does."""
-    found, reasons = [], []
-    for kernel in registry.of(FUSED, site.world_size):
-        try:
-            launched(site, kernel, form, dtype, rows)
-        except InvalidArgument as error:
-            reasons.append(str(error))
-        else:
-            found.append(kernel)
-    if not found:
-        raise InvalidArgument("; ".join(dict.fromkeys(reasons)))
-    return found
+def kernels(
+    site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int
+) -> tuple[tuple[Kernel, ...], dict[str, str]]:  # fmt: skip
+    """(the fused kernels that take such rows, by name of the others why not). Raises `InvalidArgument` with the reasons
+    if none does."""
+    each = {kernel: fitting(site, kernel, form, dtype, rows) for kernel in registry.of(FUSED, site.world_size)}
+    reasons = {kernel.name: choice for kernel, choice in each.items() if isinstance(choice, str)}
+    if len(reasons) == len(each):
+        raise InvalidArgument("; ".join(by_reason(reasons.items())))
+    return tuple(kernel for kernel in each if kernel.name not in reasons), reasons
 
 
 def call(form: RowForm, rows: int, dtype: torch.dtype, new: Callable[[int], torch.Tensor]) -> FusedCall:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
-from contextlib import ExitStack
+import sys
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ from tricomm.perf.bench_row import CSV_HEADER, PLACES, BenchRow
 from tricomm.perf.history import database, schema
 from tricomm.perf.workers import WorkerMessage
 
+STANDARD = Path("-")  # standard output instead of a file
 SIMULATED = "simulated: Triton's interpreter on a CPU"
 _NAMES = (("type", 8), ("redop", 5), ("mode", 6), ("algorithm", 9), ("protocol", 8))
 _HALF = (("time", 10, "(us)"), ("algbw", 8, "(GB/s)"), ("busbw", 8, "(GB/s)"), ("#wrong", 7, ""))
@@ -39,7 +41,7 @@ _COLUMNS = (
 class Files:
     """Open files of one run. A row is in CSV and history when `row` returns; JSON is written at the end, however.
 
-    Raises `InvalidArgument` for a file that cannot be written, before anything is measured.
+    Raises `InvalidArgument` for a file that cannot be written, or if both are `STANDARD`, before anything is measured.
     """
 
     def __init__(
@@ -50,11 +52,14 @@ class Files:
         self._open = ExitStack()
         self._csv: Any = None
         self._run: schema.Run | None = None
+        if json_file == csv_file == STANDARD:
+            raise InvalidArgument("--json - and --csv -: one of them can go to standard output; give the other a file")
         try:
-            if json_file is not None and not os.access(json_file.parent, os.W_OK):
+            if json_file not in (None, STANDARD) and not os.access(json_file.parent, os.W_OK):
                 raise InvalidArgument(f"--json {json_file}: its directory is not there or cannot be written")
             if csv_file is not None:
-                self._stream = self._open.enter_context(csv_file.open("w", newline=""))
+                file = nullcontext(sys.stdout) if csv_file == STANDARD else csv_file.open("w", newline="")
+                self._stream = self._open.enter_context(file)
                 self._csv = csv.DictWriter(self._stream, CSV_HEADER)
                 self._csv.writeheader()
         except OSError as error:
@@ -79,19 +84,27 @@ class Files:
 
     def __exit__(self, *error: object) -> None:
         if self._json is not None:
-            partial = self._json.with_name(f"{self._json.name}.part")
-            partial.write_text(json.dumps(self._results.to_json(self._settings), indent=1) + "\n")
-            os.replace(partial, self._json)
+            self._write_json(self._json)
         if self._history is not None:
             self._history.close()
         self._open.close()
 
+    def _write_json(self, file: Path) -> None:
+        text = json.dumps(self._results.to_json(self._settings), indent=1) + "\n"
+        if file == STANDARD:
+            sys.stdout.write(text)
+        else:
+            partial = file.with_name(f"{file.name}.part")
+            partial.write_text(text)
+            os.replace(partial, file)
+
 
 class Output:
-    """Prints rows as they come. `quiet`: nothing at all (a rank other than 0). `joined`: torchrun started the ranks."""
+    """Prints rows as they come. `quiet`: nothing at all (a rank other than 0). `joined`: torchrun started the ranks.
+    `aside`: to standard error, because `Files` have standard output."""
 
-    def __init__(self, settings: Settings, quiet: bool, joined: bool) -> None:
-        self._console = Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+    def __init__(self, settings: Settings, quiet: bool, joined: bool, aside: bool = False) -> None:
+        self._console = Console(stderr=aside, quiet=quiet, highlight=False, markup=False, soft_wrap=True)
         self._settings = settings
         self._collective = ""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

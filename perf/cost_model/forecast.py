@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ class ForecastRow:
 @dataclass(frozen=True)
 class Forecast:
     """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: by kernel, why these GPUs, or this
-    Triton for them, don't have it."""
+    Triton for them, don't have it, or why it does not take such rows."""
 
     machine: MachineSpec
     world_size: int
@@ -93,13 +94,16 @@ def forecast(
     wanted = parsing.parse_sizes(sizes)
     calls = [call for name in names(collective) for call in asked(machine, world_size, name, wanted, form)]
     rows = [row for call in calls for row in _at(machine, world_size, call, mode)]
-    return Forecast(machine, world_size, mode, rows, missing(machine, world_size, collective))
+    return Forecast(machine, world_size, mode, rows, missing(machine, world_size, calls))
 
 
-def missing(machine: MachineSpec, world_size: int, collectives: str) -> dict[str, str]:
-    """By name, why kernels of a comma list of collectives are left out."""
-    found = (kernel_time.left_out(machine, name, world_size) for name in names(collectives))
-    return {name: reason for each in found for name, reason in each.items()}
+def missing(machine: MachineSpec, world_size: int, calls: Sequence[AskedCall]) -> dict[str, str]:
+    """By name, why kernels of the collectives of `calls` are left out."""
+    reasons: dict[str, str] = {}
+    for collective in dict.fromkeys(call.collective for call in calls):
+        reasons |= kernel_time.left_out(machine, collective, world_size)
+    rows = {name: reason for call in calls for name, reason in call.left_out.items() if name not in reasons}
+    return reasons | rows
 
 
 def names(collectives: str) -> tuple[str, ...]:
@@ -110,7 +114,8 @@ def names(collectives: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class AskedCall:
-    """One size: `size_bytes` as nccl-tests counts it, `nbytes` of input a rank; `rows` of a fused call, else 0."""
+    """One size: `size_bytes` as nccl-tests counts it, `nbytes` of input a rank; `rows` of a fused call, else 0.
+    `left_out`: by name, why kernels do not take such rows."""
 
     name: str
     collective: str
@@ -118,6 +123,7 @@ class AskedCall:
     nbytes: int
     kernels: tuple[Kernel, ...]
     rows: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 def asked(
@@ -137,9 +143,9 @@ def asked(
     kernel_time.kernels(machine, name, world_size)  # not over all links
     found, row = [], form.hidden * ROW_TYPE.itemsize
     for rows in dict.fromkeys(form.rows(size, ROW_TYPE.itemsize) for size in sizes):
-        fitting = row_calls.kernels(timed_call.facts(machine, world_size), form, ROW_TYPE, rows)
+        fitting, others = row_calls.kernels(timed_call.facts(machine, world_size), form, ROW_TYPE, rows)
         label = f"{name} {form.name}, bfloat16"
-        found.append(AskedCall(label, name, rows * row, rows * row, tuple(fitting), rows))
+        found.append(AskedCall(label, name, rows * row, rows * row, fitting, rows, others))
     return found
 
 

@@ -20,6 +20,7 @@ from typing import Any
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.perf import parsing, text_table
+from tricomm.perf.cost_model import forecast as kernel_forecast
 from tricomm.perf.cost_model import kernel_time
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.policy import levels
@@ -29,6 +30,8 @@ _REACHED = 0.8
 _CARDS = {"v100": 12.5, "a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0, "gb200": 50.0}
 _NCCL = ((8 << 10, 45.8), (256 << 10, 87.0), (1 << 20, 115.0), (8 << 20, 251.0))
 _PUBLISHED = (("h100", "h200"), 8, 4)
+_UNKNOWN = "its times are published for 4 nodes of 8 h100 (taken for h200, too), from 8 KiB to 8 MiB"
+_STEPS = {"shards": ("reduce_scatter", "all_gather"), "leaders": ("reduce", "broadcast")}  # before and behind the nodes
 _HEADER = ("size (B)", "way", "time (us)", "inside (us)", "across (us)", "")
 
 
@@ -51,12 +54,10 @@ def predict(machine: MachineSpec, ranks: int, nodes: int, nbytes: int, form: str
     """
     if machine.name not in _CARDS:
         raise InvalidArgument(f"two levels on {machine.name}: its network cards are not known; {', '.join(_CARDS)} are")
-    shard = nbytes / ranks
-    if form == "shards":
-        steps, crossing = (("reduce_scatter", nbytes), ("all_gather", shard)), shard
-    else:
-        steps, crossing = (("reduce", nbytes), ("broadcast", nbytes)), float(nbytes)
-    inside = sum(_fastest(machine, name, ranks, size, mode) for name, size in steps)
+    crossing = nbytes / ranks if form == "shards" else float(nbytes)
+    inside = sum(
+        _fastest(machine, name, ranks, size, mode) for name, size in zip(_STEPS[form], (nbytes, crossing), strict=True)
+    )
     across = ACROSS_US + 2 * (nodes - 1) / nodes * crossing / (_CARDS[machine.name] * _REACHED) / 1e3
     chosen = levels.choose("cuda", levels.NODES, nbytes).form == form
     return TwoLevelTime(nbytes, f"two_level/{form}", inside + across, inside, across, chosen)
@@ -81,16 +82,19 @@ def _fastest(machine: MachineSpec, collective: str, ranks: int, nbytes: float, m
 
 @dataclass(frozen=True)
 class TwoLevelForecast:
-    """Every way at every size, on `nodes` nodes of `ranks` GPUs of `machine`."""
+    """Every way at every size, on `nodes` nodes of `ranks` GPUs of `machine`. `left_out`: by name, why a kernel is not
+    used inside a node, or why there is no time of NCCL."""
 
     machine: MachineSpec
     ranks: int
     nodes: int
     mode: str
     rows: list[TwoLevelTime]
+    left_out: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         facts = {"schema": 1, "predicted": True, "machine": asdict(self.machine), "nodes": self.nodes}
+        facts["left_out"] = self.left_out
         return {**facts, "ranks": self.ranks, "mode": self.mode, "results": [asdict(row) for row in self.rows]}
 
     def lines(self) -> list[str]:
@@ -102,7 +106,8 @@ class TwoLevelForecast:
             times = [f"{time:.1f}" for time in (row.time_us, row.inside_us, row.across_us)]
             cells.append((str(row.nbytes), row.way, *times, marks))
         head = f"# {self.nodes} nodes of {self.ranks} x {self.machine.name}, {self.mode} mode; predicted, not measured"
-        return [head, *text_table.lines(_HEADER, cells, right=("size (B)", "time (us)", "inside (us)", "across (us)"))]
+        table = text_table.lines(_HEADER, cells, right=("size (B)", "time (us)", "inside (us)", "across (us)"))
+        return [head, *table, *kernel_forecast.footer(self.left_out)]
 
 
 def check(nodes: int, collective: str, quantize: str | None, from_code: bool) -> None:
@@ -124,8 +129,13 @@ def check(nodes: int, collective: str, quantize: str | None, from_code: bool) ->
 def forecast(gpu: str, ranks: int, nodes: int, sizes: str, mode: str) -> TwoLevelForecast:
     """The times of an all_reduce in both forms, and NCCL's. Raises `InvalidArgument` as `predict`."""
     machine, rows = kernel_time.find(gpu), []
+    left_out: dict[str, str] = {}
+    for name in dict.fromkeys(name for steps in _STEPS.values() for name in steps):
+        left_out |= kernel_time.left_out(machine, name, ranks)
     for nbytes in parsing.parse_sizes(sizes):
         rows += [predict(machine, ranks, nodes, nbytes, form, mode) for form in levels.FORMS]
         known = nccl(machine, ranks, nodes, nbytes)
         rows += [known] if known is not None else []
-    return TwoLevelForecast(machine, ranks, nodes, mode, rows)
+        if known is None:
+            left_out["nccl"] = _UNKNOWN
+    return TwoLevelForecast(machine, ranks, nodes, mode, rows, left_out)

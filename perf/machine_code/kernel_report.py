@@ -128,14 +128,17 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
 
 
 def left_out(archs: tuple[str, ...], name: str | None = None) -> list[str]:
-    """A line for each reason for which this Triton does not compile kernels for an architecture, with their names."""
+    """A line for each reason for which this Triton does not compile kernels for an architecture, or a fused kernel does
+    not take some rows, with the kernels' names."""
     asked = [k for k in KERNELS if name in (None, k.name)]
-    return left_out_lines(
-        (k.name, f"{arch}: {reason}")
-        for arch in archs
-        for k in asked
-        if (reason := k.why_not_compiled(int(arch.removeprefix("sm_")))) is not None
-    )
+    reasons = [(k.name, arch, k.why_not_compiled(int(arch.removeprefix("sm_")))) for arch in archs for k in asked]
+    refused = {(named, arch) for named, arch, reason in reasons if reason}
+    for k, quantize in itertools.product(asked, ("", *QUANTIZATIONS)):
+        form = RowForm(quantize=quantize)
+        fitting = [arch for arch in archs if k in registry.FUSED and (k.name, arch) not in refused]
+        found = [(k.name, arch, row_calls.fitting(_site(arch, 8), k, form, torch.bfloat16, _ROWS)) for arch in fitting]
+        reasons += [(named, arch, why) for named, arch, why in found if isinstance(why, str)]
+    return left_out_lines((named, f"{arch}: {reason}") for named, arch, reason in reasons if reason)
 
 
 def _of(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[Variant]:
@@ -161,11 +164,10 @@ def _of_rows(kernel: registry.Kernel, arch: str, everything: bool) -> Iterator[V
     for world_size, dtype, aligned in facts if everything else ((8, "bfloat16", True),):
         for quantize in ("", *QUANTIZATIONS):
             form = RowForm(quantize=quantize)
-            try:
-                choice = row_calls.launched(_site(arch, world_size), kernel, form, getattr(torch, dtype), _ROWS).choice
-            except InvalidArgument:  # planes of ll128 that divide blocks of nvfp4
-                continue
-            yield Variant(kernel.name, arch, dtype, "sum", world_size, aligned, choice.block, choice.warps, form.name)
+            choice = row_calls.fitting(_site(arch, world_size), kernel, form, getattr(torch, dtype), _ROWS)
+            if not isinstance(choice, str):
+                shape = choice.block, choice.warps
+                yield Variant(kernel.name, arch, dtype, "sum", world_size, aligned, *shape, form.name)
 
 
 def _site(arch: str, world_size: int) -> SelectionFacts:

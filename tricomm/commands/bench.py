@@ -10,7 +10,7 @@ import click
 
 from tricomm.commands.common import INTERRUPTED, WRONG, check_row_options, errors_told, joined, usage
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
+_FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 
 
 @click.command()
@@ -30,8 +30,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare results exactly.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--timeout", type=click.FloatRange(1, 86400), default=300.0, show_default=True, help="Silent seconds.")
-@click.option("--json", "json_file", type=_FILE, help="Write rows there too, what there is of them in any case.")
-@click.option("--csv", "csv_file", type=_FILE, help="Write rows there too, each when it is measured.")
+@click.option("--json", "json_file", type=_FILE, help="Write rows there too, at the end, in any case; - is stdout.")
+@click.option("--csv", "csv_file", type=_FILE, help="Write rows there too, each when it is measured; - is stdout.")
 @click.option("--history/--no-history", default=True, show_default=True, help="Append rows to the history.")
 @click.pass_context
 def bench(
@@ -52,7 +52,7 @@ def bench(
     from tricomm.errors import ResourceError
     from tricomm.kernels.left_out import left_out_lines
     from tricomm.perf.bench import session as runner
-    from tricomm.perf.bench.outputs import Files, Output
+    from tricomm.perf.bench.outputs import STANDARD, Files, Output
     from tricomm.perf.history import database as past
 
     world_size, started, quiet = joined(nproc)
@@ -66,7 +66,8 @@ def bench(
         record = past.open_history(say=lambda text: click.echo(text, err=True)) if history and not quiet else None
         return Files(settings, results, None if quiet else json_file, None if quiet else csv_file, record)
 
-    with usage(files) as written, Output(settings, quiet, started) as output:
+    aside = STANDARD in (json_file, csv_file)
+    with usage(files) as written, Output(settings, quiet, started, aside) as output:
 
         def header(record: dict[str, Any]) -> None:
             output.header(record)

@@ -22,7 +22,7 @@ from tricomm.core import entry_guard
 from tricomm.core.planner import Planner
 from tricomm.perf import bench_row
 from tricomm.perf.bench import check_data, outputs, session
-from tricomm.perf.bench_row import BenchRow, Measurement
+from tricomm.perf.bench_row import CSV_HEADER, BenchRow, Measurement
 from tricomm.perf.history import database
 
 _HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
@@ -163,6 +163,15 @@ def _ranks_of(command: int) -> set[int]:
     return ranks
 
 
+def test_rows_go_to_standard_output_alone_and_the_table_beside_it() -> None:
+    call = ("--sizes", "1K", "--iters", "1", "--warmup", "0", "--no-check")
+    done = _bench(*call, "--json", "-")
+    assert len(json.loads(done.stdout)["results"]) == 1 and "# tricomm bench" in done.stderr, done.stderr
+    done = _bench(*call, "--csv", "-")
+    lines = done.stdout.splitlines()
+    assert lines[0] == ",".join(CSV_HEADER) and len(lines) == 3 and "# tricomm bench" in done.stderr, done.stdout
+
+
 def _ended(ranks: set[int]) -> bool:
     end = time.monotonic() + 10
     while not all(map(gone, ranks)) and time.monotonic() < end:
@@ -234,6 +243,7 @@ def test_a_wrong_result_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--against", "mpi"], "there is nccl, gloo, symm_mem"),
         (["--json", "/nowhere/rows.json"], "its directory is not there"),
         (["--csv", "/nowhere/rows.csv"], "No such file"),
+        (["--json", "-", "--csv", "-"], "one of them can go to standard output"),
         (["--quantize", "fp8"], "--quantize: only rows of all_reduce_rms_norm have that, and asked for is all_reduce;"),
         (["--collective", "all", "--hidden", "64"], "--hidden: only rows of all_reduce_rms_norm have that"),
         (["--collective", "all_reduce_rms_norm", "--quantize", "nvfp4", "--hidden", "1000"],

@@ -197,6 +197,16 @@ def test_what_the_gpus_or_this_triton_lack_is_left_out_by_name_and_never_the_fas
     ]  # fmt: skip
 
 
+def test_a_kernel_that_does_not_take_such_rows_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    _any_triton(monkeypatch, {wide_words: None, multimem: None})
+    asked = ("--collective", "all_reduce_rms_norm", "--quantize", "nvfp4", "--sizes", "16K,512K")
+    output = _predict(*asked).output
+    refused = "# left out: all_reduce_rms_norm_two_shot_ll128: nvfp4@8192: two_shot/ll128: planes of a row of 8192"
+    assert output.splitlines()[-1].startswith(refused) and output.count("left out") == 1, output
+    none = " ".join(_predict("--collective", "all_reduce_rms_norm", "--hidden", "32768").output.split())
+    assert none.count("norm@32768: ") == 1 and "all_reduce_rms_norm_one_shot_ll, all_reduce_rms_norm_" in none
+
+
 def test_what_older_gpus_lack_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     _any_triton(monkeypatch, {multimem: None})
     last = {gpu: _predict("--gpu", gpu, "--world-size", "4", "--sizes", "1K").output for gpu in ("a100", "v100")}

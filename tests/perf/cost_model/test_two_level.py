@@ -35,6 +35,15 @@ def test_the_command():
     assert said["predicted"] and {row["way"] for row in said["results"]} == {
         "two_level/shards", "two_level/leaders", "nccl",
     }  # fmt: skip
+    assert "nccl" not in said["left_out"]
+
+
+def test_what_is_left_out_is_named():
+    text = CliRunner().invoke(cli, ["predict", "--nodes", "2", "--gpu", "a100", "--sizes", "8K"]).output
+    assert "left out: nccl: its times are published for 4 nodes of 8 h100" in text
+    assert (
+        "left out: reduce_scatter_multicast_simple, all_gather_multicast_simple, broadcast_multicast_simple: " in text
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from tests.marks import compiles, most, some
 from tricomm.cli import cli
 from tricomm.commands import common
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.device.packing import load_words, store_words
@@ -70,11 +71,11 @@ def test_each_kernel_keeps_to_the_bars(variant: Variant) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("arch", kernel_report.ARCHITECTURES)
-@pytest.mark.parametrize("kernel", [k.name for k in kernel_report.KERNELS if compiles(k)])
-def test_all_variants(kernel: str, arch: str) -> None:
-    if kernel_report.left_out((arch,), kernel):
+@pytest.mark.parametrize("kernel", [k for k in kernel_report.KERNELS if compiles(k)], ids=lambda kernel: kernel.name)
+def test_all_variants(kernel: registry.Kernel, arch: str) -> None:
+    if kernel.why_not_compiled(int(arch.removeprefix("sm_"))) is not None:
         pytest.skip("refused by name")
-    found = kernel_report.examine_all(kernel_report.variants((arch,), kernel, everything=True))
+    found = kernel_report.examine_all(kernel_report.variants((arch,), kernel.name, everything=True))
     broken = {str(report.variant): bad for report in found if (bad := kernel_report.check(report))}
     assert broken == {}
 
@@ -205,6 +206,15 @@ def test_unknown_names_are_refused_with_those_that_exist() -> None:
     with pytest.raises(InvalidArgument, match=told):
         kernel_report.variants(("sm_80",), "all_reduce_multicast_simple")
     assert kernel_report.left_out(("sm_90", "sm_80"), "all_reduce_one_shot_ll") == []
+
+
+@pytest.mark.skipif(not compiles(registry.find(FUSED, "two_shot", "ll128")), reason="refused by name as a whole")
+def test_rows_that_a_fused_kernel_does_not_take_are_named() -> None:
+    name = "all_reduce_rms_norm_two_shot_ll128"
+    forms = [variant.form for variant in kernel_report.variants(("sm_90",), name)]
+    assert forms == ["norm@8192", "fp8@8192", "fp8_per_token@8192"]
+    (line,) = kernel_report.left_out(("sm_90",), name)
+    assert line.startswith(f"left out: {name}: sm_90: nvfp4@8192: two_shot/ll128: planes of a row of 8192 begin ")
 
 
 def test_all_variants_are_all_types_operations_worlds_and_alignments() -> None:
