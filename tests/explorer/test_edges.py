@@ -15,7 +15,7 @@ from tricomm.cli import main
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import campaign
 from tricomm.explorer.report.report import Report
-from tricomm.explorer.schedule import contention
+from tricomm.explorer.schedule import contention, scheduler
 
 
 @triton.jit
@@ -94,6 +94,45 @@ def test_a_loop_that_gives_up_is_seen_to_give_up():
     assert report.findings and report.findings[0].kind == "wrong_result" and "gave up" in report.findings[0].text
     again = campaign.replay(report, fn)
     assert [f.key for f in again[0]] == [report.findings[0].key]
+
+
+@triton.jit
+def scale(factor, out, rounds):
+    """Loads one word of symmetric memory again in every round."""
+    total = 0
+    for n in range(rounds):
+        total += n * tl.load(factor)
+    tl.store(out, total)
+
+
+@triton.jit
+def wait_by_plain_loads(memory):
+    while tl.load(memory) == 0:
+        pass
+
+
+def test_a_loop_that_loads_one_word_again_and_again_is_no_wait(monkeypatch, unshrunk):
+    def fn(comm):
+        memory, out = comm.symmetric((1,), torch.int32), torch.full((1,), -1, dtype=torch.int32)
+        memory.local.fill_(2 + comm.rank)
+        comm.launch(scale, 1, memory.local, out, 300)
+        assert out.item() == 299 * 300 // 2 * (2 + comm.rank)
+
+    assert tricomm.check(fn, 2, schedules=2).ok
+    monkeypatch.setattr(scheduler, "_WEAK_RETRIES", scheduler._RETRIES)
+    (finding,) = tricomm.check(fn, 2, schedules=2).findings
+    assert finding.kind == "deadlock"
+
+
+def test_a_loop_of_plain_loads_without_an_end_is_named(monkeypatch, unshrunk):
+    monkeypatch.setattr(scheduler, "_WEAK_RETRIES", 200)
+
+    def fn(comm):
+        memory = comm.symmetric((1,), torch.int32).local.zero_()
+        comm.launch(wait_by_plain_loads, 1, memory)
+
+    (finding,) = tricomm.check(fn, 2, schedules=1).findings
+    assert finding.kind == "deadlock" and "wait_by_plain_loads waits at " in finding.text
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.interpreter import Program
 from tricomm.kernels.launch.memory_access import Director
 
-_RETRIES = 8
+_RETRIES, _WEAK_RETRIES = 8, 2000  # of a loop with a strong load, which waits; of one without
 _PARKED_STEPS, _ALONE_STEPS = 1000, 5000
 
 
@@ -295,7 +295,8 @@ class Scheduler:
     def _retry(self) -> bool:
         """A loop that ends after a few reads is not a poll, so parked tasks get another round: a whole one, because
         another warp of the block may wait at the round's end, for it has seen what this one has not."""
-        again = [t for t in self.blocks if t.state is State.PARKED and t.retries < _RETRIES]
+        parked = [task for task in self.blocks if task.state is State.PARKED]
+        again = [task for task in parked if task.retries < (_RETRIES if task.waits_strongly() else _WEAK_RETRIES)]
         for task in again:
             if task.waits is None:
                 del task.repeated[len(task.repeated) - len(task.loop()) :]

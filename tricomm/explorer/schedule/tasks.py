@@ -166,6 +166,11 @@ class Task:
         round_ = before[len(before) - 1 - before[::-1].index(last) :]
         return [self.polls[key] for key in dict.fromkeys(round_)]
 
+    def waits_strongly(self) -> bool:
+        """True at a barrier, and in a loop with a strong load; one without may end by itself: such a load is no way to
+        wait."""
+        return self.waits is not None or any(poll.access.sem is not None for poll in self.loop())
+
     def forget_polls(self) -> None:
         """The task has made progress, so it is not in a polling loop."""
         if self.polls:
