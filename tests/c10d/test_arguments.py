@@ -2,6 +2,7 @@
 
 import errno
 import mmap
+import warnings
 from datetime import timedelta
 
 import pytest
@@ -16,6 +17,12 @@ from tricomm.c10d.process_group import TricommGroup
 
 ones = torch.ones
 GAPS = ones(4, 2).t()
+
+
+def quantised():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch will drop them
+        return torch.quantize_per_tensor(ones(3), 0.1, 0, torch.qint8)
 
 
 @pytest.fixture
@@ -62,6 +69,11 @@ REFUSED = {
     "op": (lambda g: g.allreduce([ones(1)], "sum"), "ReduceOp is needed"),
     "op of floats": (lambda g: g.allreduce([ones(1)], dist.ReduceOp.BAND), "band needs an integer or bool tensor"),
     "op of complex": (lambda g: g.allreduce([ones(1) * 1j], dist.ReduceOp.MAX), "complex numbers have no order"),
+    "scaled integers": (
+        lambda g: g.allreduce([ones(1).int()], dist._make_nccl_premul_sum(2.0)),
+        "PREMUL_SUM of torch.int32 is not defined; use a float",
+    ),
+    "quantised": (lambda g: g.allreduce([quantised()]), "scales of its own; pass x.dequantize"),
     "shared elements": (lambda g: g.allreduce([ones(1).expand(3)]), "share memory.*contiguous"),
     "peer": (lambda g: g.send([ones(1)], 4, 0), r"rank 4 is not in 0..0"),
     "itself": (lambda g: g.recv([ones(1)], 0, 0), "this rank itself; copy"),

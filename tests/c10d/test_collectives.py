@@ -6,7 +6,7 @@ from tests import ranks
 from tests.c10d.bodies import collective_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
 
-EACH = [bodies.uneven, bodies.strided, bodies.coalesced, bodies.points]
+EACH = [bodies.uneven, bodies.strided, bodies.coalesced, bodies.points, bodies.premultiplied, bodies.one_element]
 # Interpreted, a call takes long: of all pairs of type and shape, or operation, so many that each of either is there.
 REST = pytest.param("kernels", 1, marks=pytest.mark.soak)
 SHAPES = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 4), REST])

@@ -78,3 +78,16 @@ def test_an_infinite_half_of_a_complex_number_leaves_the_other_half_alone(dtype,
     reduce_into(op, parts, out)
     assert out.imag.tolist() == ([1.0, 3.0] if op == "sum" else [0.5, 1.5]) and out.real[0] == float("inf")
     assert torch.equal(out, reduced(op, parts))
+
+
+def test_an_operation_that_is_not_known_is_refused():
+    with pytest.raises(InvalidArgument, match="premul_sum is not defined on the CPU; there is sum, "):
+        reduce_into("premul_sum", [torch.ones(2), torch.ones(2)], torch.empty(2))
+
+
+def test_floats_without_a_sign_are_no_unsigned_integers():
+    parts = [torch.tensor([1.0, 4.0, 0.5]).to(torch.float8_e8m0fnu) for _ in range(2)]
+    for op, want in (("sum", [2.0, 8.0, 1.0]), ("max", [1.0, 4.0, 0.5]), ("prod", [1.0, 16.0, 0.25])):
+        out = torch.empty_like(parts[0])
+        reduce_into(op, parts, out)
+        assert out.float().tolist() == want

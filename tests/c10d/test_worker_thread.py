@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tricomm.c10d import worker_thread as module
+from tricomm.c10d.work_handles import PendingWork
 from tricomm.c10d.worker_thread import CallQueue
 from tricomm.errors import GroupAborted
 
@@ -236,3 +237,13 @@ def test_a_future_that_its_user_completes_spoils_no_other_call(calls):
 def test_a_group_that_made_no_call_is_closed_without_a_thread(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("a thread starts"))
     CallQueue("unused").close()
+
+
+def test_a_work_is_complete_when_its_future_is(monkeypatch):
+    """A waiter of the future may go on before the future's callbacks, one of which opens the latch, have run."""
+    work = PendingWork("a call", [torch.ones(1)], lambda error: None)
+    future = work.get_future()
+    monkeypatch.setattr(work._over, "open", lambda: None)
+    assert not work.is_completed() and not work.is_success()
+    work.finish()
+    assert future.done() and work.is_completed() and work.is_success()

@@ -33,7 +33,8 @@ _BLOCK = 32768  # elements: they stay in the cache, and torch starts no threads 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """A contiguous 1-dimensional tensor's memory as bytes."""
-    return x.view(torch.uint8)
+    # One element is contiguous with any stride, and torch looks at the stride.
+    return (x.as_strided((1,), (1,)) if x.numel() == 1 else x).view(torch.uint8)
 
 
 def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
@@ -47,7 +48,12 @@ def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
 
 
 def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the reduction of the ranks' 1-dimensional `parts`, in their order, to `out`, which may be one of them."""
+    """Write the reduction of the ranks' 1-dimensional `parts`, in their order, to `out`, which may be one of them.
+
+    Raises `InvalidArgument` for an operation or a type that is not defined here.
+    """
+    if op not in _IN_PLACE and op not in ("avg", "min", "max"):
+        raise InvalidArgument(f"{op} is not defined on the CPU; there is {', '.join(_IN_PLACE)}, avg, min and max")
     if out.dtype.is_complex and op in ("sum", "avg"):
         # As the kernels do it, by halves: torch's own sum makes a NaN of the other half of an infinity.
         parts, out = [_halves(part) for part in parts], _halves(out)
@@ -89,7 +95,7 @@ def _block(op: str, parts: list[torch.Tensor], out: torch.Tensor, dtype: torch.d
         total = _mean(total, len(parts), dtype)
     if flip:
         total ^= _SIGN
-    if wide is not None and not dtype.is_signed:
+    if wide is not None and not dtype.is_signed and not dtype.is_floating_point:
         total &= (1 << 8 * dtype.itemsize) - 1
     if dtype == torch.float8_e4m3fn:
         total.clamp_(-_E4M3_MOST, _E4M3_MOST)

@@ -25,6 +25,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.store.control import Descriptor, PackedDescriptor
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_SCALED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by `PREMUL_SUM`
 OPERATIONS = arguments.REDUCE_OPS | {"PREMUL_SUM": "premul_sum"}
 
 
@@ -128,14 +129,23 @@ def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None)
     return made
 
 
-def premultiplied(x: torch.Tensor, op: Any) -> tuple[torch.Tensor, str]:
-    """The tensor and the operation's name; on the CPU a `PREMUL_SUM` multiplies here, because Gloo has none."""
-    name = operation(op)
-    if name == "premul_sum" and x.device.type == "cpu":
-        factor = op.__getstate__()[1]
-        x.data.mul_(factor)
-        return x, "sum"
-    return x, name
+def premultiply(call: GroupCall, op: Any, rank: int) -> None:
+    """On the CPU, where neither a kernel nor Gloo has `PREMUL_SUM`, make it a sum of scaled copies.
+
+    Raises `InvalidArgument` for a type that NCCL does not scale either.
+    """
+    if call.op != "premul_sum" or call.device.type != "cpu" or call.x is None:
+        return
+    if call.dtype not in _SCALED:
+        raise InvalidArgument(
+            f"{call.collective}: PREMUL_SUM of {call.dtype} is not defined; use a float tensor, or scale it and sum"
+        )
+    scaled = (call.x * op.__getstate__()[1]).to(call.dtype)
+    if call.out is call.x:
+        call.out, put = scaled, partial(_put, call.keep[0], scaled)
+        call.finish = put if call.collective != "reduce" or call.root == rank else lambda: None
+    call.x, call.op, call.handle = scaled, "sum", None
+    call.keep.append(scaled)
 
 
 def single_tensor(tensors: Any, what: str) -> torch.Tensor:
@@ -151,7 +161,9 @@ def checked_tensor(x: Any, what: str) -> torch.Tensor:
     if not isinstance(x, torch.Tensor):
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
     check_not_wrapper(x, what)
-    if x.layout in _UNSUPPORTED or x.is_nested or x.is_quantized:
+    if x.is_quantized:
+        raise InvalidArgument(f"{what}: a quantised tensor has scales of its own; pass x.dequantize() or x.int_repr()")
+    if x.layout in _UNSUPPORTED or x.is_nested:
         raise InvalidArgument(f"{what}: a dense tensor is needed, found layout {x.layout}; pass x.to_dense()")
     if x.device.type == "meta":
         raise InvalidArgument(f"{what}: a meta tensor has no data; materialise it first")

@@ -105,7 +105,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         if x is not None and x.layout != torch.strided and x.device.type == "cpu":
             call = GroupCall("all_reduce_sparse", op=group_calls.operation(opts.reduceOp), result=[x], keep=[x])
         else:
-            x, op = group_calls.premultiplied(group_calls.single_tensor(tensors, "all_reduce"), opts.reduceOp)
+            x, op = group_calls.single_tensor(tensors, "all_reduce"), group_calls.operation(opts.reduceOp)
             call = group_calls.in_place("all_reduce", x, op, result=tensors)
         return self._submit([call], opts, ("allreduce",), tensors, opts)
 
@@ -128,7 +128,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts = group_calls.options(c10d.ReduceOptions, opts, "rootRank", timeout)
         if op is not None:
             opts.reduceOp = op
-        x, name = group_calls.premultiplied(group_calls.single_tensor(tensors, "reduce"), opts.reduceOp)
+        x, name = group_calls.single_tensor(tensors, "reduce"), group_calls.operation(opts.reduceOp)
         call = group_calls.in_place("reduce", x, name, self._checked_root(opts, "reduce"), result=tensors)
         return self._submit([call], opts, ("reduce",), tensors, opts)
 
@@ -319,6 +319,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         timeout = None if limit_seconds(opts.timeout) is None else opts.timeout
         for call in batch:
             call.timeout, call.async_op = timeout, opts.asyncOp
+            group_calls.premultiply(call, getattr(opts, "reduceOp", None), self.rank())
         device = batch[0].device
         if any(call.device != device for call in batch):
             raise InvalidArgument(f"{batch[0].collective}: tensors of several devices in one call; make one call each")

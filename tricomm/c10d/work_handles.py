@@ -140,10 +140,11 @@ class PendingWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._over.is_open
+        # A future's waiter may go on before the future's callbacks run.
+        return self._over.is_open or any(promise.future.done() for promise in list(self._promises.values()))
 
     def is_success(self) -> bool:
-        return self._over.is_open and self._error is None
+        return self.is_completed() and self._error is None
 
     def exception(self) -> Any:
         return self._error

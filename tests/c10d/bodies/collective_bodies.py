@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from tests.c10d.bodies.groups import default_group, of, poisoned, same
+from tricomm.errors import CollectiveMismatch
 
 TYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -59,6 +60,77 @@ def reductions(rank, world_size, tell, url, route, step=1):
             dist.reduce_scatter_tensor(out, wide[rank].clone(), kind)
             if not same(out, wanted(wide, op, dtype)[3 * rank : 3 * rank + 3]):
                 wrong.append(("reduce_scatter", str(dtype), op))
+    return wrong
+
+
+def premultiplied(rank, world_size, tell, url, route):
+    """PREMUL_SUM by every call that reduces. What is no output, or is refused, keeps its values."""
+    wrong, factor = [], 4.0
+    with default_group(rank, world_size, url, route) as group:
+
+        def check(what, found, want):
+            if not same(found, want):
+                wrong.append(f"{what}: {found.tolist()} and not {want.tolist()}")
+
+        op = dist._make_nccl_premul_sum(factor)
+        for call, dtype in enumerate((torch.float32, torch.float64, torch.float16, torch.bfloat16)):
+            parts = [of(r, (2 * world_size,), dtype, call) for r in range(world_size)]
+            total = wanted([factor * part for part in parts], "SUM", dtype)
+            mine = slice(2 * rank, 2 * rank + 2)
+            x, spread = parts[rank].clone(), torch.zeros(2 * world_size, 2, dtype=dtype)
+            dist.all_reduce(x, op)
+            check("all_reduce", x, total)
+            spread[:, 0] = parts[rank]
+            dist.all_reduce(spread[:, 0], op)
+            check("all_reduce with gaps", spread[:, 0], total)
+            x = parts[rank].clone()
+            dist.reduce(x, 1, op)
+            check("reduce", x, total if rank == 1 else parts[rank])
+            y = poisoned((2,), dtype)
+            dist.reduce_scatter(y, list(parts[rank].clone().chunk(world_size)), op)
+            check("reduce_scatter", y, total[mine])
+            y, x = poisoned((2,), dtype), parts[rank].clone()
+            dist.reduce_scatter_tensor(y, x, op)
+            check("reduce_scatter_tensor", y, total[mine])
+            check("its input", x, parts[rank])
+            several = [parts[rank].clone(), parts[rank][:3].clone()]
+            opts = dist.AllreduceCoalescedOptions()
+            opts.reduceOp = op
+            group.allreduce_coalesced(several, opts).wait()
+            check("all_reduce_coalesced", torch.cat(several), torch.cat([total, total[:3]]))
+            ys = [poisoned((2,), dtype), poisoned((1,), dtype)]
+            opts = dist.ReduceScatterOptions()
+            opts.reduceOp = op
+            group.reduce_scatter_tensor_coalesced(
+                ys, [parts[rank].clone(), parts[rank][:world_size].clone()], opts
+            ).wait()
+            check("reduce_scatter_tensor_coalesced", torch.cat(ys), torch.cat([total[mine], total[rank : rank + 1]]))
+        x = torch.full((2 + rank % 2,), 3.0)
+        try:
+            dist.all_reduce(x, op)
+            wrong.append("ranks with other counts")
+        except CollectiveMismatch:
+            check("after a mismatch", x, torch.full_like(x, 3.0))
+    return wrong
+
+
+def one_element(rank, world_size, tell, url, route):
+    """One element is contiguous with any stride."""
+    wrong = []
+    with default_group(rank, world_size, url, route):
+        total = torch.tensor([sum(range(1, world_size + 1))])
+        for dtype in (torch.float32, torch.int16, torch.bool, torch.uint64, torch.complex64):
+            x = torch.full((3, 4), rank + 1).to(dtype)
+            dist.all_reduce(x[:1, 1])
+            wrong += [] if same(x[:1, 1], total.to(dtype)) else [f"all_reduce of {dtype}"]
+            rows = [poisoned((3, 2), dtype)[:1, 0] for _ in range(world_size)]
+            dist.all_gather(rows, torch.full((3, 4), rank + 1).to(dtype)[:1, 1])
+            if not same(torch.cat(rows), torch.arange(1, world_size + 1).to(dtype)):
+                wrong.append(f"all_gather of {dtype}")
+        z = torch.tensor([1 + (2 + rank) * 1j])
+        dist.all_reduce(z.conj().imag)
+        want = 1 + sum(2 + r for r in range(world_size)) * 1j
+        wrong += [] if same(z, torch.tensor([want])) else [f"the negative of a half: {z}"]
     return wrong
 
 
