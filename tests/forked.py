@@ -71,6 +71,11 @@ def script(*arguments: str, env: Mapping[str, str] | None = None, timeout: float
         return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
 
 
+def python_path() -> str:
+    """`PYTHONPATH` with this checkout first: what else is on it stays, such as another version of Triton."""
+    return os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def for_workers(started: list[Any] | None = None) -> SimpleNamespace:
     """In place of the module `subprocess` of tricomm.perf.workers. The processes are added to `started`."""
 

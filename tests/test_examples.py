@@ -37,7 +37,7 @@ TORCHRUN = [
 
 def run(command: list[str], real: bool = False, **more: str) -> str:
     """`real`: by a Python that starts as a user's does."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
+    env = {**os.environ, "PYTHONPATH": forked.python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
     if real:
         command = [sys.executable, *command]
         done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, cwd=ROOT)
@@ -51,7 +51,8 @@ def run(command: list[str], real: bool = False, **more: str) -> str:
 def test_an_example_that_needs_other_ranks_ends_at_once_on_each(rank):
     """As torchrun starts them: nothing listens at the address, so a rank that waited for the others would show."""
     told = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    done = forked.script("examples/sub_groups.py", env={**os.environ, "PYTHONPATH": str(ROOT), **told}, timeout=60)
+    env = {**os.environ, "PYTHONPATH": forked.python_path(), **told}
+    done = forked.script("examples/sub_groups.py", env=env, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "examples/sub_groups.py needs 4 ranks and has 2; torchrun --nproc-per-node 4 works\n"
 

@@ -2,7 +2,6 @@
 
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -11,8 +10,6 @@ from tests import forked, ranks
 from tests.c10d.bodies import group_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
 from tricomm.c10d import group_creation
-
-ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> str:
@@ -67,7 +64,7 @@ def test_torchrun(tmp_path):
         "dist.destroy_process_group()\n"
     )
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": forked.python_path(), "OMP_NUM_THREADS": "1"}
     done = forked.script(*command, str(script), timeout=200, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 2.0") == 2

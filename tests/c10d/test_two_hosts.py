@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import forked
 from tests.c10d.bodies.host_rank import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -53,8 +54,8 @@ def start(host: tuple[str, str], rank: int, folders: list[Path]) -> subprocess.P
     # Both ranks of a host in one PID namespace: one process starts them.
     command = ["ip", "netns", "exec", name, "unshare", "-p", "-m", "-f", "--mount-proc", "--kill-child"]
     command += [sys.executable, "-m", "tests.c10d.bodies.host_rank"]
-    more = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": cable, "TRICOMM_CPU": "kernels", "OMP_NUM_THREADS": "1"}
-    more["TRICOMM_ARENA_BYTES"] = str(256 * 1024)
+    more = {"PYTHONPATH": forked.python_path(), "GLOO_SOCKET_IFNAME": cable, "OMP_NUM_THREADS": "1"}
+    more |= {"TRICOMM_CPU": "kernels", "TRICOMM_ARENA_BYTES": str(256 * 1024)}
     command += [str(rank), "4", ADDRESSES[0], *map(str, folders)]
     return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **more})
 
