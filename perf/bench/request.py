@@ -66,12 +66,20 @@ class Settings:
         return len(self.cases) * len(self.sizes) * len(self.modes)
 
 
+def _reduces(collective: str) -> bool:
+    """By any operation."""
+    return collective != FUSED and COLLECTIVES[collective].reduces
+
+
 def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str, ...]:
     """The types of a comma list; `all` stands for those that have `op`, if a collective reduces.
 
     Raises `InvalidArgument` for an unknown type or operation, and for a type without the operation.
     """
     parse_name(op, OPS, "op")
+    if op != "sum" and not any(_reduces(name) for name in collectives):
+        have = "has sums alone" if FUSED in collectives else "reduces nothing"
+        raise InvalidArgument(f"op {op!r}: {', '.join(collectives)} {have}; leave it out")
     names = parse_names(text, tuple(DTYPES), "dtype")
     if FUSED in collectives:
         return parse_names(text, FUSED_DTYPES, f"dtype of {FUSED}")

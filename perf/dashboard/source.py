@@ -10,7 +10,7 @@ from typing import Any
 
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.perf.dashboard import collect, jobs, prometheus, render
-from tricomm.perf.history import database
+from tricomm.perf.history import database, schema
 
 
 class Source:
@@ -20,6 +20,8 @@ class Source:
         self._path = database.default_path() if path is None else path
         if path is not None and not path.is_file():
             raise InvalidArgument(f"--history {path}: there is no such file")
+        if path is not None and not schema.is_history(path):
+            raise InvalidArgument(f"--history {path}: this is no history of tricomm; `tricomm bench` writes one")
         self._said: set[str] = set()
         self._tell = say
         self._lock = threading.Lock()  # requests come in threads of their own

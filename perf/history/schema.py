@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from tricomm.perf.bench_row import Measurement
@@ -139,6 +140,13 @@ def check(database: sqlite3.Connection) -> None:
     (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
         raise sqlite3.DatabaseError(" ".join(verdict.split()))
+
+
+def is_history(path: Path) -> bool:
+    """True if the file begins as a history does, damaged or not."""
+    with path.open("rb") as file:
+        head = file.read(72)
+    return head[:16] == b"SQLite format 3\0" and int.from_bytes(head[68:72], "big") == APPLICATION
 
 
 def broken(error: Exception) -> bool:

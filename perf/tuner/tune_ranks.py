@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import tricomm
 from tricomm import ResourceError
+from tricomm.perf.bench import timing
 from tricomm.perf.bench.measure import pick_device
 from tricomm.perf.tuner.coordinator import Coordinator
 from tricomm.perf.tuner.points import TuningRequest
@@ -46,7 +47,8 @@ def main(emit: Callable[..., None], rank: int, world_size: int, url: str, settin
 def _tune(emit: Callable[..., None], rank: int, world_size: int, store: Store, request: TuningRequest) -> None:
     """Be one rank of a tuning run; rank 0 emits what `Coordinator` does.
 
-    Raises `ResourceError` if times would be simulated without a request for that, or if nothing can be written;
+    Raises `ResourceError` if times would be simulated without a request for that, for a mode that a CPU does not have,
+    or if nothing can be written;
     `RankLost` or the group's own error if a rank ended.
     """
     device = pick_device(request.device, rank)
@@ -57,6 +59,8 @@ def _tune(emit: Callable[..., None], rank: int, world_size: int, store: Store, r
             "these ranks run on a CPU, whose times are simulated and say nothing about a GPU; --simulated makes a "
             "table of them that no GPU ever uses"
         )
+    for mode in request.modes:
+        timing.check_mode(mode, device.type == "cpu")
     torch.set_num_threads(1)
 
     def open_group(number: int) -> tricomm.Communicator:

@@ -135,6 +135,16 @@ def test_a_loop_of_plain_loads_without_an_end_is_named(monkeypatch, unshrunk):
     assert finding.kind == "deadlock" and "wait_by_plain_loads waits at " in finding.text
 
 
+def test_blocks_that_have_no_place_are_named_once_for_a_rank_and_without_a_line():
+    def fn(comm):
+        comm.all_reduce(torch.ones(64), algorithm="one_shot", protocol="simple")
+
+    options = tricomm.Options(blocks=4, tile=16)
+    (finding,) = tricomm.check(fn, 2, schedules=4, residency=1, options=options).findings
+    assert finding.kind == "deadlock" and "?" not in str(finding).partition(": ")[0]
+    assert "waits for a place on the device" in finding.text
+
+
 @triton.jit
 def endless(memory):
     while tl.atomic_add(memory, 1, sem="relaxed", scope="sys") >= 0:

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tricomm import env
-from tricomm.commands.common import FAILED, errors_told, progress, usage
+from tricomm.commands.common import FAILED, OutputFile, errors_told, given, progress, usage
 
 if TYPE_CHECKING:
     from tricomm.explorer.report.findings import Finding
     from tricomm.explorer.report.report import Report
 
+_OF_REPLAY = ("replay", "report", "timeline", "as_json", "function")  # which has a message of its own
 _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going", "compiled")
 
 
@@ -35,13 +36,14 @@ _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_
 @click.option("--blocks", type=click.IntRange(1, 64), help="Blocks a launch, of shipped kernels [default: 2].")
 @click.option("--compiled", metavar="SM", help="Run what Triton compiles for this architecture, such as sm_90.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
-@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write what was found there, as JSON.")
-@click.option("--timeline", type=click.Path(dir_okay=False, path_type=Path), help="Draw it, as .html or .svg.")
+@click.option("--report", type=OutputFile(), help="Write what was found there, as JSON.")
+@click.option("--timeline", type=OutputFile(), help="Draw it, as .html or .svg.")
 @click.option(
     "--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Repeat a report's finding."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def check(replay: Path | None, **options: Any) -> None:
+@click.pass_context
+def check(context: click.Context, /, replay: Path | None, **options: Any) -> None:
     """Run kernels under many schedules, without a GPU, and find races, deadlocks and wrong results.
 
     FILE.py:FUNCTION is a function of one communicator; without it the shipped kernels are checked.
@@ -52,10 +54,23 @@ def check(replay: Path | None, **options: Any) -> None:
     tricomm check --compiled sm_90 --collective all_reduce --schedules 20
     tricomm check --replay found.json
     """
+    _check_unused(given(context), options)
     with errors_told("check"):
         ok = usage(lambda: _check(options) if replay is None else _replay(replay, options))
     if not ok:
         sys.exit(FAILED)
+
+
+def _check_unused(asked: dict[str, str], options: dict[str, Any]) -> None:
+    """Raises click's usage error for options that what was asked for would not look at."""
+    unused = [asked[name] for name in asked if "replay" in asked and name not in _OF_REPLAY]
+    if unused:
+        raise click.UsageError(
+            f"--replay takes function, ranks and schedule from the report, so {', '.join(unused)} would not be looked "
+            "at; leave it out"
+        )
+    if "preemptions" in asked and options["strategy"] != "exhaustive":
+        raise click.UsageError("--preemptions is the bound of --strategy exhaustive; give that, or leave it out")
 
 
 def _check(options: dict[str, Any]) -> bool:

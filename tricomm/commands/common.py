@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +17,18 @@ from click.core import ParameterSource
 
 SECONDS = 10.0  # between two lines of a command that takes long
 FAILED, USAGE, UNSUPPORTED, WRONG, INTERRUPTED = 1, 2, 3, 4, 130
+
+
+class OutputFile(click.Path):
+    """A file to write, by its path. `-`, which stands for standard output elsewhere, is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "-":
+            self.fail("a file is needed here; what is printed has an option of its own", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 def usage(function: Callable[[], Any]) -> Any:

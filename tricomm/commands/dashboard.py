@@ -9,19 +9,19 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, errors_told, usage
+from tricomm.commands.common import FAILED, OutputFile, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
 
 
 @click.command()
-@click.option("--html", type=_FILE, help="Write the page there: one file that opens offline.")
+@click.option("--html", type=OutputFile(), help="Write the page there: one file that opens offline.")
 @click.option("--serve", is_flag=True, help="Show the page on loopback, renewed while a benchmark or a job runs.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Of --serve [default: 8377; 0: any that is free].")
 @click.option("--changes", is_flag=True, help="Print what got slower or faster; exit code 1 if something is slower.")
 @click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
-@click.option("--trace", type=_FILE, help="Write the timed calls of jobs there, for ui.perfetto.dev.")
+@click.option("--trace", type=OutputFile(), help="Write the timed calls of jobs there, for ui.perfetto.dev.")
 @click.option("--grafana", is_flag=True, help="Print the dashboard for Grafana, to be imported there.")
 @click.option("--history", type=_FILE, help="The history [default: history.sqlite in the XDG data directory].")
 def dashboard(port: int | None, history: Path | None, **ways: Any) -> None:

@@ -21,6 +21,8 @@ def info(topology: str | None, whole: bool, as_json: bool) -> None:
     tricomm info --table
     tricomm info --topology box.json
     """
+    if topology is not None and whole:
+        raise click.UsageError("--topology draws links alone, so --table would not be looked at; ask for one of them")
     if topology is not None:
         return _topology(topology, as_json)
     from tricomm.perf.system import info as facts

@@ -8,7 +8,16 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, INTERRUPTED, UNSUPPORTED, check_row_options, errors_told, joined, usage
+from tricomm.commands.common import (
+    FAILED,
+    INTERRUPTED,
+    UNSUPPORTED,
+    OutputFile,
+    check_row_options,
+    errors_told,
+    joined,
+    usage,
+)
 
 _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -97,7 +106,7 @@ def show(files: tuple[Path, ...]) -> None:
 
 @tune.command()
 @click.argument("files", nargs=-1, required=True, type=_FILES)
-@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write this file instead.")
+@click.option("-o", "--output", type=OutputFile(), help="Write this file instead.")
 def merge(files: tuple[Path, ...], output: Path | None) -> None:
     """Make one table of FILES of the same kind of box, and use it from now on.
 

@@ -27,6 +27,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.wide_words import why_not
 from tricomm.perf.dashboard import collect, render, serve
 from tricomm.perf.dashboard.source import Source
+from tricomm.perf.history import schema
 
 
 @pytest.fixture(autouse=True)
@@ -193,9 +194,22 @@ def test_a_source_makes_its_data_anew_when_there_is_something_new(tmp_path: Path
     assert {row["route"] for row in _unpacked(source.packed())["jobs"]} == {"kernels", "gloo", "waited"}
 
 
+def _begins_as_a_history() -> bytes:
+    return b"SQLite format 3\0" + bytes(52) + schema.APPLICATION.to_bytes(4, "big")
+
+
+@pytest.mark.parametrize("content", [b"", b"import sys\n", _begins_as_a_history()[:-4] + bytes(100)])
+def test_a_file_that_is_no_history_is_refused_and_stays_as_it_is(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_bytes(content)
+    done = _dashboard("--history", str(path), "--changes")
+    assert done.exit_code == 2 and "this is no history of tricomm" in " ".join(done.output.split())
+    assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
+
+
 def test_a_broken_history_is_set_aside_and_named(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite"
-    path.write_bytes(b"no database" * 100)
+    path.write_bytes(_begins_as_a_history() + b"no database" * 100)
     said: list[str] = []
     assert Source(path, said.append).data()["rows"] == 0
     assert "cannot be read" in said[0] and list(tmp_path.glob("history.broken-*"))

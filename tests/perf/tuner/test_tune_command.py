@@ -47,6 +47,11 @@ def test_simulated_times_are_refused_unless_they_are_asked_for(_folder: Path) ->
     assert not list(_folder.glob("*.json"))
 
 
+def test_a_mode_that_a_cpu_does_not_have_is_refused(_folder: Path) -> None:
+    done = _tune("--simulated", "--mode", "graph")
+    assert done.returncode == 3 and "mode 'graph' needs CUDA graphs" in done.stderr, done.stderr
+
+
 def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folder: Path) -> None:
     first = _tune("--simulated", "--budget", "1s")
     assert first.returncode == 0, first.stderr

@@ -111,7 +111,7 @@ class Finding:
         return cls(**{**values, **lists, "execution": Execution(**execution)})
 
     def __str__(self) -> str:
-        where = " and ".join(dict.fromkeys(_short(w) for w in self.where)) or "?"
+        where = " and ".join(dict.fromkeys(_short(w) for w in self.where if w != "?")) or "?"
         return f"{self.kind} at {where}: {self.text}. {self.advice}"
 
 

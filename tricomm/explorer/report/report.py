@@ -119,7 +119,7 @@ class Report:
             return f"no finding in {ran}{all_of_them}"
         lines = [f"{len(self.findings)} finding(s) in {ran}"]
         for n, f in enumerate(self.findings, 1):
-            lines += [f"{n}. {f}", f"   ranks {list(f.ranks)}, schedule {f.schedule}, seed {f.seed}"]
+            lines += [f"{n}. {f}", f"   ranks {sorted(set(f.ranks))}, schedule {f.schedule}, seed {f.seed}"]
             lines.append(f"   {_choices(f)}")
         return "\n".join(lines)
 
