@@ -83,11 +83,13 @@ class Files:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._json is not None:
-            self._write_json(self._json)
-        if self._history is not None:
-            self._history.close()
-        self._open.close()
+        try:
+            if self._json is not None:
+                self._write_json(self._json)
+        finally:
+            if self._history is not None:
+                self._history.close()
+            self._open.close()
 
     def _write_json(self, file: Path) -> None:
         text = json.dumps(self._results.to_json(self._settings), indent=1) + "\n"

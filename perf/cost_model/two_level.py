@@ -30,7 +30,7 @@ _REACHED = 0.8
 _CARDS = {"v100": 12.5, "a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0, "gb200": 50.0}
 _NCCL = ((8 << 10, 45.8), (256 << 10, 87.0), (1 << 20, 115.0), (8 << 20, 251.0))
 _PUBLISHED = (("h100", "h200"), 8, 4)
-_UNKNOWN = "its times are published for 4 nodes of 8 h100 (taken for h200, too), from 8 KiB to 8 MiB"
+_UNKNOWN = "its times are published for 4 nodes of 8 h100 (taken for h200, too) and 8 KiB to 8 MiB alone"
 _STEPS = {"shards": ("reduce_scatter", "all_gather"), "leaders": ("reduce", "broadcast")}  # before and behind the nodes
 _HEADER = ("size (B)", "way", "time (us)", "inside (us)", "across (us)", "")
 

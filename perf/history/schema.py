@@ -143,10 +143,12 @@ def check(database: sqlite3.Connection) -> None:
 
 
 def is_history(path: Path) -> bool:
-    """True if the file begins as a history does, damaged or not."""
+    """True if the file begins as a history does, damaged or not; or as one whose first rows are in its log alone."""
     with path.open("rb") as file:
         head = file.read(72)
-    return head[:16] == b"SQLite format 3\0" and int.from_bytes(head[68:72], "big") == APPLICATION
+    application, log = int.from_bytes(head[68:72], "big"), Path(f"{path}-wal")
+    begun = application == 0 and log.exists() and log.stat().st_size > 0
+    return head[:16] == b"SQLite format 3\0" and (application == APPLICATION or begun)
 
 
 def broken(error: Exception) -> bool:

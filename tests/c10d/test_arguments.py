@@ -73,6 +73,15 @@ REFUSED = {
         lambda g: g.allreduce([ones(1).int()], dist._make_nccl_premul_sum(2.0)),
         "PREMUL_SUM of torch.int32 is not defined; use a float",
     ),
+    "a factor elsewhere": (
+        lambda g: g.allreduce([ones(1)], dist._make_nccl_premul_sum(torch.ones(1, device="meta"))),
+        "needs one real factor on the CPU",
+    ),
+    "a negated message": (lambda g: g.recv_anysource([ones(3)._neg_view()], 0), "no view with another sign"),
+    "a negated output": (
+        lambda g: g.all_gather_single(ones(3)._neg_view(), ones(3)),
+        "not contiguous, or a negated view",
+    ),
     "quantised": (lambda g: g.allreduce([quantised()]), "scales of its own; pass x.dequantize"),
     "shared elements": (lambda g: g.allreduce([ones(1).expand(3)]), "share memory.*contiguous"),
     "peer": (lambda g: g.send([ones(1)], 4, 0), r"rank 4 is not in 0..0"),

@@ -106,6 +106,16 @@ def scale(factor, out, rounds):
 
 
 @triton.jit
+def scale_and_look(factor, flag, out, rounds):
+    total = 0
+    for n in range(rounds):
+        total += n * tl.load(factor)
+    for _ in range(5):
+        total += tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    tl.store(out, total)
+
+
+@triton.jit
 def wait_by_plain_loads(memory):
     while tl.load(memory) == 0:
         pass
@@ -119,13 +129,32 @@ def test_a_loop_that_loads_one_word_again_and_again_is_no_wait(monkeypatch, unsh
         assert out.item() == 299 * 300 // 2 * (2 + comm.rank)
 
     assert tricomm.check(fn, 2, schedules=2).ok
-    monkeypatch.setattr(scheduler, "_WEAK_RETRIES", scheduler._RETRIES)
+    monkeypatch.setattr(scheduler, "_WEAK_STEPS", 0)
     (finding,) = tricomm.check(fn, 2, schedules=2).findings
     assert finding.kind == "deadlock"
 
 
+def test_rounds_of_one_loop_do_not_count_for_the_next():
+    def fn(comm):
+        memory, out = comm.symmetric((2,), torch.int32), torch.full((1,), -1, dtype=torch.int32)
+        memory.local.fill_(1)
+        comm.launch(scale_and_look, 1, memory.local, memory.local[1:], out, 100)
+        assert out.item() == 99 * 100 // 2 + 5
+
+    assert tricomm.check(fn, 2, schedules=1).ok
+
+
+def test_many_blocks_that_wait_by_plain_loads_are_named_soon(unshrunk):
+    def fn(comm):
+        comm.launch(wait_by_plain_loads, 8, comm.symmetric((1,), torch.int32).local.zero_())
+
+    report = tricomm.check(fn, 3, schedules=1)
+    assert report.findings[0].kind == "deadlock" and "block 7 of wait_by_plain_loads waits at" in str(report)
+    assert report.steps < 1.5 * scheduler._WEAK_STEPS
+
+
 def test_a_loop_of_plain_loads_without_an_end_is_named(monkeypatch, unshrunk):
-    monkeypatch.setattr(scheduler, "_WEAK_RETRIES", 200)
+    monkeypatch.setattr(scheduler, "_WEAK_STEPS", 500)
 
     def fn(comm):
         memory = comm.symmetric((1,), torch.int32).local.zero_()

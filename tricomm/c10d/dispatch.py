@@ -262,9 +262,13 @@ class Dispatcher:
         self.check_usable(batch[0].collective)
         self._number += 1
         inputs = None
+        if len(batch) == 1:  # its input may go with the records
+            batch[0].prepare()
         if self._agreed.check:
             inputs = self._records.check(self._context(batch[0]), batch, self._number, self._text)
         for call in batch:
+            if len(batch) > 1:
+                call.prepare()
             if self._route(call).route.by_communicator:
                 _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
             else:

@@ -9,6 +9,7 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ _IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.Tensor.add_, "prod": torch.Tensor.mul_, "band": torch.Tensor.bitwise_and_,
     "bor": torch.Tensor.bitwise_or_, "bxor": torch.Tensor.bitwise_xor_,
 }  # fmt: skip
+_SCALED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by `PREMUL_SUM`
 _SIGN = -(1 << 63)
 _E4M3_MOST = 448.0  # e4m3fn has no infinity
 _BLOCK = 32768  # elements: they stay in the cache, and torch starts no threads for so few
@@ -45,6 +47,19 @@ def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
         raise InvalidArgument(f"{what}: {op} of bool is not defined; use sum (any), min (all) or an integer tensor")
     if dtype.is_complex and op in ("min", "max"):
         raise InvalidArgument(f"{what}: {op} of {dtype} is not defined; complex numbers have no order")
+
+
+def factor_of(op: Any, dtype: torch.dtype, what: str) -> Any:
+    """That of a `PREMUL_SUM`. Raises `InvalidArgument` for a type that NCCL does not scale either, and if the factor is
+    no real number on the CPU."""
+    if dtype not in _SCALED:
+        raise InvalidArgument(f"{what}: PREMUL_SUM of {dtype} is not defined; use a float tensor, or scale it and sum")
+    factor = op.__getstate__()[1]
+    if not isinstance(factor, torch.Tensor):
+        return factor
+    if factor.device.type != "cpu" or factor.is_complex() or factor.numel() != 1:
+        raise InvalidArgument(f"{what}: PREMUL_SUM needs one real factor on the CPU, found {factor!r}")
+    return factor.detach().reshape(())
 
 
 def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:

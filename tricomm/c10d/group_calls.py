@@ -18,14 +18,13 @@ import torch
 
 from tricomm import arguments
 from tricomm.c10d.call_guard import check_not_wrapper
-from tricomm.c10d.dtype_emulation import check_reduction
+from tricomm.c10d.dtype_emulation import check_reduction, factor_of
 from tricomm.core.fused.fused_call import FUSED, FusedCall
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.store.control import Descriptor, PackedDescriptor
 
 _UNSUPPORTED = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_SCALED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by `PREMUL_SUM`
 OPERATIONS = arguments.REDUCE_OPS | {"PREMUL_SUM": "premul_sum"}
 
 
@@ -33,10 +32,11 @@ OPERATIONS = arguments.REDUCE_OPS | {"PREMUL_SUM": "premul_sum"}
 class GroupCall:
     """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
 
-    `splits` are (elements sent to each rank, elements received from each). `finish` copies the result into the
-    caller's own tensors. `result` is the value of the future: the caller's list. `fused` is what an all_reduce is a
-    part of: the kernels run all of it, and after another backend's all_reduce `finish` does the rest. `handle` is
-    symmetric memory that the larger tensor of an all_gather or a reduce_scatter lies in, if the peers can read it.
+    `splits` are (elements sent to each rank, elements received from each). `prepare` is called when it is the call's
+    turn, `finish` copies the result into the caller's own tensors. `result` is the value of the future: the caller's
+    list. `fused` is what an all_reduce is a part of: the kernels run all of it, and after another backend's all_reduce
+    `finish` does the rest. `handle` is symmetric memory that the larger tensor of an all_gather or a reduce_scatter
+    lies in, if the peers can read it.
     """
 
     collective: str
@@ -48,6 +48,7 @@ class GroupCall:
     splits: tuple[list[int], list[int]] | None = None
     result: list[Any] = field(default_factory=list)
     finish: Callable[[], None] = lambda: None
+    prepare: Callable[[], None] = lambda: None
     timeout: timedelta | None = None
     async_op: bool = True
     count: int = 0
@@ -130,22 +131,25 @@ def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None)
 
 
 def premultiply(call: GroupCall, op: Any, rank: int) -> None:
-    """On the CPU, where neither a kernel nor Gloo has `PREMUL_SUM`, make it a sum of scaled copies.
+    """On the CPU, where neither a kernel nor Gloo has `PREMUL_SUM`, make it a sum of copies that `prepare` scales.
 
-    Raises `InvalidArgument` for a type that NCCL does not scale either.
+    Raises `InvalidArgument` as `factor_of`.
     """
-    if call.op != "premul_sum" or call.device.type != "cpu" or call.x is None:
-        return
-    if call.dtype not in _SCALED:
-        raise InvalidArgument(
-            f"{call.collective}: PREMUL_SUM of {call.dtype} is not defined; use a float tensor, or scale it and sum"
-        )
-    scaled = (call.x * op.__getstate__()[1]).to(call.dtype)
-    if call.out is call.x:
-        call.out, put = scaled, partial(_put, call.keep[0], scaled)
-        call.finish = put if call.collective != "reduce" or call.root == rank else lambda: None
-    call.x, call.op, call.handle = scaled, "sum", None
-    call.keep.append(scaled)
+    if call.op == "premul_sum" and call.device.type == "cpu" and call.x is not None:
+        factor = factor_of(op, call.x.dtype, call.collective)
+        call.op, call.handle = "sum", None
+        call.prepare = partial(_scale, call, factor, call.collective != "reduce" or call.root == rank)
+
+
+def _scale(call: GroupCall, factor: Any, receives: bool) -> None:
+    """A copy is sent: what is no output, or does not arrive, keeps its values."""
+    x, finish = call.x, call.finish
+    assert x is not None
+    scaled = (x * factor).to(x.dtype)
+    if call.out is x:
+        call.out = scaled
+        call.finish = lambda: (x.copy_(scaled) if receives else x, finish())[1]
+    call.x = scaled
 
 
 def single_tensor(tensors: Any, what: str) -> torch.Tensor:
@@ -200,8 +204,8 @@ def _check_size(what: str, name: str, x: torch.Tensor, numel: int, because: str)
 
 
 def _flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
-    if not x.is_contiguous():
-        raise InvalidArgument(f"{what}: the output is not contiguous; pass a contiguous tensor and copy from it")
+    if not x.is_contiguous() or x.is_neg() or x.is_conj():
+        raise InvalidArgument(f"{what}: the output is not contiguous, or a negated view; copy from one that is neither")
     return x.data.view(-1)
 
 

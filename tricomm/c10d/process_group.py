@@ -379,8 +379,8 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise InvalidArgument(f"{what}: rank {peer} is not in 0..{self.size() - 1} of this group")
         if peer == self.rank():
             raise InvalidArgument(f"{what}: rank {peer} is this rank itself; copy the tensor instead")
-        if not x.is_contiguous():
-            raise InvalidArgument(f"{what}: a contiguous tensor is needed; pass x.contiguous() and copy from it")
+        if not x.is_contiguous() or x.is_neg() or x.is_conj():
+            raise InvalidArgument(f"{what}: a contiguous tensor is needed, no view with another sign; pass x + 0")
         call = GroupCall(what, x, device=x.device, count=x.numel())
         self._dispatcher.count_call(
             call, backend_choice.decide(self._dispatcher.site(x.device.type), what, x.dtype, "none", x.nbytes)

@@ -105,6 +105,16 @@ def premultiplied(rank, world_size, tell, url, route):
                 ys, [parts[rank].clone(), parts[rank][:world_size].clone()], opts
             ).wait()
             check("reduce_scatter_tensor_coalesced", torch.cat(ys), torch.cat([total[mine], total[rank : rank + 1]]))
+        x = torch.ones(3)
+        works = [dist.all_reduce(x, o, async_op=True) for o in (dist.ReduceOp.SUM, dist._make_nccl_premul_sum(0.5))]
+        for work in works:
+            work.wait()
+        check("calls in their order", x, torch.full((3,), 0.5 * world_size**2))
+        several = [x.fill_(1.0), x]
+        opts = dist.AllreduceCoalescedOptions()
+        opts.reduceOp = dist._make_nccl_premul_sum(torch.tensor([[2.0]]))
+        group.allreduce_coalesced(several, opts).wait()
+        check("one tensor twice", x, torch.full((3,), (2.0 * world_size) ** 2))
         x = torch.full((2 + rank % 2,), 3.0)
         try:
             dist.all_reduce(x, op)

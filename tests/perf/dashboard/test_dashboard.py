@@ -28,6 +28,7 @@ from tricomm.kernels.wide_words import why_not
 from tricomm.perf.dashboard import collect, render, serve
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history import schema
+from tricomm.perf.history.database import open_history
 
 
 @pytest.fixture(autouse=True)
@@ -205,6 +206,14 @@ def test_a_file_that_is_no_history_is_refused_and_stays_as_it_is(content: bytes,
     done = _dashboard("--history", str(path), "--changes")
     assert done.exit_code == 2 and "this is no history of tricomm" in " ".join(done.output.split())
     assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_history_whose_rows_are_in_its_log_alone_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    with open_history(path) as past:  # type: ignore[union-attr]
+        assert Path(f"{path}-wal").stat().st_size and path.read_bytes()[68:72] == bytes(4)
+        assert Source(path, print).data()["rows"] == 0
+        past.close()
 
 
 def test_a_broken_history_is_set_aside_and_named(tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.interpreter import Program
 from tricomm.kernels.launch.memory_access import Director
 
-_RETRIES, _WEAK_RETRIES = 8, 2000  # of a loop with a strong load, which waits; of one without
+_RETRIES = 8  # of a loop with a strong load, which waits
+_WEAK_STEPS = 8000  # without progress, while a loop of weak loads, which may end, goes on
 _PARKED_STEPS, _ALONE_STEPS = 1000, 5000
 
 
@@ -45,6 +46,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self.step = 0
         self.turns = 0  # grows with every switch and every access: the watchdog reads it
+        self._progress = 0, 0  # as it was when tasks were tried again, and the step of its last change
         self.progress = 0  # grows when memory or the host's shared state changes, a launch begins or a task ends
         self.choices: list[tuple[int, str]] = []  # the steps at which the strategy switched tasks
         self.current: Task | None = None
@@ -295,8 +297,10 @@ class Scheduler:
     def _retry(self) -> bool:
         """A loop that ends after a few reads is not a poll, so parked tasks get another round: a whole one, because
         another warp of the block may wait at the round's end, for it has seen what this one has not."""
-        parked = [task for task in self.blocks if task.state is State.PARKED]
-        again = [task for task in parked if task.retries < (_RETRIES if task.waits_strongly() else _WEAK_RETRIES)]
+        self._progress = self._progress if self.progress == self._progress[0] else (self.progress, self.step)
+        few = self.step - self._progress[1] < _WEAK_STEPS
+        parked = (task for task in self.blocks if task.state is State.PARKED)
+        again = [t for t in parked if t.retries < _RETRIES or (few and not t.waits_strongly())]
         for task in again:
             if task.waits is None:
                 del task.repeated[len(task.repeated) - len(task.loop()) :]

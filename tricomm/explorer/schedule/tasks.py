@@ -151,7 +151,7 @@ class Task:
         before = self.polls.get(key)
         if before is None or before.values != seen:
             self.last_poll = self.polls[key] = Poll(access, site, seen)
-            self.repeated = [key]
+            self.repeated, self.retries = [key], 0
             return False
         self.last_poll = before
         self.repeated.append(key)
