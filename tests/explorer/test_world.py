@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import random
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from tests.core.bodies.user_kernel import rotate
 from tests.explorer import small_kernels as k
 from tests.explorer.test_check import words
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerDied
+from tricomm.explorer.compiled import thread_detector
+from tricomm.explorer.memory_model import detector
 from tricomm.explorer.world import host_state
 from tricomm.kernels.launch import triton_adapter
 
@@ -222,3 +226,26 @@ def test_results_outlive_the_ranks_and_a_late_call_is_refused():
 def test_a_check_does_not_import_torchs_compiler():
     """Which torch does, for seconds, at the first operation under a mode whose method it has wrapped."""
     assert not hasattr(host_state._Watch.__torch_dispatch__, "__wrapped__")
+
+
+@pytest.mark.parametrize("compiled", [None, "sm_90"])
+def test_what_takes_much_memory_is_freed_with_its_execution(monkeypatch, compiled):
+    """Tables of accesses take many times the bytes of an arena, and a campaign has hundreds of executions."""
+    where, name = (detector, "Shadow") if compiled is None else (thread_detector, "ThreadShadow")
+    alive, counts = weakref.WeakSet(), []
+
+    class Counted(getattr(where, name)):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.add(self)
+            counts.append(len(alive))
+
+    monkeypatch.setattr(where, name, Counted)
+    gc.disable()
+    try:
+        assert not tricomm.check(
+            lambda comm: comm.all_reduce(torch.ones(64)), 2, schedules=5, compiled=compiled
+        ).findings
+        assert not alive and len(counts) > max(counts) > 0
+    finally:
+        gc.enable()

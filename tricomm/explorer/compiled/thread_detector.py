@@ -159,7 +159,7 @@ class ThreadDetector:
 
     def leftovers(self, arenas: list[Region]) -> None:
         """At the end of an execution in which all went well: flags that nobody has read, words not as they were."""
-        for region in self._shadowed:
+        for region in filter(lambda r: r.shared, self._shadowed):
             shadow: ThreadShadow = region.shadow
             for piece in np.flatnonzero(shadow.waiting).tolist():
                 event, start = self.events[shadow.record[piece]], piece * shadow.granule
@@ -170,6 +170,11 @@ class ThreadDetector:
                     break
         for finding in not_at_rest(arenas):
             self.report(finding)
+
+    def close(self) -> None:
+        """Free what takes much memory now: an execution's objects refer to each other, and a collection comes late."""
+        for region in self._shadowed:
+            region.shadow = None
 
     # Inside
 
@@ -189,8 +194,7 @@ class ThreadDetector:
         if region.shadow is None:
             granule = _SHARED_GRANULE if region.kind == "block" else 8
             region.shadow = ThreadShadow(region.nbytes, self.clocks, granule)
-            if region.shared:
-                self._shadowed.append(region)
+            self._shadowed.append(region)
         return region.shadow  # type: ignore[no-any-return]
 
     def _read(self, maker: Maker, access: ThreadAccess, place: Elements, lanes: Array, record: int,

@@ -197,7 +197,7 @@ class Detector:
 
     def leftovers(self, arenas: list[Region]) -> None:
         """At the end of a clean execution: report flags that were never read, and words that are not reset."""
-        for region in self._shadowed:
+        for region in filter(lambda r: r.shared, self._shadowed):
             shadow = region.shadow
             # A word that is 0, as memory begins, is at rest: a lock let go, a signal taken back.
             left = np.flatnonzero(~shadow.taken & (shadow.writer >= 0)) * shadow.granule
@@ -211,6 +211,11 @@ class Detector:
         for start in slices(arenas):
             for finding in not_at_rest(arenas, start):
                 self.report(finding)
+
+    def close(self) -> None:
+        """Free what takes much memory now: an execution's objects refer to each other, and a collection comes late."""
+        for region in self._shadowed:
+            region.shadow = None
 
     # Inside
 
@@ -237,8 +242,7 @@ class Detector:
     def _shadow(self, region: Region) -> Shadow:
         if region.shadow is None:
             region.shadow = Shadow(region.nbytes, self._slots)
-            if region.shared:
-                self._shadowed.append(region)
+            self._shadowed.append(region)
         elif region.shadow.slots < self._slots:
             region.shadow.widen(self._slots)
         return region.shadow  # type: ignore[no-any-return]

@@ -253,6 +253,8 @@ class Ranks:
             except TricommError:
                 pass  # a rank that was stopped in the middle of something
         self._world.close()
+        if self._detector is not None:
+            self._detector.close()
 
     def _blocked(self, error: BaseException) -> InvalidArgument:
         task = self._scheduler.current
