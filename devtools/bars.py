@@ -171,9 +171,9 @@ def measure(progress: Callable[[str], None] = lambda text: None, kept: KeptRows 
     details: dict[str, Any] = {}
     for name, get in _units():
         progress(name)
-        found = kept.get(name, get)
-        values |= found["values"]
-        details |= found["parts"]
+        row = kept.get(name, get)
+        values |= row["values"]
+        details |= row["parts"]
     return {
         "schema": 1, "label": LABEL, "commit": provenance.commit(), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "versions": provenance.versions(), "values": values, "parts": details,
@@ -203,10 +203,10 @@ def _units() -> Iterator[tuple[str, Callable[[], Row]]]:
 
 def _row(names: tuple[str, ...], get: Callable[[], tuple[Value, ...]]) -> Row:
     try:
-        found = get()
+        got = get()
     except _FAILED as error:
-        found = (f"not available: {error}",) * len(names)
-    return {"values": dict(zip(names, found, strict=True)), "parts": {}}
+        got = (f"not available: {error}",) * len(names)
+    return {"values": dict(zip(names, got, strict=True)), "parts": {}}
 
 
 def _call_row(row: CallRow) -> Row:
@@ -331,12 +331,12 @@ def other(against: Path) -> dict[str, Any]:
             "version that has the command: python -m devtools.bars --json"
         )
     try:
-        found = json.loads(text)
-        if found["schema"] != 1 or not isinstance(found["values"], dict):
+        report = json.loads(text)
+        if report["schema"] != 1 or not isinstance(report["values"], dict):
             raise KeyError("schema")
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidArgument(f"{against}: no numbers of `python -m devtools.bars --json` ({error!r})") from error
-    return dict(found)
+    return dict(report)
 
 
 def lines(before: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:

@@ -37,12 +37,12 @@ _COLUMNS = ("ranks", "groups", "nodes", "channels", "set-up ms", "mapped KiB", "
 
 def measure(cases: tuple[tuple[int, int, int, int], ...] = CASES) -> list[dict[str, Any]]:
     """A record a case."""
-    found = []
+    rows = []
     for ranks, groups, node, channels in cases:
         settings = {"groups": groups, "node": node, "channels": channels}
         said = run_workers("devtools.scale:rank_main", ranks, settings, 300.0)
-        found += [message for rank, message in said if rank == 0]
-    return found
+        rows += [message for rank, message in said if rank == 0]
+    return rows
 
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, settings: dict[str, Any]) -> None:

@@ -47,11 +47,11 @@ def body() -> None:
     optimiser = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
         optimiser.zero_grad()
-        found = loss(net, rank, step)
-        found.backward()
+        value = loss(net, rank, step)
+        value.backward()
         optimiser.step()
         if step % 5 == 0:
-            say(f"step {step}: loss {found.item():.4f}")
+            say(f"step {step}: loss {value.item():.4f}")
     equal = all(torch.equal(p, q) for p, q in zip(net.parameters(), alone(ranks), strict=True))
     say(f"the reference's bits: {equal}")
 

@@ -338,8 +338,8 @@ class _Messages(list[tuple[bytes, list[tuple[int, int, bytes]], int, object]]):
     def hand_over(self, held: list[int]) -> None:
         """Add all descriptors to `held`, which owns them from then on, in one step."""
         contents = (c for message in self for *kind, c in message[1] if kind == [socket.SOL_SOCKET, socket.SCM_RIGHTS])
-        found = [fd for content in contents for fd in array.array("i", content[: len(content) // 4 * 4])]
-        held.extend(itertools.chain(found, iter(self.clear, None)))
+        received = [fd for content in contents for fd in array.array("i", content[: len(content) // 4 * 4])]
+        held.extend(itertools.chain(received, iter(self.clear, None)))
 
     def __del__(self) -> None:
         if self:

@@ -75,13 +75,13 @@ class Gathering:
             look(arrived)
             keys = {rank: self.key(what, rank) for rank in missing(arrived, self.world_size)}
             now = time.monotonic()
-            found: Iterable[tuple[int, bytes | None]] = ()
+            answers: Iterable[tuple[int, bytes | None]] = ()
             if now >= each or deadline.passed:
                 each = now + _EACH_SECONDS
-                found = ((rank, self.store.read(key)) for rank, key in keys.items())
+                answers = ((rank, self.store.read(key)) for rank, key in keys.items())
             elif keys and self.store.check(*keys.values()):
-                found = zip(keys, self.store.get_all(list(keys.values())), strict=True)
-            for rank, data in found:
+                answers = zip(keys, self.store.get_all(list(keys.values())), strict=True)
+            for rank, data in answers:
                 if data:
                     record = records.parse(data, type(body), self.generation, rank, self._token)
                     check(record)

@@ -41,10 +41,10 @@ def load_bindings(name: str) -> Any:
 def bindings_version() -> str | None:
     """The version of the bindings that this process imports; None if there are none, "" if they do not say it."""
     try:
-        found = importlib.import_module("cuda.bindings")
+        module = importlib.import_module("cuda.bindings")
     except ImportError:
         return None
-    return str(getattr(found, "__version__", ""))
+    return str(getattr(module, "__version__", ""))
 
 
 def refusal(version: str | None) -> str | None:
@@ -55,11 +55,11 @@ def refusal(version: str | None) -> str | None:
     """
     if version is None:
         return None
-    found = _VERSION.match(version)
-    if found is None:
+    match = _VERSION.match(version)
+    if match is None:
         return f"the version of cuda-bindings cannot be read ({version!r}), and {NEEDED} is needed"
-    number = (int(found[1]), int(found[2]), int(found[3] or 0))
-    early = number in _FIRST_OF_LINES and _PRE_RELEASE.match(found["rest"]) is not None
+    number = (int(match[1]), int(match[2]), int(match[3] or 0))
+    early = number in _FIRST_OF_LINES and _PRE_RELEASE.match(match["rest"]) is not None
     if number >= FIRST and not early:
         return None
     return (

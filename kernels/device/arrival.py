@@ -93,17 +93,17 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
             unseen = (said >> 32).to(tl.int32) != flag
         if SPEC.PTX:
             late = (late != 0).to(tl.int32)
-        found = late | look(chunk.group, spins, late, SPEC.PTX)
+        outcome = late | look(chunk.group, spins, late, SPEC.PTX)
         if MEET:
             wrong = said.to(tl.int32) != call.to(tl.int32)
             foreign = busy & (((said != 0) & (said != call)) | ((chunk.owner != 0) & (chunk.owner != call)))
             met = tl.where(foreign, 3, tl.where(unseen, awaited.to(tl.int32), tl.where(awaited & wrong, 4, 0)))
             if META == BLOCK:
-                code = tl.max(tl.maximum(found, met), axis=0)
+                code = tl.max(tl.maximum(outcome, met), axis=0)
             else:
-                code = tl.maximum(tl.max(found, axis=0), tl.max(met, axis=0))
+                code = tl.maximum(tl.max(outcome, axis=0), tl.max(met, axis=0))
         else:
-            code = tl.max(found, axis=0)
+            code = tl.max(outcome, axis=0)
         spins += 1
         pause(spins)
     if code == 4:

@@ -167,10 +167,10 @@ def tile_words(SPEC: tl.constexpr):
 @triton.jit
 def of_step(tiles, g: tl.constexpr, SPEC: tl.constexpr):
     """The tiles of all ranks of the g-th of the steps that were polled at once."""
-    found = ()
+    step = ()
     for r in tl.static_range(SPEC.WORLD_SIZE):
-        found = found + (tiles[g * SPEC.WORLD_SIZE + r],)
-    return found
+        step = step + (tiles[g * SPEC.WORLD_SIZE + r],)
+    return step
 
 
 @triton.jit

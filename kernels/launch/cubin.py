@@ -14,12 +14,12 @@ def parameters(cubin: bytes, function: str) -> list[tuple[int, int]] | None:
     info = _section(cubin, f".nv.info.{function}")
     if info is None:
         return None
-    found = {}
+    by_ordinal = {}
     for kind, value in _attributes(info):
         if kind == _PARAMETER:
             _, ordinal, offset, bits = struct.unpack_from("<IHHI", value)
-            found[ordinal] = offset, bits >> 18
-    return [found[n] for n in sorted(found)]
+            by_ordinal[ordinal] = offset, bits >> 18
+    return [by_ordinal[n] for n in sorted(by_ordinal)]
 
 
 def static_shared(cubin: bytes, function: str) -> int:

@@ -39,17 +39,17 @@ def load(pointer: Any) -> tuple[Any, Any]:
     native = _triton._interpreter
     addresses = pointer.handle.data
     lanes, nothing = np.ones(addresses.shape, bool), np.zeros(addresses.shape, np.int64)
-    found: list[Array] = []
+    halves: list[Array] = []
 
     def perform(chosen: Array | None) -> Array:
         some = _some(lanes, chosen)
         high = native.atomic_rmw(native.RMW_OP.OR, addresses + _HALF, nothing, some, native.MEM_SEMANTIC.ACQUIRE)
-        found[:] = native.load(addresses, some, nothing, np.dtype(np.int64)), high
-        return np.stack(found, axis=-1)[some]
+        halves[:] = native.load(addresses, some, nothing, np.dtype(np.int64)), high
+        return np.stack(halves, axis=-1)[some]
 
     _access("load", addresses, lanes, perform)
     kind = tl.core.block_type(tl.int64, list(addresses.shape))
-    low, high = (tl.core.tensor(_triton.TensorHandle(half, tl.int64), kind) for half in found)
+    low, high = (tl.core.tensor(_triton.TensorHandle(half, tl.int64), kind) for half in halves)
     return low, high
 
 

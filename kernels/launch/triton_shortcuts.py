@@ -149,22 +149,22 @@ def _operands(original: Callable[..., Any]) -> Callable[..., Any]:
             key = (right, left.type.name, how)
             known = constants.get(key)
             if known is None:
-                found = original(self, left, right, *how)
-                if found[0] is left:
+                pair = original(self, left, right, *how)
+                if pair[0] is left:
                     if len(constants) >= _MOST_CONSTANTS:
                         constants.clear()
-                    found[1].handle.data.flags.writeable = False
-                    constants[key] = found[1]
-                return found
+                    pair[1].handle.data.flags.writeable = False
+                    constants[key] = pair[1]
+                return pair
             return left, known
         if right.__class__ is tensor and left.shape is right.shape:
             key = (left.dtype.name, right.dtype.name, how)
             if key in unchanged:
                 return left, right
-            found = original(self, left, right, *how)
-            if found[0] is left and found[1] is right:
+            pair = original(self, left, right, *how)
+            if pair[0] is left and pair[1] is right:
                 unchanged.add(key)
-            return found
+            return pair
         return original(self, left, right, *how)
 
     return operands

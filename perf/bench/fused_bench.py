@@ -59,13 +59,13 @@ class FusedTensors:
     def wrong(self, comm: Communicator, number: int) -> int:
         """Wrong elements of the results of call `number`."""
         call, exact = self.call, self.exact(comm, number, torch.device("cpu"))
-        found = int((call.residual_out.cpu() != exact.residual_out).sum())
+        count = int((call.residual_out.cpu() != exact.residual_out).sum())
         if call.norm_out is not None and exact.norm_out is not None:
             step = 2 * torch.finfo(call.x.dtype).eps * exact.norm_out.double().abs()
-            found += int((~((call.norm_out.cpu().double() - exact.norm_out.double()).abs() <= step)).sum())
+            count += int((~((call.norm_out.cpu().double() - exact.norm_out.double()).abs() <= step)).sum())
         if call.quant_out is not None and exact.quant_out is not None:
-            found += _apart(call.quant_out.cpu(), exact.quant_out)
-        return found
+            count += _apart(call.quant_out.cpu(), exact.quant_out)
+        return count
 
 
 def tensors(comm: Communicator, case: Case, count: int) -> FusedTensors:
@@ -106,12 +106,12 @@ def _data(world_size: int, rank: int, number: int, call: FusedCall) -> dict[str,
     }
 
 
-def _apart(found: torch.Tensor, exact: torch.Tensor) -> int:
+def _apart(got: torch.Tensor, exact: torch.Tensor) -> int:
     """Codes that are more than one step from the exact ones."""
-    a, b = (codes.view(torch.uint8).to(torch.int32) for codes in (found, exact))
-    if found.dtype == torch.uint8:  # two a byte
+    a, b = (codes.view(torch.uint8).to(torch.int32) for codes in (got, exact))
+    if got.dtype == torch.uint8:  # two a byte
         a, b = (torch.stack([codes & 15, codes >> 4]) for codes in (a, b))
-    top = 8 if found.dtype == torch.uint8 else 128
+    top = 8 if got.dtype == torch.uint8 else 128
     a, b = (torch.where(codes >= top, top - codes, codes) for codes in (a, b))
     return int(((a - b).abs() > 1).sum())
 

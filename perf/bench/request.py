@@ -131,14 +131,14 @@ def left_out(
     name none."""
     named = (algorithms, ALGORITHMS, "algorithm"), (protocols, PROTOCOLS, "protocol")
     lists = [(None,) if text in (None, "all") else parse_names(text, known, kind) for text, known, kind in named]
-    found = []
+    refused = []
     for collective in collectives:
         shipped = _shipped(collective, algorithms, world_size)
         for algorithm, protocol in product(*lists):
             reason = _why_not(collective, algorithm, protocol, shipped, world_size)
             if reason is not None:
-                found.append((f"{collective} {algorithm or 'any'}/{protocol or 'any'}", reason))
-    return found
+                refused.append((f"{collective} {algorithm or 'any'}/{protocol or 'any'}", reason))
+    return refused
 
 
 def _shipped(collective: str, algorithms: str | None, world_size: int) -> list[Kernel]:

@@ -123,8 +123,8 @@ def forecast(
     Raises `InvalidArgument` with the nearest names, `ResourceError` if nothing can be compiled here.
     """
     machine, wanted = kernel_time.find(gpu), parsing.parse_sizes(sizes)
-    found = counted.names(collective)
-    calls = [call for name in found for call in counted.asked(machine, world_size, name, wanted, form, 4)]
+    kernels = counted.names(collective)
+    calls = [call for name in kernels for call in counted.asked(machine, world_size, name, wanted, form, 4)]
     rows = [row for call in calls for row in _at(machine, world_size, call, mode, form)]
     return CodeForecast(machine, world_size, mode, rows, counted.missing(machine, world_size, calls))
 

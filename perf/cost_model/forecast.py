@@ -141,12 +141,12 @@ def asked(
             for n in counts
         ]  # fmt: skip
     kernel_time.kernels(machine, name, world_size)  # not over all links
-    found, row = [], form.hidden * ROW_TYPE.itemsize
+    calls, row = [], form.hidden * ROW_TYPE.itemsize
     for rows in dict.fromkeys(form.rows(size, ROW_TYPE.itemsize) for size in sizes):
         fitting, others = row_calls.kernels(timed_call.facts(machine, world_size), form, ROW_TYPE, rows)
         label = f"{name} {form.name}, bfloat16"
-        found.append(AskedCall(label, name, rows * row, rows * row, fitting, rows, others))
-    return found
+        calls.append(AskedCall(label, name, rows * row, rows * row, fitting, rows, others))
+    return calls
 
 
 def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str) -> list[ForecastRow]:

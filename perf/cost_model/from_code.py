@@ -141,8 +141,8 @@ def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> 
 def _split(parts: tuple[float, ...], barriers: float) -> tuple[float, float, float]:
     """(everything else, what waits for a link, what goes for barriers, which take `barriers` microseconds)."""
     waits = parts[FENCE] + parts[HOP] + parts[POLL]
-    found = min(waits, max(parts[FENCE], barriers)) if barriers else 0.0
-    return sum(parts) - parts[WIRE] - found, parts[WIRE], found
+    fences = min(waits, max(parts[FENCE], barriers)) if barriers else 0.0
+    return sum(parts) - parts[WIRE] - fences, parts[WIRE], fences
 
 
 def instructions(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> float:
@@ -220,8 +220,8 @@ def _call(
 ) -> TimedCall:  # fmt: skip
     from tricomm.kernels.collectives import registry
 
-    found = next(k for k in registry.ALL if k.name == kernel)
-    timed = timed_call.run(machine, found, world_size, elements, shape, plan, cold)
+    entry = next(k for k in registry.ALL if k.name == kernel)
+    timed = timed_call.run(machine, entry, world_size, elements, shape, plan, cold)
     if timed.epochs != chunks:
         raise UnknownChunks(
             f"{kernel}: {elements} elements took {timed.epochs} epochs and not {chunks}; how the kernel divides a call "

@@ -201,13 +201,13 @@ def report(rows: list[Checked]) -> list[str]:
 
 
 def _orders(rows: list[Checked], one: str) -> list[str]:
-    found = losses(rows, one == "implementation")
-    if not found:
+    lost = losses(rows, one == "implementation")
+    if not lost:
         return []
-    close = sum(loss <= _CLOSE for loss in found)
+    close = sum(loss <= _CLOSE for loss in lost)
     return [
-        f"fastest kernel right at {found.count(0)} of {len(found)} sizes at which one {one} has several kernels, "
-        f"at most {_CLOSE:.0%} slower than the fastest at {close}, at worst {max(found):.0%}"
+        f"fastest kernel right at {lost.count(0)} of {len(lost)} sizes at which one {one} has several kernels, "
+        f"at most {_CLOSE:.0%} slower than the fastest at {close}, at worst {max(lost):.0%}"
     ]
 
 

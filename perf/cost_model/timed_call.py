@@ -201,13 +201,13 @@ def executed(
     arenas.expect_last(blocks)
     started = []
     for rank in range(len(arenas.arenas)):
-        found = launch(gpu, rank)
+        launched = launch(gpu, rank)
         if rank == 0:
-            loaded = grid.LoadedKernel(found.loaded.kernel, arenas.memory, timed=True)
-        (block,) = grid.launch(loaded, (1, 1, 1), found.threads, found.shared, found.parameters)
-        block.grid = found.grid
+            loaded = grid.LoadedKernel(launched.loaded.kernel, arenas.memory, timed=True)
+        (block,) = grid.launch(loaded, (1, 1, 1), launched.threads, launched.shared, launched.parameters)
+        block.grid = launched.grid
         started.append(block)
-    costs = _costs(gpu, found.loaded, machine.name)
+    costs = _costs(gpu, launched.loaded, machine.name)
     ranks = TimedRanks(costs, [RankQueues(machine, times, blocks) for _ in started], arenas.places)
     ranks.run(started)
     loads = ranks.scarcest()

@@ -139,17 +139,17 @@ class TimedRanks:
 
     def scarcest(self) -> LoadsInFlight | None:
         """Of the basic blocks that load a tenth of a rank's payload or more, the one whose loads allow the least."""
-        found = []
+        candidates = []
         for state in self.states:
             total = sum(loads.total for loads in state.loads.values())
-            found += [loads for loads in state.loads.values() if loads.total >= total / 10]
-        return min(found, key=lambda loads: loads.most / loads.latency, default=None)
+            candidates += [loads for loads in state.loads.values() if loads.total >= total / 10]
+        return min(candidates, key=lambda loads: loads.most / loads.latency, default=None)
 
     def chain(self) -> tuple[int, int] | None:
         """Round trips to memory before the first push, by data and in order (`load_chains`), of the warp with the most;
         None if no rank pushes."""
-        found = [clock.first_push for clocks in self.clocks for clock in clocks if clock.first_push is not None]
-        return (max(data for data, _ in found), max(order for _, order in found)) if found else None
+        pushes = [clock.first_push for clocks in self.clocks for clock in clocks if clock.first_push is not None]
+        return (max(data for data, _ in pushes), max(order for _, order in pushes)) if pushes else None
 
     def system_fences(self) -> int:
         """That a warp has passed, of the one with the most."""

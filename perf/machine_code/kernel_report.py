@@ -114,7 +114,7 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
     kernels = [k for k in KERNELS if name in (None, k.name)]
     if not kernels:
         raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in KERNELS)}")
-    found = [
+    chosen = [
         v
         for arch in archs
         for k in kernels
@@ -122,9 +122,9 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
         for v in _of(k, arch, everything)
         if k.why_not_reduced(*reduction(DTYPES[v.dtype], v.op)) is None
     ]
-    if not found:
+    if not chosen:
         raise InvalidArgument(f"nothing can be compiled: {'; '.join(left_out(archs, name))}")
-    return found
+    return chosen
 
 
 def left_out(archs: tuple[str, ...], name: str | None = None) -> list[str]:
@@ -136,8 +136,8 @@ def left_out(archs: tuple[str, ...], name: str | None = None) -> list[str]:
     for k, quantize in itertools.product(asked, ("", *QUANTIZATIONS)):
         form = RowForm(quantize=quantize)
         fitting = [arch for arch in archs if k in registry.FUSED and (k.name, arch) not in refused]
-        found = [(k.name, arch, row_calls.fitting(_site(arch, 8), k, form, torch.bfloat16, _ROWS)) for arch in fitting]
-        reasons += [(named, arch, why) for named, arch, why in found if isinstance(why, str)]
+        calls = [(k.name, arch, row_calls.fitting(_site(arch, 8), k, form, torch.bfloat16, _ROWS)) for arch in fitting]
+        reasons += [(named, arch, why) for named, arch, why in calls if isinstance(why, str)]
     return left_out_lines((named, f"{arch}: {reason}") for named, arch, reason in reasons if reason)
 
 

@@ -65,11 +65,11 @@ def collect() -> dict[str, Any]:
 def _memory() -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind, reason = expected_kind(gpus)
-    found = f"{kind}, passed over sockets in {descriptors.base()}" if not reason else f"{kind}: {reason}"
+    text = f"{kind}, passed over sockets in {descriptors.base()}" if not reason else f"{kind}: {reason}"
     if not gpus:
-        return found
+        return text
     refusal = no_multicast_expected(gpus)
-    return f"{found}; " + (f"no multicast: {refusal}" if refusal else "multicast, if the ranks' probe agrees")
+    return f"{text}; " + (f"no multicast: {refusal}" if refusal else "multicast, if the ranks' probe agrees")
 
 
 def _batch_invariant() -> str:

@@ -76,8 +76,8 @@ class Coordinator:
         known = registry.of(point.collective, self._world_size, multicast=not self._cpu)
         kernels = [k for k in known if self._runs(point, k)]
         comm = self._worker.comm
-        found = pool(kernels, comm.arena_layout, comm.most_blocks, self._cpu, point.beside)
-        return [c for c in found if _as_it_is(self._site, point, c)] if point.epilogue else found
+        candidates = pool(kernels, comm.arena_layout, comm.most_blocks, self._cpu, point.beside)
+        return [c for c in candidates if _as_it_is(self._site, point, c)] if point.epilogue else candidates
 
     def _runs(self, point: Point, kernel: registry.Kernel) -> bool:
         try:

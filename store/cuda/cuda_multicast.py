@@ -68,8 +68,8 @@ class Multicast:
         def stage(what: str, action: Callable[[], None]) -> None:
             stages(what, partial(self._in_context, action))
 
-        found = stages.gather("look for a switch", partial(self._in_context, self._look))
-        records = [_RECORD.unpack(record) for record in found]
+        answers = stages.gather("look for a switch", partial(self._in_context, self._look))
+        records = [_RECORD.unpack(record) for record in answers]
         tokens = stages.gather("make an object", partial(self._in_context, self._make))
         stage("pass it on", lambda: self._passing.take(self._driver, tokens, self._load, deadline))
         stage("add the device", lambda: self._driver.multicast_add(mapped.handles[0], self._ordinal))

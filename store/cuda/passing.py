@@ -59,11 +59,11 @@ class _ByDescriptor:
         return self._socket.name.ljust(TOKEN_BYTES, b"\0")
 
     def take(self, driver: Driver, tokens: Sequence[bytes], load: Load, deadline: Deadline) -> None:
-        def found(rank: int, held: list[int]) -> None:
+        def load_all(rank: int, held: list[int]) -> None:
             load(rank, partial(driver.import_descriptor, held[0]))
 
         names = [token[:NAME_BYTES] for token in tokens]
-        pass_descriptors(self._control, self._socket, names, self._exported, found, self._what, deadline)
+        pass_descriptors(self._control, self._socket, names, self._exported, load_all, self._what, deadline)
         self._socket.close()
         self._close_exported()
 

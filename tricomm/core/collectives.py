@@ -92,15 +92,15 @@ class Collectives:
             raise InvalidArgument(f"repeat: known={type(known).__name__}: what known() returns is needed") from None
         captured = (gpu := self._gpu) is not None and gpu.capturing()
         address = x.data_ptr()
-        found = (known.captured if captured else known.eager)[address % 16 == 0]
-        if found is None:
+        entry = (known.captured if captured else known.eager)[address % 16 == 0]
+        if entry is None:
             return False
         group = self._group
         if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:  # in a forked child it refuses
             self._faults.check_usable()
         if captured:
             self._launcher.captured = True
-        plan, in_place = found
+        plan, in_place = entry
         self._launch(plan, x, x, (), in_place, address)
         return True
 

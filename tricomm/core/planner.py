@@ -119,8 +119,8 @@ class Planner:
 
     def planned(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> list[LaunchPlan]:
         """The plans of a call that `plan` has planned, of each mode."""
-        found = (self.plans.get((request, dtype, elements, aligned, mode)) for mode in (False, True))
-        return [plan for plan in found if plan is not None]
+        entries = (self.plans.get((request, dtype, elements, aligned, mode)) for mode in (False, True))
+        return [plan for plan in entries if plan is not None]
 
     def forget(self) -> None:
         """Make the plans of calls anew."""

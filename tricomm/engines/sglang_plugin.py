@@ -54,10 +54,10 @@ def _hook(log: logging.Logger) -> str | None:
     from tricomm.engines.engine_group import Engine
 
     try:
-        found = functions()
+        originals = functions()
     except (ImportError, AttributeError) as error:
         return str(error)
-    wrong = sglang_all_reduce.misfits(found)
+    wrong = sglang_all_reduce.misfits(originals)
     if wrong:
         return "; ".join(wrong)
 
@@ -66,7 +66,7 @@ def _hook(log: logging.Logger) -> str | None:
 
     hooks = {
         "dispatch_custom_allreduce": sglang_all_reduce.dispatched(engine),
-        "flashinfer_allreduce_residual_rmsnorm": sglang_all_reduce.fused(found["resolve_fusion_group"]),
+        "flashinfer_allreduce_residual_rmsnorm": sglang_all_reduce.fused(originals["resolve_fusion_group"]),
     }
     for name, hook in hooks.items():
         HookRegistry.register(f"{PLACES[name]}.{name}", hook, HookType.AROUND)

@@ -15,8 +15,8 @@ class VersionRange:
 
     def refusal(self, engine: str, version: str) -> str | None:
         """Why an adapter leaves this version of `engine` alone; None if it is inside the range."""
-        found = re.match(r"\d+(\.\d+)*", version)
-        numbers = tuple(map(int, found[0].split("."))) if found is not None else ()
+        match = re.match(r"\d+(\.\d+)*", version)
+        numbers = tuple(map(int, match[0].split("."))) if match is not None else ()
         if self.first <= numbers[: len(self.first)] <= self.last:
             return None
         first, last = (".".join(map(str, bound)) for bound in (self.first, self.last))

@@ -129,11 +129,11 @@ def misfits(base: type) -> list[str]:
     """What `base` lacks of what the adapter uses, by name; empty if it fits."""
     wrong = []
     for method, names in METHODS.items():
-        found = getattr(base, method, None)
-        if found is None:
+        member = getattr(base, method, None)
+        if member is None:
             wrong.append(f"{base.__name__}.{method} is gone")
             continue
-        parameters = inspect.signature(found).parameters.values()
+        parameters = inspect.signature(member).parameters.values()
         positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
         wrong += [f"{base.__name__}.{method} has no parameter {name!r}" for name in names if name not in positional]
         if method != "__init__":

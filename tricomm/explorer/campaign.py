@@ -152,9 +152,9 @@ class Campaign:
             report.ran, report.steps = number + 1, report.steps + outcome.steps
             if number == 0:
                 self._steps_of_first = outcome.steps
-            found = self._judged(outcome)
-            if found:
-                self._keep(report, found, replace(execution, choices=outcome.choices), number)
+            findings = self._judged(outcome)
+            if findings:
+                self._keep(report, findings, replace(execution, choices=outcome.choices), number)
                 if not plan.keep_going:
                     break
             if progress is not None:
@@ -208,27 +208,27 @@ class Campaign:
         return run_one(self._subject, execution, self._strategy(number, execution), self._contention)
 
     def _judged(self, outcome: Outcome) -> list[Finding]:
-        found = list(outcome.findings)
-        if not found:
-            found += self._compared({rank: _tensors(result) for rank, result in outcome.results.items()})
-        return found
+        findings = list(outcome.findings)
+        if not findings:
+            findings += self._compared({rank: _tensors(result) for rank, result in outcome.results.items()})
+        return findings
 
     def _compared(self, results: dict[int, list[torch.Tensor]]) -> list[Finding]:
         """Compare the results of the ranks with each other and with those of the first schedule."""
-        found = oracle.mismatched(results, self._plan.identical)
+        findings = oracle.mismatched(results, self._plan.identical)
         for rank, now in results.items():
             first = self._first.setdefault(rank, [t.clone() for t in now])
             apart = [i for i, (a, b) in enumerate(zip(first, now, strict=False)) if not oracle.same_bits(a, b)]
             if apart or len(first) != len(now):
                 what = oracle.difference(first[apart[0]], now[apart[0]]) if apart else "another number of tensors"
                 text = f"what rank {rank} returns depends on the schedule: {what}"
-                found.append(Finding("wrong_result", (rank,), (), text, "find the unordered write"))
+                findings.append(Finding("wrong_result", (rank,), (), text, "find the unordered write"))
                 break
-        return found
+        return findings
 
-    def _keep(self, report: Report, found: list[Finding], execution: Execution, number: int) -> None:
+    def _keep(self, report: Report, findings: list[Finding], execution: Execution, number: int) -> None:
         known = {f.key for f in report.findings}
-        for finding in found:
+        for finding in findings:
             if finding.key in known:
                 continue
             known.add(finding.key)

@@ -54,25 +54,25 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
     sends = [k for k in registry.MESSAGES if k.collective == "send"]  # each with its recv
     known = [*registry.KERNELS, *registry.MULTICAST, *registry.of(FUSED, 2), *sends]
-    found = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
-    if not found:
+    chosen = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
+    if not chosen:
         names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known)
         raise InvalidArgument(f"no shipped kernel is {wanted}; there is {names}")
-    return found
+    return chosen
 
 
 def usable(
-    found: list[Kernel], world_size: int | None, architecture: str | None
+    wanted: list[Kernel], world_size: int | None, architecture: str | None
 ) -> tuple[list[Kernel], dict[str, str]]:  # fmt: skip
     """Those of `found` that so many ranks can run (None: as many as each needs), and that this Triton compiles for
     `architecture` (None: they are interpreted); and by name why others are left out. Raises `InvalidArgument`, with
     what would work, if none is usable."""
     capability = None if architecture is None else capability_of(architecture)
-    reasons = {k.name: reason for k in found if (reason := _why_not(k, world_size, capability)) is not None}
-    left = [kernel for kernel in found if kernel.name not in reasons]
+    reasons = {k.name: reason for k in wanted if (reason := _why_not(k, world_size, capability)) is not None}
+    left = [kernel for kernel in wanted if kernel.name not in reasons]
     if not left:
         why = "; ".join(by_reason(reasons.items()))
-        ways = "; ".join(_ways(found, world_size, capability))
+        ways = "; ".join(_ways(wanted, world_size, capability))
         raise InvalidArgument(f"no shipped kernel that was asked for can run so: {why}. What works: {ways}")
     return left, reasons
 
@@ -82,11 +82,11 @@ def _why_not(kernel: Kernel, world_size: int | None, capability: int | None) -> 
     return ranks or (None if capability is None else kernel.why_not_compiled(capability))
 
 
-def _ways(found: list[Kernel], world_size: int | None, capability: int | None) -> list[str]:
+def _ways(wanted: list[Kernel], world_size: int | None, capability: int | None) -> list[str]:
     """Options with which some of `found` can run, as far from those that were given as need be."""
 
     def some(world_size: int | None, capability: int | None) -> bool:
-        return any(_why_not(kernel, world_size, capability) is None for kernel in found)
+        return any(_why_not(kernel, world_size, capability) is None for kernel in wanted)
 
     newer = [] if capability is None else [other for other in _OFFERED if some(world_size, other)]
     ways = {
@@ -169,8 +169,8 @@ def _normalised(comm: Communicator, kernel: Kernel, number: int) -> torch.Tensor
     comm.run_fused(call, kernel.algorithm, kernel.protocol)
     unfused.finish(exact, exact.x)
     for name in ("residual_out", "norm_out", "quant_out", "scale_out"):
-        found, want = getattr(call, name), getattr(exact, name)
-        if want is not None and not torch.equal(found.view(torch.uint8), want.view(torch.uint8)):  # not the oracle's
+        got, want = getattr(call, name), getattr(exact, name)
+        if want is not None and not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):  # not the oracle's
             raise AssertionError(f"{kernel.name} of {rows} rows: {name} differs from the unfused steps")
     return call.residual_out
 

@@ -32,11 +32,11 @@ def from_file(name: str) -> Callable[[Any], Any]:
         raise InvalidArgument(f"{file} does not load: {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(str(file.parent))
-    found = getattr(module, function, None)
-    if not callable(found):
+    value = getattr(module, function, None)
+    if not callable(value):
         there = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module_name]
         raise InvalidArgument(f"{file} has no function {function!r}; it has {', '.join(there) or 'none'}")
-    return found  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]
 
 
 def of_report(report: Report) -> Callable[[Any], Any]:

@@ -82,7 +82,7 @@ def choose(
         return "; ".join(reasons) or f"there is no fused kernel {asked}"
     # One block polls a row from all ranks: more than it holds at once takes longer than a second hop.
     short = facts.world_size * hidden * bits // 64 <= _POLLED
-    first = sorted(fits, key=lambda found: (found[0].algorithm == "one_shot") != short)
+    first = sorted(fits, key=lambda fit: (fit[0].algorithm == "one_shot") != short)
     kernel, (blocks, warps, tile) = first[0]
     table, number, name = "fused", None, epilogue_name(hidden, quantize)
     reason = f"fused: {rows} rows of {hidden}, {nbytes} bytes; one shot if registers hold a row of all ranks"

@@ -92,9 +92,9 @@ class Divergence:
             part.meets = True
             self.parts.append(part)
             return
-        found = piece.run(self.unit, part.mask, self.registers)
+        taken = piece.run(self.unit, part.mask, self.registers)
         if piece.stop == "guard":
-            self._divide(part, found)
+            self._divide(part, taken)
         elif piece.stop == "jump":
             self._jump(part)
         elif piece.stop == "leave":
@@ -224,8 +224,8 @@ class Divergence:
                 named |= (warps == warp) & ((mask >> lane) & 1).astype(bool)
             return named
         mask = getattr(members, "value", -1) & 0xFFFFFFFF
-        found: Array = np.isin(warps, warps[part.mask]) & ((mask >> lane) & 1).astype(bool)
-        return found
+        member_lanes: Array = np.isin(warps, warps[part.mask]) & ((mask >> lane) & 1).astype(bool)
+        return member_lanes
 
     def _unblock(self) -> None:
         """No part can run: one whose barrier has opened, those that wait for others, or other units."""

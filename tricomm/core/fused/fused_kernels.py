@@ -91,14 +91,14 @@ def operands(call: FusedCall) -> tuple[Any, ...]:
     """What the device's `rms_norm` takes besides rows and sums, in its order."""
     epilogue, bits = call.epilogue, 8 * call.x.itemsize
     rows = [_bits(t, bits) for t in (call.residual, call.norm_out) if t is not None]
-    found: list[Any] = [epilogue.eps, epilogue.weight_bias, _bits(call.weight, 8 * call.weight.itemsize), *rows]
+    values: list[Any] = [epilogue.eps, epilogue.weight_bias, _bits(call.weight, 8 * call.weight.itemsize), *rows]
     if call.scale is not None:
-        found.append(call.scale)
+        values.append(call.scale)
     if call.quant_out is not None:
-        found.append(_bits(call.quant_out, 8))
+        values.append(_bits(call.quant_out, 8))
     if call.scale_out is not None:
-        found.append(call.scale_out if epilogue.quantize == "fp8_per_token" else _bits(call.scale_out, 8))
-    return tuple(found)
+        values.append(call.scale_out if epilogue.quantize == "fp8_per_token" else _bits(call.scale_out, 8))
+    return tuple(values)
 
 
 def _bits(x: torch.Tensor, bits: int) -> torch.Tensor:

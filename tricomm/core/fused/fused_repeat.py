@@ -87,12 +87,12 @@ class FusedRepeats:
         x: Any = given[X]
         try:
             known = self._planner.repeated_fused[x.dtype, x.shape, key]
-            found = self._looked_at(known, given)
+            looked_at = self._looked_at(known, given)
         except (KeyError, TypeError, AttributeError, RuntimeError, NotImplementedError):
             return None  # never made, or a tensor without storage: sparse, or wrapped by vmap or grad
-        if found is None:
+        if looked_at is None:
             return None
-        tensors, addresses, aligned = found
+        tensors, addresses, aligned = looked_at
         captured = (gpu := self._gpu) is not None and gpu.capturing()
         planned = known.plans[2 * captured + aligned]
         if planned is None:

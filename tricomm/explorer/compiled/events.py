@@ -34,8 +34,8 @@ class Elements:
 
     def bytes(self, itemsize: int) -> Array:
         """uint8 [elements, itemsize]: what they hold now."""
-        found: Array = self.region.bytes[self.offsets[:, None] + np.arange(itemsize)]
-        return found
+        content: Array = self.region.bytes[self.offsets[:, None] + np.arange(itemsize)]
+        return content
 
     def put(self, itemsize: int, values: Array) -> None:
         self.region.bytes[self.offsets[:, None] + np.arange(itemsize)] = values
@@ -43,10 +43,10 @@ class Elements:
 
 def values_at(access: ThreadAccess, places: list[Elements]) -> Array:
     """uint8 [lanes, width]: what is there now."""
-    found = np.zeros((len(access.threads), access.elements, access.itemsize), np.uint8)
+    octets = np.zeros((len(access.threads), access.elements, access.itemsize), np.uint8)
     for place in places:
-        found[place.lanes, place.numbers] = place.bytes(access.itemsize)
-    return found.reshape(len(access.threads), -1)
+        octets[place.lanes, place.numbers] = place.bytes(access.itemsize)
+    return octets.reshape(len(access.threads), -1)
 
 
 @dataclass(slots=True)
@@ -94,13 +94,13 @@ def locate(access: ThreadAccess, memory: Memory, private: list[Region]) -> list[
     if whole is not None:
         regions = [(whole, lanes)]
     else:
-        found: dict[int, tuple[Region, list[int]]] = {}
+        by_region: dict[int, tuple[Region, list[int]]] = {}
         for lane, address in enumerate(addresses.tolist()):
             region = memory.region(address, address + access.width, private)
             if region is None:
                 return int(address)
-            found.setdefault(id(region), (region, []))[1].append(lane)
-        regions = [(region, np.array(chosen)) for region, chosen in found.values()]
+            by_region.setdefault(id(region), (region, []))[1].append(lane)
+        regions = [(region, np.array(chosen)) for region, chosen in by_region.values()]
     result = []
     for region, chosen in regions:
         offsets = (addresses[chosen] - np.uint64(region.base)).astype(np.int64)
@@ -126,15 +126,15 @@ _MOST_SITES = 1 << 15
 
 def site_of(instruction: Instruction, kernel: str) -> Site:
     """The Python lines that an instruction was made of, with the instruction itself."""
-    found = _sites.get(id(instruction))
-    if found is None:
+    entry = _sites.get(id(instruction))
+    if entry is None:
         if len(_sites) >= _MOST_SITES:
             _sites.clear()
         lines = [(allowed.present(line.file), line.line, line.function) for line in instruction.source]
         chain = tuple((file, line, name or function_at(file, line) or kernel) for file, line, name in lines)
         said = f"PTX line {instruction.line}: {' '.join(instruction.text.split())}"
-        found = _sites[id(instruction)] = instruction, Site(chain, said)
-    return found[1]
+        entry = _sites[id(instruction)] = instruction, Site(chain, said)
+    return entry[1]
 
 
 def function_at(file: str, line: int) -> str | None:
@@ -150,5 +150,5 @@ def _functions(file: str) -> list[tuple[int, int, str]]:
     except (OSError, SyntaxError, ValueError):
         return []
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [(n.lineno, n.end_lineno or n.lineno, n.name) for n in ast.walk(tree) if isinstance(n, kinds)]
-    return sorted(found, key=lambda entry: entry[1] - entry[0])
+    spans = [(n.lineno, n.end_lineno or n.lineno, n.name) for n in ast.walk(tree) if isinstance(n, kinds)]
+    return sorted(spans, key=lambda entry: entry[1] - entry[0])

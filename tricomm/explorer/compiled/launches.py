@@ -142,7 +142,7 @@ class Launches:
     # Memory that only launches of one rank were given
 
     def _borrow(self, launch: KernelLaunch) -> list[Region]:
-        found = []
+        regions = []
         for low, high in _spans([t for t in launch.tensors if isinstance(t, torch.Tensor) and t.numel()]):
             if self._memory.region(low, high, []) is not None:
                 continue
@@ -150,8 +150,8 @@ class Launches:
             if region is None:
                 region = Region("private", launch.rank, low, high - low, f"rank {launch.rank}'s tensor")
             self._private[low, high] = region, users + 1
-            found.append(region)
-        return found
+            regions.append(region)
+        return regions
 
     def _give_back(self, private: list[Region]) -> None:
         for region in private:

@@ -119,8 +119,8 @@ class RaceChecks:
             at = int(differ[0])
             one = int(before[at])
             self._race(UnorderedPair(at, int(slots[one]), int(times[one]), record, kind, True), int(slots[at]), record)
-        found: Array = np.unique(before[other])
-        return found
+        earlier: Array = np.unique(before[other])
+        return earlier
 
     def _misfit(self, shadow: ThreadShadow, pieces: Array, slots: Array, unordered: Array, kind: int) -> int | None:
         """The first element whose last write may not meet this access unordered."""
@@ -149,12 +149,12 @@ class RaceChecks:
         """A race with the weak load `load` of thread `reader`, if that thread ever uses what it has loaded."""
         self.if_used(load, reader, lambda: self._described(clash, reader if slot is None else slot, record))
 
-    def if_used(self, load: int, reader: int, found: Callable[[], Finding]) -> None:
+    def if_used(self, load: int, reader: int, finding: Callable[[], Finding]) -> None:
         event = self._events[load]
         if event.instruction is None:
-            self._report(found())
+            self._report(finding())
         else:
-            self._unused.judge(event.kernel, event.instruction, reader, load, found)
+            self._unused.judge(event.kernel, event.instruction, reader, load, finding)
 
     def again(self, shadow: ThreadShadow, pieces: Array, record: int) -> Array:
         """bool per piece: the same instruction of the same block has stored there last, as copies of one lane do."""

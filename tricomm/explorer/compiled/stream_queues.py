@@ -132,12 +132,12 @@ class Capture:
 
     def joined(self) -> bool:
         """Whether all that was captured on other streams comes before the end of the origin."""
-        found, left = set(), list(self.last[self.origin])
+        reached, left = set(), list(self.last[self.origin])
         while left:
-            if (number := left.pop()) not in found:
-                found.add(number)
+            if (number := left.pop()) not in reached:
+                reached.add(number)
                 left += self.nodes[number].behind
-        return len(found) == len(self.nodes)
+        return len(reached) == len(self.nodes)
 
 
 class StreamQueue:

@@ -86,14 +86,14 @@ class Clocks:
         return self._known(team, slots, others, 0)
 
     def _known(self, team: Team, slots: Array, others: Array, half: int) -> Array:
-        found: Array = self._row(team, 0)[half][others]
+        times: Array = self._row(team, 0)[half][others]
         rows = team.row_of[team.local(slots)]
         if rows.any():
             for row in distinct(rows[rows > 0]):
                 mine = rows == row
-                found[mine] = self._row(team, row)[half][others[mine]]
-        own = np.maximum(found, self._fenced_aliases[slots]) if half else self.time[slots]
-        return np.where(slots == others, own, found)
+                times[mine] = self._row(team, row)[half][others[mine]]
+        own = np.maximum(times, self._fenced_aliases[slots]) if half else self.time[slots]
+        return np.where(slots == others, own, times)
 
     def known_of_all(self, team: Team, slots: Array, apart: Array | None = None) -> Array:
         """A row for each of the threads, with the time of every other one, as `known`; `apart` has a row for each."""
@@ -102,14 +102,14 @@ class Clocks:
 
     def _known_of_all(self, team: Team, slots: Array, half: int) -> Array:
         rows, each = team.row_of[team.local(slots)], np.arange(len(slots))
-        found = np.stack([self._row(team, row)[half] for row in range(len(team.rows))])[rows]
-        found[each, slots] = np.maximum(found[each, slots], (self._fenced_aliases if half else self.time)[slots])
-        return found
+        times = np.stack([self._row(team, row)[half] for row in range(len(team.rows))])[rows]
+        times[each, slots] = np.maximum(times[each, slots], (self._fenced_aliases if half else self.time)[slots])
+        return times
 
     def order(self, team: Team, slot: int, other: int, time: int) -> bool:
         """True if the thread knows of that time of the other one, through an alias fence or not."""
-        found: bool = self.known(team, np.array([slot]), np.array([other]))[0] >= time
-        return found
+        ordered: bool = self.known(team, np.array([slot]), np.array([other]))[0] >= time
+        return ordered
 
     def row(self, team: Team, thread: int = 0) -> Array:
         """What a thread knows now, handed to somebody: what it does from here on is not part of it."""

@@ -149,8 +149,8 @@ class ThreadDetector:
         """What the elements carry now, by element."""
         shadow = self._shadow(place.region)
         pieces, _ = shadow.pieces(place.offsets, itemsize)
-        found: Array = shadow.message[pieces].reshape(len(place.offsets), -1)[:, 0]
-        return found
+        numbers: Array = shadow.message[pieces].reshape(len(place.offsets), -1)[:, 0]
+        return numbers
 
     def out_of_bounds(self, maker: Maker, access: ThreadAccess, text: str) -> None:
         event = self._event(maker, access, None, 0)
@@ -253,16 +253,16 @@ class ThreadDetector:
                     plain: int) -> dict[int, list[int]]:  # fmt: skip
         """By lane, the messages of the thread's own last writes to the same words, in which a release goes on (8.8);
         without `plain`, in which none does."""
-        found: dict[int, list[int]] = {}
+        by_lane: dict[int, list[int]] = {}
         for place in places:
             shadow = self._shadow(place.region)
             pieces, elements = shadow.pieces(place.offsets, access.itemsize)
             lanes, messages = place.lanes[elements], shadow.message[pieces]
             own = (messages > 0) & (messages != plain) & (shadow.writer[pieces] == slots[lanes])
             for lane, message in zip(lanes[own].tolist(), messages[own].tolist(), strict=True):
-                if message not in found.setdefault(lane, []):
-                    found[lane].append(message)
-        return found
+                if message not in by_lane.setdefault(lane, []):
+                    by_lane[lane].append(message)
+        return by_lane
 
     def _stored(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: MadeStore,
                 changed: Array | None = None) -> None:  # fmt: skip

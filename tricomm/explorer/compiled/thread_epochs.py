@@ -162,8 +162,8 @@ class Epochs:
     def all_late(self, team: Team, pieces: Array, slots: Array, kind: int) -> list[UnorderedPair]:
         """Every one that the slots do not know of: for loads whose values may never be used."""
         late = self._single_late(team, pieces, slots, kind)
-        found = [self._single(team, pieces, slots, at) for at in np.flatnonzero(late).tolist()]
-        return found + sorted(self._late_of_rows(team, pieces, slots, kind), key=lambda pair: (pair.at, pair.slot))
+        pairs = [self._single(team, pieces, slots, at) for at in np.flatnonzero(late).tolist()]
+        return pairs + sorted(self._late_of_rows(team, pieces, slots, kind), key=lambda pair: (pair.at, pair.slot))
 
     def refine(self, times: int) -> None:
         for name in ("slot", "time", "record", "kind", "row"):
@@ -196,7 +196,7 @@ class Epochs:
         rows = self.row[pieces]
         if not rows.any():
             return []
-        found = []
+        pairs = []
         for table, numbers in ((self._few, rows), (self._all, -rows)):
             which = np.flatnonzero(numbers > 0)
             if not len(which):
@@ -216,8 +216,8 @@ class Epochs:
                 one, other = one[unfit], other[unfit]
             for n, entry in zip(one.tolist(), other.tolist(), strict=True):
                 values = (int(getattr(table, name)[mine[n], entry]) for name in _COLUMNS)
-                found.append(self._pair(team, int(slots[which[n]]), int(which[n]), *values))
-        return found
+                pairs.append(self._pair(team, int(slots[which[n]]), int(which[n]), *values))
+        return pairs
 
     def _begin_row(self, pieces: Array) -> None:
         """Give a row for a few to each of these pieces, which begins with the epoch that is there."""
@@ -286,8 +286,8 @@ class EpochsByKind:
             epochs.forget(pieces)
 
     def late(self, team: Team, pieces: Array, slots: Array, kind: int, fits: Any = None) -> UnorderedPair | None:
-        found = (epochs.late(team, pieces, slots, kind, fits) for epochs in self._of_kind.values())
-        return next((pair for pair in found if pair is not None), None)
+        pairs = (epochs.late(team, pieces, slots, kind, fits) for epochs in self._of_kind.values())
+        return next((pair for pair in pairs if pair is not None), None)
 
     def all_late(self, team: Team, pieces: Array, slots: Array, kind: int) -> list[UnorderedPair]:
         return [pair for epochs in self._of_kind.values() for pair in epochs.all_late(team, pieces, slots, kind)]
@@ -311,5 +311,5 @@ def _repeated(pieces: Array) -> Array:
     if (pieces == pieces[0]).all():
         return np.ones(len(pieces), bool)
     _, inverse, count = np.unique(pieces, return_inverse=True, return_counts=True)
-    found: Array = count[inverse] > 1
-    return found
+    repeated: Array = count[inverse] > 1
+    return repeated

@@ -74,11 +74,11 @@ class ThreadShadow:
             scopes, scope = scope_of(kinds), scope_of(kind)
             far = clocks.rank[others], clocks.block[others]
             near = clocks.rank[mine], clocks.block[mine]
-            found: Array = (
+            fit: Array = (
                 (scopes > 0) & same_size(kinds, kind) & includes(scopes, *far, *near)
                 & includes(np.full(len(kinds), scope), *near, *far)
             )  # fmt: skip
-            return found
+            return fit
 
         return both
 

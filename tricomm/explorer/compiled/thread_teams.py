@@ -60,5 +60,5 @@ class Team:
 
     def local(self, slots: Array) -> Array:
         """Their numbers in the block."""
-        found: Array = slots - self.slots[0]
-        return found
+        numbers: Array = slots - self.slots[0]
+        return numbers

@@ -255,11 +255,11 @@ class UnitMachine:
         assert self.weak is not None and self.detector is not None
         if access.supply is None:
             return None, None
-        found = [self.weak.early(task, access, place) for place in places]
-        if not any(found):
+        pasts = [self.weak.early(task, access, place) for place in places]
+        if not any(pasts):
             return None, None
         values, messages = values_at(access, places).reshape(len(access.threads), access.elements, -1), []
-        for place, past in zip(places, found, strict=True):
+        for place, past in zip(places, pasts, strict=True):
             now = self.detector.messages(place, access.itemsize)
             if past is not None:
                 chosen, old, old_messages = past

@@ -74,12 +74,12 @@ _MOST_LOADS = 1 << 15
 
 def _stores_reached(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:
     """The stores whose data the loaded value may reach; None if it may reach anything else."""
-    found = _reached.get(id(load))
-    if found is None:
+    entry = _reached.get(id(load))
+    if entry is None:
         if len(_reached) >= _MOST_LOADS:
             _reached.clear()
-        found = _reached[id(load)] = load, _slice(kernel, load)
-    return found[1]
+        entry = _reached[id(load)] = load, _slice(kernel, load)
+    return entry[1]
 
 
 def _slice(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:

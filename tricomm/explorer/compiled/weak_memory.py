@@ -194,17 +194,17 @@ class WeakMemory:
         return (chosen, values, messages) if chosen.any() else None
 
     def _of(self, task: Any) -> Looks:
-        found = self._looks.get(task)
-        if found is None:
-            found = self._looks[task] = Looks(self.moment)
-        return found
+        looks = self._looks.get(task)
+        if looks is None:
+            looks = self._looks[task] = Looks(self.moment)
+        return looks
 
     def _at(self, task: Any, region: Region) -> Array:
         looks = self._of(task)
-        found = looks.at.get(region)
-        if found is None:
-            found = looks.at[region] = np.zeros(-(-region.nbytes // 4), np.int32)
-        return found
+        moments = looks.at.get(region)
+        if moments is None:
+            moments = looks.at[region] = np.zeros(-(-region.nbytes // 4), np.int32)
+        return moments
 
 
 def pieces_of(place: Elements, itemsize: int) -> Array:

@@ -24,19 +24,19 @@ class WordRule:
         self._last: dict[int, int] = {}  # by block: the vector that still says what it has seen
 
     def index(self, rank: int, block: int) -> int:
-        found = self._index.get((rank, block))
-        if found is None:
-            found = self._index[rank, block] = len(self._index) + 1
-            if found == len(self._now):
-                self._now = np.pad(self._now, ((0, found), (0, found)))
-            self._now[found, found] = 1
-        return found
+        number = self._index.get((rank, block))
+        if number is None:
+            number = self._index[rank, block] = len(self._index) + 1
+            if number == len(self._now):
+                self._now = np.pad(self._now, ((0, number), (0, number)))
+            self._now[number, number] = 1
+        return number
 
     # The host
 
     def row(self, rank: int, block: int = -1) -> Array:
-        found: Array = self._now[self.index(rank, block)].copy()
-        return found
+        copy: Array = self._now[self.index(rank, block)].copy()
+        return copy
 
     def learn(self, rank: int, block: int, known: Array) -> None:
         me = self.index(rank, block)

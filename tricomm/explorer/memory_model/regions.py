@@ -161,14 +161,14 @@ class Memory:
         whole = self.region(low, high, private)
         if whole is not None:
             return [Place(whole, (addresses - np.uint64(whole.base)).astype(np.int64))]
-        found: dict[int, tuple[Region, list[int]]] = {}
+        by_region: dict[int, tuple[Region, list[int]]] = {}
         for lane, address in enumerate(addresses.tolist()):
             region = self.region(address, address + itemsize, private)
             if region is None:
                 return int(address)
-            found.setdefault(id(region), (region, []))[1].append(lane)
+            by_region.setdefault(id(region), (region, []))[1].append(lane)
         places = []
-        for region, chosen in found.values():
+        for region, chosen in by_region.values():
             lanes = np.zeros(len(addresses), bool)
             lanes[chosen] = True
             places.append(Place(region, (addresses[lanes] - np.uint64(region.base)).astype(np.int64), lanes))

@@ -127,8 +127,8 @@ class Shadow:
                     return slice(int(first[0]), int(first[-1]) + 1, step)
         elif width:
             return slice(int(first[0]), int(first[0]) + width)
-        found = (first[:, None] + np.arange(width)).reshape(-1) if width > 1 else first
-        return found
+        granules = (first[:, None] + np.arange(width)).reshape(-1) if width > 1 else first
+        return granules
 
     def _refine(self, granule: int) -> None:
         times = self.granule // granule

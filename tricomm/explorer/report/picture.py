@@ -63,12 +63,12 @@ def svg(finding: Finding, alone: bool = False) -> str:
 
 def _marked(finding: Finding) -> list[int]:
     """The events that the finding is about: the last ones that match its accesses."""
-    found = []
+    lines = []
     for access in finding.accesses:
         same = ("rank", "block", "where", *(("step", "kind") if "step" in access else ()))
         at = [n for n, e in enumerate(finding.events) if all(e[name] == access[name] for name in same)]
-        found += at[-1:]
-    return found
+        lines += at[-1:]
+    return lines
 
 
 def _shown(count: int, marked: list[int]) -> list[int]:

@@ -40,11 +40,12 @@ def deadlock(blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, why:
 
 def _together(entries: Sequence[tuple[Task, Site, str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """A waiter for each site, predicate and block."""
-    found: dict[Any, list[tuple[Task, Site, str, dict[str, Any]]]] = {}
+    groups: dict[Any, list[tuple[Task, Site, str, dict[str, Any]]]] = {}
     for entry in entries:
         task, site, predicate, _ = entry
-        found.setdefault((task.rank, task.block, task.launch and task.launch.number, site, predicate), []).append(entry)
-    return [_waiter([e[0] for e in same], *same[0][1:]) for same in found.values()]
+        key = task.rank, task.block, task.launch and task.launch.number, site, predicate
+        groups.setdefault(key, []).append(entry)
+    return [_waiter([e[0] for e in same], *same[0][1:]) for same in groups.values()]
 
 
 def _waiter(tasks: list[Task], site: Site, predicate: str, more: dict[str, Any]) -> dict[str, Any]:

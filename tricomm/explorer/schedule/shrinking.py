@@ -23,9 +23,9 @@ def shrink(again: Again, finding: Finding, execution: Execution, most: int = STE
 
     def shows(tried: Execution) -> bool:
         nonlocal spent
-        found, outcome = again(tried, None)
+        findings, outcome = again(tried, None)
         spent += outcome.steps
-        return any(f.key == finding.key for f in found)
+        return any(f.key == finding.key for f in findings)
 
     for simpler in (replace(execution, choices=()), replace(execution, delays=None), replace(execution, first_epoch=1)):
         if simpler != execution and shows(simpler):
@@ -44,9 +44,9 @@ def _few_preemptions(again: Again, finding: Finding, execution: Execution, most:
     for seed in range(60):
         if spent > most or len(best.choices) <= 1:
             break
-        found, outcome = again(execution, Priorities(seed, 1 + seed % 3, steps))
+        findings, outcome = again(execution, Priorities(seed, 1 + seed % 3, steps))
         spent += outcome.steps
-        if len(outcome.choices) < len(best.choices) and any(f.key == finding.key for f in found):
+        if len(outcome.choices) < len(best.choices) and any(f.key == finding.key for f in findings):
             best = replace(execution, choices=outcome.choices)
     return best
 

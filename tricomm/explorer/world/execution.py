@@ -294,11 +294,11 @@ class Ranks:
         for rank, error in self._errors.items():
             if not isinstance(error, OutOfBounds) and not (faulty and isinstance(error, _NAMED)):
                 return [_raised(rank, error)]  # the errors of the other ranks are most likely a consequence
-        found = self._oracle.findings()
-        if not self._errors and not faulty and not found and not self._detector.findings:
+        findings = self._oracle.findings()
+        if not self._errors and not faulty and not findings and not self._detector.findings:
             self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
-            found = list(self._detector.findings)
-        return found
+            findings = list(self._detector.findings)
+        return findings
 
 
 def _machine(

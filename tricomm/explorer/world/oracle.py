@@ -71,7 +71,7 @@ class Oracle:
 
     def findings(self) -> list[Finding]:
         """The wrong results of the calls that all ranks have begun, on the ranks that have ended them."""
-        found = []
+        wrong = []
         for (channel, sequence), call in sorted(self._calls.items()):
             if len(call.inputs) < self._world_size or not call.outputs:
                 continue
@@ -81,15 +81,15 @@ class Oracle:
             apart = next(((r, y) for r, y in call.outputs.items() if not same_bits(y, first)), None)
             if apart is not None and alike:
                 text = f"{name}: ranks {one} and {apart[0]} hold different bits; {difference(first, apart[1])}"
-                found.append(Finding("rank_mismatch", (one, apart[0]), (), text, "all ranks must reduce in one order"))
+                wrong.append(Finding("rank_mismatch", (one, apart[0]), (), text, "all ranks must reduce in one order"))
             parts = [call.inputs[r] for r in range(self._world_size)]
             for rank, y in sorted(call.outputs.items()):
                 exact = reference.expected(call.collective, call.op, parts, rank, call.root, call.quads)
                 if not same_values(y, exact):
                     text = f"{name}: rank {rank}'s result is wrong; {difference(exact, y)}"
-                    found.append(Finding("wrong_result", (rank,), (), text, "look at the last write to that element"))
+                    wrong.append(Finding("wrong_result", (rank,), (), text, "look at the last write to that element"))
                     break
-        return found
+        return wrong
 
 
 def quads(topology: Topology | None, world_size: int) -> list[tuple[int, ...]]:

@@ -304,13 +304,13 @@ class RankRuntime:
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    found = []
+    tensors = []
     for value in args:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple | list):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _region(rank: int, tensor: torch.Tensor) -> Region:

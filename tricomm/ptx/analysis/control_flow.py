@@ -73,8 +73,8 @@ class Flow:
     @cached_property
     def reconvergence(self) -> list[int]:
         """By block, its immediate post-dominator: the first block that all lanes come to, whichever way they go."""
-        found = immediate_dominators(self.predecessors, self.exit)
-        return [self.exit if n is None else n for n in found[: self.exit]]
+        dominators = immediate_dominators(self.predecessors, self.exit)
+        return [self.exit if n is None else n for n in dominators[: self.exit]]
 
     def dominates(self, first: int, second: int) -> bool:
         """Every way to block `second` leads through block `first`, which may be the same one."""
@@ -92,8 +92,8 @@ class Flow:
                 if target != self.exit and self.dominates(target, source):
                     inside = bodies.setdefault(target, {target})
                     inside |= reachable(self.predecessors, [source], without=target)
-        found = [Loop(header, frozenset(body)) for header, body in bodies.items()]
-        return tuple(sorted(found, key=lambda loop: (len(loop.blocks), loop.header)))
+        natural = [Loop(header, frozenset(body)) for header, body in bodies.items()]
+        return tuple(sorted(natural, key=lambda loop: (len(loop.blocks), loop.header)))
 
     def loop_at(self, index: int) -> Loop | None:
         """The innermost loop that instruction `index` is part of."""
@@ -170,23 +170,23 @@ def immediate_dominators(edges: Sequence[Sequence[int]], root: int) -> list[int 
     order = _postorder(edges, root)
     rank = {node: n for n, node in enumerate(order)}
     backward = reversed_edges(edges)
-    found: dict[int, int] = {root: root}
+    dominator: dict[int, int] = {root: root}
     changed = True
     while changed:
         changed = False
         for node in reversed(order[:-1]):
-            known = [each for each in backward[node] if each in found]
+            known = [each for each in backward[node] if each in dominator]
             meet = known[0]
             for other in known[1:]:
                 while meet != other:
                     if rank[meet] < rank[other]:
-                        meet = found[meet]
+                        meet = dominator[meet]
                     else:
-                        other = found[other]
-            if found.get(node) != meet:
-                found[node] = meet
+                        other = dominator[other]
+            if dominator.get(node) != meet:
+                dominator[node] = meet
                 changed = True
-    return [None if node == root else found.get(node) for node in range(len(edges))]
+    return [None if node == root else dominator.get(node) for node in range(len(edges))]
 
 
 def _postorder(edges: Sequence[Sequence[int]], root: int) -> list[int]:

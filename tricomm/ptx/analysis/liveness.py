@@ -94,16 +94,16 @@ class Liveness:
 
 
 def _bits(names: tuple[str, ...], bits: dict[str, int]) -> int:
-    found = 0
+    mask = 0
     for name in names:
-        found |= bits[name]
-    return found
+        mask |= bits[name]
+    return mask
 
 
 def definitions(kernel: PtxKernel) -> dict[str, list[int]]:
     """Register -> indices of the instructions that write it."""
-    found: dict[str, list[int]] = {}
+    by_name: dict[str, list[int]] = {}
     for index, instruction in enumerate(kernel.instructions):
         for name in written(instruction):
-            found.setdefault(name, []).append(index)
-    return found
+            by_name.setdefault(name, []).append(index)
+    return by_name

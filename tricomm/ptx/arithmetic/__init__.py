@@ -31,10 +31,10 @@ def rule(instruction: Instruction) -> Rule | None:
     """
     if instruction.opcode not in OPCODES:
         return None
-    found = _rule(instruction)
-    if found is None:
+    its_rule = _rule(instruction)
+    if its_rule is None:
         raise refuse(instruction)
-    return found
+    return its_rule
 
 
 def _rule(instruction: Instruction) -> Rule | None:
@@ -42,9 +42,9 @@ def _rule(instruction: Instruction) -> Rule | None:
         return None
     for part in _PARTS:
         form = Form(instruction)
-        found: Rule | None = part.rule(form)
-        if found is not None and form.fits(found):
-            return found
+        candidate: Rule | None = part.rule(form)
+        if candidate is not None and form.fits(candidate):
+            return candidate
     return None
 
 

@@ -43,11 +43,11 @@ def _mixed(form: Form) -> Rule | None:
 def operands(kind: str, count: int, ftz: bool) -> list[str]:
     """The inputs as what is computed with: halves as floats."""
     read = {"f16": "{{{0}}}.astype(f4)", "bf16": "from_bf16({{{0}}})"}.get(kind, "{{{0}}}")
-    found = [read.format(i) for i in range(count)]
+    texts = [read.format(i) for i in range(count)]
     if not ftz:
-        return found
+        return texts
     name = "flushed_f16" if kind == "f16" else "flushed_f4"
-    return [f"{name}({one})" for one in found]
+    return [f"{name}({one})" for one in texts]
 
 
 def finished(kind: str, value: str, ftz: bool, sat: bool, relu: bool) -> str:

@@ -59,12 +59,12 @@ def destinations(instruction: Instruction) -> tuple[Operand | None, ...]:
 
 def sources(instruction: Instruction) -> tuple[Operand | None, ...]:
     """What a computing instruction reads, vectors taken apart; the carry flag comes last."""
-    found: list[Operand | None] = []
+    operands: list[Operand | None] = []
     for operand in instruction.operands[1:]:
-        found.extend(operand.elements if isinstance(operand, Vector) else (operand,))
+        operands.extend(operand.elements if isinstance(operand, Vector) else (operand,))
     if instruction.opcode in ("addc", "subc", "madc"):
-        found.append(CARRY)
-    return tuple(found)
+        operands.append(CARRY)
+    return tuple(operands)
 
 
 def literal(operand: Integer | Float, kind: str) -> Any:

@@ -42,10 +42,10 @@ class InstructionCode:
 
     def results(self, instruction: Instruction) -> list[Result]:
         """What is known of the results under the present `operands.shapes`."""
-        found = self._unguarded(instruction)
+        unguarded = self._unguarded(instruction)
         if instruction.guard is None or self.operands.shape(instruction.guard[0], 1).uniform:
-            return found
-        return [Result(r.register, as_vector(r.shape)) for r in found]
+            return unguarded
+        return [Result(r.register, as_vector(r.shape)) for r in unguarded]
 
     def _unguarded(self, instruction: Instruction) -> list[Result]:
         operation = self.operation(instruction)
@@ -81,10 +81,10 @@ class InstructionCode:
 
     def _rule(self, instruction: Instruction) -> Rule:
         if instruction not in self._rules:
-            found = rule(instruction)
-            if found is None:
+            its_rule = rule(instruction)
+            if its_rule is None:
                 raise refuse(instruction, self.operands.kernel.name)
-            self._rules[instruction] = found
+            self._rules[instruction] = its_rule
         return self._rules[instruction]
 
     def _sources(self, instruction: Instruction) -> list[tuple[Operand | None, int]]:
@@ -115,8 +115,8 @@ class InstructionCode:
     def _all_uniform(self, instruction: Instruction) -> bool:
         if self.masked or not all(self.operands.shape(source, 64).uniform for source, _ in self._sources(instruction)):
             return False
-        found = self._rule(instruction)
-        return "V16" not in found.inputs and "V16" not in found.outputs
+        its_rule = self._rule(instruction)
+        return "V16" not in its_rule.inputs and "V16" not in its_rule.outputs
 
     def code(self, instruction: Instruction) -> list[str]:
         """Statements without indentation of their own (lines of a block are indented by one space a level)."""
@@ -176,21 +176,21 @@ class InstructionCode:
         return [f"{variable}={code}"]
 
     def _by_rule(self, instruction: Instruction, targets: tuple[Operand | None, ...], guarded: bool) -> list[str]:
-        found, sources = self._rule(instruction), form.sources(instruction)
+        its_rule, sources = self._rule(instruction), form.sources(instruction)
         wanted = [self.operands.shape(t, 64) for t in targets if isinstance(t, Register)]
         if self._all_uniform(instruction) and any(shape.stride is not None for shape in wanted):
-            return self._scalar(found, instruction, targets)
-        kinds = self._kinds(found, sources, targets)
+            return self._scalar(its_rule, instruction, targets)
+        kinds = self._kinds(its_rule, sources, targets)
         inputs = [
             self.operands.array(source, kinds.get(kind, kind))
-            for source, kind in zip(sources, found.inputs, strict=True)
+            for source, kind in zip(sources, its_rule.inputs, strict=True)
         ]
         fixed = [
             self.operands.constant(int.from_bytes(c.tobytes(), "little"), kinds.get(c.dtype.str[1:], c.dtype.str[1:]))
-            for c in found.constants
+            for c in its_rule.constants
         ]
-        code = found.template.format(*inputs, *fixed)
-        outputs = [kinds.get(kind, kind) for kind in found.outputs]
+        code = its_rule.template.format(*inputs, *fixed)
+        outputs = [kinds.get(kind, kind) for kind in its_rule.outputs]
         if len(targets) == 1:
             return self._keep(targets[0], f"({code})", outputs[0], guarded)
         lines = [f"t={code}"]
@@ -199,10 +199,10 @@ class InstructionCode:
         return lines
 
     def _kinds(
-        self, found: Rule, sources: tuple[Operand | None, ...], targets: tuple[Operand | None, ...]
+        self, its_rule: Rule, sources: tuple[Operand | None, ...], targets: tuple[Operand | None, ...]
     ) -> dict[str, str]:
         """Types to be read as others: signed ones where that saves views and is the same."""
-        kind = found.either
+        kind = its_rule.either
         if kind is None:
             return {}
         other = _SWAPPED[kind[0]] + kind[1:]
@@ -213,15 +213,15 @@ class InstructionCode:
         ]
         return {kind: other} if homes.count(other) > homes.count(kind) else {}
 
-    def _scalar(self, found: Rule, instruction: Instruction, targets: tuple[Operand | None, ...]) -> list[str]:
+    def _scalar(self, its_rule: Rule, instruction: Instruction, targets: tuple[Operand | None, ...]) -> list[str]:
         """Numbers by the general rule, over numpy scalars."""
         inputs = []
-        for source, kind in zip(form.sources(instruction), found.inputs, strict=True):
+        for source, kind in zip(form.sources(instruction), its_rule.inputs, strict=True):
             width = 1 if kind == "?" else 8 * int(kind[1:])
             inputs.append(f"_scalar_{_name(kind)}({self.operands.number(source, width)})")
-        fixed = [self.operands.named(c, "scalar", c.dtype.str, c.tobytes()) for c in found.constants]
-        lines = [f"t={found.template.format(*inputs, *fixed)}"]
-        for n, (target, kind) in enumerate(zip(targets, found.outputs, strict=True)):
+        fixed = [self.operands.named(c, "scalar", c.dtype.str, c.tobytes()) for c in its_rule.constants]
+        lines = [f"t={its_rule.template.format(*inputs, *fixed)}"]
+        for n, (target, kind) in enumerate(zip(targets, its_rule.outputs, strict=True)):
             if isinstance(target, Register):
                 value = f"_bits_{_name(kind)}({'t' if len(targets) == 1 else f't[{n}]'})"
                 shape = uniform(1 if kind == "?" else 8 * int(kind[1:]))
@@ -261,11 +261,11 @@ class InstructionCode:
             given = [(o, k) for o, k in operation.arguments if k not in ("number", "address")]
             given += [(o, k) for o, k in zip(operation.results, operation.kinds, strict=True) if o is not None]
         else:
-            found = self._rule(instruction)
-            if found.either is not None:
+            its_rule = self._rule(instruction)
+            if its_rule.either is not None:
                 return []
-            given = list(zip(form.sources(instruction), found.inputs, strict=True))  # type: ignore[arg-type]
-            given += list(zip(form.destinations(instruction), found.outputs, strict=True))  # type: ignore[arg-type]
+            given = list(zip(form.sources(instruction), its_rule.inputs, strict=True))  # type: ignore[arg-type]
+            given += list(zip(form.destinations(instruction), its_rule.outputs, strict=True))  # type: ignore[arg-type]
         return [(o, k) for o, k in given if isinstance(o, Register) and k not in ("?", "number", "address")]
 
 

@@ -82,9 +82,9 @@ class KernelCode:
         return self._index[register.name]
 
     def masked_operation(self, index: int) -> Operation:
-        found = self._masked_code.operation(self.kernel.instructions[index])
-        assert found is not None
-        return found
+        operation = self._masked_code.operation(self.kernel.instructions[index])
+        assert operation is not None
+        return operation
 
     def initial(self) -> list[Any]:
         """Values of registers that nothing has been written to."""
@@ -93,17 +93,17 @@ class KernelCode:
     @cached_property
     def _zeros(self) -> list[Any]:
         zeros = {kind: self.operands.values.constant(0, kind) for kind in ("u1", "u2", "u4", "u8", "V16")}
-        found: list[Any] = []
+        values: list[Any] = []
         for register in self.registers:
             shape = self.shape(register)
             if register.kind == "pred" or shape.flag:
-                found.append(False)
+                values.append(False)
             elif shape.stride is not None:
-                found.append(0)
+                values.append(0)
             else:
                 home = self.operands.home(register)
-                found.append(zeros[home if home == "V16" else f"u{home[1:]}"].view(home))
-        return found
+                values.append(zeros[home if home == "V16" else f"u{home[1:]}"].view(home))
+        return values
 
     def _function(self) -> list[str]:
         variables = ",".join(self.operands.variable(r) for r in self.registers)
@@ -160,8 +160,8 @@ class KernelCode:
 
     def _polls(self, first: int, last: int) -> bool:
         span = range(self.flow.blocks[first].start, self.flow.blocks[last].end)
-        found = (self._code.operation(self.kernel.instructions[n]) for n in span if not self._is_control(n))
-        return any(operation is not None and operation.strong for operation in found)
+        operations = (self._code.operation(self.kernel.instructions[n]) for n in span if not self._is_control(n))
+        return any(operation is not None and operation.strong for operation in operations)
 
     def _is_control(self, index: int) -> bool:
         return self.kernel.instructions[index].opcode in CONTROL
@@ -275,45 +275,45 @@ class KernelCode:
     def to_arrays(self, registers: list[Any]) -> list[Any]:
         """Registers of the function -> those of pieces."""
         names, values = self.operands.names, self.operands.values
-        found: list[Any] = []
+        arrays: list[Any] = []
         for register, value in zip(self.registers, registers, strict=True):
             shape, home = self.shape(register), self.operands.home(register)
             if register.kind == "pred" or (shape.stride is None and not shape.flag):
-                found.append(value)
+                arrays.append(value)
                 continue
             word = f"u{home[1:]}"
             if shape.flag:
                 array = names[f"_flag_{word}"](value)
             else:
                 array = values.constant(value, word) + values.steps(shape.stride or 0, word)
-            found.append(array.view(home))
-        return found
+            arrays.append(array.view(home))
+        return arrays
 
     def from_arrays(self, registers: list[Any], index: int) -> list[Any] | None:
         """And back, just before instruction `index`; None if a value that is needed there is not of its shape."""
-        found, values = self.initial(), self.operands.values
+        scalars, values = self.initial(), self.operands.values
         live = self.live.before(index)
         for place, register in enumerate(self.registers):
             if register.name not in live and not register.name.startswith("%cc."):
                 continue
             shape, value = self.shape(register), registers[place]
             if register.kind == "pred":
-                found[place] = values.agreed(value) if shape.uniform else value
-                if shape.uniform and not isinstance(found[place], bool):
+                scalars[place] = values.agreed(value) if shape.uniform else value
+                if shape.uniform and not isinstance(scalars[place], bool):
                     return None
             elif shape.flag:
                 if (value.view(f"u{value.itemsize}") > 1).any():
                     return None
-                found[place] = value != 0
+                scalars[place] = value != 0
             elif shape.stride is not None:
                 word = value.view(f"u{value.itemsize}")
                 expected = word[:1] + values.steps(shape.stride, word.dtype.str[1:])
                 if not np.array_equal(word, expected):
                     return None
-                found[place] = int(word[0])
+                scalars[place] = int(word[0])
             else:
-                found[place] = value
-        return found
+                scalars[place] = value
+        return scalars
 
 
 def _register(kernel: PtxKernel, name: str) -> Register:

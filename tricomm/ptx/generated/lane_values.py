@@ -126,8 +126,8 @@ class LaneValues:
             return not wanted
         if self.lanes == 1:
             return wanted
-        found: Array = self.single[lane] if wanted else self.others[lane]
-        return found
+        equal: Array = self.single[lane] if wanted else self.others[lane]
+        return equal
 
     def agreed(self, predicate: Predicate) -> Predicate:
         """True or False if all lanes agree."""

@@ -46,7 +46,7 @@ def isspacep(instruction: Instruction, operands: Operands, partial: bool) -> Ope
         raise unknown_form(instruction, "this space is not known")
 
     def call(unit: UnitView, mask: Array | None, address: Array) -> Array:
-        found: Array = np.equal(address & np.uint64(SHARED_WINDOW | LOCAL_WINDOW), np.uint64(WINDOWS[space]))
-        return found if space in ("global", "shared", "local") else found & False
+        inside: Array = np.equal(address & np.uint64(SHARED_WINDOW | LOCAL_WINDOW), np.uint64(WINDOWS[space]))
+        return inside if space in ("global", "shared", "local") else inside & False
 
     return Operation(call, (target,), ("?",), arguments=((source, "u8"),))

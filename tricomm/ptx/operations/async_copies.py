@@ -51,8 +51,8 @@ class CopySites:
             for n in range(self.size):
                 partly = lanes & ~whole & (copy.sizes > n)
                 if partly.any():
-                    found = self.octet.load(unit, partly, copy.sources + np.uint64(n))[0].astype("u4")
-                    values[n // 4] = values[n // 4] | (found << np.uint32(8 * (n % 4)))
+                    octet = self.octet.load(unit, partly, copy.sources + np.uint64(n))[0].astype("u4")
+                    values[n // 4] = values[n // 4] | (octet << np.uint32(8 * (n % 4)))
         self.store.store(unit, lanes, copy.targets, values)
 
 

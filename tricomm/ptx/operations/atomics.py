@@ -109,14 +109,14 @@ class AtomicSite:
         self, unit: UnitView, space: str, active: Array, addresses: Array, operands: list[Array]
     ) -> list[Array]:
         count, size, elements = len(addresses), self.form.itemsize, self.form.elements
-        found = np.zeros((count, elements * size), "u1")
+        before = np.zeros((count, elements * size), "u1")
         given = [[int.from_bytes(v.tobytes(), "little") for v in operand] for operand in operands]
 
         def perform(chosen: Array | None) -> Array:
             lanes = range(count) if chosen is None else np.flatnonzero(chosen).tolist()
             for lane in lanes:
-                found[lane] = self._one(unit, space, addresses.item(lane), [g[lane] for g in given])
-            return found if chosen is None else found[chosen]
+                before[lane] = self._one(unit, space, addresses.item(lane), [g[lane] for g in given])
+            return before if chosen is None else before[chosen]
 
         if unit.watched[space]:
             form = self.form
@@ -128,7 +128,7 @@ class AtomicSite:
             )  # fmt: skip
         else:
             perform(None)
-        table = found.view(operands[0].dtype)
+        table = before.view(operands[0].dtype)
         return [np.ascontiguousarray(table[:, n]) for n in range(elements)]
 
     def _one(self, unit: UnitView, space: str, address: int, given: list[int]) -> Array:

@@ -135,10 +135,10 @@ def _kept_load(site: MemorySite) -> Load:
 
     def load(unit: UnitView, mask: Array | None, base: int | Array) -> list[Array]:
         if mask is None and not unit.watched["shared"]:
-            found = places(unit, base)  # type: ignore[arg-type]
-            if found is not None:
+            indices = places(unit, base)  # type: ignore[arg-type]
+            if indices is not None:
                 view = unit.block.shared_region.views[itemsize]
-                return [view.take(index) for index in found]
+                return [view.take(index) for index in indices]
         return site.load(unit, mask, base)
 
     return load
@@ -149,10 +149,10 @@ def _kept_store(site: MemorySite) -> Store:
 
     def store(unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
         if mask is None and not unit.watched["shared"]:
-            found = places(unit, base)  # type: ignore[arg-type]
-            if found is not None:
+            indices = places(unit, base)  # type: ignore[arg-type]
+            if indices is not None:
                 view = unit.block.shared_region.views[itemsize]
-                for index, value in zip(found, values, strict=True):
+                for index, value in zip(indices, values, strict=True):
                     view[index] = value
                 return
         site.store(unit, mask, base, values)

@@ -74,8 +74,8 @@ class MemorySite:
         start, count = base + self.stride * first, last - first
         aligned(start | self.stride, self.width)
         region = self.find(unit, start, self.stride * (count - 1) + self.width)
-        found = read_steps(region, start, self.stride, count, self.size)
-        return found if count == self.lanes else [self._spread(value, slice(first, last)) for value in found]
+        values = read_steps(region, start, self.stride, count, self.size)
+        return values if count == self.lanes else [self._spread(value, slice(first, last)) for value in values]
 
     def _spread(self, value: Array, where: Any) -> Array:
         result = np.zeros(self.lanes, value.dtype)
@@ -91,8 +91,8 @@ class MemorySite:
         """All lanes read the same address: one number an element, or just the number."""
         space = self.form.space
         if space in ("", "local") or unit.watched[space]:
-            found = self.load(unit, None, base)
-            numbers = [value.item(0) for value in found]
+            arrays = self.load(unit, None, base)
+            numbers = [value.item(0) for value in arrays]
         else:
             region = self.find(unit, base, self.width)
             if base % self.width:
@@ -107,24 +107,24 @@ class MemorySite:
     def _watched_load(self, unit: UnitView, space: str, mask: Array | None, addresses: Array) -> list[Array]:
         if mask is not None:
             addresses = addresses[mask]
-        found: list[Array] = []
+        loaded: list[Array] = []
 
         def perform(chosen: Array | None) -> Array:
             at = addresses if chosen is None else addresses[chosen]
             octets = octets_of(read_lanes(unit, FIND[space], at, self.size))
             if chosen is None:
-                found[:] = [octets]
+                loaded[:] = [octets]
             else:
-                if not found:
-                    found.append(np.zeros((len(addresses), self.width), "u1"))
-                found[0][chosen] = octets
+                if not loaded:
+                    loaded.append(np.zeros((len(addresses), self.width), "u1"))
+                loaded[0][chosen] = octets
             return octets
 
         def supply(octets: Array) -> None:
-            found[:] = [octets]
+            loaded[:] = [octets]
 
         unit.tell(self._access(unit, space, mask, addresses, perform, supply, None))
-        values = values_of(found[0], self.size)
+        values = values_of(loaded[0], self.size)
         return values if mask is None else [self._spread(value, mask) for value in values]
 
     def _access(self, unit: UnitView, space: str, mask: Array | None, *rest: Any) -> ThreadAccess:

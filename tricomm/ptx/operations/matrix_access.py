@@ -34,16 +34,16 @@ class Matrices:
     def to_registers(self, rows: Array, transposed: bool) -> list[Array]:
         """Rows as uint32 [lanes, 4] -> one uint32 a lane for each matrix."""
         row, column = self.lane // 4, self.lane % 4
-        found = []
+        registers = []
         for i in range(self.count):
             start = self.first + 8 * i
             if transposed:
                 halves = rows.view("u2").astype("u4")
                 low, high = halves[start + 2 * column, row], halves[start + 2 * column + 1, row]
-                found.append(low | high << np.uint32(16))
+                registers.append(low | high << np.uint32(16))
             else:
-                found.append(rows[start + row, column])
-        return found
+                registers.append(rows[start + row, column])
+        return registers
 
     def to_rows(self, values: list[Array], transposed: bool) -> list[Array]:
         """And back: a row's four words, one array a word; lanes without a row have 0."""
@@ -76,8 +76,8 @@ def matrix(instruction: Instruction, operands: Operands, partial: bool) -> Opera
     def load(unit: UnitView, mask: Array | None, base: int | Array) -> Any:
         chosen = places.has_row if mask is None else places.has_row & mask
         rows = np.stack(site.load(unit, chosen, base), axis=1)
-        found = places.to_registers(np.ascontiguousarray(rows), transposed)
-        return found if len(found) > 1 else found[0]
+        registers = places.to_registers(np.ascontiguousarray(rows), transposed)
+        return registers if len(registers) > 1 else registers[0]
 
     def store(unit: UnitView, mask: Array | None, base: int | Array, *values: Array) -> None:
         chosen = places.has_row if mask is None else places.has_row & mask

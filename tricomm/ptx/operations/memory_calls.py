@@ -48,10 +48,10 @@ def _load_number(site: MemorySite, sizes: list[int], signed: bool) -> Callable[.
     half, most = 1 << (bits - 1), (1 << width) - 1
 
     def extended(unit: UnitView, mask: Array | None, base: int) -> Any:
-        found = site.load_number(unit, base)
-        if isinstance(found, int):
-            return (found ^ half) - half & most
-        return [(value ^ half) - half & most for value in found]
+        loaded = site.load_number(unit, base)
+        if isinstance(loaded, int):
+            return (loaded ^ half) - half & most
+        return [(value ^ half) - half & most for value in loaded]
 
     return extended
 
@@ -66,14 +66,14 @@ def _load(site: MemorySite, sizes: list[int], signed: bool) -> Callable[..., Any
         return lambda unit, mask, base: direct(unit, mask, base)[0]
 
     def extended(unit: UnitView, mask: Array | None, base: Any) -> Any:
-        found = direct(unit, mask, base)
+        loaded = direct(unit, mask, base)
         if signed:
-            found = [
-                value.view(f"i{itemsize}").astype(f"i{s}").view(f"u{s}") for value, s in zip(found, sizes, strict=True)
+            loaded = [
+                value.view(f"i{itemsize}").astype(f"i{s}").view(f"u{s}") for value, s in zip(loaded, sizes, strict=True)
             ]
         else:
-            found = [value.astype(f"u{size}") for value, size in zip(found, sizes, strict=True)]
-        return _single(found)
+            loaded = [value.astype(f"u{size}") for value, size in zip(loaded, sizes, strict=True)]
+        return _single(loaded)
 
     return extended
 
@@ -159,10 +159,10 @@ def _parameter(instruction: Instruction, operands: Operands) -> Operation:
 
     def call(unit: UnitView, mask: Array | None, offset: int) -> Any:
         given = unit.block.parameters
-        found = [
+        loaded = [
             int.from_bytes(given[offset + p : offset + p + size], "little", signed=signed) & (1 << 8 * s) - 1
             for p, s in zip(places, sizes, strict=True)
         ]
-        return found if len(found) > 1 else found[0]
+        return loaded if len(loaded) > 1 else loaded[0]
 
     return Operation(call, targets, ("number",) * len(targets), address)

@@ -62,8 +62,8 @@ def _load(form: MemoryForm, op: str, instruction: Instruction, lanes: int) -> Op
         total = parts[0]
         for part in parts[1:]:
             total = [_REDUCE[op](one, two) for one, two in zip(total, part, strict=True)]
-        found = [_encoded(value, form.type, form.itemsize) for value in total]
-        return found if len(found) > 1 else found[0]
+        words = [_encoded(value, form.type, form.itemsize) for value in total]
+        return words if len(words) > 1 else words[0]
 
     results = flat((instruction.operands[0],))
     kinds = (f"u{form.itemsize}",) * len(results)

@@ -125,8 +125,8 @@ def _wait(instruction: Instruction, operands: Operands) -> Operation:
     def call(unit: UnitView, mask: Array | None, base: int | Array, wanted: Array) -> Array:
         parity = site.load(unit, mask, base)[0] >> np.uint64(63)
         phase = wanted.astype("u8") & np.uint64(1) if by_parity else wanted >> np.uint64(63)
-        found: Array = np.not_equal(parity, phase)
-        return found
+        complete: Array = np.not_equal(parity, phase)
+        return complete
 
     return Operation(call, (target,), ("?",), address, ((given, "u4" if by_parity else "u8"),), strong=True)
 

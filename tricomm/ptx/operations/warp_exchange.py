@@ -85,10 +85,10 @@ def shfl(instruction: Instruction, operands: Operands, partial: bool) -> Operati
                 kept.clear()
             kept[key] = _partners(rows, mode[0], b.astype("i8"), c.astype("i8"))
         partner, inside = kept[key]
-        found = a.take(partner)
+        received = a.take(partner)
         if mask is not None:
-            found = np.where(mask.take(partner), found, a)
-        return found if len(targets) == 1 else (found, inside)
+            received = np.where(mask.take(partner), received, a)
+        return received if len(targets) == 1 else (received, inside)
 
     kinds = ("u4", "?")[: len(targets)]
     given: tuple[tuple[Operand, str], ...] = ((value, "u4"), (step, "u4"), (clamp, "u4"), (members, "u4"))
@@ -221,8 +221,8 @@ def match(instruction: Instruction, operands: Operands, partial: bool) -> Operat
             return words.reshape(-1)[: rows.lanes].astype("u4")
         all_lanes = np.bitwise_or.reduce(np.where(part, bits, np.uint64(0)), axis=1)
         equal = words == all_lanes[:, None]
-        found = np.where(equal, words, np.uint64(0)).reshape(-1)[: rows.lanes].astype("u4")
-        return _one(targets, (found, equal.reshape(-1)[: rows.lanes]))
+        received = np.where(equal, words, np.uint64(0)).reshape(-1)[: rows.lanes].astype("u4")
+        return _one(targets, (received, equal.reshape(-1)[: rows.lanes]))
 
     kinds = ("u4", "?")[: len(targets)]
     given: tuple[tuple[Operand, str], ...] = ((value, f"u{int(mode[1][1:]) // 8}"), (members, "u4"))

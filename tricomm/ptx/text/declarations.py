@@ -23,7 +23,7 @@ def size_of(kind: str) -> int:
 
 def parameters(text: str) -> tuple[Parameter, ...]:
     """Of a parameter list, without its parentheses, with natural offsets."""
-    found: list[Parameter] = []
+    declared: list[Parameter] = []
     position = 0
     for part in divided(text):
         words, name, extent, _ = _declaration(part)
@@ -33,9 +33,9 @@ def parameters(text: str) -> tuple[Parameter, ...]:
         align = max(natural, 1 if "ptr" in words else _number_behind(words, "align", 1))
         size = natural * (1 if extent is None else extent)
         position = -(-position // align) * align
-        found.append(Parameter(name, kind, position, size, "ptr" in words))
+        declared.append(Parameter(name, kind, position, size, "ptr" in words))
         position += size
-    return tuple(found)
+    return tuple(declared)
 
 
 def registers(text: str, scope: Scope) -> None:
@@ -61,7 +61,7 @@ def variables(text: str, scope: Scope) -> list[Variable]:
     space = next((s for s in SPACES if re.search(rf"\.{s}\b", start)), None)
     if space is None:
         raise InvalidArgument(f"{text!r} is no declaration that this machine knows")
-    found = []
+    declared = []
     first = divided(text)
     words: list[str] = []
     for part in first:
@@ -71,9 +71,9 @@ def variables(text: str, scope: Scope) -> list[Variable]:
         width = size_of(kind) * next((int(w[1]) for w in words if w in ("v2", "v4", "v8")), 1)
         size = width * (1 if extent is None else extent)
         data = _initial(value, size_of(kind), size, text) if value else b""
-        found.append(Variable(scope.unique(name), space, size, _number_behind(words, "align", width), data))
+        declared.append(Variable(scope.unique(name), space, size, _number_behind(words, "align", width), data))
         scope.variables[name] = scope.unique(name)
-    return found
+    return declared
 
 
 def _declaration(text: str) -> tuple[list[str], str, int | None, str]:

@@ -130,8 +130,8 @@ def _address(text: str, scope: Scope) -> Operand:
     parts = divided(inner)
     if len(parts) > 1:  # of a tensor: [map, {coordinates}]
         return Vector(tuple(operand(part, scope) for part in parts))
-    if (found := _base(inner, scope)) is not None:
-        return Address(found)
+    if (symbol := _base(inner, scope)) is not None:
+        return Address(symbol)
     if (value := integer(inner)) is not None:
         return Address(None, value)
     match = _OFFSET.fullmatch(inner)

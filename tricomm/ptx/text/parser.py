@@ -168,8 +168,8 @@ class _Module:
             raise InvalidArgument(f"the PTX has no kernel {entry}; it has {names}")
         header = _ENTRY.search(body.header.text)
         assert header is not None  # it was one when the body began
-        found: dict[str, Register] = {}
-        instructions = tuple(_instruction(row, found) for row in body.rows)
+        registers: dict[str, Register] = {}
+        instructions = tuple(_instruction(row, registers) for row in body.rows)
         dimensions = {m[0]: m[1:] for m in _DIMENSIONS.findall(header[3])}
         limit = re.search(r"\.maxnreg\s+(\d+)", header[3])
         return PtxKernel(
@@ -179,7 +179,7 @@ class _Module:
             parameters=declarations.parameters(header[2] or ""),
             instructions=instructions,
             labels=body.labels,
-            registers=found,
+            registers=registers,
             variables={**self._variables, **body.variables},
             threads=_three(dimensions["reqntid"]) if "reqntid" in dimensions else None,
             max_registers=int(limit[1]) if limit else None,

@@ -44,8 +44,8 @@ class Scope:
     def register(self, name: str) -> Register | None:
         """The register of that name here or in a scope around, or None."""
         for scope in self._outwards():
-            if (found := scope.registers.get(name) or scope._of_a_range(name)) is not None:
-                return found
+            if (declared := scope.registers.get(name) or scope._of_a_range(name)) is not None:
+                return declared
         return None
 
     def symbol(self, name: str) -> Symbol | None:
@@ -69,7 +69,7 @@ class Scope:
         for end in range(len(match[1]), len(name)) if match else ():
             kind, count = self.counted.get(name[:end], ("", 0))
             if int(name[end:]) < count and str(int(name[end:])) == name[end:]:
-                found = Register(self.unique(name), kind)
-                self.registers[name] = found
-                return found
+                declared = Register(self.unique(name), kind)
+                self.registers[name] = declared
+                return declared
         return None
