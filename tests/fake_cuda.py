@@ -296,10 +296,10 @@ class OnFakeGpu(Processes):
             def run_again(addresses: Any, number: int, stream: int) -> None:
                 again(addresses, number, stream)
                 x, y = (_memory(address, torch.int8, (count * bits // 8,)) for address in addresses[:2])
-                found = list(operands)
+                results = list(operands)
                 for (at, dtype, shape), address in zip(tensors, addresses[2:], strict=True):
-                    found[at] = _memory(address, dtype, shape)
-                launched(lambda: interpreted(x, y, count, number << 32 | facts, (tuple(found),)))
+                    results[at] = _memory(address, dtype, shape)
+                launched(lambda: interpreted(x, y, count, number << 32 | facts, (tuple(results),)))
 
             return run_again
 

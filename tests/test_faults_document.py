@@ -33,10 +33,10 @@ def faults(text: str) -> list[str]:
     numbers = [row[0] for row in rows]
     wrong += [f"{number} is there twice" for number in set(numbers) if numbers.count(number) > 1]
     for number, _, _, _, shown in rows:
-        found = TEST.findall(shown)
-        if not any(not gpu for _, _, gpu in found):
+        result = TEST.findall(shown)
+        if not any(not gpu for _, _, gpu in result):
             wrong.append(f"{number} names no test that runs without a GPU")
-        for file, name, gpu in found:
+        for file, name, gpu in result:
             known, on_gpu = named_in(file)
             if name not in known:
                 wrong.append(f"{number}: there is no {file}::{name}")

@@ -82,13 +82,13 @@ def _name(node: ast.AST, where: str) -> str | None:
 
 @cache
 def all_calls() -> frozenset[str]:
-    found: set[str] = set()
+    results: set[str] = set()
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             if not module.startswith(("tricomm.explorer.", "tricomm.ptx.")):
-                found |= calls(path.read_text(), module)
-    return frozenset(found)
+                results |= calls(path.read_text(), module)
+    return frozenset(results)
 
 
 def document() -> str:
@@ -96,16 +96,16 @@ def document() -> str:
     return text[text.index(HEAD) :].split("\n## ")[0]
 
 
-def wrong(text: str, found: frozenset[str] | set[str]) -> list[str]:
+def wrong(text: str, result: frozenset[str] | set[str]) -> list[str]:
     """What the section lacks of the calls in `found`, and what it has too much."""
     rows = [match.groups() for line in text.splitlines() if (match := ROW.match(line))]
     listed = {f"{call} in {place}" for call, places, _, _ in rows for place in re.findall(r"`([\w.]+)`", places)}
     anywhere = {call for call, places, _, _ in rows if places == "anywhere"}
     never = set(re.findall(r"`([\w.]+)`", "".join(NEVER.findall(text))))
-    used = {call.split(" in ")[0] for call in found}
+    used = {call.split(" in ")[0] for call in result}
     known = never | anywhere
-    problems = [f"{call} is in no row" for call in found - listed - ELSEWHERE if call.split(" in ")[0] not in known]
-    problems += [f"{call} is in the table and not in the sources" for call in listed - found]
+    problems = [f"{call} is in no row" for call in result - listed - ELSEWHERE if call.split(" in ")[0] not in known]
+    problems += [f"{call} is in the table and not in the sources" for call in listed - result]
     problems += [f"{call} never blocks, and nobody calls it" for call in never - used]
     problems += [f"{call} is in the table, and nobody calls it" for call in anywhere - used]
     problems += [f"{call} both blocks and never does" for call in never & {row[0] for row in rows}]
@@ -183,4 +183,4 @@ def test_every_finding_has_a_row_and_every_test_that_it_names_exists():
 def test_a_row_that_has_rotted_is_found(old, new, words):
     text = DOCUMENT.read_text()
     assert old in text
-    assert any(found.startswith(words) for found in missing(text.replace(old, new, 1)))
+    assert any(result.startswith(words) for result in missing(text.replace(old, new, 1)))

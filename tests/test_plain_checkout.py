@@ -82,9 +82,9 @@ def _run(folder: Path, *arguments: str, **variables: str) -> subprocess.Complete
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(HOOK)
     known = {k: v for k, v in os.environ.items() if k != "TRICOMM_TUNING_DIR"}
-    found = {**known, "PYTHONPATH": f"{folder / 'hook'}{os.pathsep}{ROOT}", **variables}
+    results = {**known, "PYTHONPATH": f"{folder / 'hook'}{os.pathsep}{ROOT}", **variables}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=found, capture_output=True, text=True, timeout=250
+        [sys.executable, *arguments], cwd=folder, env=results, capture_output=True, text=True, timeout=250
     )
 
 

@@ -46,12 +46,12 @@ def imports(site: Path) -> list[str]:
         if module.name == "tricomm.__main__":
             continue  # importing it is harmless, but it is a command, not a module
         try:
-            found = importlib.import_module(module.name)
+            result = importlib.import_module(module.name)
         except Exception as error:
             wrong.append(f"{module.name}: {type(error).__name__}: {error}")
             continue
-        if not Path(found.__file__ or "").resolve().is_relative_to(site.resolve()):
-            wrong.append(f"{module.name} came from {found.__file__}")
+        if not Path(result.__file__ or "").resolve().is_relative_to(site.resolve()):
+            wrong.append(f"{module.name} came from {result.__file__}")
     wrong += [f"tricomm.{room} was not found" for room in ROOMS if f"tricomm.{room}" not in seen]
     for name in ("py.typed", "tables/default.json"):
         if not (site / "tricomm" / name).is_file():

@@ -116,8 +116,8 @@ def test_the_bits_are_those_of_rank_order_however_a_tensor_is_reduced(
         return torch.cat(results)
 
     options = replace(INVARIANT, arena_bytes=arena, tile=tile, blocks=blocks)
-    found = bits(tricomm.simulate(body, world_size, options=options)[-1])
-    assert torch.equal(found, in_rank_order(op, name, world_size, count))
+    result = bits(tricomm.simulate(body, world_size, options=options)[-1])
+    assert torch.equal(result, in_rank_order(op, name, world_size, count))
 
 
 @pytest.mark.parametrize("protocol", [k.protocol for k in registry.of("reduce_scatter", 3)])
@@ -126,8 +126,8 @@ def test_the_rows_of_a_reduce_scatter_are_those_of_an_all_reduce(protocol):
         x = numbers(comm.rank, 3 * 201, "bfloat16")
         return comm.reduce_scatter(x, protocol=protocol)
 
-    found = torch.cat(tricomm.simulate(body, 3, options=INVARIANT))
-    assert torch.equal(bits(found), in_rank_order("sum", "bfloat16", 3, 603))
+    result = torch.cat(tricomm.simulate(body, 3, options=INVARIANT))
+    assert torch.equal(bits(result), in_rank_order("sum", "bfloat16", 3, 603))
 
 
 def test_compiled_kernels_eager_and_in_a_graph():
@@ -245,8 +245,8 @@ def test_kernels_that_reduce_in_another_order_have_other_bits():
 
     backwards = REDUCE.replace("parts", "(parts[2], parts[1], parts[0])")
     with loaded((Edit("kernels/device/reduction.py", REDUCE, backwards),)):
-        found = bits(tricomm.simulate(body, 3, options=INVARIANT)[0])
-    assert not torch.equal(found, in_rank_order("sum", "bfloat16", 3, 100))
+        result = bits(tricomm.simulate(body, 3, options=INVARIANT)[0])
+    assert not torch.equal(result, in_rank_order("sum", "bfloat16", 3, 100))
 
 
 @functools.cache

@@ -46,13 +46,13 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
         try:
             with ExitStack() as undo:
                 terms = bootstrap.Terms(rank, world_size, torch.device("cpu"), 20.0, 20.0, options, plan)
-                found = bootstrap.join(undo, store, terms)
+                result = bootstrap.join(undo, store, terms)
                 undo.pop_all()
         except errors.TricommError as error:
             return error
-        found.arena.close()
-        found.control.close()
-        return found
+        result.arena.close()
+        result.control.close()
+        return result
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(run, range(world_size)))
@@ -60,18 +60,18 @@ def everywhere(monkeypatch, world, world_size=2, nccl=True):
 
 def test_gpus_that_reach_each_other_share_memory(monkeypatch, core):
     world = FakeCuda(2)
-    for found in everywhere(monkeypatch, world):
-        assert found.arena.kind == "cuda_vmm" and found.routes.no_kernels is None and found.routes.fallback == "nccl"
+    for result in everywhere(monkeypatch, world):
+        assert result.arena.kind == "cuda_vmm" and result.routes.no_kernels is None and result.routes.fallback == "nccl"
     world.verify()
 
 
 def test_gpus_that_do_not_go_to_nccl(monkeypatch, core, caplog):
     world = FakeCuda(2, reachable=lambda a, b: a == b)
-    for found in everywhere(monkeypatch, world):
-        assert found.arena.kind == "none" and not any(found.arena.bases)
-        assert "cannot share memory" in found.routes.no_kernels and "cannot reach GPU" in found.routes.no_kernels
-        route = backend_choice.decide(found.routes, "all_reduce", torch.float32, "sum", 8)
-        assert route.backend == "nccl" and route.reason == found.routes.no_kernels
+    for result in everywhere(monkeypatch, world):
+        assert result.arena.kind == "none" and not any(result.arena.bases)
+        assert "cannot share memory" in result.routes.no_kernels and "cannot reach GPU" in result.routes.no_kernels
+        route = backend_choice.decide(result.routes, "all_reduce", torch.float32, "sum", 8)
+        assert route.backend == "nccl" and route.reason == result.routes.no_kernels
     assert caplog.text.count("every call goes to NCCL") == 1  # rank 0 alone says it
     world.verify()
 
@@ -87,5 +87,5 @@ def test_without_nccl_all_ranks_say_both_reasons(monkeypatch, nccl):
 
 
 def test_more_ranks_than_the_kernels_take(monkeypatch, core):
-    for found in everywhere(monkeypatch, FakeCuda(1), world_size=layout.MAX_WORLD_SIZE + 1):
-        assert found.routes.no_kernels == "the kernels take up to 16 ranks, here are 17"
+    for result in everywhere(monkeypatch, FakeCuda(1), world_size=layout.MAX_WORLD_SIZE + 1):
+        assert result.routes.no_kernels == "the kernels take up to 16 ranks, here are 17"

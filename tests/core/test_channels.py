@@ -110,7 +110,7 @@ def test_an_interrupt_while_functions_run_ends_their_calls_on_all_ranks(url):
 
 def test_what_a_communicator_has_not_is_refused():
     def body(comm):
-        found = [comm.channel(k).number for k in (0, 1)]
+        results = [comm.channel(k).number for k in (0, 1)]
         for strange in (2, -1, True, "1", 1.0):
             with pytest.raises(tricomm.InvalidArgument, match=r"has 2, numbered from 0"):
                 comm.channel(strange)
@@ -120,7 +120,7 @@ def test_what_a_communicator_has_not_is_refused():
             comm.side_by_side(lambda: 1 // 0, lambda: comm.channel(1).barrier())
         x = torch.ones(5)
         comm.channel(1).all_reduce(x)
-        return found, x[0].item(), repr(comm.channel(1))[:20]
+        return results, x[0].item(), repr(comm.channel(1))[:20]
 
     assert simulated(body, TWO) == [([0, 1], 2.0, "channel 1 of tricomm")] * 2
     for strange in (0, 9, True, 1.5):

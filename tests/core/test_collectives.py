@@ -101,19 +101,19 @@ def test_all_algorithms_give_the_same_bits(dtype):
 
     def body(comm):
         x = torch.randn(125, generator=torch.Generator().manual_seed(comm.rank))
-        found = []
+        observed = []
         for k in registry.of("all_reduce", 8):
             y = comm.all_reduce(x.to(dtype, copy=True), algorithm=k.algorithm, protocol=k.protocol)
-            found.append((k.needs_cube, y.view(torch.uint8)))
-        return found
+            observed.append((k.needs_cube, y.view(torch.uint8)))
+        return observed
 
     results = tricomm.simulate(body, 8, options=tricomm.Options(arena_bytes=256 << 10, blocks=1, tile=64))
     groups = {}
     for rank in results:
         for cube, bits in rank:
             groups.setdefault(cube, []).append(bits)
-    assert {cube: len(found) for cube, found in groups.items()} == {False: 8 * 6, True: 8 * 4}
-    assert all(torch.equal(bits, found[0]) for found in groups.values() for bits in found)
+    assert {cube: len(observed) for cube, observed in groups.items()} == {False: 8 * 6, True: 8 * 4}
+    assert all(torch.equal(bits, observed[0]) for observed in groups.values() for bits in observed)
     same = torch.equal(groups[True][0], groups[False][0])
     assert not same or dtype != torch.float32, "the orders do differ"
 
@@ -222,8 +222,8 @@ def test_rows_of_another_length_than_expected_are_named_on_all_ranks():
         except tricomm.CollectiveMismatch as error:
             return str(error)
 
-    found = tricomm.simulate(body, 2)
-    assert all("rank 0 sends rank 1 6 elements" in text and "out_splits[0]" in text for text in found)
+    result = tricomm.simulate(body, 2)
+    assert all("rank 0 sends rank 1 6 elements" in text and "out_splits[0]" in text for text in result)
 
 
 def test_a_topology_of_another_size_is_refused():

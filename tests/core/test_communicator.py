@@ -133,12 +133,12 @@ def test_symmetric_memory_and_a_users_kernel(url):
 
 
 def test_split(url):
-    refused, found = zip(*ranks.run(3, common_bodies.splits, url), strict=True)
+    refused, result = zip(*ranks.run(3, common_bodies.splits, url), strict=True)
     assert all(sum(each) == len(each) == 7 for each in refused)
     pair, three = [100.0, 0.0, 1.0, 1.0], [100.0, 0.0, 10.0, 1.0, 1.0, 2.0]
-    assert found[0] == [(1, 2, pair), (2, 3, three), [2.0], [3.0]]
-    assert found[1] == [(0, 1, [10.0, 0.0]), (1, 3, three), [3.0]]
-    assert found[2] == [(0, 2, pair), (0, 3, three), [2.0], [3.0]]
+    assert result[0] == [(1, 2, pair), (2, 3, three), [2.0], [3.0]]
+    assert result[1] == [(0, 1, [10.0, 0.0]), (1, 3, three), [3.0]]
+    assert result[2] == [(0, 2, pair), (0, 3, three), [2.0], [3.0]]
 
 
 def test_ranks_of_one_process_have_nothing_to_meet_over():

@@ -20,8 +20,8 @@ def test_one_block_takes_what_several_have_sent_one_after_another(url):
 
 
 def test_what_somebody_sent_before_leaving_still_arrives(url):
-    found = ranks.run(3, message_bodies.left_early, url, timeout=60)
-    assert found[0] == [(2, list(range(1, 8))), (1, list(range(7)))]
+    result = ranks.run(3, message_bodies.left_early, url, timeout=60)
+    assert result[0] == [(2, list(range(1, 8))), (1, list(range(7)))]
 
 
 @pytest.mark.parametrize("source", [1, None])

@@ -151,7 +151,7 @@ def test_from_any_source():
 
 def test_between_collectives_and_split_groups_nothing_is_disturbed():
     def body(comm):
-        found = []
+        results = []
         for turn in range(6):
             x = torch.arange(50) + turn
             to, source = (comm.rank + 1) % 3, (comm.rank - 1) % 3
@@ -159,8 +159,8 @@ def test_between_collectives_and_split_groups_nothing_is_disturbed():
             total = comm.all_reduce(x.clone())
             y = poisoned(50, torch.int64)
             comm.recv(y, source, turn)
-            found.append(torch.equal(total, 3 * x) and torch.equal(y, x + source * 100))
-        return found
+            results.append(torch.equal(total, 3 * x) and torch.equal(y, x + source * 100))
+        return results
 
     assert tricomm.simulate(body, 3, options=SMALL) == [[True] * 6] * 3
 
@@ -178,8 +178,8 @@ def test_strided_and_symmetric_tensors():
             comm.recv(columns[:, 0], 0)
             return w.local.tolist(), columns.tolist()
 
-    found = tricomm.simulate(body, 2, options=SMALL)[1]
-    assert found == (list(range(12)), [[2 * n + 1, 0] for n in range(12)])
+    result = tricomm.simulate(body, 2, options=SMALL)[1]
+    assert result == (list(range(12)), [[2 * n + 1, 0] for n in range(12)])
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ SHAPE = (4, 6)
 def comm(tmp_path):
     tmp_path.chmod(0o700)
     options = tricomm.Options(arena_bytes=256 * 1024)
-    with tricomm.init(f"file://{tmp_path}/store", 0, 1, "cpu", options=options) as found:
-        found.all_reduce(torch.ones(SHAPE))
-        found.all_reduce(torch.ones(25)[1:])  # the same count, not aligned
-        yield found
+    with tricomm.init(f"file://{tmp_path}/store", 0, 1, "cpu", options=options) as result:
+        result.all_reduce(torch.ones(SHAPE))
+        result.all_reduce(torch.ones(25)[1:])  # the same count, not aligned
+        yield result
 
 
 def freed():

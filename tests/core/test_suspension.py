@@ -19,16 +19,16 @@ EMPTY = {"fds": [], "maps": [], "threads": []}
 
 
 def test_memory_goes_and_comes_back_at_the_same_addresses(url):
-    for found, left in ranks.run(3, bodies.and_left, bodies.round_trip, url, 2):
-        assert found["wrong"] == []
+    for result, left in ranks.run(3, bodies.and_left, bodies.round_trip, url, 2):
+        assert result["wrong"] == []
         assert left == EMPTY
-        before, asleep, before_2, asleep_2 = found["pages"]
+        before, asleep, before_2, asleep_2 = result["pages"]
         assert before and before_2 and asleep == asleep_2 == 0
-        for name, text in found["said"].items():
+        for name, text in result["said"].items():
             assert text.startswith("InvalidArgument: ") and "suspended" in text and "resume()" in text, (name, text)
-        assert found["forked"] == 0
-        assert "not suspended" in found["awake"] and "suspended" in found["explained"]
-        assert [(m.kind, m.nbytes > 0, m.suspended) for m in found["stats"]] == [
+        assert result["forked"] == 0
+        assert "not suspended" in result["awake"] and "suspended" in result["explained"]
+        assert [(m.kind, m.nbytes > 0, m.suspended) for m in result["stats"]] == [
             ("posix_shm", False, True), ("posix_shm", True, False)
         ] * 2  # fmt: skip
 
@@ -105,16 +105,16 @@ SMALL = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=16)
 
 
 def _sleeps(comm, begin=True):
-    found = []
+    results = []
     for turn in range(3):
         x = torch.arange(20.0) + comm.rank + turn
         comm.all_reduce(x)
-        found.append(torch.equal(x, 2 * torch.arange(20.0) + 1 + 2 * turn))
+        results.append(torch.equal(x, 2 * torch.arange(20.0) + 1 + 2 * turn))
         if not begin:
             comm._group.begin = lambda: None
         comm.suspend()
         comm.resume()
-    return found
+    return results
 
 
 def test_simulated_ranks_sleep_too_and_no_schedule_shows_a_race():
@@ -147,7 +147,7 @@ def test_an_interrupt_between_two_channels_locks_gives_both_back(caplog):
 
 
 def test_without_the_look_of_the_monitor_a_death_in_sleep_shows_at_the_next_call_only():
-    store, found, looked = HashStore(), [], threading.Barrier(2)
+    store, result, looked = HashStore(), [], threading.Barrier(2)
 
     def rank(number):
         with tricomm.Communicator(store, number, 2, "cpu", 30.0, SMALL) as comm:
@@ -158,7 +158,7 @@ def test_without_the_look_of_the_monitor_a_death_in_sleep_shows_at_the_next_call
                     monitor.suspended = suspended
                     monitor._control.alive = lambda peer: False
                     monitor.look(0.02)
-                    found.append(monitor.fault)
+                    result.append(monitor.fault)
             looked.wait(30.0)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
@@ -166,5 +166,5 @@ def test_without_the_look_of_the_monitor_a_death_in_sleep_shows_at_the_next_call
         thread.start()
     for thread in threads:
         thread.join(60.0)
-    without, with_it = found
+    without, with_it = result
     assert without is None and with_it.kind == "PeerDied" and "rank 1" in with_it.text

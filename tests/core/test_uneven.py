@@ -130,11 +130,11 @@ def test_bytes_and_times_are_those_of_each_call(comm):
     comm.time_calls(2)
     for rows in (1, 2, 64, 3):
         comm.all_to_all_v(X[:rows], [0, rows], [0, 0], Y[:0])
-    found = comm.stats()
-    assert {c.bucket: (c.calls, c.nbytes, c.timed) for c in found.calls} == {
+    result = comm.stats()
+    assert {c.bucket: (c.calls, c.nbytes, c.timed) for c in result.calls} == {
         16: (1, 16, 1), 32: (1, 32, 0), 1024: (1, 1024, 1), 64: (1, 48, 0)
     }  # fmt: skip
-    assert [span.nbytes for span in found.spans] == [16, 1024]
+    assert [span.nbytes for span in result.spans] == [16, 1024]
 
 
 def test_every_stream_and_every_graph_has_the_lengths_of_its_own_call(comm, device, monkeypatch):

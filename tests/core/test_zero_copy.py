@@ -17,8 +17,8 @@ from tricomm.kernels import multimem, reference
 OPTIONS = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=16)
 
 
-def exact(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return torch.equal(found.contiguous().reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
+def exact(result: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.equal(result.contiguous().reshape(-1).view(torch.uint8), wanted.reshape(-1).view(torch.uint8))
 
 
 def values(rank: int, turn: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -86,11 +86,11 @@ def check(kernel, **more):
 
     def body(comm):
         w = comm.symmetric((40,), torch.int64)
-        found = []
+        results = []
         for turn in range(2):
             w.local.copy_(torch.arange(40) + turn * 100 + comm.rank * 1000)
-            found.append(CALLS[kernel](comm, w))
-        return found
+            results.append(CALLS[kernel](comm, w))
+        return results
 
     return tricomm.check(body, 2, **{"schedules": 6, "options": OPTIONS, **more})
 
@@ -220,8 +220,8 @@ def test_handles_have_addresses_of_their_own_if_the_group_has_one_and_if_they_ar
         refused = comm.symmetric((3,), torch.int8)
         return w.multicast, w.table.tolist(), without.multicast, refused.multicast, refused.no_multicast
 
-    found = tricomm.simulate(body, 2, options=OPTIONS)
-    assert found[0] == found[1] and found[0][2:] == (0, 0, "the probe said no") and len(found[0][1]) == 2
+    result = tricomm.simulate(body, 2, options=OPTIONS)
+    assert result[0] == result[1] and result[0][2:] == (0, 0, "the probe said no") and len(result[0][1]) == 2
 
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
@@ -231,13 +231,13 @@ def test_handles_through_the_switch_compiled():
         w.local.copy_(torch.arange(9001) + comm.rank)
         v.local.fill_(-1)
         chosen = [comm.explain("all_reduce", w, out=out).algorithm for out in (None, v, v.local)]
-        found = [comm.all_reduce(w, out=v, algorithm="multicast").local.tolist()]
-        found.append(comm.all_reduce(w, algorithm="multicast").local.tolist())
-        return chosen, [each == [6 * n + 15 for n in range(9001)] for each in found]
+        results = [comm.all_reduce(w, out=v, algorithm="multicast").local.tolist()]
+        results.append(comm.all_reduce(w, algorithm="multicast").local.tolist())
+        return chosen, [each == [6 * n + 15 for n in range(9001)] for each in results]
 
-    found = []
-    texts = ptx_mutants.launched(lambda: found.extend(tricomm.simulate(body, 6, compiled="sm_90")))
-    assert found == [(["two_shot", "multicast", "one_shot"], [True, True])] * 6
+    results = []
+    texts = ptx_mutants.launched(lambda: results.extend(tricomm.simulate(body, 6, compiled="sm_90")))
+    assert results == [(["two_shot", "multicast", "one_shot"], [True, True])] * 6
     # What the ranks wrote by their own addresses they wrote in launches that have ended: that is an alias fence.
     assert [text.count("fence.proxy.alias") for text in texts["all_reduce_multicast_zero_copy"]] == [0]
 

@@ -59,9 +59,9 @@ def test_rows_are_printed_as_tables_have_them(monkeypatch):
         return type("Time", (), {"time_us": time})
 
     monkeypatch.setattr(from_code, "predict", predict)
-    found = CliRunner().invoke(modelled_rows.main, ["--gpu", "a100", "--world-sizes", "3", "--collective", "gather"])
-    assert found.exit_code == 0 and set(asked) == {("a100", 3, n) for n in modelled_rows.SIZES}
-    assert found.stdout.splitlines() == [
+    result = CliRunner().invoke(modelled_rows.main, ["--gpu", "a100", "--world-sizes", "3", "--collective", "gather"])
+    assert result.exit_code == 0 and set(asked) == {("a100", 3, n) for n in modelled_rows.SIZES}
+    assert result.stdout.splitlines() == [
         "# modelled from the compiled code, not measured; a100",
         "# gather, 3 ranks: at most 0.0% slower than the fastest",
         '{"collective": "gather", "world_size": 3, "max_bytes": 8192, "algorithm": "one_shot", "protocol": "ll"},',

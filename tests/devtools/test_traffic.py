@@ -24,30 +24,32 @@ def test_bytes_are_those_of_the_formula(world_size: int) -> None:
     fused, every = ([m for m in every if (m.form != "") is kind] for kind in (True, False))
     assert {m.kernel for m in fused} == set(registry.of("all_reduce_rms_norm", world_size))
     assert {(m.kernel.name, m.form, m.rank): m.ratio for m in fused if m.ratio != 1.0} == {}
-    sent, found = ([m for m in every if m.kernel.pairwise is kind] for kind in (True, False))
+    sent, result = ([m for m in every if m.kernel.pairwise is kind] for kind in (True, False))
     assert [(m.kernel.name, m.rank, m.ratio, m.headers) for m in sent] == [
         (f"send_{p}", 0, 1.0, 16) for p in ("ll", "simple")
     ]
-    assert {m.kernel.name for m in found} == set(kernels(False)) and len(found) == len(kernels(False)) * world_size
+    assert {m.kernel.name for m in result} == set(kernels(False)) and len(result) == len(kernels(False)) * world_size
     for name, kernel in kernels(False).items():
-        ratios = [m.ratio for m in found if m.kernel.name == name]
+        ratios = [m.ratio for m in result if m.kernel.name == name]
         assert max(ratios) == 1.0 and (kernel.kind.root or min(ratios) == 1.0), (name, ratios)
-    assert all(m.headers > 0 and m.headers % (8 * (world_size - 1)) == 0 for m in found)
+    assert all(m.headers > 0 and m.headers % (8 * (world_size - 1)) == 0 for m in result)
     for name in ("all_reduce_two_shot_simple", "all_gather_one_shot_simple", "reduce_scatter_one_shot_simple"):
-        assert all(m.written + m.read == m.optimum for m in found if m.kernel.name == name), name
+        assert all(m.written + m.read == m.optimum for m in result if m.kernel.name == name), name
 
 
 @pytest.mark.usefixtures("forked_workers")
 def test_nothing_crosses_a_link_that_a_cube_mesh_lacks() -> None:
-    found = list(count(8, 16 * 8 * 24))
-    assert {m.kernel.name for m in found} == set(kernels(True)) and len(found) == len(kernels(True)) * 8
-    assert {(m.kernel.name, m.rank): m.ratio for m in found if m.ratio != 1.0} == {}
+    results = list(count(8, 16 * 8 * 24))
+    assert {m.kernel.name for m in results} == set(kernels(True)) and len(results) == len(kernels(True)) * 8
+    assert {(m.kernel.name, m.rank): m.ratio for m in results if m.ratio != 1.0} == {}
     links = dgx1v().links
-    for m in found:
+    for m in results:
         used = {other for other, moved in enumerate(m.links) if moved}
         assert used == {other for other, there in enumerate(links[m.rank]) if there}, (m.kernel.name, m.rank)
         assert sum(m.links) == m.written + m.headers
-    assert all(m.written == m.optimum for m in found if m.kernel.name == "all_reduce_hybrid_cube_mesh_two_shot_simple")
+    assert all(
+        m.written == m.optimum for m in results if m.kernel.name == "all_reduce_hybrid_cube_mesh_two_shot_simple"
+    )
 
 
 def test_the_counter_sees_peers_only_and_headers_apart() -> None:

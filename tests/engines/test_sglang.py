@@ -62,14 +62,14 @@ OPTIONAL = {
 def test_the_functions_have_what_the_adapter_uses():
     functions = sglang_plugin.functions()
     assert sglang_all_reduce.misfits(functions) == []
-    found = {
+    results = {
         name: ", ".join(
             str(p.replace(annotation=p.empty, kind=p.POSITIONAL_OR_KEYWORD))
             for p in inspect.signature(function).parameters.values()
         )
         for name, function in functions.items()
     }
-    assert found == SIGNATURES
+    assert results == SIGNATURES
 
 
 def test_the_scheduler_releases_memory_as_the_adapter_expects():
@@ -77,8 +77,8 @@ def test_the_scheduler_releases_memory_as_the_adapter_expects():
     module, name = sglang_plugin.MEMORY.rsplit(".", 1)
     package = find_spec(module.rpartition(".")[0])
     source = Path(package.origin).with_name(f"{module.rpartition('.')[2]}.py").read_text()
-    found = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
-    methods = {node.name: node for node in found.body if isinstance(node, ast.FunctionDef)}
+    result = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = {node.name: node for node in result.body if isinstance(node, ast.FunctionDef)}
     for method in ("release_memory_occupation", "resume_memory_occupation"):
         assert [argument.arg for argument in methods[method].args.args] == ["self", "recv_req"]
         assert "self.offload_tags" in ast.unparse(methods[method])

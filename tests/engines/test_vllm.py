@@ -60,18 +60,18 @@ def test_if_one_rank_cannot_use_tricomm_no_rank_does(url, how, said):
 
 
 def test_without_the_variable_nothing_is_patched(url):
-    for found in ranks.run(2, bodies.unset, url):
-        assert found == (True, "CpuCommunicator", [2.0] * 3)
+    for result in ranks.run(2, bodies.unset, url):
+        assert result == (True, "CpuCommunicator", [2.0] * 3)
 
 
 def test_groups_of_other_kinds_are_left_alone(url):
-    for found in ranks.run(2, bodies.other_groups, url):
-        assert found == (True, [2.0] * 3)
+    for result in ranks.run(2, bodies.other_groups, url):
+        assert result == (True, [2.0] * 3)
 
 
 def test_sleep_mode(url):
-    for found, ended in ranks.run(2, bodies.sleeping, url):
-        assert found == [([3.0] * 5, 1, False), ([3.0] * 5, 0, True), ([3.0] * 5, 1, False)]
+    for result, ended in ranks.run(2, bodies.sleeping, url):
+        assert result == [([3.0] * 5, 1, False), ([3.0] * 5, 0, True), ([3.0] * 5, 1, False)]
         assert ended
 
 

@@ -134,14 +134,14 @@ def vllm(monkeypatch):
         return made
 
     parallel = types.SimpleNamespace(use_ubatching=False)
-    found = module("vllm", __version__="0.32.0", envs=types.SimpleNamespace(VLLM_BATCH_INVARIANT=False))
+    result = module("vllm", __version__="0.32.0", envs=types.SimpleNamespace(VLLM_BATCH_INVARIANT=False))
     module("vllm.logger", init_logger=logging.getLogger)
     module("vllm.config", get_current_vllm_config_or_none=lambda: types.SimpleNamespace(parallel_config=parallel))
     module("vllm.platforms", current_platform=CudaPlatform())
     module("vllm.utils")
     module("vllm.utils.import_utils", resolve_obj_by_qualname=lambda name: CudaCommunicator)
-    found.platform, found.parallel = CudaPlatform, parallel
-    return found
+    result.platform, result.parallel = CudaPlatform, parallel
+    return result
 
 
 def test_the_plugin_patches_one_classmethod_once(vllm, monkeypatch):

@@ -48,17 +48,17 @@ def test_a_model_gives_the_same_tokens_eager_and_compiled(model, tmp_path):
     logs = {name: tmp_path / f"{name}.log" for name in ("own", "ours", "compiled")}
     running = {"own": _start(model, logs["own"]), "ours": _start(model, logs["ours"], **OURS)}
     try:
-        found = {name: _result(process, logs[name]) for name, process in running.items()}
+        results = {name: _result(process, logs[name]) for name, process in running.items()}
         running["compiled"] = _start(model, logs["compiled"], "compiled", **OURS)
-        found["compiled"] = _result(running["compiled"], logs["compiled"])
+        results["compiled"] = _result(running["compiled"], logs["compiled"])
     finally:
         for process in running.values():
             process.kill()
             process.wait(30)
-    own, text = found.pop("own")
+    own, text = results.pop("own")
     assert own["calls"] == [{}, {}] and "tricomm runs" not in text
     assert len({token for tokens in own["tokens"] for token in tokens}) > 10
-    for result, text in found.values():
+    for result, text in results.values():
         assert result["tokens"] == own["tokens"]
         for calls in result["calls"]:  # two layers with two each, and the embedding, for each of 12 tokens and more
             assert calls["all_reduce"] >= 60 and calls["all_gather"] >= 12

@@ -164,15 +164,15 @@ def _changed(edits: Sequence[Edit]) -> dict[str, Any]:
     """The methods of `tricomm.core.group.Group` that the edits change."""
     text = _GROUP.read_text()
     before, after = (_methods(t) for t in (text, edited("tricomm/core/group.py", text, edits)))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, method in after.items():
         if ast.dump(method) != ast.dump(before[name]):
             annotations = ast.ImportFrom("__future__", [ast.alias("annotations")], 0)
             module = ast.fix_missing_locations(ast.Module([annotations, method], []))
             names: dict[str, Any] = {}
             exec(compile(module, str(_GROUP), "exec"), vars(group), names)
-            found[name] = names[name]
-    return found
+            results[name] = names[name]
+    return results
 
 
 def _methods(text: str) -> dict[str, ast.FunctionDef]:
@@ -188,9 +188,9 @@ def explore(mutant: Mutant, changed: bool = True, schedules: int | None = None, 
         return tricomm.check(fn, mutant.world_size, schedules or mutant.schedules, options=mutant.options, **settings)
 
 
-def _keep(self: Any, report: Report, found: list[Finding], execution: Execution, number: int) -> None:
+def _keep(self: Any, report: Report, result: list[Finding], execution: Execution, number: int) -> None:
     """As the campaign's own, without looking for a simpler execution that shows the same: that takes time."""
-    report.findings += [finding.found_in(execution, number, ()) for finding in found]
+    report.findings += [finding.found_in(execution, number, ()) for finding in result]
 
 
 def _subject(mutant: Mutant, pads: ModuleType) -> Callable[[Communicator], Any]:

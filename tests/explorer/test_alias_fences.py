@@ -41,9 +41,9 @@ def passed(store, load, place=None, flag=("st.release.sys.b32", "ld.acquire.sys.
 @pytest.mark.parametrize(("one", "other"), [(PLAIN, SWITCH), (SWITCH, PLAIN)], ids=["plain first", "switch first"])
 def test_a_flag_orders_two_addresses_only_through_an_alias_fence(fence, one, other):
     """Anywhere between the two, in a thread that the order goes through."""
-    found = passed(one[0], other[1], FENCES[fence])
-    assert bool(found) == (fence not in ("behind the store", "before the load"))
-    assert all("put fence.proxy.alias between the two" in finding.advice for finding in found)
+    result = passed(one[0], other[1], FENCES[fence])
+    assert bool(result) == (fence not in ("behind the store", "before the load"))
+    assert all("put fence.proxy.alias between the two" in finding.advice for finding in result)
 
 
 @pytest.mark.parametrize("one", [PLAIN, SWITCH])
@@ -53,9 +53,9 @@ def test_one_address_needs_no_alias_fence(one):
 
 @pytest.mark.parametrize("place", [None, ("other", "behind")])
 def test_an_alias_fence_orders_nothing_by_itself(place):
-    found = passed(PLAIN[0], SWITCH[1], place, ("st.relaxed.sys.b32", "ld.acquire.sys.b32"))
-    assert [finding.kind for finding in found] == ["race"]
-    assert "make it sem='release'" in found[0].advice
+    result = passed(PLAIN[0], SWITCH[1], place, ("st.relaxed.sys.b32", "ld.acquire.sys.b32"))
+    assert [finding.kind for finding in result] == ["race"]
+    assert "make it sem='release'" in result[0].advice
 
 
 def test_a_thread_of_its_own_needs_one_too():

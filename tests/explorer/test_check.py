@@ -24,14 +24,14 @@ HERE = Path(k.__file__).name
 def line(text: str, after: str) -> str:
     """file:line of the line of `small_kernels` with `text`, in the kernel called `after`."""
     lines = Path(k.__file__).read_text().splitlines()
-    start = next(n for n, found in enumerate(lines) if found.startswith(f"def {after}("))
+    start = next(n for n, result in enumerate(lines) if result.startswith(f"def {after}("))
     return f"{HERE}:{next(n for n in range(start, len(lines)) if text in lines[n]) + 1}"
 
 
 def kinds(report) -> set[str]:
-    found = {f.kind for f in report.findings}
-    assert found <= set(KINDS)
-    return found
+    results = {f.kind for f in report.findings}
+    assert results <= set(KINDS)
+    return results
 
 
 def places(finding) -> set[str]:
@@ -112,11 +112,11 @@ def test_an_atomic_hides_no_race_with_what_came_before_it(first, kind, words_of_
         memory, out = words(comm), torch.zeros(1, dtype=torch.int64)
         comm.launch(k.behind_an_atomic, 1, memory.peers, out, comm.rank, FIRST=first)
 
-    found = tricomm.check(fn, 2, schedules=3).findings
-    assert [f.kind for f in found] == [kind] * bool(first)
+    result = tricomm.check(fn, 2, schedules=3).findings
+    assert [f.kind for f in result] == [kind] * bool(first)
     if first:
         expected = [line(text, "behind_an_atomic") for text in (words_of_first, "# the other rank's")]
-        assert [Path(w).name for w in found[0].where] == expected
+        assert [Path(w).name for w in result[0].where] == expected
 
 
 @pytest.mark.parametrize("written", [True, False])

@@ -260,7 +260,7 @@ class Everything:
         thread = detector.thread(task.rank, task.block)
         time = int(thread.known_by_release[thread.slot]) if sem in ("release", "acq_rel") else thread.time
         halves = range(at // 4, (at + int(size or 8)) // 4)
-        writes, found = what in ("store", "xchg", "rmw"), False
+        writes, result = what in ("store", "xchg", "rmw"), False
         for half in halves:
             told = thread.now[STRICT]
             if sem in ("acquire", "acq_rel") and what != "store" and self._message[half] >= 0:
@@ -268,7 +268,7 @@ class Everything:
             for number, one in enumerate(self._accesses):
                 known = thread.now[STRICT] if number == self._last[half] else told
                 if one.half == half and (writes or one.writes) and one.time > known[one.slot]:
-                    found |= not _fit(one, Earlier(half, task.rank, task.block, thread.slot, time, name, writes))
+                    result |= not _fit(one, Earlier(half, task.rank, task.block, thread.slot, time, name, writes))
         self._word.does(task, name, at)
         for half in halves:
             if writes:
@@ -276,7 +276,7 @@ class Everything:
             if writes or sem in ("release", "acq_rel"):
                 self._message[half] = len(detector._messages) - 1 if sem else -1
             self._accesses.append(Earlier(half, task.rank, task.block, thread.slot, time, name, writes))
-        return found
+        return result
 
 
 def _fit(one: Earlier, other: Earlier) -> bool:

@@ -27,7 +27,7 @@ from tricomm.kernels.launch import triton_adapter
 
 
 @functools.cache
-def found(name: str) -> Report:
+def first_report(name: str) -> Report:
     return explore(MUTANTS[name])
 
 
@@ -64,19 +64,21 @@ def test_every_known_bug_has_a_mutant():
 
 @pytest.mark.parametrize("name", some(MUTANTS, _few))
 def test_a_mutant_is_caught(name):
-    report = found(name)
+    report = first_report(name)
     assert kinds(report) & MUTANTS[name].expect, str(report)
 
 
 @pytest.mark.parametrize("name", some([name for name, mutant in MUTANTS.items() if mutant.advice], _few, most))
 def test_the_advice_names_what_is_missing(name):
-    assert any(MUTANTS[name].advice in finding.advice for finding in found(name).findings), str(found(name))
+    assert any(MUTANTS[name].advice in finding.advice for finding in first_report(name).findings), str(
+        first_report(name)
+    )
 
 
 @pytest.mark.parametrize("names", some(map(list, ALIKE.values()), _quick, odd), ids=lambda names: "-".join(names))
 def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     mutant = MUTANTS[names[0]]
-    report = explore(mutant, changed=False, schedules=max(found(name).ran for name in names))
+    report = explore(mutant, changed=False, schedules=max(first_report(name).ran for name in names))
     assert kinds(report) == mutant.clean, str(report)
 
 
@@ -198,7 +200,7 @@ RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
 @pytest.mark.parametrize(("rule", "name"), some(RULES, 5, odd), ids=lambda value: getattr(value, "__name__", value))
 def test_each_rule_is_needed(rule, name, monkeypatch):
     """Under the very schedules that show the mutant, nothing is found without the rule."""
-    number = found(name).ran
+    number = first_report(name).ran
     rule(monkeypatch)
     report = explore(MUTANTS[name], schedules=number)
     assert report.ok, str(report)
@@ -215,7 +217,7 @@ def test_epochs_before_the_limits_are_needed(name):
 
 
 def test_late_stores_are_needed():
-    assert explore(MUTANTS["M37"], schedules=found("M37").ran, faults=()).ok
+    assert explore(MUTANTS["M37"], schedules=first_report("M37").ran, faults=()).ok
 
 
 def test_more_than_one_schedule_is_needed():

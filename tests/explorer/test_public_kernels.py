@@ -60,16 +60,16 @@ def test_a_mistake_is_named_where_it_is(family, mistake):
     assert not report.ok, "passed"
     finding = report.findings[0]
     assert finding.kind in mistake.kinds.split(), report
-    found = [public.marked(where) for where in finding.where]
-    assert found and len(found) == len(finding.ranks), report
+    results = [public.marked(where) for where in finding.where]
+    assert results and len(results) == len(finding.ranks), report
     if finding.kind in ("race", "scope"):
-        assert sorted(found) in [sorted(pair.split(", ")) for pair in mistake.pairs], (found, report)
+        assert sorted(results) in [sorted(pair.split(", ")) for pair in mistake.pairs], (results, report)
         assert (len(set(finding.ranks)) == 2) == (family != "grid_sum"), report
     else:
         # In a deadlock others may wait in `comm.barrier()`.
         allowed = {mark for pair in mistake.pairs for mark in pair.split(", ")} | set(mistake.lone)
-        named = [mark for mark in found if not (finding.kind == "deadlock" and mark.startswith(_OURS))]
-        assert named and set(named) <= allowed, (found, report)
+        named = [mark for mark in results if not (finding.kind == "deadlock" and mark.startswith(_OURS))]
+        assert named and set(named) <= allowed, (results, report)
 
 
 @pytest.mark.parametrize("family", public.FAMILIES)

@@ -124,8 +124,8 @@ def test_a_report_survives_its_file_and_repeats_exactly(tmp_path):
     report.save(tmp_path / "report.json")
     stored = Report.load(tmp_path / "report.json")
     assert summary(stored) == summary(report) and stored.findings == report.findings
-    ((found,),) = explorer.replay(stored, two_writers)
-    assert (found.kind, found.where, found.text) == (
+    ((result,),) = explorer.replay(stored, two_writers)
+    assert (result.kind, result.where, result.text) == (
         report.findings[0].kind, report.findings[0].where, report.findings[0].text,
     )  # fmt: skip
     assert explorer.replay(stored, lambda comm: words(comm) and None) == [[]], "mended, and it still repeats"
@@ -158,9 +158,9 @@ def test_the_command_checks_a_users_function_and_repeats_its_report(users_file, 
 
 def test_the_command_on_a_right_function_and_as_json(users_file):
     done = command(f"{users_file}:right", "--world-size", 2, "--schedules", 12, "--json")
-    (found,) = json.loads(done.output)
-    assert done.exit_code == 0 and found["ok"] and found["ran"] == 12 and found["simulated"] is True
-    assert found["subject"] == {"file": str(users_file), "function": "right", "sha256": digest(str(users_file))}
+    (result,) = json.loads(done.output)
+    assert done.exit_code == 0 and result["ok"] and result["ran"] == 12 and result["simulated"] is True
+    assert result["subject"] == {"file": str(users_file), "function": "right", "sha256": digest(str(users_file))}
 
 
 def test_the_command_checks_shipped_kernels():

@@ -267,11 +267,11 @@ def test_what_would_work_is_said_where_nothing_does(monkeypatch, asked, ways):
     monkeypatch.setattr(registry.multimem, "why_not", lambda number: "too old" if number < 90 else None)
     monkeypatch.setattr(registry.wide_words, "why_not", lambda number: "too old" if number < 75 else None)
     algorithm, protocol, world_size, capability = asked
-    found = shipped.kernels("all_gather", algorithm, protocol)
+    result = shipped.kernels("all_gather", algorithm, protocol)
     architecture = capability and f"sm_{capability}"
     monkeypatch.setattr(shipped, "capability_of", lambda architecture: capability)
     with pytest.raises(InvalidArgument) as refused:
-        shipped.usable(found, world_size, architecture)
+        shipped.usable(result, world_size, architecture)
     assert str(refused.value).endswith(f". What works: {'; '.join(ways)}")
 
 

@@ -51,12 +51,12 @@ def preemptions(order, lengths) -> int:
 def interleavings(lengths):
     if not any(lengths):
         return [[]]
-    found = []
+    results = []
     for rank, n in enumerate(lengths):
         if n:
             rest = [m - (r == rank) for r, m in enumerate(lengths)]
-            found += [[rank, *more] for more in interleavings(rest)]
-    return found
+            results += [[rank, *more] for more in interleavings(rest)]
+    return results
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 9])
@@ -129,7 +129,7 @@ class Script(Fake):
 
 def behaviours(scripts, bound, saw=BoundedSearch.saw, looks=True):
     """What the tasks can come to see, deadlocks included, and how many executions it took to find out."""
-    search, found, count = BoundedSearch(bound), set(), 0
+    search, result, count = BoundedSearch(bound), set(), 0
     while search.begin():
         tasks = [Script(rank, ops) for rank, ops in enumerate(scripts)]
         current, words = None, [0, 0, 0]
@@ -141,10 +141,10 @@ def behaviours(scripts, bound, saw=BoundedSearch.saw, looks=True):
                 search.parked(current.key)
             for task in tasks:
                 task.parked &= words == before
-        found.add(tuple((tuple(t.seen), len(t.ops)) for t in tasks))
+        result.add(tuple((tuple(t.seen), len(t.ops)) for t in tasks))
         count += 1
         search.end()
-    return found, count
+    return result, count
 
 
 def programs(number):
@@ -159,8 +159,8 @@ def test_what_the_bounded_search_passes_by_shows_nothing_new(numbers):
     for number in numbers:
         for bound in (1, 2, 3):
             whole, n = behaviours(programs(number), bound, saw=lambda search, touch: None, looks=False)
-            found, m = behaviours(programs(number), bound)
-            assert found == whole, (number, bound)
+            result, m = behaviours(programs(number), bound)
+            assert result == whole, (number, bound)
             every, fewer = every + n, fewer + m
     assert fewer < every * 0.7
 

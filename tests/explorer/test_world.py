@@ -38,23 +38,23 @@ def triton_is_left_as_it_was():
 @pytest.mark.parametrize("world_size", [1, 2, 5, 8, pytest.param(16, marks=pytest.mark.soak)])
 def test_every_world_size_and_every_kernel(world_size):
     def fn(comm):
-        found = []
+        observed = []
         for call, (algorithm, protocol) in enumerate(
             [("one_shot", "ll"), ("one_shot", "simple"), ("two_shot", "ll"), ("two_shot", "simple")]
         ):
             x = torch.arange(7 + 30 * call) * (comm.rank + 1) + call
-            found.append(comm.all_reduce(x, algorithm=algorithm, protocol=protocol))
-            found.append(comm.all_gather(torch.tensor([comm.rank, call])))
+            observed.append(comm.all_reduce(x, algorithm=algorithm, protocol=protocol))
+            observed.append(comm.all_gather(torch.tensor([comm.rank, call])))
         comm.barrier()
-        return found
+        return observed
 
     results = tricomm.simulate(fn, world_size, seed=world_size)
     assert len(results) == world_size
-    for found in results:
+    for observed in results:
         for call in range(4):
             total = torch.arange(7 + 30 * call) * (world_size * (world_size + 1) // 2) + call * world_size
-            assert torch.equal(found[2 * call], total)
-            assert torch.equal(found[2 * call + 1], torch.tensor([[r, call] for r in range(world_size)]).reshape(-1))
+            assert torch.equal(observed[2 * call], total)
+            assert torch.equal(observed[2 * call + 1], torch.tensor([[r, call] for r in range(world_size)]).reshape(-1))
 
 
 def order_of_turns(seed):
@@ -67,11 +67,11 @@ def order_of_turns(seed):
 
 
 def test_a_seed_is_an_interleaving_to_the_last_bit():
-    found = [order_of_turns(seed) for seed in range(6)]
-    assert found == [order_of_turns(seed) for seed in range(6)]
-    assert len({str([turns for turns, _, _ in ranks]) for ranks in found}) > 3
-    assert len({str(ranks[0][1]) for ranks in found}) == 6, "random numbers do not come from the seed"
-    assert len({str(rank[1]) for rank in found[0]}) == 3, "two ranks draw the same numbers"
+    results = [order_of_turns(seed) for seed in range(6)]
+    assert results == [order_of_turns(seed) for seed in range(6)]
+    assert len({str([turns for turns, _, _ in ranks]) for ranks in results}) > 3
+    assert len({str(ranks[0][1]) for ranks in results}) == 6, "random numbers do not come from the seed"
+    assert len({str(rank[1]) for rank in results[0]}) == 3, "two ranks draw the same numbers"
 
 
 def test_the_callers_random_numbers_and_grad_mode_are_its_own():
@@ -200,12 +200,12 @@ def test_in_another_thread_and_inside_another_one():
     def inner(comm):
         return comm.all_reduce(torch.ones(3)).tolist()
 
-    found = []
-    thread = threading.Thread(target=lambda: found.append(tricomm.simulate(inner, 2)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(tricomm.simulate(inner, 2)))
     thread.start()
-    found.append(tricomm.simulate(lambda comm: (comm.barrier(), tricomm.simulate(inner, 3))[1], 2))
+    results.append(tricomm.simulate(lambda comm: (comm.barrier(), tricomm.simulate(inner, 3))[1], 2))
     thread.join(60)
-    assert [[2.0] * 3] * 2 in found and [[[3.0] * 3] * 3] * 2 in found
+    assert [[2.0] * 3] * 2 in results and [[[3.0] * 3] * 3] * 2 in results
 
 
 def test_results_outlive_the_ranks_and_a_late_call_is_refused():

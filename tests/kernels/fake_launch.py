@@ -94,11 +94,11 @@ class FakeGpu:
 
     def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, ...]:
         result = self._begins("cuModuleGetFunction")
-        found = parameters(self.modules[module], name.decode())
-        if found is None:
+        observed = parameters(self.modules[module], name.decode())
+        if observed is None:
             return Result.CUDA_ERROR_NOT_FOUND, 0
         handle = 0x1000 + len(self.functions)
-        self.functions[handle] = name.decode(), found
+        self.functions[handle] = name.decode(), observed
         return result, handle
 
     def cuFuncLoad(self, function: int) -> tuple[Any, ...]:

@@ -114,7 +114,7 @@ def main() -> None:
     ranks.CONTEXT = multiprocessing.get_context("fork")  # they come first: no thread has begun
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o700)
-        found = {
+        results = {
             "ranks": ranks.run(2, communicator, f"file://{folder}/comm"),
             "group": ranks.run(2, group, f"file://{folder}/group"),
             "simulate": tricomm.simulate(_collectives, 3),
@@ -126,8 +126,8 @@ def main() -> None:
     try:
         compiler.compile_kernel(registry.ALL[0].function, {}, None, True, 90)
     except tricomm.ResourceError as error:
-        found["compile"] = str(error)
-    json.dump(found, sys.stdout)
+        results["compile"] = str(error)
+    json.dump(results, sys.stdout)
 
 
 if __name__ == "__main__":

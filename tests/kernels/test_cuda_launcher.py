@@ -165,8 +165,8 @@ def test_much_shared_memory_is_asked_for(monkeypatch):
     compile_kernel = launching.compile_kernel
 
     def hungry(*args):
-        found = compile_kernel(*args)
-        return SimpleNamespace(asm=found.asm, metadata=found.metadata._replace(shared=100_000))
+        result = compile_kernel(*args)
+        return SimpleNamespace(asm=result.asm, metadata=result.metadata._replace(shared=100_000))
 
     monkeypatch.setattr(launching, "_loaded", {})
     monkeypatch.setattr(launching, "compile_kernel", hungry)

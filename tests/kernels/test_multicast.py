@@ -71,8 +71,8 @@ def test_mailboxes_are_shared_with_the_other_kernels():
     ],
 )  # fmt: skip
 def test_reductions_of_the_switch(element, op, reason):
-    found = multimem.why_not_reduced(element, op)
-    assert found is None if not reason else reason in found
+    result = multimem.why_not_reduced(element, op)
+    assert result is None if not reason else reason in result
 
 
 def test_architectures_and_versions():

@@ -55,13 +55,13 @@ def test_counts_and_sequence_numbers_have_64_bits(kernel):
 
 def narrow(source: str) -> list[int]:
     """Lines on which a block's number is multiplied before it is widened."""
-    found = []
+    results = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             for side in (node.left, node.right):
                 if isinstance(side, ast.Call) and ast.unparse(side.func) in ("tl.program_id", "tl.num_programs"):
-                    found.append(node.lineno)
-    return found
+                    results.append(node.lineno)
+    return results
 
 
 def test_a_blocks_number_is_widened_before_it_is_multiplied():

@@ -76,10 +76,10 @@ def total_of(wide: torch.Tensor, op: str) -> torch.Tensor:
 
 def smaller(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """torch's minimum, where -0 is less than +0."""
-    found = torch.minimum(a, b)
+    result = torch.minimum(a, b)
     if not a.is_floating_point():
-        return found
-    return torch.where((found == 0) & (torch.signbit(a) | torch.signbit(b)), -found.abs(), found)
+        return result
+    return torch.where((result == 0) & (torch.signbit(a) | torch.signbit(b)), -result.abs(), result)
 
 
 def larger(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

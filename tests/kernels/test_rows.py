@@ -23,11 +23,11 @@ SMALL = replace(smallest(2), blocks=2, tile=32)  # of ll128 there is no smaller 
 
 
 def results(comm, x, residual, weight, way, eps=1e-5):
-    found = comm.all_reduce_rms_norm_quantized(
+    result = comm.all_reduce_rms_norm_quantized(
         x, residual, weight, eps, quantize="fp8_per_token", norm_out=torch.full_like(x, 9), algorithm=way[0],
         protocol=way[1],
     )  # fmt: skip
-    return found.norm, found.residual, found.codes.view(torch.uint8), found.scales
+    return result.norm, result.residual, result.codes.view(torch.uint8), result.scales
 
 
 def same(a, b):
@@ -49,12 +49,12 @@ def test_the_bits_do_not_depend_on_kernel_tiles_grid_chunks_or_alignment(dtype, 
         residual = torch.full((rows, hidden), 0.25 * comm.rank).to(dtype)  # another one on each rank
         weight = torch.linspace(-2, 2, hidden).to(dtype)
         total = comm.all_reduce(x.clone())
-        found = [results(comm, x, residual, weight, way) for way in WAYS]
-        assert torch.equal(found[0][1], (total.float() + residual.float()).to(dtype))
-        exact = reference.norm_of(found[0][1], weight, 1e-5)
-        assert reference.within_an_ulp(found[0][0], exact)
-        assert all(same(found[0], other) for other in found[1:])
-        return found[0]
+        observed = [results(comm, x, residual, weight, way) for way in WAYS]
+        assert torch.equal(observed[0][1], (total.float() + residual.float()).to(dtype))
+        exact = reference.norm_of(observed[0][1], weight, 1e-5)
+        assert reference.within_an_ulp(observed[0][0], exact)
+        assert all(same(observed[0], other) for other in observed[1:])
+        return observed[0]
 
     large = tricomm.simulate(body, world_size)
     memory = SMALL.arena_bytes * (2 if world_size > 3 else 1)  # for such tiles of all kernels
@@ -105,8 +105,8 @@ def test_epochs_come_round_with_several_chunks(epoch):
     def body(comm):
         for seed, way in enumerate(WAYS[:2]):
             x, residual, weight = reference.inputs(comm.rank, 9, 264, torch.float32, seed)
-            found = results(comm, x, residual, weight, way)
-            assert torch.equal(found[1].double(), reference.summed(2, 9, 264, torch.float32, seed))
+            result = results(comm, x, residual, weight, way)
+            assert torch.equal(result[1].double(), reference.summed(2, 9, 264, torch.float32, seed))
         return True
 
     assert tricomm.simulate(body, 2, options=replace(SMALL, first_epoch=epoch)) == [True, True]

@@ -29,9 +29,9 @@ def _with_the_variable(*command: str) -> str:
 
 
 def test_everything_works_under_the_variable():
-    found = json.loads(_with_the_variable("tests.kernels.set_to_interpret"))
-    assert found.pop("compile").startswith("TRITON_INTERPRET is set: Triton compiles nothing for a GPU")
-    assert found == {
+    result = json.loads(_with_the_variable("tests.kernels.set_to_interpret"))
+    assert result.pop("compile").startswith("TRITON_INTERPRET is set: Triton compiles nothing for a GPU")
+    assert result == {
         "simulate": [True] * 3, "check": True, "ranks": [True] * 2, "group": [True] * 2, "own": True,
         "interpreted": True, "errors": ["AttributeError", "InterpreterError"],
     }  # fmt: skip

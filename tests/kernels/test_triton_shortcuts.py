@@ -95,10 +95,10 @@ def test_operands_of_an_operation(how):
 
 def described(function, semantic, left, right, *how):
     try:
-        found = function(semantic, left, right, *how)
+        result = function(semantic, left, right, *how)
     except Exception as error:
         return type(error), str(error)
-    return [(x.type.name, x.handle.data.dtype, x.handle.data.tobytes(), x is left or x is right) for x in found]
+    return [(x.type.name, x.handle.data.dtype, x.handle.data.tobytes(), x is left or x is right) for x in result]
 
 
 def test_a_number_that_was_kept_cannot_be_written():

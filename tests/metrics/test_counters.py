@@ -46,8 +46,8 @@ def test_calls_and_bytes_by_collective_and_bucket() -> None:
             comm.recv(torch.empty(2, dtype=torch.complex64), 0)
         return _counted(comm.stats())
 
-    for rank, found in enumerate(tricomm.simulate(body, 2, options=SMALL)):
-        assert found == {
+    for rank, result in enumerate(tricomm.simulate(body, 2, options=SMALL)):
+        assert result == {
             ("all_reduce", 4): (1, 4), ("all_reduce", 256): (2, 496), ("all_gather", 32): (1, 20),
             ("all_to_all_v", 16): (1, 12), ("barrier", 0): (1, 0), (("send", "recv")[rank], 16): (1, 16),
         }  # fmt: skip
@@ -97,10 +97,10 @@ def test_times_only_when_asked_and_every_so_many() -> None:
         comm.time_calls(3)
         for _ in range(7):
             comm.all_reduce(x)
-        found = comm.stats()
-        assert (found.calls[0].timed, found.calls[0].calls, len(found.spans)) == (3, 8, 3)
-        assert found.calls[0].seconds == pytest.approx(sum(s.time_us for s in found.spans) / 1e6)
-        assert abs(found.spans[0].start_us / 1e6 - time.time()) < 60
+        result = comm.stats()
+        assert (result.calls[0].timed, result.calls[0].calls, len(result.spans)) == (3, 8, 3)
+        assert result.calls[0].seconds == pytest.approx(sum(s.time_us for s in result.spans) / 1e6)
+        assert abs(result.spans[0].start_us / 1e6 - time.time()) < 60
         comm.time_calls(0)
         comm.all_reduce(x)
         assert comm.stats().calls[0].timed == 3
@@ -109,8 +109,8 @@ def test_times_only_when_asked_and_every_so_many() -> None:
 
 
 def test_a_late_peer_is_named(tmp_path: Path) -> None:
-    found = ranks.run(2, _late, f"file://{tmp_path}/store")
-    assert found[0] > 0.3 and found[1] < 0.3, found
+    result = ranks.run(2, _late, f"file://{tmp_path}/store")
+    assert result[0] > 0.3 and result[1] < 0.3, result
 
 
 def _late(rank: int, world_size: int, tell: object, url: str) -> float:
@@ -153,10 +153,10 @@ def test_a_job_leaves_its_statistics(tmp_path: Path) -> None:
     done = _job(tmp_path / "live")
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "live").iterdir()
-    found = json.loads(file.read_text())
-    (comm,) = found["communicators"]
+    result = json.loads(file.read_text())
+    (comm,) = result["communicators"]
     assert comm["calls"][0]["calls"] == 2 and comm["calls"][0]["timed"] == 1 and len(comm["spans"]) == 1
-    assert file.name == f"{found['pid']}-{found['started']}.json" and comm["simulated"] is True
+    assert file.name == f"{result['pid']}-{result['started']}.json" and comm["simulated"] is True
 
 
 def test_nothing_is_written_unless_asked_and_a_job_never_fails_for_it(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_nothing_is_written_unless_asked_and_a_job_never_fails_for_it(tmp_path: 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_what_counting_costs_is_measured() -> None:
-    found = c10d_overhead.measure(64, 50, 2)
-    assert 0 < found["counting_share"] == found["counting_us"] / found["communicator_us"]
+    result = c10d_overhead.measure(64, 50, 2)
+    assert 0 < result["counting_share"] == result["counting_us"] / result["communicator_us"]
 
 
 class _Event:

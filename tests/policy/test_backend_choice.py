@@ -20,8 +20,8 @@ GPU = GroupFacts("cuda", 8, 1, None, "nccl")
 
 
 def test_by_size_and_type(url):
-    found = ranks.run(3, bodies.by_route, url, timeout=200)
-    for rank, (wrong, small, large, routes, reason, refused, value, ended, lines) in enumerate(found):
+    result = ranks.run(3, bodies.by_route, url, timeout=200)
+    for rank, (wrong, small, large, routes, reason, refused, value, ended, lines) in enumerate(result):
         assert wrong == []
         want = {"all_reduce": 4, "barrier": 1, **dict.fromkeys(set(COLLECTIVES) - {"all_reduce", "barrier"}, 1)}
         assert small == want
@@ -59,10 +59,10 @@ def test_nodes(url):
     with ranks.start(4, bodies.nodes, url, timeout=200) as started:
         told = started.messages()
         more = {rank: started.message(rank) for rank in (0, 3)}
-        found = started.results()
+        result = started.results()
     assert told == [("posix_shm", 1.0)] * 2 + [("posix_shm", 5.0)] * 2
     assert more == {0: ("none", 3.0), 3: ("none", 3.0)}
-    for outcome in found:
+    for outcome in result:
         assert outcome.error is None, outcome.text
         wrong, reason, kind = outcome.value
         assert wrong == [] and kind == "none" and reason == "the group spans 2 nodes"

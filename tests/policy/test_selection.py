@@ -140,13 +140,13 @@ def shapes_of_rows(hidden, here, quantize=""):
 @pytest.mark.parametrize("quantize", ["", "nvfp4"])
 def test_tiles_and_warps_of_rows_are_powers_of_two(device, quantize):
     """Triton has no others."""
-    found = 0
+    count = 0
     for world_size in (2, 3, 8, 15, 16):
         for hidden in range(16, row_shapes.MOST_HIDDEN + 1, 16 * 61):
             for choice in shapes_of_rows(hidden, site(device, world_size), quantize):
-                found += 1
+                count += 1
                 assert choice.block.bit_count() == choice.warps.bit_count() == 1
-    assert found > 300
+    assert count > 300
 
 
 def test_a_forced_tile_that_makes_too_many_of_a_row_is_refused():
@@ -215,8 +215,8 @@ def test_the_runner_up_is_named():
 def test_a_row_may_be_for_graphs_only(monkeypatch):
     rows = (TableRow(*_ANY, "one_shot", "simple", mode="graph"), TableRow(*_ANY, "one_shot", "ll"))
     monkeypatch.setattr(selection, "_shipped", lambda: (ShippedTable("mine", "cpu", rows),))
-    found = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
-    assert found == ["simple", "ll"]
+    results = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
+    assert results == ["simple", "ll"]
 
 
 # The user's own rows
@@ -239,8 +239,8 @@ def test_a_tuned_row_comes_before_the_shipped_ones_which_take_the_rest():
 
 def test_a_tuned_row_may_be_for_a_width_and_a_mode():
     narrow = TableRow("all_reduce", 4, None, "two_shot", "simple", mode="graph", bits=16)
-    found = [choose(tuned(narrow), "all_reduce", 8, mode=m, bits=b).table for m in ("graph", "eager") for b in (16, 32)]
-    assert found == ["tuned abc", "hopper", "hopper", "hopper"]
+    names = [choose(tuned(narrow), "all_reduce", 8, mode=m, bits=b).table for m in ("graph", "eager") for b in (16, 32)]
+    assert names == ["tuned abc", "hopper", "hopper", "hopper"]
 
 
 def test_a_tuned_kernel_that_cannot_run_here_is_passed_over():
@@ -296,8 +296,8 @@ def test_eight_hoppers_take_wide_words_where_they_are_modelled_faster_and_there_
     """docs/performance.md has the times. Without wide words the row behind them decides."""
     for reason, wanted in ((None, wide), ("no wide words", narrow)):
         with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
-            found = {n: choose(site(world_size=8), collective, n) for n in wanted}
-        assert {n: f"{c.algorithm}/{c.protocol}" for n, c in found.items()} == wanted
+            results = {n: choose(site(world_size=8), collective, n) for n in wanted}
+        assert {n: f"{c.algorithm}/{c.protocol}" for n, c in results.items()} == wanted
 
 
 def test_four_hoppers_have_rows_of_their_own_and_without_wide_words_the_ones_behind_them():
@@ -350,9 +350,9 @@ def test_rows_for_calls_beside_others_are_for_such_groups_alone():
         TableRow("all_reduce", 4, None, "two_shot", "simple", blocks=4, registers=128, beside=True),
         TableRow("all_reduce", 4, None, "one_shot", "ll", beside=False),
     )
-    found = [choose(tuned(*rows, beside=beside), "all_reduce", 8) for beside in (True, False)]
-    assert [(c.protocol, c.registers) for c in found] == [("simple", 128), ("ll", 255)]
-    assert found[0].blocks == 4
+    results = [choose(tuned(*rows, beside=beside), "all_reduce", 8) for beside in (True, False)]
+    assert [(c.protocol, c.registers) for c in results] == [("simple", 128), ("ll", 255)]
+    assert results[0].blocks == 4
 
 
 def test_devices_or_compilers_of_several_kinds_have_no_wide_words():
@@ -392,8 +392,8 @@ def test_handles_go_through_the_switch_from_where_it_is_worth_two_barriers():
     in_place, into_another = ("two_shot", "multicast"), ("one_shot", "multicast")
     for fitting, ends in ((in_place, {8: 1 << 18, 4: 1 << 20}), (into_another, {8: 1 << 15, 4: 1 << 16})):
         for world_size, end in ends.items():
-            found = [over(nbytes, *fitting, world_size=world_size) for nbytes in (8, end, end + 1, 64 << 20)]
-            assert found == [fitting[0]] * 2 + ["multicast"] * 2
+            results = [over(nbytes, *fitting, world_size=world_size) for nbytes in (8, end, end + 1, 64 << 20)]
+            assert results == [fitting[0]] * 2 + ["multicast"] * 2
         assert over(64 << 20, *fitting, world_size=2) == fitting[0]
         assert over(64 << 20, *fitting, no_multicast="no") == fitting[0]
         assert over(64 << 20, *fitting, batch_invariant=True) == fitting[0]

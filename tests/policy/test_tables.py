@@ -62,16 +62,16 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @given(_tables())
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine the first draw is slow
-def test_what_is_written_is_read(found: TunedTable) -> None:
-    text = tuning_tables.dumps(found)
-    assert tuning_tables.loads(text, "here") == found and tuning_tables.dumps(tuning_tables.loads(text, "here")) == text
-    assert len(json.loads(text)["rows"]) == len(found.rows)
+def test_what_is_written_is_read(table: TunedTable) -> None:
+    text = tuning_tables.dumps(table)
+    assert tuning_tables.loads(text, "here") == table and tuning_tables.dumps(tuning_tables.loads(text, "here")) == text
+    assert len(json.loads(text)["rows"]) == len(table.rows)
 
 
 @given(_tables(), st.data())
 @settings(deadline=None, max_examples=200)
-def test_a_damaged_table_is_refused_by_name_or_still_a_table(found: TunedTable, data: st.DataObject) -> None:
-    damaged = bytearray(tuning_tables.dumps(found))
+def test_a_damaged_table_is_refused_by_name_or_still_a_table(table: TunedTable, data: st.DataObject) -> None:
+    damaged = bytearray(tuning_tables.dumps(table))
     for _ in range(data.draw(st.integers(1, 6))):
         damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     cut = bytes(damaged[: data.draw(st.integers(0, len(damaged)))])
@@ -142,10 +142,10 @@ def test_no_table_is_so_long(_folder: Path) -> None:
 
 
 def test_what_is_saved_is_loaded_for_that_box_alone(_folder: Path) -> None:
-    found = TunedTable(_H100, (_ROW,))
-    file = user_tables.save(found)
+    result = TunedTable(_H100, (_ROW,))
+    file = user_tables.save(result)
     assert file.parent == _folder and file.name.startswith("nvidia-h100-80gb-hbm3-w4-")
-    assert user_tables.load(_H100) == found
+    assert user_tables.load(_H100) == result
     assert user_tables.load(Fingerprint("sm_90", _H100.gpu, 8, "nvswitch", _H100.links)) is None
     assert [p.suffix for p in _folder.iterdir() if p.suffix != ".lock"] == [".json"]  # nothing half-written
 

@@ -44,12 +44,12 @@ class Mutation:
 
 def mutations(text: str) -> list[Mutation]:
     """Every single change to `text`, the PTX of one kernel, in the order of lines."""
-    found: list[Mutation] = []
+    results: list[Mutation] = []
     for number, row in enumerate(text.splitlines(), 1):
         code = row.split("//")[0]
         for make in (_barriers, _fences, _orders, _widths, _atomics):
-            found += make(code, number)
-    return sorted([*found, *_sequences(text), *_copied_polls(text)], key=lambda m: (m.line, m.kind, m.name))
+            results += make(code, number)
+    return sorted([*results, *_sequences(text), *_copied_polls(text)], key=lambda m: (m.line, m.kind, m.name))
 
 
 def _change(kind: str, name: str, expected: frozenset[str], line: int, new: str) -> Mutation:
@@ -157,10 +157,10 @@ def _moved(access: int, barrier: int, name: str) -> Mutation:
 
     def apply(text: str) -> str:
         rows = text.splitlines()
-        found = _BARRIER.search(rows[barrier])
-        assert found is not None
-        rows[barrier] = _spliced(rows[barrier], found, "")
-        ends = (rows[access], found[0]) if barrier < access else (found[0], rows[access])
+        result = _BARRIER.search(rows[barrier])
+        assert result is not None
+        rows[barrier] = _spliced(rows[barrier], result, "")
+        ends = (rows[access], result[0]) if barrier < access else (result[0], rows[access])
         rows[access] = "\t".join(end.strip() for end in ends)
         return "\n".join(rows) + "\n"
 

@@ -70,16 +70,16 @@ def test_liveness(seed):
 
     for name in kernel.registers:
         for start in range(len(code)):
-            seen, pending, found = {start}, [start], False
-            while pending and not found:
+            seen, pending, result = {start}, [start], False
+            while pending and not result:
                 index = pending.pop()
                 if index < len(code):
-                    found = name in read(code[index])
+                    result = name in read(code[index])
                     ends = name in written(code[index]) and code[index].guard is None
                     new = [] if ends else [n for n in ways(index) if n not in seen]
                     seen.update(new)
                     pending += new
-            assert (name in live.before(start)) == found
+            assert (name in live.before(start)) == result
 
 
 def test_the_lines_of_a_loop():

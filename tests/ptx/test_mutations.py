@@ -16,11 +16,11 @@ LL = Variant("send_ll", "sm_90", "float32", world_size=2)
 def test_mutations_of_a_shipped_kernel():
     text = shipped(LL)
     original = parse(text)
-    found = mutations(text)
-    assert len({m.name for m in found}) == len(found)
+    result = mutations(text)
+    assert len({m.name for m in result}) == len(result)
     kinds = {"barrier", "order", "scope", "strength", "width", "sequence", "atomicity"}
-    assert {m.kind for m in found} == kinds
-    for mutation in found[:: 1 + len(found) // 20]:
+    assert {m.kind for m in result} == kinds
+    for mutation in result[:: 1 + len(result) // 20]:
         changed = mutation.apply(text)
         old, new = text.splitlines(), changed.splitlines()
         different = [n for n, rows in enumerate(zip(old, new, strict=True), 1) if rows[0] != rows[1]]

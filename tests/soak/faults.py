@@ -65,7 +65,7 @@ class Outcome:
 
 def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
     """What was wrong with a round: pairs of a kind (wrong, unnamed, unexpected, late, lost) and a text."""
-    found: list[tuple[str, str]] = []
+    results: list[tuple[str, str]] = []
     fault = FAULTS.get(outcome.fault or "")
     first_seen = False
     for rank, report in enumerate(outcome.reports):
@@ -73,11 +73,11 @@ def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
         struck = fault is not None and rank == outcome.victim
         if report is None:
             if not (struck and fault and fault.victim is None):
-                found.append(("lost", f"{who}'s process ended, exit code {outcome.codes.get(rank)}"))
+                results.append(("lost", f"{who}'s process ended, exit code {outcome.codes.get(rank)}"))
             continue
-        found += [("wrong", text) for text in report.wrong]
+        results += [("wrong", text) for text in report.wrong]
         allowed = () if fault is None else fault.victim if struck else fault.survivors
-        found += _judge_error(who, report, allowed or (), struck)
+        results += _judge_error(who, report, allowed or (), struck)
         if report.error is not None and fault is not None and not struck:
             first_seen |= report.error[0] in fault.survivors[:1]
             if outcome.at is not None and report.error[3] >= outcome.at:
@@ -85,11 +85,13 @@ def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
                 outcome.notice = max(outcome.notice, seconds)
                 limit = fault.within[outcome.route != "communicator"]
                 if fault.survivors and seconds > limit + slack:
-                    found.append(("late", f"{who} got {report.error[0]} after {seconds:.1f} s, promised {limit:.0f} s"))
+                    results.append(
+                        ("late", f"{who} got {report.error[0]} after {seconds:.1f} s, promised {limit:.0f} s")
+                    )
     errors = [r.error for r in outcome.reports if r is not None and r.error is not None]
     if fault is not None and errors and fault.survivors and not first_seen and fault.name not in (*UNCERTAIN, "stop"):
-        found.append(("unexpected", f"{outcome.route}, {fault.name}: nobody got {fault.survivors[0]}"))
-    return found + _judge_attempts(outcome, fault, slack)
+        results.append(("unexpected", f"{outcome.route}, {fault.name}: nobody got {fault.survivors[0]}"))
+    return results + _judge_attempts(outcome, fault, slack)
 
 
 def _judge_error(who: str, report: Report, allowed: tuple[str, ...], struck: bool) -> list[tuple[str, str]]:
@@ -108,17 +110,19 @@ def _judge_error(who: str, report: Report, allowed: tuple[str, ...], struck: boo
 def _judge_attempts(outcome: Outcome, fault: Fault | None, slack: float) -> list[tuple[str, str]]:
     """A second group: made by all ranks or by none, with a named error, in time."""
     attempts = {r: report.attempt for r, report in enumerate(outcome.reports) if report and report.attempt}
-    found = []
+    results = []
     for rank, (kind, named, text, seconds) in attempts.items():
         who = f"{outcome.route}, a second group ({outcome.fault}): rank {rank}"
         if not named:
-            found.append(("unnamed", f"{who} got {kind}: {text}"))
+            results.append(("unnamed", f"{who} got {kind}: {text}"))
         if fault is not None and seconds > fault.within[outcome.route != "communicator"] + slack:
-            found.append(("late", f"{who} took {seconds:.1f} s"))
+            results.append(("late", f"{who} took {seconds:.1f} s"))
     kinds = {bool(attempt[0]) for attempt in attempts.values()}
     if len(kinds) > 1:
         said = {rank: attempt[0] or "made" for rank, attempt in attempts.items()}
-        found.append(("unexpected", f"{outcome.route}, a second group ({outcome.fault}): not the same for all: {said}"))
+        results.append(
+            ("unexpected", f"{outcome.route}, a second group ({outcome.fault}): not the same for all: {said}")
+        )
     if outcome.fault == "store" and False in kinds:
-        found.append(("unexpected", f"{outcome.route}: a group was made over a dead store"))
-    return found
+        results.append(("unexpected", f"{outcome.route}: a group was made over a dead store"))
+    return results

@@ -50,9 +50,9 @@ def grown(samples: list[dict[str, int]], memory_limit: int) -> dict[str, int]:
         return dict.fromkeys((*COUNTS, "memory"), 0)
     third = len(samples) // 3
     first, last = samples[:third], samples[-third:]
-    found = {name: max(0, min(s[name] for s in last) - max(s[name] for s in first)) for name in COUNTS}
+    results = {name: max(0, min(s[name] for s in last) - max(s[name] for s in first)) for name in COUNTS}
     more = int(median(s["memory"] for s in last) - median(s["memory"] for s in first))
-    return {**found, "memory": more if more > memory_limit else 0}
+    return {**results, "memory": more if more > memory_limit else 0}
 
 
 def orphans(before: set[str]) -> list[str]:

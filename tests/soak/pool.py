@@ -101,14 +101,14 @@ class Pool:
     def receive(self, slots: list[int], seconds: float) -> list[tuple[int, Any]]:
         """What ranks say within `seconds`, as pairs of slot and message; (slot, None) for one whose process ended."""
         by_pipe = {self.pipes[slot]: slot for slot in slots}
-        found = []
+        results = []
         for pipe in wait(list(by_pipe), max(0.0, seconds)):
             assert isinstance(pipe, Connection)
             try:
-                found.append((by_pipe[pipe], pipe.recv()))
+                results.append((by_pipe[pipe], pipe.recv()))
             except (EOFError, OSError):
-                found.append((by_pipe[pipe], None))
-        return found
+                results.append((by_pipe[pipe], None))
+        return results
 
     def dump(self, slot: int) -> None:
         """Make a rank write where its threads are into its log."""

@@ -59,8 +59,8 @@ class Totals:
     def line(self) -> str:
         return self._last
 
-    def grow(self, pid: int, found: dict[str, int]) -> None:
-        for name, more in found.items():
+    def grow(self, pid: int, result: dict[str, int]) -> None:
+        for name, more in result.items():
             self.growth[name] = max(self.growth[name], more)
             if more:
                 self.problems.append(("growth", f"process {pid}: {more} more {name}"))

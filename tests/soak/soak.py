@@ -131,10 +131,10 @@ class Soak:
 
     def _grown(self) -> None:
         for pid, samples in self._samples.items():
-            found = growth.grown(samples, self._settings.memory)
-            self.totals.grow(pid, found)
+            result = growth.grown(samples, self._settings.memory)
+            self.totals.grow(pid, result)
             for name in ("descriptors", "threads"):
-                if found[name]:
+                if result[name]:
                     more = Counter(self._kinds[pid][-1][name]) - Counter(self._kinds[pid][0][name])
                     self.totals.problems.append((name, f"process {pid} has more of: {dict(more)}"))
         self.totals.samples = {str(pid): samples for pid, samples in self._samples.items()}

@@ -32,38 +32,38 @@ def run(tmp_path, *arguments):
 
 @pytest.mark.exhaustive  # tests/core/faults and tests/c10d make each of them, too
 def test_one_of_each_fault(tmp_path):
-    code, found = run(tmp_path, "--minutes", "3", "--every", "1", "--rounds", str(len(FAULTS)), "--seed", "14")
-    assert code == 0, found["problems"]
-    assert found["faults by kind"] == dict.fromkeys(FAULTS, 1)
-    assert set(found["calls by kind"]) >= {call.__name__ for call in CALLS} | {"backward", "sub-group"}
+    code, result = run(tmp_path, "--minutes", "3", "--every", "1", "--rounds", str(len(FAULTS)), "--seed", "14")
+    assert code == 0, result["problems"]
+    assert result["faults by kind"] == dict.fromkeys(FAULTS, 1)
+    assert set(result["calls by kind"]) >= {call.__name__ for call in CALLS} | {"backward", "sub-group"}
 
 
 def test_mistakes_are_found(tmp_path, capfd):
     """Wrong results, errors without a name and everything that can grow; each round ends at the error."""
     mistakes = ("wrong", "unnamed", "descriptors", "threads", "mappings", "memory", "names")
-    code, found = run(
+    code, result = run(
         tmp_path, "--minutes", "3", "--every", "1", "--rounds", "7", "--faults", "pause", "--routes", "communicator",
         "--memory", "16", "--inject", ",".join(mistakes),
     )  # fmt: skip
-    for name in found["names"]:
+    for name in result["names"]:
         os.unlink(f"/dev/shm/{name}")
     assert code == 1
-    assert found["wrong"] >= 7 and found["unnamed"] == 7 and found["names in /dev/shm"] >= 3
-    assert min(found[f"growth of {name}"] for name in growth.COUNTS) >= 2
-    assert found["growth of memory"] > 16 * MEBIBYTE
-    assert "/dev/null" in str(found["problems"]) and "memory (MiB)" in capfd.readouterr().out
+    assert result["wrong"] >= 7 and result["unnamed"] == 7 and result["names in /dev/shm"] >= 3
+    assert min(result[f"growth of {name}"] for name in growth.COUNTS) >= 2
+    assert result["growth of memory"] > 16 * MEBIBYTE
+    assert "/dev/null" in str(result["problems"]) and "memory (MiB)" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("mistake", some(["hang", "lost"], 2))
 def test_a_rank_that_hangs_or_is_lost_is_found(mistake, tmp_path, monkeypatch):
     monkeypatch.setattr(soak, "ENDING", 6.0)
     monkeypatch.setattr(soak, "TIMEOUT", 3.0)
-    code, found = run(
+    code, result = run(
         tmp_path, "--minutes", "2", "--every", "1", "--rounds", "1", "--faults", "pause", "--routes", "communicator",
         "--inject", mistake,
     )  # fmt: skip
-    assert code == 1 and found[mistake] == 1
-    assert "ranks [1] did not end" in str(found["problems"]) or mistake == "lost"
+    assert code == 1 and result[mistake] == 1
+    assert "ranks [1] did not end" in str(result["problems"]) or mistake == "lost"
 
 
 def test_a_soak_that_is_killed_leaves_no_process(tmp_path):
@@ -91,14 +91,14 @@ def test_a_soak_that_is_killed_leaves_no_process(tmp_path):
 
 def holders(folder: Path) -> list[int]:
     """The processes whose output goes to a file in `folder`."""
-    found = []
+    results = []
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:
             if os.readlink(f"/proc/{process}/fd/2").startswith(str(folder)):
-                found.append(int(process))
+                results.append(int(process))
         except OSError:
             continue
-    return found
+    return results
 
 
 def error(kind, named=True, at=10.0):
@@ -140,8 +140,8 @@ def quoted(kind):
     ],
 )  # fmt: skip
 def test_each_round_is_judged(fault, reports, kinds):
-    found = judge(Outcome("communicator", fault, 2, 9.0, reports), 5.0)
-    assert [kind for kind, _ in found] == kinds, found
+    result = judge(Outcome("communicator", fault, 2, 9.0, reports), 5.0)
+    assert [kind for kind, _ in result] == kinds, result
 
 
 @pytest.mark.parametrize("name", [*growth.COUNTS, "memory"])

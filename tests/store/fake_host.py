@@ -57,10 +57,10 @@ class PinnedPages:
             if page.overlaps(address, nbytes):
                 self._refuse_lost(page, "pinned again")
                 return "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"
-        found = identity(address)
-        if found is None:
+        result = identity(address)
+        if result is None:
             return "CUDA_ERROR_INVALID_VALUE"
-        self.all.append(Pinned(address, nbytes, gpu, device_address, found))
+        self.all.append(Pinned(address, nbytes, gpu, device_address, result))
         return None
 
     def at(self, address: int) -> Pinned | None:

@@ -66,8 +66,8 @@ def more_than(before: dict[str, Any], sockets: bool = True) -> dict[str, list[An
     end = time.monotonic() + 2.0
     while True:
         left = {}
-        for kind, found in holdings(sockets).items():
-            surplus = Counter(map(str, found)) - Counter(map(str, before[kind]))
+        for kind, result in holdings(sockets).items():
+            surplus = Counter(map(str, result)) - Counter(map(str, before[kind]))
             if surplus:
                 left[kind] = sorted(surplus)
         if not left or time.monotonic() > end:

@@ -33,8 +33,8 @@ def wrong(page: Page, plans: int, calls: int, channels: int = 1) -> list[int]:
         announcers[channel](sequence, packed[made[channel, sequence]])
         for other in range(channels):
             for late in range(max(1, last[other] - RING + 1), last[other] + 1):
-                found = page.called(late, other)
-                if found is None or (found.sequence, found.count) != (late, made[other, late]):
+                result = page.called(late, other)
+                if result is None or (result.sequence, result.count) != (late, made[other, late]):
                     missing.append(late)
     assert [page.sequence(channel) for channel in range(channels)] == last
     return missing

@@ -92,10 +92,10 @@ def write_or_read(rank: int, world_size: int, tell, url: str):
             sequence += 1
             page.announcer()(sequence, call(sequence).packed())
             continue
-        found = page.last(0)
-        if found is not None:
-            assert found == call(found.sequence)
-            seen, sequence = seen + (found.sequence != sequence), found.sequence
+        result = page.last(0)
+        if result is not None:
+            assert result == call(result.sequence)
+            seen, sequence = seen + (result.sequence != sequence), result.sequence
     page.close()
     return seen
 
@@ -126,9 +126,9 @@ def test_the_first_fault_stays_and_is_cut_to_fit():
         first = Fault("CollectiveTimeout", 1, 77, "first — " + "ä" * 5000)
         one.raise_fault(first)
         one.raise_fault(Fault("PeerDied", 0, 78, "second"))
-        found = two.fault(0)
-        assert (found.kind, found.culprit, found.sequence) == ("CollectiveTimeout", 1, 77)
-        assert found.text.startswith("first — ää") and first.text.startswith(found.text) and len(found.text) > 500
+        result = two.fault(0)
+        assert (result.kind, result.culprit, result.sequence) == ("CollectiveTimeout", 1, 77)
+        assert result.text.startswith("first — ää") and first.text.startswith(result.text) and len(result.text) > 500
         assert two.fault(1) is None
 
 
@@ -337,8 +337,8 @@ def test_a_process_that_is_killed_or_stopped(tmp_path, hurt, name):
             outcomes = [outcomes[0], None, outcomes[1]]
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].text
-        found, text, seconds, alive, left = outcomes[rank].value
-        assert left == {} and found == name and f"rank {rank} of 3: grid" in text
+        result, text, seconds, alive, left = outcomes[rank].value
+        assert left == {} and result == name and f"rank {rank} of 3: grid" in text
         assert alive == (hurt == signal.SIGSTOP)
         if hurt == signal.SIGKILL:
             assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0 + ranks.BUSY
@@ -375,13 +375,13 @@ def test_a_rank_that_came_and_went_on_between_two_looks_has_come():
         look, looks = one._from, []
 
         def slow_look(rank, mine):
-            found = look(rank, mine)
-            looks.append(found)
+            result = look(rank, mine)
+            looks.append(result)
             if len(looks) == 1:  # not there yet; it comes, sees everybody, and makes its next call
-                assert found == {}
+                assert result == {}
                 assert two.exchange(b"two", "step", 5.0, abort_on_fault=True) == [b"one", b"two"]
                 two.announcer()(1, call(1).packed())
-            return found
+            return result
 
         one._from = slow_look
         assert one.exchange(b"one", "step", 5.0, abort_on_fault=True) == [b"one", b"two"]

@@ -61,19 +61,19 @@ MISFITS = {
 @pytest.mark.parametrize("misfit", MISFITS)
 def test_ranks_that_do_not_fit(tmp_path, misfit):
     claims, error, *words = MISFITS[misfit]
-    pids, found = connect_over_file(tmp_path, claims)
-    for name, text, seconds in found:
+    pids, result = connect_over_file(tmp_path, claims)
+    for name, text, seconds in result:
         assert name == error, text
         assert seconds < 2.0 + ranks.BUSY  # at once, not when the time is up
         for word in words:
             assert re.search(word.format(*pids), text), (word, text)
-    for _, text, _ in found:
+    for _, text, _ in result:
         assert re.match(r"rank -?\d of \d \(pid \d+\): ", text)
 
 
 def test_one_token_for_all(tmp_path):
-    _, found = connect_over_file(tmp_path, [claim | {"token": "secret"} for claim in good(2)])
-    assert [name for name, *_ in found] == ["ok", "ok"]
+    _, result = connect_over_file(tmp_path, [claim | {"token": "secret"} for claim in good(2)])
+    assert [name for name, *_ in result] == ["ok", "ok"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -82,9 +82,9 @@ def test_another_user():
     with ranks.start(
         2, connect_as, f"tcp://127.0.0.1:{store.port}", good(2)[:1] + [good(2)[1] | {"uid": 65534}], 20.0
     ) as group:
-        found = results(group)
-    assert [name for name, *_ in found] == ["RendezvousError"] * 2, found
-    assert all("runs as uid" in text and "65534" in text and seconds < 2.0 + ranks.BUSY for _, text, seconds in found)
+        result = results(group)
+    assert [name for name, *_ in result] == ["RendezvousError"] * 2, result
+    assert all("runs as uid" in text and "65534" in text and seconds < 2.0 + ranks.BUSY for _, text, seconds in result)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
@@ -117,9 +117,9 @@ def open_as_nobody(rank, world_size, tell, pid, fd):
 def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
     store = HashStore()
     began = time.monotonic()
-    found = in_threads(2, lambda r: try_in_thread(store, r, 3, 1.0))
+    result = in_threads(2, lambda r: try_in_thread(store, r, 3, 1.0))
     assert 1.0 <= time.monotonic() - began < 20
-    for name, text in found:
+    for name, text in result:
         assert name == "RendezvousError"
         assert "timeout after 1 s: rank(s) [2] did not come" in text
         assert f"rank 0 (pid {os.getpid()}, world size 3)" in text and "rank 1 (pid" in text
@@ -135,16 +135,16 @@ def test_a_rank_outside_after_many_meetings():
     for _ in range(3):
         assert succeed(2, lambda r: try_in_thread(store, r, 2, 10)[0]) == ["ok"] * 2
     with nothing_left():
-        found = in_threads(3, lambda r: (time.sleep(0.3 * (r == 2)), try_in_thread(store, [0, 0, 7][r], 2, 5))[1])
-    assert all("rank 7 is not in 0..1" in str(text) or "duplicate" in str(text) for _, text in found)
-    found = in_threads(2, lambda r: (time.sleep(0.2 * r), try_in_thread(store, [0, 9][r], 2, 5))[1])
-    assert all(name == "RendezvousError" and "rank 9 is not in 0..1" in text for name, text in found)
+        result = in_threads(3, lambda r: (time.sleep(0.3 * (r == 2)), try_in_thread(store, [0, 0, 7][r], 2, 5))[1])
+    assert all("rank 7 is not in 0..1" in str(text) or "duplicate" in str(text) for _, text in result)
+    result = in_threads(2, lambda r: (time.sleep(0.2 * r), try_in_thread(store, [0, 9][r], 2, 5))[1])
+    assert all(name == "RendezvousError" and "rank 9 is not in 0..1" in text for name, text in result)
 
 
 def test_after_a_duplicate_the_right_ranks_meet():
     store = HashStore()
-    found = in_threads(3, lambda r: try_in_thread(store, [0, 1, 1][r], 3, 5))
-    assert all("duplicate rank" in text for _, text in found), found
+    result = in_threads(3, lambda r: try_in_thread(store, [0, 1, 1][r], 3, 5))
+    assert all("duplicate rank" in text for _, text in result), result
     assert "duplicate rank" in try_in_thread(store, 2, 3, 5)[1]  # it was late for that meeting
     assert succeed(3, lambda r: try_in_thread(store, r, 3, 10)[0]) == ["ok"] * 3
 
@@ -152,10 +152,10 @@ def test_after_a_duplicate_the_right_ranks_meet():
 def test_a_duplicate_that_comes_too_late_spoils_nothing(tmp_path):
     claims = good(2) + [{"rank": 1, "world": 2, "delay": 1.0}]
     with ranks.start(3, stay, f"file://{tmp_path}/store", claims) as group:
-        found = group.messages()
-        assert found[0][0] == found[1][0] == "ok"
-        assert found[2][0] == "RendezvousError" and "still runs: is the number taken?" in found[2][1]
-        assert 1.0 <= found[2][2] < 2.0
+        result = group.messages()
+        assert result[0][0] == result[1][0] == "ok"
+        assert result[2][0] == "RendezvousError" and "still runs: is the number taken?" in result[2][1]
+        assert 1.0 <= result[2][2] < 2.0
         assert [outcome.value for outcome in group.results()] == ["ok", "ok", None]
 
 
@@ -208,9 +208,9 @@ def test_the_segment_of_another_group_is_refused(monkeypatch):
     monkeypatch.setattr(DescriptorSocket, "exchange", exchange)
     with nothing_left():
         store = HashStore()
-        found = in_threads(2, lambda r: try_in_thread(store, r, 2, 5.0))
-    assert [name for name, _ in found] == ["ResourceError"] * 2
-    assert all("is not its control page" in text for _, text in found), found
+        result = in_threads(2, lambda r: try_in_thread(store, r, 2, 5.0))
+    assert [name for name, _ in result] == ["ResourceError"] * 2
+    assert all("is not its control page" in text for _, text in result), result
 
 
 @pytest.mark.parametrize("point", ["before record", "after record", "cleared up", "attach", "done", "confirm"])
@@ -220,15 +220,15 @@ def test_a_rank_is_killed_at(point, tmp_path):
     timeout = 2.0 if point == "before record" else 20.0
     with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, timeout) as group:
         pids = group.messages()
-        found = results(group)
-    assert found[1] == (None, "", -signal.SIGKILL)
-    for name, text, seconds in (found[0], found[2]):
+        result = results(group)
+    assert result[1] == (None, "", -signal.SIGKILL)
+    for name, text, seconds in (result[0], result[2]):
         assert name == "RendezvousError", text
         if point == "before record":
             assert "timeout after " in text and "[1] did not come" in text and seconds < 3.0 + ranks.BUSY
         else:
             assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0 + ranks.BUSY
-    assert max(found[0][2], found[2][2]) >= 1.9 or point != "before record"
+    assert max(result[0][2], result[2][2]) >= 1.9 or point != "before record"
 
 
 def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
@@ -237,8 +237,8 @@ def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
     claims[2]["delay"] = 1.0 + ranks.BUSY
     with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
         pids = group.messages()
-        found = results(group)
-    for name, text, seconds in (found[0], found[2]):
+        result = results(group)
+    for name, text, seconds in (result[0], result[2]):
         assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the handshake" in text
         assert seconds < 0.5 + ranks.BUSY
 

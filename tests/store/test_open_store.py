@@ -27,14 +27,14 @@ from tricomm.store.rendezvous import open_store
 def listeners() -> set[str]:
     """Addresses (hex, as in /proc/net/tcp) on which this very process listens."""
     inodes = set(open_files().values())
-    found = set()
+    results = set()
     for name in ("tcp", "tcp6"):
         with open(f"/proc/net/{name}") as table:
             for line in table.read().splitlines()[1:]:
                 fields = line.split()
                 if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
-                    found.add(fields[1].split(":")[0])
-    return found
+                    results.add(fields[1].split(":")[0])
+    return results
 
 
 def listen(rank, world_size, tell, how):
@@ -53,13 +53,13 @@ def listen(rank, world_size, tell, how):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_it_listens_on_loopback_only(host):
-    [found] = ranks.run(1, listen, host)
-    assert found == {"0100007F"} or found == {"00000000000000000000000001000000"}
+    [result] = ranks.run(1, listen, host)
+    assert result == {"0100007F"} or result == {"00000000000000000000000001000000"}
 
 
 def test_the_scan_would_see_a_wildcard():
-    [found] = ranks.run(1, listen, "torch")
-    assert found == {"0" * 32} or found == {"0" * 8}
+    [result] = ranks.run(1, listen, "torch")
+    assert result == {"0" * 32} or result == {"0" * 8}
 
 
 def test_the_file_is_the_users_own(tmp_path):

@@ -46,10 +46,10 @@ def attach(segment: Segment, readonly=False, **other):
 def test_a_segment_is_zeroed_private_sealed_and_shared():
     with nothing_left():
         one = Segment.create("tricomm-test", 10_000)
-        found = os.fstat(one.fd)
-        assert bytes(one.buffer) == bytes(10_000) == bytes(found.st_size)
-        assert stat.S_IMODE(found.st_mode) == 0o600 and found.st_uid == os.geteuid()
-        assert found.st_blocks * 512 >= 10_000  # its space is taken, so that no write can fail later
+        result = os.fstat(one.fd)
+        assert bytes(one.buffer) == bytes(10_000) == bytes(result.st_size)
+        assert stat.S_IMODE(result.st_mode) == 0o600 and result.st_uid == os.geteuid()
+        assert result.st_blocks * 512 >= 10_000  # its space is taken, so that no write can fail later
         assert fcntl.fcntl(one.fd, fcntl.F_GET_SEALS) & SEALS == SEALS
         assert not os.get_inheritable(one.fd) and one.address % 4096 == 0
         two, three = attach(one), attach(one, readonly=True)
@@ -339,13 +339,13 @@ def share(rank: int, world_size: int, tell, url: str, die: bool):
         return text, holdings()["maps"] == before["maps"]
     arena.tensor((rank + 1) % world_size, 8 * rank, (1,), torch.int64).fill_(rank + 1)
     page.exchange(b"", "written", 20)
-    found = arena.tensor(rank, 0, (world_size,), torch.int64).tolist()
+    result = arena.tensor(rank, 0, (world_size,), torch.int64).tolist()
     names = [name for name in open_files().values() if "tricomm" in name]
     page.exchange(b"", "read", 20)
     arena.close()
     page.close()
     del page
-    return found, names, holdings()["maps"] == before["maps"]
+    return result, names, holdings()["maps"] == before["maps"]
 
 
 def test_processes(tmp_path):

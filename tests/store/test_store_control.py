@@ -41,10 +41,10 @@ def test_exchanges_in_order_and_again_over_the_same_store():
         return said, nodes, group, control.peers
 
     for _ in range(2):
-        found = everywhere(3, body, store)
+        result = everywhere(3, body, store)
         want = [[f"{step} {rank}".encode() for rank in range(3)] for step in range(3)]
-        assert all(said == want and len(set(nodes)) == 1 and peers == () for said, nodes, _, peers in found)
-        assert len({group for _, _, group, _ in found}) == 1
+        assert all(said == want and len(set(nodes)) == 1 and peers == () for said, nodes, _, peers in result)
+        assert len({group for _, _, group, _ in result}) == 1
 
 
 def test_the_node_of_each_rank_is_known(monkeypatch):
@@ -71,8 +71,8 @@ def test_one_request_takes_the_records_of_all_ranks(monkeypatch):
     for gathering, body in zip(gatherings[1:], bodies[1:], strict=True):
         gathering.store.set(gathering.key("0", gathering.rank), gathering.record(body).pack(None))
     asked.clear()
-    found = gatherings[0].exchange("0", bodies[0], Deadline(10.0), lambda arrived: pytest.fail("late"), lambda _: None)
-    assert [record.body for record in found] == bodies
+    result = gatherings[0].exchange("0", bodies[0], Deadline(10.0), lambda arrived: pytest.fail("late"), lambda _: None)
+    assert [record.body for record in result] == bodies
     assert asked == ["set", "check", "get"]
 
 

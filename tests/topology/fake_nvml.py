@@ -263,11 +263,11 @@ def switched(count: int, links: int = 18, kind: int = SWITCH, where: str = "0000
 
 
 def look(fake: FakeNvml, visible: list[int], unreachable: set[frozenset[int]] | None = None) -> Discovery:
-    found = discovery.read(FakeCuda(visible, unreachable), fake.nvml())
+    result = discovery.read(FakeCuda(visible, unreachable), fake.nvml())
     fake.verify()
-    return found
+    return result
 
 
-def known(found: Discovery) -> Topology:
-    assert found.topology is not None and found.reason == "", found
-    return found.topology
+def known(result: Discovery) -> Topology:
+    assert result.topology is not None and result.reason == "", result
+    return result.topology

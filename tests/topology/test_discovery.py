@@ -31,10 +31,10 @@ def dgx1v() -> FakeNvml:
 
 
 def test_the_dgx_1() -> None:
-    found = look(dgx1v(), list(range(8)), UNLINKED)
-    topology = known(found)
+    result = look(dgx1v(), list(range(8)), UNLINKED)
+    topology = known(result)
     assert topology.digest == DGX1V.digest and topology.kind == "hybrid_cube_mesh"
-    assert topology.names == ("Fake V100",) * 8 and found.notes == () and found.fabric == ()
+    assert topology.names == ("Fake V100",) * 8 and result.notes == () and result.fabric == ()
 
 
 @pytest.mark.parametrize("visible", [[7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7, 2, 5, 4], [5], [6, 2], [4, 5, 0, 3, 1]])
@@ -47,8 +47,8 @@ def test_cuda_in_the_drivers_own_words() -> None:
     driver = FakeCudaWorld(8, lambda a, b: frozenset({a, b}) not in UNLINKED).process([6, 1, 2, 5])
     driver.init()
     fake = dgx1v()
-    found = discovery.read(driver, fake.nvml())
-    assert known(found).canonical == DGX1V.of([6, 1, 2, 5]).canonical
+    result = discovery.read(driver, fake.nvml())
+    assert known(result).canonical == DGX1V.of([6, 1, 2, 5]).canonical
     fake.verify()
 
 
@@ -58,9 +58,9 @@ def test_a_group_is_the_same_from_whatever_its_ranks_see() -> None:
     for visible in ([5, 1, 7], [7, 6, 5, 4, 3, 2, 1, 0], [5], [1], []):
         fake = dgx1v()
         fake.unreachable = set(UNLINKED)
-        found = discovery.of_devices([uuid_of(rank) for rank in ranks], FakeCuda(visible, UNLINKED), fake.nvml())
+        result = discovery.of_devices([uuid_of(rank) for rank in ranks], FakeCuda(visible, UNLINKED), fake.nvml())
         fake.verify()
-        seen.add(known(found).canonical)
+        seen.add(known(result).canonical)
     assert seen == {DGX1V.of(ranks).canonical}
 
 
@@ -75,17 +75,17 @@ def test_mig_has_no_links_and_no_peers(instance: bool) -> None:
     """CUDA may name an instance, or the GPU that is split; NVML knows both."""
     cards = switched(3)
     cards[1].mig, cards[1].instance = not instance, instance
-    found = look(FakeNvml(cards), [0, 1, 2])
-    assert known(found).links == ((0, 0, 18), (0, 0, 0), (18, 0, 0))
-    assert known(found).peers == ((True, False, True), (False, True, False), (True, False, True))
-    assert found.notes == ("device 1: MIG, so no NVLink and no peer access or CUDA IPC with other instances",)
+    result = look(FakeNvml(cards), [0, 1, 2])
+    assert known(result).links == ((0, 0, 18), (0, 0, 0), (18, 0, 0))
+    assert known(result).peers == ((True, False, True), (False, True, False), (True, False, True))
+    assert result.notes == ("device 1: MIG, so no NVLink and no peer access or CUDA IPC with other instances",)
 
 
 def test_ranks_that_share_a_mig_instance_reach_each_other() -> None:
     fake = FakeNvml([Card(0, instance=True), Card(1, instance=True)])
-    found = discovery.of_devices([uuid_of(0), uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
+    result = discovery.of_devices([uuid_of(0), uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
     fake.verify()
-    assert known(found).peers == ((True, True, False), (True, True, False), (False, False, True))
+    assert known(result).peers == ((True, True, False), (True, True, False), (False, False, True))
 
 
 def test_peer_access_is_cudas_word_and_may_be_one_way() -> None:
@@ -100,20 +100,21 @@ def test_peer_access_of_cards_that_this_process_does_not_see_may_go_over_pcie() 
     fake = FakeNvml(meshed(shapes.pairs(4).links))
     fake.forbidden = {frozenset({0, 2}), frozenset({1, 2})}
     fake.unreachable = {frozenset({1, 2})}
-    found = discovery.of_devices([uuid_of(0), uuid_of(2), uuid_of(1)], FakeCuda([0]), fake.nvml())
+    result = discovery.of_devices([uuid_of(0), uuid_of(2), uuid_of(1)], FakeCuda([0]), fake.nvml())
     fake.verify()
-    assert known(found).peers == ((True, True, True), (True, True, False), (True, False, True))
-    assert known(found).links == ((0, 0, 4), (0, 0, 0), (4, 0, 0)) and found.notes == ()
+    assert known(result).peers == ((True, True, True), (True, True, False), (True, False, True))
+    assert known(result).links == ((0, 0, 4), (0, 0, 0), (4, 0, 0)) and result.notes == ()
 
 
 def test_nobody_tells_of_peer_access() -> None:
     fake = FakeNvml([Card(0), Card(1)])
     fake.silent = True
-    found = discovery.of_devices([uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
+    result = discovery.of_devices([uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
     fake.verify()
-    assert not known(found).all_peers
+    assert not known(result).all_peers
     assert (
-        found.notes[0] == "device 0 to 1: no peer access, because neither CUDA nor NVML tells" and len(found.notes) == 2
+        result.notes[0] == "device 0 to 1: no peer access, because neither CUDA nor NVML tells"
+        and len(result.notes) == 2
     )
 
 
@@ -124,14 +125,14 @@ def test_cuda_that_fails_at_peer_access() -> None:
         raise RuntimeError("CUDA error: system not yet initialized")
 
     cuda.can_access_peer = broken  # type: ignore[method-assign]
-    found = discovery.read(cuda, FakeNvml(meshed(((0, 1), (1, 0)))).nvml())
-    assert known(found).peers == ((True, False), (False, True))
-    assert "device 0 to 1: no peer access" in found.notes[0] and "not yet initialized" in found.notes[0]
+    result = discovery.read(cuda, FakeNvml(meshed(((0, 1), (1, 0)))).nvml())
+    assert known(result).peers == ((True, False), (False, True))
+    assert "device 0 to 1: no peer access" in result.notes[0] and "not yet initialized" in result.notes[0]
     cuda.device_uuid = broken  # type: ignore[assignment,method-assign]
-    found = discovery.of_devices([uuid_of(0), uuid_of(1)], cuda, FakeNvml([Card(0), Card(1)]).nvml())
-    assert known(found).all_peers and found.notes[0].startswith("peer access is NVML's answer")
-    found = discovery.read(cuda, FakeNvml([]).nvml())
-    assert found.topology is None and "not yet initialized" in found.reason
+    result = discovery.of_devices([uuid_of(0), uuid_of(1)], cuda, FakeNvml([Card(0), Card(1)]).nvml())
+    assert known(result).all_peers and result.notes[0].startswith("peer access is NVML's answer")
+    result = discovery.read(cuda, FakeNvml([]).nvml())
+    assert result.topology is None and "not yet initialized" in result.reason
 
 
 def test_no_devices() -> None:
@@ -141,13 +142,13 @@ def test_no_devices() -> None:
 
 
 def test_two_devices_of_one_uuid() -> None:
-    found = look(FakeNvml([Card(0)]), [0, 0])
-    assert found.topology is None and "same UUID" in found.reason
+    result = look(FakeNvml([Card(0)]), [0, 0])
+    assert result.topology is None and "same UUID" in result.reason
 
 
 def test_more_devices_than_there_may_be() -> None:
-    found = discovery.of_devices([uuid_of(0)] * 65, FakeCuda([0]), FakeNvml([Card(0)]).nvml())
-    assert found.topology is None and found.reason == "65 devices; 64 are the most"
+    result = discovery.of_devices([uuid_of(0)] * 65, FakeCuda([0]), FakeNvml([Card(0)]).nvml())
+    assert result.topology is None and result.reason == "65 devices; 64 are the most"
 
 
 FATAL = ["init_v2", "device_get_handle_by_uuid", "device_get_pci_info_v3", "device_get_nvlink_capability",
@@ -164,17 +165,17 @@ def failing(call: str) -> FakeNvml:
 
 @pytest.mark.parametrize("call", FATAL)
 def test_a_call_that_fails_leaves_the_links_unknown_with_the_reason(call: str) -> None:
-    found = look(failing(call), [1, 0])
-    assert found.topology is None
-    assert found.reason.startswith("NVML: ") and ("Lost" in found.reason or "not found" in found.reason)
+    result = look(failing(call), [1, 0])
+    assert result.topology is None
+    assert result.reason.startswith("NVML: ") and ("Lost" in result.reason or "not found" in result.reason)
 
 
 @pytest.mark.parametrize("call", FATAL)
 def test_one_device_needs_no_links_to_be_known(call: str) -> None:
     fake = failing(call)
-    found = discovery.of_devices([uuid_of(0)] * 2, FakeCuda([0]), fake.nvml())
-    assert known(found).canonical == shapes.pcie(1).of([0, 0]).canonical
-    assert found.notes[0].startswith("NVML: ")
+    result = discovery.of_devices([uuid_of(0)] * 2, FakeCuda([0]), fake.nvml())
+    assert known(result).canonical == shapes.pcie(1).of([0, 0]).canonical
+    assert result.notes[0].startswith("NVML: ")
     fake.verify()
 
 
@@ -211,15 +212,15 @@ def test_islands_that_nvml_does_not_tell_are_not_guessed() -> None:
     silent.failures["device_get_topology_common_ancestor", 3] = fake_nvml.NotSupportedError
     assert look(silent, list(range(8))).notes == () and known(look(silent, list(range(8)))).islands == ()
     odd.ancestors = {frozenset({3, 4}): 40}
-    found = look(odd, list(range(8)))
-    assert known(found).islands == () and "do not divide the GPUs by sockets" in found.notes[0]
+    result = look(odd, list(range(8)))
+    assert known(result).islands == () and "do not divide the GPUs by sockets" in result.notes[0]
     assert known(look(FakeNvml([Card(0, instance=True), Card(1, socket=1)]), [0, 1])).islands == ()
 
 
 def test_a_device_that_nvml_does_not_have() -> None:
-    found = look(FakeNvml(meshed(((0, 1), (1, 0)))), [0, 3])
-    assert found.topology is None
-    assert str(UUID(bytes=uuid_of(3))) in found.reason and "container" in found.reason
+    result = look(FakeNvml(meshed(((0, 1), (1, 0)))), [0, 3])
+    assert result.topology is None
+    assert str(UUID(bytes=uuid_of(3))) in result.reason and "container" in result.reason
 
 
 def test_an_answer_that_nobody_expects_is_a_reason() -> None:
@@ -227,13 +228,13 @@ def test_an_answer_that_nobody_expects_is_a_reason() -> None:
         def device_get_pci_info_v3(self, device: int) -> Any:
             return SimpleNamespace()
 
-    found = look(Strange([Card(0), Card(1)]), [0, 1])
-    assert found.topology is None and "bus_id" in found.reason
+    result = look(Strange([Card(0), Card(1)]), [0, 1])
+    assert result.topology is None and "bus_id" in result.reason
 
 
 def test_names_that_would_move_the_cursor() -> None:
-    found = look(FakeNvml([Card(0, name="Tesla\x1b[2J V100")]), [0])
-    assert known(found).names == ("Tesla[2J V100",)
+    result = look(FakeNvml([Card(0, name="Tesla\x1b[2J V100")]), [0])
+    assert known(result).names == ("Tesla[2J V100",)
 
 
 def test_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,8 +243,8 @@ def test_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.raises(ResourceError, match="pip install nvidia-ml-py"):
         nvml.load_nvml()
-    found = discovery.read(FakeCuda([0, 1]))
-    assert found.topology is None and "pip install nvidia-ml-py" in found.reason
+    result = discovery.read(FakeCuda([0, 1]))
+    assert result.topology is None and "pip install nvidia-ml-py" in result.reason
 
 
 def test_nvidia_ml_py_stands_in_for_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,10 +252,10 @@ def test_nvidia_ml_py_stands_in_for_bindings_without_nvml(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", dgx1v())
     assert nvml.load_nvml().source.startswith("cuda-bindings ")  # the first choice, where it is there
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", None)
-    found = nvml.load_nvml()
-    assert found.source == "nvidia-ml-py"
-    with found.session():
-        assert [len(found.links(device)) for device in found.handles()] == [6] * 8
+    result = nvml.load_nvml()
+    assert result.source == "nvidia-ml-py"
+    with result.session():
+        assert [len(result.links(device)) for device in result.handles()] == [6] * 8
 
 
 MACHINES: list[tuple[FakeNvml, int]] = [
@@ -271,17 +272,17 @@ MACHINES: list[tuple[FakeNvml, int]] = [
 @pytest.mark.parametrize("fake, cards", MACHINES)
 def test_nvidia_ml_py_and_the_bindings_say_the_same(fake: FakeNvml, cards: int) -> None:
     seen = list(range(cards))
-    found = discovery.read(FakeCuda(seen), FakeMlPy(fake).nvml())
+    result = discovery.read(FakeCuda(seen), FakeMlPy(fake).nvml())
     fake.verify()
-    assert found == look(fake, seen) and found.topology is not None
+    assert result == look(fake, seen) and result.topology is not None
 
 
 def test_an_nvidia_ml_py_whose_structure_is_wrong_tells_nothing_of_fabrics() -> None:
     fake = FakeNvml([Card(n, fabric=(3, 0, bytes(16), 7)) for n in range(2)])
     module = FakeMlPy(fake)
     module.c_nvmlGpuFabricInfoV_t = c_old_fabric_info
-    found = discovery.read(FakeCuda([0, 1]), module.nvml())
-    assert found.topology is not None and found.fabric == ()
+    result = discovery.read(FakeCuda([0, 1]), module.nvml())
+    assert result.topology is not None and result.fabric == ()
 
 
 def test_the_real_nvidia_ml_py_has_all_that_is_called() -> None:

@@ -223,9 +223,9 @@ def test_what_is_no_topology_is_refused_with_the_reason(text: str, words: str) -
 
 
 def test_what_may_be_left_out() -> None:
-    found = Topology.loads(changed(kind=None))
-    assert found == shapes.pairs(2) and found.names == () and found.devices == (0, 1)
-    assert Topology.loads(changed(devices=[7, -3])) == found
+    result = Topology.loads(changed(kind=None))
+    assert result == shapes.pairs(2) and result.names == () and result.devices == (0, 1)
+    assert Topology.loads(changed(devices=[7, -3])) == result
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
@@ -239,11 +239,11 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_lists_are_taken_and_nothing_can_be_changed() -> None:
-    found = Topology([[0, 1], [1, 0]], GOOD)  # type: ignore[arg-type]
-    assert found == direct([[0, 1], [1, 0]]) and hash(found) == hash(direct([[0, 1], [1, 0]]))
-    assert len(found) == 2
+    result = Topology([[0, 1], [1, 0]], GOOD)  # type: ignore[arg-type]
+    assert result == direct([[0, 1], [1, 0]]) and hash(result) == hash(direct([[0, 1], [1, 0]]))
+    assert len(result) == 2
     with pytest.raises(AttributeError):
-        found.switched = True  # type: ignore[misc]
+        result.switched = True  # type: ignore[misc]
 
 
 def test_islands():

@@ -25,9 +25,9 @@ def test_links_that_are_down_or_unfit_do_not_count() -> None:
 def test_a_link_that_only_one_end_sees() -> None:
     fake = FakeNvml(meshed(((0, 2), (2, 0))))
     fake.cards[1].links[0].active = False
-    found = look(fake, [0, 1])
-    assert known(found).links == ((0, 1), (1, 0))
-    assert found.notes == ("devices 0 and 1 see 2 and 1 links to each other; the fewer count",)
+    result = look(fake, [0, 1])
+    assert known(result).links == ((0, 1), (1, 0))
+    assert result.notes == ("devices 0 and 1 see 2 and 1 links to each other; the fewer count",)
 
 
 def test_what_goes_elsewhere_does_not_count() -> None:
@@ -40,8 +40,8 @@ def test_what_goes_elsewhere_does_not_count() -> None:
 
 @pytest.mark.parametrize("count", [2, 8, 16])
 def test_switches(count: int) -> None:
-    found = look(FakeNvml(switched(count)), list(range(count)))
-    assert known(found).canonical == shapes.nvswitch(count).canonical and found.notes == ()
+    result = look(FakeNvml(switched(count)), list(range(count)))
+    assert known(result).canonical == shapes.nvswitch(count).canonical and result.notes == ()
 
 
 def test_a_pair_has_as_many_links_through_switches_as_the_poorer_one() -> None:
@@ -75,9 +75,9 @@ def test_an_old_driver_that_cannot_name_the_ends() -> None:
 def test_switches_out_of_sight_count_where_nvml_affirms_the_pair(missing: tuple[str, ...], where: str) -> None:
     fake = FakeNvml(switched(4, kind=fake_nvml.UNKNOWN, where=where), missing)
     fake.forbidden = {frozenset({0, 2})}
-    found = look(fake, [0, 1, 2])
-    assert known(found).links == ((0, 18, 0), (18, 0, 18), (0, 18, 0))
-    assert found.notes == ("devices 0 and 2: linked, but NVML forbids peer access over NVLink",)
+    result = look(fake, [0, 1, 2])
+    assert known(result).links == ((0, 18, 0), (18, 0, 18), (0, 18, 0))
+    assert result.notes == ("devices 0 and 2: linked, but NVML forbids peer access over NVLink",)
     fake.silent = True
     assert known(look(fake, [0, 1, 2])).kind == "pcie"
 
@@ -85,9 +85,9 @@ def test_switches_out_of_sight_count_where_nvml_affirms_the_pair(missing: tuple[
 def test_a_mig_instance_is_not_at_the_ends_that_nobody_can_name() -> None:
     cards = switched(3, kind=fake_nvml.UNKNOWN, where="")
     cards[1].mig = True
-    found = look(FakeNvml(cards), [0, 1, 2])
-    assert known(found).links == ((0, 0, 18), (0, 0, 0), (18, 0, 0))
-    assert len(found.notes) == 1 and "MIG" in found.notes[0]
+    result = look(FakeNvml(cards), [0, 1, 2])
+    assert known(result).links == ((0, 0, 18), (0, 0, 0), (18, 0, 0))
+    assert len(result.notes) == 1 and "MIG" in result.notes[0]
 
 
 def test_links_to_cards_of_the_group_are_not_links_to_switches() -> None:
@@ -116,8 +116,8 @@ def test_links_of_no_use_to_peers_are_none() -> None:
     for one_way in ((0, 1), (1, 0)):
         fake = FakeNvml(switched(2))
         fake.forbidden = {one_way}
-        found = look(fake, [1, 0])
-        assert known(found).kind == "pcie" and "forbids" in found.notes[0]
+        result = look(fake, [1, 0])
+        assert known(result).kind == "pcie" and "forbids" in result.notes[0]
 
 
 CLUSTER, OTHER = b"\x01" * 16, b"\x02" * 16
@@ -144,18 +144,18 @@ def test_switches_join_what_is_in_one_clique_of_a_fabric_that_works(
     cards = switched(2)
     for card, state in zip(cards, states, strict=True):
         card.fabric = state
-    found = look(FakeNvml(cards), [0, 1])
-    assert known(found).kind == kind
-    assert (note or "") in "".join(found.notes) and bool(found.notes) == (note is not None)
+    result = look(FakeNvml(cards), [0, 1])
+    assert known(result).kind == kind
+    assert (note or "") in "".join(result.notes) and bool(result.notes) == (note is not None)
 
 
 def test_the_fabric_in_words_per_rank() -> None:
     cards = switched(3)
     cards[1].fabric = cards[2].fabric = (3, 0, CLUSTER, 7)
     uuids = [uuid_of(number) for number in (1, 0, 1)]
-    found = discovery.of_devices(uuids, FakeCuda([0, 1]), FakeNvml(cards).nvml())
+    result = discovery.of_devices(uuids, FakeCuda([0, 1]), FakeNvml(cards).nvml())
     words = f"completed, cluster {UUID(bytes=CLUSTER)}, clique 7"
-    assert found.fabric == (words, "not told", words)
+    assert result.fabric == (words, "not told", words)
 
 
 def test_direct_links_need_no_fabric() -> None:

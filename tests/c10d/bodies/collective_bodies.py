@@ -68,9 +68,9 @@ def premultiplied(rank, world_size, tell, url, route):
     wrong, factor = [], 4.0
     with default_group(rank, world_size, url, route) as group:
 
-        def check(what, found, want):
-            if not same(found, want):
-                wrong.append(f"{what}: {found.tolist()} and not {want.tolist()}")
+        def check(what, result, want):
+            if not same(result, want):
+                wrong.append(f"{what}: {result.tolist()} and not {want.tolist()}")
 
         op = dist._make_nccl_premul_sum(factor)
         for call, dtype in enumerate((torch.float32, torch.float64, torch.float16, torch.bfloat16)):

@@ -72,9 +72,9 @@ def same_as_plain(rank, world_size, tell, url, route, cases):
             net = model(mesh, reshard, policy)
             mine = fsdp2.use(net)
             with handles_seen(world) as seen:
-                found, others = trained(net, rank)
-            if found != losses or not all(map(same, others, parameters)):
-                wrong.append((reshard, mixed, found, losses))
+                result, others = trained(net, rank)
+            if result != losses or not all(map(same, others, parameters)):
+                wrong.append((reshard, mixed, result, losses))
             in_place = route == "kernels" and world_size > 1
             if any((handle is not None) != in_place for handle in seen) or not seen:
                 wrong.append((reshard, mixed, "not in symmetric memory" if in_place else "in symmetric memory"))
@@ -121,8 +121,8 @@ def limits(rank, world_size, tell, url):
         losses, parameters = trained(model(mesh, True, PLAIN), rank)
         net = model(mesh, True, PLAIN)
         mine = fsdp2.use(net, max_bytes=600)  # enough for some of the layers
-        found, others = trained(net, rank)
-        assert found == losses and all(map(same, others, parameters))
+        result, others = trained(net, rank)
+        assert result == losses and all(map(same, others, parameters))
         assert [0 < comm.nbytes <= 600 for comm in mine] == [True, True], [comm.nbytes for comm in mine]
         gather, scatter = mine
 
@@ -149,8 +149,8 @@ def limits(rank, world_size, tell, url):
             comm.close()
             comm.close()
         second.fill_(1)  # still mapped
-        found, others = trained(model(mesh, True, PLAIN), rank)
-        return found == losses
+        result, others = trained(model(mesh, True, PLAIN), rank)
+        return result == losses
 
 
 def other_buffers(rank, world_size, tell, url):

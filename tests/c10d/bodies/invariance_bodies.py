@@ -32,8 +32,8 @@ def bits_of_every_way(rank, world_size, tell, url, route, count):
         mine = parts[rank]
         assert not same(total, reference.reduced("sum", parts[::-1]))
 
-        def look(name, found, wanted=total):
-            wrong.extend([] if same(found, wanted) else [name])
+        def look(name, result, wanted=total):
+            wrong.extend([] if same(result, wanted) else [name])
 
         x = mine.clone()
         dist.all_reduce(x)

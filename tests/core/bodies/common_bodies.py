@@ -350,7 +350,7 @@ def memory(rank, world_size, tell, url):
 
 def splits(rank, world_size, tell, url):
     """Sub-groups in any order, one beside the other, inside another one; and lists that cannot be."""
-    found, refused = [], []
+    result, refused = [], []
     with communicator(rank, world_size, url) as comm:
         for bad in ([], [0, 0], [3], [True, 0], "01", 1, [rank]):
             try:
@@ -362,13 +362,13 @@ def splits(rank, world_size, tell, url):
         for sub in (*halves, whole):
             if sub is not None:
                 x = torch.tensor([10.0**rank, sub.rank])
-                found.append((sub.rank, sub.world_size, sub.all_gather(x).tolist()))
+                result.append((sub.rank, sub.world_size, sub.all_gather(x).tolist()))
         inner = whole.split([0, 2])
         if inner is not None:
-            found.append(inner.all_reduce(torch.tensor([float(rank)])).tolist())
+            result.append(inner.all_reduce(torch.tensor([float(rank)])).tolist())
         comm.barrier()
         for sub in (inner, whole, *halves):
             if sub is not None:
                 sub.close()
-        found.append(comm.all_reduce(torch.ones(1)).tolist())
-    return refused, found
+        result.append(comm.all_reduce(torch.ones(1)).tolist())
+    return refused, result

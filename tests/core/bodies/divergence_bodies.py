@@ -41,15 +41,15 @@ def once_too_often(rank, world_size, tell, url, how, limit):
         comm.all_reduce(torch.ones(8))
     # A rank that is still in its last call would be told of the next one's fault.
     ranks.together(url, rank, range(world_size))
-    found = None
+    result = None
     if rank == world_size - 1:
-        found = attempt(lambda: comm.all_gather(torch.ones(8)))
+        result = attempt(lambda: comm.all_gather(torch.ones(8)))
     elif how == "live on":
         time.sleep(limit + 1.0)
     comm.close()
     if rank < world_size - 1 and how == "close":
         time.sleep(5.0)  # its process lives: that it closed is all that the last rank can see
-    return found
+    return result
 
 
 def empty_on_one(rank, world_size, tell, url, following, limit):

@@ -132,16 +132,16 @@ class Walk:
 
 def lock_is_free(comm):
     """Whether another thread gets the call lock."""
-    found = []
+    results = []
 
     def look():
-        found.append(comm._launcher.lock.acquire(False))
+        results.append(comm._launcher.lock.acquire(False))
         comm._launcher.lock.release_all()
 
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 def communicator(rank, folder, number):

@@ -50,7 +50,7 @@ def after_a_stop(rank, world_size, tell, url, other, limit, seconds):
 def holds_the_lock(rank, world_size, tell, url, limit, seconds, times):
     """The last rank's interpreter is busy in C, with its lock held, while the others wait for it."""
     libc = ctypes.PyDLL(None)  # keeps the interpreter's lock, unlike CDLL
-    found = []
+    results = []
     with communicator(rank, world_size, url, stall_timeout=limit) as comm:
         comm.barrier()
         for turn in range(times):
@@ -59,13 +59,13 @@ def holds_the_lock(rank, world_size, tell, url, limit, seconds, times):
                 thread = threading.Thread(target=ran.set)
                 began = time.monotonic()
                 libc.usleep(int(seconds * 1e6))
-                found.append(time.monotonic() - began >= seconds)
+                results.append(time.monotonic() - began >= seconds)
                 thread.start()
                 thread.join(5.0)
             x = torch.full((5,), float(rank + turn))
             comm.all_reduce(x)
-            found.append(x[0].item() == sum(r + turn for r in range(world_size)))
-    return found
+            results.append(x[0].item() == sum(r + turn for r in range(world_size)))
+    return results
 
 
 def many_lives(rank, world_size, tell, url, closed, aborted):

@@ -21,10 +21,10 @@ def handed_on(rank, world_size, tell, url, protocol):
             to, source = (rank + 1) % world_size, (rank - 1) % world_size
             if rank:
                 comm.send(x, to, turn, protocol=protocol)
-            found = comm.recv(y, None if turn % 2 else source, turn, protocol=protocol)
+            result = comm.recv(y, None if turn % 2 else source, turn, protocol=protocol)
             if not rank:
                 comm.send(x, to, turn, protocol=protocol)
-            if found != source or not torch.equal(y, x + (source - rank) * 1000):
+            if result != source or not torch.equal(y, x + (source - rank) * 1000):
                 wrong.append((turn, count))
             total = comm.all_reduce(torch.tensor([rank + turn]))
             wrong += [] if int(total) == sum(range(world_size)) + world_size * turn else [(turn, "sum")]
@@ -42,11 +42,11 @@ def left_early(rank, world_size, tell, url):
             comm.send(torch.arange(7) + 1, 0, 6)
             return None
         time.sleep(0.5)
-        found = []
+        results = []
         for source, tag in ((None, 6), (1, 5)):
             y = torch.zeros(7, dtype=torch.int64)
-            found.append((comm.recv(y, source, tag), y.tolist()))
-        return found
+            results.append((comm.recv(y, source, tag), y.tolist()))
+        return results
 
 
 def waited_for(rank, world_size, tell, url, source, how):

@@ -108,10 +108,10 @@ def fused(comm, wrong):
 
     def call(rows):
         norm = torch.full_like(x[rows], 77)
-        found = comm.all_reduce_rms_norm_quantized(
+        result = comm.all_reduce_rms_norm_quantized(
             x[rows].clone(), residual[rows].clone(), weight, 0.5, quantize="fp8_per_token", norm_out=norm
         )
-        return [t.view(torch.uint8) for t in found]
+        return [t.view(torch.uint8) for t in result]
 
     long, short = call(slice(0, 20)), call(slice(3, 7))
     counted = [tricomm.stats()[route].get("all_reduce_rms_norm") for route in ("nccl", "kernels")]
@@ -242,8 +242,8 @@ def fails_on_its_own(rank, world_size, tell, url):
                 time.sleep(0.01)
             inner.error = 6
         time.sleep(1.0)
-        found = attempt(lambda: comm.all_reduce(torch.ones(LIMIT)))
-        return *found, inner.ended
+        result = attempt(lambda: comm.all_reduce(torch.ones(LIMIT)))
+        return *result, inner.ended
 
 
 def dies(rank, world_size, tell, url):

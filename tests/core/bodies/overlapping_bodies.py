@@ -37,7 +37,7 @@ def any_calls(rank, world_size, tell, url, seed, calls):
                 group.send(torch.arange(count) + number, to, number)
             elif group.rank == to:
                 y = torch.full((count,), -1)
-                found = group.recv(y, None if number % 2 else source, number)
-                wrong += [] if found == source and torch.equal(y, torch.arange(count) + number) else [(number, "recv")]
+                result = group.recv(y, None if number % 2 else source, number)
+                wrong += [] if result == source and torch.equal(y, torch.arange(count) + number) else [(number, "recv")]
         comm.barrier()
     return wrong, made

@@ -133,14 +133,14 @@ def of_torch(rank, world_size, tell, url):
     with communicator(rank, world_size, url) as comm:
         x = torch.arange(64.0)
         whole = x.data_ptr() - 256  # where the segment begins
-        found = {
+        results = {
             "same": _Handle(rank, world_size, whole),
             "offsets": _Handle(rank, world_size, whole - 64 * rank),
             "ranks": _Handle(rank, world_size, whole, [1, 0]),
             "outside": _Handle(rank, world_size, whole - 4096 * rank),
             "none": None,
         }
-        for handle in found.values():
+        for handle in results.values():
             _given(handle)
             arena = None
             try:

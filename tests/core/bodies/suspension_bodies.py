@@ -76,7 +76,7 @@ def round_trip(rank, world_size, tell, url, turns):
         gone = comm.symmetric((5,), torch.float32)
         gone.close()
         facts = comm.peer_ranges, w.local.data_ptr(), w.table.tolist(), comm.group_table.tolist()[:8]
-        found = {"wrong": [], "said": {}, "pages": [], "stats": []}
+        results = {"wrong": [], "said": {}, "pages": [], "stats": []}
         x = torch.ones(1000)
         calls = {
             "all_reduce": lambda: comm.all_reduce(x), "barrier": comm.barrier,
@@ -87,32 +87,32 @@ def round_trip(rank, world_size, tell, url, turns):
             "unread": comm.unread, "register": lambda: comm.register(x), "channel": comm.channel(0).barrier,
             "use_table": lambda: comm.use_table([], "none"),
         }  # fmt: skip
-        found["awake"] = refused(comm.resume)
+        results["awake"] = refused(comm.resume)
         for turn in range(turns):
-            found["wrong"] += _right(comm, turn)
+            results["wrong"] += _right(comm, turn)
             w.local.fill_(rank + 1.0)
             comm.all_reduce(w)
-            found["wrong"] += [] if (w.local == sum(range(world_size + 1))).all() else [("symmetric", turn)]
+            results["wrong"] += [] if (w.local == sum(range(world_size + 1))).all() else [("symmetric", turn)]
             comm.barrier()
-            found["pages"].append(resident(*comm.peer_ranges[rank]))
+            results["pages"].append(resident(*comm.peer_ranges[rank]))
             sequence = comm._launcher.sequence
             comm.suspend()
             assert comm.suspended
-            found["said"] = {name: refused(call) for name, call in calls.items()}
-            found["explained"] = comm.explain("all_reduce", nbytes=4000).reason
-            found["stats"].append(comm.stats().memory)
+            results["said"] = {name: refused(call) for name, call in calls.items()}
+            results["explained"] = comm.explain("all_reduce", nbytes=4000).reason
+            results["stats"].append(comm.stats().memory)
             time.sleep(0.05)
-            found["pages"].append(sum(resident(*memory) for memory in comm.peer_ranges))
-            found["forked"] = _forked(comm)
+            results["pages"].append(sum(resident(*memory) for memory in comm.peer_ranges))
+            results["forked"] = _forked(comm)
             assert comm._launcher.sequence == sequence
             comm.resume()
             assert not comm.suspended
-            found["stats"].append(comm.stats().memory)
+            results["stats"].append(comm.stats().memory)
             if (comm.peer_ranges, w.local.data_ptr(), w.table.tolist(), comm.group_table.tolist()[:8]) != facts:
-                found["wrong"].append(("addresses", turn))
-            found["wrong"] += [] if not w.local.any() else [("contents", turn)]
-        found["wrong"] += _right(comm, 99)
-    return found
+                results["wrong"].append(("addresses", turn))
+            results["wrong"] += [] if not w.local.any() else [("contents", turn)]
+        results["wrong"] += _right(comm, 99)
+    return results
 
 
 def one_dies(rank, world_size, tell, url, victim):

@@ -30,8 +30,8 @@ def test_a_rank_that_goes_on_after_a_stop_disturbs_nobody(url, tmp_path):
 
 def test_a_busy_interpreter_is_no_stall(url):
     """It holds its lock for many heartbeats, but never for as long as the stall limit."""
-    for found in ranks.run(3, bodies.holds_the_lock, url, 3.0, 50 * bodies.GAP, 3):
-        assert found and all(found)
+    for result in ranks.run(3, bodies.holds_the_lock, url, 3.0, 50 * bodies.GAP, 3):
+        assert result and all(result)
 
 
 def test_an_interpreter_that_is_busy_beyond_the_limit_is_a_stall(url):

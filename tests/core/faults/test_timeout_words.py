@@ -39,9 +39,9 @@ def has_the_word(function: ast.FunctionDef) -> bool:
 
 
 def test_every_timeout_says_so():
-    found = [(path, function) for path in SOURCES for function in makers(ast.parse(path.read_text()))]
-    assert len(found) >= 10
-    silent = [f"{path.relative_to(ROOT)}:{function.name}" for path, function in found if not has_the_word(function)]
+    results = [(path, function) for path in SOURCES for function in makers(ast.parse(path.read_text()))]
+    assert len(results) >= 10
+    silent = [f"{path.relative_to(ROOT)}:{function.name}" for path, function in results if not has_the_word(function)]
     assert not silent, f"CollectiveTimeout without the word timeout: {silent}"
 
 

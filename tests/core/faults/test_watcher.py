@@ -33,13 +33,13 @@ class Group:
 
 
 def watched(groups, seconds, ended=lambda: 0):
-    found = Watcher(ended)
+    result = Watcher(ended)
     for group in groups:
-        found.add(group)
+        result.add(group)
     time.sleep(seconds)
     names = [thread.name for thread in threading.enumerate()]
     for group in groups:
-        found.discard(group)
+        result.discard(group)
     return names
 
 
@@ -54,16 +54,16 @@ def test_one_thread_looks_at_all_and_ends_with_the_last():
 
 
 def test_a_process_that_ends_brings_every_groups_turn_forward():
-    gone, groups, found = [], [Group() for _ in range(300)], Watcher(lambda: len(gone))
+    gone, groups, result = [], [Group() for _ in range(300)], Watcher(lambda: len(gone))
     for group in groups:
-        found.add(group)
+        result.add(group)
     gone.append("one")
     end = time.monotonic() + 5.0
     while time.monotonic() < end and not all(group.looks for group in groups):
         time.sleep(0.01)
     least = min(group.looks for group in groups)
     for group in groups:
-        found.discard(group)
+        result.discard(group)
     assert least == 1 and sum(group.looks for group in groups) < 2 * len(groups)
 
 
@@ -76,14 +76,14 @@ def test_who_is_discarded_is_not_looked_at_any_more():
             time.sleep(0.2)
             self.looking = False
 
-    slow, other, found = Slow(busy=True), Group(), Watcher(lambda: 0)
-    found.add(slow)
-    found.add(other)
+    slow, other, result = Slow(busy=True), Group(), Watcher(lambda: 0)
+    result.add(slow)
+    result.add(other)
     while not slow.looking:
         time.sleep(0.001)
-    found.discard(slow)
+    result.discard(slow)
     assert not slow.looking
-    found.discard(other)
+    result.discard(other)
 
 
 def test_hundreds_of_communicators_with_few_descriptors_and_one_thread(tmp_path):

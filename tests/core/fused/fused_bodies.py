@@ -32,8 +32,8 @@ def ops(rank, world_size, tell, url, route, backend, checked):
         exact = norm.double() / scales.double()
         wrong += [] if reference.rounded(codes.double(), exact, reference.E4M3) else ["fp8_per_token"]
         codes, scales, last = o.all_reduce_rms_norm_nvfp4(*common, scale, "linear", name)
-        values, found = reference.nvfp4(codes, scales, "linear")
-        exact = norm.double().view(3, 2, 16) * 0.25 / found[..., None]
+        values, result = reference.nvfp4(codes, scales, "linear")
+        exact = norm.double().view(3, 2, 16) * 0.25 / result[..., None]
         wrong += [] if reference.rounded(values.view(3, 2, 16), exact, reference.E2M1) else ["nvfp4"]
         wrong += [] if all(torch.equal(new, other) for other in (again, once_more, last)) else ["residuals"]
         forms = [
@@ -67,8 +67,8 @@ def _compiled(world, x, residual, weight, expected):
     for kind in (backend, "aot_eager"):
         torch._dynamo.reset()
         compiled = torch.compile(layer, fullgraph=True, backend=kind)
-        found = compiled(x / 2, residual)
-        if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
+        result = compiled(x / 2, residual)
+        if not all(torch.equal(a, b) for a, b in zip(result, expected, strict=True)):
             return [f"compiled by {kind}"]
         compiled(torch.cat([x, x]), torch.cat([residual, residual]))
     held = [node for node in graphs[0].graph.nodes if node.target == torch.ops.tricomm.all_reduce_rms_norm]
@@ -102,7 +102,7 @@ def flashinfer(rank, world_size, tell, url):
     """A workspace over the default group, and over a part of it; they end alone."""
     with default_group(rank, world_size, url, backend="gloo") as world:
         pair = dist.new_group([0, 1])
-        found = []
+        results = []
         for group in (None, pair):
             workspace = facade.create_allreduce_fusion_workspace(
                 "trtllm", world_size, rank, 4, 32, torch.bfloat16, comm_backend=object(), group=group
@@ -112,11 +112,11 @@ def flashinfer(rank, world_size, tell, url):
                 x, workspace, 1, norm_out=x, residual_in=residual, residual_out=residual, rms_gamma=weight, rms_eps=EPS
             )
             total = reference.summed(world_size, 4, 32, torch.bfloat16)
-            found.append(torch.equal(residual.double(), total))
-            found.append(reference.within_an_ulp(x, reference.norm_of(total, weight, EPS)))
+            results.append(torch.equal(residual.double(), total))
+            results.append(reference.within_an_ulp(x, reference.norm_of(total, weight, EPS)))
             workspace.destroy()
             workspace.destroy()
         refused(lambda: facade.create_allreduce_fusion_workspace("auto", 3, rank, 4, 32, torch.half), "world_size=3")
         dist.barrier(world)
     refused(lambda: facade.create_allreduce_fusion_workspace("auto", 2, rank, 4, 32, torch.half), "init_process_group")
-    return all(found)
+    return all(results)

@@ -33,10 +33,10 @@ def norm_of(rows, weight, eps, bias=0.0):
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (weight.double() + bias)
 
 
-def within_an_ulp(found, exact):
+def within_an_ulp(result, exact):
     """Whether each number is one of the two of its type around the exact one, or the next."""
-    step = torch.finfo(found.dtype).eps * exact.abs().clamp(min=torch.finfo(found.dtype).tiny)
-    return bool(((found.double() - exact).abs() <= step).all())
+    step = torch.finfo(result.dtype).eps * exact.abs().clamp(min=torch.finfo(result.dtype).tiny)
+    return bool(((result.double() - exact).abs() <= step).all())
 
 
 def nearest(x, grid):
@@ -46,13 +46,13 @@ def nearest(x, grid):
     return distance, grid[place]
 
 
-def rounded(found, exact, grid):
+def rounded(result, exact, grid):
     """Whether `found`, numbers of the grid with their signs, are nearest to the exact ones; a tie may go either way,
     and what is nearer to a tie than fp32 can tell."""
     size = exact.abs().clamp(max=grid[-1])
     best, _ = nearest(exact, grid)
-    signs = (found == 0) | (found.sign() == exact.sign())
-    return bool((signs & ((found.abs() - size).abs() <= best + size * 1e-6)).all())
+    signs = (result == 0) | (result.sign() == exact.sign())
+    return bool((signs & ((result.abs() - size).abs() <= best + size * 1e-6)).all())
 
 
 def nvfp4(codes, scales, layout):
@@ -62,7 +62,7 @@ def nvfp4(codes, scales, layout):
     values = E2M1[both & 7] * torch.where(both >= 8, -1.0, 1.0)
     blocks = half // 8
     wide = scales.view(-1).view(torch.float8_e4m3fn).double()
-    found = torch.empty(rows, blocks, dtype=torch.float64)
+    result = torch.empty(rows, blocks, dtype=torch.float64)
     padded = -(-blocks // 4)
     for row in range(rows):
         for block in range(blocks):
@@ -70,5 +70,5 @@ def nvfp4(codes, scales, layout):
             if layout == "swizzled_128x4":
                 tile = (row // 128) * padded + block // 4
                 place = tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
-            found[row, block] = wide[place]
-    return values, found
+            result[row, block] = wide[place]
+    return values, result

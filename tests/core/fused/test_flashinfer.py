@@ -34,7 +34,7 @@ def test_every_pattern_that_is_covered(use_oneshot):
         more = {"norm_out": out, "weight_bias": 1.0, "fp32_acc": True}
         norm = facade.allreduce_fusion(x, workspace, PATTERN.kARResidualRMSNorm, True, False, **common, **more)
         assert norm is out
-        found = {}
+        results = {}
         for number in (2, 3, 4, 5, 10, 11):
             kept, new = torch.full_like(x, 77.0), torch.empty_like(x)
             scales = torch.full((8, 1) if number == 10 else (3,), 77.0)  # one of max_token_num, one of the tokens
@@ -45,18 +45,18 @@ def test_every_pattern_that_is_covered(use_oneshot):
             if number not in (2, 4):
                 more |= {"scale_out": scales}
             codes = facade.allreduce_fusion(x, workspace, number, **common, **more)
-            found[number] = codes, scales, kept, new
+            results[number] = codes, scales, kept, new
         workspace.destroy()
         assert comm.all_reduce(torch.ones(2)).tolist() == [2, 2]  # the communicator is the caller's
-        return total, norm, found, residual, weight
+        return total, norm, results, residual, weight
 
     exact = reference.summed(2, 3, 48, torch.bfloat16)
-    for total, norm, found, residual, weight in tricomm.simulate(body, 2):
+    for total, norm, results, residual, weight in tricomm.simulate(body, 2):
         assert torch.equal(total.double() + residual.double(), exact)
         assert reference.within_an_ulp(norm, reference.norm_of(exact, weight, EPS, 1.0))
-        plain = found[4][2].double()
-        assert reference.within_an_ulp(found[4][2], reference.norm_of(exact, weight, EPS))
-        for number, (codes, scales, kept, new) in found.items():
+        plain = results[4][2].double()
+        assert reference.within_an_ulp(results[4][2], reference.norm_of(exact, weight, EPS))
+        for number, (codes, scales, kept, new) in results.items():
             assert torch.equal(new.double(), exact)
             assert torch.equal(kept.double(), plain) if number in (4, 5, 11) else bool((kept == 77).all())
             if number in (2, 4):

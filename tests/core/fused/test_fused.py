@@ -37,12 +37,12 @@ def test_the_norm_is_within_an_ulp_of_the_exact_one(dtype, rows, hidden, bias, w
         x, residual, weight = reference.inputs(comm.rank, rows, hidden, dtype)
         kept = x.clone(), residual.clone()
         norm_out, residual_out = poisoned(rows, hidden, dtype=dtype), poisoned(rows, hidden, dtype=dtype)
-        found = comm.all_reduce_rms_norm(
+        result = comm.all_reduce_rms_norm(
             x, residual, weight, 1e-5, weight_bias=bias, norm_out=norm_out, residual_out=residual_out, protocol=protocol
         )
-        assert found[0] is norm_out and found[1].data_ptr() == residual_out.data_ptr()
+        assert result[0] is norm_out and result[1].data_ptr() == residual_out.data_ptr()
         assert torch.equal(x, kept[0]) and torch.equal(residual, kept[1])
-        return found, weight
+        return result, weight
 
     results = on_all(body, world_size)
     total = reference.summed(world_size, rows, hidden, dtype)
@@ -105,11 +105,11 @@ def test_static_fp8_is_the_nearest_code_and_saturates(scale, protocol):
         norm_out = poisoned(4, 48, dtype=x.dtype)
         given = torch.tensor([scale]) if comm.rank else scale
         out = poisoned(4, 48, dtype=torch.float8_e4m3fn)
-        found = comm.all_reduce_rms_norm_quantized(
+        result = comm.all_reduce_rms_norm_quantized(
             x, residual, weight, quantize="fp8", scale=given, norm_out=norm_out, quant_out=out, protocol=protocol
         )
-        assert found.codes is out and found.scales is None and found.norm is norm_out
-        return found
+        assert result.codes is out and result.scales is None and result.norm is norm_out
+        return result
 
     results = on_all(body)
     for codes, _, _, norm in results:
@@ -152,17 +152,17 @@ def test_nvfp4_has_its_scales_where_the_layout_says(layout, rows, hidden, protoc
         )  # fmt: skip
 
     for codes, scales, _, norm in on_all(body):
-        values, found = reference.nvfp4(codes, scales, layout)
+        values, result = reference.nvfp4(codes, scales, layout)
         blocks = norm.double().view(rows, hidden // 16, 16)
-        assert reference.rounded(found, 40.0 * blocks.abs().amax(-1) / 6, reference.E4M3)
-        factor = torch.where(found > 0, 40.0 / found, 0.0)[..., None]
+        assert reference.rounded(result, 40.0 * blocks.abs().amax(-1) / 6, reference.E4M3)
+        factor = torch.where(result > 0, 40.0 / result, 0.0)[..., None]
         assert reference.rounded(values.view(blocks.shape), blocks * factor, reference.E2M1)
-        assert not values.view(blocks.shape)[:, 0].any() and found[:, 1:].gt(0).all()
+        assert not values.view(blocks.shape)[:, 0].any() and result[:, 1:].gt(0).all()
         if layout == "linear":
             assert scales.shape == (rows, hidden // 16)
         else:
             assert scales.shape == (-(-rows // 128) * 128, -(-hidden // 64) * 4)
-            assert scales.view(torch.float8_e4m3fn).double().sum() == found.sum()  # what pads them is 0
+            assert scales.view(torch.float8_e4m3fn).double().sum() == result.sum()  # what pads them is 0
 
 
 @ROUTES
@@ -190,8 +190,8 @@ def test_special_values_stay_in_their_row(protocol):
 
 def test_scales_may_begin_anywhere(monkeypatch):
     """They take no part in whether a kernel reads words of 16 bytes."""
-    found, make = [], fused_kernels.make
-    monkeypatch.setattr(fused_kernels, "make", lambda *given: found.append(given[3]) or make(*given))
+    result, make = [], fused_kernels.make
+    monkeypatch.setattr(fused_kernels, "make", lambda *given: result.append(given[3]) or make(*given))
 
     def body(comm):
         x, weight, scales = torch.ones(4, 32), torch.ones(32), torch.full((5,), 0.5)
@@ -202,7 +202,7 @@ def test_scales_may_begin_anywhere(monkeypatch):
 
     ((codes, scales),) = on_all(body, 1)
     assert (codes == 2).all() and scales[0] == 0.5 and torch.allclose(scales[1:], torch.tensor(1 / 448))
-    assert found == [True, True, False]
+    assert result == [True, True, False]
 
 
 def _refused(**changes):

@@ -75,19 +75,19 @@ def test_fused_or_not_the_bits_are_the_same(dtype):
         x[2, 5], x[3, 7], x[4], residual[4] = float("nan"), float("inf"), 0, 0
         weight[40], x[6, 9] = float("nan"), -float("nan")
         infinite = torch.where(torch.arange(64) == 3, torch.inf, weight)
-        found = []
+        results = []
         forms = (("fp8", {"scale": 0.3}), ("fp8_per_token", {}), ("nvfp4", {"scale": 37.5}))
         for (quantize, more), gain in itertools.product(forms, (weight, infinite)):
-            found.append([
+            results.append([
                 comm.all_reduce_rms_norm_quantized(
                     x, residual, gain, quantize=quantize, norm_out=torch.empty_like(x), protocol=protocol, **more
                 )
                 for protocol in (None, "simple")
             ])  # fmt: skip
-        return found
+        return results
 
-    for found in on_all(body):
-        for fused, unfused in found:
+    for results in on_all(body):
+        for fused, unfused in results:
             for one, other in zip(fused, unfused, strict=True):
                 if one is not None and one.dtype == dtype:  # a NaN may have any bits
                     one, other = (torch.where(y.float().isnan(), 1e30, y.float()) for y in (one, other))

@@ -49,17 +49,17 @@ def test_each_row_goes_through_the_function(compiled):
     ways = ("one_shot", "ll"), ("two_shot", "ll128" if wide else "ll")
 
     def body(comm):
-        found = []
+        results = []
         for algorithm, protocol in ways:
             x, out = numbers(comm.rank), torch.full((5, 40), 9.0, dtype=torch.float16)
             comm.all_reduce_rows(x, scaled_relu, out, bias, 0.5, algorithm=algorithm, protocol=protocol)
             assert torch.equal(x, numbers(comm.rank))
-            found.append(out)
-        return found
+            results.append(out)
+        return results
 
     exact = ((numbers(0).float() + numbers(1).float() + bias) * 0.5).clamp(min=0).half()
-    for found in tricomm.simulate(body, 2, compiled=compiled):
-        assert all(torch.equal(out, exact) for out in found)
+    for results in tricomm.simulate(body, 2, compiled=compiled):
+        assert all(torch.equal(out, exact) for out in results)
 
 
 def test_operands_may_be_loaded_before_the_row_is_there():

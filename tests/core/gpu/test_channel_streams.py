@@ -75,8 +75,8 @@ class Kept(torch.Tensor):
 
 def test_results_belong_to_the_stream_of_the_caller_too_and_no_capture_is_split(comm, world):
     here, result = world.current_stream(), torch.ones(3).as_subclass(Kept)
-    [found, *_] = comm.side_by_side(lambda: {"a": [result]}, lambda: None)
-    assert found["a"][0] is result and result.streams == [here]
+    [observed, *_] = comm.side_by_side(lambda: {"a": [result]}, lambda: None)
+    assert observed["a"][0] is result and result.streams == [here]
     with world.capture(streams(world)[0]), pytest.raises(tricomm.InvalidArgument, match="captures a CUDA graph"):
         comm.side_by_side(lambda: comm.all_reduce(torch.ones(8)))
     comm.all_reduce(torch.ones(8))

@@ -93,5 +93,5 @@ def test_without_the_check_old_bindings_are_loaded(monkeypatch: pytest.MonkeyPat
 def test_nothing_imports_the_bindings_by_another_way() -> None:
     pattern = re.compile(r"^\s*(from cuda[. ]|import cuda\b)|import_module\(f?\"cuda", re.MULTILINE)
     folders = [ROOT / name for name in ("tricomm", "kernels", "store", "perf")]
-    found = {p.name for folder in folders for p in folder.rglob("*.py") if pattern.search(p.read_text())}
-    assert found == {"cuda_bindings.py"}
+    results = {p.name for folder in folders for p in folder.rglob("*.py") if pattern.search(p.read_text())}
+    assert results == {"cuda_bindings.py"}

@@ -57,11 +57,11 @@ def test_it_is_refused_before_anybody_is_met(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize(("device", "local", "found"), [("cuda:1", None, 1), ("cuda", None, 0), ("cuda", "1", 1)])
-def test_devices_that_are_there(device: str, local: str | None, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("device", "local", "index"), [("cuda:1", None, 1), ("cuda", None, 0), ("cuda", "1", 1)])
+def test_devices_that_are_there(device: str, local: str | None, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if local is not None:
         monkeypatch.setenv("LOCAL_RANK", local)
-    assert pick_device(device) == torch.device("cuda", found)
+    assert pick_device(device) == torch.device("cuda", index)
 
 
 class Job:

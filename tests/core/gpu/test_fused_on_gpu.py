@@ -33,11 +33,11 @@ def call(comm, x, residual, weight, norm_out, residual_out, **more):
     )
 
 
-def right(given, found):
+def right(given, result):
     x, residual, weight = given[:3]
     total = x.double() + residual.double()
     exact = reference.norm_of(total, weight, EPS)
-    return torch.equal(found[1].double(), total) and reference.within_an_ulp(found[0], exact)
+    return torch.equal(result[1].double(), total) and reference.within_an_ulp(result[0], exact)
 
 
 def test_a_call_again_asks_three_things_and_has_the_memory_of_its_own(comm, world):

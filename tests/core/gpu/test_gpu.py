@@ -239,7 +239,7 @@ def replays_apart(rank, world_size, tell, url, how):
 
 @pytest.mark.parametrize(("how", "kind"), [("too often", "CollectiveTimeout"), ("one rank only", "CollectiveMismatch")])
 def test_replays_that_do_not_match_are_named(how, kind, url):
-    (found, text, seconds), other = ranks.run(2, replays_apart, url, how, timeout=120)
-    assert found == kind and "rank 1" in text, text
+    (result, text, seconds), other = ranks.run(2, replays_apart, url, how, timeout=120)
+    assert result == kind and "rank 1" in text, text
     assert seconds < within(6.0 if how == "too often" else 3.0)
     assert other[0] == (kind if how == "one rank only" else "nothing")

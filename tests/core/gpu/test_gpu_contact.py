@@ -202,12 +202,12 @@ def outlives(rank, world_size, tell, url):
         while True:
             comm.all_reduce(x)
     except tricomm.TricommError as error:
-        found = type(error).__name__, time.monotonic()
+        result = type(error).__name__, time.monotonic()
     comm.close()
     x = of(rank)  # an Xid would have taken the context along
     y = torch.ones(1 << 20, device="cuda").sum().item()
     torch.cuda.synchronize()
-    return (*found, x[0].item(), y)
+    return (*result, x[0].item(), y)
 
 
 def test_a_dead_peers_memory_takes_no_survivor_along(url):

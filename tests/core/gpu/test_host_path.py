@@ -35,8 +35,8 @@ def test_an_eager_and_a_captured_call_ask_the_same_three_things_once(comm, world
 
 
 def test_an_asynchronous_call_makes_an_event_and_no_stream(comm, world):
-    found = asked(world, lambda: comm.all_reduce(torch.ones(8), async_op=True))
-    assert found == {**ONE_OF_EACH, "_cuda_getCurrentRawStream": 2, "Event": 1}
+    result = asked(world, lambda: comm.all_reduce(torch.ones(8), async_op=True))
+    assert result == {**ONE_OF_EACH, "_cuda_getCurrentRawStream": 2, "Event": 1}
     side = world.new_stream(torch.device("cuda", MINE))
     with world.capture(side):
         comm.all_reduce(torch.ones(8), async_op=True)
@@ -46,8 +46,8 @@ def test_an_asynchronous_call_makes_an_event_and_no_stream(comm, world):
 def test_a_change_of_streams_makes_the_objects_that_order_them(comm, world):
     """What the count would show if every call followed its stream by torch's objects."""
     with world.stream(world.new_stream(torch.device("cuda", MINE))):
-        found = asked(world, lambda: comm.all_reduce(torch.ones(8)))
-    assert found["current_stream"] == 1 and found["_cuda_isCurrentStreamCapturing"] == 1
+        result = asked(world, lambda: comm.all_reduce(torch.ones(8)))
+    assert result["current_stream"] == 1 and result["_cuda_isCurrentStreamCapturing"] == 1
 
 
 def test_every_other_collective_asks_once_whether_it_is_captured(comm, world):

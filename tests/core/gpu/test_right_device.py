@@ -230,9 +230,9 @@ def test_a_launch_that_is_refused_says_why_and_loses_the_group(comm, world):
 
 def test_the_others_hear_of_a_refused_launch_within_two_seconds(tmp_path):
     tmp_path.chmod(0o700)
-    found = ranks.run(3, bodies.refused_on_one, f"file://{tmp_path}/store")
-    assert found[0][0] == "ResourceError" and "the other ranks get GroupAborted" in found[0][1]
-    for kind, text, seconds in found[1:]:
+    result = ranks.run(3, bodies.refused_on_one, f"file://{tmp_path}/store")
+    assert result[0][0] == "ResourceError" and "the other ranks get GroupAborted" in result[0][1]
+    for kind, text, seconds in result[1:]:
         assert kind == "GroupAborted" and "rank 0" in text and "CUDA_ERROR_OUT_OF_MEMORY" in text
         assert seconds < 2.0 + bodies.LATE
 

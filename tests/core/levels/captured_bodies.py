@@ -77,7 +77,7 @@ def captured(rank, world_size, tell, url, forms):
             comm._planner.use_levels(open_levels(undo, whole, parts, "nccl", inside, 60.0))
 
         set_up(make)
-        found = {}
+        observed = {}
         for form in forms:
             x, how = torch.full((64,), float(rank)), {"algorithm": "two_level", "protocol": form}
             comm.all_reduce(x.clone(), **how)  # kernels are compiled and loaded
@@ -93,8 +93,8 @@ def captured(rank, world_size, tell, url, forms):
                 for step in graph:
                     step()
                 results.append(out.unique().tolist())
-            found[form] = untouched, results, len(graph)
+            observed[form] = untouched, results, len(graph)
         time.sleep(0.2)
         comm.close()
         world.verify()
-        return node, found
+        return node, observed

@@ -147,16 +147,16 @@ def faults(rank, world_size, tell, url, fake, names):
         "node late": lambda comm: time.sleep(3.5) if rank > 1 else comm.all_reduce(torch.ones(500)),
         "interrupt": interrupted,
     }
-    found = {}
+    results = {}
     for name in names:
         limit = 2.0 if "late" in name else 30.0
         with joined(rank, world_size, f"{url}{name}", fake=fake, timeout=limit) as comm:
             comm.all_reduce(torch.ones(5))
-            found[name] = attempt(partial(scenes[name], comm))
+            results[name] = attempt(partial(scenes[name], comm))
     end = time.monotonic() + 5.0  # a thread in Gloo ends with the other side's connections
     while threading.active_count() > 1 and time.monotonic() < end:
         time.sleep(0.02)
-    return found, sorted(t.name for t in threading.enumerate() if t is not threading.main_thread())
+    return results, sorted(t.name for t in threading.enumerate() if t is not threading.main_thread())
 
 
 def unprotected(rank, world_size, tell, url, without):

@@ -22,10 +22,10 @@ def _joined(rank, world_size, url, file):
 
 def _right(comm, number):
     """What is wrong with both forms."""
-    found = [
+    results = [
         one_call(comm, 500 + number, torch.float32, "sum", number, protocol=form) for form in ("shards", "leaders")
     ]
-    return [wrong for wrong in found if wrong]
+    return [wrong for wrong in results if wrong]
 
 
 def round_trip(rank, world_size, tell, url, file, victim):

@@ -29,10 +29,10 @@ FEW = ["bfloat16", "int8", "complex64"]
     ids=["gloo", "three a node", "nccl", "all"],
 )
 def test_every_type_and_operation(world_size, fake, names, url):
-    found = ranks.run(world_size, bodies.all_kinds, url, world_size // 2, fake, names, timeout=240)
-    for wrong, bits, said, stats in found:
+    result = ranks.run(world_size, bodies.all_kinds, url, world_size // 2, fake, names, timeout=240)
+    for wrong, bits, said, stats in result:
         assert wrong == []
-        assert bits == found[0][1]
+        assert bits == result[0][1]
         assert [s[:3] for s in said] == [("two_level", "shards", "two_level"), ("two_level", "leaders", "two_level")]
         across = "nccl" if fake else "gloo"
         assert f"kernels inside 2 nodes of {world_size // 2} ranks, {across} across, by shards" in said[0][3]
@@ -55,9 +55,9 @@ WORDS = {  # of each fault: its error, and what every rank that is in the call s
     ids=["gloo", "nccl"],
 )
 def test_faults_are_named_on_all_ranks_of_all_nodes(fake, names, url):
-    for rank, (found, threads) in enumerate(ranks.run(4, bodies.faults, url, fake, names, timeout=200)):
+    for rank, (result, threads) in enumerate(ranks.run(4, bodies.faults, url, fake, names, timeout=200)):
         assert threads == []
-        for name, (kind, text, seconds) in found.items():
+        for name, (kind, text, seconds) in result.items():
             late = {"rank late": [3], "node late": [2, 3]}.get(name, [])
             if rank in late:
                 assert kind == "nothing"
@@ -76,9 +76,9 @@ def hurt(url, victims, fake, how, body=bodies.hurt, **options):
         for rank in victims:
             os.kill(pids[rank], how)
         others = [rank for rank in range(4) if rank not in victims]
-        found = started.results(of=others)
-    assert all(found[rank].error is None for rank in others), found
-    return [(*found[rank].value[:2], found[rank].value[2] - began) for rank in others]
+        result = started.results(of=others)
+    assert all(result[rank].error is None for rank in others), result
+    return [(*result[rank].value[:2], result[rank].value[2] - began) for rank in others]
 
 
 @pytest.mark.parametrize("fake", [False, True], ids=["gloo", "nccl"])
@@ -89,8 +89,8 @@ def test_a_death_is_named_on_all_nodes(fake, url):
 
 
 def test_without_the_bridge_another_node_waits_until_its_time_is_up(url):
-    found = hurt(url, [3], True, signal.SIGKILL, bodies.unbridged, timeout=4.0)
-    assert all(kind == "CollectiveTimeout" and seconds > 2.5 for kind, _, seconds in found[:2])
+    result = hurt(url, [3], True, signal.SIGKILL, bodies.unbridged, timeout=4.0)
+    assert all(kind == "CollectiveTimeout" and seconds > 2.5 for kind, _, seconds in result[:2])
 
 
 @pytest.mark.parametrize("without", some([True, False], 2))
@@ -161,7 +161,7 @@ def test_islands_on_one_node(how, url, tmp_path):
 @pytest.mark.parametrize("forms", some([["shards"], ["leaders"]], lambda *_: False), ids=str)
 def test_a_graph_holds_both_levels(forms, url):
     """The kernels and NCCL's call are captured, and a replay reads what the tensors hold then."""
-    for rank, (_, found) in enumerate(ranks.run(4, captured_bodies.captured, url, forms, timeout=300)):
-        for form, (untouched, results, steps) in found.items():
+    for rank, (_, result) in enumerate(ranks.run(4, captured_bodies.captured, url, forms, timeout=300)):
+        for form, (untouched, results, steps) in result.items():
             assert untouched == 0.0 and results == [[10.0], [100.0]]
             assert steps == (3 if form == "shards" or rank % 2 == 0 else 2)

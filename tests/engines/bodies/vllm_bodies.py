@@ -179,7 +179,7 @@ def other_groups(rank, world_size, tell, url):
 def sleeping(rank, world_size, tell, url):
     """suspend gives the memory back, calls meanwhile are vLLM's, resume brings it again; destroy ends it."""
     with coordinator(rank, world_size, url) as group:
-        found = []
+        results = []
         comm = group.device_communicator
         for step in ("first", "suspended", "resumed"):
             if step == "suspended":
@@ -188,9 +188,9 @@ def sleeping(rank, world_size, tell, url):
                 parallel_state.resume_device_comms()
             before = calls().get("all_reduce", 0)
             got = group.all_reduce(torch.full((5,), float(rank + 1)))
-            found.append((got.tolist(), calls().get("all_reduce", 0) - before, comm.tricomm.comm.suspended))
+            results.append((got.tolist(), calls().get("all_reduce", 0) - before, comm.tricomm.comm.suspended))
         held = comm.tricomm
-    return found, held.comm is None
+    return results, held.comm is None
 
 
 def killed(rank, world_size, tell, url):

@@ -148,7 +148,7 @@ def passes(case: Case, architecture: str, record: PassedRecord) -> None:
         assert reports[-1].ok, f"{case.kernel.name} on {architecture}, Triton {triton.__version__}: {reports[-1]}"
 
     texts = ptx_mutants.launched(lambda: run(1, "random"))
-    plain = sorted(ptx_mutants.instructions(text) for found in texts.values() for text in found)
+    plain = sorted(ptx_mutants.instructions(text) for result in texts.values() for text in result)
     key = {"case": case.name, "instructions": hashlib.sha256("\n\n".join(plain).encode()).hexdigest()[:16]}
     known = record.has(**key)
     if not known:

@@ -68,7 +68,7 @@ class Block:
         kind = {"ld": "load", "ld_reduce": "load", "st": "store", "atom": "rmw", "red": "red"}[opcode]
         threads = np.array([lanes] if isinstance(lanes, int) else lanes)
         offsets = np.broadcast_to(np.array(at), threads.shape)
-        memory, found = self.litmus.bytes, []
+        memory, results = self.litmus.bytes, []
         old = np.stack([memory[o : o + size * elements].copy() for o in offsets])
 
         def perform(chosen: object) -> np.ndarray:
@@ -92,13 +92,13 @@ class Block:
         )  # fmt: skip
         places = locate(access, self.litmus.memory, [])
         perform(None)
-        found = [int.from_bytes(row.tobytes(), "little") for row in old]
+        results = [int.from_bytes(row.tobytes(), "little") for row in old]
         changed = None
         if kind in ("rmw", "red"):
             now = np.stack([memory[o : o + size * elements] for o in offsets])
             changed = (now != old).any(axis=1) | (op == "exch")
         self.litmus.detector.access(self.maker, access, places, changed)
-        return found
+        return results
 
     def fence(self, lane: int, sem: str, scope: str) -> None:
         self.litmus.detector.fence(self.maker, np.array([lane]), sem, scope)

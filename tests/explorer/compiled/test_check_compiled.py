@@ -130,13 +130,13 @@ def test_the_command_checks_and_replays(tmp_path, unshrunk):
         "from tests.explorer.compiled.test_check_compiled import handed_over\n"
         "def body(comm):\n    return handed_over(False)(comm)\n"
     )
-    found = tmp_path / "found.json"
+    result = tmp_path / "found.json"
     of_two = ["--world-size", "2", "--compiled", "sm_90"]
-    one = forked.command("check", f"{file}:body", *of_two, "--schedules", "2", "--report", str(found))
+    one = forked.command("check", f"{file}:body", *of_two, "--schedules", "2", "--report", str(result))
     assert one.returncode == 1, one.stderr
     assert "compiled for sm_90" in one.stdout
-    assert json.loads(found.read_text())["compiled"] == "sm_90"
-    two = forked.script("-m", "tricomm", "check", "--replay", str(found), timeout=300)
+    assert json.loads(result.read_text())["compiled"] == "sm_90"
+    two = forked.script("-m", "tricomm", "check", "--replay", str(result), timeout=300)
     assert two.returncode == 1 and "1. repeated" in two.stdout, two.stdout + two.stderr
 
 

@@ -69,9 +69,9 @@ class Group:
     @functools.cached_property
     def mutations(self) -> list[Mutation]:
         name = registry.find(*self.key).function.__name__
-        found = ptx_mutants.chosen(self.text, name, self.function, self.kinds, self.holds, self.innermost)
+        result = ptx_mutants.chosen(self.text, name, self.function, self.kinds, self.holds, self.innermost)
         before, behind = self.harmless
-        return found[before : len(found) - behind]
+        return result[before : len(result) - behind]
 
     def kinds_found(self, mutation: Mutation) -> set[str]:
         name = registry.find(*self.key).function.__name__
@@ -195,9 +195,9 @@ def a_block_is_one_thread(patch: pytest.MonkeyPatch) -> None:
     row, learn, known = Clocks.row, Clocks.learn, Clocks.known
 
     def all_of_it(self, team, thread=0):
-        found = row(self, team, thread)
-        found[:, team.slots] = self.time[team.slots] - (np.arange(len(team.slots)) == thread)
-        return found
+        result = row(self, team, thread)
+        result[:, team.slots] = self.time[team.slots] - (np.arange(len(team.slots)) == thread)
+        return result
 
     def known_to_it(self, team, slots, others, apart=None):
         return np.where(self.block[others] == team.number, self.time[others], known(self, team, slots, others, apart))

@@ -61,8 +61,8 @@ def report(body, order):
 
 @pytest.mark.parametrize("body", [kernel_and_operation, operation_and_kernel])
 def test_work_of_two_streams_that_nothing_orders_races(body):
-    found = report(body, unordered).findings
-    assert [finding.kind for finding in found] == ["race"], found
+    result = report(body, unordered).findings
+    assert [finding.kind for finding in result] == ["race"], result
 
 
 @pytest.mark.parametrize("order", [one_waits_for_the_other, by_event, by_host])

@@ -57,9 +57,9 @@ def test_every_access_that_is_not_known_is_there(seed):
         if random.random() < 0.3:
             pieces = np.sort(random.choice(PIECES, min(count, PIECES), replace=False))
             slots = slots[: len(pieces)]
-        found = [(u.at, u.slot, u.time, u.record, u.kind) for u in epochs.all_late(team, pieces, slots, 4)]
+        results = [(u.at, u.slot, u.time, u.record, u.kind) for u in epochs.all_late(team, pieces, slots, 4)]
         expected = model.late(pieces, slots)
-        assert sorted(found) == expected
+        assert sorted(results) == expected
         first = epochs.late(team, pieces, slots, 4)
         assert (first is None) == (not expected)
         pairs = sorted(set(zip(pieces.tolist(), slots.tolist(), strict=True)))  # a thread's lanes are one access

@@ -80,11 +80,11 @@ def _of_three(kernel, expected, dtype, architecture):
         comm.launch(kernel, 1, *given, out, COUNT=COUNT, RESULTS=len(wanted), num_warps=4, enable_fp_fusion=False)
         return out
 
-    (found,) = simulate(body, 1, compiled=architecture)
-    apart = found != wanted
+    (result,) = simulate(body, 1, compiled=architecture)
+    apart = result != wanted
     if dtype.is_floating_point:  # the sign of a zero and the bits of a NaN: tests/ptx/arithmetic
-        apart &= ~(found.isnan() & wanted.isnan())
-    assert not apart.any(), [(n, found[n, k], wanted[n, k], [g[k] for g in given]) for n, k in apart.nonzero()[:4]]
+        apart &= ~(result.isnan() & wanted.isnan())
+    assert not apart.any(), [(n, result[n, k], wanted[n, k], [g[k] for g in given]) for n, k in apart.nonzero()[:4]]
 
 
 def _quick(number, value):
@@ -133,8 +133,8 @@ def test_conversions_are_torchs(architecture, dtype):
         comm.launch(_converted, 1, kept, outs, COUNT=COUNT, RESULTS=len(outs), num_warps=4)
         return outs
 
-    (found,) = simulate(body, 1, compiled=architecture)
-    for ours, theirs in zip(found, wanted, strict=True):
+    (result,) = simulate(body, 1, compiled=architecture)
+    for ours, theirs in zip(result, wanted, strict=True):
         same = (ours.double() == theirs.double()) | (ours.double().isnan() & theirs.double().isnan())
         assert same.all(), (ours.dtype, kept[~same][:4], ours[~same][:4], theirs[~same][:4])
 
@@ -176,7 +176,7 @@ def test_functions_are_torchs_but_for_the_last_bits(architecture, dtype):
         comm.launch(_functions, 1, x, out, COUNT=COUNT, RESULTS=len(wanted), SINES=sines, num_warps=4)
         return out
 
-    (found,) = simulate(body, 1, compiled=architecture)
-    error = (found.double() - wanted).abs() / wanted.abs().clamp(min=1e-3 if dtype == torch.float32 else 1e-9)
+    (result,) = simulate(body, 1, compiled=architecture)
+    error = (result.double() - wanted).abs() / wanted.abs().clamp(min=1e-3 if dtype == torch.float32 else 1e-9)
     worst = error.amax(1)
     assert (worst < (2e-5 if dtype == torch.float32 else 1e-13)).all(), worst

@@ -53,8 +53,8 @@ def test_what_the_lists_name_and_no_kernel_is_has_a_reason(monkeypatch: pytest.M
     assert request.left_out(("all_reduce",), "one_shot,hybrid_cube_mesh", "ll", 4) == cube
     assert request.left_out(("all_reduce",), "one_shot,hybrid_cube_mesh", "ll", 8) == []
     monkeypatch.setenv("TRICOMM_BATCH_INVARIANT", "1")
-    (found,) = request.left_out(("all_reduce",), "one_shot,multicast", "simple", 2)
-    assert found[0] == "all_reduce multicast/simple" and "TRICOMM_BATCH_INVARIANT" in found[1]
+    (result,) = request.left_out(("all_reduce",), "one_shot,multicast", "simple", 2)
+    assert result[0] == "all_reduce multicast/simple" and "TRICOMM_BATCH_INVARIANT" in result[1]
 
 
 @pytest.mark.parametrize("text", [None, "all"])

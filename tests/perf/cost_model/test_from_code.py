@@ -25,14 +25,14 @@ _SHAPE = LaunchShape(1, 8, 512)
 
 
 def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
-    found = from_code.predict(_H100, _LL, 2, 4096)
-    parts = dict(zip(PARTS, found.parts, strict=True))
-    assert found.shape == LaunchShape(4, 4, 128) and found.executed == 1.0
-    assert found.time_us == pytest.approx(found.boundary + sum(parts.values()))
+    result = from_code.predict(_H100, _LL, 2, 4096)
+    parts = dict(zip(PARTS, result.parts, strict=True))
+    assert result.shape == LaunchShape(4, 4, 128) and result.executed == 1.0
+    assert result.time_us == pytest.approx(result.boundary + sum(parts.values()))
     assert parts["start"] > 0 and parts["tail"] > 0 and parts["poll"] > 0
     assert _H100.hop < sum(parts.values()) < 10
     # 4 KiB, four tiles, in one load a thread; each is on its way for L2's latency at least.
-    assert found.in_flight == 4096 and 10 < found.allows_gbs < 64 * 1.755
+    assert result.in_flight == 4096 and 10 < result.allows_gbs < 64 * 1.755
 
 
 def test_slower_links_and_a_longer_hop_show() -> None:
@@ -54,10 +54,10 @@ def test_slower_links_and_a_longer_hop_show() -> None:
     ],
 )
 def test_a_row_says_what_limits_it(kernel: registry.Kernel, nbytes: int, changes: dict[str, float], limit: str) -> None:
-    found = from_code.predict(replace(_H100, **changes), kernel, 2, nbytes, _SHAPE)
-    assert found.shares.limit == limit, found
-    assert min(asdict(found.shares).values()) >= 0
-    assert sum(asdict(found.shares).values()) == pytest.approx(found.time_us)
+    result = from_code.predict(replace(_H100, **changes), kernel, 2, nbytes, _SHAPE)
+    assert result.shares.limit == limit, result
+    assert min(asdict(result.shares).values()) >= 0
+    assert sum(asdict(result.shares).values()) == pytest.approx(result.time_us)
 
 
 def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
@@ -81,12 +81,12 @@ def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
     kernel, shape = registry.find("all_reduce", algorithm, protocol), LaunchShape(blocks, 8, 512)
     plan = layout.plan(2, 1 << 20)
     elements = 11 * from_code.chunk_words(kernel, 2, plan)  # five chunks and a half
-    found = from_code.predict(_H100, kernel, 2, 4 * elements, shape)
+    result = from_code.predict(_H100, kernel, 2, 4 * elements, shape)
     exact = timed_call.run(_H100, kernel, 2, elements, shape, plan, False)
-    assert (found.chunks, exact.epochs) == (6, 6) and found.executed < 0.7
-    assert found.barriers == exact.barriers and (exact.barriers > 0) == (protocol == "simple")
-    assert found.more_barriers is not None and found.more_barriers <= found.barriers / found.chunks
-    assert sum(found.parts) == pytest.approx(exact.time_us, rel=error)
+    assert (result.chunks, exact.epochs) == (6, 6) and result.executed < 0.7
+    assert result.barriers == exact.barriers and (exact.barriers > 0) == (protocol == "simple")
+    assert result.more_barriers is not None and result.more_barriers <= result.barriers / result.chunks
+    assert sum(result.parts) == pytest.approx(exact.time_us, rel=error)
 
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
@@ -94,8 +94,8 @@ def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
 def test_chunks_through_a_switch_are_counted_as_the_kernel_makes_them(monkeypatch, kernel) -> None:
     monkeypatch.setattr(timed_call, "ARENA_BYTES", 1 << 20)
     words = 5 * from_code.chunk_words(kernel, 2, layout.plan(2, 1 << 20)) // 2
-    found = from_code.predict(_H100, kernel, 2, 8 * words * kernel.kind.rows_in(2), LaunchShape(2, 8, 512))
-    assert found.chunks == 3
+    result = from_code.predict(_H100, kernel, 2, 8 * words * kernel.kind.rows_in(2), LaunchShape(2, 8, 512))
+    assert result.chunks == 3
 
 
 def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,8 +123,8 @@ def test_rows_of_the_executed_parts_begin_at_multiples_of_16_bytes(monkeypatch: 
     "kernel", [k for k in registry.ALL if k.collective == "all_reduce" and not k.needs_cube and compiles(k)]
 )
 def test_bytes_to_and_from_peers_are_the_formulas(kernel: registry.Kernel) -> None:
-    found = timed_call.run(_H100, kernel, 4, 3072, _SHAPE, layout.plan(4, 1 << 20), False)
-    assert found.moved == units.moved(kernel, 4) * 4 * 3072 and found.headers > 0
+    result = timed_call.run(_H100, kernel, 4, 3072, _SHAPE, layout.plan(4, 1 << 20), False)
+    assert result.moved == units.moved(kernel, 4) * 4 * 3072 and result.headers > 0
 
 
 def test_executed_instructions_are_those_of_the_steady_state() -> None:
@@ -140,9 +140,9 @@ def test_uneven_rows_are_pushed_behind_one_round_trip(protocol: str) -> None:
     kernel = registry.find("all_to_all_v", "one_shot", protocol)
     if not compiles(kernel):
         pytest.skip("refused by name")
-    found = timed_call.run(_H100, kernel, 2, 3072, LaunchShape(1, 2, 128), layout.plan(2, 1 << 20), False)
-    assert found.chain == (1, 1) and found.epochs == 1
-    assert found.moved == units.moved(kernel, 2) * 2 * 4 * 3072
+    result = timed_call.run(_H100, kernel, 2, 3072, LaunchShape(1, 2, 128), layout.plan(2, 1 << 20), False)
+    assert result.chain == (1, 1) and result.epochs == 1
+    assert result.moved == units.moved(kernel, 2) * 2 * 4 * 3072
 
 
 def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
@@ -155,9 +155,9 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     usable = [k for k in kernel_time.kernels(_H100, "all_reduce", 2) if compiles(k)]
     assert kernels == [f"{k.algorithm}/{k.protocol}" for k in usable] and len(kernels) >= 4
     assert sum(line.endswith("*") for line in done.output.splitlines()) == 1
-    found = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
-    assert "modelled" in found["modelled"] and len(found["results"]) == len(kernels)
-    row = found["results"][0]
+    result = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
+    assert "modelled" in result["modelled"] and len(result["results"]) == len(kernels)
+    row = result["results"][0]
     assert row["time_us"] == pytest.approx(row["launch_us"] + sum(row[f"{part}_us"] for part in PARTS))
     assert row["time_us"] == pytest.approx(sum(row["shares_us"].values()))
     assert row["limit"].replace(" ", "_") in row["shares_us"] and f"  {row['limit']} " in done.output
@@ -173,8 +173,8 @@ def test_what_this_triton_does_not_compile_is_left_out_by_name(monkeypatch: pyte
         "#", "# left out: all_reduce_one_shot_ll128, all_reduce_two_shot_ll128: no wide words on 90",
         "# left out: all_reduce_multicast_simple: no switch",
     ]  # fmt: skip
-    found = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
-    assert len(found["left_out"]) == 3 and {row["protocol"] for row in found["results"]} == {"ll", "simple"}
+    result = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
+    assert len(result["left_out"]) == 3 and {row["protocol"] for row in result["results"]} == {"ll", "simple"}
 
 
 @pytest.mark.parametrize(
@@ -211,5 +211,5 @@ _TIMED = [
 
 @pytest.mark.parametrize(("kernel", "world_size"), some(_TIMED, lambda number, value: False, most))
 def test_every_kernel_can_be_timed(kernel: registry.Kernel, world_size: int) -> None:
-    found = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, layout.plan(world_size, 64 << 20), False)
-    assert 0.5 < found.time_us < 100 and min(found.parts) > -1e-9
+    result = timed_call.run(_H100, kernel, world_size, 2048, _SHAPE, layout.plan(world_size, 64 << 20), False)
+    assert 0.5 < result.time_us < 100 and min(result.parts) > -1e-9

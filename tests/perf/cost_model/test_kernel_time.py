@@ -184,13 +184,13 @@ def test_what_the_gpus_or_this_triton_lack_is_left_out_by_name_and_never_the_fas
 ) -> None:
     _any_triton(monkeypatch, {wide_words: "no wide words", multimem: "no multimem"})
     asked = ("--collective", "all_reduce,all_reduce_rms_norm", "--sizes", "1K,64M", "--json")
-    found = json.loads(_predict(*asked).output)
+    result = json.loads(_predict(*asked).output)
     wide = [f"{name}_{form}_ll128" for name in asked[1].split(",") for form in ("one_shot", "two_shot")]
-    assert found["left_out"] == {
+    assert result["left_out"] == {
         **dict.fromkeys(wide, "no wide words"), "all_reduce_multicast_simple": "no multimem",
     }  # fmt: skip
-    assert {row["protocol"] for row in found["results"]} == {"ll", "simple"}
-    assert {row["algorithm"] for row in found["results"]} == {"one_shot", "two_shot"}
+    assert {row["protocol"] for row in result["results"]} == {"ll", "simple"}
+    assert {row["algorithm"] for row in result["results"]} == {"one_shot", "two_shot"}
     assert _predict(*asked[:-1]).output.splitlines()[-3:] == [
         "#", f"# left out: {', '.join(wide)}: no wide words",
         "# left out: all_reduce_multicast_simple: no multimem",
@@ -216,10 +216,10 @@ def test_what_older_gpus_lack_is_left_out_by_name(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_check_as_json_has_the_rows_of_the_table() -> None:
-    found = json.loads(_predict("--check", "--json").output)
+    result = json.loads(_predict("--check", "--json").output)
     rows = kernel_time.check()
-    assert found["median_error"] == kernel_time.median_error(rows) and found["predicted"] is True
-    assert [(r["gpu"], r["nbytes"], r["measured_us"], r["time_us"], r["error"]) for r in found["results"]] == [
+    assert result["median_error"] == kernel_time.median_error(rows) and result["predicted"] is True
+    assert [(r["gpu"], r["nbytes"], r["measured_us"], r["time_us"], r["error"]) for r in result["results"]] == [
         (c.row.gpu, c.row.nbytes, c.row.time_us, c.time_us, c.error) for c in rows
     ]
 
@@ -227,8 +227,8 @@ def test_the_check_as_json_has_the_rows_of_the_table() -> None:
 def test_the_check_of_the_compiled_code_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     row = kernel_time.Checked(published.MEASUREMENTS[0], 7.0)
     monkeypatch.setattr(code_forecast, "check", lambda: [row])
-    found = json.loads(_predict("--check", "--from-code", "--json").output)
-    assert [r["time_us"] for r in found["results"]] == [7.0]
+    result = json.loads(_predict("--check", "--from-code", "--json").output)
+    assert [r["time_us"] for r in result["results"]] == [7.0]
 
 
 def test_json_of_every_collective() -> None:

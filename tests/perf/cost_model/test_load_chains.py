@@ -54,8 +54,8 @@ F:"""
 
 
 def test_without_a_push_there_is_no_chain() -> None:
-    found = timed(_ONE)
-    assert found.chain() is None and found.system_fences() == 0
+    result = timed(_ONE)
+    assert result.chain() is None and result.system_fences() == 0
 
 
 def test_a_load_from_a_peer_counts_as_the_first_push() -> None:
@@ -63,7 +63,7 @@ def test_a_load_from_a_peer_counts_as_the_first_push() -> None:
 
 
 def test_bytes_to_and_from_peers_and_fences_are_counted() -> None:
-    found = timed(_PUSH + "ld.global.u64 %a2, [%a1]; fence.acq_rel.sys; fence.acq_rel.gpu;", 2)
+    result = timed(_PUSH + "ld.global.u64 %a2, [%a1]; fence.acq_rel.sys; fence.acq_rel.gpu;", 2)
     # Every thread of a warp stores and loads the same word.
-    assert [(state.written, state.read, state.headers) for state in found.states] == [(256, 256, 0)] * 2
-    assert found.system_fences() == 1
+    assert [(state.written, state.read, state.headers) for state in result.states] == [(256, 256, 0)] * 2
+    assert result.system_fences() == 1

@@ -49,9 +49,9 @@ def test_the_command_models_every_kernel_of_rows() -> None:
 
 def test_the_command_predicts_rows_and_refuses_what_no_kernel_takes() -> None:
     asked = ["predict", "--collective", FUSED, "--hidden", "128", "--quantize", "fp8_per_token", "--sizes", "1,9K"]
-    found = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).output)["results"]
+    result = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).output)["results"]
     kernels = [k for k in registry.of(FUSED, 8) if compiles(k)]
-    assert {row["size_bytes"] for row in found} == {256, 36 * 256} and len(found) == 2 * len(kernels)
+    assert {row["size_bytes"] for row in result} == {256, 36 * 256} and len(result) == 2 * len(kernels)
     refused = CliRunner().invoke(cli, ["predict", "--collective", FUSED, "--hidden", "20"])
     assert refused.exit_code == 2 and "hidden=20: fused kernels take multiples of 8" in " ".join(refused.output.split())
     with pytest.raises(InvalidArgument, match="rows are named like norm@8192"):

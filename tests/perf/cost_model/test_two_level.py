@@ -56,5 +56,5 @@ def test_what_is_left_out_is_named():
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(asked, words):
-    found = CliRunner().invoke(cli, ["predict", "--nodes", "2", *asked])
-    assert found.exit_code == 2 and words in " ".join(found.output.replace("│", " ").split())
+    result = CliRunner().invoke(cli, ["predict", "--nodes", "2", *asked])
+    assert result.exit_code == 2 and words in " ".join(result.output.replace("│", " ").split())

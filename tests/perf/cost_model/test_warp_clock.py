@@ -45,14 +45,14 @@ _POLL = "L: ld.acquire.sys.global.u64 %a2, [%a0+4096]; setp.eq.s64 %p0, %a2, 0; 
 
 
 def test_a_poll_ends_a_hop_behind_the_peers_store() -> None:
-    found = timed(_SIGNAL + _POLL, 2)
-    parts = dict(zip(PARTS, found.path(), strict=True))
+    result = timed(_SIGNAL + _POLL, 2)
+    parts = dict(zip(PARTS, result.path(), strict=True))
     assert parts["hop"] == pytest.approx(ONE_WAY) and parts["fence"] == pytest.approx(FENCE)
     # From its arrival: the rest of the spin that just misses it, at most, then the load that sees it.
     spin = 100 + INVALIDATE + 12
     assert 100 < parts["poll"] <= 2 * spin
-    assert sum(parts.values()) == pytest.approx(max(c.time for clocks in found.clocks for c in clocks))
-    assert [int(words[512]) for words in found.words] == [words.ctypes.data for words in found.words[::-1]]
+    assert sum(parts.values()) == pytest.approx(max(c.time for clocks in result.clocks for c in clocks))
+    assert [int(words[512]) for words in result.words] == [words.ctypes.data for words in result.words[::-1]]
 
 
 def test_a_release_waits_until_the_pushes_before_it_are_acknowledged() -> None:
@@ -65,8 +65,8 @@ def test_a_release_waits_until_the_pushes_before_it_are_acknowledged() -> None:
 
 def test_a_fence_of_the_gpu_does_not_wait_for_peers() -> None:
     for scope, least in (("gpu", 100), ("sys", 2 * ONE_WAY + 100)):
-        found = timed(_PUSH + f"fence.acq_rel.{scope};", 2).path()
-        assert least - 2 <= found[PARTS.index("fence")] <= least
+        result = timed(_PUSH + f"fence.acq_rel.{scope};", 2).path()
+        assert least - 2 <= result[PARTS.index("fence")] <= least
 
 
 def test_an_alias_fence_waits_for_a_hop_and_its_answer_only_if_a_store_is_on_its_way() -> None:
@@ -80,8 +80,8 @@ def test_a_barrier_joins_the_clocks_of_a_blocks_warps() -> None:
     body = """mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 32; @%p0 bra S;
  ld.global.u64 %a2, [%a0+8]; ld.global.u64 %a3, [%a2]; st.global.u64 [%a0+4096], %a3;
 S: bar.sync 0;"""
-    found = timed(body, threads=64)
-    first, second = (clock.time for clock in found.clocks[0])
+    result = timed(body, threads=64)
+    first, second = (clock.time for clock in result.clocks[0])
     assert first == second > 200 + BARRIER
     alone = timed(body.replace("bar.sync 0;", "mov.u32 %r0, 1;"), threads=64)
     slow = max(clock.time for clock in alone.clocks[0])
@@ -98,8 +98,8 @@ def test_bytes_wait_for_a_link() -> None:
 
 
 def test_the_clock_is_what_the_kernels_timer_reads() -> None:
-    found = timed(
+    result = timed(
         "ld.global.u64 %a2, [%a0+8]; st.global.u64 [%a2+4096], %a2; mov.u64 %a3, %globaltimer;"
         "st.global.u64 [%a0+4096], %a3;"
     )
-    assert int(found.words[0][512]) == 1000 * 101
+    assert int(result.words[0][512]) == 1000 * 101

@@ -50,7 +50,7 @@ def timed(body: str, ranks: int = 1, threads: int = 32, cold: bool = False, mach
     for rank in range(ranks):
         parameters = struct.pack("=2Q", bases[rank], bases[(rank + 1) % ranks])
         blocks += grid.launch(loaded, (1, 1, 1), (threads, 1, 1), 0, parameters)
-    found = TimedRanks(KernelCosts(code, TIMES), [RankQueues(machine, TIMES, 1) for _ in blocks], places)
-    found.run(blocks)
-    found.words = words
-    return found
+    result = TimedRanks(KernelCosts(code, TIMES), [RankQueues(machine, TIMES, 1) for _ in blocks], places)
+    result.run(blocks)
+    result.words = words
+    return result

@@ -146,9 +146,9 @@ def test_three_commands_do_what_one_would(out, tmp_path):
     whole = run(Fake(), EvidenceSettings(tmp_path / "whole", None, True), stages, 10_000.0)
     machine, said = Fake(), []
     for _ in range(3):
-        found = run(machine, out, stages, 100.0 + WRITING, said.append)
+        result = run(machine, out, stages, 100.0 + WRITING, said.append)
     assert sorted(machine.ran) == sorted(set(machine.ran)) and len(machine.ran) == 27
-    assert {n: r["status"] for n, r in found.items()} == {n: r["status"] for n, r in whole.items()}
+    assert {n: r["status"] for n, r in result.items()} == {n: r["status"] for n, r in whole.items()}
     assert [text for text in said if text.startswith("goes on")] == [
         "goes on with 10 cases of an earlier run", "goes on with 20 cases of an earlier run"]  # fmt: skip
 

@@ -87,12 +87,12 @@ def test_every_registered_kernel_has_its_cases_and_runs_where_it_can(monkeypatch
     assert len(keys) == len(set(keys))
     known = [k for k in registry.KERNELS if compiles(k)]
     for kernel in known:
-        found = {n for n in (2, 3, 4, 8) for key in keys if {kernel.name, f"{n} ranks"} <= set(key.split("/"))}
-        assert found == {8} if kernel.needs_cube else found >= worlds, kernel.name
+        results = {n for n in (2, 3, 4, 8) for key in keys if {kernel.name, f"{n} ranks"} <= set(key.split("/"))}
+        assert results == {8} if kernel.needs_cube else results >= worlds, kernel.name
     assert {(k, 8 if k.needs_cube else 2) for k in known} == set(process_checks.pairs())
     for kernel in registry.ZERO_COPY:  # which needs ranks that are processes
-        found = {n for n in (2, 3, 4, 8) for key in keys if {kernel.name, f"{n} ranks"} <= set(key.split("/"))}
-        assert not found if name in ("streams", "device_time") else found >= worlds, kernel.name
+        results = {n for n in (2, 3, 4, 8) for key in keys if {kernel.name, f"{n} ranks"} <= set(key.split("/"))}
+        assert not results if name in ("streams", "device_time") else results >= worlds, kernel.name
 
 
 @pytest.mark.parametrize(
@@ -101,9 +101,9 @@ def test_every_registered_kernel_has_its_cases_and_runs_where_it_can(monkeypatch
 def test_what_is_checked_is_what_was_compiled(kernel, monkeypatch):
     monkeypatch.setattr(hardware, "capability", lambda settings: 90)
     parts = checks.parts(kernel)
-    found = [compiling.sweep(kernel, 8, EvidenceSettings(Path(), slice_us=1.0), (part,)) for part in parts]
+    results = [compiling.sweep(kernel, 8, EvidenceSettings(Path(), slice_us=1.0), (part,)) for part in parts]
     jobs = compiling.sweep(kernel, 8, EvidenceSettings(Path()), parts)
-    assert all(jobs.count(job) == 1 for part in found for job in part) and len(found[0]) == 1
+    assert all(jobs.count(job) == 1 for part in results for job in part) and len(results[0]) == 1
     variants = [(tuple(sorted(constexprs.items())), bits, aligned) for _, constexprs, bits, aligned, _ in jobs]
     assert len(variants) == len(set(variants)) <= 180
     widths = {None} if kernel.collective == "barrier" else {8, 16, 32, 64}
@@ -119,16 +119,16 @@ def test_what_is_checked_is_what_was_compiled(kernel, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_first_operation_meets_every_size_and_the_others_a_few(dtype):
-    found = checks.calls(registry.find("all_reduce", "two_shot", "ll"), 8, dtype, False)
-    assert tuple(call.count for call in found[: len(checks.COUNTS)]) == checks.COUNTS
-    assert [bool(call.offset) for call in found[: len(checks.COUNTS)]] == [False, True] * 4
-    assert {(call.op, call.count) for call in found[len(checks.COUNTS) :]} == set(
+    result = checks.calls(registry.find("all_reduce", "two_shot", "ll"), 8, dtype, False)
+    assert tuple(call.count for call in result[: len(checks.COUNTS)]) == checks.COUNTS
+    assert [bool(call.offset) for call in result[: len(checks.COUNTS)]] == [False, True] * 4
+    assert {(call.op, call.count) for call in result[len(checks.COUNTS) :]} == set(
         itertools.product(DTYPES[dtype].ops[1:], checks.OTHERS)
     )
-    assert not any(call.offset for call in found[len(checks.COUNTS) :])
+    assert not any(call.offset for call in result[len(checks.COUNTS) :])
     kernel = registry.find("all_reduce", "two_shot", "ll")
     parts = [checks.of_part(kernel, 8, part, False).get(dtype, []) for part in checks.PARTS]
-    assert sum(parts, []) == (found if dtype != "bfloat16" else [found[4], *found[:4], *found[5:]])
+    assert sum(parts, []) == (result if dtype != "bfloat16" else [result[4], *result[:4], *result[5:]])
     assert [len(part) for part in parts[:2]] == ([1, 7] if dtype == "bfloat16" else [0, 0])
     cube = next(k for k in registry.KERNELS if k.needs_cube)
     assert checks.calls(cube, 8, dtype, False) and not checks.calls(cube, 4, dtype, False)
@@ -146,9 +146,9 @@ def test_what_is_wrong_beside_the_result_is_found(monkeypatch):
 
         monkeypatch.setattr(collective_calls, "call", made)
         kernel = next(k for k in registry.KERNELS if k.collective == collective)
-        found = checks.wrong(comm, kernel, dtype, [call] * comm.world_size)
+        observed = checks.wrong(comm, kernel, dtype, [call] * comm.world_size)
         monkeypatch.setattr(collective_calls, "call", right)
-        return found
+        return observed
 
     def beside(y):
         y.as_strided((1,), (1,), y.storage_offset() + len(y)).zero_()
@@ -164,12 +164,12 @@ def test_what_is_wrong_beside_the_result_is_found(monkeypatch):
         }
 
     right = collective_calls.call
-    for rank, (nothing, found) in enumerate(tricomm.simulate(body, 2, options=checks.FEW_OPTIONS)):
+    for rank, (nothing, observed) in enumerate(tricomm.simulate(body, 2, options=checks.FEW_OPTIONS)):
         assert nothing == [[]] * len(COLLECTIVES)
-        for texts in (found["result"], found["beside"], found["input"]):
+        for texts in (observed["result"], observed["beside"], observed["input"]):
             assert len(texts) == 2 and texts[0].startswith(f"rank {rank}, CheckedCall(count=5, op='sum', offset=1): ")
-        assert "elements are wrong" in found["result"][0] and "memory beside the output" in found["beside"][0]
-        assert "the input was written" in found["input"][0]
+        assert "elements are wrong" in observed["result"][0] and "memory beside the output" in observed["beside"][0]
+        assert "the input was written" in observed["input"][0]
         for name in ("unasked", "in place"):  # calls 0 and 1, roots 0 and 1
-            kinds = ["elements are wrong" in text for text in found[name]]
-            assert kinds == ([True, False] if rank == 0 else [False, True]), found[name]
+            kinds = ["elements are wrong" in text for text in observed[name]]
+            assert kinds == ([True, False] if rank == 0 else [False, True]), observed[name]

@@ -169,12 +169,12 @@ def test_without_a_gpu_every_stage_that_needs_one_says_so(tmp_path, capsys):
 def test_stages_have_the_environment_that_they_need(monkeypatch):
     for name in STREAMS:
         monkeypatch.delenv(name, raising=False)
-    found = {stage.name: stage_process.environment(stage) for stage in STAGES}
-    eager = {name for name, it in found.items() if it.get("CUDA_MODULE_LOADING") == "EAGER"}
-    many = {name for name, it in found.items() if it.get("CUDA_DEVICE_MAX_CONNECTIONS") == "32"}
+    results = {stage.name: stage_process.environment(stage) for stage in STAGES}
+    eager = {name for name, it in results.items() if it.get("CUDA_MODULE_LOADING") == "EAGER"}
+    many = {name for name, it in results.items() if it.get("CUDA_DEVICE_MAX_CONNECTIONS") == "32"}
     assert eager == many == {"first_streams", "streams", "device_time"}
-    assert found["sanitizer"]["CUDA_MODULE_LOADING"] == "LAZY"
-    assert not {name for name, it in found.items() if "CUDA_MODULE_LOADING" in it} - eager - {"sanitizer"}
+    assert results["sanitizer"]["CUDA_MODULE_LOADING"] == "LAZY"
+    assert not {name for name, it in results.items() if "CUDA_MODULE_LOADING" in it} - eager - {"sanitizer"}
 
 
 def test_the_sanitizer_watches_ranks_that_are_processes(tmp_path, monkeypatch):
@@ -341,11 +341,11 @@ def test_the_summary_names_the_kernels_that_this_triton_does_not_compile(setting
 
 
 def test_what_a_fault_has_to_give_is_held_to(settings):
-    found = {"error": "PeerDied", "text": "rank 1", "after_s": 1.0}
-    assert faults.judged("killed", found, False)["after_s"] == 1.0
+    results = {"error": "PeerDied", "text": "rank 1", "after_s": 1.0}
+    assert faults.judged("killed", results, False)["after_s"] == 1.0
     for bad, words in (({"error": "GroupAborted"}, "expected PeerDied"), ({"after_s": 2.5}, "expected 2 s")):
         with pytest.raises(Exception, match=words):
-            faults.judged("killed", {**found, **bad}, False)
+            faults.judged("killed", {**results, **bad}, False)
 
 
 def test_the_sanitizers_verdict():

@@ -82,13 +82,13 @@ def test_a_peer_that_is_wrong_or_ends_its_process_is_named_and_costs_only_itself
 
 
 def test_several_gpus_are_measured_in_a_dry_run(tmp_path, forked_workers):
-    found = run(many_gpus.STAGE, EvidenceSettings(tmp_path, None, True))
-    assert found["peer access"] == {"matrix": [[1, 1], [1, 1]], "open_pairs": 2, "pairs_number": 2}
-    assert [(p["from"], p["to"]) for p in found["copies"]["pairs"]] == [(0, 1), (1, 0)]
-    (pair,) = found["latency"]["pairs"]
+    result = run(many_gpus.STAGE, EvidenceSettings(tmp_path, None, True))
+    assert result["peer access"] == {"matrix": [[1, 1], [1, 1]], "open_pairs": 2, "pairs_number": 2}
+    assert [(p["from"], p["to"]) for p in result["copies"]["pairs"]] == [(0, 1), (1, 0)]
+    (pair,) = result["latency"]["pairs"]
     assert (pair["from"], pair["to"]) == (0, 1) and pair["ll_us"] > 0 and pair["flag_us"] > 0
     for collective in ("gather", "barrier"):
-        data = found[f"table/{collective}/2 ranks"]
+        data = result[f"table/{collective}/2 ranks"]
         sizes = [0] if collective == "barrier" else [64, 256]
         assert [row["size_bytes"] for row in data["rows"]] == sizes
         for row in data["rows"]:

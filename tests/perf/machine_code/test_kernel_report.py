@@ -42,7 +42,7 @@ def _of_each_kind(arch: str, which: float) -> list[Variant]:
         if kernel.collective != "barrier" and kernel.name in widest:
             kind = (kernel.protocol, kernel.zero_copy, kernel.pairwise, kernel.reduces, kernel.multicast)
             kinds.setdefault(kind, []).append(widest[kernel.name])
-    return [found[round((len(found) - 1) * which)] for found in kinds.values()]
+    return [result[round((len(result) - 1) * which)] for result in kinds.values()]
 
 
 MISALIGNED = [replace(v, aligned=False) for v in _of_each_kind("sm_90", 0.5)]
@@ -75,8 +75,8 @@ def test_each_kernel_keeps_to_the_bars(variant: Variant) -> None:
 def test_all_variants(kernel: registry.Kernel, arch: str) -> None:
     if kernel.why_not_compiled(int(arch.removeprefix("sm_"))) is not None:
         pytest.skip("refused by name")
-    found = kernel_report.examine_all(kernel_report.variants((arch,), kernel.name, everything=True))
-    broken = {str(report.variant): bad for report in found if (bad := kernel_report.check(report))}
+    result = kernel_report.examine_all(kernel_report.variants((arch,), kernel.name, everything=True))
+    broken = {str(report.variant): bad for report in result if (bad := kernel_report.check(report))}
     assert broken == {}
 
 
@@ -158,9 +158,9 @@ def test_a_good_kernel_passes(arch: str) -> None:
 
 
 def test_a_masked_bulk_access_is_found_in_ptx_and_in_sass() -> None:
-    found = _found(_masked)
-    assert "PTX: " in found and "SASS: " in found and "narrower than 128 bits" in found
-    assert "test_kernel_report.py" in found
+    result = _found(_masked)
+    assert "PTX: " in result and "SASS: " in result and "narrower than 128 bits" in result
+    assert "test_kernel_report.py" in result
 
 
 def test_one_narrow_store_among_wide_ones_is_found() -> None:
@@ -168,8 +168,8 @@ def test_one_narrow_store_among_wide_ones_is_found() -> None:
 
 
 def test_a_flag_of_gpu_scope_is_found() -> None:
-    found = _found(_gpu_scope)
-    assert "not `.sys`" in found and "gpu" in found and "test_kernel_report.py" in found
+    result = _found(_gpu_scope)
+    assert "not `.sys`" in result and "gpu" in result and "test_kernel_report.py" in result
 
 
 def test_a_kernel_that_reads_no_flag_is_found() -> None:
@@ -218,9 +218,9 @@ def test_rows_that_a_fused_kernel_does_not_take_are_named() -> None:
 
 
 def test_all_variants_are_all_types_operations_worlds_and_alignments() -> None:
-    found = kernel_report.variants(("sm_90",), "all_reduce_one_shot_ll", everything=True)
+    result = kernel_report.variants(("sm_90",), "all_reduce_one_shot_ll", everything=True)
     each = sum(len(dtype.ops) for dtype in DTYPES.values())
-    assert len(found) == len(set(found)) == each * len(kernel_report.WORLDS) * 2
+    assert len(result) == len(set(result)) == each * len(kernel_report.WORLDS) * 2
 
 
 def test_a_report_is_plain_json_and_a_line() -> None:
@@ -243,8 +243,8 @@ def test_inline_assembly_does_not_shift_lines() -> None:
             "st.global.v2.b64 [ b ], { a, a };",
         ]
     )  # fmt: skip
-    found = accesses.ptx_accesses(accesses.plain_lines(ptx))
-    assert [(a.line[1], a.bits, a.store) for a in found] == [(7, 64, False), (9, 128, True)]
+    result = accesses.ptx_accesses(accesses.plain_lines(ptx))
+    assert [(a.line[1], a.bits, a.store) for a in result] == [(7, 64, False), (9, 128, True)]
 
 
 def test_sass_is_attributed_to_the_innermost_line() -> None:
@@ -255,8 +255,8 @@ def test_sass_is_attributed_to_the_innermost_line() -> None:
             "        /*00a0*/                   STG.E.U16 desc[UR10][R4.64], R3 ;",
         ]
     )  # fmt: skip
-    found = accesses.sass_accesses(sass)
-    assert [(a.line, a.bits, a.store, a.system) for a in found] == [
+    result = accesses.sass_accesses(sass)
+    assert [(a.line, a.bits, a.store, a.system) for a in result] == [
         (("/a.py", 3), 128, False, True),
         (("/a.py", 3), 16, True, False),
     ]

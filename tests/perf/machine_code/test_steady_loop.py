@@ -51,8 +51,8 @@ def test_another_loop_is_counted_apart():
 
 @pytest.mark.parametrize("name", kraken.INSTRUCTIONS)
 def test_no_more_instructions_than_kraken(name):
-    found = kernel_report.examine(Variant(f"all_reduce_{name}_zero_copy", "sm_90")).steady
-    assert 100 < found <= kraken.INSTRUCTIONS[name]
+    result = kernel_report.examine(Variant(f"all_reduce_{name}_zero_copy", "sm_90")).steady
+    assert 100 < result <= kraken.INSTRUCTIONS[name]
 
 
 def test_what_is_no_checkout_of_kraken_is_named(tmp_path):

@@ -29,19 +29,19 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _verdicts() -> dict[str, str]:
     order = [PASS, WARN, FAIL]
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for finding in doctor.examine():
         assert bool(finding.remedy) == (finding.verdict != PASS), finding
-        found[finding.name] = max(found.get(finding.name, PASS), finding.verdict, key=order.index)
-    return found
+        results[finding.name] = max(results.get(finding.name, PASS), finding.verdict, key=order.index)
+    return results
 
 
 def test_a_machine_as_it_should_be_and_the_command() -> None:
-    found = _verdicts()
-    assert found["a call"] == found["versions"] == found["shared memory"] == found["history"] == PASS
+    result = _verdicts()
+    assert result["a call"] == result["versions"] == result["shared memory"] == result["history"] == PASS
     done = CliRunner().invoke(cli, ["doctor", "--json"])
     assert done.exit_code == 0
-    assert {f["name"]: f["verdict"] for f in json.loads(done.output)["findings"]} == found
+    assert {f["name"]: f["verdict"] for f in json.loads(done.output)["findings"]} == result
     assert "0 FAIL" in CliRunner().invoke(cli, ["doctor"]).output
 
 
@@ -64,8 +64,8 @@ def test_what_lacks_is_found(
     name: str, place: tuple[Any, str], replacement: Any, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*place, replacement)
-    found = _verdicts()
-    assert found[name] == verdict and found["environment"] == PASS
+    result = _verdicts()
+    assert result[name] == verdict and result["environment"] == PASS
     assert CliRunner().invoke(cli, ["doctor"]).exit_code == (1 if verdict == FAIL else 0)
 
 
@@ -90,8 +90,8 @@ def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "broken.json").write_text("{")
     (tmp_path / "data").write_text("a file where a directory should be")
-    found = _verdicts()
-    assert found["tuning tables"] == WARN and found["history"] == WARN
+    result = _verdicts()
+    assert result["tuning tables"] == WARN and result["history"] == WARN
 
 
 def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +106,10 @@ def test_gpus_without_links_or_bindings_are_named(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a > b)
     monkeypatch.setattr(doctor, "_missing", lambda module: True)
-    found = {f.name: f for f in doctor.PROBES["devices"]()}
+    results = {f.name: f for f in doctor.PROBES["devices"]()}
     assert (
-        found["driver"].verdict == FAIL
-        and "1 of 2 ordered pairs have none, such as (0, 1)" in found["peer access"].text
+        results["driver"].verdict == FAIL
+        and "1 of 2 ordered pairs have none, such as (0, 1)" in results["peer access"].text
     )
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     assert "unset" in {f.name: f.remedy for f in doctor.PROBES["devices"]()}["peer access"]
@@ -118,17 +118,17 @@ def test_gpus_without_links_or_bindings_are_named(monkeypatch: pytest.MonkeyPatc
 def test_the_kind_of_gpu_memory_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeCuda(2).process()
     monkeypatch.setattr(arena, "load_driver", lambda: driver)
-    found, switch = doctor._gpu_memory(2)
-    assert (found.verdict, found.text) == (PASS, "cuda_vmm: shared by descriptors")
+    result, switch = doctor._gpu_memory(2)
+    assert (result.verdict, result.text) == (PASS, "cuda_vmm: shared by descriptors")
     assert switch.verdict == PASS and switch.text.startswith("multicast addresses")
     driver.process.switch.supported = False
     _, switch = doctor._gpu_memory(2)
     assert "no reductions in the switch: CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU" in switch.text
     driver.process.vmm.supported = False
-    found, _ = doctor._gpu_memory(2)
-    assert found.verdict == WARN and found.text.startswith("cuda_ipc: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY")
+    result, _ = doctor._gpu_memory(2)
+    assert result.verdict == WARN and result.text.startswith("cuda_ipc: CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY")
     monkeypatch.setenv("TRICOMM_CUDA_VMM", "0")
-    found, _ = doctor._gpu_memory(2)
-    assert found.text == "cuda_ipc: TRICOMM_CUDA_VMM=0" and "--ipc=host" in found.remedy
+    result, _ = doctor._gpu_memory(2)
+    assert result.text == "cuda_ipc: TRICOMM_CUDA_VMM=0" and "--ipc=host" in result.remedy
     monkeypatch.setattr(info.torch.cuda, "is_available", lambda: False)
     assert info.collect()["memory"].startswith("posix_shm, passed over sockets in ")

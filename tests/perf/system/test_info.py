@@ -24,13 +24,13 @@ from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 def test_json_has_every_section() -> None:
     done = CliRunner().invoke(cli, ["info", "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.output)
+    result = json.loads(done.output)
     for section in ("versions", "devices", "links", "peer_access", "paths", "environment", "limits", "selection"):
-        assert section in found
-    assert found["versions"]["loaded"]["triton"] and found["limits"]["dev_shm"]["bytes"] > 0
-    assert {c["collective"] for c in found["selection"]} == set(COLLECTIVES) - {"barrier"}
-    assert all(c["reason"] for c in found["selection"])
-    assert {c["collective"] for c in found["ranges"]} == set(COLLECTIVES) - {"barrier"}
+        assert section in result
+    assert result["versions"]["loaded"]["triton"] and result["limits"]["dev_shm"]["bytes"] > 0
+    assert {c["collective"] for c in result["selection"]} == set(COLLECTIVES) - {"barrier"}
+    assert all(c["reason"] for c in result["selection"])
+    assert {c["collective"] for c in result["ranges"]} == set(COLLECTIVES) - {"barrier"}
 
 
 def test_for_people_in_a_screen() -> None:
@@ -54,18 +54,18 @@ def test_ranges_are_what_is_selected(device: str, monkeypatch: pytest.MonkeyPatc
         return SelectionFacts(device, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
 
     monkeypatch.setattr(info, "_site", site)
-    found = info._ranges()
-    for row in found:
+    result = info._ranges()
+    for row in result:
         most = row["to"] or 1 << 34
         for nbytes in (row["from"], (row["from"] + most) // 2, most):
             choice = selection.choose(site(row["ranks"]), row["collective"], nbytes)
             assert (choice.algorithm, choice.protocol, choice.row) == (row["algorithm"], row["protocol"], row["row"])
-    for one, other in itertools.pairwise(found):
+    for one, other in itertools.pairwise(result):
         if other["from"] == 1:
             assert one["to"] is None
         else:
             assert other["from"] == one["to"] + 1
-    assert len(info_table.ranges(found)) <= 20  # none is cut
+    assert len(info_table.ranges(result)) <= 20  # none is cut
 
 
 def test_a_table_of_many_rows_is_cut_with_a_word() -> None:
@@ -89,10 +89,10 @@ def test_no_probe_can_make_it_fail(probe: str, monkeypatch: pytest.MonkeyPatch) 
         raise OSError("this probe is broken")
 
     monkeypatch.setattr(info, probe, broken)
-    found = info.collect()
-    json.dumps(found)
+    result = info.collect()
+    json.dumps(result)
     if probe not in ("_limit", "_device_links"):
-        assert "not available: OSError: this probe is broken" in json.dumps(found)
+        assert "not available: OSError: this probe is broken" in json.dumps(result)
 
 
 def test_an_error_without_words_still_has_a_name() -> None:
@@ -133,8 +133,8 @@ def test_the_users_table_is_named_with_its_row(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path))
     row = TableRow("all_reduce", 4, 2048, "two_shot", "simple")
     user_tables.save(TunedTable(Fingerprint("cpu", "", 4), (row,)))
-    found = info.collect()
-    decided = [c for c in found["selection"] if "tuned" in c["reason"]]
+    result = info.collect()
+    decided = [c for c in result["selection"] if "tuned" in c["reason"]]
     assert [(c["ranks"], c["collective"], c["nbytes"]) for c in decided] == [(4, "all_reduce", 1024)]
-    assert "row 0" in decided[0]["reason"] and found["paths"]["tuning tables"] == str(tmp_path)
-    assert found["paths"]["package"] == str(Path(tricomm.__file__).parent)
+    assert "row 0" in decided[0]["reason"] and result["paths"]["tuning tables"] == str(tmp_path)
+    assert result["paths"]["package"] == str(Path(tricomm.__file__).parent)

@@ -143,8 +143,8 @@ def test_a_machine_without_gpus_says_so_in_one_line(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_machine_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Discovery(shapes.pairs(4), notes=("look here",), fabric=("completed",) * 4)
-    monkeypatch.setattr(discovery, "read", lambda: found)
+    result = Discovery(shapes.pairs(4), notes=("look here",), fabric=("completed",) * 4)
+    monkeypatch.setattr(discovery, "read", lambda: result)
     done = run("--topology")
     assert done.output == draw(shapes.pairs(4), ["look here"], ["completed"]) + "\n"
     done = run("--json", "--topology")

@@ -27,9 +27,9 @@ _H100 = SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), layout.MAX_BLOCKS)
 
 def test_points_are_whole_rows_as_long_as_calls_are_fused() -> None:
     request = points.parse(FUSED, "all", "1K,40K,64M", "graph", "9s", forms=parse_forms("8192, 64", "none,fp8"))
-    found = [(p.epilogue, p.bits, p.nbytes) for p in request.points(cpu=False)]
-    assert found[:2] == [("norm@8192", 16, 16384), ("norm@8192", 16, 32768)] and found[2][1:] == (32, 32768)
-    assert ("fp8@64", 32, 1024) in found and max(nbytes for _, _, nbytes in found) < 64 << 20
+    results = [(p.epilogue, p.bits, p.nbytes) for p in request.points(cpu=False)]
+    assert results[:2] == [("norm@8192", 16, 16384), ("norm@8192", 16, 32768)] and results[2][1:] == (32, 32768)
+    assert ("fp8@64", 32, 1024) in results and max(nbytes for _, _, nbytes in results) < 64 << 20
     assert FUSED not in points.parse("all", "16", "1K", "graph", "9s", forms=()).collectives
 
 

@@ -25,8 +25,8 @@ _times = st.lists(st.floats(0.5, 1e5), min_size=1, max_size=40)
 
 @pytest.mark.parametrize(("gpu", "world_size", "seed"), some([("pcie4", 4, 3), ("h100", 8, 1), ("v100", 8, 0)], 3))
 def test_near_the_best_of_all_with_a_tenth_of_a_grids_measurements(gpu: str, world_size: int, seed: int) -> None:
-    found = tuner_benchmark.run(gpu, world_size, seed)
-    assert found.worst <= 0.05 and found.share <= 0.1, found
+    result = tuner_benchmark.run(gpu, world_size, seed)
+    assert result.worst <= 0.05 and result.share <= 0.1, result
 
 
 @pytest.mark.exhaustive
@@ -62,8 +62,8 @@ def test_what_was_wrong_is_not_asked_for_again_though_it_is_in_force() -> None:
         return {c: [box.true(point, c)] * repeats for c in candidates if c != pool[0]}
 
     pool = box.pool(_POINT)
-    found = search.search([_POINT], box.pool, lambda point: pool[0], box.prior, measure)
-    assert asked.count(pool[0]) == 1 and found[0].best != pool[0] and math.isinf(found[0].in_force_us)
+    result = search.search([_POINT], box.pool, lambda point: pool[0], box.prior, measure)
+    assert asked.count(pool[0]) == 1 and result[0].best != pool[0] and math.isinf(result[0].in_force_us)
 
 
 def test_a_random_choice_of_so_many_would_not_do() -> None:
@@ -73,8 +73,8 @@ def test_a_random_choice_of_so_many_would_not_do() -> None:
         point = Point("all_reduce", 16, "graph", nbytes)
         pool = box.pool(point)
         chosen = draw.sample(pool, len(pool) // 10)
-        found = box.measure(point, chosen, tuner_benchmark.EXHAUSTIVE)
-        best = min(found, key=lambda c: sorted(found[c])[5])
+        result = box.measure(point, chosen, tuner_benchmark.EXHAUSTIVE)
+        best = min(result, key=lambda c: sorted(result[c])[5])
         worst = max(worst, box.true(point, best) / min(box.true(point, c) for c in pool) - 1)
     assert worst > 0.05
 
@@ -91,8 +91,8 @@ def test_a_shape_with_as_many_words_a_thread_for_twice_the_warps_is_one_step_awa
 
 @given(_times)
 def test_a_centre_is_among_the_samples_and_between_its_bounds(samples: list[float]) -> None:
-    found = statistics.estimate(samples)
-    assert min(samples) <= found.centre <= max(samples) and found.low < found.centre < found.high
+    result = statistics.estimate(samples)
+    assert min(samples) <= result.centre <= max(samples) and result.low < result.centre < result.high
     assert statistics.kept(samples) and min(statistics.kept(samples)) == min(samples)
 
 
@@ -106,8 +106,8 @@ def test_an_outlier_moves_nothing() -> None:
 
 @given(_times, _times)
 def test_a_gain_lies_in_its_interval_and_is_the_same_every_time(old: list[float], new: list[float]) -> None:
-    found = statistics.gain(old, new)
-    assert found == statistics.gain(old, new) and found.low <= found.high < 1
+    result = statistics.gain(old, new)
+    assert result == statistics.gain(old, new) and result.low <= result.high < 1
 
 
 def test_a_gain_is_sure_where_it_is_large_and_not_where_it_is_noise() -> None:
@@ -149,8 +149,8 @@ def test_a_candidate_that_is_fast_and_wrong_never_wins() -> None:
     pool = _pool()
     times = {c: 10.0 + i for i, c in enumerate(pool)}
     assert _halved(_ExactTimes(times), times).best == pool[0]
-    found = _halved(_ExactTimes(times, wrong=pool[:3]), times)
-    assert found.best == pool[3] and found.wrong == set(pool[:3]) and not found.wrong & set(found.times)
+    result = _halved(_ExactTimes(times, wrong=pool[:3]), times)
+    assert result.best == pool[3] and result.wrong == set(pool[:3]) and not result.wrong & set(result.times)
 
 
 def test_every_family_is_measured_even_if_the_prior_predicts_it_to_be_slow() -> None:
@@ -196,10 +196,10 @@ def _search(box: MadeUpBox, most: int, sizes: Sequence[int] = tuner_benchmark.SI
 @settings(deadline=None, max_examples=10)
 def test_whatever_the_budget_is_decisions_are_of_what_was_measured(most: int) -> None:
     box = MadeUpBox("a100", 4, 2)
-    found = _search(box, most)
+    result = _search(box, most)
     assert box.measured <= most
-    assert sum(d.measured for d in found) <= most
-    for decision in found:
+    assert sum(d.measured for d in result) <= most
+    for decision in result:
         assert decision.chosen in (decision.best, decision.in_force)
         assert not decision.changed or decision.time_us < decision.in_force_us
 
@@ -228,15 +228,15 @@ def test_the_budget_goes_where_it_is_close() -> None:
 def test_a_gain_that_may_be_none_is_no_reason_to_change() -> None:
     gains = (statistics.Gain(0.01, -0.02, 0.04), statistics.Gain(0.1, 0.05, 0.2))
     new, old = _pool()[:2]
-    found = [search.Decision(_POINT, new, 9.0, old, 10.0, g, 5) for g in gains]
-    assert [d.changed for d in found] == [False, True] and [d.chosen for d in found] == [old, new]
+    results = [search.Decision(_POINT, new, 9.0, old, 10.0, g, 5) for g in gains]
+    assert [d.changed for d in results] == [False, True] and [d.chosen for d in results] == [old, new]
 
 
 def test_what_is_in_force_and_wrong_is_replaced() -> None:
     pool = _pool()
     exact = _ExactTimes({c: 10.0 + i for i, c in enumerate(pool)}, wrong=[pool[0]])
-    (found,) = search.search([_POINT], lambda p: pool, lambda p: pool[0], lambda p, c: 10.0, exact)
-    assert found.changed and found.best != pool[0] and math.isinf(found.in_force_us)
+    (result,) = search.search([_POINT], lambda p: pool, lambda p: pool[0], lambda p, c: 10.0, exact)
+    assert result.changed and result.best != pool[0] and math.isinf(result.in_force_us)
 
 
 # From decisions to rows
@@ -249,9 +249,9 @@ def _decided(nbytes: int, chosen: Candidate, point: Point = _POINT) -> search.De
 
 def test_sizes_decide_halfway_to_the_next_and_nothing_is_said_above_the_last() -> None:
     a, b = _pool()[:2]
-    found = tuned_tables.rows([_decided(n, c) for n, c in ((1024, a), (4096, a), (16384, b), (65536, b))], 4)
-    assert [(r.max_bytes, r.blocks, r.tile) for r in found] == [(8192, a.blocks, a.tile), (65536, b.blocks, b.tile)]
-    assert {(r.mode, r.bits, r.world_size) for r in found} == {("graph", 16, 4)}
+    result = tuned_tables.rows([_decided(n, c) for n, c in ((1024, a), (4096, a), (16384, b), (65536, b))], 4)
+    assert [(r.max_bytes, r.blocks, r.tile) for r in result] == [(8192, a.blocks, a.tile), (65536, b.blocks, b.tile)]
+    assert {(r.mode, r.bits, r.world_size) for r in result} == {("graph", 16, 4)}
 
 
 def test_rows_of_what_was_not_tuned_stay() -> None:

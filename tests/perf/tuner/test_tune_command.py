@@ -65,8 +65,8 @@ def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folde
     if not list(_folder.glob("*.json")):
         user_tables.save(TunedTable(_BOX, (TableRow("all_reduce", 2, 1024, "two_shot", "ll", mode="eager", bits=32),)))
     (file,) = _folder.glob("*.json")
-    found = user_tables.read(file)
-    assert found.simulated and found.fingerprint == _BOX and all(row.world_size == 2 for row in found.rows)
+    result = user_tables.read(file)
+    assert result.simulated and result.fingerprint == _BOX and all(row.world_size == 2 for row in result.rows)
     shown = CliRunner().invoke(cli, ["info", "--json"])
     reasons = {c["reason"] for c in json.loads(shown.output)["selection"] if c["ranks"] == 2 and c["nbytes"] == 1024}
     assert any(f"tuned {_BOX.digest} (simulated)" in reason for reason in reasons)
@@ -163,10 +163,10 @@ def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:
 def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path, _folder: Path) -> None:
     other = TableRow("all_gather", 2, 64, "one_shot", "ll", mode="eager")
     files = [tmp_path / name for name in ("one.json", "two.json", "else.json")]
-    for file, found in zip(
+    for file, result in zip(
         files, (_tuned(_LL, other), _tuned(_SIMPLE), _tuned(box=Fingerprint("cpu", "", 4))), strict=True
     ):
-        file.write_bytes(tuning_tables.dumps(found))
+        file.write_bytes(tuning_tables.dumps(result))
     done = _run("merge", str(files[0]), str(files[1]))
     assert done.exit_code == 0 and user_tables.load(_BOX).rows == (other, _SIMPLE)  # type: ignore[union-attr]
     _run("merge", str(files[1]), str(files[0]), "-o", str(tmp_path / "out.json"))

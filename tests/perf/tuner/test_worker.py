@@ -107,14 +107,14 @@ def _checked_times(worker_0: TuningWorker) -> CheckedTimes:
 
 
 def test_every_sample_is_the_slowest_ranks() -> None:
-    found, _ = _ranks(lambda t: _checked_times(t).times(_POINT, [_A, _C], 2))
-    assert found == {_A: (3.0, 3.0), _C: (12.0, 12.0)}
+    result, _ = _ranks(lambda t: _checked_times(t).times(_POINT, [_A, _C], 2))
+    assert result == {_A: (3.0, 3.0), _C: (12.0, 12.0)}
 
 
 def test_a_candidate_with_a_wrong_result_on_any_rank_is_never_timed() -> None:
     _Sampler.faults = {(2, _B): 7, (1, _C): ResourceError("too many registers")}
-    found, made = _ranks(lambda t: _checked_times(t).right(_POINT, [_A, _B, _C]))
-    assert found == [_A] and [len(groups) for groups in made] == [1, 1, 1]
+    result, made = _ranks(lambda t: _checked_times(t).right(_POINT, [_A, _B, _C]))
+    assert result == [_A] and [len(groups) for groups in made] == [1, 1, 1]
 
 
 def test_a_candidate_that_hangs_costs_the_group_and_itself() -> None:
@@ -136,10 +136,10 @@ def test_a_rank_that_never_comes_ends_it_in_time() -> None:
 
 
 def test_all_ranks_take_the_same_table() -> None:
-    found = TunedTable(Fingerprint("cpu", "", 3), (TableRow("all_reduce", 3, None, "two_shot", "ll"),))
-    answers, made = _ranks(lambda t: t.broadcast(TuningTask("table", table=tuning_tables.dumps(found).decode())))
-    assert {answer.digest for answer in answers} == {found.digest.hex()}
-    assert {groups[-1].used for groups in made} == {found.name}
+    result = TunedTable(Fingerprint("cpu", "", 3), (TableRow("all_reduce", 3, None, "two_shot", "ll"),))
+    answers, made = _ranks(lambda t: t.broadcast(TuningTask("table", table=tuning_tables.dumps(result).decode())))
+    assert {answer.digest for answer in answers} == {result.digest.hex()}
+    assert {groups[-1].used for groups in made} == {result.name}
 
 
 def test_another_ranks_hash_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -167,11 +167,11 @@ def _rounds(draw: st.DrawFn) -> Round:
 
 
 def _samples(rounds: list[Round]) -> dict[tuple[Point, Candidate], list[float]]:
-    found: dict[tuple[Point, Candidate], list[float]] = {}
+    results: dict[tuple[Point, Candidate], list[float]] = {}
     for one in rounds:
         for candidate, times in zip(one.candidates, one.times, strict=True):
-            found.setdefault((one.point, candidate), []).extend(times or ())
-    return found
+            results.setdefault((one.point, candidate), []).extend(times or ())
+    return results
 
 
 def _recalled(log: SampleLog, keys: Any) -> dict[tuple[Point, Candidate], list[float]]:

@@ -68,44 +68,44 @@ def run(made, rows):
 
     It is done for arrays, for numpy scalars, for a scalar beside arrays, and in signed types where the rule says so.
     """
-    found = rule(made)
-    assert len(found.inputs) == len(sources(made)) and len(found.outputs) == len(destinations(made))
-    whole = _run(made, found, rows)
+    result = rule(made)
+    assert len(result.inputs) == len(sources(made)) and len(result.outputs) == len(destinations(made))
+    whole = _run(made, result, rows)
     for i in range(min(6, len(rows))):
-        assert _run(made, found, rows[i : i + 1], "scalars") == whole[i : i + 1], f"{made.text}: as scalars {rows[i]}"
+        assert _run(made, result, rows[i : i + 1], "scalars") == whole[i : i + 1], f"{made.text}: as scalars {rows[i]}"
     if len(rows[0]) > 1:
         same = [(rows[0][0], *row[1:]) for row in rows[:16]]
-        assert _run(made, found, same, "mixed") == _run(made, found, same), f"{made.text}: a scalar beside arrays"
-    if found.either:
-        kinds = (_signed_alike(found.inputs, found.either), _signed_alike(found.outputs, found.either))
-        signed_rule = Rule(*kinds, found.template, found.constants)
+        assert _run(made, result, same, "mixed") == _run(made, result, same), f"{made.text}: a scalar beside arrays"
+    if result.either:
+        kinds = (_signed_alike(result.inputs, result.either), _signed_alike(result.outputs, result.either))
+        signed_rule = Rule(*kinds, result.template, result.constants)
         assert _run(made, signed_rule, rows[:50]) == whole[:50], f"{made.text}: signed"
     return whole
 
 
-def _run(made, found, rows, shape="arrays"):
+def _run(made, observed, rows, shape="arrays"):
     columns = iter(zip(*rows, strict=True))
     values = []
-    for operand, kind in zip(sources(made), found.inputs, strict=True):
+    for operand, kind in zip(sources(made), observed.inputs, strict=True):
         if isinstance(operand, Integer | Float):
             values.append(literal(operand, kind))
         else:
             column = [not x for x in next(columns)] if isinstance(operand, Negated) else next(columns)
             lanes = _lanes(column, kind)
             values.append(lanes[0] if shape == "scalars" or shape == "mixed" and not values else lanes)
-    values += found.constants
+    values += observed.constants
     if shape == "arrays":
         values = [np.asarray(value) for value in values]
     names = [f"x{i}" for i in range(len(values))]
     before = [np.asarray(value).tobytes() for value in values]
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = eval(found.template.format(*names), {**FUNCTIONS, **dict(zip(names, values, strict=True))})
+        result = eval(observed.template.format(*names), {**FUNCTIONS, **dict(zip(names, values, strict=True))})
     assert before == [np.asarray(value).tobytes() for value in values], f"{made.text}: an input was changed"
-    results = result if len(found.outputs) > 1 else (result,)
+    results = result if len(observed.outputs) > 1 else (result,)
     dropped = [i for i, target in enumerate(destinations(made)) if target is None]
-    results = tuple(np.zeros(len(rows), found.outputs[i]) if i in dropped else r for i, r in enumerate(results))
-    return list(zip(*(_patterns(r, d, len(rows)) for r, d in zip(results, found.outputs, strict=True)), strict=True))
+    results = tuple(np.zeros(len(rows), observed.outputs[i]) if i in dropped else r for i, r in enumerate(results))
+    return list(zip(*(_patterns(r, d, len(rows)) for r, d in zip(results, observed.outputs, strict=True)), strict=True))
 
 
 def check(text, rows, model, **kinds):
@@ -142,18 +142,18 @@ def words(bits, count):
         bits,
         bits - 1,
     ]
-    found = [x & 2 * top - 1 for x in special]
-    while len(found) < count:
-        found.append(RANDOM.getrandbits(RANDOM.choice((bits, bits, bits // 2, 5))) & 2 * top - 1)
-    return found[:count]
+    results = [x & 2 * top - 1 for x in special]
+    while len(results) < count:
+        results.append(RANDOM.getrandbits(RANDOM.choice((bits, bits, bits // 2, 5))) & 2 * top - 1)
+    return results[:count]
 
 
 def rows(*widths, count=120):
     """Rows of source bits: every pair of the first special ones, then random ones."""
     special = [words(bits, 12)[: 12 if bits > 1 else 2] for bits in widths]
-    found = []
+    results = []
     for _ in range(count):
         random_row = tuple(RANDOM.choice(words(bits, 24)) if bits > 1 else RANDOM.getrandbits(1) for bits in widths)
         special_row = tuple(RANDOM.choice(column) for column in special)
-        found.append(random_row if RANDOM.random() < 0.6 else special_row)
-    return found
+        results.append(random_row if RANDOM.random() < 0.6 else special_row)
+    return results

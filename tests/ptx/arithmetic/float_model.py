@@ -61,8 +61,8 @@ def value(bits, kind):
     if not kind.ieee and kind.nan and bits & (1 << kind.bits - 1) - 1 == kind.nan:
         return NAN
     significand = digits + (1 << kind.digits if field else 0)
-    found = Fraction(significand) * Fraction(2) ** (max(field, 1) - kind.bias - kind.digits)
-    return -found if negative(bits, kind) else found
+    result = Fraction(significand) * Fraction(2) ** (max(field, 1) - kind.bias - kind.digits)
+    return -result if negative(bits, kind) else result
 
 
 def finite(bits, kind):
@@ -166,9 +166,9 @@ def root(a, kind, mode="rn"):
         return a
     # 2^200 more than enough digits, and one more if there is a rest, decide the rounding.
     scaled = x * 4**1400
-    found = math.isqrt(math.floor(scaled))
-    exact = found * found == scaled
-    return encode(Fraction(found * 2 + (not exact), 2 ** (1400 + 1)), kind, mode)
+    result = math.isqrt(math.floor(scaled))
+    exact = result * result == scaled
+    return encode(Fraction(result * 2 + (not exact), 2 ** (1400 + 1)), kind, mode)
 
 
 def flushed(bits, kind):
@@ -211,13 +211,13 @@ def patterns(kind, count):
 def float_rows(kind, operands, count=160):
     """Rows of patterns; many of them close to each other, so that sums cancel and products tie."""
     choices = patterns(kind, 250)
-    found = [tuple(_RANDOM.choice(choices) for _ in range(operands)) for _ in range(count)]
-    found += [tuple(_RANDOM.choice(choices[:26]) for _ in range(operands)) for _ in range(count // 4)]
-    found += itertools.product((0, 1 << kind.bits - 1), repeat=operands)
-    found += [(kind.largest, *(kind.largest - i & (1 << kind.bits) - 1 for i in range(1, operands)))]
-    found += [tuple(x | 1 << kind.bits - 1 for x in found[-1])]
+    results = [tuple(_RANDOM.choice(choices) for _ in range(operands)) for _ in range(count)]
+    results += [tuple(_RANDOM.choice(choices[:26]) for _ in range(operands)) for _ in range(count // 4)]
+    results += itertools.product((0, 1 << kind.bits - 1), repeat=operands)
+    results += [(kind.largest, *(kind.largest - i & (1 << kind.bits) - 1 for i in range(1, operands)))]
+    results += [tuple(x | 1 << kind.bits - 1 for x in results[-1])]
     for _ in range(count // 4):
         first = _RANDOM.choice(choices)
         near = [first ^ _RANDOM.choice((0, 1, 3, 1 << kind.bits - 1)) for _ in range(operands - 1)]
-        found.append((first, *near))
-    return found
+        results.append((first, *near))
+    return results

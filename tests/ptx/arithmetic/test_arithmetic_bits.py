@@ -256,8 +256,8 @@ def test_nth_set_bit():
         if offset == 0:
             return base if mask >> base & 1 else ONES
         places = range(base, 32) if offset > 0 else range(base, -1, -1)
-        found = [i for i in places if mask >> i & 1]
-        return found[abs(offset) - 1] if len(found) >= abs(offset) else ONES
+        results = [i for i in places if mask >> i & 1]
+        return results[abs(offset) - 1] if len(results) >= abs(offset) else ONES
 
     given = [(mask, RANDOM.randrange(32), RANDOM.randrange(-34, 35) & ONES) for (mask,) in rows(32, count=400)]
     given += [(0xAAAAAAAA, 3, 1), (0xAAAAAAAA, 3, ONES), (0xAAAAAAAA, 2, 1), (0xAAAAAAAA, 2, ONES)]
@@ -267,8 +267,8 @@ def test_nth_set_bit():
 @pytest.mark.parametrize("a_kind, b_kind", list(itertools.product(("u32", "s32"), repeat=2)))
 def test_dot_products(a_kind, b_kind):
     def parts(x, kind, size):
-        found = [x >> i & (1 << size) - 1 for i in range(0, 32, size)]
-        return [signed(y, size) for y in found] if kind == "s32" else found
+        results = [x >> i & (1 << size) - 1 for i in range(0, 32, size)]
+        return [signed(y, size) for y in results] if kind == "s32" else results
 
     def four(a, b, c):
         return c + sum(x * y for x, y in zip(parts(a, a_kind, 8), parts(b, b_kind, 8), strict=True)) & ONES

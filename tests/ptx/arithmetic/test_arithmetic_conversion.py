@@ -106,13 +106,13 @@ def converted(a, to, of, mode="rn", saturate=False, relu=False):
 
 def near_ties(to, of):
     """Numbers of `of` on, and just beside, what `to` can hold and its ties."""
-    source, found = KINDS[of], []
+    source, result = KINDS[of], []
     for (bits,) in float_rows(KINDS[to], 1, 60):
         for other in (bits, bits ^ 1):
             if finite(bits, KINDS[to]) and finite(other, KINDS[to]):
                 x = model.encode((value(bits, KINDS[to]) + value(other, KINDS[to])) / 2, source)
-                found += [x, x + 1, max(x - 1, 0)]
-    return [(x,) for x in found]
+                result += [x, x + 1, max(x - 1, 0)]
+    return [(x,) for x in result]
 
 
 NARROWER = [

@@ -62,10 +62,10 @@ def test_an_unknown_instruction_is_refused_by_name_and_place():
     text = shipped(QUICK[0])
     line = next(i for i, row in enumerate(text.splitlines(), 1) if "add.rn.f32" in row)
     kernel = parse(text.replace("add.rn.f32", "add.rna.f32", 1))
-    (found,) = unknown(kernel)
-    assert found.line == line
+    (result,) = unknown(kernel)
+    assert result.line == line
     with pytest.raises(InvalidArgument, match=rf"\w+\.py:\d+, PTX line {line}: `add\.rna\.f32 .*`"):
-        rule(found)
+        rule(result)
 
 
 REGISTERS = {"a": "b32", "b": "b32", "c": "b32", "d": "b32", "h": "b16", "w": "b64", "p": "pred", "q": "pred"}

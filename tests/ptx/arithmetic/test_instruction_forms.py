@@ -145,8 +145,8 @@ class Trial:
 def test_an_instruction_gives_the_same_wherever_its_operands_come_from(unit, count):
     chance = random.Random(count)
     for _ in range(count):
-        text, found, expected = Trial(chance, chance.choice(FORMS)).results(unit)
-        assert found == expected, text
+        text, result, expected = Trial(chance, chance.choice(FORMS)).results(unit)
+        assert result == expected, text
 
 
 @pytest.mark.parametrize("unit", ("warp", "block"))
@@ -154,5 +154,5 @@ def test_so_does_an_instruction_of_floats(unit):
     """By itself the rule cannot show a constant of as many lanes beside halves, which are twice as many."""
     chance = random.Random(5)
     for form, origins in itertools.product(float_forms(), (("same",), ("loaded",), ("same", "steps", "loaded"))):
-        text, found, expected = Trial(chance, form, origins).results(unit)
-        assert found == expected, text
+        text, result, expected = Trial(chance, form, origins).results(unit)
+        assert result == expected, text

@@ -45,13 +45,13 @@ def test_shuffles(mode, c, unit):
             body = f"""mul.lo.u32 %r2, %r0, 3; and.b32 %r2, %r2, 31; mov.u32 %r3, {c};
                 shfl.sync.{mode}.b32 %r9|%p0, %r1, {code}, %r3, -1; selp.u32 %r4, 0x80000000, 0, %p0;
                 or.b32 %r9, %r9, %r4;"""
-            found, values = result(body, unit)
+            observed, values = result(body, unit)
             for t in range(THREADS):
                 warp, lane = t // 32, t % 32
                 own = values[32 * warp : 32 * warp + 32]
                 amount = 3 * t & 31 if step is None else step
                 value, inside = shuffled(mode, own, lane, amount, c, [True] * len(own))
-                assert found[t] == value | (0x80000000 if inside else 0), (t, b, code)
+                assert observed[t] == value | (0x80000000 if inside else 0), (t, b, code)
 
 
 @UNITS
@@ -61,13 +61,13 @@ def test_votes(unit):
         setp.lt.u32 %p4, %r0, 8; activemask.b32 %r6;
         selp.u32 %r3, 1, 0, %p1; selp.u32 %r4, 2, 0, %p2; or.b32 %r3, %r3, %r4; selp.u32 %r4, 4, 0, %p3;
         or.b32 %r3, %r3, %r4; shl.b32 %r3, %r3, 8; xor.b32 %r9, %r2, %r3; xor.b32 %r9, %r9, %r6;"""
-    found, values = result(body, unit)
+    observed, values = result(body, unit)
     for t in range(THREADS):
         own = values[t // 32 * 32 : t // 32 * 32 + 32]
         bits = [v > 200 for v in own]
         ballot = sum(bit << n for n, bit in enumerate(bits))
         flags = any(bits) | (not any(bits)) << 1 | (all(bits) or not any(bits)) << 2
-        assert found[t] == ballot ^ flags << 8 ^ ((1 << len(own)) - 1)
+        assert observed[t] == ballot ^ flags << 8 ^ ((1 << len(own)) - 1)
 
 
 @UNITS
@@ -77,10 +77,10 @@ def test_votes_of_some_lanes(unit):
         and.b32 %r2, %r0, 1; setp.eq.u32 %p1, %r2, 1; vote.sync.ballot.b32 %r4, %p1, 0xff; activemask.b32 %r5;
         redux.sync.add.s32 %r6, %r0, 0xff; shl.b32 %r5, %r5, 8; or.b32 %r9, %r4, %r5; add.u32 %r9, %r9, %r6;
         elect.sync %r7|%p2, 0xff; @%p2 add.u32 %r9, %r9, 1000000; end:"""
-    found, _ = result(body, unit, threads=64)
+    observed, _ = result(body, unit, threads=64)
     for t in range(64):
         total = sum(range(t // 32 * 32, t // 32 * 32 + 8))
-        assert found[t] == (0xAA + 0xFF00 + total + 1000000 * (t % 32 == 0) if t % 32 < 8 else 1)
+        assert observed[t] == (0xAA + 0xFF00 + total + 1000000 * (t % 32 == 0) if t % 32 < 8 else 1)
 
 
 @UNITS
@@ -91,7 +91,7 @@ def test_votes_of_some_lanes(unit):
 )  # fmt: skip
 def test_redux(op, kind, model, unit):
     values = np.random.default_rng(5).integers(0, 1 << 32, THREADS, dtype="u4")
-    found, values = result(f"redux.sync.{op}.{kind} %r9, %r1, -1;", unit, values)
+    observed, values = result(f"redux.sync.{op}.{kind} %r9, %r1, -1;", unit, values)
     for t in range(THREADS):
         own = values[t // 32 * 32 : t // 32 * 32 + 32]
         if kind == "s32":
@@ -102,7 +102,7 @@ def test_redux(op, kind, model, unit):
                 "add": expected + v, "min": min(expected, v), "max": max(expected, v), "and": expected & v,
                 "or": expected | v, "xor": expected ^ v,
             }[op]  # fmt: skip
-        assert found[t] == expected & M
+        assert observed[t] == expected & M
 
 
 @UNITS
@@ -112,8 +112,8 @@ def test_redux_of_floats(unit):
     body = """redux.sync.min.f32 %r2, %r1, -1; redux.sync.max.abs.f32 %r3, %r1, -1;
         redux.sync.max.NaN.f32 %r4, %r1, -1; setp.eq.u32 %p0, %r0, 0; setp.eq.u32 %p1, %r0, 1; mov.u32 %r9, %r4;
         @%p0 mov.u32 %r9, %r2; @%p1 mov.u32 %r9, %r3;"""
-    found, _ = result(body, unit, values.view("u4"), threads=32)
-    assert np.array(found[:2], "u4").view("f4").tolist() == [-20, 20] and set(found[2:]) == {0x7FFFFFFF}
+    observed, _ = result(body, unit, values.view("u4"), threads=32)
+    assert np.array(observed[:2], "u4").view("f4").tolist() == [-20, 20] and set(observed[2:]) == {0x7FFFFFFF}
 
 
 @UNITS
@@ -122,11 +122,11 @@ def test_matches(unit):
     body = """match.any.sync.b32 %r2, %r1, -1; match.all.sync.b32 %r3|%p0, %r1, -1; mov.u32 %r4, 7;
         match.all.sync.b32 %r5|%p1, %r4, -1; selp.u32 %r6, 1, 0, %p1; xor.b32 %r9, %r2, %r5; xor.b32 %r9, %r9, %r6;
         xor.b32 %r9, %r9, %r3; @%p0 mov.u32 %r9, 0;"""
-    found, values = result(body, unit, values, threads=64)
+    observed, values = result(body, unit, values, threads=64)
     for t in range(64):
         own = values[t // 32 * 32 : t // 32 * 32 + 32]
         same = sum((v == values[t]) << n for n, v in enumerate(own))
-        assert found[t] == same ^ M ^ 1
+        assert observed[t] == same ^ M ^ 1
 
 
 @UNITS

@@ -357,9 +357,9 @@ class Bindings:
 
     def _find(self, address: int, nbytes: int) -> tuple[Block | Physical, int]:
         gpu = self._current_gpu()
-        found = self.vmm.behind(address, nbytes, gpu)
-        if found is not None:
-            return found
+        result = self.vmm.behind(address, nbytes, gpu)
+        if result is not None:
+            return result
         for mapping in self._mappings:
             if mapping.live and mapping.base <= address and address + nbytes <= mapping.base + len(mapping.block.data):
                 if not mapping.block.live:

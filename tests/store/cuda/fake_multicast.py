@@ -132,20 +132,20 @@ class Switch:
 
     def _sum(self, source: int, to: int) -> None:
         words = [struct.unpack_from("<I", memory.data, at)[0] for memory, at in self._places(source)]
-        found = self.process.vmm.behind(to, 4, self.process._current_gpu())
-        assert found is not None
-        memory, at = found
+        result = self.process.vmm.behind(to, 4, self.process._current_gpu())
+        assert result is not None
+        memory, at = result
         memory.data[at : at + 4] = struct.pack("<I", sum(words[self.adds_wrong :]) & 0xFFFFFFFF)
 
     def _places(self, address: int) -> Sequence[tuple[Physical, int]]:
         """What `multimem` reaches by an address."""
-        found, gpu = self.process.vmm.piece(address), self.process._current_gpu()
-        if found is None or not isinstance(found.memory, MulticastObject) or gpu not in found.access:
+        result, gpu = self.process.vmm.piece(address), self.process._current_gpu()
+        if result is None or not isinstance(result.memory, MulticastObject) or gpu not in result.access:
             raise self.process._complain(f"used {address:#x} by multimem, where GPU {gpu} has no multicast object")
-        whole = found.memory
+        whole = result.memory
         if len(whole.bound) < whole.devices:
             raise self.process._complain("used a multicast address before every rank had bound its memory")
-        return [(memory, address - found.base) for memory in whole.bound.values()]
+        return [(memory, address - result.base) for memory in whole.bound.values()]
 
     def _whole(self, handle: int) -> MulticastObject:
         whole = self.process.vmm.memory(handle)

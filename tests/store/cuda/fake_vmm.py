@@ -107,7 +107,7 @@ class VirtualMemory:
 
     def lose(self, gpu: int) -> bool:
         """The context of a GPU goes: whether something was left in it."""
-        return any(gpu in piece.access for found in self._ranges for piece in found.pieces)
+        return any(gpu in piece.access for result in self._ranges for piece in result.pieces)
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
         if attribute == MULTICAST:
@@ -176,19 +176,19 @@ class VirtualMemory:
         return self._ranges[-1].base
 
     def cuMemAddressFree(self, address: int, nbytes: int) -> None:
-        found = self._range(address, nbytes)
-        if (found.base, found.nbytes) != (address, nbytes):
+        result = self._range(address, nbytes)
+        if (result.base, result.nbytes) != (address, nbytes):
             raise self.process._complain(f"freed {nbytes} bytes at {address:#x}, which it has not reserved as a whole")
-        if found.pieces:
+        if result.pieces:
             raise self.process._complain(f"freed the addresses {address:#x}, where memory is mapped")
-        self._ranges.remove(found)
+        self._ranges.remove(result)
 
     def cuMemMap(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
-        found, memory = self._range(address, nbytes), self.memory(handle)
-        over = any(address < p.base + p.nbytes and p.base < address + nbytes for p in found.pieces)
+        result, memory = self._range(address, nbytes), self.memory(handle)
+        over = any(address < p.base + p.nbytes and p.base < address + nbytes for p in result.pieces)
         if offset or flags or nbytes != memory.nbytes or over or address % memory.granule:
             raise self._refused("CUDA_ERROR_INVALID_VALUE")
-        found.pieces.append(Piece(address, nbytes, memory))
+        result.pieces.append(Piece(address, nbytes, memory))
         memory.users += 1
 
     def cuMemUnmap(self, address: int, nbytes: int) -> None:
@@ -218,8 +218,8 @@ class VirtualMemory:
 
     def behind(self, address: int, nbytes: int, gpu: int) -> tuple[Physical, int] | None:
         """What a kernel of `gpu` touches at an address; None if it is in no range of this process."""
-        for found in self._ranges:
-            if found.base <= address and address + nbytes <= found.base + found.nbytes:
+        for result in self._ranges:
+            if result.base <= address and address + nbytes <= result.base + result.nbytes:
                 piece = self.piece(address)
                 if piece is None:
                     raise self.process._complain(f"touched {address:#x}, a range with no memory behind it")
@@ -233,7 +233,7 @@ class VirtualMemory:
 
     def piece(self, address: int) -> Piece | None:
         """What is mapped at an address."""
-        pieces = (piece for found in self._ranges for piece in found.pieces)
+        pieces = (piece for result in self._ranges for piece in result.pieces)
         return next((piece for piece in pieces if piece.base <= address < piece.base + piece.nbytes), None)
 
     def made(self, memory: Physical) -> bool:
@@ -252,10 +252,10 @@ class VirtualMemory:
 
     def _range(self, address: int, nbytes: int) -> Range:
         ranges = (r for r in self._ranges if r.base <= address and address + nbytes <= r.base + r.nbytes)
-        found = next(ranges, None)
-        if found is None:
+        result = next(ranges, None)
+        if result is None:
             raise self.process._complain(f"used {nbytes} bytes at {address:#x}, which it has not reserved")
-        return found
+        return result
 
     def _pieces(self, address: int, nbytes: int) -> list[Piece]:
         """What is mapped in a range; CUDA takes whole mappings only."""

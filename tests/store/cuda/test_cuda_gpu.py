@@ -122,8 +122,8 @@ def _write_to_all(control: QueueControl, arena: CudaArena, dtype: torch.dtype, o
     torch.cuda.synchronize()
     control.agree(None, f"written {dtype}", 60.0)
     for writer in range(control.world_size):
-        found = arena.tensor(control.rank, offset + 512 * writer, (128,), dtype).float().cpu()
-        assert torch.equal(found, torch.full((128,), 1.0 + writer)), f"rank {writer} wrote {dtype}"
+        result = arena.tensor(control.rank, offset + 512 * writer, (128,), dtype).float().cpu()
+        assert torch.equal(result, torch.full((128,), 1.0 + writer)), f"rank {writer} wrote {dtype}"
 
 
 def _touch_control_words(control: QueueControl, arena: CudaArena) -> None:

@@ -45,11 +45,11 @@ def open_all(job: Job, nbytes: int = NBYTES) -> list[CudaArena]:
 
 def words(job: Job, arenas: list[CudaArena], at: int) -> list[int]:
     """The word at byte `at` of every rank's block."""
-    found = []
+    results = []
     for rank, arena in enumerate(arenas):
         with arena._site.current():
-            found.append(*struct.unpack("<I", job.drivers[rank].read(arena.bases[rank] + at, 4)))
-    return found
+            results.append(*struct.unpack("<I", job.drivers[rank].read(arena.bases[rank] + at, 4)))
+    return results
 
 
 def store(job: Job, arenas: list[CudaArena], rank: int, at: int, value: int) -> None:

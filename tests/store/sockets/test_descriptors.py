@@ -107,8 +107,8 @@ def test_every_rank_gets_what_every_other_one_sends(world_size, folder):
     with nothing_left():
         with Meeting(world_size) as meeting:
             for path in meeting.paths:
-                found = os.stat(os.path.dirname(path))
-                assert stat.S_IMODE(found.st_mode) == 0o700 and found.st_uid == os.geteuid()
+                result = os.stat(os.path.dirname(path))
+                assert stat.S_IMODE(result.st_mode) == 0o700 and result.st_uid == os.geteuid()
             got = succeed(world_size, meeting.join)
             assert got == [expected(world_size, rank) for rank in range(world_size)]
             assert not meeting.refused()

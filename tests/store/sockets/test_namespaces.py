@@ -66,7 +66,7 @@ def in_namespaces(rank, world_size, tell, url, own_users, killed):
 
 
 def work(rank, world_size, url, ready, killed):
-    before, found = leftovers(), [os.getpid()]
+    before, result = leftovers(), [os.getpid()]
     try:
         with communicator(rank, world_size, url) as comm:
             x = torch.full((1000,), rank + 1.0)
@@ -74,7 +74,7 @@ def work(rank, world_size, url, ready, killed):
             w = comm.symmetric((8,), torch.float32)
             w.peers[1 - rank][rank] = 10.0 + rank
             comm.barrier()
-            found += [x.unique().tolist(), w.local[1 - rank].item(), comm.kind]
+            result += [x.unique().tolist(), w.local[1 - rank].item(), comm.kind]
             del w
             if killed and rank == 1:
                 ready()
@@ -82,9 +82,9 @@ def work(rank, world_size, url, ready, killed):
             began = time.monotonic()
             comm.all_reduce(x)
     except tricomm.TricommError as error:
-        found += [type(error).__name__, str(error), time.monotonic() - began]
+        result += [type(error).__name__, str(error), time.monotonic() - began]
     del comm
-    return found, {name: more for name, now in leftovers().items() if (more := now - before[name])}
+    return result, {name: more for name, now in leftovers().items() if (more := now - before[name])}
 
 
 @pytest.mark.parametrize("own_users,killed", some([(True, True), (True, False), (False, True), (False, False)], 4))
@@ -95,8 +95,8 @@ def test_ranks_in_different_pid_namespaces(own_users, killed, tmp_path):
         told = [group.message(r) for r in range(1 if killed else 2)]
         codes = [outcome.value for outcome in group.results()]
     assert codes == [0, -signal.SIGKILL if killed else 0], told
-    for rank, (found, left) in enumerate(told):
-        assert found[:4] == [1, [3.0], 11.0 - rank, "posix_shm"] and left == {}
+    for rank, (result, left) in enumerate(told):
+        assert result[:4] == [1, [3.0], 11.0 - rank, "posix_shm"] and left == {}
     if killed:
         name, text, seconds = told[0][0][4:]
         assert name == "PeerDied" and "rank 1 (pid 1) died" in text and seconds < 2.0 + ranks.BUSY

@@ -86,8 +86,8 @@ def outcomes(faults: Faults) -> tuple[list[Any], float]:
     descriptors._remove_orphans.cache_clear()
     store = HashStore()
     with faults.injected():
-        found = in_threads(SIZE, lambda rank: set_up(rank, store))
-    return found, time.monotonic() - began
+        result = in_threads(SIZE, lambda rank: set_up(rank, store))
+    return result, time.monotonic() - began
 
 
 @pytest.fixture(autouse=True)
@@ -105,8 +105,8 @@ def calls() -> list[tuple[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         with tempfile.TemporaryDirectory(prefix="tc") as parent:
             patch.setenv(descriptors.VARIABLE, parent)
-            found, _ = outcomes(faults)
-    assert found == ["ok"] * SIZE, found
+            result, _ = outcomes(faults)
+    assert result == ["ok"] * SIZE, result
     return [(name, nth) for name, n in faults.counts.items() for nth in range(1, (1 if name == "recvmsg" else n) + 1)]
 
 
@@ -116,14 +116,14 @@ CALLS = calls()
 @pytest.mark.parametrize("name,nth", some(CALLS, lambda number, call: call[1] == 1))
 def test_a_call_of_the_system_that_fails(name, nth):
     with nothing_left():
-        found, seconds = outcomes(Faults(1, name, nth))
-        if found != ["ok"] * SIZE:
-            assert all(isinstance(outcome, TricommError) for outcome in found), found
-            assert len({type(outcome) for outcome in found}) == 1, found
-            assert any("Input/output error" in str(outcome) for outcome in found), found
+        result, seconds = outcomes(Faults(1, name, nth))
+        if result != ["ok"] * SIZE:
+            assert all(isinstance(outcome, TricommError) for outcome in result), result
+            assert len({type(outcome) for outcome in result}) == 1, result
+            assert any("Input/output error" in str(outcome) for outcome in result), result
         else:
             assert name in BEARABLE, "a failure had no effect"
-        del found
+        del result
     assert seconds < 2.0 + ranks.BUSY
 
 
@@ -181,11 +181,11 @@ def test_a_rank_is_killed_at_any_line(moment, tmp_path, folder):
     lines = lines_of_a_set_up()
     at = 1 + (lines - 30) * moment // MOMENTS  # some of them depend on what comes when
     with ranks.start(SIZE, killed_at, f"file://{tmp_path}/store", str(folder), at) as group:
-        found = group.results()
-    assert found[1].code == -signal.SIGKILL, found[1]
+        result = group.results()
+    assert result[1].code == -signal.SIGKILL, result[1]
     texts = {}
     for rank in (0, 2):
-        text, _, clean, seconds = found[rank].value
+        text, _, clean, seconds = result[rank].value
         assert text != "ok" and clean and seconds < 5.0 + ranks.BUSY, text
         texts[rank] = text
     assert all("rank 1" in text or "[1]" in text or "did not come" in text for text in texts.values()), texts
