@@ -40,6 +40,7 @@ def read(folder: Path | None = None) -> PublishedJobs:
                 job = msgspec.json.decode(stream.read(_MOST_BYTES), type=JobStatistics)
             if job.schema != publish.SCHEMA:
                 raise msgspec.ValidationError(f"schema {job.schema}, this tricomm knows {publish.SCHEMA}")
+            _check(job)
             pairs.append((job, file))
         except FileNotFoundError:  # another process has put it into the history
             continue
@@ -47,6 +48,23 @@ def read(folder: Path | None = None) -> PublishedJobs:
             notes.append(f"{file} is not the statistics of a job and is ignored: {error}")
     pairs.sort(key=lambda pair: pair[0].written)
     return PublishedJobs(tuple(job for job, _ in pairs), tuple(file for _, file in pairs), tuple(notes))
+
+
+def _check(job: JobStatistics) -> None:
+    """Raises `msgspec.ValidationError` for a number that no job writes, and that cannot be counted with."""
+    try:
+        _date(job)
+    except (OverflowError, ValueError, OSError):
+        raise msgspec.ValidationError(f"written {job.written:g} seconds after 1970") from None
+    for comm in job.communicators:
+        if comm.world_size < 1:
+            raise msgspec.ValidationError(f"a group of {comm.world_size} ranks")
+        if any(calls.calls < 1 for calls in comm.calls):
+            raise msgspec.ValidationError("a kernel that was called less than once")
+
+
+def _date(job: JobStatistics) -> str:
+    return datetime.fromtimestamp(job.written, UTC).isoformat(timespec="seconds")
 
 
 def keep(published: PublishedJobs, history: History) -> int:
@@ -64,8 +82,7 @@ def keep(published: PublishedJobs, history: History) -> int:
 
 def activities(job: JobStatistics) -> list[ActivityRow]:
     """Rows of the history."""
-    date = datetime.fromtimestamp(job.written, UTC).isoformat(timespec="seconds")
-    rows = []
+    date, rows = _date(job), []
     for comm in job.communicators:
         group = (comm.device, comm.group, comm.rank, comm.world_size, comm.simulated)
         rows += [ActivityRow(job.name, date, *group, "kernels", **asdict(calls)) for calls in comm.calls]

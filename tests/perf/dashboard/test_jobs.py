@@ -118,6 +118,25 @@ def test_a_foreign_file_is_named_and_left(tmp_path: Path, text: str) -> None:
     assert len(published.jobs) == 1 and "foreign.json" in published.notes[0] and (tmp_path / "foreign.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("written", "wrong"),
+    [
+        ('"written": 1000.0', '"written": 1e20'),
+        ('"written": 1000.0', '"written": -1e12'),
+        ('"world_size": 2', '"world_size": 0'),
+        ('"calls": 3', '"calls": 0'),
+    ],
+)
+def test_a_file_with_an_impossible_number_is_named_and_left(tmp_path: Path, written: str, wrong: str) -> None:
+    file = job_file(tmp_path)
+    text = file.read_text()
+    assert written in text
+    file.write_text(text.replace(written, wrong))
+    published = jobs.read(tmp_path)
+    assert published.jobs == () and str(file) in published.notes[0] and file.exists()
+    assert prometheus.exposition(published.jobs)
+
+
 def test_a_newer_jobs_file_is_named(tmp_path: Path) -> None:
     file = job_file(tmp_path)
     file.write_text(file.read_text().replace('"schema": 1', '"schema": 2'))
