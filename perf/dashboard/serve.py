@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked(self.connection)
         # Another site's page can resolve its own host name to this address; its requests carry that name.
-        host = (self.headers.get("Host") or "").rpartition(":")[0]
+        host = (self.headers.get("Host") or "").partition(":")[0]
         if host not in (ADDRESS, "localhost"):
             return self.send_error(HTTPStatus.FORBIDDEN, "Ask for 127.0.0.1 or localhost")
         known = self.server.answers.get(self.path.partition("?")[0])

@@ -130,10 +130,11 @@ def test_who_comes_while_all_places_are_at_work_is_told() -> None:
         (b"GET /" + b"a" * serve.HEAD_BYTES + b" HTTP/1.0\r\n\r\n", b"414"),
         (b"GET / HTTP/1.0\r\nX: " + b"a" * serve.HEAD_BYTES + b"\r\n\r\n", b"431"),
         (b"GET / HTTP/1.0\r\n" + b"X: aaaa\r\n" * (serve.HEAD_BYTES // 9) + b"\r\n", b"431"),
+        (b"GET /data HTTP/1.0\r\nHost: example.org\r\n\r\n", b"403"),
         (b"POST /data HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n", b"501"),
         (b"nonsense\r\n\r\n", b"400"),
     ],
-    ids=["line", "header", "headers", "method", "nonsense"],
+    ids=["line", "header", "headers", "host", "method", "nonsense"],
 )
 def test_what_is_too_long_or_of_another_kind_is_refused(request_text: bytes, status: bytes) -> None:
     with _served() as server, ExitStack() as stack:
@@ -141,3 +142,10 @@ def test_what_is_too_long_or_of_another_kind_is_refused(request_text: bytes, sta
         assert status in client.recv(4096)
         _until(lambda: _threads(server) == 0)
         assert _data(server) == "data"
+
+
+@pytest.mark.parametrize("host", [b"127.0.0.1", b"localhost", b"localhost:8377"])
+def test_a_host_may_come_without_the_port_as_at_port_80(host: bytes) -> None:
+    with _served() as server, ExitStack() as stack:
+        client = _connect(server, stack, b"GET /data HTTP/1.0\r\nHost: " + host + b"\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.0 200"
