@@ -84,6 +84,23 @@ def test_honest_ranks_agree_with_and_without_a_token(monkeypatch):
             assert [member.node for member in results[0].members] == [process.node_id()] * 3
 
 
+@pytest.mark.parametrize("value", ["0", "off", "False", "no"])
+def test_the_comparison_of_calls_can_be_turned_off(value, monkeypatch):
+    monkeypatch.setenv("TRICOMM_CHECK", value)
+    assert [one.check for one in outcomes(HashStore())] == [False] * 3
+
+
+@pytest.mark.parametrize("value", ["1", "on", ""])
+def test_the_comparison_of_calls_is_on_otherwise(value, monkeypatch):
+    monkeypatch.setenv("TRICOMM_CHECK", value)
+    assert [one.check for one in outcomes(HashStore())] == [True] * 3
+
+
+def test_a_senseless_wish_about_the_comparison_is_named(monkeypatch):
+    monkeypatch.setenv("TRICOMM_CHECK", "never")
+    assert all("TRICOMM_CHECK='never'" in str(error) for error in outcomes(HashStore()))
+
+
 def test_a_record_forged_without_the_token_is_refused(token):
     results = outcomes(Attacked(without_checks))
     for rank in (0, 2):

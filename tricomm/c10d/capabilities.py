@@ -113,7 +113,7 @@ def _abort(gathering: Gathering, error: BaseException) -> None:
 
 
 def _own_capabilities(batch_invariant: bool = False) -> Capabilities:
-    switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * (env.text("TRICOMM_CHECK") != "0")
+    switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * calls_are_compared()
     switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiler.refused() is None)
     switches |= _CPU_POSSIBLE * (interpreter.supported() is None) | _BATCH_INVARIANT * batch_invariant
     pid = os.getpid()
@@ -127,6 +127,11 @@ def cpu_through_kernels() -> bool:
     if route not in (None, "kernels", "gloo"):
         raise InvalidArgument(f"TRICOMM_CPU={route!r}: kernels or gloo is needed")
     return route == "kernels"
+
+
+def calls_are_compared() -> bool:
+    """TRICOMM_CHECK: True unless it is off; raises `InvalidArgument` for anything that is neither on nor off."""
+    return env.text("TRICOMM_CHECK") is None or env.flag("TRICOMM_CHECK")
 
 
 def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeout: float) -> list[StoreRecord[B]]:
