@@ -11,6 +11,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +20,12 @@ import triton
 
 import tricomm
 from tricomm import cuda_bindings, env
+from tricomm.c10d import capabilities
+from tricomm.engines import engine_group
 from tricomm.errors import TricommError
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics import publish
+from tricomm.metrics.counters import Activity
 from tricomm.options import Options
 from tricomm.perf.history import database
 from tricomm.policy import user_tables
@@ -215,8 +219,14 @@ def _history() -> Iterator[ProbeResult]:
 def _variables() -> Iterator[ProbeResult]:
     probes: dict[str, Callable[[], object]] = {
         "TRICOMM_STATS": publish.interval,
-        "TRICOMM_STATS_EVERY": lambda: env.integer("TRICOMM_STATS_EVERY"),
-        "TRICOMM_ARENA_BYTES": lambda: Options(arena_bytes=env.integer("TRICOMM_ARENA_BYTES") or 1 << 26),
+        "TRICOMM_STATS_EVERY": lambda: Activity("", 0, 1, torch.device("cpu"), {}),
+        "TRICOMM_ARENA_BYTES": lambda: capabilities.options_for(None, timedelta(minutes=10), "cpu"),
+        "TRICOMM_CPU": capabilities.cpu_through_kernels,
+        "TRICOMM_CHECK": capabilities.calls_are_compared,
+        "TRICOMM_BLOCKING_WAIT": lambda: env.flag("TRICOMM_BLOCKING_WAIT"),
+        "VLLM_TRICOMM": lambda: env.flag("VLLM_TRICOMM"),
+        "SGLANG_TRICOMM": lambda: env.flag("SGLANG_TRICOMM"),
+        "TRICOMM_ENGINE_MAX_BYTES": engine_group.max_bytes,
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
         "TRICOMM_SHARE_DEVICE": env.share_device,
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,

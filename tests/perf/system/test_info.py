@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,19 @@ def test_a_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     done = CliRunner().invoke(cli, ["info", "--json"])
     assert "very-secret" not in done.output
-    assert json.loads(done.output)["environment"] == {"TRICOMM_TOKEN": "(set)", "NCCL_P2P_DISABLE": "1"}
+    shown = json.loads(done.output)["environment"]
+    assert (shown["TRICOMM_TOKEN"], shown["NCCL_P2P_DISABLE"]) == ("(set)", "1")
+
+
+def test_every_variable_of_the_readme_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = Path(__file__).parents[3] / "README.md"
+    section = readme.read_text().split("\n## Environment\n")[1].split("\n## ")[0]
+    first = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    names = {name for column in first for name in re.findall(r"`([A-Z_0-9]{4,})", column)}
+    assert len(names) > 25
+    for name in names:
+        monkeypatch.setenv(name, "0")
+    assert names <= set(info.collect()["environment"])
 
 
 def test_kernels_prints_a_line_per_variant() -> None:
