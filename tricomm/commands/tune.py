@@ -15,6 +15,7 @@ from tricomm.commands.common import (
     OutputFile,
     check_row_options,
     errors_told,
+    given,
     joined,
     usage,
 )
@@ -49,6 +50,11 @@ def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: st
     tricomm tune show
     """
     if context.invoked_subcommand is not None:
+        if unused := given(context):
+            raise click.UsageError(
+                f"{', '.join(unused.values())}: for tuning alone, so tune {context.invoked_subcommand} would not look "
+                "at it; leave it out"
+            )
         return
     from tricomm.perf import row_calls
     from tricomm.perf.tuner import points, tune_ranks

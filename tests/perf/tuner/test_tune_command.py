@@ -196,6 +196,7 @@ def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path
         (("--collective", "all_reduce_rms_norm", "--bits", "64"), "nothing to tune at these widths and sizes"),
         (("--collective", "all_reduce_rms_norm", "--beside-compute"), "no fused kernel leaves room for others"),
         (("shw",), "No such command 'shw'"),
+        (("--nproc", "4", "--hidden", "8", "show"), "--nproc, --hidden: for tuning alone, so tune show would not look"),
     ],
 )
 def test_bad_arguments_are_usage_errors(arguments: tuple[str, ...], said: str) -> None:
