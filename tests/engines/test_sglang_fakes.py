@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tricomm.engines import sglang_all_reduce, sglang_plugin
 from tricomm.engines.engine_group import Engine
@@ -97,6 +98,13 @@ def test_the_fused_hook_takes_its_group_and_else_calls_sglangs_own():
         None,
     )  # arguments that may mean something else in another version
     assert [count for count, _ in own] == [3, 3, 5]
+
+
+def test_a_compiled_graph_is_told_the_layout_that_the_call_gives():
+    x, weight = torch.ones(8, 2).t(), torch.ones(8)
+    with FakeTensorMode() as mode:
+        told = torch.ops.tricomm.sglang_all_reduce_rms_norm(*map(mode.from_tensor, (x, x, weight)), 1e-6, "tp")
+    assert [one.stride() for one in told] == [(8, 1), (8, 1)], "results are contiguous, whatever the input"
 
 
 def test_dispatch_is_sglangs_own_where_tricomm_cannot_run(caplog):

@@ -145,7 +145,7 @@ def _compiled(
     from sglang.srt.distributed import parallel_state
 
     total = next(g for ref in parallel_state._groups.values() if (g := ref()) is not None and g.ca_comm is member)
-    added = total.all_reduce(x.clone()) + residual
+    added = (total.all_reduce(x.clone()) + residual).contiguous()
     return torch.nn.functional.rms_norm(added, added.shape[-1:], weight.to(added.dtype), eps), added
 
 
@@ -157,6 +157,9 @@ _lib.impl("sglang_all_reduce_rms_norm", _compiled, "CPU")
 _lib.impl("sglang_all_reduce_rms_norm", _compiled, "CUDA")
 register_fake(
     "tricomm::sglang_all_reduce_rms_norm",
-    lambda x, residual, weight, eps, name: (torch.empty_like(x), torch.empty_like(residual)),
+    lambda x, residual, weight, eps, name: (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        torch.empty_like(residual, memory_format=torch.contiguous_format),
+    ),
     lib=_lib,
 )
