@@ -101,6 +101,28 @@ def test_a_senseless_wish_about_the_comparison_is_named(monkeypatch):
     assert all("TRICOMM_CHECK='never'" in str(error) for error in outcomes(HashStore()))
 
 
+def test_a_rank_whose_settings_make_no_sense_is_named_at_once():
+    store = HashStore()
+
+    def run(rank: int):
+        def settings() -> bool:
+            if rank == 1:
+                raise InvalidArgument("TRICOMM_BATCH_INVARIANT='x' is neither on nor off")
+            return False
+
+        try:
+            return capabilities.exchange_capabilities(store, rank, 3, 30.0, settings)
+        except TricommError as error:
+            return error
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        others = list(pool.map(run, range(3)))
+    assert isinstance(others.pop(1), InvalidArgument) and time.monotonic() - began < 10
+    for error in others:
+        assert isinstance(error, RendezvousError) and "TRICOMM_BATCH_INVARIANT='x'" in str(error)
+
+
 def test_a_record_forged_without_the_token_is_refused(token):
     results = outcomes(Attacked(without_checks))
     for rank in (0, 2):

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
+import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import tricomm
 from tricomm.engines import engine_group, vllm_communicator, vllm_plugin
@@ -187,6 +191,23 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, text):
     monkeypatch.setenv("TRICOMM_ENGINE_MAX_BYTES", text)
     with pytest.raises(InvalidArgument, match="TRICOMM_ENGINE_MAX_BYTES"):
         engine_group.max_bytes()
+
+
+def test_a_limit_that_makes_no_sense_on_one_rank_is_told_to_all_at_once(monkeypatch):
+    monkeypatch.setattr(
+        engine_group, "max_bytes", lambda: _raising(InvalidArgument("no bytes"))() if who.rank else None
+    )
+    store, who = HashStore(), threading.local()
+
+    def run(rank):
+        who.rank = rank
+        seat = engine_group.Seat(store, rank, 2, torch.device("cpu"), "tp:0")
+        return engine_group.EngineGroup(seat, Engine("vLLM", LOG)).why_not
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        reasons = list(pool.map(run, range(2)))
+    assert all("no bytes" in why for why in reasons) and time.monotonic() - began < 10
 
 
 def _pretending(engine, device="cuda", invariant=False):

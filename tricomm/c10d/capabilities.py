@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -77,9 +78,12 @@ class GroupCapabilities:
 
 
 def exchange_capabilities(
-    store: Any, rank: int, world_size: int, timeout: float, batch_invariant: bool = False
-) -> GroupCapabilities:
+    store: Any, rank: int, world_size: int, timeout: float, batch_invariant: bool | Callable[[], bool] = False,
+) -> GroupCapabilities:  # fmt: skip
     """Exchange capabilities; every rank of the group calls it, with the same `batch_invariant`.
+
+    A rank whose settings make no sense must not keep the others waiting: if `batch_invariant` is a function, it reads
+    them, and what it raises is raised here and named to all ranks at once.
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
     record and what is wrong with it. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same
@@ -91,7 +95,8 @@ def exchange_capabilities(
     gathering = Gathering(bounded, "capabilities", rank, world_size)
     try:
         gathering.begin()
-        ranks = _gather(gathering, "rank", _own_capabilities(batch_invariant), deadline, timeout)
+        invariant = batch_invariant() if callable(batch_invariant) else batch_invariant
+        ranks = _gather(gathering, "rank", _own_capabilities(invariant), deadline, timeout)
         token = env.token()
         if token is not None:
             _confirm(gathering, ranks, token, deadline, timeout)

@@ -164,6 +164,7 @@ def _agree(config: GroupConfig, options: Options | None) -> GroupCapabilities:
             f"Options.channels={options.channels}: a process group has one order of calls, whatever the stream; for "
             "calls side by side make another group with dist.new_group, which has memory of its own"
         )
-    invariant = with_environment(options).batch_invariant
     limit = config.timeout.total_seconds()
-    return exchange_capabilities(config.store, config.rank, config.world_size, limit, invariant)
+    return exchange_capabilities(
+        config.store, config.rank, config.world_size, limit, lambda: with_environment(options).batch_invariant
+    )

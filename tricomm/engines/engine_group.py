@@ -116,10 +116,14 @@ class EngineGroup:
 
     def _join(self, seat: Seat) -> tuple[GroupFacts, Communicator]:
         """Meet the other ranks; raises on all of them if one cannot use tricomm."""
-        self._limit = max_bytes()
+
+        def settings() -> bool:
+            self._limit = max_bytes()
+            return env.batch_invariant()
+
         store = PrefixStore(str(self._opened), seat.store)
-        invariant = env.batch_invariant()
-        agreed = exchange_capabilities(store, seat.rank, seat.world_size, MEETING_SECONDS, invariant)
+        agreed = exchange_capabilities(store, seat.rank, seat.world_size, MEETING_SECONDS, settings)
+        invariant = agreed.batch_invariant
         why = f"the group spans {agreed.nodes} nodes" if agreed.nodes > 1 else agreed.no_kernels[seat.device.type]
         if why is not None:
             raise ResourceError(why)
