@@ -29,7 +29,7 @@ class Arena(Protocol):
 
     @property
     def kind(self) -> str:
-        """What the memory is: "posix_shm", "cuda_vmm", "cuda_ipc" or "local"."""
+        """The kind of memory: "posix_shm", "cuda_vmm", "cuda_ipc" or "local"."""
 
     @property
     def reason(self) -> str:
@@ -37,17 +37,17 @@ class Arena(Protocol):
 
     @property
     def multicast(self) -> int:
-        """The address that stands for all ranks' blocks at once, for a switch's instructions; 0 if there is none."""
+        """The multicast address of all ranks' blocks, for the switch's instructions; 0 if there is none."""
 
     @property
     def no_multicast(self) -> str:
-        """Why it has none; empty on a CPU, whose interpreter needs none."""
+        """Why there is no multicast address; empty on a CPU, whose interpreter needs none."""
 
     @property
     def no_suspend(self) -> str:
         """Why the memory cannot be given back while its addresses are kept; empty if it can."""
 
-    suspended: bool  # whether there is nothing behind the addresses, or not on all ranks
+    suspended: bool  # from `suspend` until a `resume` that succeeds on all ranks
 
     @property
     def closed(self) -> bool: ...
@@ -62,21 +62,21 @@ class Arena(Protocol):
         """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` if it would leave the block."""
 
     def suspend(self) -> None:
-        """Give this rank's share of the memory back, and keep all addresses; other ranks are not waited for.
+        """Give this rank's share of the memory back and keep all addresses; does not wait for other ranks.
 
-        No kernel of any rank may be using it. Raises `ResourceError` if something was refused: what is left is tried
-        again by the next `suspend`, `resume` or `close`."""
+        No kernel of any rank may be using it. Raises `ResourceError` if a step is refused; the next `suspend`, `resume`
+        or `close` tries it again."""
 
     def resume(self, control: ControlPage, timeout: float) -> None:
         """Zeroed memory at the same addresses; called by all ranks together, each after `suspend`.
 
-        Raises the same error on all ranks, with everything given back again, as the opening of an arena does."""
+        If it fails, all ranks give everything back and raise the same error, as `open_arena` does."""
 
     def close(self) -> None:
-        """Let the memory go; idempotent."""
+        """Release the memory; idempotent."""
 
     def keep(self) -> None:
-        """In place of `close`: all of it stays as it is until the process ends, here and at the peers. Idempotent."""
+        """Instead of `close`: all memory stays mapped, here and on the peers, until the process ends. Idempotent."""
 
 
 def open_arena(
@@ -85,8 +85,8 @@ def open_arena(
 ) -> Arena:  # fmt: skip
     """Zeroed memory of `nbytes` bytes on each rank's `device`, mapped by all; called by all ranks together.
 
-    On GPUs `reach` says for each rank if this rank maps its memory, alike at both ends; if not, its address is 0.
-    `multicast`: with an address for all ranks' memory at once, if the box has that and permits it.
+    On GPUs `reach[r]` says whether this rank maps rank r's memory (the same on both ranks); if not, its address is 0.
+    `multicast`: also set up a multicast address, if the machine has that and permits it.
 
     Raises the same error on all ranks, with everything undone: `ResourceError` if memory is refused,
     `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
@@ -111,9 +111,9 @@ def open_cuda(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
     reach: Sequence[bool] | None = None,
 ) -> CudaArena:  # fmt: skip
-    """`open_blocks` of memory that is shared by descriptors; by fabric handles if all ranks ask for them and have them
-    (TRICOMM_CUDA_VMM=fabric); of legacy CUDA IPC if a rank cannot, or must not (TRICOMM_CUDA_VMM=0).
-    `CudaArena.reason` says why. Raises as `open_blocks`, with all reasons."""
+    """`open_blocks` with memory shared by file descriptors. A rank may ask for fabric handles
+    (TRICOMM_CUDA_VMM=fabric); legacy CUDA IPC is the fallback if a rank cannot share by descriptors, or must not
+    (TRICOMM_CUDA_VMM=0). `CudaArena.reason` says why. Raises as `open_blocks` does, with the reasons of all kinds."""
     from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
     from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
 
@@ -150,7 +150,7 @@ def open_cuda(
 
 def expected_kind(gpus: int) -> tuple[str, str]:
     """The kind of memory that ranks on this machine's GPUs are likely to share, or on its CPU if there are none, and
-    why it is not the usual one. The ranks decide together."""
+    why it is not the usual kind. The ranks make the actual choice together."""
     if not gpus:
         return "posix_shm", ""
     try:
@@ -176,8 +176,8 @@ def expected_kind(gpus: int) -> tuple[str, str]:
 
 
 def no_multicast_expected(gpus: int) -> str:
-    """Why ranks on this machine's GPUs are not likely to have a multicast address; empty if they are. The ranks try it
-    out together."""
+    """Why ranks on this machine's GPUs will probably have no multicast address; empty if they probably will. Only the
+    ranks together can find out."""
     kind, _ = expected_kind(gpus)
     if kind != "cuda_vmm":
         return f"memory of kind {kind} has none"

@@ -1,8 +1,8 @@
-"""Store calls with a bound of our own.
+"""Store calls with a time limit of our own.
 
-A Store's timeout is no bound: with the server of a TCPStore stopped, `get` with a timeout of 4 s was still blocked
-after 90 s. So every call runs on another thread, and the caller waits for a limited time. A thread that is stuck in a
-call cannot be ended; it is left behind as a daemon and never used again.
+A Store's own timeout does not hold: with the server of a TCPStore stopped, `get` with a timeout of 4 s was still
+blocked after 90 s. So every call runs on another thread, and the caller waits for a limited time. A thread that is
+stuck in a call cannot be ended; it is left behind as a daemon and never used again.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class BoundedThread:
         try:
             return job.result(max(seconds, 0.0))
         except futures.TimeoutError:
-            if job.done():  # the action's own, or it has ended since
+            if job.done():  # the action's own TimeoutError, or it has just ended
                 return job.result()
         self.stuck = what
-        self._jobs.put(None)  # should it ever come back, it ends
+        self._jobs.put(None)  # ends the thread if the action ever returns
         raise RendezvousError(f"{what}: timeout after {max(seconds, 0.0):.1f} s: is the store's server stopped?")
 
     def start(self, action: Callable[[], _T]) -> Future[_T]:
@@ -60,7 +60,7 @@ class BoundedThread:
         if self._thread is None:
             thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
             thread.start()
-            self._thread = thread  # only now: an interrupt must not leave one that was never started
+            self._thread = thread  # only now: an interrupt must not leave an unstarted thread here
         job: Future[_T] = Future()
         self._jobs.put((job, action))
         return job
@@ -73,7 +73,7 @@ class BoundedThread:
 
 
 def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    # Knows the queue alone: a reference to its owner would keep that, and the last store, alive.
+    # Refers to the queue only: a reference to its owner would keep the owner, and the last store, alive.
     while (job := jobs.get()) is not None:
         future, action = job
         try:
@@ -84,7 +84,7 @@ def _serve(jobs: queue.SimpleQueue[_Job | None]) -> None:
 
 
 class BoundedStore:
-    """A Store whose calls all together end within `timeout` seconds (`extend` for more), and then raise.
+    """A Store whose calls share one limit of `timeout` seconds (see `extend`), and raise once it has passed.
 
     Every method raises `RendezvousError` that names the operation, the key and the seconds waited, if the store fails
     or does not answer. Any `torch.distributed` Store will do.
@@ -100,7 +100,7 @@ class BoundedStore:
         self._call("set", key, lambda: self._store.set(key, cast(str, value)))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that exists; for one that does not, an error when the time is up."""
+        """The value of the key; if it does not exist, raises when the time is up."""
         return bytes(self._call("get", key, lambda: self._store.get(key)))
 
     def get_all(self, keys: list[str]) -> list[bytes]:
@@ -108,7 +108,7 @@ class BoundedStore:
         return self._call("get", keys[0], lambda: [bytes(value) for value in self._store.multi_get(keys)])
 
     def add(self, key: str, amount: int, took: Callable[[int], None] = lambda total: None) -> int:
-        """The new total, which the store's thread also gives to `took`."""
+        """The new total, which the store's thread also passes to `took`."""
 
         def action() -> int:
             total = int(self._store.add(key, amount))
@@ -127,7 +127,7 @@ class BoundedStore:
 
     @property
     def usable(self) -> bool:
-        """False once a call has not come back: then none will."""
+        """False once a call has not returned in time: all later calls raise."""
         return self._thread.stuck is None
 
     def extend(self, seconds: float) -> None:
@@ -157,6 +157,6 @@ class BoundedStore:
 
 
 def first_line(error: BaseException) -> str:
-    """Class and first line of an error's text: torch appends a C++ stack to many."""
+    """Class and first line of an error's text: torch appends a C++ stack trace to many."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -25,8 +25,8 @@ class CollectiveStages:
     def __call__(self, stage: str, action: Callable[[], _T]) -> _T:
         """Run `action` and return its result if it succeeds on all ranks; otherwise raise the same error on all.
 
-        An error that is not tricomm's own becomes a `ResourceError`; on this rank only if its class is the system's or
-        torch's.
+        The other ranks see an error that is not tricomm's own as a `ResourceError`. So does this rank if the system or
+        torch raised it; any other error (a signal handler's) is raised here unchanged.
         """
 
         def agree(error: TricommError | None, result: Sequence[_T], what: str) -> _T:
@@ -65,9 +65,9 @@ def pass_descriptors(
     control: ControlPage, passing: DescriptorSocket, names: Sequence[bytes], mine: Sequence[int],
     take: Callable[[int, list[int]], None], what: str, deadline: Deadline,
 ) -> None:  # fmt: skip
-    """`DescriptorSocket.exchange` in a stage of a set-up of a group that has a control page, for what `what` names.
+    """`DescriptorSocket.exchange` as a stage of a set-up; `what` names it in messages.
 
-    Raises also `PeerDied` if a rank has ended, `GroupAborted` if the stage has failed on another rank.
+    Also raises `PeerDied` if a rank has ended, and an error of the same class if the stage has failed on another rank.
     """
 
     def look() -> None:

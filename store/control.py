@@ -37,8 +37,8 @@ _DONE, _FAILED = b"\0", b"\1"
 
 @dataclass(frozen=True)
 class RankSegment:
-    """One rank: its control segment as mapped here, and its process as it calls itself. `watched` watches that; None:
-    it is a process of this PID namespace."""
+    """One rank: its control segment as mapped here, and its process, by its own account. `watched` watches the process;
+    None: it is in this PID namespace, and the page watches it."""
 
     segment: Segment
     pid: int
@@ -47,16 +47,16 @@ class RankSegment:
 
 
 class Host(TimeSource, Protocol):
-    """What a control page needs of the world that its rank runs in."""
+    """What a control page needs from the environment of its rank."""
 
     def watch(self, rank: int, member: RankSegment) -> process.Watched: ...
 
     def changed(self) -> None:
-        """This rank's page has changed; peers that share its memory see that by themselves."""
+        """Called when this rank's page has changed; peers that share its memory need no notice."""
 
 
 class LocalHost:
-    """The world of ranks that are processes, or threads, of this machine."""
+    """The environment of ranks that are processes or threads of this machine."""
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -75,8 +75,8 @@ class ControlPage:
     """All ranks' control pages. Takes over the segments of `members` (one per rank) and closes them with itself.
 
     `group` is a short name for messages. `host` is this machine by default. `gather`, for ranks that share no memory,
-    takes a message, a limit in seconds and what to call meanwhile, which may raise, and returns the payloads of all
-    ranks; `peers` is empty then. Methods raise `GroupAborted` after `close` and in a forked child, `InvalidArgument`
+    takes a message, a limit in seconds and a function to call while it waits (which may raise), and returns all ranks'
+    payloads; `peers` is then empty. Methods raise `GroupAborted` after `close` and in a forked child, `InvalidArgument`
     for a rank outside the group.
     """
 
@@ -97,14 +97,14 @@ class ControlPage:
         self._step = 0
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
         self._exchanging = threading.Lock()
-        self.held_channels = 1  # from 0 on: this rank makes no call there while it is in an exchange
-        self.doing: Callable[[int], str] = _nothing  # what a rank is in that may keep it from an exchange
+        self.held_channels = 1  # how many, from 0 on, see no call of this rank during an exchange
+        self.doing: Callable[[int], str] = _nothing  # what may be keeping a rank from an exchange
         self.device_words = self._pages[rank].device_address
         self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """The other ranks whose pages can be seen from here: all of them if memory is shared."""
+        """The other ranks whose pages are visible here: all of them if memory is shared, else none."""
         if self._gather_elsewhere is not None:
             return ()
         return tuple(r for r in range(self.world_size) if r != self.rank)
@@ -114,14 +114,14 @@ class ControlPage:
         return self._own().device_words()
 
     def peer_words(self, rank: int) -> NDArray[np.int64]:
-        """`rank`'s words, not writable unless they are this rank's own."""
+        """`rank`'s words, read-only unless they are this rank's own."""
         return self._page(rank).device_words()
 
     def pid(self, rank: int) -> int:
         return self._member(rank).pid
 
     def stopped(self, rank: int) -> bool:
-        """True if the rank's process is known to be stopped; that is not known of another PID namespace."""
+        """True if the rank's process is known to be stopped; False if it is in another PID namespace."""
         watched = self._watched
         self._check(rank)
         return bool(watched) and watched[rank].stopped()
@@ -244,17 +244,17 @@ class ControlPage:
                 raise InvalidArgument(f"{what}: rank 0 has {first}, rank {rank} has {other}; give all ranks the same")
 
     def give_up_if_refused(self) -> None:
-        """Raises an error of the same class if a rank has come to the next exchange, an `agree`, with an error: in a
-        stage of a set-up, before this rank has come there."""
+        """Raise an error of the same class if another rank has already entered the next exchange with an error. That
+        exchange must be an `agree`, as in a stage of a set-up."""
         for rank in self.peers:
             theirs = self._page(rank).posted(self._step + 1)
             if theirs is not None and theirs.step == self._step + 1 and theirs.payload:
                 raise _kind(theirs.payload)(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
     def close(self) -> None:
-        """Tell the peers, and let go of all memory. Idempotent. In a forked child only lets go.
+        """Tell the peers, and release all memory; a forked child only releases. Idempotent.
 
-        No kernel of this rank may be running: its words are taken from the device before they go.
+        No kernel of this rank may be running: its words are unregistered from the GPU before they are unmapped.
         """
         members, pages = self._members, self._pages
         if pages and os.getpid() == self._owner:
@@ -263,13 +263,13 @@ class ControlPage:
         # After the peers have been told: in one process this may wait for their kernels, which wait for this rank's.
         self.host_words.close()
         self._members, self._pages = (), ()
-        self.doing = _nothing  # or memory would be kept for as long as a group and its page refer to each other
+        self.doing = _nothing  # breaks the cycle of group and page, which would keep memory alive
         for member in members:
             member.segment.close()
         self.unwatch()
 
     def unwatch(self) -> None:
-        """Let go of the peers' pidfds, and of nothing else: for a page that its handshake takes apart again."""
+        """Drop the peers' pidfds and nothing else: for a failed handshake, which releases the rest itself."""
         self._watched = ()
 
     def _gather(self, mine: ExchangeMessage, timeout: float, abort_on_fault: bool) -> list[bytes]:
@@ -303,7 +303,7 @@ class ControlPage:
         return [arrived[rank] for rank in range(self.world_size)]
 
     def _refuse_lost(self) -> None:
-        """Raises this rank's own fault, if it has one: of ranks that cannot be seen none else is known."""
+        """Raise this rank's own fault, if it has one; the other ranks' faults cannot be seen."""
         fault = self.fault(self.rank)
         if fault is not None:
             raise getattr(errors, fault.kind, GroupAborted)(fault.text)
@@ -337,7 +337,7 @@ class ControlPage:
         return {rank: theirs.payload}
 
     def _gone(self, arrived: Iterable[int]) -> dict[int, str]:
-        """The reason for each rank that will not come any more."""
+        """The missing ranks that will never come, and why."""
         gone = {}
         for rank in set(range(self.world_size)) - set(arrived):
             if self.state(rank) == RankState.CLOSED:

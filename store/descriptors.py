@@ -1,15 +1,15 @@
-"""Descriptors from rank to rank: datagrams over Unix sockets (SCM_RIGHTS).
+"""File descriptors from rank to rank, in datagrams over Unix sockets (SCM_RIGHTS).
 
     rank 0: mkdir 0700 <base>/tricomm-<random>, bind s ──── name, by the Store or the control page ────▶ all ranks
     rank 1: its credentials, checked by the kernel; a sealed record; its descriptors ──── one datagram ────▶ rank 0
 
-A datagram comes whole or not at all, and there is no connection that a silent process could hold. No other user can
-enter the directory. A message counts if the kernel says that it is of this user, if its record has the group's nonce
-(and HMAC, with TRICOMM_TOKEN), and if it brings as many descriptors as the group's ranks send. All else is closed,
-counted and ignored, so that it costs the time of reading it.
+A datagram arrives whole or not at all, and there is no connection that a silent process could occupy. No other user
+can enter the directory. A message counts if the kernel says that this user sent it, if its record has the group's nonce
+(and HMAC, with TRICOMM_TOKEN), and if it carries as many descriptors as the group's ranks send. Any other message is
+counted and dropped, and its descriptors are closed.
 
-A directory is gone after the exchange. That of a rank that was killed is removed by the others. If all were killed,
-or none knew its name yet, the next process that makes a socket in the same base removes it: nothing holds its lock.
+A rank removes its directory after the exchange, or the others do if it was killed. If all were killed, or none knew the
+name yet, the next process that makes a socket in the same base removes it: no process holds its lock.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ _MOST_DESCRIPTORS = 8
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _ROOM = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(_MOST_DESCRIPTORS * 4)
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, _LOOK_SECONDS = 5e-4, 0.02, 0.05
-_AT_ONCE = 64  # messages that are read before the clock is looked at again
+_AT_ONCE = 64  # messages read before the next look at the clock
 _TRIES = 8
 
 
 @dataclass(frozen=True)
 class Sender:
-    """This rank, as its messages of one exchange present it. Never printed: the nonce is a secret."""
+    """This rank, as its messages of one exchange identify it. Never printed: the nonce is a secret."""
 
     rank: int
     world_size: int
@@ -74,8 +74,8 @@ class Sender:
 class DescriptorSocket:
     """The socket at which other ranks leave descriptors for this one, from `bind` until `close`.
 
-    `name` is all that they have to know. `peers`: those of the other ranks' sockets, as far as they are known.
-    `refused` counts the messages that were not believed, by reason.
+    The other ranks need only its `name`. `peers`: the names of their sockets, as far as they are known. `refused`
+    counts the rejected messages by reason.
     """
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class DescriptorSocket:
         self.peers: list[bytes] = []
         self.refused: Counter[str] = Counter()
         self._base = self._folder = ""
-        self._sockets: list[socket.socket] = []  # at most one, as in the next one
+        self._sockets: list[socket.socket] = []  # at most one, as in `_locks`
         self._locks: list[int] = []
 
     def bind(self) -> None:
@@ -106,7 +106,7 @@ class DescriptorSocket:
             ) from error
 
     def _claim(self) -> bool:
-        """Make a directory and lock it; False if another process takes it for one that was left behind."""
+        """Make a directory and lock it; False if another process has taken it for an orphan."""
         self._remove()
         self.name = secrets.token_bytes(NAME_BYTES)
         self._folder = os.path.dirname(_path(self._base, self.name))
@@ -118,20 +118,20 @@ class DescriptorSocket:
         return False
 
     def close(self) -> None:
-        """Remove the directory; nothing comes any more. Idempotent."""
+        """Remove the directory and close the socket. Idempotent."""
         self._remove()
         while self._sockets:
             self._sockets.pop().close()
 
     def abandon(self) -> None:
-        """In place of `close` after a failure: remove also what ranks that were killed have left behind."""
+        """Instead of `close` after a failure: also removes what killed ranks have left behind."""
         self.close()
         for name in self.peers:
             if died(name):
                 _remove(os.path.dirname(_path(self._base, name)))
 
     def _remove(self) -> None:
-        # The name before the socket: a name without a socket means that its process has died.
+        # Remove the name before the socket: a name without a socket means that its process has died.
         if self._folder:
             _remove(self._folder)
             self._folder = ""
@@ -142,12 +142,12 @@ class DescriptorSocket:
         self, sender: Sender, names: Sequence[bytes], mine: Sequence[int], take: Callable[[int, list[int]], None],
         deadline: Deadline, look: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Send the descriptors `mine` to all other ranks, whose sockets have `names`, and receive as many of each.
+        """Send the descriptors `mine` to all other ranks, whose sockets have `names`, and receive as many from each.
 
-        `take(rank, descriptors)` is called once for each other rank; those that it leaves in the list are closed.
-        `look` is called now and then, and raises if there is no use in waiting. Raises `ResourceError` if a rank
-        cannot be reached, and what `take` and `look` raise; `RendezvousError` that names the ranks that sent nothing
-        when `deadline` has passed.
+        `take(rank, descriptors)` is called once for each other rank; descriptors that it leaves in the list are closed.
+        `look` is called periodically, and raises if waiting is useless. Raises `ResourceError` if a rank cannot be
+        reached, `RendezvousError` that names the late ranks when `deadline` has passed, and what `take` and `look`
+        raise.
         """
         everyone = [rank for rank in range(sender.world_size) if rank != sender.rank]
         if not everyone:
@@ -187,7 +187,7 @@ class DescriptorSocket:
 
     def _send(self, rank: int, name: bytes, data: bytes, mine: Sequence[int], look: Callable[[], None]) -> bool:
         """False if there is no room for a message at the moment."""
-        # The effective user: without it the kernel would tell the real one.
+        # The effective user: by default the kernel reports the real one.
         me = _CREDENTIALS.pack(os.getpid(), os.geteuid(), os.getegid())
         extra: list[tuple[int, int, Any]] = [
             (socket.SOL_SOCKET, socket.SCM_CREDENTIALS, me),
@@ -249,14 +249,14 @@ class OwnedDescriptors(list[int]):
 
 
 class _Refused(Exception):
-    """A message is not believed, for this reason."""
+    """A message is rejected, for this reason."""
 
 
 def base() -> str:
-    """The directory of all sockets' directories: TRICOMM_SOCKET_DIR, or a directory of the machine.
+    """The parent of all sockets' directories: TRICOMM_SOCKET_DIR, else /dev/shm or /tmp.
 
-    Raises `InvalidArgument` for one that other users could change or whose path is too long, `ResourceError` if there
-    is none.
+    Raises `InvalidArgument` for one that other users could change or whose path is too long, `ResourceError` if none
+    can be written.
     """
     chosen = env.text(VARIABLE)
     if chosen is None:
@@ -318,14 +318,14 @@ _same = hmac.compare_digest
 
 
 def _of_this_user(extra: list[tuple[int, int, bytes]]) -> bool:
-    """Whether the kernel says so. It shows users of other user namespaces by their number here."""
+    """Whether this user sent it, by the kernel's account, which translates uids from other user namespaces."""
     told = [_CREDENTIALS.unpack(content) for _, kind, content in extra if kind == socket.SCM_CREDENTIALS]
     return [uid for _, uid, _ in told] == [os.geteuid()]
 
 
 def _read(source: socket.socket, held: list[int]) -> tuple[bytes, list[tuple[int, int, bytes]], int]:
     """The next message; its descriptors are in `held`. Raises `BlockingIOError` if there is none."""
-    messages = _Messages()  # owns a message at once, because no interrupt comes inside of `extend`
+    messages = _Messages()  # owns a message at once: no interrupt can come inside `extend`
     messages.extend(map(source.recvmsg, (_MESSAGE_BYTES,), (_ROOM,), (socket.MSG_CMSG_CLOEXEC,)))
     data, extra, flags, _ = messages[0]
     messages.hand_over(held)
@@ -333,7 +333,7 @@ def _read(source: socket.socket, held: list[int]) -> tuple[bytes, list[tuple[int
 
 
 class _Messages(list[tuple[bytes, list[tuple[int, int, bytes]], int, object]]):
-    """What `recvmsg` has given. Descriptors that are not handed over are closed with the list."""
+    """What `recvmsg` has returned. Descriptors that are not handed over are closed with the list."""
 
     def hand_over(self, held: list[int]) -> None:
         """Add all descriptors to `held`, which owns them from then on, in one step."""
@@ -383,7 +383,7 @@ def _remove(folder: str) -> None:
 
 @cache
 def _remove_orphans(parent: str, pid: int) -> None:
-    """Remove the directories of this user whose processes were killed; once in a process, because it reads `parent`."""
+    """Remove this user's directories whose processes were killed; once per process, because it scans `parent`."""
     with os.scandir(parent) as entries:
         folders = [entry.path for entry in entries if _NAME.fullmatch(entry.name)]
     for folder in folders:

@@ -4,8 +4,8 @@
     set  tricomm/<name>/<generation>/<what>/<rank>     a record of this rank
     set  tricomm/<name>/<generation>/failed            why a rank has aborted this generation
 
-The only place where ranks read each other's bytes from the Store. Waiting is polling, because a `get` that blocks
-cannot look for anything else meanwhile.
+The only place where ranks read each other's bytes from the Store. It polls, because a blocking `get` could not watch
+for anything else meanwhile.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Gathering:
     """One rank's part in one generation of a gathering. `name` keeps its keys apart from those of others.
 
     Methods raise `RendezvousError` if the store fails, if `records.parse` refuses a record, and if the
-    generation is impossible, as it is when something else writes to this store.
+    generation is impossible, for example because something else writes to this store.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Gathering:
         self._keys, self._token = f"tricomm/{name}", env.token()
 
     def begin(self) -> None:
-        """Take this rank's next generation. It is known even if an interrupt comes before the store has answered."""
+        """Take this rank's next generation, and record it even if an interrupt comes before the store has answered."""
         key = self.counter(self.rank)
         self.store.add(key, 1, self._begun)
         generation = self.generation
@@ -61,13 +61,13 @@ class Gathering:
     ) -> list[StoreRecord[B]]:  # fmt: skip
         """Write a record with `body` and return the records of all ranks, by rank; each rank calls it.
 
-        `check` raises for a record that is well formed and still cannot be of this group. `look` is called before each
-        round of reading, with the records so far, and raises if there is no use in waiting. Raises what `late` gives
-        for the records so far when `deadline` has passed. An empty value counts as no record.
+        `check` raises for a well-formed record that cannot be of this group. `look` is called before each round of
+        reading, with the records so far, and raises if waiting is useless. When `deadline` has passed, raises what
+        `late` returns for the records so far. An empty value counts as no record.
         """
         mine = self.record(body)
         self.store.set(self.key(what, self.rank), mine.pack(self._token))
-        arrived = {self.rank: mine}  # never read back: another process may have written it
+        arrived = {self.rank: mine}  # never read back: another process may have overwritten it
         each = time.monotonic() + _EACH_SECONDS
 
         def complete() -> bool:
@@ -93,7 +93,7 @@ class Gathering:
         return [arrived[rank] for rank in range(self.world_size)]
 
     def abort(self, kind: str, text: str) -> None:
-        """Publish why this rank ends the generation, for those that wait for it. The first failure stays."""
+        """Publish why this rank aborts the generation, for the ranks that wait for it. The first failure stays."""
         if not self.aborted():
             failure = self.record(Failure(os.getpid(), kind, text))
             self.store.set(self.failed_key(), failure.pack(self._token))
@@ -105,7 +105,7 @@ class Gathering:
     def raise_if_aborted(self, name: str, kinds: Sequence[type[TricommError]] = ()) -> None:
         """Raises the failure of the rank that has aborted this generation of `name`.
 
-        Its class is the one of `kinds` that it names, otherwise `RendezvousError`.
+        Its class is the one that the failure names, if that is among `kinds`, otherwise `RendezvousError`.
         """
         data = self.store.read(self.failed_key())
         if data is not None:

@@ -4,7 +4,7 @@
     set  tricomm/handshake/<generation>/rank/<rank>      this rank's process, and the name of its socket
     ...  the records of all other ranks are read and checked
     ...  each rank sends every other one its control segment and its pidfd, over their sockets, and maps what it gets
-    set  tricomm/handshake/<rank>/done                   this rank needs the store no more for this generation
+    set  tricomm/handshake/<rank>/done                   this rank no longer needs the store for this generation
     confirm through the segments                         every rank has mapped every other, and all are of one group
 
 A rank that aborts publishes the reason under tricomm/handshake/<generation>/failed, so that no rank waits for it, now
@@ -39,7 +39,7 @@ _WHAT = "rank"
 
 
 class SpansNodes(RendezvousError):
-    """The ranks of a group are on several nodes: all of them see that, and no other reason not to connect."""
+    """The ranks of a group are on several nodes."""
 
 
 def handshake(
@@ -50,9 +50,8 @@ def handshake(
 
     `layout_hash` (64 bits) must be the same on all ranks. Ends within `timeout` + 1 seconds. If one rank raises, all
     do: `RendezvousError` (`SpansNodes` if they are on several nodes) or `ResourceError`, with the rank at fault and its
-    reason. Then nothing is left open, and the ranks may try again on the same store. `InvalidArgument` for arguments of
-    a wrong kind. `check_interrupt` is called now and then while this rank waits; its errors end the handshake on all
-    ranks.
+    reason. Then nothing is left open, and the ranks may try again on the same store. Raises `InvalidArgument` for a bad
+    argument. `check_interrupt` is called periodically while this rank waits; its errors end the handshake on all ranks.
     """
     _check_arguments(rank, world_size, timeout)
     bounded = BoundedStore(store, timeout + _GRACE_SECONDS)
@@ -116,7 +115,7 @@ class _Handshake:
         return control
 
     def release(self) -> None:
-        """Let go of what has not become part of a control page."""
+        """Release what has not become part of a control page."""
         if self._control is not None:
             self._control.unwatch()
         if self._connected:
@@ -135,7 +134,7 @@ class _Handshake:
             self._store.extend(_GRACE_SECONDS)
             with suppress(RendezvousError):  # the store is gone; the error that brought us here matters more
                 if not ours and not self._gathering.generation:  # an interrupt before the first record
-                    self._gathering.aborted()  # runs after a call of the store that may still be under way
+                    self._gathering.aborted()  # waits for a store call that may still be under way
                     if not self._gathering.generation:
                         self._begin()
                 self._publish(kind, text)
@@ -159,7 +158,7 @@ class _Handshake:
         self._gathering.begin()
 
     def _current_generation(self) -> int:
-        """The handshake that rank 0 is in, or will be in next: in which a process with an impossible rank fails."""
+        """The handshake that rank 0 is in or will enter next; a process with an impossible rank makes that one fail."""
         count = self._number(self._gathering.counter(0))
         return max(count + 1 if self._number(self._done_key(0)) >= count else count, 1)
 
@@ -230,7 +229,7 @@ class _Handshake:
         return [members[rank] for rank in range(self._world_size)]
 
     def _attach(self, record: StoreRecord[RankRecord], held: list[int]) -> RankSegment:
-        """The rank of `record`, by the pidfd and the segment that `held` has in the end, which are taken out."""
+        """The rank of `record`, with the pidfd and the segment taken from the end of `held`."""
         rank, theirs = record.rank, record.body
         watched = self._watch(record, held)
         try:
@@ -262,7 +261,7 @@ class _Handshake:
         try:
             control.require_equal(f"group {group}", "handshake", self._deadline.left)
         except TricommError as error:
-            with suppress(RendezvousError):  # this rank has its own account of those
+            with suppress(RendezvousError):  # this rank's own error says more than a published one
                 self._raise_if_aborted()
             raise RendezvousError(f"not confirmed: {error}") from error
 
@@ -270,13 +269,13 @@ class _Handshake:
         self._gathering.raise_if_aborted("handshake", (ResourceError, SpansNodes, InvalidArgument))
 
     def _look_for_duplicate(self) -> None:
-        """A process that takes a rank's number while another one with that number connects is one too many."""
+        """Raises `RendezvousError` if another process with this rank's number is still connecting."""
         before = self._gathering.generation - 1
         if before == 0 or self._number(self._done_key(self._rank)) >= before:
             return
         other = self._claimant(before)
         if other is not None and not self._gathering.aborted(before):
-            # The complaint belongs to the handshake that is under way, and this claim to the number never counted.
+            # Fail the handshake that is under way, and retract this process's claim to the number.
             self._gathering.generation, self._retracted = before, self._gathering.generation
             raise RendezvousError(
                 f"duplicate rank: pid {os.getpid()} and pid {other.pid} both say that they are rank {self._rank} "
@@ -308,7 +307,7 @@ class _Handshake:
 
 
 def check(record: StoreRecord[RankRecord], rank: int, world_size: int, layout_hash: int) -> None:
-    """Raises `RendezvousError` or `ResourceError` if `record` cannot be of one group with `rank` of this process."""
+    """Raises `RendezvousError` if `record` cannot be in the same group as this process, which is rank `rank`."""
     theirs = record.body
     who = f"rank {record.rank} (pid {theirs.pid} on {theirs.hostname})"
     if record.world_size != world_size:
@@ -328,7 +327,7 @@ def check(record: StoreRecord[RankRecord], rank: int, world_size: int, layout_ha
 
 
 def _open_pidfd(held: list[int]) -> None:
-    """Add a descriptor of this process, by which others see its end, unless the system has none."""
+    """Add a pidfd of this process, by which others see that it ends, unless the system has none."""
     with suppress(OSError):
         held.append(os.pidfd_open(os.getpid()))
 
@@ -336,8 +335,8 @@ def _open_pidfd(held: list[int]) -> None:
 def _runs(theirs: RankRecord) -> bool:
     """Whether the process of a record still runs, as far as it can be told.
 
-    The socket of a process that was killed refuses, until another process of this machine clears it up. Its number
-    tells as well, if it is of this PID namespace.
+    The socket of a killed process refuses connections, until another process of this machine removes it. Its pid tells
+    as well if it is in this PID namespace.
     """
     near = (theirs.boot_id, theirs.pid_namespace) == (process.node_id(), process.pid_namespace())
     return not descriptors.died(theirs.socket) and (not near or process.alive(theirs.pid, theirs.start_time))

@@ -1,12 +1,12 @@
-"""Host memory that kernels use: its registration with the device lives and ends with the memory.
+"""Host memory that kernels use, and its registration with the GPU, which must end before the memory is unmapped.
 
 CUDA registers memory by its address. If memory is unmapped while it is registered, the driver keeps its pages: other
 memory that is mapped at that address later looks registered already, and kernels would write to the old pages. So a
-registration belongs to one `HostWords`, which its owner closes before it lets the memory go. While it is registered the
-memory is held here, so that its address cannot be given to anything else, even if its owner is gone.
+registration belongs to one `HostWords`, which its owner closes before it unmaps the memory. While it is registered,
+this module refers to the memory, so that its address cannot be reused even if its owner is gone.
 
-It depends on how a group ends: if its kernels have left, its control page goes, even if its arena stays because a peer
-has yet to take a message. If one does not leave, or a captured graph may run one again, all memory that it may touch
+If a group's kernels have left when it ends, its control page is unmapped, even if its arena stays because a peer has
+yet to take a message. If a kernel does not leave, or a captured graph may run one again, all memory that it may touch
 (page, arena, tables) stays mapped until the process ends.
 """
 
@@ -46,7 +46,7 @@ class HostWords:
         self._lock = threading.RLock()  # a signal handler may close what this thread opens
 
     def on_device(self, driver: Driver, ordinal: int) -> int:
-        """The page's address for kernels of GPU `ordinal`, good until `close`; the same however often it is asked for.
+        """The page's address for kernels of GPU `ordinal`, valid until `close`; the same in every call.
 
         Raises `ResourceError` if CUDA refuses to register it, and for a second GPU; `GroupAborted` after `close`.
         """
@@ -63,9 +63,9 @@ class HostWords:
             return self._registration.device_address
 
     def close(self) -> None:
-        """Take it from the device and let the memory go. Idempotent; a forked child only forgets.
+        """Unregister the page and release the memory. Idempotent; a forked child only drops its references.
 
-        No kernel may use it any more. If CUDA refuses, the memory stays mapped until the process ends, with a warning.
+        No kernel may still use it. If CUDA refuses, the memory stays mapped until the process ends, with a warning.
         """
         held = self._registration
         if held is not None and held.process != os.getpid():
@@ -79,7 +79,7 @@ class HostWords:
                 self._registration = None
 
     def _register(self, memory: object, driver: Driver, ordinal: int) -> _Registration:
-        # The context is held too: registrations go with the one in which they were made.
+        # Retain the context too: a registration ends with the context in which it was made.
         context = driver.retain_context(ordinal)
         registration = _Registration(memory, driver, ordinal, context, os.getpid())
         try:

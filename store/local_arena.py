@@ -48,8 +48,8 @@ def check_view(nbytes: int, bases: Sequence[int], rank: int, offset: int, shape:
 
 def raw_view(address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Tensor over memory that torch does not own; the caller keeps the memory alive."""
-    # Not __cuda_array_interface__: torch then asks CUDA which GPU owns the address, and silently copies where that is
-    # not `device` (pytorch#54139), which can be so for a peer's memory. This way every dtype works, too.
+    # Not __cuda_array_interface__: torch then asks CUDA which GPU owns the address, and silently copies if that is not
+    # `device` (pytorch#54139), as can happen for a peer's memory. This way every dtype works, too.
     nbytes = math.prod(shape) * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     tensor = torch.empty(0, dtype=dtype, device=device)
@@ -64,8 +64,8 @@ def host_page_address(memory: mmap.mmap) -> int:
 class LocalGroup:
     """The ranks of one process on `device`, a CPU or one GPU.
 
-    `pages` are the ranks' control pages (`ControlPage.host_words`), which stay their owners': each rank's close takes
-    its own from the device. Raises `InvalidArgument` for a bad world size or device.
+    `pages` are the ranks' control pages (`ControlPage.host_words`), which this group does not own: each rank
+    unregisters its own page when it closes. Raises `InvalidArgument` for a bad world size or device.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class LocalArena:
             self._blocks.give_back(self.rank)
 
     def resume(self, control: ControlPage, timeout: float) -> None:
-        """A zeroed block at the same address, of all ranks or of none; see `Arena.resume`."""
+        """A zeroed block at the same address, on all ranks or on none; see `Arena.resume`."""
         blocks = self._blocks
         assert blocks is not None, "it is not closed"
         with ExitStack() as undo:
@@ -150,7 +150,7 @@ class LocalArena:
             blocks.leave()
 
     def keep(self) -> None:
-        """In place of `close`: a rank that never leaves keeps all ranks' blocks."""
+        """Instead of `close`: nothing to do, because a rank that never leaves keeps all ranks' blocks."""
 
 
 class _Blocks(ABC):
@@ -179,7 +179,7 @@ class _Blocks(ABC):
 
     @abstractmethod
     def give_back(self, rank: int) -> None:
-        """Let a rank's memory go and keep its addresses; may be repeated."""
+        """Release a rank's memory and keep its addresses; may be repeated."""
 
     @abstractmethod
     def take_again(self, rank: int) -> None:
@@ -203,10 +203,10 @@ class _HostBlocks(_Blocks):
     def give_back(self, rank: int) -> None:
         self._blocks[rank].madvise(mmap.MADV_DONTNEED)
 
-    take_again = give_back  # what was written meanwhile goes; pages come when they are touched, as at first
+    take_again = give_back  # drops what was written meanwhile; pages come when touched, as at first
 
     def free(self) -> None:
-        # Tensors may still look at a block: it goes with the last of them.
+        # Tensors may still view a block, which is then unmapped with the last of them.
         self._blocks.clear()
 
 

@@ -1,10 +1,10 @@
-"""What the nodes of a group tell each other through the Store while it lives: faults, beats, and calls that wait.
+"""What the nodes of a group tell each other through the Store while it lives: faults, heartbeats, and waiting calls.
 
     set  tricomm/nodes/<generation>/failed           why the group is aborted, as a record; the first one counts
     set  tricomm/nodes/<generation>/<what>/<node>    the latest record of that kind of a node
 
-The methods block as the Store does, so they run on a thread that may be left behind. All raise `RendezvousError` for a
-record that is not the group's; a Store that is gone raises errors of its own.
+The methods block if the Store does, so they run on a thread that can be left behind. All raise `RendezvousError` for a
+record of another group; a Store that is gone raises errors of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _NAME = "nodes"
 
 
 class NodeReports:
-    """One rank's. All ranks make theirs in the same order; `nonce` is the group's, `timeout` is in seconds."""
+    """One rank's reports. All ranks create theirs in the same order; `nonce` is the group's. `timeout` (seconds) limits
+    the constructor only."""
 
     def __init__(self, store: Store, rank: int, world_size: int, nonce: bytes, timeout: float) -> None:
         bounded = BoundedStore(store, timeout)
@@ -39,13 +40,13 @@ class NodeReports:
         self._keys = f"tricomm/{_NAME}/{self._generation}"
 
     def fail(self, culprit: int, kind: str, text: str) -> None:
-        """Publish why the group is aborted, unless that has been said; `kind` is the name of an error class."""
+        """Publish why the group is aborted, unless a reason is there already; `kind` is the name of an error class."""
         key = f"{self._keys}/failed"
         if not self._store.check([key]):
             self._set(key, culprit, Failure(os.getpid(), kind, text))
 
     def failure(self) -> tuple[int, str, str] | None:
-        """The rank at fault, the name of the error class, and the words; None if all is well."""
+        """The rank at fault, the name of the error class, and the text; None if there is no fault."""
         record = self._get(f"{self._keys}/failed", Failure)
         return None if record is None else (record.rank, record.body.kind, record.body.text)
 

@@ -2,17 +2,16 @@
 
     page 0   identity (written once, before any rank attaches); state, heartbeat (one word each); fault
     page 1   512 words shared between this rank and its kernels; peers read them
-    page 2   of each channel the last 8 calls, one word each: the sequence number, and the number of its descriptor; and
-             the last one's again
+    page 2   one word for each of a channel's last 8 calls (sequence number, number of its descriptor), and then the
+             last call's word again
     page 3   exchange slot of even steps;  page 4: of odd steps
     page 5   ring of the last 8 descriptors of messages, by the message's number
-    page 6+  descriptors of calls, by their number: all calls of a plan share one, so that a call writes two words. The
-             channels have equal shares of the places
+    page 6+  descriptors of calls, by their number: all calls of a plan share one, so that a call writes two words. Each
+             channel has an equal share of the places
 
 One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
-Everything longer is a record that carries its own length and CRC-32 and the number that it was written for, so a
-reader needs no ordering from the processor: its copy is either whole and the one that it asked for, or it copies
-again.
+Anything longer is a record with its own length, CRC-32 and the number that it was written for, so a reader needs no
+memory ordering: it copies again until its copy is whole and the one that it asked for.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class RankState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedDescriptor:
-    """The bytes of a descriptor without its sequence number, and the checksum up to there."""
+    """The bytes of a descriptor without its sequence number, and their checksum."""
 
     text: bytes
     crc: int
@@ -99,7 +98,7 @@ class Descriptor:
         return PackedDescriptor(text, zlib.crc32(struct.pack("<I", _DESCRIPTOR.size) + text))
 
     def text(self) -> str:
-        """In words. A message has its peer as root and its tag as operation."""
+        """The call in words. A message has its peer as root and its tag as operation."""
         if self.collective in ("send", "recv"):
             peer = f"rank {self.root}" if self.root >= 0 else "any rank"
             way = f"to {peer}" if self.collective == "send" else f"from {peer}"
@@ -161,8 +160,8 @@ class Page:
         return np.frombuffer(self._buffer, np.int64, WORDS, _DEVICE_AT)
 
     def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
-        """announce(sequence, packed): call number `sequence` of one of `channels` channels, with its
-        `Descriptor.packed`; by one thread at a time. Made for speed: every collective does this."""
+        """announce(sequence, packed) publishes call number `sequence` of one of `channels` channels, with its
+        `Descriptor.packed`; from one thread at a time. Built for speed, because every collective calls it."""
         words, ring = self._words, _ring(channel)
         latest = ring + RING
         share = _PLACES // channels
@@ -193,7 +192,7 @@ class Page:
         word = self._words[_ring(channel) + sequence % RING]
         number = word & _LOWER
         call = self._descriptor(_PLACES_AT + number % _PLACES * _PLACE) if word >> _BITS == sequence else None
-        # Another number: its place was given away meanwhile, so the call is no longer among the last ones.
+        # With another number its place has been reused, so the call is no longer among the last ones.
         return replace(call, sequence=sequence) if call is not None and call.sequence == number else None
 
     def _descriptor(self, at: int) -> Descriptor | None:
@@ -204,7 +203,7 @@ class Page:
         return Descriptor(fields.pop(), *fields)
 
     def last(self, channel: int = 0) -> Descriptor | None:
-        for _ in range(_TRIES):  # its rank may call on and on, and overwrite the descriptor that is read
+        for _ in range(_TRIES):  # its rank may keep calling, and overwrite the descriptor that is read
             sequence = self.sequence(channel)
             call = self.called(sequence, channel)
             if call is not None or sequence == self.sequence(channel):
@@ -235,7 +234,7 @@ class Page:
 
     def posted(self, step: int) -> ExchangeMessage | None:
         """The message in the slot of `step`: that step's or a newer one; None if there is none yet."""
-        if self._words[(_slot_at(step) + _FRAME.size) // 8] < step:  # the older message's, or half of a newer one's
+        if self._words[(_slot_at(step) + _FRAME.size) // 8] < step:  # an older message, or one half written
             return None
         data = self._take(_slot_at(step), _MESSAGE.size + MESSAGE_BYTES, tries=1)
         if data is None or len(data) < _MESSAGE.size:
@@ -249,7 +248,7 @@ class Page:
         self._buffer[at : at + _FRAME.size + len(payload)] = frame + payload
 
     def _take(self, at: int, most: int, tries: int = _TRIES) -> bytes | None:
-        """The whole record at `at`; None if there is none, or if it never held still."""
+        """The whole record at `at`; None if there is none, or if it changed during every try."""
         for _ in range(tries):
             length, crc = _FRAME.unpack(bytes(self._buffer[at : at + _FRAME.size]))
             if length <= most:
@@ -262,8 +261,8 @@ class Page:
 
 
 class _Places:
-    """`count` places of the page from number `first` on, where the descriptors of one channel are. `numbers`: the lower
-    bits of the number of each that has a place."""
+    """The `count` places, from number `first` on, that hold one channel's descriptors. `numbers`: for each descriptor
+    that has a place, the lower bits of its number."""
 
     def __init__(self, buffer: memoryview, ring: int, first: int, count: int) -> None:
         self.numbers: dict[PackedDescriptor, int] = {}
@@ -272,8 +271,8 @@ class _Places:
         self._turn = -1
 
     def place(self, sequence: int, packed: PackedDescriptor) -> int:
-        """Write the descriptor of call `sequence`; returns the lower bits of its number. It takes the place of the
-        oldest one that none of the last calls names."""
+        """Write the descriptor of call `sequence`; returns the lower bits of its number. It replaces the oldest one to
+        which none of the last calls refers."""
         named, count = self._named(sequence), len(self._placed)
         self._turn += 1
         while self._first + self._turn % count in named:
@@ -288,7 +287,7 @@ class _Places:
         return number
 
     def _named(self, sequence: int) -> set[int]:
-        """The places of the last calls' descriptors, but for the call whose word call `sequence` takes."""
+        """The places of the last calls' descriptors, except that of the call whose word call `sequence` overwrites."""
         others = (self._words[self._ring + n] for n in range(RING) if n != sequence % RING)
         return {(word & _LOWER) % _PLACES for word in others}
 

@@ -27,7 +27,7 @@ _RECORD = struct.Struct(f"<8siQ{NAME_BYTES}s")  # magic, rank, bytes, name of th
 
 
 def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixShmArena:
-    """A block of `nbytes` bytes, zeroed, of each rank, mapped by all ranks; called by all ranks together.
+    """A zeroed block of `nbytes` bytes for each rank, mapped by all ranks; called by all ranks together.
 
     Takes `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` if
     memory or a descriptor is refused, `InvalidArgument` for a bad size or a bad TRICOMM_SOCKET_DIR,
@@ -78,8 +78,8 @@ class PosixShmArena:
         return not self._segments
 
     def suspend(self) -> None:
-        """Give this rank's pages back to the system, for all ranks; see `Arena.suspend`. A touch of the block while it
-        is suspended shows zeros, and takes pages again."""
+        """Give this rank's pages back to the system, for all ranks; see `Arena.suspend`. A suspended block reads as
+        zeros, and touching it allocates pages again."""
         self.suspended = True
         self._segments[self._rank].give_back()
 
@@ -94,13 +94,13 @@ class PosixShmArena:
         self.suspended = False
 
     def close(self) -> None:
-        """Unmap all blocks without tensors; a block with tensors goes with the last of them. Idempotent."""
+        """Unmap all blocks; a block that tensors still view is unmapped with the last of them. Idempotent."""
         segments, self._segments = self._segments, ()
         for segment in segments:
             segment.close()
 
     def keep(self) -> None:
-        """In place of `close`: all blocks stay mapped."""
+        """Instead of `close`: all blocks stay mapped."""
 
 
 def _allocate(
@@ -114,7 +114,7 @@ def _allocate(
 
 
 def _name(rank: int, record: bytes, nbytes: int) -> bytes:
-    """The name of rank `rank`'s socket. Raises `RendezvousError` if its memory does not fit to blocks of `nbytes`."""
+    """The name of rank `rank`'s socket. Raises `RendezvousError` if its record is not of a block of `nbytes`."""
     if len(record) != _RECORD.size:
         raise RendezvousError(f"rank {rank}'s memory record has {len(record)} bytes, expected {_RECORD.size}")
     magic, sender, size, name = _RECORD.unpack(record)

@@ -32,8 +32,8 @@ os.register_at_fork(after_in_child=_child)
 
 
 def forks() -> int:
-    """How often this process's memory has been forked since this was imported: cheaper than `os.getpid()` to see a
-    fork by, which is a system call."""
+    """How many forks lie between the import of this module and this process: a cheaper way to notice a fork than
+    `os.getpid()`, which is a system call."""
     return _forks
 
 
@@ -196,7 +196,7 @@ def _namespace(kind: str) -> int:
 
 
 def outside_user(uid: int) -> bool:
-    """True if `uid` is what this user namespace shows for all users that it does not have: nothing can be told then."""
+    """True if this user namespace does not map `uid`: it may then stand for any user outside of the namespace."""
     try:
         spans = [tuple(map(int, line.split())) for line in read("/proc/self/uid_map").splitlines()]
     except (OSError, ValueError):

@@ -52,7 +52,7 @@ B_co = TypeVar("B_co", bound=Body, covariant=True)
 @dataclass(frozen=True)
 class RankRecord:
     """One rank of a handshake: its process, its node (`boot_id`), the size of its control segment, and the name of the
-    socket at which it takes the descriptors of the others'. `pid` and `uid` are those in its namespaces."""
+    socket at which it receives the others' descriptors. `pid` and `uid` are those in its namespaces."""
 
     KIND: ClassVar[int] = 1
     LAYOUT: ClassVar[struct.Struct] = struct.Struct(f"<QQQQ16sIQQI{NAME_BYTES}s64s")
@@ -106,7 +106,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class ExchangeMessage:
-    """A rank's part in step `step` of the exchanges, and their purpose; `payload` has at most 1024 bytes."""
+    """A rank's message in step `step` of the exchanges, whose purpose is `what`; `payload` has at most 1024 bytes."""
 
     KIND: ClassVar[int] = 3
     LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q64sI1024s")
@@ -126,7 +126,7 @@ class ExchangeMessage:
         return cls(step, _text(what), text[:length])
 
     def purpose(self) -> str:
-        """`what`, cut to what a message holds of it."""
+        """`what`, cut to the length that a message holds."""
         return self.what.encode()[:64].decode(errors="ignore")
 
 
@@ -159,7 +159,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What goes with descriptors to rank `to`: what they are for."""
+    """Accompanies descriptors to rank `to`; `what` is their purpose."""
 
     KIND: ClassVar[int] = 5
     LAYOUT: ClassVar[struct.Struct] = struct.Struct("<i64s")
@@ -279,6 +279,6 @@ def _check_range(whose: str, name: str, value: int, least: int, most: int) -> No
 
 
 def _text(data: bytes) -> str:
-    """Text of a zero-padded field; what is cut or not printable does no harm."""
+    """Text of a zero-padded field, without characters that are cut, and with `?` for those that are not printable."""
     text = data.split(b"\0", 1)[0].decode(errors="ignore")
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -1,10 +1,10 @@
-"""A user's own tensor that every rank reaches where it lies: no copy is made, and the tensor stays the user's.
+"""A user's own tensor that every rank reaches in place: no copy is made, and the tensor stays the user's.
 
-    a GPU's      what CUDA allocated behind it is passed on (`cuda.registered_memory`), or torch's symmetric memory has
-                 mapped it already
-    a CPU's      torch's shared memory (`share_memory_()`): the descriptor of its file is passed on
+    on a GPU     the CUDA allocations behind it are passed on (`cuda.registered_memory`), or torch's symmetric memory
+                 has mapped it already
+    on a CPU     torch's shared memory (`share_memory_()`): the descriptor of its file is passed on
 
-A peer maps all of what lies behind a tensor, and reads and writes no other part of it.
+A peer maps the whole allocation behind a tensor, but reads and writes only the tensor.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from tricomm.store.records import NAME_BYTES
 from tricomm.store.segments import MAX_NBYTES, Segment
 
 _MAGIC = b"TCREG\x00\x00\x01"
-_RECORD = struct.Struct(f"<8siQQQ{NAME_BYTES}s")  # magic, rank, bytes of the tensor, of the file, where in it, socket
+_RECORD = struct.Struct(f"<8siQQQ{NAME_BYTES}s")  # magic, rank, bytes of the tensor, of the file, offset in it, socket
 _PLACE = struct.Struct("<iiqq")  # rank and size of torch's group, offset of the tensor in its segment, bytes
 _REASON_BYTES = 200
 _MULTICAST_ALIGNMENT = 16  # of what the switch reads and writes at once
 
 
 class RegisteredArena:
-    """Every rank's tensor at `bases`. `segments`: by rank, the memory of the others that is mapped for it, and where in
-    that the tensor begins; it is closed with the arena."""
+    """Every rank's tensor, at `bases`. `segments`: by rank, a peer's mapped memory and the tensor's offset in it; it is
+    closed with the arena."""
 
     no_suspend = "registered memory is the user's"
     reason = ""
@@ -66,10 +66,10 @@ class RegisteredArena:
         return raw_view(self.bases[rank] + offset, shape, dtype, self._device)
 
     def suspend(self) -> None:
-        """The memory is the user's, and stays."""
+        """Nothing to do: the memory is the user's."""
 
     def resume(self, control: ControlPage, timeout: float) -> None:
-        """It was never gone."""
+        """Nothing to do: the memory was never given back."""
 
     def close(self) -> None:
         """Unmap the other ranks' memory; the user's own stays. Idempotent."""
@@ -79,7 +79,7 @@ class RegisteredArena:
         self._segments.clear()
 
     def keep(self) -> None:
-        """In place of `close`: the other ranks' memory stays mapped."""
+        """Instead of `close`: the other ranks' memory stays mapped."""
 
 
 def open_registered(
@@ -87,10 +87,10 @@ def open_registered(
 ) -> Arena:
     """The memory of each rank's `tensor`, mapped by all; called by all ranks together, for tensors of one size.
 
-    `group`: the process group over which torch's symmetric memory behind the tensor is to be shared; torch may have a
-    multicast address for it, which is left if `no_multicast`, the same on all ranks, is a reason to. Takes about
-    `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` for memory
-    that cannot be shared, `InvalidArgument` if the ranks' tensors lie at different places of torch's memory.
+    `group`: the process group over which to share a tensor of torch's symmetric memory. Its multicast address, if torch
+    has one, is used unless `no_multicast`, the same on all ranks, gives a reason not to. Takes about `timeout` seconds
+    at most. Raises the same error on all ranks, with everything undone: `ResourceError` for memory that cannot be
+    shared, `InvalidArgument` if `group` has other ranks or the tensors lie at different offsets of torch's memory.
     """
     if group is not None:
         return _of_torch(control, tensor, timeout, group, no_multicast)
@@ -114,8 +114,8 @@ def _of_torch(
     control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str,
     rendezvous: Callable[[torch.Tensor, Any], Any] = _rendezvous,
 ) -> RegisteredArena:  # fmt: skip
-    """torch's pointers are those of segments: a tensor may lie anywhere in its segment, and has to lie at the same
-    place on all ranks, which torch does not check. All ranks take torch's multicast address, or none does."""
+    """torch's pointers are those of segments: a tensor may lie anywhere in its segment, but has to lie at the same
+    offset on all ranks, which torch does not check. All ranks use torch's multicast address, or none does."""
     deadline = Deadline(timeout)
     stage = CollectiveStages(control, "register", deadline)
     handles: list[Any] = []
@@ -156,12 +156,12 @@ def _of_torch(
 def _of_the_switch(handle: Any, tensor: torch.Tensor, offset: int) -> tuple[int, str]:
     """torch's multicast address of a tensor that lies `offset` bytes into its segment, or 0 and why there is none.
 
-    torch's address is that of the segment in some versions, of the storage in others. So it is taken only if a storage
+    torch's address is that of the segment in some versions, of the storage in others. So it is used only if the storage
     begins where its segment does.
     """
     try:
         address = int(handle.multicast_ptr or 0)
-    except RuntimeError as error:  # a kind of torch's memory that knows no such address
+    except RuntimeError as error:  # a kind of torch's memory without such an address
         return 0, f"torch gives no multicast address: {str(error).partition(chr(10))[0]}"
     if not address:
         return 0, "torch's symmetric memory has no multicast address here"
@@ -215,8 +215,8 @@ def _of_shared_memory(control: ControlPage, tensor: torch.Tensor, timeout: float
 
 
 def _file_behind(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """(descriptor, which torch keeps; bytes before the tensor in the file; bytes of the file). Raises `ResourceError`
-    if it lies in no shared memory."""
+    """(descriptor, which torch owns; bytes before the tensor in the file; bytes of the file). Raises `ResourceError`
+    if the tensor is not in shared memory."""
     storage = tensor.untyped_storage()
     inode = _shared_inode(storage.data_ptr()) if storage.is_shared() else None
     if inode is None:
@@ -224,7 +224,7 @@ def _file_behind(tensor: torch.Tensor) -> tuple[int, int, int]:
             "the tensor does not lie in shared memory: call x.share_memory_() first, with torch's sharing strategy "
             "file_descriptor, or use comm.symmetric()"
         )
-    fd, size = storage._share_fd_cpu_()  # of memory that is shared: changes nothing
+    fd, size = storage._share_fd_cpu_()  # changes nothing: the memory is shared already
     status = os.fstat(fd)
     if status.st_ino != inode:
         raise ResourceError("torch's descriptor is not that of the memory behind the tensor")
@@ -232,7 +232,7 @@ def _file_behind(tensor: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _shared_inode(address: int) -> int | None:
-    """The inode of the file that is mapped from its beginning at `address`, shared, without a name in a file system."""
+    """The inode of the unlinked file whose beginning is mapped, shared, at `address`; None if there is none."""
     for line in Path("/proc/self/maps").read_bytes().splitlines():
         where, mode, offset, _, inode, *path = line.split(None, 5)
         if int(where.split(b"-")[0], 16) == address:

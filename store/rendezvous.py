@@ -1,7 +1,7 @@
-"""Opening the Store over which ranks connect: torch's own stores, with our bounds, and never on a wildcard address.
+"""Opening the Store over which ranks connect: torch's own, with our time limits, and never on a wildcard address.
 
-`TCPStore("127.0.0.1", ...)` listens on every interface. So if this process hosts the store, it binds the socket to the
-given address itself and passes it on.
+`TCPStore("127.0.0.1", ...)` listens on every interface. So if this process hosts the store, it binds a socket to the
+given address itself and passes it to torch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def open_store(url: str, rank: int | None, world_size: int | None, timeout: floa
     agent = parts.scheme == "env" and env.flag("TORCHELASTIC_USE_AGENT_STORE")
     open_it = _join if rank != 0 or agent else _host
     store: Store = _bounded(host, port, timeout + _GRACE_SECONDS, lambda: open_it(host, port, world_size, timeout))
-    if agent:  # torchrun keeps one store over all restarts, and torch keeps them apart by this prefix
+    if agent:  # torchrun keeps one store across all restarts, which torch tells apart by this prefix
         store = PrefixStore(f"/worker/attempt_{env.text('TORCHELASTIC_RESTART_COUNT') or '0'}", store)
     return store, rank, world_size
 
@@ -163,7 +163,7 @@ def _host(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
 
 
 def _join(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
-    """Connect to the store, waiting until its host has come."""
+    """Connect to the store once its host listens."""
     deadline = Deadline(timeout)
     refusals: list[OSError] = []
 

@@ -1,8 +1,8 @@
-"""Memory that processes of one user share, and that nothing outlives: sealed memfds, passed from process to process.
+"""Memory that processes of one user share, and that does not outlive them: sealed memfds, passed between processes.
 
-There is no name in a file system: nothing to guess, and nothing left behind when the whole job is killed. Space is
-taken when the segment is made, so a full machine is an error here and never a SIGBUS later. The seals keep every
-process from shrinking it afterwards, and other processes from writing to what only its maker may write.
+There is no name in a file system: nothing to guess, and nothing left behind when the whole job is killed. Memory is
+allocated when the segment is made, so a full machine is an error here and never a SIGBUS later. The seals keep every
+process from shrinking it afterwards, and other processes from writing to a segment that only its maker may write.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Segment:
-    """Shared memory mapped here. The mapping goes with `close`, or with the last view of `buffer` if that is later."""
+    """Shared memory mapped here. The mapping ends with `close`, or with the last view of `buffer` if that is later."""
 
     def __init__(self, nbytes: int) -> None:
         """Nothing yet: see `create` and `attach`."""
@@ -67,8 +67,8 @@ class Segment:
     def attach(cls, descriptors: list[int], nbytes: int, readonly: bool, sealed: bool = True) -> Segment:
         """Map the segment behind the last of `descriptors`, which is taken out of the list and closed.
 
-        Raises `ResourceError` if it differs from what it should be: another size, owner, or no seals, which only the
-        user's own memory may lack (`sealed=False`): its owner could shrink it, and a touch would then be fatal.
+        Raises `ResourceError` if its size or owner is wrong, or its seals are missing: its owner could then shrink it,
+        and touching it would be fatal. Only the user's own memory may lack seals (`sealed=False`).
         """
         with cls(nbytes)._being_made() as segment:
             segment._fds.append(descriptors.pop())
@@ -103,7 +103,7 @@ class Segment:
                 address = None
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
             memory = (ctypes.c_char * self.nbytes).from_address(address)
-            # Every view holds on to `memory`, so the pages go when the last view has gone, and not before.
+            # Every view refers to `memory`, so the pages are unmapped with the last view, and not before.
             owned = weakref.finalize(memory, _libc.munmap, address, self.nbytes)
             owned.atexit = False
             view = memoryview(memory).cast("B")
@@ -126,18 +126,18 @@ class Segment:
         return self._fds[0] if self._fds else -1
 
     def give_back(self) -> None:
-        """Return the memory to the system, for all processes that have it mapped; every mapping stays, and shows zeros.
+        """Return the memory to the system, for all processes that have it mapped; the mappings stay and read as zeros.
         Raises `ResourceError` if that is refused."""
         self._advise(mmap.MADV_REMOVE, "shared memory cannot be given back (pages locked by mlock?)")
 
     def take_again(self) -> None:
-        """Zeroed memory after `give_back`, taken now as by `create`. Raises `ResourceError` if it is refused."""
-        self.give_back()  # what was written meanwhile
+        """Allocate zeroed memory after `give_back`, at once as in `create`. Raises `ResourceError` if it is refused."""
+        self.give_back()  # drops what was written meanwhile
         try:
             _refuse_if_short(self.nbytes)
         except OSError as error:
             raise _refused(error, self.nbytes) from error
-        self._advise(_MADV_POPULATE_WRITE, "shared memory refused", errno.EINVAL)  # without it, it comes when touched
+        self._advise(_MADV_POPULATE_WRITE, "shared memory refused", errno.EINVAL)  # older kernels: on touch
 
     def _advise(self, advice: int, what: str, allowed: int = 0) -> None:
         if _libc.madvise(self.address, self.nbytes, advice) and ctypes.get_errno() != allowed:
@@ -145,7 +145,7 @@ class Segment:
             raise ResourceError(f"{what}: madvise: {os.strerror(number)}; {self.nbytes} bytes at {self.address:#x}")
 
     def close_fd(self) -> None:
-        """From now on nothing more can be passed; processes that have attached keep their mapping."""
+        """Close the descriptor, so that no further process can attach; those that have attached keep their mapping."""
         while self._fds:
             os.close(self._fds.pop())
 

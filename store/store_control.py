@@ -3,8 +3,8 @@
     add  tricomm/control/<rank>/generation                   which group on this store is this rank's next one
     set  tricomm/control/<generation>/<step>/<rank>          this rank's message of a step, as a record
 
-No rank sees another one here: that a rank has ended, stopped or called something else shows when the time is up. The
-Store stays in use, for all that the ranks have to agree on.
+Ranks cannot see each other here: that a rank has ended, stopped or made another call shows only when the time is up.
+The Store stays in use for everything that the ranks have to agree on.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _FACTS = struct.Struct(f"<{records.NONCE_BYTES}s16sQ")  # nonce, node, options
 def open_store_control(
     store: Store, rank: int, world_size: int, timeout: float, agreed: int
 ) -> tuple[ControlPage, list[bytes]]:
-    """A control page over `store`, and the node of each rank; every rank calls it. `agreed` is the same on all ranks.
+    """A control page over `store`, and the node of each rank; every rank calls it, with the same `agreed`.
 
     Raises `RendezvousError` if the ranks' options differ, or if some do not come within `timeout` seconds.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tricomm.metrics.counters import Statistics, stats
     from tricomm.options import Options
     from tricomm.policy.selection import Choice
-else:  # imported at the first use: the command line must not need torch, nor a GPU box greenlet
+else:  # imported on first use: the command line must not need torch, nor a GPU machine greenlet
     _MODULES = {
         "c10d.group_creation": "ddp_hook resume suspend wrap",
         "communicator": "Communicator init",

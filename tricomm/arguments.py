@@ -1,4 +1,4 @@
-"""What a call is: its arguments checked, its operation named, its fingerprint."""
+"""The arguments of a call: their checks, the name of the operation, and the call's fingerprint."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
 
 
 def check_writable(x: torch.Tensor, what: str) -> None:
-    """Refuse a tensor of which several elements are the same memory: it cannot take a result in place."""
+    """Refuse a tensor with several elements in the same memory, which cannot take a result in place; raises
+    `InvalidArgument`."""
     if x.is_contiguous():
         return
     reach = 0
@@ -89,7 +90,7 @@ def _extent(x: torch.Tensor) -> int:
 
 
 def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, what: str) -> None:
-    """Refuse an output of another shape or dtype, or one that cannot be written in one piece."""
+    """Refuse an output of another shape or dtype, or one that is not contiguous; raises `InvalidArgument`."""
     if out.dtype != x.dtype:
         raise InvalidArgument(f"{what}: out has dtype {out.dtype}, the input {x.dtype}")
     if tuple(out.shape) != shape:
@@ -99,8 +100,8 @@ def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, wha
 
 
 def check_apart(part: torch.Tensor, whole: torch.Tensor, what: str, row: int | None) -> None:
-    """Refuse an output that overlaps the input, except in place: `part`, the one with fewer rows, may be row number
-    `row` of `whole`; None: it may not."""
+    """Refuse an output that overlaps the input; raises `InvalidArgument`. In place is allowed: `part`, the one with
+    fewer rows, may be row number `row` of `whole` (None: it may not)."""
     first, last = part.data_ptr(), part.data_ptr() + part.nbytes
     start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
     contiguous = part.is_contiguous() and whole.is_contiguous()

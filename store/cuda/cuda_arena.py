@@ -1,8 +1,8 @@
-"""GPU memory that the ranks' processes share, whatever the kind: how it is set up, tried out, and let go.
+"""GPU memory that the ranks' processes share, of any kind: set-up, probe and release.
 
 Set-up goes in stages. After each stage all ranks go on, or all ranks raise and undo the stages before. CUDA's answer
-that a GPU can reach another one is not enough (TensorRT-LLM#17034), so the last stage is a write that must arrive.
-The block is the library's own, and holds nothing of the user's.
+that a GPU can reach another one is not enough (TensorRT-LLM#17034), so the last stages check that a write arrives.
+The probe overwrites the end of each block, so it is left out for the user's own memory.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class GpuSite:
 
 
 class Blocks(Protocol):
-    """The blocks of all ranks, of one kind of memory. `allocate` and `map` are called in the GPU's context, again after
-    `give_back`, and then keep the addresses. `no_suspend`: why this kind cannot do that; empty if it can."""
+    """All ranks' blocks of one kind of memory. `allocate` and `map` run in the GPU's context; after `give_back` they
+    run again and keep the addresses. `no_suspend`: why this kind cannot do that; empty if it can."""
 
     kind: str
     no_suspend: str
@@ -68,27 +68,27 @@ class Blocks(Protocol):
         """The address of each rank's block; 0 without `reach`. Raises `RendezvousError` for records that do not fit."""
 
     def multicast(self, probe: int, deadline: Deadline) -> int:
-        """The address of all blocks at once, tried with the bytes from `probe` on; called by all ranks together.
-        Raises the same `ResourceError` on all if there is none; then everything is as before."""
+        """The multicast address of all blocks, tested with the bytes from offset `probe` on; called by all ranks
+        together. If there is none, undoes everything and raises the same `ResourceError` on all ranks."""
 
     def give_back(self, undo: Cleanup) -> None:
-        """Let go of all memory, and keep its addresses. May be repeated."""
+        """Release all memory and keep its addresses. May be repeated."""
 
     def release(self, undo: Cleanup) -> bool:
-        """Let go of all blocks; False if this rank's has to stay, and so its context."""
+        """Release all blocks; False if this rank's block, and therefore its context, has to stay."""
 
     def keep(self) -> None:
-        """In place of `release`: all of it stays."""
+        """Instead of `release`: all blocks stay."""
 
 
 def open_blocks(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None,
     reach: Sequence[bool] | None, make: Callable[[], Blocks], probe: bool = True,
 ) -> CudaArena:  # fmt: skip
-    """A block of `nbytes` bytes, zeroed, on each rank's GPU, mapped by all ranks; called by all ranks together.
+    """A zeroed block of `nbytes` bytes on each rank's GPU, mapped by all ranks; called by all ranks together.
 
-    `reach` says for each rank if this rank maps its block, alike at both ends; by default all blocks are mapped.
-    `probe`: write a word to each, and see whether it arrives.
+    `reach[r]`: whether this rank maps rank r's block (the same on both ranks); by default all blocks are mapped.
+    `probe`: write a word to each block and check that it arrives.
 
     Takes at most about `timeout` seconds. Raises the same error on all ranks, with everything undone: `ResourceError`
     if memory or peer access is refused, forbidden (TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE) or does not work,
@@ -107,8 +107,8 @@ def open_blocks(
 
 class CudaArena:
     """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 if it is
-    out of reach. `reason`: why it is not of the usual kind, if it is not. `multicast`: the address of all blocks at
-    once, 0 if there is none because of `no_multicast`."""
+    out of reach. `reason`: why the memory is not of the usual kind; empty if it is. `multicast`: the multicast address
+    of all blocks, or 0, and then `no_multicast` says why."""
 
     def __init__(
         self, control: ControlPage, nbytes: int, device: torch.device, blocks: Blocks, reach: Sequence[bool] | None
@@ -146,7 +146,7 @@ class CudaArena:
         return self._blocks.no_suspend and f"{self._blocks.no_suspend}{f' ({self.reason})' if self.reason else ''}"
 
     def suspend(self) -> None:
-        """Give this rank's share of the memory back, after all work on its GPU; see `Arena.suspend`."""
+        """Give this rank's share of the memory back once all work on its GPU is done; see `Arena.suspend`."""
         site = self._site
         self.suspended = True
         with site.current():
@@ -192,16 +192,16 @@ class CudaArena:
         return self._blocks.multicast(probe, deadline)
 
     def close(self) -> None:
-        """Let go of all blocks, as their kind demands. Idempotent.
+        """Release all blocks, as their kind requires. Idempotent.
 
-        All ranks call it. Kernels must have been told to leave. Raises the first `ResourceError` of the driver, after
-        everything has been tried."""
+        All ranks call it, after their kernels have been told to leave. Tries every step, then raises the driver's first
+        `ResourceError`."""
         failures = self._release()
         if failures:
             raise failures[0]
 
     def keep(self) -> None:
-        """In place of `close`: all blocks stay mapped here."""
+        """Instead of `close`: all blocks stay mapped here."""
         if self._begin_end() is not None:
             self._blocks.keep()
 
@@ -211,7 +211,7 @@ class CudaArena:
                 raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
         self._check_arguments(least)
         self._at = GpuSite(driver or load_driver(), int(self.device.index))
-        # Not this arena's to give back: several share the page, and it lives as long as the group's memory on the host.
+        # Not this arena's to unregister: several arenas share the page, which lives as long as the group's host memory.
         self.control_address = self._control.host_words.on_device(self._at.driver, self._at.ordinal)
 
     def _check_arguments(self, least: int) -> None:
@@ -269,7 +269,7 @@ class CudaArena:
             driver.synchronize()
 
     def _begin_end(self) -> GpuSite | None:
-        """This rank's GPU, for the first that ends the arena."""
+        """This rank's GPU for the first caller that ends the arena, None for later ones."""
         with self._lock:
             before, self._closed = self._closed, True
         return None if before else self._at
@@ -280,7 +280,7 @@ class CudaArena:
             return []
         undo = Cleanup(site.driver, site.context)
         undo.attempt(site.driver.synchronize)
-        if self._blocks.release(undo):  # the last release of a context takes all memory in it along
+        if self._blocks.release(undo):  # releasing a context for the last time frees all memory in it
             undo.release_context(site.ordinal)
         return undo.failures
 

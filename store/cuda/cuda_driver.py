@@ -1,7 +1,7 @@
 """The CUDA driver calls that sharing memory needs: typed, loaded on first use, and checked in one place.
 
-A `Driver` works on any object with the functions of the module `cuda.bindings.driver` (12.9.1 to 13.x), so that tests
-put a world that enforces CUDA's rules in its place and still run every line of this file. Contexts and addresses are
+A `Driver` works on any object with the functions of the module `cuda.bindings.driver` (12.9.1 to 13.x), so tests can
+substitute a fake that enforces CUDA's rules and still run every line of this file. Contexts and addresses are
 plain ints, sizes are bytes. Every method raises `ResourceError` that names the call, CUDA's error, and what to do.
 """
 
@@ -75,7 +75,7 @@ class Driver:
         return int(self._call("cuDeviceGetCount"))
 
     def device_uuid(self, ordinal: int) -> bytes:
-        """16 bytes that name the GPU (or MIG instance) alike in all processes, whatever they can see."""
+        """16 bytes that identify the GPU (or MIG instance), the same in all processes, whichever GPUs they see."""
         # In 12.x only the second form tells MIG instances apart; 13.x gave it the plain name.
         name = "cuDeviceGetUuid_v2" if hasattr(self._bindings, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
         return bytes(self._call(name, self._device(ordinal)).bytes)
@@ -88,7 +88,7 @@ class Driver:
         return bool(self._call("cuDeviceCanAccessPeer", self._device(ordinal), self._device(peer_ordinal)))
 
     def retain_context(self, ordinal: int) -> int:
-        """The device's primary context (the one torch uses too); each one needs its `release_context`."""
+        """The device's primary context (the one torch uses too); each call pairs with a `release_context`."""
         return int(self._call("cuDevicePrimaryCtxRetain", self._device(ordinal)))
 
     def release_context(self, ordinal: int) -> None:
@@ -96,7 +96,7 @@ class Driver:
 
     @contextmanager
     def current(self, context: int) -> Iterator[None]:
-        """`context` is this thread's current one inside; the one before comes back after."""
+        """Makes `context` current in this thread, and restores the previous one afterwards."""
         self._call("cuCtxPushCurrent", context)
         try:
             yield
@@ -104,7 +104,7 @@ class Driver:
             self._call("cuCtxPopCurrent")
 
     def relax_capture(self) -> None:
-        """From now on this thread may ask about events while another one captures a CUDA graph, without ending that."""
+        """Let this thread query events while another one captures a CUDA graph, without invalidating the capture."""
         self._call(
             "cuThreadExchangeStreamCaptureMode", self._bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         )
@@ -139,11 +139,11 @@ class Driver:
 
     def ipc_get_handle(self, base: int) -> bytes:
         """64 bytes with which another process can map the allocation that starts at `base`."""
-        structure = self._call("cuIpcGetMemHandle", base)  # named, because its bytes go with it
+        structure = self._call("cuIpcGetMemHandle", base)  # kept in a variable: its bytes are freed with it
         return ctypes.string_at(structure.getPtr(), HANDLE_BYTES)
 
     def ipc_open_handle(self, handle: bytes) -> int:
-        """Address here of another process's allocation; needs its `ipc_close_handle` before the owner frees it."""
+        """Address here of another process's allocation; call `ipc_close_handle` before the owner frees it."""
         # The structure hides its bytes in 13.x; all versions give its address.
         structure = self._bindings.CUipcMemHandle()
         ctypes.memmove(structure.getPtr(), handle, HANDLE_BYTES)
@@ -154,10 +154,10 @@ class Driver:
     def ipc_close_handle(self, address: int) -> None:
         self._call("cuIpcCloseMemHandle", address)
 
-    # Memory whose physical pages, addresses and access are made apart (virtual memory management).
+    # Virtual memory management: physical memory, addresses and access rights are created separately.
 
     def vmm_refusal(self, ordinal: int, sharing: str = DESCRIPTOR) -> str | None:
-        """Why memory of this GPU cannot be shared by such handles; None if it can."""
+        """Why memory of this GPU cannot be shared by `sharing` handles; None if it can."""
         for name in (
             "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
             f"CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_{sharing}_SUPPORTED",
@@ -168,61 +168,61 @@ class Driver:
         return None
 
     def granularity(self, ordinal: int, sharing: str = DESCRIPTOR) -> int:
-        """Of sizes and addresses, in bytes."""
+        """Granularity of sizes and addresses, in bytes."""
         recommended = self._bindings.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
         return int(self._call("cuMemGetAllocationGranularity", self._shareable(ordinal, sharing), recommended))
 
     def mem_create(self, ordinal: int, nbytes: int, sharing: str = DESCRIPTOR) -> int:
-        """Handle of memory of a GPU, which lives until all its handles are released, descriptors closed and mappings
-        gone; needs its `mem_release`."""
+        """Handle of new memory on a GPU; pairs with `mem_release`. The memory lives until all its handles are released,
+        its descriptors closed and its mappings removed."""
         return int(self._call("cuMemCreate", nbytes, self._shareable(ordinal, sharing), 0))
 
     def mem_release(self, handle: int) -> None:
         self._call("cuMemRelease", handle)
 
     def retain_handle(self, address: int) -> int:
-        """Handle of the memory of cuMemCreate behind a mapped address; needs its `mem_release`."""
+        """Handle of the cuMemCreate memory behind a mapped address; pairs with `mem_release`."""
         return int(self._call("cuMemRetainAllocationHandle", address))
 
     def export_descriptor(self, handle: int) -> int:
-        """A new file descriptor, the caller's to close, with which any process that gets it can map the memory."""
+        """A new file descriptor, which the caller closes; any process that receives it can map the memory."""
         return int(self._call("cuMemExportToShareableHandle", handle, self._kind(DESCRIPTOR), 0))
 
     def import_descriptor(self, fd: int) -> int:
-        """Handle of the memory behind a descriptor, which stays the caller's; needs its `mem_release`."""
+        """Handle of the memory behind a descriptor, which the caller still owns; pairs with `mem_release`."""
         return int(self._call("cuMemImportFromShareableHandle", fd, self._kind(DESCRIPTOR)))
 
     def export_fabric(self, handle: int) -> bytes:
-        """64 bytes with which a process that may use the same IMEX channel can map the memory while it lives."""
+        """64 bytes with which any process that may use the same IMEX channel can map the memory while it lives."""
         return bytes(self._call("cuMemExportToShareableHandle", handle, self._kind(FABRIC), 0).data)
 
     def import_fabric(self, token: bytes) -> int:
-        """Handle of the memory behind such bytes; needs its `mem_release`."""
+        """Handle of the memory behind the 64 bytes of `export_fabric`; pairs with `mem_release`."""
         return int(self._call("cuMemImportFromShareableHandle", token, self._kind(FABRIC)))
 
     def address_reserve(self, nbytes: int, alignment: int) -> int:
-        """A range of addresses with nothing behind it; needs its `address_free`."""
+        """An address range with nothing behind it; pairs with `address_free`."""
         return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0))
 
     def address_free(self, address: int, nbytes: int) -> None:
         self._call("cuMemAddressFree", address, nbytes)
 
     def mem_map(self, address: int, nbytes: int, handle: int) -> None:
-        """Put memory behind a reserved range; needs `mem_allow` before use, and its `mem_unmap`."""
+        """Map memory at a reserved range; call `mem_allow` before use. Pairs with `mem_unmap`."""
         self._call("cuMemMap", address, nbytes, 0, handle, 0)
 
     def mem_unmap(self, address: int, nbytes: int) -> None:
         self._call("cuMemUnmap", address, nbytes)
 
     def mem_allow(self, address: int, nbytes: int, ordinal: int) -> None:
-        """Kernels of GPU `ordinal` may read and write the mapped range from now on."""
+        """Let kernels of GPU `ordinal` read and write the mapped range."""
         access = self._bindings.CUmemAccessDesc()
         access.location.type = self._bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         access.location.id = int(self._device(ordinal))
         access.flags = self._bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
-    # Memory of several GPUs behind one address, for a switch's instructions.
+    # Multicast: memory of several GPUs behind one address, for the switch's instructions.
 
     def multicast_refusal(self, ordinal: int) -> str | None:
         """Why a GPU has no multicast addresses; None if it has."""
@@ -234,13 +234,13 @@ class Driver:
         return f"CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU {self.device_bus_id(ordinal)}"
 
     def multicast_granularity(self, devices: int, nbytes: int, sharing: str = DESCRIPTOR) -> int:
-        """Of what is bound to an object for so many devices, in bytes."""
+        """Granularity, in bytes, of the memory bound to a multicast object of `devices` GPUs."""
         least = self._bindings.CUmulticastGranularity_flags.CU_MULTICAST_GRANULARITY_MINIMUM
         return int(self._call("cuMulticastGetGranularity", self._multicast(devices, nbytes, sharing), least))
 
     def multicast_create(self, devices: int, nbytes: int, sharing: str = DESCRIPTOR) -> int:
-        """Handle of an object that `devices` GPUs are to be added to; needs its `mem_release`. To be exported and
-        imported as memory is."""
+        """Handle of a multicast object to which `devices` GPUs have to be added; pairs with `mem_release`. Exported and
+        imported like memory."""
         return int(self._call("cuMulticastCreate", self._multicast(devices, nbytes, sharing)))
 
     def multicast_add(self, handle: int, ordinal: int) -> None:
@@ -248,7 +248,7 @@ class Driver:
         self._call("cuMulticastAddDevice", handle, self._device(ordinal))
 
     def multicast_bind(self, handle: int, memory: int, nbytes: int) -> None:
-        """Put this GPU's memory of the handle `memory` behind the object; needs its `multicast_unbind`."""
+        """Bind this GPU's memory, of handle `memory`, to the object; pairs with `multicast_unbind`."""
         self._call("cuMulticastBindMem", handle, 0, memory, 0, nbytes, 0)
 
     def multicast_unbind(self, handle: int, ordinal: int, nbytes: int) -> None:
@@ -263,14 +263,14 @@ class Driver:
     # Kernels of our own PTX.
 
     def load_module(self, ptx: bytes) -> int:
-        """PTX (ended by a zero), compiled for the current context; needs its `unload_module`."""
+        """Compile zero-terminated PTX for the current context; pairs with `unload_module`."""
         return int(self._call("cuModuleLoadData", ptx))
 
     def unload_module(self, module: int) -> None:
         self._call("cuModuleUnload", module)
 
     def launch(self, module: int, name: str, values: Sequence[int]) -> None:
-        """Run one thread of kernel `name` with 64-bit values."""
+        """Run one thread of kernel `name` with 64-bit arguments."""
         function = self._call("cuModuleGetFunction", module, name.encode())
         parameters = (tuple(values), (ctypes.c_uint64,) * len(values))
         self._call("cuLaunchKernel", function, 1, 1, 1, 1, 1, 1, 0, 0, parameters, 0)
@@ -279,7 +279,7 @@ class Driver:
         return getattr(self._bindings.CUmemAllocationHandleType, f"CU_MEM_HANDLE_TYPE_{sharing}")
 
     def _shareable(self, ordinal: int, sharing: str) -> Any:
-        """Properties of memory of a GPU that is shared by such handles."""
+        """Properties of GPU memory that `sharing` handles can share."""
         properties = self._bindings.CUmemAllocationProp()
         properties.type = self._bindings.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._bindings.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -288,7 +288,7 @@ class Driver:
         return properties
 
     def host_register(self, address: int, nbytes: int) -> int:
-        """Pins host memory and gives its device address; needs its `host_unregister` before the memory goes."""
+        """Pin host memory and return its device address; call `host_unregister` before unmapping the memory."""
         self._call("cuMemHostRegister", address, nbytes, _HOST_PORTABLE_AND_MAPPED)
         try:
             return int(self._call("cuMemHostGetDevicePointer", address, 0))
@@ -329,14 +329,14 @@ class Driver:
 
 
 class Cleanup:
-    """Driver calls that undo something: each is tried in `context`, whatever became of the others."""
+    """Driver calls that undo something: each is tried in `context`, even if others have failed."""
 
     def __init__(self, driver: Driver, context: int) -> None:
         self.failures: list[ResourceError] = []
         self._driver, self._context = driver, context
 
     def attempt(self, call: Callable[..., None], *arguments: int) -> bool:
-        """Whether the call has been made: leaving the context may fail after it."""
+        """Whether the call succeeded; leaving the context may still have failed."""
         made = False
         try:
             with self._driver.current(self._context):

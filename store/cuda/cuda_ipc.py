@@ -3,8 +3,8 @@
     rank 0: cuMemAlloc ── 64-byte handle ──▶ rank 1: cuIpcOpenMemHandle ── writes a word ──▶ rank 0 sees it
             cuMemFree  ◀── "I have unmapped yours" ── rank 1: cuIpcCloseMemHandle
 
-The kind for drivers that share no memory by descriptors (`cuda_vmm`). CUDA forbids to free a block that a peer has
-mapped, so the end is joint. A handle gives its holder the whole allocation.
+Used if the driver cannot share memory by descriptors (`cuda_vmm`). CUDA forbids freeing a block that a peer has mapped,
+so all ranks close together. A handle gives its holder access to the whole allocation.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ CLOSE_SECONDS = 5.0
 GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size
 
 _UNMAPPED, _STILL_MAPPED = b"\x01", b"\x00"
-_ALIGNMENT_BYTES, _LEAST_ALIGNMENT_BYTES = 256, 16  # of CUDA's blocks, of what kernels read
+_ALIGNMENT_BYTES, _LEAST_ALIGNMENT_BYTES = 256, 16  # of CUDA's blocks; of what kernels read
 _MOST_OFFSET = 1 << 47
 _FORMAT = RecordFormat(b"TCIP", f"Q{HANDLE_BYTES}s")
 _log = logging.getLogger(__name__)
 
 
 class BlockRecord(NamedTuple):
-    """A rank's block of GPU memory, as the other ranks are told of it. Never printed: the handle is a key to it."""
+    """What the other ranks need to map a rank's block. Never printed: the handle gives access to it."""
 
     rank: int
     uuid: bytes
@@ -62,13 +62,13 @@ def open_cuda_ipc(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
     reach: Sequence[bool] | None = None,
 ) -> CudaArena:  # fmt: skip
-    """`open_blocks` of legacy CUDA IPC."""
+    """`open_blocks` with legacy CUDA IPC."""
     return open_blocks(control, nbytes, device, timeout, driver, reach, lambda: IpcBlocks(control, nbytes))
 
 
 class IpcBlocks:
-    """This rank's cuMemAlloc, and the mappings of the others'. `theirs`: the address of memory of the user's, in place
-    of a block of its own; it is neither written nor freed, and the user keeps it until all have unmapped it."""
+    """This rank's cuMemAlloc block, and mappings of the others'. `theirs`: the address of the user's memory, to share
+    instead of a new block; it is neither written nor freed, and has to outlive all mappings."""
 
     kind = "cuda_ipc"
     no_suspend = (
@@ -122,7 +122,7 @@ class IpcBlocks:
         raise ResourceError(self.no_suspend)
 
     def keep(self) -> None:
-        """The peers are told, so that they keep their blocks, too."""
+        """Tells the peers, so that they keep their blocks, too."""
         if self._exported:
             with suppress(TricommError):  # nothing is freed here, whether or not a peer answers
                 self._control.exchange(_STILL_MAPPED, "cuda_ipc: close", CLOSE_SECONDS)
@@ -131,7 +131,7 @@ class IpcBlocks:
         raise ResourceError("legacy CUDA IPC memory cannot be bound to a multicast address")
 
     def release(self, undo: Cleanup) -> bool:
-        """Unmap the peers' blocks, wait until the peers have unmapped this one, `CLOSE_SECONDS` at most, free it."""
+        """Unmap the peers' blocks, wait at most `CLOSE_SECONDS` for the peers to unmap this one, and free it."""
         if self._site is None:
             return True
         # A list, so that one failure does not stop the others from being unmapped.
@@ -142,7 +142,7 @@ class IpcBlocks:
         return may_free
 
     def _may_free(self, unmapped: bool) -> bool:
-        """Tell the peers if their blocks are unmapped here; returns whether they have unmapped this rank's block."""
+        """Tell the peers whether their blocks are unmapped here; returns whether this rank's block may be freed."""
         if not self._exported:
             return True
         deadline = Deadline(CLOSE_SECONDS)

@@ -1,11 +1,11 @@
-"""One address for the same place in all ranks' blocks, by a switch that adds and copies (NVLink SHARP, `multimem`).
+"""One multicast address for all ranks' blocks, by a switch that adds and copies (NVLink SHARP, `multimem`).
 
     rank 0: cuMulticastCreate ── handle, see passing.py ──▶ all: import, cuMulticastAddDevice
     all devices added ─▶ cuMulticastBindMem of the own block ─▶ all bound ─▶ cuMemMap of the object ─▶ words through it
 
-Not every box has it, and one that has it may refuse it (confidential computing, MIG). So each step is joint: it
-succeeds on all ranks, or all ranks undo the steps before and know the reason. CUDA's order is that of the stages: no
-rank may bind before every device was added, nor use the address before every rank has bound its memory.
+Not every machine has it, and one that has it may refuse it (confidential computing, MIG). So each step is joint: it
+succeeds on all ranks, or all ranks undo the steps before and know the reason. The stages follow the order that CUDA
+requires: no rank may bind before every device is added, nor use the address before every rank has bound its memory.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ PROBE = b"""
 
 
 class Multicast:
-    """The address of all ranks' blocks at once: of this rank's `memory`, mapped here, and the others'.
+    """The multicast address of all ranks' blocks, mapped here; `memory` is this rank's block.
 
-    `share` may come again after `give_back`; the address stays the same.
+    `share` may be called again after `give_back`; the address stays the same.
     """
 
     def __init__(self, control: ControlPage, site: GpuSite, memory: MappedMemory, sharing: str) -> None:
@@ -59,7 +59,7 @@ class Multicast:
         self._bound = False
 
     def share(self, probe: int, deadline: Deadline) -> int:
-        """The address; called by all ranks together. Bytes from `probe` on are for words to try it with, 8 a rank.
+        """The address; called by all ranks together. The 8 bytes per rank from offset `probe` on serve to test it.
 
         Raises the same error on all ranks; then `give_back` undoes what was done.
         """
@@ -95,7 +95,7 @@ class Multicast:
         return _RECORD.pack(nbytes, granularity)
 
     def _make(self) -> bytes:
-        """Rank 0 alone has something to pass on."""
+        """Only rank 0 makes an object and passes it on."""
         if self._control.rank:
             return self._passing.offer(self._driver, None)
         size = self._own.nbytes
@@ -113,7 +113,7 @@ class Multicast:
         self._bound = True
 
     def _try(self, stage: Callable[[str, Callable[[], None]], None], probe: int) -> None:
-        """A word of every rank to all, and a sum of all: through the switch."""
+        """Test the address: each rank stores a word to all ranks, and loads a sum over all ranks."""
         driver, rank, world_size = self._driver, self._control.rank, self._control.world_size
         shared, own = self._mapped.address + probe, self._own.address + probe
         sums = own + WORD * world_size
@@ -147,7 +147,7 @@ class Multicast:
         self._modules.clear()
 
     def give_back(self, undo: Cleanup) -> None:
-        """Unbind this rank's memory, and let the object go; its address is kept. May be repeated."""
+        """Unbind this rank's memory and release the object, but keep its address. May be repeated."""
         self._passing.abandon()
         if self._modules and undo.attempt(self._driver.unload_module, *self._modules):
             self._modules.clear()

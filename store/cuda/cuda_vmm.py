@@ -2,8 +2,8 @@
 
     rank 0: cuMemCreate, cuMemMap ── handle, see passing.py ──▶ rank 1: import, cuMemMap ── writes a word ──▶
 
-Needs no common PID or IPC namespace, and ends alone: memory lives until its last mapping, handle and descriptor is
-gone. Memory that has been given back comes again by the same way, at the addresses that were kept.
+Needs no common PID or IPC namespace, and each rank closes alone: memory lives until its last mapping, handle and
+descriptor are gone. Memory that was given back is made and mapped again in the same way, at the same addresses.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def open_cuda_vmm(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
     reach: Sequence[bool] | None = None, sharing: str = DESCRIPTOR,
 ) -> CudaArena:  # fmt: skip
-    """`open_blocks` of memory that is shared by such handles. Raises `ResourceError` also if a GPU cannot do that."""
+    """`open_blocks` with memory shared by `sharing` handles. Also raises `ResourceError` if a GPU cannot do that."""
     return open_blocks(control, nbytes, device, timeout, driver, reach, lambda: VmmBlocks(control, nbytes, sharing))
 
 
 @dataclass(frozen=True)
 class VmmRecord:
-    """A rank's block of GPU memory, as the other ranks are told of it: `whole` bytes on the GPU `uuid`, and the token
-    by which its handle is passed on."""
+    """What the other ranks need to map a rank's block: its `whole` bytes on the GPU `uuid`, and the token by which its
+    handle is passed on."""
 
     rank: int
     uuid: bytes
@@ -141,7 +141,7 @@ class VmmBlocks:
             block.empty(undo)
 
     def keep(self) -> None:
-        """Nothing to do: what is mapped here lives without its owner, and there without this rank."""
+        """Nothing to do: every rank's mappings keep the memory alive by themselves."""
 
     def release(self, undo: Cleanup) -> bool:
         if self._switch is not None:

@@ -1,8 +1,8 @@
-"""Addresses of a process with physical memory behind them: what has been done so far, so that it is undone in order.
+"""An address range with physical GPU memory behind it. It remembers which steps were done, to undo them in order.
 
-What is made first goes last: addresses are unmapped, then the handle released, then the addresses freed. Between the
-last two steps the addresses are kept with nothing behind them, and other memory can come there: what a captured graph
-knows of this memory stays true.
+Release goes backwards: unmap the addresses, release the handle, free the addresses. Between the last two steps the
+addresses stay reserved with nothing behind them, and other memory can be mapped there: the addresses in captured graphs
+stay valid.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tricomm.store.cuda.cuda_driver import DESCRIPTOR, Cleanup, Driver
 
 
 class MappedMemory:
-    """`nbytes` bytes of addresses, once `put` has reserved them. Every method works in the current context."""
+    """`nbytes` bytes of addresses, reserved by the first `put`. Every method works in the current context."""
 
     def __init__(self, driver: Driver, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -22,8 +22,8 @@ class MappedMemory:
         self._there = False
 
     def make(self, ordinal: int, alignment: int, sharing: str = DESCRIPTOR) -> None:
-        """Put new memory of GPU `ordinal` there, to be shared by such handles. It is zeroed once the device has been
-        waited for."""
+        """Map new memory of GPU `ordinal`, which `sharing` handles can share. It is zeroed once the device has been
+        synchronized."""
         self.handles.append(self._driver.mem_create(ordinal, self.nbytes, sharing))
         self.put(ordinal, alignment)
         self._driver.memset(self.address, 0, self.nbytes)
@@ -37,7 +37,7 @@ class MappedMemory:
         self._driver.mem_allow(self.address, self.nbytes, ordinal)
 
     def empty(self, undo: Cleanup) -> None:
-        """Let the memory go and keep the addresses. What the driver has refused is tried again the next time."""
+        """Release the memory and keep the addresses. The next call retries what the driver has refused."""
         if self._there and undo.attempt(self._driver.mem_unmap, self.address, self.nbytes):
             self._there = False
         refused = []
@@ -48,13 +48,13 @@ class MappedMemory:
         self.handles = refused
 
     def require_empty(self, undo: Cleanup) -> None:
-        """As `empty`, before other memory comes there; raises `ResourceError` if something is left."""
+        """`empty` before other memory is mapped there; raises `ResourceError` if something is left."""
         self.empty(undo)
         if self._there or self.handles:
             raise ResourceError(f"GPU memory at {self.address:#x} cannot be let go: {undo.failures[-1]}")
 
     def release(self, undo: Cleanup) -> None:
-        """Each step is tried; addresses with something behind them stay reserved."""
+        """Release memory and addresses, trying each step; addresses that are still mapped stay reserved."""
         self.empty(undo)
         if self.address and not self._there:
             undo.attempt(self._driver.address_free, self.address, self.nbytes)

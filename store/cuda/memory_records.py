@@ -1,6 +1,6 @@
-"""What ranks tell each other of their GPU memory: records of one head, and what follows by kind of memory.
+"""Records that tell other ranks of a rank's GPU memory: a common header, and fields that depend on the kind of memory.
 
-magic 4 | version 2 | rank 2 | UUID of the GPU 16 | bytes of memory 8 | what follows
+magic 4 | version 2 | rank 2 | UUID of the GPU 16 | bytes of memory 8 | fields of the kind
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _VERSION = 1
 
 
 class RecordFormat:
-    """Records that begin with `magic`; `rest` are the fields that follow the head, as `struct` writes them."""
+    """Records that begin with `magic`; `rest` is the `struct` format of the fields after the header."""
 
     def __init__(self, magic: bytes, rest: str) -> None:
         self._magic, self._layout = magic, struct.Struct(f"<4sHH{UUID_BYTES}sQ{rest}")

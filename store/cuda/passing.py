@@ -3,8 +3,8 @@
     descriptor: rank 0 ── its socket's name, in a record; then a file descriptor over the socket ──▶ rank 1
     fabric:     rank 0 ── the handle itself, 64 bytes in a record ──▶ rank 1
 
-A fabric handle needs no directory that the ranks share, but a right of its own: the machine's administrator has to give
-the ranks an IMEX channel. A record goes over the control page, which only the ranks of the group have mapped.
+A fabric handle needs no directory that the ranks share, but a permission: the machine's administrator has to give the
+ranks an IMEX channel. Records go over the control page, which only the group's ranks have mapped.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Load = Callable[[int, Callable[[], int]], None]
 
 
 class Passing(Protocol):
-    """One handle of each rank on its way to all others: all ranks `offer`, exchange what that gives, and `take`."""
+    """Passes one handle of each rank to all others: all ranks `offer`, exchange the tokens, and `take`."""
 
     def offer(self, driver: Driver, handle: int | None) -> bytes:
-        """This rank's token, `TOKEN_BYTES` long, for all ranks; without a handle it only takes."""
+        """This rank's token, `TOKEN_BYTES` long, for all ranks; with `handle` None this rank only takes."""
 
     def take(self, driver: Driver, tokens: Sequence[bytes], load: Load, deadline: Deadline) -> None:
-        """`load(rank, fetch)` for every other rank; `fetch()` imports its handle, which needs its `mem_release`."""
+        """Call `load(rank, fetch)` for every other rank; `fetch()` imports its handle, for the caller to release."""
 
     def abandon(self) -> None:
-        """Leave nothing behind, whatever was done. Idempotent."""
+        """Clean up, however far it has come. Idempotent."""
 
 
 def passing(sharing: str, control: ControlPage, what: str) -> Passing:
-    """Of handles that were made for `sharing`, `DESCRIPTOR` or `FABRIC`; `what` names them in messages."""
+    """How to pass handles made for `sharing` (`DESCRIPTOR` or `FABRIC`); `what` names them in messages."""
     return _ByFabric(control) if sharing == FABRIC else _ByDescriptor(control, what)
 
 
@@ -50,7 +50,7 @@ class _ByDescriptor:
         self._exported: list[int] = []  # at most one
 
     def offer(self, driver: Driver, handle: int | None) -> bytes:
-        if handle is None:  # all ranks send alike: this one sends what no rank looks at
+        if handle is None:  # every rank has to send a descriptor; the others ignore this one
             self._exported.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
         else:
             self._exported.append(driver.export_descriptor(handle))
@@ -89,4 +89,4 @@ class _ByFabric:
                 load(rank, partial(driver.import_fabric, token))
 
     def abandon(self) -> None:
-        """Nothing to do: a fabric handle is no reference to the memory."""
+        """Nothing to do: a fabric handle does not keep the memory alive."""

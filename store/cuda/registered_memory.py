@@ -1,11 +1,11 @@
-"""A user's own GPU memory, shared where it lies: what CUDA allocated behind it is passed on, and nothing is copied.
+"""A user's own GPU memory, shared in place: the CUDA allocations behind it are passed on, and nothing is copied.
 
     cuMemCreate (torch: expandable segments, symmetric memory) ── a descriptor of each allocation ──▶ peers map them
                                                                                                       side by side
     cuMemAlloc (torch's usual segments) ── the handle of the allocation, by legacy CUDA IPC ──▶ peers open it
 
-A peer maps whole allocations, and with them the user's other tensors in there. The user's memory has to outlive the
-mappings. Nothing is written to find out whether a write arrives: the set-up of the arena has shown that.
+A peer maps whole allocations, including the user's other tensors in them. The user's memory has to outlive the
+mappings. No write probe is needed: the set-up of the group's arena has shown that writes arrive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_registered_gpu(
     """The `nbytes` bytes at `address` on each rank's GPU, mapped by all ranks; called by all ranks together.
 
     Takes about `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError`
-    if CUDA does not share this memory, or not the same way on all ranks.
+    if CUDA cannot share this memory, or not in the same way on all ranks.
     """
     deadline = Deadline(timeout)
     used, ordinal = driver or load_driver(), int(device.index or 0)
@@ -76,7 +76,7 @@ def open_registered_gpu(
 
 
 def _retained(driver: Driver, address: int) -> bool:
-    """Whether the memory is of cuMemCreate."""
+    """Whether the memory was allocated by cuMemCreate."""
     try:
         driver.mem_release(driver.retain_handle(address))
     except ResourceError:
@@ -86,8 +86,8 @@ def _retained(driver: Driver, address: int) -> bool:
 
 @dataclass(frozen=True)
 class PiecesRecord:
-    """The allocations behind a rank's memory, as the other ranks are told of them: their `sizes`, in the order of
-    addresses; the memory begins `offset` bytes into the first."""
+    """What the other ranks need to map the allocations behind a rank's memory: their `sizes`, in address order. The
+    memory begins `offset` bytes into the first one."""
 
     rank: int
     uuid: bytes
@@ -192,7 +192,7 @@ class TensorPieces:
         raise ResourceError(self.no_suspend)
 
     def keep(self) -> None:
-        """Nothing to do: what is mapped here lives without its owner."""
+        """Nothing to do: the mappings here keep the peers' memory alive."""
 
     def release(self, undo: Cleanup) -> bool:
         self._passing.abandon()

@@ -18,7 +18,7 @@ __all__ = ["TricommGroup", "custom_ops", "ddp_hook", "group_over", "register", "
 
 
 def register() -> None:
-    """Make `dist.init_process_group("tricomm")` known; idempotent. The entry point of torch >= 2.14 calls it too."""
+    """Register "tricomm" for `dist.init_process_group`; idempotent. The entry point of torch >= 2.14 calls it too."""
     if hasattr(dist.Backend, "TRICOMM"):
         return
     dist.Backend.register_backend("tricomm", create, extended_api=True, devices=["cpu", "cuda"])
@@ -27,9 +27,9 @@ def register() -> None:
 def group_over(
     store: Any, rank: int, world_size: int, timeout: timedelta, options: Options | None = None, name: str = "tricomm"
 ) -> TricommGroup:
-    """A group of its own over any Store, outside of this job's default group: for ranks of several jobs.
+    """A standalone group over any Store, outside this job's default group: for ranks of several jobs.
 
-    Every member calls it, with a store (or a `PrefixStore`) that is this group's alone. `shutdown()` ends it.
+    Every member calls it, with a store (or a `PrefixStore`) that no other group uses. `shutdown()` ends it.
     """
     config = GroupConfig(PrefixStore("tricomm", store), rank, world_size, timeout, list(range(world_size)), name)
     return make(config, options)
