@@ -1,4 +1,4 @@
-"""A communicator: what a user can do with a group of ranks. A facade; `tricomm.core` has the parts that do it."""
+"""The communicator: a facade over the parts in `tricomm.core`."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ _kept: list[Communicator] = []  # closed, but a kernel may still use their memor
 class Communicator:
     """Ranks of one node that share memory and run collectives over it; on GPUs, with NCCL behind the kernels.
 
-    `store` is any `torch.distributed` Store, used for the rendezvous and never again; `rank` and `world_size` name this
-    process in the group; `device` defaults to the current GPU, or to the CPU if there is none, where the kernels run
-    under Triton's interpreter. `timeout` (seconds or timedelta; default: `options.timeout`) bounds the rendezvous and
-    each call.
+    `store` is any `torch.distributed` Store; after the rendezvous only `split`, and groups that share no memory, use
+    it. `rank` and `world_size` place this process in the group; `device` defaults to the current GPU, or to the CPU if
+    there is none, where the kernels run under Triton's interpreter. `timeout` (seconds or timedelta; default:
+    `options.timeout`) bounds each call, and the rendezvous if there is no `meeting_timeout` (seconds).
 
-    `look` is called now and then while this rank waits for the others at the rendezvous; what it raises ends the
-    rendezvous on all ranks. `decided` is the route of every call if the owner decides it by itself, as the backend of
-    `torch.distributed` does.
+    `look` is called periodically while this rank waits for the others at the rendezvous; an error that it raises ends
+    the rendezvous on all ranks. `decided` is the route of every call if the owner chooses routes itself, as the backend
+    of `torch.distributed` does.
 
-    What the kernels do not take goes to NCCL on GPUs: types, sizes, groups that span nodes or cannot share memory.
+    On GPUs NCCL runs what the kernels do not: other types and sizes, groups that span nodes or cannot share memory.
 
     Raises `RendezvousError` if the ranks do not meet or disagree, `ResourceError` if memory or peer access is refused
     and NCCL cannot be used (on every rank, or on none), `InvalidArgument` for bad arguments.
@@ -86,7 +86,7 @@ class Communicator:
         look: Callable[[], None] = lambda: None,
         decided: BackendChoice | None = None,
     ) -> None:
-        # One that decides the routes has looked at the environment when it agreed with the other ranks.
+        # An owner that decides the routes looked at the environment when it agreed with the other ranks.
         options = with_environment(options) if decided is None else options or Options()
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         device = pick_device(device)
@@ -125,7 +125,7 @@ class Communicator:
     ) -> None:  # fmt: skip
         """Make what a communicator consists of, each part over those before it; the monitor starts last."""
         self._group, self._gpu, self._splits = group, group.gpu, 0
-        self._store = store  # one that this rank hosts lives as long as another rank may be at the rendezvous
+        self._store = store  # kept alive: if this rank hosts it, another one may still be at the rendezvous
         self.stream: Any = None  # a rank's own, if all ranks are in one process
         tuned = group.runtime.table(group.control, group.device_class, group.device, group.topology, group.timeout)
         limits = group.timeout, group.options.stall_timeout
@@ -187,8 +187,8 @@ class Communicator:
     def side_by_side(self, *functions: Callable[[], Any]) -> list[Any]:
         """Run `functions` at once and return their results: each on a stream of its own, on a CPU in a thread.
 
-        Each takes no arguments and makes its calls in a channel of its own. Raises the error of the first that has one,
-        and `InvalidArgument` for what cannot be called and during the capture of a CUDA graph.
+        Each takes no arguments and makes its calls in a channel of its own. Raises the error of the first function that
+        failed, and `InvalidArgument` for an argument that is not callable and during the capture of a CUDA graph.
         """
         return self._channels.side_by_side(functions)
 
@@ -198,7 +198,7 @@ class Communicator:
 
         Members get it, with this one's device, timeout and options, and close it themselves; the others get None. The
         ranks meet over this communicator's store, which has to be alive. Raises `InvalidArgument` on all ranks for a
-        list that cannot be or that differs between ranks (the group stays usable), else as `Communicator`.
+        bad list, or one that differs between ranks (the group stays usable), and otherwise as `Communicator` does.
         """
         group = self._group
         self._faults.check_usable()
@@ -305,10 +305,10 @@ class Communicator:
 
     @by_hand
     def close(self) -> None:
-        """Leave the group and give everything back. Idempotent; a forked child's copy only forgets.
+        """Leave the group and release everything. Idempotent; a forked child's copy is only marked as closed.
 
-        If calls were captured in a CUDA graph, memory stays allocated until the process ends: a replay is harmless
-        then, and its output undefined.
+        If calls were captured in a CUDA graph, memory stays allocated until the process ends: a replay is then
+        harmless, but its output is undefined.
         """
         try: self._close(again=False)  # noqa: E701  # fmt: skip
         except BaseException as error:
@@ -371,7 +371,7 @@ def init(
     """Meet at `url` ("env://", "tcp://host:port" or "file:///path") and return a communicator.
 
     `rank` and `world_size` come from the URL's query, from these arguments, or from RANK and WORLD_SIZE; torchrun
-    sets everything that "env://" needs. A store that this starts listens on the given address only, never on all.
+    sets everything that "env://" needs. A store hosted here listens on the given address only.
     Raises `InvalidArgument`, `RendezvousError` or `ResourceError`.
     """
     limit = (options or Options()).timeout if timeout is None else seconds(timeout, "timeout")

@@ -76,7 +76,7 @@ class WrapperTensor(InvalidArgument):
 
 
 def check_not_wrapper(x: torch.Tensor, what: str) -> None:
-    """Raises `WrapperTensor` if `x` has no memory of its own, but tensors inside of it."""
+    """Raises `WrapperTensor` if `x` wraps other tensors instead of having memory of its own."""
     kind = type(x)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         raise WrapperTensor(f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has")
@@ -116,4 +116,4 @@ def call_unwrapped(method: Any, group: Any, args: Any, keywords: Any) -> Any:
 
 _lib.define("unwrapped_(Tensor(a!)[] tensors, int token) -> ()")
 _lib.impl("unwrapped_", lambda tensors, token: _pending[token](tensors), "CompositeExplicitAutograd")
-_lib.impl("unwrapped_", lambda tensors, token: None, "Meta")  # fake tensors, when something is traced: no data, no call
+_lib.impl("unwrapped_", lambda tensors, token: None, "Meta")  # fake tensors in a trace: no data, no call

@@ -2,8 +2,8 @@
 
 Each rank publishes a record of its process, its node and what its environment allows. All ranks read all records, so
 all come to one conclusion. Ranks are on one node if their boot ids are equal, whatever the host names are;
-`TRICOMM_NODE_ID` overrides that. Whether the ranks of a node can share memory shows when the kernels' communicator is
-made.
+`TRICOMM_NODE_ID` overrides that. Whether the ranks of a node can share memory shows only when the kernels' communicator
+is made.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class GroupConfig:
 class GroupCapabilities:
     """The conclusion, equal on all ranks.
 
-    `members` are the ranks' processes; `no_kernels` says by device type why there are none; `check` is TRICOMM_CHECK;
-    `batch_invariant` whether reductions may depend on rank order alone.
+    `members` are the ranks' processes; `no_kernels` says by device type why no kernel runs there; `check` is
+    TRICOMM_CHECK; `batch_invariant`: whether reductions may depend on rank order alone.
     """
 
     members: tuple[Capabilities, ...]
@@ -69,7 +69,7 @@ class GroupCapabilities:
     batch_invariant: bool = False
 
     def one_level(self, options: Options | None) -> str | None:
-        """Why an all_reduce of several nodes has no two levels, or None; the same on all ranks."""
+        """Why an all_reduce across nodes does not run in two levels, or None; the same on all ranks."""
         if options is not None and not options.two_level:
             return "Options(two_level=False)"
         if self.batch_invariant:
@@ -87,8 +87,8 @@ def exchange_capabilities(
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
     record and what is wrong with it. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same
-    records, which were written for this group and not before. So another writer to the store, without the token, can
-    make the set-up of a group fail, and change nothing.
+    records, and that these were written for this group and not before. So a writer to the store that has no token can
+    make the set-up of a group fail, but cannot change it.
     """
     deadline = Deadline(timeout)
     bounded = BoundedStore(store, timeout + _GRACE_SECONDS)
@@ -164,7 +164,7 @@ def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeou
 def _confirm(
     gathering: Gathering, ranks: list[StoreRecord[Capabilities]], token: bytes, deadline: Deadline, timeout: float
 ) -> None:
-    """All ranks have read the same: a record of a rank's own choice is among them, so none can be an old one."""
+    """Check that all ranks have read the same records. These contain every rank's fresh nonce, so none can be old."""
     digest = hashlib.sha256(b"".join(record.pack(token) for record in ranks)).digest()
     mine = ExchangeMessage(1, "c10d group", digest)
     for record in _gather(gathering, "confirmed", mine, deadline, timeout):

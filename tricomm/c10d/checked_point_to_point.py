@@ -1,8 +1,8 @@
 """Point to point on the CPU, with a header on every message: its length and type.
 
 Gloo ends the receiver's process if a message is longer than the buffer, and says nothing if it is shorter. So a message
-is received into a larger range of addresses, of which only what arrives becomes memory. If the header is as expected,
-the data is copied from there. Anything else is a `CollectiveMismatch` on the receiver: the message is used up, and the
+is received into a larger address range, in which only the bytes that arrive take memory. If the header is as expected,
+the data is copied from there. Anything else is a `CollectiveMismatch` on the receiver: the message is consumed, and the
 group goes on. TRICOMM_CHECK=0, on all ranks, sends messages without headers.
 """
 
@@ -22,7 +22,7 @@ from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.work_handles import limit_seconds, told
 from tricomm.errors import CollectiveMismatch, ResourceError, TricommError
 
-LONGEST_EXCESS = 1 << 30  # bytes that a message may be too long and still be refused, and not end the process
+LONGEST_EXCESS = 1 << 30  # bytes by which a message may be too long before it ends the process instead of being refused
 _HEAD = struct.Struct("<8sQ24s")  # magic, elements, dtype
 _MAGIC = b"TCPOINT\x01"
 _UNTOUCHED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000  # MAP_NORESERVE, which the module lacks
@@ -80,8 +80,8 @@ class MessageWork(Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the message is there; raises `CollectiveMismatch` if the tensor is of another size or type.
 
-        Raises `CollectiveTimeout` after `timeout` (none given: the group's), `PeerDied` and `PeerStalled`; the group is
-        lost then.
+        Raises `CollectiveTimeout` after `timeout` (default: the group's), `PeerDied` or `PeerStalled`; the group is
+        then lost.
         """
         if self._error is not None:
             raise self._error

@@ -1,6 +1,6 @@
 """`torch.ops.tricomm.*`: collectives that `torch.compile(fullgraph=True)` keeps in the graph, differentiable.
 
-Out of place, but for `all_reduce_`; `group` is the `group_name` of a group, of tricomm or of any other backend.
+All but `all_reduce_` are out of place; `group` is the `group_name` of a group, of tricomm or of any other backend.
 Gradients are those of the sum of all ranks' losses: that of an all_reduce is all_reduced, that of an all_gather
 reduce_scattered, and so on. Made with `Library`, because `@custom_op` costs 30 us a call.
 """
@@ -30,7 +30,8 @@ def _group(name: str) -> Any:
 
 
 def _reducing_group(name: str) -> Any:
-    """The group of that name for a reduction: under TRICOMM_BATCH_INVARIANT none of another backend's."""
+    """The group of that name, for a reduction. Under TRICOMM_BATCH_INVARIANT raises `InvalidArgument` if it is of
+    another backend."""
     group = _group(name)
     if not isinstance(group, TricommGroup) and env.batch_invariant():
         raise InvalidArgument(
@@ -55,7 +56,7 @@ def _op(name: str) -> Any:
 
 
 def _all_reduce_(x: torch.Tensor, op: str, group: str) -> None:
-    """Returns nothing: a compiler keeps an operation in the graph that writes its input, not one that returns it."""
+    """Returns nothing: a compiler keeps an operator in the graph that mutates its input, not one that returns it."""
     _reducing_group(group).allreduce([x], _options(c10d.AllreduceOptions, reduceOp=_op(op))).wait()
 
 
@@ -138,7 +139,7 @@ _define(
 )
 
 
-# What follows an all-reduce in a transformer: not differentiable, for inference
+# all_reduce + RMSNorm (+ quantisation): for inference, not differentiable
 
 _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bias"
 _Maybe = torch.Tensor | None

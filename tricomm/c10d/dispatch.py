@@ -51,7 +51,7 @@ def _all_reduce(comm: Communicator, call: GroupCall) -> None:
         call.finish = lambda: None
 
 
-# Every collective over a communicator. Even and uneven exchanges share a row: no rank knows alone which one it is.
+# Every collective over a communicator. Even and uneven exchanges share a row: no single rank knows which one it is.
 _COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
     "all_reduce": _all_reduce,
     "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.handle or call.out),
@@ -67,14 +67,14 @@ _COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
 
 @dataclass(frozen=True)
 class _Routed:
-    """What the shape of a call decides: its route, and the record for the peers if that is not to the kernels."""
+    """What the shape of a call decides: its route, and the record for the peers if it does not go to the kernels."""
 
     route: BackendChoice
     record: PackedDescriptor | None
 
 
 class Dispatcher:
-    """Runs one group's calls. It makes what they need at the first call that needs it.
+    """Runs one group's calls. Creates what they need on first use.
 
     allreduce -> fast path (a call that was made before) -> communicator
     any call -> run -> worker thread (CPU) -> communicator, or Gloo's connections
@@ -99,13 +99,13 @@ class Dispatcher:
 
     @property
     def checks(self) -> bool:
-        """Whether ranks compare what they do before Gloo does it: TRICOMM_CHECK, the same on all of them."""
+        """Whether ranks compare their calls before Gloo runs them: TRICOMM_CHECK, the same on all ranks."""
         return self._agreed.check
 
     def run(self, batch: list[GroupCall], native: Callable[[], Any]) -> Any:
         """Run the calls of `batch`, which are on one device, one after another; returns a handle for all of them.
 
-        `native` makes the same calls of NCCL.
+        `native` makes the same calls through NCCL.
         """
         self.check_usable(batch[0].collective)
         if self.batch_invariant:
@@ -139,7 +139,7 @@ class Dispatcher:
         )
 
     def _refuse(self, batch: list[GroupCall]) -> None:
-        """Raises `InvalidArgument` for a call that a batch-invariant group does not make, before anything is sent."""
+        """Raises `InvalidArgument` for a call that a batch-invariant group cannot make, before anything is sent."""
         for call in batch:
             if call.shape not in self._routed:
                 self._decide(self.site(call.device.type), call)
@@ -163,7 +163,7 @@ class Dispatcher:
         return routed
 
     def _decide_finally(self, call: GroupCall) -> tuple[BackendChoice, bool]:
-        """The route of `call`, and whether it stays: once the kernels' communicator is made, or cannot be."""
+        """The route of `call`, and whether it is final: it is once the kernels' communicator is made, or cannot be."""
         device = call.device
         site = self.site(device.type)
         made = device in self._comms or site.no_kernels is not None or (site.nodes > 1 and not site.across)
@@ -174,8 +174,8 @@ class Dispatcher:
         return route, made
 
     def symmetric(self, call: GroupCall, numel: int) -> Symmetric | None:
-        """Memory of `numel` elements that the kernels read in place, for calls like `call`; all ranks ask together.
-        Without a multicast address: calls that gather or scatter do not use it.
+        """Memory of `numel` elements that the kernels read in place, for calls like `call`; all ranks ask together. It
+        has no multicast address, because calls that gather or scatter do not use one.
 
         None if such calls do not go to the kernels, or if a graph is being captured.
         """
@@ -240,7 +240,7 @@ class Dispatcher:
         comm.watch(self._backends)
 
     def gpu(self) -> torch.device:
-        """The GPU of a call without a tensor: the one that this group uses, if that is one; else the rank's own."""
+        """The GPU of calls without a tensor: the one that this group uses, if just one, else the rank's own."""
         used = [device for device in self._comms if device.type == "cuda"]
         return used[0] if len(used) == 1 else pick_device("cuda")
 
@@ -300,7 +300,7 @@ class Dispatcher:
     # CUDA
 
     def on_cuda(self, batch: list[GroupCall], native: Callable[[], Any]) -> Any:
-        """Launch `batch` if the kernels cover all of it, else make the calls of NCCL by `native`."""
+        """Launch `batch` if the kernels cover all of it, else make the calls through NCCL, with `native`."""
         routed = [self._route(call) for call in batch]
         first = batch[0]
         comm = self._comms.get(first.device)
@@ -324,7 +324,7 @@ class Dispatcher:
     def _to_nccl(
         native: Callable[[], Any], comm: Communicator | None, batch: list[GroupCall], routed: list[_Routed]
     ) -> Any:
-        """Make the calls of NCCL, and announce them to ranks that may be in a kernel meanwhile."""
+        """Make the calls through NCCL, and announce them to ranks that may be in a kernel meanwhile."""
         if comm is None:
             return native()
         for call, entry in zip(batch, routed, strict=True):
@@ -340,11 +340,11 @@ class Dispatcher:
 
     @property
     def devices(self) -> list[torch.device]:
-        """Those whose calls have a communicator; the same on all ranks, but for the number of a GPU."""
+        """The devices that have a communicator; the same on all ranks, except for the number of a GPU."""
         return sorted(self._comms, key=str)
 
     def step(self, device: torch.device, what: str, step: Callable[[Communicator], None]) -> None:
-        """Take `step`, which is called `what`, with the communicator of `device`, in its turn."""
+        """Run `step` with the communicator of `device`, in its turn; `what` names it in messages."""
         self.check_usable(what)
         call = partial(step, self._comms[device])
         if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Reductions on the CPU with the bits of the kernels, of every type that torch stores.
+"""Reductions on the CPU, of every dtype of torch, with the same bits as the kernels'.
 
 They go in ascending rank order; 8- and 16-bit types are accumulated in 32 bits and rounded once (kernels/reference.py).
 A type in which torch cannot compute is emulated by one that holds all of its values: uint16 by int32, uint32 by int64,
@@ -35,7 +35,7 @@ _BLOCK = 32768  # elements: they stay in the cache, and torch starts no threads 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """A contiguous 1-dimensional tensor's memory as bytes."""
-    # One element is contiguous with any stride, and torch looks at the stride.
+    # One element is contiguous with any stride, but `view` looks at the stride.
     return (x.as_strided((1,), (1,)) if x.numel() == 1 else x).view(torch.uint8)
 
 
@@ -50,8 +50,8 @@ def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
 
 
 def factor_of(op: Any, dtype: torch.dtype, what: str) -> Any:
-    """That of a `PREMUL_SUM`. Raises `InvalidArgument` for a type that NCCL does not scale either, and if the factor is
-    no real number on the CPU."""
+    """The factor of a `PREMUL_SUM`. Raises `InvalidArgument` for a type that NCCL does not scale either, and if the
+    factor is not one real number on the CPU."""
     if dtype not in _SCALED:
         raise InvalidArgument(f"{what}: PREMUL_SUM of {dtype} is not defined; use a float tensor, or scale it and sum")
     factor = op.__getstate__()[1]
@@ -70,7 +70,7 @@ def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:
     if op not in _IN_PLACE and op not in ("avg", "min", "max"):
         raise InvalidArgument(f"{op} is not defined on the CPU; there is {', '.join(_IN_PLACE)}, avg, min and max")
     if out.dtype.is_complex and op in ("sum", "avg"):
-        # As the kernels do it, by halves: torch's own sum makes a NaN of the other half of an infinity.
+        # By halves, as the kernels do it: torch's own sum turns the other half of an infinity into a NaN.
         parts, out = [_halves(part) for part in parts], _halves(out)
     dtype = out.dtype
     if dtype == torch.bool:

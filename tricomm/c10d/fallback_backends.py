@@ -17,7 +17,7 @@ from tricomm.options import Options
 from tricomm.store.records import Capabilities
 
 _STALL = 30.0
-# Of one type for two devices, torch would take the first backend for both.
+# With one type for two devices, torch would use the first backend for both.
 _TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.BackendType.NCCL}
 
 
@@ -26,8 +26,8 @@ class Backends:
     """The backends of one group beside the kernels, by type of device.
 
     native     torch's own backend objects, by device type
-    transport  connections of the group's own; a CPU that they serve has no native backend
-    owned      whether all of this ends with the group; a wrapped group's backends go on
+    transport  the group's own connections; a CPU that they serve has no native backend
+    owned      whether the backends end with the group; those of a wrapped group do not
     """
 
     native: dict[str, Any]
@@ -43,8 +43,8 @@ class Backends:
     def register(self, group: Any) -> None:
         """Tell torch the backends of `group`, a `ProcessGroup`.
 
-        The CPU's connections are no backend of C++'s: a `ProcessGroupGloo` that runs collectives needs threads of its
-        own, and in one without threads they never end. A collective that C++ asks of the `_stand_in` is an error.
+        The CPU's connections are not registered: a `ProcessGroupGloo` that runs collectives needs threads of its own,
+        and without threads they never end. C++ gets the `_stand_in`, of which every collective is an error.
         """
         for device in self.devices:
             native = self.native[device] if device in self.native else _stand_in(group.rank(), group.size())
@@ -52,25 +52,25 @@ class Backends:
         group._set_default_backend(_TYPES["cuda" if "cuda" in self.native else "cpu"])
 
     def shutdown(self) -> None:
-        """End the native backends that end with the group, when their calls have run."""
+        """Shut down the native backends if the group owns them, once their calls have run."""
         if self.owned:
             for backend in self.native.values():
                 backend.shutdown()
 
     def abort(self) -> None:
-        """End NCCL, if it ends with the group, in the middle of its calls."""
+        """Abort NCCL in the middle of its calls, if the group owns it."""
         if self.owned and "cuda" in self.native:
             self.native["cuda"].abort()
 
     def error(self) -> str | None:
-        """A communicator's monitor asks for an error of NCCL: torch's own watchdog looks for those."""
+        """None, for a communicator's monitor: torch's own watchdog looks for the errors of NCCL."""
         return None
 
 
 def make(config: GroupConfig, members: Sequence[Capabilities], options: Options | None) -> Backends:
-    """The backends for every device type that this process has. All ranks of the group call it together, and connect.
+    """Make the backends for every device type that this process has; called by all ranks together, which connect.
 
-    Raises `ResourceError` on all ranks if one of them has too few descriptors; `RendezvousError` without a connection.
+    Raises `ResourceError` on all ranks if one has too few descriptors, `RendezvousError` if they do not connect.
     """
     made = Backends({})
     if torch_backend("cpu") is not None:
@@ -92,9 +92,9 @@ def connect(store: Store, config: GroupConfig, members: Sequence[Capabilities], 
 
 
 def _stand_in(rank: int, world_size: int) -> Any:
-    """A backend object for the CPU whose every collective is an error; None if this torch's cannot be made.
+    """A backend object for the CPU of which every collective is an error; None if this torch cannot make one.
 
-    torch 2.14 can make one, and 2.15 asks that of each device for the rank, the size, and whether it has hooks.
+    torch 2.14 can make one, and 2.15 asks each device's backend for the rank, the size, and whether it has hooks.
     """
     try:
         return _StandIn(rank, world_size)

@@ -1,7 +1,7 @@
-"""The fast path of the call that is made most often and waits least: a small all_reduce whose caller waits for it.
+"""The fast path of the most frequent call, in which every microsecond counts: a small synchronous all_reduce.
 
 It decides nothing. The dispatcher teaches it each call that it has sent to the kernels, and the fast path repeats that
-call on the caller's stream. Anything else, a mistake included, takes the dispatcher's own way.
+call on the caller's stream. Any other call, a bad one included, goes through the dispatcher.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from tricomm.c10d.work_handles import FinishedWork
 from tricomm.communicator import Communicator
 
 _MOST_CALLS = 1024
-# One handle for all: the result of a call that is finished is in the caller's hands already.
+# One handle for all calls: the caller already holds the result of a finished one.
 _FINISHED = FinishedWork([])
-# To compare two ReduceOps takes microseconds; the hash of one is its number.
+# Comparing two ReduceOps takes microseconds; the hash of one is its number.
 _HASHES = {
     ours: hash(c10d._make_nccl_premul_sum(2.0) if name == "PREMUL_SUM" else c10d.ReduceOp(getattr(c10d.ReduceOp, name)))
     for name, ours in OPERATIONS.items()
@@ -27,7 +27,7 @@ _DISTINCT = len(set(_HASHES.values())) == len(_HASHES)
 
 
 class FastPath:
-    """One group's all_reduce calls over the kernels that were made before, by type, count and operation."""
+    """One group's known all_reduce calls over the kernels, by type, count and operation."""
 
     def __init__(self) -> None:
         self._comm: Communicator | None = None
@@ -36,9 +36,9 @@ class FastPath:
         self._known = 0
 
     def learn(self, comm: Communicator, x: torch.Tensor, op: str) -> None:
-        """Repeat from now on all_reduces of tensors like `x`, as `comm` has just made one.
+        """From now on repeat all_reduces of tensors like `x`, of which `comm` has just made one.
 
-        Only of one communicator: a group has one, unless its process uses several GPUs.
+        For one communicator only: a group has one, unless its process uses several GPUs.
         """
         known = comm.known(op, x.dtype, x.numel())
         if known is None or not _DISTINCT or self._comm not in (None, comm):

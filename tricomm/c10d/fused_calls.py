@@ -1,4 +1,4 @@
-"""all_reduce + residual + RMSNorm + quantisation of a c10d group: of tricomm's, or of any other backend's.
+"""all_reduce + residual + RMSNorm + quantisation over a c10d group, of tricomm or of any other backend.
 
     checked -> the group's dispatcher -> the communicator's own fused call, if the call goes to the kernels
                                       -> Gloo's or NCCL's all-reduce, and torch
@@ -24,7 +24,7 @@ from tricomm.errors import InvalidArgument
 
 
 def run(group: Any, given: FusedArguments) -> FusedCall:
-    """Make the call; on a GPU its outputs are ready in the order of the current stream, on a CPU when this returns.
+    """Make the call; its outputs are ready on a GPU in the current stream's order, on a CPU when this returns.
 
     Every rank of `group` calls it. Raises `InvalidArgument` before anything is sent, or the group's fault.
     """

@@ -1,16 +1,16 @@
-"""Every collective over a group's own connections: one row per collective, each an exchange of messages or two.
+"""Every collective over a group's own connections; each consists of one or two exchanges of messages.
 
-These are not Gloo's collectives, which need a thread of each ProcessGroupGloo; a wait inside of one cannot be cancelled
-and does not know which rank is missing. Here each rank sends straight to every rank that needs something of it. A
-reduction of few bytes exchanges everything and reduces on every rank (one shot). In one of many bytes each rank reduces
-a share and then sends it to all (two shots). Both reduce in rank order, so they give the same bits as each other and as
-the kernels.
+These are not Gloo's collectives, which need a thread for each ProcessGroupGloo; a wait inside one cannot be cancelled
+and does not tell which rank is missing. Here each rank sends straight to every rank that needs its data. A reduction of
+few bytes exchanges everything and reduces on every rank (one shot). In one of many bytes each rank reduces a share and
+then sends it to all (two shots). Both reduce in rank order, so they give the same bits as each other and as the
+kernels.
 
 Before any data moves, the ranks compare their calls: Gloo ends the process if a message is longer than its receiver
 expects, and another type gives wrong numbers. They exchange records of a fixed size; each rank reads all of them, so
 all come to one verdict. A mismatch costs the call, not the group, because no data is used. A record has room for the
-data of a small call, which needs no second exchange then. The words of a call are exchanged only if the records
-differ. TRICOMM_CHECK=0, on all ranks, leaves the comparison out.
+input of a small call, which then needs no second exchange. Descriptions of the calls are exchanged only if the records
+differ. TRICOMM_CHECK=0, on all ranks, skips the comparison.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tricomm.c10d.group_calls import GroupCall
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 _ONE_SHOT_BYTES = 64 * 1024
-_ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # both ways move the same bytes then, and two shots reduce half of them
+_ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # two ranks move the same bytes in both ways, and two shots reduce half of them
 _SCRATCH_BYTES = 16 * 1024 * 1024  # of memory that a thread keeps for its reductions, because fresh pages are slow
 
 _HEAD = struct.Struct("<QI")  # of a record: number, fingerprint
@@ -43,9 +43,9 @@ _thread = threading.local()
 
 @dataclass(frozen=True)
 class CallContext:
-    """The context of one call over the connections: its `deadline` (of `time.monotonic()`) and, in `what`, its words.
+    """The context of one call over the connections: its `deadline` (of `time.monotonic()`), and `what` describes it.
 
-    `inputs` are the ranks' inputs, if they have come with the records already.
+    `inputs` are the ranks' inputs, if they came with the records.
     """
 
     transport: Transport
@@ -62,7 +62,7 @@ class CallContext:
         return self.transport.world_size
 
     def others(self) -> list[int]:
-        """The other ranks, each rank's next one first, so that not all of them begin with one."""
+        """The other ranks, from the next one on, so that not all ranks begin with the same one."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def exchange(self, sends: list[Part], receives: list[Part]) -> None:
@@ -166,21 +166,21 @@ def _even(x: torch.Tensor, count: int) -> list[torch.Tensor]:
 
 
 def _exchange_rows(context: CallContext, x: torch.Tensor, rows: list[torch.Tensor]) -> None:
-    """All ranks' bytes into `rows`."""
+    """Gather all ranks' bytes into `rows`."""
     mine, others = as_bytes(x), context.others()
     context.exchange([(r, mine) for r in others], [(r, rows[r]) for r in others])
     rows[context.rank].copy_(mine)
 
 
 def _swap_rows(context: CallContext, sent: list[torch.Tensor], received: list[torch.Tensor]) -> None:
-    """Row r to rank r."""
+    """Send row r to rank r."""
     others = context.others()
     context.exchange([(r, sent[r]) for r in others], [(r, received[r]) for r in others])
     received[context.rank].copy_(sent[context.rank])
 
 
 def _receive_and_reduce(context: CallContext, op: str, rows: list[torch.Tensor], into: torch.Tensor) -> None:
-    """Row r of each rank to rank r, which reduces them `into`."""
+    """Send row r to rank r, which reduces the rows that it gets `into`."""
     mine = rows[context.rank]
     parts = _receive_buffers(context, mine)
     others = context.others()
@@ -319,7 +319,7 @@ def _shape(x: torch.Tensor) -> list[int]:
 
 
 def _gather_uneven(context: CallContext, x: torch.Tensor, counts: list[int]) -> list[torch.Tensor]:
-    """The first dimension of rank r's tensor is `counts[r]` long, the others are equal."""
+    """All ranks' tensors: dimension 0 of rank r's is `counts[r]` long, the other dimensions are equal."""
     x = x.contiguous()
     row = math.prod(x.shape[1:])
     flat = torch.empty(sum(counts) * row, dtype=x.dtype)

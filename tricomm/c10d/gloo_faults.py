@@ -22,8 +22,8 @@ from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore, first_line
 from tricomm.store.records import Capabilities, MessageHeader
 
-_NEW = 0.1  # seconds of a wait in which no process is looked at
-_GRACE = 0.5  # for a process to end after its connections have, and for a reason to come by the store
+_NEW = 0.1  # seconds of a wait before processes are looked at
+_GRACE = 0.5  # seconds for a process to end after its connections, and for a reason to come through the store
 _HELD = 1.0  # after which the connection of an ended process is closed here: a child of it may hold the other end
 _STORE_SECONDS = 1.0
 _BACKSTOP = 5.0  # seconds after its deadline at which Gloo itself ends a wait that the watcher has not ended
@@ -53,22 +53,22 @@ class Connections(Protocol):
 
 
 class Wait:
-    """One wait for messages: `todo` are ranks and handles of Gloo's, each waited for once, by one thread; then `sends`.
+    """One wait for messages: for each (rank, handle of Gloo) in `todo` once, by one thread, and then for `sends`.
 
-    `any` says that it is for one message, of whatever rank; the rank in `todo` means nothing then.
+    With `any` it is for one message from any rank; the rank in `todo` then means nothing.
     """
 
     def __init__(self, transport: Connections, deadline: float, what: Callable[[], str], any: bool = False) -> None:
         self.transport, self.deadline, self.what, self.any = transport, deadline, what, any
         self.todo: list[tuple[int, Any]] = []
         self.sends: list[tuple[int, Any]] = []  # Gloo forgets one whose connection closes
-        self.closing = 0.0  # seconds for which a send has been waited for over a closed connection
+        self.closing = 0.0  # seconds of waiting for a send over a closed connection
         self.current = -1
         self.ended = threading.Event() if any else None
         self.began = time.monotonic()
         self.missing: list[int] = []  # in the order in which their connections failed
         self.cause: BaseException | None = None
-        self.closed: list[int] = []  # whose connections were closed when the first one failed
+        self.closed: list[int] = []  # ranks whose connections were closed when the first one failed
         self.timed_out = False
         self.stopped: dict[int, float] = {}  # rank: seconds
         self.gone: dict[int, float] = {}  # rank: seconds since its process was seen to have ended
@@ -87,13 +87,13 @@ class Wait:
         if rank >= 0 and not self.any:
             self.missing.append(rank)
         if self.cause is None:
-            # Ranks that this wait does not need, too: one of them may be why another one closed its connections.
+            # Include ranks that this wait does not need: one may be the reason why another closed its connections.
             closed = filter(lambda rank: not self.transport.connected(rank), self.transport.others)
             self.closed = sorted({*closed, *self.missing})
             self.cause = cause
 
     def run(self) -> None:
-        """Wait for all of it. After a failure the rest is looked at, too: messages that have come are not missing."""
+        """Wait for all of `todo`. After a failure still look at the rest: messages that have come are not missing."""
         if self.lost:
             self.transport.shut_down()
         while self.todo:
@@ -121,7 +121,7 @@ class Wait:
             self.transport.shut_down()
 
     def wake(self) -> None:
-        """Its connections are shut down. A wait for any rank, or for a send, may not notice that: it is left behind."""
+        """Its connections are shut down. A wait for any rank, or for a send, may not notice that: leave it behind."""
         if self.ended is not None and not self.ended.is_set():
             self.failed(self.current, RuntimeError("the connections were closed"))
             self.ended.set()
@@ -175,7 +175,7 @@ class Wait:
     # For the thread that waited
 
     def final_error(self) -> TricommError:
-        """The error to raise. The group is lost by it, and the others are told."""
+        """The error to raise. Marks the group as lost, and tells the other ranks."""
         transport = self.transport
         if transport.error is None:
             error = self._diagnose()
@@ -208,10 +208,11 @@ class Wait:
         return self._closed(missing)
 
     def _closed(self, missing: list[int]) -> TricommError:
-        """A connection was closed from outside. Its process may have lost it a moment before it counts as ended."""
+        """The error for a connection that a peer closed. A process loses its connections a moment before it counts as
+        ended."""
         transport = self.transport
         closed = self.closed or missing
-        # Of several, some closed theirs because of another one, and say so when their own grace is over.
+        # If several closed theirs, some did so because of another one, and say so once their own grace is over.
         end = time.monotonic() + (_GRACE if len(closed) == 1 else 2 * _GRACE)
         with closing(_PublishedReasons(transport)) as reasons:
             while True:
@@ -257,7 +258,7 @@ _KINDS = {
 
 
 def publish_reason(transport: Connections, error: TricommError) -> None:
-    """Write the reason into the store why this rank gives the group up; nothing if the store does not answer."""
+    """Write into the store why this rank gives the group up; does nothing if the store does not answer."""
     text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
     with suppress(RendezvousError), closing(BoundedStore(transport.store, _STORE_SECONDS)) as bounded:
         bounded.set(str(transport.rank), _header(transport, transport.rank).seal(text, env.token()))
@@ -268,7 +269,7 @@ def _header(transport: Connections, rank: int) -> MessageHeader:
 
 
 class _PublishedReasons:
-    """The reasons in the store why other ranks gave the group up. A record that is not theirs counts for nothing."""
+    """The reasons in the store why other ranks gave the group up. A record that is not theirs is ignored."""
 
     def __init__(self, transport: Connections) -> None:
         self._transport, self._token = transport, env.token()

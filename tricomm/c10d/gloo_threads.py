@@ -1,7 +1,7 @@
-"""The threads of a process that serve the connections of its groups: one that watches waits, and helpers that wait.
+"""The threads that serve the connections of a process's groups: one watches waits, and helpers wait.
 
-There are as many helpers as the main thread, sends and messages of any rank need at once. A wait that a helper does can
-be left behind.
+The main thread's waits, and those for sends and for messages from any rank, take a helper each. A helper's wait can be
+left behind.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ unwatch = _waits.discard
 
 
 def wake(transport: Connections) -> None:
-    """The connections of `transport` are shut down."""
+    """Tell the waits on `transport` that its connections are shut down."""
     for waiting in list(_waits):
         if waiting.transport is transport:
             waiting.wake()
@@ -87,7 +87,7 @@ def _help(jobs: queue.SimpleQueue[HelperTask]) -> None:
         job = jobs.get()
         job.run()
         del job
-        if len(_helpers) >= _SPARE:  # a moment that needed many threads does not keep them for good
+        if len(_helpers) >= _SPARE:  # the threads of a busy moment are not kept for good
             return
         _helpers.append(jobs)
 
@@ -102,7 +102,7 @@ def _watch() -> None:
                 last = time.monotonic()
         time.sleep(_TICK)
         now = time.monotonic()
-        # A process that was stopped itself has seen nothing meanwhile.
+        # If this process itself was stopped, it has seen nothing meanwhile.
         elapsed, last = min(now - last, 4 * _TICK), now
         for waiting in list(_waits):
             try:

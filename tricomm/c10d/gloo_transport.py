@@ -1,8 +1,8 @@
 """A c10d group's connections on the CPU: one Gloo context with a connection to each other rank, and no thread.
 
-All groups of a process share one Gloo device, and with it one thread that moves the data. A group has only its
-connections for itself: world size - 1 descriptors. Collectives are exchanges of messages (`exchange`). Messages of
-users have other tags: those from `FIRST_OWN_TAG` on are for collectives.
+All groups of a process share one Gloo device, and with it one thread that moves the data. Only the connections are a
+group's own: world size - 1 descriptors. Collectives are exchanges of messages (`exchange`), with tags from
+`FIRST_OWN_TAG` on; users' messages have lower tags.
 
 A wait inside Gloo cannot be cancelled, and if one ends by Gloo's own time limit, Gloo closes all connections. So a
 blocked wait is ended by shutting down its sockets, which also tells the other side at once. For that, each group knows
@@ -54,7 +54,7 @@ class Transport:
     """The connections of one rank of one group; made by all its ranks together.
 
     Every method may be called from any thread. After `fail` and `close`, and after any wait that failed, every call
-    raises what the group was lost by.
+    raises the cause of the group's loss.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Transport:
         """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`.
 
         Parts with no bytes are left out, on both sides alike. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
-        `GroupAborted`, with the words of `what`; the group is lost then.
+        `GroupAborted`, with the text of `what`; the group is then lost.
         """
         self.interruptible(lambda: self._exchange(sends, receives, Wait(self, deadline, what), tag))
 
@@ -166,7 +166,7 @@ class Transport:
                         waiting.ended = threading.Event()
                         HelperTask(waiting.run_sends)
                         waiting.ended.wait()
-                else:  # no closed connection ends a wait for any rank: it is left behind then
+                else:  # closed connections do not end a wait for any rank: it is then left behind
                     HelperTask(waiting.run)
                     waiting.ended.wait()
             finally:
@@ -183,15 +183,15 @@ class Transport:
         return self._errors[0] if self._errors else None
 
     def check_usable(self, what: str) -> None:
-        """Raises `GroupAborted`, with the cause, if the group is lost or closed; an error of the class of the cause as
-        long as the caller has not been told of the loss."""
+        """Raises an error with the cause if the group is lost or closed: of the cause's class until the caller has been
+        told of the loss, then `GroupAborted`."""
         if self.error is not None:
             kind = GroupAborted if self._loss.told else type(self.error)
             text = f"{self.name}: {what} on a group that is lost; make a new one. Lost by: {self.error}"
             raise self.of_loss(kind(text)) from self.error
 
     def of_loss(self, error: TricommError) -> TricommError:
-        """`error`, marked as one that says the cause of this group's loss."""
+        """`error`, marked as one that tells the caller the cause of this group's loss."""
         return self._loss.said_by(error)
 
     def check_connected(self, what: Callable[[], str]) -> None:
@@ -204,8 +204,8 @@ class Transport:
             raise waiting.final_error()
 
     def fail(self, error: TricommError) -> None:
-        """Give the group up: say why to the others, wake every blocked wait, close the connections. Any thread may
-        call it, an interrupted one too; the first error counts."""
+        """Give the group up: tell the others why, wake every blocked wait, close the connections. Any thread may call
+        it, even an interrupted one; the first error counts."""
         if self.record_loss(error):
             gloo_faults.publish_reason(self, error)
         self.shut_down()
@@ -236,9 +236,9 @@ class Transport:
         return entry is None or _inode(entry[0]) == entry[1]
 
     def _identify(self, mine: dict[int, int], deadline: float) -> None:
-        """Find out which socket leads to which rank: each rank tells the others the ports at both ends of its own.
+        """Find out which socket leads to which rank: each rank tells the others the ports at both ends of its sockets.
 
-        That leaves out a socket that another thread of this process opened meanwhile.
+        Sockets that other threads of this process opened meanwhile match none.
         """
         ports = {fd: _ports(fd) for fd in mine}
         table = struct.Struct(f"<{4 * self.world_size}H")
@@ -290,7 +290,7 @@ def _context(store: Any, rank: int, world_size: int, seconds: float) -> Any:
 
 
 def _new_device() -> Any:
-    """As ProcessGroupGloo's own default: the first interface of GLOO_SOCKET_IFNAME, else the host name's address."""
+    """ProcessGroupGloo's own default: the first interface of GLOO_SOCKET_IFNAME, else the host name's address."""
     interface = (os.environ.get("GLOO_SOCKET_IFNAME") or "").split(",")[0]
     if interface:
         return c10d.ProcessGroupGloo.create_device(interface=interface, lazy_init=False)
@@ -318,7 +318,7 @@ def _inode(fd: int) -> int | None:
 
 
 def _ports(fd: int) -> tuple[int, int]:
-    """The ports here and there; (0, 0) of what is no TCP connection."""
+    """The ports here and there; (0, 0) if it is no TCP connection."""
     try:
         with socket.socket(fileno=os.dup(fd)) as copy:
             if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
@@ -329,7 +329,7 @@ def _ports(fd: int) -> tuple[int, int]:
 
 
 def _shut_down_socket(fd: int, inode: int) -> None:
-    # Through a copy: the number may be another file's by the time of the call, the copy's file cannot change.
+    # Through a duplicate: `fd` may name another file by the time of the call, but a duplicate's file cannot change.
     try:
         copy = os.dup(fd)
     except OSError:  # closed, which the inode shows, or no descriptor is left

@@ -1,4 +1,4 @@
-"""Calls of a group in one form, whatever form of c10d's they came in: flat tensors, an operation, a root.
+"""Calls of a group in one form, whichever of c10d's forms they came in: flat tensors, an operation, a root.
 
 c10d takes tensors, lists of them and lists of lists, options or their short forms. Each function here makes one
 `GroupCall` of that, or refuses it. Everything is checked before anything is sent, so a refused call leaves the group
@@ -34,9 +34,9 @@ class GroupCall:
 
     `splits` are (elements sent to each rank, elements received from each). `prepare` is called when it is the call's
     turn, `finish` copies the result into the caller's own tensors. `result` is the value of the future: the caller's
-    list. `fused` is what an all_reduce is a part of: the kernels run all of it, and after another backend's all_reduce
-    `finish` does the rest. `handle` is symmetric memory that the larger tensor of an all_gather or a reduce_scatter
-    lies in, if the peers can read it.
+    list. `fused` is the call of which an all_reduce is a part: the kernels run all of it; after another backend's
+    all_reduce `finish` does the rest. `handle` is the symmetric memory in which the larger tensor of an all_gather or a
+    reduce_scatter lies, if the peers can read it.
     """
 
     collective: str
@@ -64,14 +64,14 @@ class GroupCall:
 
     @property
     def nbytes(self) -> int | None:
-        """Input of one rank; None if ranks may differ in it."""
+        """Input bytes of one rank; None if they may differ between ranks."""
         if self.splits is not None or self.sizes:
             return None
         return 0 if self.dtype is None else self.count * self.dtype.itemsize
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """All that decides the route of the call; equal on all ranks, but for the number of the device."""
+        """All that decides the route of the call; equal on all ranks, except for the number of the device."""
         more = None if self.fused is None else self.fused.epilogue
         return self.device, self.collective, self.dtype, self.op, self.count, self.root, self.sizes, self.nbytes, more
 
@@ -96,7 +96,7 @@ class GroupCall:
         return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes, more)
 
     def record(self, path: str) -> PackedDescriptor:
-        """The record on the control page if the call goes to `path`, which is not the kernels."""
+        """The control page's record of a call that goes to the backend `path` instead of the kernels."""
         dtype = str(self.dtype).removeprefix("torch.")
         name = (self.collective, self.op) if self.fused is None else (FUSED, self.fused.epilogue.text())
         text = (*name, dtype, path, path)
@@ -113,7 +113,7 @@ def operation(op: Any) -> str:
 
 
 def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None) -> Any:
-    """c10d's options. The short forms of a call have the value of one `field` in their place."""
+    """c10d's options. The short forms of a call pass the value of one `field` instead."""
     if hasattr(given, "asyncOp"):
         return given
     made = kind()
@@ -133,7 +133,7 @@ def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None)
 def premultiply(call: GroupCall, op: Any, rank: int) -> None:
     """On the CPU, where neither a kernel nor Gloo has `PREMUL_SUM`, make it a sum of copies that `prepare` scales.
 
-    Raises `InvalidArgument` as `factor_of`.
+    Raises `InvalidArgument` as `factor_of` does.
     """
     if call.op == "premul_sum" and call.device.type == "cpu" and call.x is not None:
         factor = factor_of(op, call.x.dtype, call.collective)
@@ -142,7 +142,7 @@ def premultiply(call: GroupCall, op: Any, rank: int) -> None:
 
 
 def _scale(call: GroupCall, factor: Any, receives: bool) -> None:
-    """A copy is sent: what is no output, or does not arrive, keeps its values."""
+    """Send a scaled copy: a tensor that is no output, or gets no result, keeps its values."""
     x, finish = call.x, call.finish
     assert x is not None
     scaled = (x * factor).to(x.dtype)
@@ -153,7 +153,7 @@ def _scale(call: GroupCall, factor: Any, receives: bool) -> None:
 
 
 def single_tensor(tensors: Any, what: str) -> torch.Tensor:
-    """The only tensor of a list, or the tensor itself. c10d's lists are of a time when a rank had several devices."""
+    """The only tensor of a list, or the tensor itself. c10d's lists date from when a rank had several devices."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     if len(tensors) != 1:
         raise InvalidArgument(f"{what}: {len(tensors)} tensors were given; one per rank is needed")
@@ -210,7 +210,7 @@ def _flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def _put(out: torch.Tensor, flat: torch.Tensor) -> None:
-    """Unseen by autograd, as what NCCL writes: `data` has a version of its own."""
+    """Copy without autograd's notice, as NCCL writes: `data` has a version counter of its own."""
     out.data.copy_(flat.view(out.shape))
 
 

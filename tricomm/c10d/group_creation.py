@@ -1,5 +1,4 @@
-"""How groups are made, for `init_process_group`, over a group that a framework already made, and by DDP's hook; and how
-they sleep."""
+"""How groups are made (by `init_process_group`, by `wrap` over a framework's group, by DDP's hook) and suspended."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class WrappedGroup(TricommGroup):
-    """A second group over the same native backends. Names are its own: torch keeps them in the backends."""
+    """A second group over the same native backends. Its names cannot be set: torch would set them in the backends."""
 
     def setGroupName(self, name: str) -> None:
         pass
@@ -44,9 +43,9 @@ def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
     """A group of the same ranks that uses tricomm if its kernels cover a call, else `group`'s own backends.
 
     Every rank of `group` calls it. The result goes wherever c10d takes a group (`group=`, `DDP(process_group=)`,
-    `torch.ops`), and `group` goes on as before; `dist.destroy_process_group(wrapped)` ends the wrapper alone. Wrapping
-    twice gives the same one. Raises `InvalidArgument` if this process is no member, or if a batch-invariant group is
-    asked for and the one that there is was made without; `RendezvousError` if a rank does not come.
+    `torch.ops`), and `group` goes on as before; `dist.destroy_process_group(wrapped)` ends only the wrapper. Wrapping a
+    group again returns the same wrapper. Raises `InvalidArgument` if this process is no member, or if `options` ask for
+    batch invariance and the existing wrapper has none; `RendezvousError` if a rank does not come.
     """
     if group is None:
         group = dist.group.WORLD
@@ -67,8 +66,8 @@ def suspend(group: Any = None) -> None:
     """Give the memory of `group`'s kernels back until `resume`, as `Communicator.suspend`; NCCL and Gloo keep theirs.
 
     Every rank of `group` calls it; a group that is not tricomm's is wrapped first (`wrap`). Calls that the kernels
-    would run are refused meanwhile. Nothing happens to a group that has not used the kernels: it has no memory yet,
-    stays awake, and takes memory at its first call. Raises as `Communicator.suspend` does.
+    would run are refused meanwhile. A group that has not used the kernels has no memory yet: it is not suspended, and
+    takes memory at its first call. Raises as `Communicator.suspend` does.
     """
     _step(wrap(group), "suspend", Communicator.suspend, Communicator.resume)
 
@@ -96,7 +95,7 @@ def _step(
 
 
 def _as_asked(group: TricommGroup, options: Options | None) -> TricommGroup:
-    """`group`, unless `options` ask for a promise that it does not keep."""
+    """`group`; raises `InvalidArgument` if `options` ask for batch invariance and it has none."""
     if options is not None and options.batch_invariant and not group.batch_invariant:
         raise InvalidArgument(
             f"wrap: a batch-invariant group is asked for, and {group.group_name!r} was made without; make it with "

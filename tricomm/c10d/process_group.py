@@ -1,4 +1,4 @@
-"""The backend: a `ProcessGroup` that makes a `GroupCall` of every c10d method and hands it to the group's dispatcher.
+"""The backend: a `ProcessGroup` that turns every c10d call into a `GroupCall` for the group's dispatcher.
 
 Every collective is overridden, and none calls `super()`: an inherited one runs in C++ with the GIL held, and that
 deadlocks under DDP. Names differ between versions of torch (`_allgather_base` is `all_gather_single` from 2.13 on), so
@@ -300,7 +300,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # Life
 
     def shutdown(self) -> None:
-        """Idempotent. Calls under way get a moment to end."""
+        """End the group; calls under way get a moment to end. Idempotent."""
         self._dispatcher.close()
         self._backends.shutdown()
 
@@ -310,7 +310,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._backends.abort()
 
     def interrupted(self, error: BaseException) -> None:
-        """A foreign exception has left a call of this group."""
+        """Give the group up: a foreign exception has left one of its calls."""
         self._dispatcher.interrupted(error)
 
     def _submit(self, batch: list[GroupCall], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
@@ -389,12 +389,12 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
 
 def _for_gloo(x: torch.Tensor) -> torch.Tensor:
-    """Gloo lacks some types, and moves bytes."""
+    """`x` as bytes for Gloo, which lacks some types."""
     return as_bytes(x.view(-1)) if x.device.type == "cpu" else x
 
 
 def _profiled(collective: str) -> Any:
-    """A name for the profiler, if one runs: it sees no c10d event of a Python group."""
+    """An event for the profiler, if one runs: it sees no c10d events of a Python group."""
     if not torch.autograd.profiler._is_profiler_enabled:
         return nullcontext()
     return torch.autograd.profiler.record_function(f"tricomm::{collective}")

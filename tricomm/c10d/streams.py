@@ -72,7 +72,7 @@ class CudaWork(Work):
         return self._result
 
     def get_future(self) -> Any:
-        """Done when the call is launched, as NCCL's; of a group whose fault is known, a failed one."""
+        """A future that is done when the call is launched, as NCCL's is; a failed one if the group has a fault."""
         error = self.exception()
         return self._future if error is None else failed(error)
 
@@ -88,8 +88,8 @@ class GroupStream:
     def run(self, action: Callable[[], None], batch: list[GroupCall], timeout: timedelta) -> Any:
         """Launch `action`, which makes the calls of `batch`, and return a handle for all of them.
 
-        The allocator gives the memory of their tensors to no other use before the stream has passed the calls. Works
-        whatever device is the current one, and leaves it the current one.
+        The allocator does not reuse the memory of their tensors before the stream has passed the calls. Works with any
+        current device, and does not change it.
         """
         gpu = self._gpu
         run = self._run if gpu.current_device() == gpu.index else gpu.under(self._run)

@@ -28,7 +28,7 @@ _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", No
 
 
 def limit_seconds(timeout: timedelta | None) -> float | None:
-    """Seconds, or None if no limit was given, which is zero or a negative number in c10d."""
+    """Seconds, or None if no limit was given; c10d's zero and negative timeouts mean that, too."""
     return None if timeout is None or timeout <= _UNSET else timeout.total_seconds()
 
 
@@ -65,7 +65,7 @@ class Loss:
     told: bool = False
 
     def said_by(self, error: TricommError) -> TricommError:
-        """`error`, marked as one that says the cause of the loss."""
+        """`error`, marked as one that tells the caller the cause of the loss."""
         setattr(error, _LOSS, self)
         return error
 
@@ -113,7 +113,7 @@ class PendingWork(Work):
         self._promises: dict[bool, _Promise] = {}
 
     def finish(self, error: BaseException | None = None) -> None:
-        """By the worker, once: the call has run, or has failed with `error`."""
+        """Called by the worker, once: the call has run, or has failed with `error`."""
         self._error = error
         self._finished = True
         try:
@@ -177,7 +177,7 @@ class PendingWork(Work):
 
     def _promise(self, future: Any, complete: Callable[[], None]) -> _Promise:
         over = self._over
-        # The first of the callbacks: after `wait()` the future is done, and other callbacks are not waited for.
+        # The first callback: `wait()` returns once the future is done, without waiting for other callbacks.
         future.add_done_callback(lambda _: over.open())
         return _Promise(future, complete)
 
@@ -193,7 +193,7 @@ def failed(error: BaseException) -> Any:
 def _settle(
     future: Any, error: BaseException | None, result: list[Any], unwrap: Callable[[Any], Any] | None = None
 ) -> None:
-    """Complete `future`; `unwrap` raises the error, in place of torch's own function, whenever it is asked for."""
+    """Complete `future`; `unwrap`, instead of torch's own function, raises the error whenever the value is read."""
     if error is None:
         future.set_result(result)
     elif unwrap is None:
@@ -281,7 +281,7 @@ class CombinedWork(Work):
 def raise_in_backward(work: Any) -> None:
     """Make the running backward pass raise the error of `work`, if the call comes from C++; else do nothing.
 
-    The reducer would wait for the call at the same place. A call that Python code makes is that code's to wait for.
+    The reducer would wait for the call at the same place. Python code waits for its calls itself.
     """
     if not _called_by_autograd():
         return

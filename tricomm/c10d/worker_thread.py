@@ -111,7 +111,7 @@ class CallQueue:
         return work
 
     def close(self, seconds: float = _DRAIN_SECONDS) -> None:
-        """Take no more calls. Those in the queue get `seconds` to end, and are refused then. Idempotent."""
+        """Take no more calls. Those in the queue get `seconds` to end, and are then refused. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -179,7 +179,7 @@ class WorkerThreads:
         run.callbacks_since = time.monotonic()
         try:
             run.call.work.finish(error)
-        except Exception:  # as of a future that its user has completed: the next calls must run
+        except Exception:  # for example of a future that its user has completed: the next calls must run
             log.exception("the handle of a call could not be completed")
         self._inbox.put(("done", run.group, run))
 

@@ -1,8 +1,8 @@
-"""How the ranks of a communicator come together, and what they have in common then: memory, or only NCCL.
+"""The rendezvous of a communicator's ranks, and what they share afterwards: memory, or only NCCL.
 
-On a CPU the ranks share memory, or there is no group. On GPUs NCCL (`Options.nccl`) takes the groups whose ranks do
-not: those that span nodes, and boxes without peer access. All ranks come to the same result, because the rendezvous
-and the opening of an arena end alike on all of them.
+On a CPU the ranks of a node share memory, or there is no group. On GPUs NCCL (`Options.nccl`) serves the groups whose
+ranks share none: those that span nodes, and machines without peer access. All ranks come to the same result, because
+the rendezvous and the opening of an arena end alike on all of them.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _GLOO = 'the backend "tricomm" of torch.distributed has Gloo behind it'
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """On what a rank joins a group. `timeout` is of each step, `rendezvous_timeout` of the rendezvous, in seconds;
-    `on_wait` is called now and then while this rank waits for the others, and what it raises ends the rendezvous;
-    `decided`: the owner has a backend of its own behind the kernels."""
+    """The terms on which a rank joins a group. `timeout` bounds each step, `rendezvous_timeout` the rendezvous, in
+    seconds; `on_wait` is called periodically while this rank waits for the others, and an error that it raises ends the
+    rendezvous; `decided`: the owner has a backend of its own behind the kernels."""
 
     rank: int
     world_size: int
@@ -57,7 +57,7 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """What the ranks of a group have in common; the group takes over the control page and the arena. `parts` are the
-    nodes or islands between which an all_reduce may go in two levels, by `across`; None: it may not."""
+    nodes or islands between which an all_reduce may run in two levels, over `across`; None: it may not."""
 
     control: ControlPage
     arena: Arena
@@ -136,7 +136,7 @@ def _index() -> int:
 
 
 def layout_of(world_size: int, device: torch.device, options: Options) -> layout.Layout:
-    """The layout of a group's memory; raises `InvalidArgument` for a group that cannot be."""
+    """The layout of a group's memory; raises `InvalidArgument` for an impossible group."""
     reason = interpreter.supported()
     if reason is not None and device.type == "cpu":
         raise InvalidArgument(f"no kernel can run on the CPU: {reason}")
@@ -158,7 +158,7 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
 def without_fallback(
     control: ControlPage, arena: Arena, memory: layout.Layout, device: torch.device, options: Options
 ) -> Shared:
-    """Memory that is shared already, by ranks that have no backend behind the kernels."""
+    """`Shared` for memory that is shared already, by ranks that have no backend behind the kernels."""
     routes = backend_choice.GroupFacts(
         device.type, control.world_size, 1, None, None, _ALONE, batch_invariant=options.batch_invariant
     )
@@ -238,7 +238,7 @@ def _leave(
 
 
 def _only_nccl(control: ControlPage, why: str, timeout: float, two_level: bool) -> None:
-    """Raise on all ranks if NCCL is missing: no call could be made without it, in `two_level` neither."""
+    """Raise on all ranks if NCCL is missing: without it no call could be made, not even in `two_level`."""
     try:
         nccl.load(control, timeout)
     except ResourceError as error:

@@ -34,8 +34,8 @@ _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})  # if no output is 
 
 
 class Collectives:
-    """Those of one group. `async_op=True` gives a `Work` in place of the output; `algorithm` and `protocol` force a
-    kernel.
+    """One group's collectives. `async_op=True` returns a `Work` instead of the output; `algorithm` and `protocol` force
+    a kernel.
 
     All raise `InvalidArgument` before anything is sent; a fault of the group raises its own error.
     """
@@ -66,14 +66,14 @@ class Collectives:
         return self._call(request, x, out, async_op)
 
     def known(self, op: str, dtype: torch.dtype, count: int) -> PlansOfShape | None:
-        """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
+        """The argument for `repeat` of an all_reduce in place; None before the first such call."""
         return self._repeated.get(op, {}).get(dtype, {}).get(count)
 
     def repeat(self, known: PlansOfShape, x: torch.Tensor) -> bool:
         """Make an all_reduce in place again; False, with nothing done, if `x` needs a closer look than this.
 
-        Made for speed: what a call's shape decides is decided, and only what this tensor alone shows is looked at.
-        `arguments.check_tensor` and `check_writable` pass whatever this passes, and take several times as long.
+        Built for speed: what the call's shape decides is known, so only this tensor's own properties are checked.
+        `arguments.check_tensor` and `check_writable` accept whatever this accepts, and take several times as long.
         """
         try:
             if not (
@@ -111,8 +111,8 @@ class Collectives:
         """Concatenate every rank's `x` along dimension 0, in rank order, into `out` or a new tensor.
 
         `x` has the same shape and dtype on all ranks; `out` has its shape with dimension 0 multiplied by the world
-        size (a scalar counts as one element). In place if `x` is this rank's row of `out`; if `out` is a symmetric
-        handle then, the peers read that row where it is.
+        size (a scalar counts as one element). In place if `x` is this rank's row of `out`; if `out` is then a
+        symmetric handle, the peers read that row in place.
         """
         return self._call(Request("all_gather", "none", algorithm, protocol), x, out, async_op)
 
@@ -145,11 +145,11 @@ class Collectives:
         """Send the first `in_splits[0]` rows of `x` along dimension 0 to rank 0, the next `in_splits[1]` to rank 1,
         and so on; `out` gets `out_splits[r]` rows from each rank r, in rank order.
 
-        Rows have the same shape and dtype on all ranks, and `in_splits[r]` here is `out_splits` of this rank at rank
-        r. If it is not, all ranks get `CollectiveMismatch`, those whose own rows are right with their next call at the
-        latest. `out` does not overlap `x`. Other splits in every call cost nothing; a captured call keeps those of its
-        capture. No rank knows the others' splits, so size takes no part in the choice of a kernel: force protocol `ll`
-        for small rows.
+        Rows have the same shape and dtype on all ranks, and `in_splits[r]` of this rank equals rank r's `out_splits`
+        for this rank. Otherwise all ranks raise `CollectiveMismatch`, those whose own rows are right with their next
+        call at the latest. `out` does not overlap `x`. Changing the splits costs nothing; a captured call keeps those
+        of its capture. No rank knows the others' splits, so the size plays no part in the choice of a kernel: force
+        protocol `ll` for small rows.
         """
         what = "all_to_all_v"
         source = self._input(x, what)
@@ -207,7 +207,7 @@ class Collectives:
         """Give rank r row r of the `x` of rank `src`, into `out` or a new tensor.
 
         Dimension 0 of `x` is a multiple of the world size. Ranks other than `src` pass their `out`, or an `x` that
-        only says shape and dtype; its numbers are not looked at.
+        only gives shape and dtype; its values are not read.
         """
         check_root(src, self._world_size, "scatter src")
         if x is None:
@@ -220,7 +220,7 @@ class Collectives:
         return self._call(Request("scatter", "none", algorithm, protocol, src), x, out, async_op)
 
     def barrier(self, *, async_op: bool = False) -> Any:
-        """Return when every rank has entered its barrier; with `async_op=True` a `Work`. Returns None."""
+        """Return None when every rank has entered the barrier; with `async_op=True` return a `Work` at once."""
         group = self._group
         self._faults.check_usable()
         self._launch(self._planner.plan(_BARRIER, None, 0, True), group.table, group.table)
@@ -228,7 +228,7 @@ class Collectives:
             self._launcher.wait(group.timeout)
         return self._launcher.finish(None, async_op)
 
-    # The common way
+    # What all collectives share
 
     def _call(self, request: Request, x: Any, out: Any, async_op: bool) -> Any:
         """Check tensors, make what is missing, run, and put the result where the caller expects it."""
@@ -262,8 +262,8 @@ class Collectives:
         return self._launcher.finish(result if gets else None, async_op)
 
     def _zero_copy(self, request: Request, x: Symmetric, y: torch.Tensor, whole: Symmetric | None) -> None:
-        """Over a symmetric handle: the peers read it from where it is, and may write the result of an all_reduce to the
-        handle `whole`, if it goes there."""
+        """Run over a symmetric handle: the peers read it in place, and may write the result of an all_reduce into the
+        handle `whole` if that is the output."""
         self._check_own(request, x)
         local, into = x.local, None
         if request.collective == "all_reduce":
@@ -274,7 +274,7 @@ class Collectives:
         self.run(request.over(x, into), local, y, local.numel() // rows)
 
     def _gather_rows(self, request: Request, y: Symmetric, x: torch.Tensor) -> None:
-        """Into a symmetric handle: the peers read this rank's row of it."""
+        """Gather into a symmetric handle, of which the peers read this rank's row."""
         self._check_own(request, y)
         row = y.local.view(self._world_size, -1)[self._rank]
         if x.data_ptr() != row.data_ptr() or not x.is_contiguous():
@@ -367,7 +367,7 @@ class Collectives:
 
 
 def _rows_of(out: Any, world_size: int) -> Any:
-    """What stands for the source's input on a rank that has only its output: shape and dtype."""
+    """A stand-in for the source's input, of its shape and dtype, on a rank that has only its output."""
     if not isinstance(out, torch.Tensor):
         return out
     return out.new_empty((world_size * out.shape[0] if out.dim() else world_size, *out.shape[1:]))

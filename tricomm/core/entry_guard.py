@@ -1,9 +1,9 @@
-"""What surrounds every public call of a communicator: a guard for interrupts, and its device as the current one.
+"""The wrapper of every public call of a communicator: a guard against interrupts, which also sets the current device.
 
 Python runs a signal's handler between any two of its instructions: Ctrl-C, or an exception that another handler
 raises, may come after a lock is taken and before the `try` that gives it back. So no call relies on its own `finally`
 alone. If anything but one of tricomm's own errors leaves a public call, the group is aborted and the other ranks are
-told; and whatever leaves it gives the lock back.
+told; and any exception that leaves the call releases the lock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def {name}({parameters}):
 class CallLock:
     """The lock of a communicator's calls, which knows whether this thread holds it, even from an interrupted call.
 
-    `lock` is a `threading.RLock`, or what is one among the tasks of a simulation.
+    `lock` is a `threading.RLock`, or its counterpart among the tasks of a simulation.
     """
 
     __slots__ = ("acquire", "mine", "release")
@@ -56,8 +56,8 @@ class CallLock:
 class Guard:
     """What a communicator does with an exception that leaves one of its calls.
 
-    An exception that is not tricomm's own came from outside, at any instruction: it is not known what this rank has
-    told the others by then, so `interrupted` is called with it, which aborts the group.
+    An exception that is not tricomm's own may have come at any instruction: it is unknown what this rank has told the
+    others by then, so `interrupted` is called with it, which aborts the group.
     """
 
     def __init__(self, lock: CallLock, interrupted: Callable[[BaseException], None]) -> None:
@@ -102,7 +102,7 @@ def entry(method: Callable[Concatenate[Any, _P], _R], owner: str) -> Callable[Co
 
 
 def fact(read: Callable[[Any], _R], meaning: str) -> _R:
-    """A property of a facade: what `read` gives of it. To be annotated with its type."""
+    """A property of a facade, whose value `read` returns; the class annotates its type."""
     return cast(_R, property(read, doc=meaning))
 
 

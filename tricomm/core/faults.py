@@ -22,7 +22,7 @@ _STATUS, _ABORT = layout.STATUS, layout.ABORT
 
 
 class Faults:
-    """One group's. What its kernels report is described to the monitor by methods of this class."""
+    """One group's faults. Methods of this class describe to the monitor what kernels report."""
 
     def __init__(self, group: Group, monitor: Monitor) -> None:
         self.group = group
@@ -49,7 +49,7 @@ class Faults:
             self.raise_refused()
 
     def raise_refused(self) -> NoReturn:
-        """Raise what a call gets on a group that is closed or suspended."""
+        """Raise the error of a call on a group that is closed or suspended."""
         if self.group.closed:
             raise GroupAborted(f"{self.group}: closed; make a new communicator")
         raise InvalidArgument(
@@ -80,7 +80,7 @@ class Faults:
 
     @contextmanager
     def abort_on_error(self, what: str) -> Iterator[None]:
-        """Around a step of all ranks together: if it fails, and not jointly, the group has come apart."""
+        """Around a joint step of all ranks: aborts the group if the step fails, and not with the same error on all."""
         try:
             yield
         except (InvalidArgument, ResourceError):

@@ -1,6 +1,6 @@
-"""What a user holds of a channel, and the collaborators behind it.
+"""The user's handle of a channel, and the collaborators behind it.
 
-Only the caller decides which channel a call takes, and says so on every rank alike: nothing that one rank alone knows,
+Only the caller decides which channel a call takes, in the same way on every rank: nothing that only one rank knows,
 such as a stream or the order of its threads, takes part in that.
 """
 
@@ -72,7 +72,7 @@ class Channel:
 
     @property
     def group_table(self) -> torch.Tensor:
-        """As `Communicator.group_table`, of this channel."""
+        """`Communicator.group_table` of this channel."""
         return self._group.table
 
     def __repr__(self) -> str:
@@ -126,14 +126,14 @@ class Channels:
         try:
             return self._group.runtime.side_by_side([kept(function) for function in functions], self._group.gpu)
         except BaseException as error:
-            # One that is no function's has interrupted the wait for them: their calls end only if the group does.
+            # An error that no function raised has interrupted the wait for them: their calls end only with the group.
             if not any(error is each for each in own) and not isinstance(error, TricommError):
                 self.first.faults.interrupted(error)
             raise
 
     @contextmanager
     def held(self, while_suspended: bool) -> Iterator[None]:
-        """The locks of all; as `Launcher.held`."""
+        """The locks of all channels; see `Launcher.held`."""
         control = self._group.control
         with ExitStack() as held:
             for channel in self._all:
@@ -143,17 +143,17 @@ class Channels:
             yield
 
     def wait(self, timeout: float) -> None:
-        """As `Launcher.wait`, for the calls of all."""
+        """`Launcher.wait` for all channels."""
         for channel in self._all:
             channel.launcher.wait(timeout)
 
     def drained(self) -> bool:
-        """As `Launcher.drained`, of all."""
+        """`Launcher.drained` for all channels."""
         return all([channel.launcher.drained() for channel in self._all])
 
     @property
     def captured(self) -> bool:
-        """Whether a CUDA graph holds a call of one of them."""
+        """Whether a CUDA graph holds a call of any channel."""
         return any(channel.launcher.captured for channel in self._all)
 
     def forget(self) -> None:

@@ -26,7 +26,8 @@ class _UserCall:
 
 
 class InFlight:
-    """Of channel `number`. `elapsed` is for how many seconds it has run what it runs; `describers` as the monitor's."""
+    """What channel `number` runs; `elapsed`: for how many seconds. `describers` turn a status code that a kernel has
+    reported into a `Fault`."""
 
     def __init__(self, control: ControlPage, number: int) -> None:
         self.number, self.elapsed = number, 0.0
@@ -40,7 +41,7 @@ class InFlight:
         self._relaxed = False
 
     def forget(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._words, self._peers = np.zeros(layout.MESSAGE_ENDED + 1, np.int64), {}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]
         self.describers.clear()
@@ -83,9 +84,9 @@ class InFlight:
         self._before = running
 
     def running(self) -> object:
-        """The epoch of a kernel, a message, a user's call, or None.
+        """What runs: the epoch of a kernel, a message, a user's call, or None.
 
-        Nothing that is queued behind a kernel counts while that runs.
+        Calls queued behind a running kernel do not count.
         """
         for past in list(self._user_calls):
             if past.event is not None and self._passed(past.event):
@@ -130,7 +131,7 @@ class InFlight:
 
     @contextmanager
     def user_call(self, gpu: Gpu | None) -> Iterator[None]:
-        """While a user's own kernel runs; such a kernel moves no epoch. On a GPU that is until its event has passed."""
+        """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
         token = _UserCall()
         self._user_calls.append(token)
         try:
@@ -142,7 +143,7 @@ class InFlight:
                 self._user_calls.remove(token)
 
     def _passed(self, event: torch.cuda.Event) -> bool:
-        if not self._relaxed:  # or a look at an event would end another thread's capture of a graph
+        if not self._relaxed:  # otherwise a query would invalidate another thread's capture
             self._relaxed = True
             with suppress(ResourceError):
                 load_driver().relax_capture()

@@ -1,4 +1,4 @@
-"""Functions of one rank that run at once, so that their calls of different channels do."""
+"""Runs functions of one rank at once, so that their calls in different channels run side by side."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LOOK_SECONDS = 0.05  # in which a Ctrl-C is seen
 
 
 def on_streams(gpu: Any, functions: Functions) -> list[Any]:
-    """Call each on a stream of its own of `gpu` (a `Gpu`), behind what the current stream has to do by now, and order
-    the current stream behind all of them; returns their results. A function returns when it has launched its kernels.
+    """Call each on a stream of its own of `gpu` (a `Gpu`), after the work already on the current stream, and order the
+    current stream after all of them; returns their results. A function returns when it has launched its kernels.
 
     Raises `InvalidArgument` during a capture: parallel branches of a graph have no order that all ranks share.
     """
@@ -38,7 +38,7 @@ def on_streams(gpu: Any, functions: Functions) -> list[Any]:
             here.wait_stream(stream)
     for result in tree_leaves(results):
         if isinstance(result, torch.Tensor) and result.device == gpu.device:
-            result.record_stream(here)  # its memory belongs to the other stream, which torch gives to others, too
+            result.record_stream(here)  # its memory belongs to the other stream, which torch also hands out elsewhere
     return results
 
 

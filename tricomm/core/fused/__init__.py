@@ -1,1 +1,1 @@
-"""An all-reduce that goes on with residual, RMSNorm and quantisation: its value, its checks, its routes."""
+"""All-reduce fused with residual, RMSNorm and quantisation: its value, its checks, its routes."""

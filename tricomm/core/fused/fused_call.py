@@ -1,4 +1,4 @@
-"""An all-reduce that goes on with residual, RMSNorm and quantisation: what the ranks agree on, and a rank's tensors.
+"""All-reduce fused with residual, RMSNorm and quantisation: what the ranks agree on, and a rank's tensors.
 
     s            = all_reduce(x), in the bits of `Communicator.all_reduce`
     residual_out = round(s + residual), added in fp32; s itself without a residual
@@ -11,8 +11,8 @@
 `nvfp4`          of 16 elements in a row each: scale_out = e4m3 of scale * (max(abs(norm)) * fp32(1 / 6)); e2m1 of
                  norm * (scale / scale_out), or of 0 if scale_out is 0; the even element in the lower half of a byte
 
-The norm of fp32 is made in fp64, all else in fp32, rounded to nearest even. A maximum leaves NaN out; the e4m3 of a NaN
-is a NaN, the e2m1 of one is 6, as the conversions of a GPU give it.
+The norm of fp32 is computed in fp64, all else in fp32, rounded to nearest even. A maximum ignores NaN; a NaN becomes
+NaN in e4m3 and 6 in e2m1, as in a GPU's conversions.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Epilogue(NamedTuple):
 
 
 class UserEpilogue(NamedTuple):
-    """A user's own epilogue, by whose function a row ends; the same on every rank.
+    """A user's own epilogue, whose function finishes each row; the same on every rank.
 
     hidden     elements of a row
     function   `@triton.jit` function of (row, operands, SPEC)
-    prepare    one of (number, operands, SPEC), which runs before the row is there
+    prepare    `@triton.jit` function of (number, operands, SPEC), which runs before the row has arrived
     operands   Triton's types of the operands
     """
 
@@ -91,7 +91,7 @@ class UserEpilogue(NamedTuple):
 
     @property
     def quantize(self) -> str | None:
-        """Nothing that is known here."""
+        """None: what the function does is not known here."""
         return None
 
     @property
@@ -101,7 +101,7 @@ class UserEpilogue(NamedTuple):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """As `Epilogue.facts`: the text of a function that is interpreted has its address."""
+        """See `Epilogue.facts`. Functions go by name, because the text of an interpreted one contains its address."""
         names = tuple(f"{f.fn.__module__}:{f.fn.__qualname__}" for f in (self.function, self.prepare))
         return (self.hidden, *names, self.operands)
 
@@ -111,7 +111,7 @@ class UserEpilogue(NamedTuple):
 
 
 class FusedCall(NamedTuple):
-    """One rank's tensors of a call, checked: contiguous, on the communicator's device, apart but for what is said here.
+    """One rank's checked tensors of a call: contiguous, on the communicator's device, without overlap except as below.
 
     x              [rows, hidden], of fp16, bf16 or fp32
     residual       [rows, hidden], of x's type, or None
@@ -119,11 +119,11 @@ class FusedCall(NamedTuple):
     residual_out   [rows, hidden], of x's type; may be `residual` itself, or x itself
     norm_out       [rows, hidden], of x's type; may be x itself; None if `Epilogue.norm` is not set
     scale          fp32, one element: static of fp8, global of nvfp4; None otherwise
-    quant_out      fp8: [rows, hidden] of float8_e4m3fn; nvfp4: [rows, hidden / 2] of uint8; None
+    quant_out      fp8: [rows, hidden] of float8_e4m3fn; nvfp4: [rows, hidden / 2] of uint8; None otherwise
     scale_out      fp8_per_token: [rows, 1] of fp32. nvfp4: contiguous uint8, linear: [rows, hidden / 16];
                    swizzled_128x4: [rows up to a multiple of 128, hidden / 16 up to a multiple of 4], in tiles of 512
                    bytes, with that of (row, block) at byte (row % 32) * 16 + row // 32 % 4 * 4 + block % 4 of tile
-                   (row // 128, block // 4); what pads it is left as it was. None otherwise
+                   (row // 128, block // 4); padding is left unchanged. None otherwise
     """
 
     epilogue: Epilogue

@@ -1,6 +1,6 @@
-"""What a caller gives for an all-reduce with an epilogue, checked, with new tensors for the outputs that are missing.
+"""Checks the arguments of an all-reduce with an epilogue, and allocates the outputs that are missing.
 
-Everything is refused before anything is sent, by `InvalidArgument`: which tensor, what it is, and what is needed.
+Bad arguments are refused before anything is sent: `InvalidArgument` says which tensor, what it is, and what is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MOST_SCALES = 4096
 
 @dataclass(frozen=True)
 class FusedArguments:
-    """What a caller gives, none of it checked. Outputs that are None are made; `norm_out` only if nothing else is."""
+    """The unchecked arguments of a call. Outputs that are None are allocated; `norm_out` only without `quantize`."""
 
     x: Any
     residual: Any
@@ -46,7 +46,7 @@ def checked(given: FusedArguments, device: torch.device) -> FusedCall:
     """The call, in rows.
 
     Raises `InvalidArgument` for tensors of other types, shapes, devices or strides than `FusedCall` says, for outputs
-    that overlap in other ways, and for numbers that cannot be.
+    that overlap in other ways, and for impossible numbers.
     """
     x = given.x
     arguments.check_tensor(x, device, f"{FUSED} x")
@@ -156,7 +156,7 @@ def _static(scale: Any, device: torch.device) -> torch.Tensor:
 
 
 def scale_shape(rows: int, hidden: int, layout: str) -> tuple[int, int]:
-    """Rows and columns of the bytes of nvfp4's block scales, padding among them."""
+    """Rows and columns of the bytes of nvfp4's block scales, including padding."""
     blocks = hidden // NVFP4_BLOCK
     if layout == "linear":
         return rows, blocks
@@ -171,8 +171,8 @@ def _output(given: Any, name: str, x: torch.Tensor, shape: tuple[int, ...], dtyp
 
 
 def _bytes(given: Any, name: str, x: torch.Tensor, shape: tuple[int, ...], exact: bool) -> torch.Tensor:
-    """An output as bytes of `shape`; its own shape need not be that, unless it is `exact`: a framework has its own."""
-    if given is None:  # what pads the scales is read by matrix multiplications
+    """An output as bytes of `shape`; unless `exact`, its own shape may differ, because frameworks have their own."""
+    if given is None:  # zeroed, because matrix multiplications read the padding of the scales
         return torch.zeros(shape, dtype=torch.uint8, device=x.device)
     arguments.check_tensor(given, x.device, f"{FUSED} {name}")
     needed = math.prod(shape)
@@ -205,7 +205,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 def _check_apart(call: FusedCall) -> None:
-    """Refuse outputs that are inputs or other outputs: each is memory of its own, but for the pairs of `FusedCall`."""
+    """Refuse outputs that overlap inputs or other outputs, except for the pairs that `FusedCall` allows."""
     same = {("residual_out", "residual"), ("residual_out", "x"), ("norm_out", "x")}
     names = ("residual_out", "norm_out", "quant_out", "scale_out", "x", "residual", "weight", "scale")
     spans = [(name, t.data_ptr(), t.nbytes) for name in names if (t := getattr(call, name)) is not None and t.nbytes]

@@ -3,7 +3,7 @@
     tensors -> checked -> plan, the same on all ranks -> fused kernel
                                                       -> all-reduce by a kernel or NCCL -> `unfused.finish`
 
-The ranks agree on the way, because it follows from what they have to agree on: shapes, types, the epilogue's facts.
+All ranks take the same route, because it follows from what they have to agree on: shapes, types, the epilogue's facts.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Quantized(NamedTuple):
 
 
 class FusedCollectives:
-    """Those of one group. `residual`, `weight`, numbers and scales have to be the same on all ranks."""
+    """One group's fused collectives. `residual`, `weight`, numbers and scales have to be the same on all ranks."""
 
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
         self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
@@ -57,8 +57,8 @@ class FusedCollectives:
 
         `norm_out` and `residual_out` take the results, in new memory if they are None: `norm_out` may be `x`,
         `residual_out` may be `residual` or `x`. `residual`, `weight` and the numbers have to be the same on all ranks;
-        the numbers are compared. Where no fused kernel takes a call (`explain` says why), an all-reduce and torch
-        run it. With `async_op=True` a `Work` is returned. Raises `InvalidArgument` before anything is sent, or the
+        the numbers are compared. If no fused kernel takes a call (`explain` says why), an all-reduce and torch run
+        it. With `async_op=True` a `Work` is returned. Raises `InvalidArgument` before anything is sent, or the
         group's fault.
         """
         given = (x, residual_out, weight, residual, norm_out, None, None, None)
@@ -85,12 +85,12 @@ class FusedCollectives:
 
         "fp8"            codes float8_e4m3fn of x's shape: norm / `scale`, at most 448; `scale` is a number or a tensor
                          of one fp32 element, the same on all ranks
-        "fp8_per_token"  likewise, of a scale that each row gets: largest magnitude / 448, in `scales`, [..., 1] fp32
-        "nvfp4"          codes uint8 [..., hidden / 2], two e2m1 a byte, of blocks of 16 elements; `scales` bytes of
-                         e4m3, of a block's largest magnitude / 6 * `scale`; `scale_layout` is swizzled_128x4 (the
+        "fp8_per_token"  likewise, with a scale for each row: largest magnitude / 448, in `scales`, [..., 1] fp32
+        "nvfp4"          codes uint8 [..., hidden / 2], two e2m1 a byte, in blocks of 16 elements; `scales` are bytes
+                         of e4m3: a block's largest magnitude / 6 * `scale`; `scale_layout` is swizzled_128x4 (the
                          default; rows are padded to 128, blocks to 4) or linear
 
-        The norm itself is written only into a `norm_out` that is given.
+        The norm itself is written only into a given `norm_out`. Raises as `all_reduce_rms_norm` does.
         """
         if quantize is None:
             raise InvalidArgument(
