@@ -1,4 +1,4 @@
-"""A group of ranks: which of them this one is, the memory that they share, and how long both last."""
+"""A group of ranks: this rank's place in it, the memory that the ranks share, and the lifetime of both."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
-    """One rank's end of a group, as one of its channels sees it. The constructor is collective, and takes over what is
-    in `shared`; it makes channel 0, and with it the others.
+    """One rank's end of a group, as one of its channels sees it. The constructor is collective, and takes over the
+    contents of `shared`; it makes channel 0, and with it the others.
 
     rank, world_size   this rank's number, and how many there are
     name               the group's, the same on all ranks
     device, gpu        of this rank's tensors; `gpu` is None if the kernels are interpreted on a CPU
     simulated          whether the kernels are interpreted: no time measured then says anything about a GPU
-    channel            the number of the channel; from here on down, all but `owned` is the channel's
+    channel            the number of the channel; what follows, except `owned` and `registered`, is the channel's
     table              int64 tensor that users' kernels read everything from: ranks, addresses, sizes
     argument           the same for the shipped kernels: `layout.group_argument`
-    routes             which backends there are for its calls; but for channel 0 the kernels alone
+    routes             the backends for its calls; channels other than 0 have only the kernels
     words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
     closed             whether it has been closed, or this process is a forked child
     suspended          whether its memory has been given back
@@ -48,8 +48,9 @@ class Group:
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device, beside one of
                        that size of every other channel
     owned              symmetric memory that is not closed, by the number of its handle; it ends with the group
-    registered         the users' tensors that all ranks reach, by the number of their handle, and how; they end, too
-    unregistered       why memory of the user's could not be shared, the last time
+    registered         users' tensors that all ranks reach, and their arenas, by the number of the handle; these arenas
+                       end with the group, too
+    unregistered       why the user's memory could not be shared the last time
     """
 
     words: NDArray[np.int64]
@@ -84,7 +85,7 @@ class Group:
             group.flags = memoryview(group.words)  # type: ignore[arg-type]  # reads faster than an array
         self.begin()
         facts = runtime.facts(device)
-        # This exchange also says that every rank has written its tables: only after it may a kernel run.
+        # This exchange also confirms that every rank has written its tables: only after it may a kernel run.
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout, options.channels)
         launch_shapes.check_grid(options.blocks, agreed[1], options.max_blocks)
         for group in self.channels:
@@ -106,8 +107,8 @@ class Group:
         return group
 
     def begin(self) -> None:
-        """Write what kernels expect before the first call in zeroed memory and in the control words: tables, and the
-        counters of messages; again after memory has come back. No kernel may run before every rank has done it."""
+        """Write what kernels expect before the first call into zeroed memory and the control words: tables, and message
+        counters. Called again after a resume. No kernel may run before every rank has done it."""
         for group in self.channels:
             group.words[[layout.STARTED, layout.ENDED]] = 0, self.options.first_epoch
             group.table, group.argument = group._write_table() if group.routes.no_kernels is None else _NO_TABLE
@@ -131,12 +132,12 @@ class Group:
         return table, layout.group_argument(table, values, self.world_size)
 
     def close(self) -> None:
-        """From here on calls are refused, in every channel."""
+        """Refuse calls from now on, in every channel."""
         for group in self.channels:
             group.closed = group.refusing = True
 
     def sleep(self, suspended: bool) -> None:
-        """From here on it is suspended, or awake, in every channel."""
+        """Mark the group as suspended or awake, in every channel."""
         for group in self.channels:
             group.suspended = suspended
             group.refusing = suspended or group.closed
@@ -154,7 +155,7 @@ class Group:
         return HeldMemory(self.arena.kind, held, self.suspended)
 
     def leave_to_graphs(self, undo: ExitStack) -> None:
-        """Leave the memory to the graphs that were captured over it; `undo` ends what else there is.
+        """Leave the memory to the graphs that were captured over it; `undo` ends the rest.
 
         A graph may be replayed at any time until the process ends. Its kernels are told to leave, so a replay ends
         soon, and its output is undefined.
@@ -174,7 +175,7 @@ class Group:
             undo.callback(arena.close)
 
     def forget_views(self) -> None:
-        """Drop the tensors and views that keep mappings alive; the words keep what they said."""
+        """Drop the tensors and views that keep mappings alive; the words keep their values."""
         for group in self.channels:
             group.table, group.argument = _NO_TABLE
             group.registered.clear()

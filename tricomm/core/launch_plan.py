@@ -1,4 +1,4 @@
-"""What a call is, and its launch plan: everything that its shape decides, worked out once."""
+"""A call's request and its launch plan: everything that its shape decides, worked out once."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from tricomm.policy.selection import Choice
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.store.control import Descriptor, PackedDescriptor
 
-# Of a kernel, a number of blocks, constexprs, the width of the integers that it moves, whether the tensors are
-# aligned, and its further arguments: `Runtime.bind`.
 READ_IN_PLACE = frozenset({"all_reduce", "all_gather", "reduce_scatter"})  # of a symmetric handle
+# `Runtime.bind`, for a kernel, its blocks, its constexprs, the width of the integers that it moves, whether the tensors
+# are aligned, and its further arguments.
 Bind = Callable[[Any, int, dict[str, Any], int | None, bool, Sequence[int | torch.Tensor]], BoundKernel]
 
 
 class Request(NamedTuple):
-    """What a call is; the same on every rank. A tuple, because its hash is then quick to have.
+    """A call as all ranks agree on it. A tuple, because that hashes quickly.
 
     collective, op        their names; `op` is None if there is none
     algorithm, protocol   the kernel that the caller forces; None leaves the choice to selection
     root                  the rank that sends or receives all rows; -1 if there is none
-    handle, fitting       of symmetric memory that peers read in place, and the algorithms that fit such a call
-    into                  of symmetric memory that the result goes to; None: to this rank's alone
+    handle, fitting       symmetric memory that peers read in place, and the algorithms that fit such a call
+    into                  symmetric memory that the result goes to; None: memory of this rank alone
     epilogue              what follows the all-reduce of an `all_reduce_rms_norm` or an `all_reduce_rows`
-    dtype, elements       of the tensors: type, and elements a row; None and 0 until the tensors have been looked at
+    dtype, elements       the tensors' type, and elements a row; None and 0 until the tensors have been checked
 
-    If rows are uneven, their numbers are no part of it: each rank has its own, others in every call.
+    The numbers of uneven rows are not part of it: they differ between ranks and between calls.
     """
 
     collective: str
@@ -56,25 +56,24 @@ class Request(NamedTuple):
     elements: int = 0
 
     def sized(self, dtype: torch.dtype | None, elements: int) -> Request:
-        """The same of tensors of `dtype` with `elements` a row."""
+        """The same request for tensors of `dtype` with `elements` a row."""
         return tuple.__new__(Request, (*self[:9], dtype, elements))
 
     def over(self, handle: Symmetric | OwnRows, into: Symmetric | None = None) -> Request:
-        """The same over the memory of `handle`; of an all_reduce whose result goes to a handle, that one is `into`."""
+        """The same request over the memory of `handle`; `into` is the handle that an all_reduce's result goes to."""
         fitting = ("two_shot" if handle is into else "one_shot", *(("multicast",) if into is not None else ()))
         return tuple.__new__(Request, (*self[:5], handle, fitting, into, None, None, 0))
 
     @property
     def forced(self) -> bool:
-        """Whether the caller leaves no choice: only the kernels can take the call then."""
+        """Whether the caller leaves no choice, so that only the kernels can take the call."""
         own = self.epilogue is not None and self.epilogue.own
         return own or self.algorithm is not None or self.protocol is not None or self.handle is not None
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """One kernel, bound to a shape: launch it with addresses and a call number, and uneven rows with their numbers.
-    Nothing else is left to decide.
+    """One kernel, bound to a shape. A launch only adds the addresses, the call number, and the numbers of uneven rows.
 
     `numel` is the kernel's count, of raw elements; each call adds `weight` to the total of `tally`.
     """
@@ -90,8 +89,8 @@ class LaunchPlan:
 
 
 class PlansOfShape:
-    """The plans of an all_reduce in place: `eager[aligned]` and `captured[aligned]`, each with the launch of its kernel
-    in place if it has one, and how many bytes an element and all of them have."""
+    """The plans of an all_reduce in place: `eager[aligned]` and `captured[aligned]`, each with its kernel's in-place
+    launch if it has one, and the bytes of one element and of all."""
 
     __slots__ = ("captured", "eager", "itemsize", "nbytes")
 
@@ -102,10 +101,10 @@ class PlansOfShape:
 
 
 def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
-    """Bind `choice` to what was asked, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type has not.
+    """Bind `choice` to the request, by `Runtime.bind`. Raises `InvalidArgument` for an op that the type does not have.
 
-    `aligned` is a fact of this rank's tensors alone: it picks another compile of the same kernel, and takes no part
-    in the fingerprint or in anything that a peer sees.
+    `aligned` is a fact of this rank's tensors alone: it picks another compiled form of the same kernel, and is no part
+    of the fingerprint or of anything that a peer sees.
     """
     kernel = registry.find(request.collective, choice.algorithm, choice.protocol, choice.zero_copy)
     values = constexprs(site, choice, kernel)

@@ -25,9 +25,9 @@ LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has
 
 
 class Launcher:
-    """Makes one group's calls.
+    """Makes the calls of one channel of a group.
 
-    One channel's: the calls of another one have a launcher of their own, and are not ordered with these.
+    Each channel has a launcher of its own, and calls of different channels are not ordered.
 
     lock       held by the thread whose call is being made
     guard      of all public calls
@@ -51,10 +51,10 @@ class Launcher:
         self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = (), in_place: InPlace | None = None,
         address: Any = 0,
     ) -> None:  # fmt: skip
-        """Tell the peers what comes, then run it: with `in_place` by that, over the memory of `x` at `address`, or at
-        the addresses of a fused call. Threads that share a group take turns.
+        """Announce the call to the peers, then run it: through `in_place` if there is one, over the memory of `x` at
+        `address`, or over the addresses of a fused call. Threads that share a group take turns.
 
-        Made for speed: on a GPU this and what it calls is most of what a small collective costs the host.
+        Built for speed: on a GPU this is most of what a small collective costs the host.
         """
         lock = self.lock
         if lock.mine() or not lock.acquire(False):
@@ -88,7 +88,7 @@ class Launcher:
             self._faults.check()
 
     def run(self, kernel: Callable[[], None]) -> None:
-        """Run what is no collective, with the lock held; if something stops this rank in it, the others are told."""
+        """Run a kernel that is no collective, with the lock held; if an exception ends it, the other ranks are told."""
         try:
             kernel()
         except BaseException as error:
@@ -153,8 +153,8 @@ class Launcher:
             self._withdraw(calls)
 
     def mirror(self, announce: Callable[[PackedDescriptor], None], withdraw: Callable[[int], None]) -> None:
-        """From now on announce every call by `announce` too, and take it back by `withdraw`: to ranks that see another
-        page of this one."""
+        """From now on also announce every call with `announce`, and take it back with `withdraw`, for ranks that see
+        another page of this one."""
         own = self._announce
 
         def both(sequence: int, record: PackedDescriptor) -> None:
@@ -174,7 +174,7 @@ class Launcher:
         self.wait(self._group.timeout if timeout is None else timeout)
 
     def wait(self, timeout: float) -> None:
-        """As `synchronize`, on a group that is usable."""
+        """`synchronize` on a group that is known to be usable."""
         if self._gpu is not None and not self._gpu.capturing():
             event = self._gpu.recorded(self._stream)
             if not poll(event.query, timeout, 2e-5, meanwhile=self._faults.check, clock=self._gpu.clock):

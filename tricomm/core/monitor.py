@@ -1,6 +1,6 @@
 """Watches over one communicator: sends heartbeats, reads the peers' and ends a call that cannot end by itself.
 
-Each of its channels has calls of its own (`InFlight`), whose time is counted by itself; a fault is the group's.
+Each of its channels has calls of its own (`InFlight`), timed separately; a fault is the group's.
 
 A kernel notes in the control page that it runs (`started` is the epoch it runs in, `ended` the one after it), so the
 monitor sees eager calls and graph replays alike. A peer has done its part in the running call once its own `ended`
@@ -25,7 +25,7 @@ from tricomm.gpu import Gpu
 from tricomm.store.control import RING, ControlPage, Fault, RankState
 
 _USER_SECONDS = 1.0
-_COMPARE_SECONDS = 0.1  # a call that takes no longer is none that waits for another one
+_COMPARE_SECONDS = 0.1  # a shorter call is not waiting for a rank in another call
 _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
 
@@ -41,12 +41,12 @@ class Monitor:
 
     `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the
     group is aborted; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended, or
-    it closed the group. `channels` are what the group's channels run; the `describers` of each have, by the code that a
-    kernel reports in the status word, the fault that it means, of the peer and the number in the report; the parts that
-    have such kernels add to them before `start`, and `stop` forgets them. While the group is `suspended` no call shows
-    that a peer is gone, so its death is a fault by itself. `waited` has, by peer, for how many seconds calls that it
-    had not entered waited for it. `unseen` says which of the ranks that cannot be seen from here a call waits for, when
-    its time is over; None: ask again at the next look.
+    it closed the group. `channels` are what the group's channels run. Their `describers` are functions, by the code
+    that a kernel reports in the status word, that make a fault of the peer and the number in the report; they are added
+    before `start`, and `stop` drops them. While the group is `suspended` no call shows that a peer is gone, so its
+    death is a fault by itself. `waited` has, by peer, for how many seconds calls waited for it to enter. `unseen` says,
+    when a call's time is over, which ranks that cannot be seen from here it waits for; None: ask again at the next
+    look.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class Monitor:
             return self.fault
 
     def diagnose(self) -> None:
-        """Abort the group for what a kernel has reported in the status word, if it has."""
+        """Abort the group if a kernel has reported a fault in the status word."""
         for channel in self.channels:
             fault = channel.reported()
             if fault is not None:
                 self.abort(fault)
 
     def user_call(self, gpu: Gpu | None) -> AbstractContextManager[None]:
-        """While a user's own kernel runs; such a kernel moves no epoch. On a GPU that is until its event has passed."""
+        """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
         return self.channels[0].user_call(gpu)
 
     def _gone(self, rank: int) -> bool:
@@ -185,8 +185,8 @@ class Monitor:
         return False
 
     def diverging(self, channel: InFlight) -> bool:
-        """Compare what this rank called with what the others did, because kernels and NCCL do not meet in any mailbox.
-        True if that differs; the group is aborted then."""
+        """Compare this rank's calls with the others', because kernels and NCCL do not meet in any mailbox. If they
+        differ, aborts the group and returns True."""
         control, number = self._control, channel.number
         for rank in self._peers:
             last = min(control.sequence(control.rank, number), control.sequence(rank, number))
@@ -230,7 +230,7 @@ class Monitor:
         return self.abort(Fault(kind, fault.culprit, fault.sequence, text))
 
     def died(self, rank: int, channel: int = 0) -> Fault:
-        """Abort the group because `rank` is gone; for the reason that it has left, if it has."""
+        """Abort the group because `rank` is gone, with the reason that it left behind, if any."""
         left = self._control.fault(rank)  # after its state: a rank writes its reason before it closes
         if left is not None:
             return self._adopt(rank, left)
@@ -303,7 +303,7 @@ class Monitor:
 
 
 def different(rank: int, mine: str, other: int, theirs: str) -> str:
-    """That two ranks made different calls, in words."""
+    """The text of a fault: two ranks made different calls."""
     return (
         f"ranks made different calls: rank {rank} {mine}; rank {other} {theirs}; "
         "make the same call, with the same shape, on every rank"

@@ -1,4 +1,4 @@
-"""NCCL behind a stand-alone communicator, through nccl4py (`nccl.core`): what the kernels do not cover.
+"""NCCL behind a stand-alone communicator, through nccl4py (`nccl.core`), for calls that the kernels do not cover.
 
 An extra (`pip install 'tricomm[nccl]'`), imported when a group first needs it. If one rank lacks it, all ranks raise
 the same error, which names that rank. Every call is enqueued on the caller's current stream. Tensors are contiguous, on
@@ -38,7 +38,7 @@ _OPS = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "PROD"}
 
 
 def load(control: ControlPage, timeout: float) -> Any:
-    """The module `nccl.core`; every rank calls it. Raises `ResourceError` on all if one has none, naming it."""
+    """The module `nccl.core`; every rank calls it. If a rank lacks it, all raise a `ResourceError` that names it."""
     core, error = None, None
     try:
         core = _load()
@@ -53,7 +53,7 @@ def open_nccl(control: ControlPage, device: torch.device, timeout: float, max_bl
     `max_blocks` blocks at most.
 
     Raises the same error on all ranks: `ResourceError` if nccl4py, libnccl or the communicator is missing or
-    broken on one, naming it; and as `control.exchange` if a rank does not come within `timeout` seconds.
+    broken on a rank, which it names; and as `control.exchange` does if a rank does not come within `timeout` seconds.
     """
     core = load(control, timeout)
     unique_id, error = b"", None
@@ -181,7 +181,7 @@ class Nccl:
     # Life
 
     def error(self) -> str | None:
-        """What NCCL reports of its own accord, in words; None if all is well. Any thread may ask."""
+        """NCCL's asynchronous error, in words; None if there is none. Any thread may ask."""
         comm = self._comm
         if comm is None:
             return None
@@ -189,7 +189,7 @@ class Nccl:
         return None if code in (0, _IN_PROGRESS) else f"NCCL reports error {code} ({comm.get_last_error()})"
 
     def check(self) -> None:
-        """Raises `GroupAborted` if NCCL reports an error; the communicator is gone then."""
+        """Raises `GroupAborted` if NCCL reports an error, after aborting its communicator, and if that is closed."""
         if self._comm is None:
             raise GroupAborted(f"rank {self.rank}: NCCL's communicator is closed; make a new group")
         text = self.error()
@@ -263,8 +263,8 @@ def _rows(x: torch.Tensor | None, counts: list[int]) -> list[torch.Tensor]:
 
 
 _Call = Callable[[Nccl, Request, torch.Tensor, torch.Tensor, Rows], None]
-# Of each collective: contiguous input x and output y, which are one if the collective works in place, and what goes
-# where if rows are uneven.
+# By collective, with contiguous input x and output y (one tensor if the collective works in place), and with the splits
+# as `rows` if these are uneven.
 _CALLS: dict[str, _Call] = {
     "all_reduce": lambda n, request, x, y, rows: n.all_reduce(x, request.op or "", y),
     "all_gather": lambda n, request, x, y, rows: n.all_gather(x, y),
@@ -286,10 +286,10 @@ def record(request: Request) -> PackedDescriptor:
 
 
 def plan(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Request, mode: str) -> LaunchPlan:
-    """What was asked as a launch plan: announced, counted, watched and bounded like a kernel's.
+    """The request as a launch plan: announced, counted, watched and bounded like a kernel's.
 
     While a call runs, `monitor` counts its time and looks for peers that are gone, as for a user's own kernel. Raises
-    `InvalidArgument` for a reduction that NCCL has not.
+    `InvalidArgument` for a reduction that NCCL does not have.
     """
     op, dtype = request.op or "none", request.dtype
     if request.collective not in backend_choice.REDUCTIONS:

@@ -1,4 +1,4 @@
-"""The plan of a call: who runs it, by which kernel, bound to its shape; made once, and kept."""
+"""The plan of a call: its backend and its kernel, bound to its shape; made once, and kept."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class Planner:
     site      the facts that selection needs
     routes    the facts that decide between the kernels and NCCL, and why not the kernels if they cannot be used
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
-    repeated  of an all_reduce in place, by op (with algorithm and protocol if they are forced), dtype and count:
+    repeated  plans of all_reduce in place, by op (with algorithm and protocol if they are forced), dtype and count:
               three small look-ups take less time than one of a tuple
-    repeated_fused  of an all_reduce with an epilogue: `core.fused.fused_repeat` has its keys
+    repeated_fused  known calls of all_reduce with an epilogue; `core.fused.fused_repeat` makes the keys
     nccl      NCCL's communicator, made by the first call that goes there
     levels    an all_reduce in two levels; None if the group has none
     others    the planners of the communicator's other channels, which have the same table
 
-    `decided` is the route of every call if the caller has decided it, and printed it, before.
+    `decided` is the route of every call if the caller has already decided and logged it.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Planner:
     def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
         """The plan of a call of tensors of `dtype` with `elements` a row.
 
-        `request` is without these two: only the first call of its kind has to make another value. `aligned` is a fact
-        of this rank's tensors, and no part of what the ranks agree on. Raises `InvalidArgument` if no kernel and no
-        backend can take the call, or if it is captured and new.
+        `request` comes without these two, so that only the first call of its kind makes another one. `aligned` is a
+        fact of this rank's tensors, and no part of what the ranks agree on. Raises `InvalidArgument` if no kernel and
+        no backend can take the call, or if it is captured and new.
         """
         capturing = self._gpu is not None and self._gpu.capturing()
         try:
@@ -108,7 +108,7 @@ class Planner:
         for mode, plans in ((False, known.eager), (True, known.captured)):
             plan = self.plans.get((request, dtype, elements, aligned, mode))
             if plan is not None:
-                in_place = getattr(plan.run, "in_place", None)  # not of one that is interpreted, timed or watched
+                in_place = getattr(plan.run, "in_place", None)  # interpreted, timed and watched kernels have none
                 plans[aligned] = plan, in_place and in_place(plan.numel, plan.fingerprint)
 
     def keep_fused(self, key: Any, known: Any) -> None:
@@ -123,7 +123,7 @@ class Planner:
         return [plan for plan in entries if plan is not None]
 
     def forget(self) -> None:
-        """Make the plans of calls anew."""
+        """Drop all plans, so that they are made anew."""
         self.plans.clear()
         self.repeated.clear()
         self.repeated_fused.clear()
@@ -139,7 +139,7 @@ class Planner:
                 f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
             )
         form, dtype = collective_specs.COLLECTIVES[collective], request.dtype
-        nbytes = None  # of uneven rows each rank has its own, in every call others
+        nbytes = None  # uneven rows differ between ranks and calls
         if not form.uneven:
             nbytes = form.rows_in(group.world_size) * request.elements * dtype.itemsize if dtype is not None else 0
         route = self._route(request, nbytes)
@@ -209,7 +209,7 @@ class Planner:
     # The kernels or NCCL
 
     def _route(self, request: Request, nbytes: int | None) -> BackendChoice:
-        """Who runs the call, the same on all ranks. The first that goes to NCCL makes its communicator."""
+        """The backend that runs the call, the same on all ranks. The first call for NCCL makes its communicator."""
         if request.algorithm == TWO_LEVEL:
             return self._in_two_levels(request)
         if self._decided is not None and self.levels is None:
@@ -224,12 +224,12 @@ class Planner:
         return route
 
     def _routes_of(self, request: Request) -> backend_choice.GroupFacts:
-        """The facts for a call: on one node a fused kernel is worth more than two levels without it."""
+        """The facts for a call: on one node a fused kernel is worth more than two levels without one."""
         fused = request.epilogue is not None and self.routes.nodes == 1
         return replace(self.routes, across="") if fused else self.routes
 
     def use_levels(self, levels: TwoLevel | str) -> None:
-        """From now on there are two levels, or they are missing for that reason; the same on all ranks."""
+        """Set the two levels, or the reason why there are none; the same on all ranks."""
         if isinstance(levels, str):
             self.routes = replace(self.routes, one_level=levels)
         else:
@@ -249,10 +249,10 @@ class Planner:
         return BackendChoice(TWO_LEVEL, f"algorithm={TWO_LEVEL} forced by the caller")
 
     def _open_nccl(self, request: Request) -> None:
-        """All ranks together, in the call that needs it: NCCL's communicator, or why there is none."""
+        """Make NCCL's communicator, or note why there is none: all ranks together, in the first call that needs it."""
         group = self._group
         watched: AbstractContextManager[None] = nullcontext()
-        if self.levels is not None:  # its ranks may be in two levels instead, and see no page of this one
+        if self.levels is not None:  # other ranks may be in two levels instead, and cannot see this one's page
             self._launcher.announce(nccl.record(request))
             watched = self._monitor.user_call(None)
         with self._launcher.held(), self._faults.abort_on_error("NCCL"), watched:
@@ -272,12 +272,12 @@ class Planner:
         algorithm: str | None = None, protocol: str | None = None, mode: str = "eager", hidden: int | None = None,
         quantize: str | None = None, out: Symmetric | torch.Tensor | None = None,
     ) -> Choice:  # fmt: skip
-        """Who runs a call with `nbytes` bytes of input, by which kernel, and why. Pure: asks no other rank.
+        """The backend and the kernel of a call with `nbytes` bytes of input, and why. Pure: asks no other rank.
 
-        The input is a rank's, of a root's if there is one; `dtype` is float32 if none is given; `mode` is eager, or
-        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm. A symmetric handle in
-        place of `nbytes` stands for a call that reads it where it lies; `out` is what the result goes to, if it does
-        not go there. Whether NCCL can be used at all shows when a call first goes there.
+        `nbytes` is one rank's input, the root's if there is one; `dtype` is float32 by default; `mode` is eager, or
+        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm. A symmetric handle
+        instead of `nbytes` means a call that reads it in place; `out` is the output if it is not that handle. Whether
+        NCCL can be used at all shows only when a call first goes there. Raises `InvalidArgument` for a bad argument.
         """
         handle = nbytes if isinstance(nbytes, Symmetric) else None
         if handle is not None:
@@ -319,7 +319,7 @@ class Planner:
         return _of_request(selection.nccl(collective, route.reason), request, route.reason)
 
     def _with_memory(self, choice: Choice, request: Request) -> Choice:
-        """With the reasons for the kind of memory, if it is not the usual one, and for the way past a switch."""
+        """`choice` with the reasons for an unusual kind of memory, and for not going through a switch."""
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
@@ -333,7 +333,7 @@ class Planner:
         return choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
-        """Choose by `rows` from now on, and by the shipped tables what they don't cover. Called by all ranks together.
+        """From now on choose by `rows`, and by the shipped tables beyond them. Called by all ranks together.
 
         For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` on all ranks if their rows differ;
         then nothing has changed.
@@ -361,12 +361,12 @@ class Planner:
 
 
 def _of_request(choice: Choice, request: Request, why: str) -> Choice:
-    """`choice`, of an all-reduce; if `request` is an all_reduce_rms_norm, as that of one not fused because of `why`."""
+    """`choice`, of an all-reduce; if `request` is an all_reduce_rms_norm, marked as not fused because of `why`."""
     return choice if request.epilogue is None else selection.unfused(FUSED, choice, why)
 
 
 def _epilogue(hidden: int | None, quantize: str | None, dtype: torch.dtype, nbytes: int) -> Epilogue:
-    """As `explain` is asked for; raises `InvalidArgument` for rows that cannot be."""
+    """The epilogue that `explain` is asked about; raises `InvalidArgument` for impossible rows."""
     if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1 or nbytes % (hidden * dtype.itemsize):
         raise InvalidArgument(f"explain: hidden={hidden!r}: {nbytes} bytes of {dtype} have to be whole rows of it")
     if quantize is not None and quantize not in QUANTIZATIONS:
@@ -377,5 +377,5 @@ def _epilogue(hidden: int | None, quantize: str | None, dtype: torch.dtype, nbyt
 
 
 def _bits(dtype: torch.dtype | None) -> int:
-    """The width of a type's integers in a kernel; of a type that is not known, 32."""
+    """The width of a type's integers in a kernel; 32 for an unknown type."""
     return arguments.DTYPES[dtype].bits if dtype in arguments.DTYPES else 32

@@ -45,7 +45,7 @@ class Half:
     """One half of a message, bound to a shape, a peer and a tag."""
 
     run: BoundKernel
-    facts: int  # what both halves must have in common, but for the tag
+    facts: int  # what both halves must have in common, except for the tag
     numel: int  # raw elements
     kind: str
     dtype: str
@@ -81,11 +81,11 @@ class PointToPoint:
     def send(
         self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
     ) -> Any:  # fmt: skip
-        """Send `x` to rank `dst`, whose `recv` gives the same shape, dtype and tag. Returns None.
+        """Send `x` to rank `dst`, whose `recv` has the same number of elements, dtype and tag. Returns None.
 
-        Up to four short messages of a tag are sent when this has run, whether or not the receiver has asked for them.
-        A message that finds no free slot ends with its receiver, so two ranks that send each other more than that must
-        not both send first. On a GPU it is enqueued on the current stream: later calls wait for its end.
+        Up to four short messages of a tag complete whether or not the receiver has asked for them. A message that finds
+        no free slot completes only with its receiver, so two ranks that send each other more than that must not both
+        send first. On a GPU it is enqueued on the current stream: later calls wait for its end.
 
         Raises `InvalidArgument` for a rank that does not exist or is this one, a tag that is not from 0 to 2^32 - 1,
         and while a CUDA graph is captured.
@@ -179,7 +179,7 @@ class PointToPoint:
         self._received[source, tag] += 1
 
     def source(self, number: int) -> int:
-        """The source of message `number`, which was from any rank and has run."""
+        """The source of message `number`, a receive from any rank that has run."""
         return int(self.group.words[layout.RECV_SOURCE + number % layout.RECV_SOURCE_WORDS])
 
     def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Half:
@@ -201,7 +201,7 @@ class PointToPoint:
         choice = selection.choose(site, kind, nbytes, None, protocol)
         kernel = registry.find(kind, choice.algorithm, choice.protocol)
         dtype, aligned = arguments.DTYPES[x.dtype], x.data_ptr() % 16 == 0
-        # From any rank one block serves all queues: blocks could not agree on a source.
+        # To receive from any rank, one block serves all queues: several could not agree on a source.
         grid = choice.blocks if peer >= 0 else 1
         constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
@@ -225,7 +225,7 @@ class PointToPoint:
         return [rank for rank in range(group.world_size) if any(map(layout.unacknowledged, lines[rank].tolist()))]
 
     def acknowledged(self, seconds: float) -> bool:
-        """True if all messages have been acknowledged; waits that long for it.
+        """True if all messages have been acknowledged; waits for `seconds` at most.
 
         A message that is taken later is acknowledged in this rank's memory, which on a GPU would be gone.
         """

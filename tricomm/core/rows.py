@@ -1,4 +1,4 @@
-"""Rows of a call that are not simply those of one tensor: several tensors in one launch, and rows of uneven number."""
+"""Calls whose rows are not those of one tensor: several tensors in one launch, and uneven numbers of rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_list(xs: Sequence[torch.Tensor], what: str) -> None:
 
 
 def pack(xs: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-    """One tensor of all: [rows, elements of a row of each, one after another], flattened."""
+    """All tensors in one: [rows, elements of a row of each tensor in turn], flattened."""
     return torch.cat([x.reshape(rows, -1) for x in xs], dim=1).reshape(-1)
 
 
@@ -45,7 +45,7 @@ def check_splits(splits: Any, world_size: int, what: str) -> tuple[int, ...]:
 
 
 def check_uneven(x: torch.Tensor, in_splits: tuple[int, ...], out_splits: tuple[int, ...], rank: int) -> None:
-    """Refuse splits that are not those of `x`, or that this rank alone contradicts. Raises `InvalidArgument`."""
+    """Refuse splits that do not fit `x`, or each other on this rank. Raises `InvalidArgument`."""
     if not x.dim() or x.shape[0] != sum(in_splits):
         raise InvalidArgument(
             f"all_to_all_v: in_splits {list(in_splits)} add up to {sum(in_splits)}, the input of shape "

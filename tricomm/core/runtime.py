@@ -24,7 +24,7 @@ from tricomm.topology.model import Topology
 
 
 class Runtime(Protocol):
-    """What the ranks are. There are two: processes (or streams) of their own, and tasks of the schedule explorer."""
+    """The surroundings of ranks. There are two: for ranks as processes (or streams), and as tasks of the explorer."""
 
     @property
     def no_symmetric(self) -> str | None:
@@ -40,16 +40,16 @@ class Runtime(Protocol):
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
         timeout: float,
     ) -> Callable[[], None]:  # fmt: skip
-        """As `launch.prepare`."""
+        """See `kernel_launch.prepare`."""
 
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
         more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float,
     ) -> kernel_launch.BoundKernel:  # fmt: skip
-        """As `launch.bind`."""
+        """See `kernel_launch.bind`."""
 
     def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
-        """The plan to keep for `request` in a channel: `plan`, or one that runs it and looks at its calls."""
+        """The plan to keep for `request` in a channel: `plan`, or one that wraps it to observe its calls."""
 
     def call_lock(self) -> CallLock:
         """The lock of a channel's calls; not taken yet."""
@@ -64,8 +64,8 @@ class Runtime(Protocol):
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
         multicast: bool,
     ) -> Arena:  # fmt: skip
-        """Memory for a tensor on every rank, with an address for all ranks' if `multicast` and if possible; called by
-        all ranks together."""
+        """Memory for a tensor on every rank, with a multicast address if `multicast` and if possible; called by all
+        ranks together."""
 
     def register(
         self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str
@@ -79,7 +79,7 @@ class Runtime(Protocol):
 
 
 class Processes:
-    """Ranks that run by themselves."""
+    """Ranks that are processes, or streams of one."""
 
     no_symmetric: str | None = None
 

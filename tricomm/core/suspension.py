@@ -1,13 +1,13 @@
-"""A communicator asleep: its memory is the system's again, and its addresses are kept for what was captured over them.
+"""Suspends a communicator: its memory is given back, and its addresses are kept for the graphs captured over them.
 
     awake ── suspend: no call in flight on any rank, all give their memory back ──▶ asleep
     asleep ── resume: new memory, zeroed, at the same addresses, begun as at first ──▶ awake
 
-Both are collective, and go in stages after each of which all ranks go on or none: a suspend that is refused leaves the
-group awake, a resume that is refused leaves it asleep. The monitor goes on, because the control page stays.
+Both are collective, in stages: after each of them all ranks go on, or none. A suspend that is refused leaves the group
+awake, a resume that is refused leaves it asleep. The monitor goes on, because the control page stays.
 
-A group in two levels is suspended and resumed together with the groups of its levels. What NCCL or
-Gloo holds between nodes stays.
+A group in two levels is suspended and resumed together with the groups of its levels. NCCL and Gloo keep what they hold
+between nodes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("tricomm")
 
 
 class Suspension:
-    """That of one group."""
+    """Suspends and resumes one group."""
 
     def __init__(self, group: Group, faults: Faults, channels: Channels, messages: PointToPoint) -> None:
         self._group, self._faults, self._channels, self._messages = group, faults, channels, messages
@@ -37,12 +37,12 @@ class Suspension:
     def suspend(self) -> None:
         """Give this communicator's memory back to the device, on all ranks, and keep its addresses.
 
-        Collective, for one thread a rank, when the others have made the same calls on all ranks, in every channel.
-        Waits for calls in flight, for this communicator's timeout at most. Captured
-        graphs, plans and symmetric handles stay valid, and work again after `resume`; the contents of symmetric memory
-        are lost. Until then every call but `resume`, `close` and what asks no other rank is refused by name, without
-        consuming a sequence number, and no graph with a call of this communicator may be replayed: its kernels would
-        touch addresses with nothing behind them. A rank that dies meanwhile is noticed as ever. NCCL keeps its memory.
+        Collective: one thread of each rank calls it, once its other threads have made the same calls on all ranks, in
+        every channel. Waits for calls in flight, for this communicator's timeout at most. Captured graphs, plans and
+        symmetric handles stay valid, and work again after `resume`; the contents of symmetric memory are lost. Until
+        then every call is refused without consuming a sequence number, except `resume`, `close` and those that ask no
+        other rank. No graph with a call of this communicator may be replayed: its kernels would touch addresses with
+        nothing behind them. A rank that dies meanwhile is noticed as usual. NCCL keeps its memory.
 
         Raises on all ranks, with the group awake: `InvalidArgument` if one is suspended already, captures a graph, has
         sent messages that were not received, or has closed other symmetric handles than the rest, and for memory that
@@ -66,11 +66,11 @@ class Suspension:
                 self._wake_after(error)
 
     def resume(self) -> None:
-        """Take memory again at the addresses that `suspend` has kept, zeroed, on all ranks; calls are possible then.
+        """Take zeroed memory at the addresses that `suspend` has kept, on all ranks, so that calls are possible again.
 
-        Collective, for one thread a rank. Raises on all ranks, with the group suspended, so that it can be tried again:
-        `InvalidArgument` if it is not suspended, or if symmetric handles were closed meanwhile on some ranks only;
-        `ResourceError` if memory is refused.
+        Collective, by one thread of each rank. Raises on all ranks, with the group suspended, so that it can be tried
+        again: `InvalidArgument` if it is not suspended, or if symmetric handles were closed meanwhile on some ranks
+        only; `ResourceError` if memory is refused.
         """
         group = self._group
         if not group.suspended or group.closed:
@@ -99,7 +99,7 @@ class Suspension:
         return [*([self._group] if self._group.arena.nbytes else []), *inner]
 
     def _unread(self) -> InvalidArgument | None:
-        ranks = self._messages.unread() if self._group.arena.nbytes else []  # the kernels' alone
+        ranks = self._messages.unread() if self._group.arena.nbytes else []  # only the kernels' memory holds messages
         text = (
             f"rank(s) {ranks} have not received all that this rank has sent, and suspend would lose it: receive first"
         )
@@ -117,7 +117,7 @@ class Suspension:
         levels = self._channels.first.planner.levels
         for each in levels.sharing if levels is not None else ():
             each.group.sleep(suspended)
-            each.monitor.suspended = suspended  # the ranks of a node see each other there alone
+            each.monitor.suspended = suspended  # only there can the ranks of a node see each other
 
     def _give_back(self) -> None:
         failures = []

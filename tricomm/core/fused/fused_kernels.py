@@ -25,7 +25,7 @@ ROWS = "all_reduce_rows"
 def choose(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
     """The fused kernel for `request`, with `epilogue`, `dtype` and `elements` (rows * hidden), or why there is none.
 
-    Pure, and the same on all ranks. Raises `InvalidArgument` if none takes a user's epilogue: nothing else would.
+    Pure, and the same on all ranks. Raises `InvalidArgument` if no kernel takes a user's epilogue: no other route does.
     """
     epilogue, dtype = request.epilogue, arguments.DTYPES.get(request.dtype) if request.dtype is not None else None
     if epilogue is None or dtype is None:
@@ -40,7 +40,7 @@ def choose(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
 
 
 def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:
-    """The plan of `choice`, as `launch_plan.make`. `aligned`: those of `wide` begin at multiples of 16."""
+    """The plan of `choice`; see `launch_plan.make`. `aligned`: the tensors of `wide` begin at multiples of 16 bytes."""
     epilogue, dtype = request.epilogue, arguments.DTYPES[request.dtype]
     assert epilogue is not None
     kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
@@ -65,8 +65,8 @@ def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
 
 
 def wide(call: FusedCall) -> list[torch.Tensor]:
-    """The tensors that are read and written in words of 16 bytes, if all of them begin at multiples of 16: not those
-    of fp32 scales, of which a row has one."""
+    """The tensors that are read and written in words of 16 bytes if all of them begin at multiples of 16. Scales in
+    fp32 are not among them, because a row has only one."""
     tensors = [call.x, call.residual, call.weight, call.residual_out, call.norm_out, call.quant_out]
     if call.epilogue.quantize == "nvfp4":
         tensors.append(call.scale_out)
@@ -74,12 +74,12 @@ def wide(call: FusedCall) -> list[torch.Tensor]:
 
 
 def aligned(call: FusedCall) -> bool:
-    """Whether those of `wide` begin at multiples of 16."""
+    """Whether the tensors of `wide` begin at multiples of 16 bytes."""
     return not any(t.data_ptr() % 16 for t in wide(call))
 
 
 def operand_types(epilogue: Epilogue, bits: int) -> tuple[str, ...]:
-    """Triton's types of `operands`; those of `wide` end in `WIDE`."""
+    """Triton's types of `operands`; the types of tensors of `wide` end in `WIDE`."""
     row, code = f"*i{bits}{WIDE}", f"*i8{WIDE}"
     types = ["fp32", "fp32", f"*i{8 * epilogue.weight.itemsize}{WIDE}"]
     types += [row] * (epilogue.residual + epilogue.norm)
@@ -88,7 +88,7 @@ def operand_types(epilogue: Epilogue, bits: int) -> tuple[str, ...]:
 
 
 def operands(call: FusedCall) -> tuple[Any, ...]:
-    """What the device's `rms_norm` takes besides rows and sums, in its order."""
+    """The arguments of the device's `rms_norm` besides rows and sums, in its order."""
     epilogue, bits = call.epilogue, 8 * call.x.itemsize
     rows = [_bits(t, bits) for t in (call.residual, call.norm_out) if t is not None]
     values: list[Any] = [epilogue.eps, epilogue.weight_bias, _bits(call.weight, 8 * call.weight.itemsize), *rows]

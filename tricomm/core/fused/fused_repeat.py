@@ -1,7 +1,7 @@
-"""A fused call that was made before: what its shape decides is decided, and only what its tensors show is looked at.
+"""Repeats a known fused call: what its shape decides is known, so only its tensors' own properties are checked.
 
-Made for speed, as `Collectives.repeat` is: `fused_checks` passes whatever this passes, and takes several times as long.
-What this does not pass goes to `fused_checks`, which says what is wrong. Only compiled kernels are repeated.
+Built for speed, like `Collectives.repeat`: `fused_checks` accepts whatever this accepts, and takes several times as
+long. Any other call goes to `fused_checks`, which says what is wrong. Only compiled kernels are repeated.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Again = Callable[[Any, int, int], None]
 class KnownCall:
     """A call that was made.
 
-    slots   of each tensor that the kernel takes: its place, what makes it (None: it is given), type, shape, bytes of an
-            element and of all, and 15 if it has to be aligned, else 0
-    apart   of each given output and each other one that was given: both numbers among `slots`, their bytes, and whether
-            they may be the same memory
-    apart_at  addresses of which that is so
-    plans   by 2 * captured + aligned, the plan and the launch of its kernel
+    slots   for each tensor that the kernel takes: its place, what makes it (None: it is given), type, shape, bytes of
+            an element and of all, and 15 if it has to be aligned, else 0
+    apart   for each given output and each other given tensor: their indices in `slots`, their bytes, and whether they
+            may be the same memory
+    apart_at  the last addresses that passed the check of `apart`
+    plans   by 2 * captured + aligned: the plan and the launch of its kernel
     """
 
     __slots__ = ("apart", "apart_at", "plans", "slots")
@@ -64,7 +64,7 @@ class KnownCall:
 
 
 def _maker(place: int, like: torch.Tensor, blocks: bool) -> Callable[[], torch.Tensor]:
-    if place == SCALE:  # a number's own tensor
+    if place == SCALE:  # the tensor of a scale that was given as a number
         return lambda: like
     shape, dtype, device = like.shape, like.dtype, like.device
     make = torch.zeros if place == SCALE_OUT and blocks else torch.empty
@@ -72,17 +72,17 @@ def _maker(place: int, like: torch.Tensor, blocks: bool) -> Callable[[], torch.T
 
 
 class FusedRepeats:
-    """Those of one group."""
+    """One group's known fused calls."""
 
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
         self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
         self._device, self._gpu, self._monitor = group.device, group.gpu, faults.monitor
 
     def repeat(self, key: Any, given: Tensors) -> Sequence[Any] | None:
-        """Make the call `key` again: its tensors, those among them that it makes. None, with nothing done, if it is not
-        known or if a tensor needs a closer look than this.
+        """Make the call `key` again; returns its tensors, including those that it allocates. None, with nothing done,
+        if it is not known or if a tensor needs a closer look than this.
 
-        `key` is what a call is besides x's type and shape. True is no number here: it has the types of its numbers.
+        `key` is all of a call but x's type and shape, with the types of its numbers: True must not pass for 1.
         """
         x: Any = given[X]
         try:
@@ -108,7 +108,7 @@ class FusedRepeats:
 
     def _looked_at(self, known: KnownCall, given: Tensors) -> tuple[Sequence[Any], list[int], bool] | None:
         """The call's tensors, the addresses of those that the kernel takes, and whether these are aligned; None if one
-        is not as it was, or lies over another one."""
+        differs from the known call's, or overlaps another one."""
         device, grad, tensors = self._device, torch.is_grad_enabled(), given
         addresses, low = [], 0
         for place, make, dtype, shape, itemsize, nbytes, bits in known.slots:
@@ -141,12 +141,12 @@ class FusedRepeats:
         return tensors, addresses, not low
 
     def learn(self, key: Any, given: Tensors, call: FusedCall, plans: Sequence[LaunchPlan], results: Tensors) -> None:
-        """Keep `plans` of a fused call that has just been made, of the modes that there are, for `repeat`."""
+        """Keep the `plans` of a fused call that has just been made, one for each mode, for `repeat`."""
         x: Any = results[X]
         key = (x.dtype, x.shape, key)
         known = self._planner.repeated_fused.get(key) or KnownCall(given, call, results)
         for plan in plans:
-            with_operands = getattr(plan.run, "with_operands", None)  # not of one that is interpreted, timed or watched
+            with_operands = getattr(plan.run, "with_operands", None)  # interpreted, timed and watched kernels have none
             if with_operands is None:
                 return
             again = with_operands(plan.numel, plan.fingerprint, fused_kernels.operands(call))

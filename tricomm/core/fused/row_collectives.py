@@ -22,7 +22,7 @@ _WHAT = "all_reduce_rows"
 
 
 class RowCollectives:
-    """Those of one group."""
+    """One group's `all_reduce_rows`."""
 
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
         self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
@@ -33,10 +33,10 @@ class RowCollectives:
     ) -> Any:  # fmt: skip
         """Sum `x`, [..., hidden] of fp16, bf16 or fp32, over all ranks, and hand each row to `epilogue` on every rank.
 
-        `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes what it makes to tensors
+        `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors
         among `operands`, which are contiguous tensors on this device, and numbers. `x` is not changed. `hidden` is a
         multiple of 8 up to 16384. All ranks pass the same function, and operands of the same types. Returns None.
-        Raises `InvalidArgument` for what does not fit.
+        Raises `InvalidArgument` for arguments that do not fit.
         """
         self._faults.check_usable()
         arguments.check_tensor(x, self._group.device, _WHAT)

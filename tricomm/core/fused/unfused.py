@@ -1,4 +1,4 @@
-"""What follows the all-reduce of a fused call, in torch: for calls that no fused kernel takes, and to compare with.
+"""The steps after the all-reduce of a fused call, in torch: for calls without a fused kernel, and as a reference.
 
 The arithmetic is that of the fused kernels, step by step, and each step is exact or rounded as IEEE 754 says. So a call
 gives the same bits fused and unfused. On a GPU nothing here waits for the device, so a graph can hold it.
@@ -17,7 +17,7 @@ _ROOT = 127 - 22  # as in kernels/device/epilogue.py
 
 
 def total_of(call: FusedCall) -> torch.Tensor:
-    """Memory for the sum over the ranks: an output of the call, if there is one that is no input of what follows."""
+    """Memory for the sum over the ranks: an output of the call, unless a later step reads it as an input."""
     if call.residual is None or call.residual_out.data_ptr() != call.residual.data_ptr():
         return call.residual_out
     return torch.empty_like(call.x) if call.norm_out is None else call.norm_out
@@ -55,8 +55,8 @@ def normalized(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> tor
 def _factor(wide: torch.Tensor, double: bool, epilogue: Epilogue) -> tuple[torch.Tensor, torch.Tensor]:
     """(scale, factor) of each row: an element of the norm is (element * scale) * factor.
 
-    The scale is a power of two. The squares of a word's elements are added first, in their order, the words' sums as
-    integers, so that no order of addition shows.
+    The scale is a power of two. The squares of a word's elements are added first, in their order; the words' sums are
+    added as integers, so that their order does not matter.
     """
     eps = _number(epilogue.eps, wide)
     largest = (wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)  # NaN above all
@@ -110,17 +110,17 @@ _QUANTIZED = {"fp8": _fp8, "fp8_per_token": _fp8_per_token, "nvfp4": _nvfp4}
 
 
 def _number(value: float, like: torch.Tensor) -> torch.Tensor:
-    """In memory: by a number of Python's torch would multiply by its reciprocal on a GPU, in place of a division."""
+    """`value` as a tensor: instead of dividing by a Python number, torch multiplies by its reciprocal on a GPU."""
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def _largest(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude of each row, NaN left out."""
+    """The largest magnitude of each row, ignoring NaN."""
     return torch.nan_to_num(x.abs(), nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
 
 
 def _e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to nearest even, at most 448; a NaN is the positive one, as a GPU gives it."""
+    """Rounded to nearest even, at most 448; every NaN becomes the positive one, as on a GPU."""
     return torch.where(x.isnan(), torch.nan, x.clamp(-FP8_MAX, FP8_MAX)).to(torch.float8_e4m3fn)
 
 

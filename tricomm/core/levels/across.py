@@ -1,6 +1,6 @@
-"""What carries values between the parts of a group: between one rank of each, those of equal position.
+"""The backends between the parts of a group; each connects the ranks of one position, one from every part.
 
-NCCL on GPUs, Gloo on a CPU, and between the islands of a node kernels again. Each gives all its ranks the same bits.
+NCCL on GPUs, Gloo on a CPU, and kernels between the islands of a node. Each gives all its ranks the same bits.
 """
 
 from __future__ import annotations
@@ -41,25 +41,26 @@ class Runs(Protocol):
 
 
 class Across(Protocol):
-    """One rank's end. `name` is that of the backend."""
+    """One rank's end of such a backend, whose name is `name`."""
 
     name: str
 
     def check(self, op: str, dtype: torch.dtype) -> None:
-        """Raises `InvalidArgument` for a reduction that this has not."""
+        """Raises `InvalidArgument` for a reduction that this backend does not have."""
 
     def all_reduce(self, x: torch.Tensor, op: str, call: tuple[int, str], check: Callable[[], None]) -> None:
-        """Reduce contiguous `x` in place, between the parts. `call` is its fingerprint and its words; `check` is called
-        now and then if the host waits, and what it raises ends that. Raises `ConnectionLost` if a part is gone."""
+        """Reduce contiguous `x` in place, between the parts. `call` is its fingerprint and description. If the host
+        waits, `check` is called periodically, and ends the wait if it raises. Raises `ConnectionLost` if a part is
+        gone."""
 
     def error(self) -> str | None:
-        """What has failed of its own accord, in words."""
+        """An asynchronous error of the backend, in words; None if there is none."""
 
     def abort(self) -> None:
-        """Make what is in flight end. Idempotent."""
+        """End what is in flight. Idempotent."""
 
     def close(self, lost: bool, seconds: float) -> None:
-        """Give all back, within `seconds`; `lost`: the group is lost. Never raises."""
+        """Release everything, within `seconds`; `lost`: the group is lost. Never raises."""
 
 
 class NcclAcross:
@@ -92,12 +93,12 @@ class NcclAcross:
 
 
 class GlooAcross:
-    """Gloo's connections between one rank of each part. Parts are reduced here, in their order, as the kernels reduce
-    ranks: so every type and operation of theirs is there, and ranks compare their calls first.
+    """Gloo's connections between one rank of each part. The values are reduced here, in the order of the parts, as the
+    kernels reduce ranks, so every type and operation of theirs is there. Ranks compare their calls first.
 
-    Gloo runs on a thread of its own: a wait inside of it cannot be cancelled, so it is left behind with its memory if
-    the group is lost meanwhile, and ends with the connections. `timeout` is that of a call, `limit` that of the
-    connecting, in seconds; the group's monitor ends a late call before this does, and names the late ranks.
+    Gloo runs on a thread of its own: a wait inside it cannot be cancelled, so it is left behind with its memory if the
+    group is lost meanwhile, and ends with the connections. `timeout` limits a call, `limit` the connecting, in seconds;
+    the group's monitor ends a late call before this does, and names the late ranks.
     """
 
     name = "gloo"

@@ -3,8 +3,8 @@
     kernels' group of a node  <->  the whole group, here
     the whole group, here     <->  the other nodes, through the store, by one rank of each node
 
-The watcher's thread looks as it looks at groups. What the store takes its time for runs on a thread that may be left
-behind: without the store the nodes still see closed connections and their own time limits.
+The watcher's thread looks at a bridge as it does at a group. Store calls run on a thread that can be left behind:
+without the store the nodes still see closed connections and their own time limits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tricomm.store.node_reports import NodeReports
 
 ROUND_SECONDS = 0.5  # between two looks at the store
 SILENT_SECONDS = 2.0  # of a node whose connection has failed
-GRACE_SECONDS = 3.0  # for the reason of a connection that has failed
+GRACE_SECONDS = 3.0  # for the reason of a failed connection to arrive
 _SECONDS_PER_NODE = 1e-3
 _COMPARE_SECONDS = 0.25
-_CLOSE_SECONDS = 1.0  # for the store to take the last word
-_MOST_COMPARED = 64  # nodes; beyond that the next one alone
+_CLOSE_SECONDS = 1.0  # for the store to take the last report
+_MOST_COMPARED = 64  # nodes; beyond that only the next one
 _SHARED = {"CollectiveMismatch", "CollectiveTimeout", "PeerDied", "PeerStalled"}
 _MARK = "[from outside this node, "
 _BEAT, _CALL = "beat", "call"
@@ -44,8 +44,8 @@ class Side:
 
 @dataclass
 class _Heard:
-    """What the store said in one round: the failure, the next node's beat, and the calls of other nodes that wait, as
-    number, fingerprint, ranks that are late there, and words."""
+    """What one round at the store has brought: the failure, the next node's heartbeat, and the waiting calls of other
+    nodes, as number, fingerprint, late ranks there, and description."""
 
     failure: tuple[int, str, str] | None = None
     beat: int | None = None
@@ -53,7 +53,7 @@ class _Heard:
 
 
 class Bridge:
-    """One rank's. `outer` is the whole group, `inner` that of this rank's part; `reports` is None if all ranks are on
+    """One rank's bridge. `outer` is the whole group, `inner` that of its part; `reports` is None if all ranks are on
     one node, which see each other's pages. `stall` is in seconds."""
 
     def __init__(
@@ -93,7 +93,7 @@ class Bridge:
         pass
 
     def look(self, tick: float) -> None:
-        """Carry faults from one group to the other; now and then ask the other nodes."""
+        """Carry faults from one group to the other; periodically ask the other nodes."""
         with self._lock:
             self._since += tick
             self._carry()
@@ -129,7 +129,7 @@ class Bridge:
         return Fault(fault.kind, culprit, self._outer.control.sequence(self._rank), text)
 
     def _different_calls(self) -> tuple[int, str] | None:
-        """A rank of this part whose call of the whole group is another one than this rank's, and both in words."""
+        """A rank of this part whose call of the whole group differs from this rank's, and both in words."""
         control, number = self._inner.control, self.entered + 1
         mine = control.called(self._position, number)
         for position, rank in enumerate(self._members):
@@ -210,7 +210,7 @@ class Bridge:
             return
         self._silent = self._silent + since if heard.beat == self._beat else 0.0
         self._beat = heard.beat or 0
-        if self._beat and self._silent > self._stall + 4 * self._period:  # a rank of its own has named one before
+        if self._beat and self._silent > self._stall + 4 * self._period:  # one of its ranks reports first
             text = (
                 f"{self._parts.named(self._next)} shows no sign of life for {self._silent:.1f} s (limit "
                 f"{self._stall:g} s): stopped, starved or cut off"
@@ -236,7 +236,7 @@ class Bridge:
         self._outer.monitor.abort(Fault(kind, culprit, self._outer.control.sequence(self._rank), text))
 
     def _failed_connection(self) -> None:
-        """Of NCCL's own errors: the reason may be known on another node, and be on its way."""
+        """Abort for an error of NCCL's own, after a grace in which another node may tell the reason."""
         error = self._across.error()
         if error is None:
             return
@@ -248,8 +248,8 @@ class Bridge:
     # For the rank's own thread
 
     def explain(self, error: str) -> None:
-        """A connection to another node has failed: wait for the reason, and abort the group by it, or by what can be
-        seen from here."""
+        """A connection to another node has failed: wait for the reason, and abort the group with that, or else with
+        what can be seen from here."""
         monitor, began = self._outer.monitor, time.monotonic()
         _, before = self._said()
         silent: list[int] = []
@@ -287,7 +287,7 @@ class Bridge:
             thread.close()
 
     def unseen(self) -> str | None:
-        """Who has not entered the call whose time is over; None: another rank of this node will say."""
+        """Which ranks have not entered the call whose time is over; None: another rank of this node will say."""
         late = self._late()
         if late:
             return f"rank(s) {', '.join(map(str, late))} of this node have not entered the call"

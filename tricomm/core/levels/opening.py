@@ -1,4 +1,4 @@
-"""How a group gets its two levels: all ranks together, and on all of them or on none."""
+"""Opens the two levels of a group: by all ranks together, and on all of them or on none."""
 
 from __future__ import annotations
 
@@ -42,9 +42,10 @@ class Whole:
 
 def open_levels(undo: ExitStack, whole: Whole, parts: Parts, backend: str, make: Make, limit: float) -> TwoLevel | str:
     """The two levels of a group of several `parts`, with `backend` across, or why there are none: the same on all
-    ranks, which call it together. `undo` gives all of it back. `limit` is of each step, in seconds.
+    ranks, which call it together. `undo` gives all of it back. `limit` bounds each step, in seconds.
 
-    Raises as `ControlPage.exchange` does if a rank does not come.
+    Raises `ResourceError` if there are none and no kernel or other backend could run a call, and as
+    `ControlPage.exchange` does if a rank does not come.
     """
     group = whole.group
     part, position = parts.of[group.rank], parts.position(group.rank)
@@ -85,7 +86,7 @@ def open_levels(undo: ExitStack, whole: Whole, parts: Parts, backend: str, make:
 
 
 class _NotPossible(Exception):
-    """A step that has failed on some rank; all ranks say so."""
+    """A step has failed on some rank; raised on all."""
 
 
 @contextmanager
@@ -105,7 +106,7 @@ def _jointly(group: Group, what: str, limit: float) -> Iterator[None]:
 def _open_across(
     group: Group, store: Store, parts: Parts, backend: str, make: Make, limit: float, sharing: list[Inside]
 ) -> Across:
-    """What carries values across; if it has memory that ranks share, it is appended to `sharing`."""
+    """The backend across; if it has shared memory, its group is appended to `sharing`."""
     part = parts.of[group.rank]
     if backend == KERNELS:
         column = make(store, part, parts.count, _options(group, parts.column(group.rank)))
@@ -122,6 +123,6 @@ def _open_across(
 
 
 def _options(group: Group, members: Sequence[int]) -> Options:
-    """Those of a communicator of some of the ranks."""
+    """The options of a communicator of some of the ranks."""
     topology = group.topology.of(members) if group.topology is not None else None
     return replace(group.options, nccl=False, two_level=False, topology=topology, channels=1)

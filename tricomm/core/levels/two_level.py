@@ -7,10 +7,10 @@ n bytes of input per rank, P parts of R ranks. Inside, shards move as much as on
 rank's own link carries 2 (P-1)/P n/R. Leaders carry 2 (P-1)/P n over one link of each part.
 
 Every rank gets the same bits: a shard (or the leaders' result) is reduced once, by a call that gives all its ranks the
-same, and is only copied after that. The order of summation is that of the ranks inside a part; across it is Gloo's
-caller's (ascending) or NCCL's own. Types narrower than 32 bits are rounded once inside and again across.
+same, and is only copied after that. Sums go in rank order inside a part; across, NCCL has an order of its own, and the
+other backends go in ascending order. Types narrower than 32 bits are rounded once inside and again across.
 
-The parts of a call are ordered by the stream; the kernels' own mailboxes protect each part of it, and the shard is the
+The steps of a call are ordered by the stream; the kernels' own mailboxes protect each step, and the shard is the
 caller's memory or a copy of it, so no buffer is shared between two calls.
 """
 
@@ -44,7 +44,7 @@ _GATHER = Request("all_gather", "none")
 
 @dataclass(frozen=True)
 class Inside:
-    """A group of some of the ranks, which shares memory: what its collaborators are, and how it ends."""
+    """A group of some of the ranks, which share memory: its collaborators, and how to close it."""
 
     group: Group
     collectives: Runs
@@ -63,7 +63,7 @@ class Inside:
 
 class TwoLevel:
     """One rank's part in the two levels of its group. `faults` and `monitor` are the whole group's. `sharing` are the
-    groups of some of the ranks that have memory of their own: the one inside, and what is across if that is kernels."""
+    groups of some of the ranks with memory of their own: the one inside, and the one across if kernels run there."""
 
     def __init__(
         self, parts: Parts, faults: Faults, monitor: Monitor, sharing: Sequence[Inside], across: Across, bridge: Bridge
@@ -90,8 +90,8 @@ class TwoLevel:
         self._inside.launcher.withdraw(calls)
 
     def plan(self, request: Request, nbytes: int, reason: str, mode: str) -> LaunchPlan:
-        """What was asked as a launch plan: announced, counted, watched and bounded like a kernel's. Raises
-        `InvalidArgument` for a form that does not exist, or a reduction that one level has not."""
+        """The request as a launch plan: announced, counted, watched and bounded like a kernel's. Raises
+        `InvalidArgument` for a form that does not exist, or a reduction that one level does not have."""
         choice = self.choose(request, nbytes, reason)
         dtype = request.dtype
         assert dtype is not None, "an all_reduce has tensors"
@@ -168,7 +168,7 @@ class TwoLevel:
     # Faults and the end
 
     def _raise(self) -> None:
-        """Raise the fault of the whole group that a fault of this part is, if there is one."""
+        """If this part has a fault, raise it as the whole group's."""
         self._monitor.diverging(
             self._monitor.channels[0]
         )  # between islands: the caller's calls say more than the steps
@@ -177,7 +177,7 @@ class TwoLevel:
             self._faults.raise_fault()
 
     def error(self) -> str | None:
-        """Of NCCL's own errors the bridge judges."""
+        """None: the bridge judges NCCL's own errors."""
         return None
 
     def abort(self) -> None:
@@ -186,7 +186,7 @@ class TwoLevel:
         self.across.abort()
 
     def close(self, kept: bool = False) -> None:
-        """End both levels; idempotent. `kept`: a graph may still use what is across."""
+        """End both levels; idempotent. `kept`: a graph may still use the level across."""
         WATCHER.discard(self._bridge)
         self._bridge.close()
         self._inside.close()
@@ -195,12 +195,12 @@ class TwoLevel:
 
 
 def _steps(op: str, dtype: torch.dtype) -> tuple[str, str, bool]:
-    """The operations inside and across, and whether the result is divided then: an integer's average truncates once."""
+    """The operations inside and across, and whether to divide the result: an integer's average truncates only once."""
     if op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         return "sum", "sum", True
     return op, op, False
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """`x`, contiguous, as a row with the stride 1: that of a single element may be any."""
+    """Contiguous `x` as a row of stride 1; a single element may come with any stride."""
     return x.as_strided((x.numel(),), (1,))
