@@ -1,4 +1,4 @@
-"""The one way to NVIDIA's Python bindings (`cuda.bindings`), which refuses versions that would stop the watch.
+"""The only access to NVIDIA's Python bindings (`cuda.bindings`); refuses versions that would stop the monitor.
 
 Before 12.9.1, and before 13.0.0 in the line of CUDA 13, the bindings keep Python's GIL during a driver call. A call
 that blocks (synchronise, free, unmap, load, a launch on a full queue) then stops every thread of the process, among
@@ -16,7 +16,7 @@ from tricomm.errors import ResourceError
 FIRST = (12, 9, 1)
 NEEDED = "cuda-bindings>=12.9.1"
 REMEDY = f"pip install '{NEEDED}'"
-_FIRST_OF_LINES = {FIRST, (13, 0, 0)}  # a pre-release of one of these counts as what came before
+_FIRST_OF_LINES = {FIRST, (13, 0, 0)}  # a pre-release of one of these counts as an older version
 INSTALL = "CUDA needs NVIDIA's driver (libcuda.so.1) on this machine and `pip install tricomm[cuda]`"
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?(?P<rest>.*)", re.DOTALL)
 _PRE_RELEASE = re.compile(r"[._-]?(a|b|c|rc|alpha|beta|pre|preview|dev)[._-]?\d*", re.IGNORECASE)
@@ -50,7 +50,7 @@ def bindings_version() -> str | None:
 def refusal(version: str | None) -> str | None:
     """Why the bindings of this version must not be used, in words that name what is needed; None if they may.
 
-    A version that cannot be read is refused: nothing says then that the GIL is released. None (no bindings) is not
+    A version that cannot be read is refused, because it may not release the GIL. None (no bindings) is not
     refused here. A post-release or a local version counts as the version itself.
     """
     if version is None:

@@ -1,4 +1,4 @@
-"""The only reader of the process environment. Every variable is `TRICOMM_*` unless it belongs to somebody else.
+"""The only reader of the process environment. Every variable is `TRICOMM_*` unless it belongs to another project.
 
 Read at each call, never cached: a test or a launcher may set a variable after `import tricomm`.
 """
@@ -16,7 +16,7 @@ _OFF = {"", "0", "false", "no", "off"}
 
 
 def text(name: str) -> str | None:
-    """Value of `name`, or None where it is unset or empty."""
+    """Value of `name`, or None if it is unset or empty."""
     return os.environ.get(name) or None
 
 
@@ -29,7 +29,7 @@ def flag(name: str) -> bool:
 
 
 def integer(name: str) -> int | None:
-    """Value of `name` as an int, or None where it is unset; raises `InvalidArgument` for anything else."""
+    """Value of `name` as an int, or None if it is unset; raises `InvalidArgument` for anything else."""
     value = text(name)
     if value is None:
         return None
@@ -40,7 +40,7 @@ def integer(name: str) -> int | None:
 
 
 def default(name: str, value: str) -> None:
-    """Set `name` for this process if nobody has: what a driver reads when it starts."""
+    """Set `name` for this process if it is unset, for a driver to read when it starts."""
     os.environ.setdefault(name, value)
 
 
@@ -56,7 +56,7 @@ def without(name: str) -> Iterator[None]:
 
 
 def peer_access_disabled() -> bool:
-    """True where the user forbids direct GPU peer access (NCCL's variable is honoured beside our own)."""
+    """True if the user forbids direct GPU peer access (NCCL's variable is honoured besides our own)."""
     return flag("TRICOMM_P2P_DISABLE") or flag("NCCL_P2P_DISABLE")
 
 
@@ -74,23 +74,23 @@ def gpu_memory() -> str:
 
 
 def hardware_queues() -> int:
-    """How many hardware queues CUDA makes of streams: CUDA_DEVICE_MAX_CONNECTIONS, which the driver reads once."""
+    """How many hardware queues CUDA maps streams to: CUDA_DEVICE_MAX_CONNECTIONS, which the driver reads once."""
     given = text("CUDA_DEVICE_MAX_CONNECTIONS") or ""
     return int(given) if given.isdecimal() else 8
 
 
 def multicast() -> bool:
-    """False where the user wants no memory that a switch adds and copies in (NCCL's variable is honoured, too)."""
+    """False if the user wants no multicast memory, in which a switch adds and copies (NCCL's variable counts, too)."""
     return all(text(name) is None or flag(name) for name in ("TRICOMM_MULTICAST", "NCCL_NVLS_ENABLE"))
 
 
 def share_device() -> bool:
-    """True where the user wants several ranks on one GPU (NCCL's variable is honoured beside our own)."""
+    """True if the user wants several ranks on one GPU (NCCL's variable is honoured besides our own)."""
     return flag("TRICOMM_SHARE_DEVICE") or flag("NCCL_MULTI_RANK_GPU_ENABLE")
 
 
 def batch_invariant() -> bool:
-    """True where the user wants every group's reductions to depend on rank order alone."""
+    """True if the user wants every group's reductions to depend on rank order alone."""
     return flag("TRICOMM_BATCH_INVARIANT")
 
 

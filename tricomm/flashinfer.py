@@ -8,8 +8,8 @@
 
 It runs on CPUs too. What differs: `workspace.backend` is "tricomm"; arguments that tune FlashInfer's own kernels
 (`launch_with_pdl`, `trigger_completion_at_end`, `fp32_acc`: sums are always in fp32) change nothing; a buffer for
-scales may be larger than needed. Patterns of experts (6, 7, 12) and of groups of a token (8, 9) are refused by name, as
-is the layout SWIZZLED_8x4. Names and meanings are those of FlashInfer 0.7.2.
+scales may be larger than needed. MoE patterns (6, 7, 12) and per-token-group patterns (8, 9) are refused by name, as is
+the layout SWIZZLED_8x4. Names and meanings are those of FlashInfer 0.7.2.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class QuantizationSFLayout:
 
 _Pattern = AllReduceFusionPattern
 _NAMES = {number: name for name, number in vars(_Pattern).items() if name.startswith("k")}
-# Of each pattern that there is here: its quantisation, and whether the norm is written.
+# The patterns with a norm that are supported here: their quantisation, and whether the norm is written.
 _FORMS: dict[int, tuple[str | None, bool]] = {
     _Pattern.kARResidualRMSNorm: (None, True),
     _Pattern.kARResidualRMSNormFP8Quant: ("fp8", False),
@@ -82,7 +82,7 @@ _LAYOUTS = {QuantizationSFLayout.SWIZZLED_128x4: "swizzled_128x4", QuantizationS
 
 
 class AllReduceFusionWorkspace:
-    """A communicator, and how much a call may need of it. Made by `create_allreduce_fusion_workspace`.
+    """A communicator, and the size of the largest call. Made by `create_allreduce_fusion_workspace`.
 
     `rank` and `world_size` are the group's; `comm` is the communicator, whose `explain` and `stats` say what ran.
     """
@@ -137,10 +137,10 @@ def create_allreduce_fusion_workspace(
 
     `group` is a process group of torch.distributed (default: all ranks), or a `tricomm.Communicator`, which is used as
     it is and stays the caller's. A call may have up to `max_token_num * hidden_dim` elements of `dtype`. `world_size`
-    and `rank` have to be the group's if they are given. Every `backend` but "mnnvl-cutedsl" gives the same; the
-    keyword-only arguments belong to that one. Other arguments change nothing here.
+    and `rank` have to be the group's if they are given. The backends "auto", "trtllm" and "mnnvl" are the same here;
+    "mnnvl-cutedsl" is refused, and so are the keyword-only arguments, which are its own. Others change nothing here.
 
-    Raises `InvalidArgument` (a `ValueError`) for what does not fit, else as `Communicator`.
+    Raises `InvalidArgument` (a `ValueError`) for arguments that do not fit, and otherwise as `Communicator` does.
     """
     special = {
         "top_k": top_k, "rms_eps": rms_eps, "weight_bias": weight_bias, "routed_scaling_factor": routed_scaling_factor,
@@ -206,13 +206,13 @@ def allreduce_fusion(
     block_quant_group_size: int | None = None, weight_bias: float = 0.0, *,
     moe_finalize_backend: Literal["trtllm", "cake"] = "trtllm",
 ) -> torch.Tensor:  # fmt: skip
-    """All-reduce `input`, [tokens, hidden], and what `pattern` says after it; all ranks call it.
+    """All-reduce `input`, [tokens, hidden], followed by what `pattern` says; all ranks call it.
 
-    Outputs that are None are made. Returns `quant_out` of a quantising pattern, `norm_out` of
+    Outputs that are None are allocated. Returns `quant_out` of a quantising pattern, `norm_out` of
     kARResidualRMSNorm, `output` of kAllReduce. `use_oneshot` forces one shot or two. The arithmetic is that of
     `Communicator.all_reduce_rms_norm` and its quantising form: `scale_factor` divides for FP8 and multiplies for
     NVFP4; `norm_out` is not written by a pattern without `Out`. Raises `InvalidArgument` (a `ValueError`) for a pattern
-    that is not covered, a workspace that is too small or destroyed, and what does not fit otherwise.
+    that is not covered, a workspace that is too small or destroyed, and tensors that do not fit; or the group's fault.
     """
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise InvalidArgument(
@@ -277,7 +277,7 @@ def _layout(code: int | None) -> str:
 
 
 def _first_bytes(scale_out: torch.Tensor | None, nbytes: int, hidden: int) -> torch.Tensor | None:
-    """The part of a buffer for scales that a call needs; as it is if it is no larger, or will be refused."""
+    """The part of a buffer for scales that a call needs; the buffer itself if it is no larger, or will be refused."""
     if scale_out is None or not isinstance(scale_out, torch.Tensor) or hidden % NVFP4_BLOCK:
         return scale_out
     if scale_out.nbytes <= nbytes or not scale_out.is_contiguous():
@@ -286,7 +286,8 @@ def _first_bytes(scale_out: torch.Tensor | None, nbytes: int, hidden: int) -> to
 
 
 def _first_scales(scale_out: torch.Tensor | None, tokens: int) -> torch.Tensor | None:
-    """As [tokens, 1], what a call needs of a buffer with a scale for each token; as it is if it will be refused."""
+    """The part of a buffer of per-token scales that a call needs, as [tokens, 1]; the buffer itself if that does not
+    work, to be refused later."""
     if not isinstance(scale_out, torch.Tensor) or scale_out.numel() < tokens or not scale_out.is_contiguous():
         return scale_out
     return scale_out.view(-1)[:tokens].view(tokens, 1)

@@ -1,17 +1,17 @@
-"""FSDP2 over tricomm's own memory: what its kernels gather and reduce is read where FSDP has written it.
+"""FSDP2 over tricomm's own memory: the kernels read in place what FSDP has written.
 
     model = fully_shard(model)
     tricomm.fsdp2.use(model)                    # or model.set_custom_all_gather(AllGather()), module by module
 
 FSDP copies a layer's shard into its row of a buffer, gathers the rows in place, and copies the parameters out. It
 copies a layer's gradients into a second buffer, and reduces that into a tensor of its own. Both buffers are symmetric
-memory here: nothing is staged before a call. A buffer is used again when FSDP has let go of it, as a block of torch's
-allocator is, and by the same rule of streams.
+memory here: nothing is staged before a call. A buffer is reused once FSDP has dropped it, like a block of torch's
+allocator, and by the same stream rules.
 
-All ranks lend the same buffers, because FSDP asks for them and lets go of them at the same places of its program. So a
-call is made with the memory itself, and not with the tensor that was lent: worker threads drop a call's tensors at any
-time. Ranks that lend different buffers all the same get `CollectiveMismatch`, because a buffer's number is part of a
-call.
+All ranks lend the same buffers, because FSDP asks for them and drops them at the same points of its program. For that
+reason a call is made with the memory itself, and not with the lent tensor: worker threads drop a call's tensors at any
+time. If ranks lend different buffers nevertheless, they get `CollectiveMismatch`, because a buffer's number is part of
+a call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_BYTES = 512 << 20
 
 @dataclass
 class _Buffer:
-    """`stream`: the one on which it was lent last. `lent`: whether FSDP has it; any thread may end that."""
+    """`stream`: the one on which it was last lent. `lent`: whether FSDP holds it; any thread may end that."""
 
     handle: Symmetric
     stream: Any = None
@@ -64,7 +64,7 @@ class _Buffers:
         self._by_address: dict[int, _Buffer] = {}
 
     def allocate(self, size: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer of `size`, or an ordinary tensor: if no kernel takes the calls, or `max_bytes` are in use."""
+        """A buffer of `size`, or an ordinary tensor if no kernel takes the calls, or `max_bytes` are in use."""
         numel = math.prod(int(n) for n in size)
         device = torch.device("cuda", torch.cuda.current_device()) if _unnumbered(device) else torch.device(device)
         buffers = self._buffers.setdefault((numel, dtype, device), [])
@@ -83,7 +83,7 @@ class _Buffers:
         size, nbytes = self.group.size(), numel * dtype.itemsize
         if self._closed or size == 1 or not numel or numel % size or self.nbytes + nbytes > self._max_bytes:
             return None
-        x = torch.empty(0, dtype=dtype, device="meta")  # says the type
+        x = torch.empty(0, dtype=dtype, device="meta")  # carries the dtype
         gathers = self._collective == "all_gather"
         op, count = ("none", numel // size) if gathers else ("sum", numel)
         handle = self.group.symmetric(GroupCall(self._collective, x, x, op, count=count, device=device), numel)
@@ -95,7 +95,7 @@ class _Buffers:
         return buffers[-1]
 
     def handle_of(self, x: torch.Tensor) -> Symmetric | None:
-        """The symmetric memory that `x` is all of, if it is one that was lent here."""
+        """The symmetric memory that `x` covers entirely, if it was lent here; else None."""
         buffer = self._by_address.get(x.data_ptr())
         if buffer is None or not buffer.lent or buffer.handle.shape != (x.numel(),) or buffer.handle.dtype != x.dtype:
             return None
@@ -137,7 +137,7 @@ class AllGather:
         self._buffers = _Buffers("AllGather", "all_gather", group, max_bytes)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The output of the next call, of any contents; its row of this rank is the input. All ranks together."""
+        """The uninitialised output of the next call; this rank's row of it is the input. All ranks call it together."""
         return self._buffers.allocate(size, dtype, device)
 
     def __call__(
@@ -163,14 +163,14 @@ class AllGather:
         return self._buffers.nbytes
 
     def close(self) -> None:
-        """Give the memory back; all ranks together, when FSDP uses none of it. Idempotent; then nothing is lent."""
+        """Give the memory back, all ranks together, when FSDP uses none of it. Idempotent; then nothing is lent."""
         self._buffers.close()
 
 
 class ReduceScatter:
     """For `FSDPModule.set_custom_reduce_scatter`: reduces out of symmetric memory. Arguments as of `AllGather`.
 
-    FSDP asks for the input of a call and then for its output. Peers read the input alone, so the output, which becomes
+    FSDP asks for the input of a call and then for its output. Peers read only the input, so the output, which becomes
     the gradients, is an ordinary tensor.
     """
 
@@ -179,7 +179,7 @@ class ReduceScatter:
         self._input: weakref.ref[torch.Tensor] | None = None  # of the call that FSDP prepares
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The input of the next call, and then its output, of any contents. All ranks together."""
+        """The input of the next call, and then its output, uninitialised; all ranks call it together."""
         prepared = self._input() if self._input is not None else None
         numel = math.prod(int(n) for n in size)
         if prepared is not None and prepared.numel() == numel * self._buffers.group.size():
@@ -202,7 +202,7 @@ class ReduceScatter:
         return _ended(buffers.group.reduce_scatter_single(output_tensor, input_tensor, options, handle), async_op)
 
     def close(self) -> None:
-        """As `AllGather.close`."""
+        """See `AllGather.close`."""
         self._buffers.close()
 
     @property

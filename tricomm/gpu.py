@@ -1,7 +1,7 @@
 """A GPU as the calling thread sees it: which device and stream are current, and whether a graph is being captured.
 
 CUDA keeps the current device by thread, torch the current stream by thread and device. A communicator belongs to one
-device. Each of its public calls makes that device the current one if another one is, until it returns (`guarding`).
+device. Each of its public calls makes that device current while it runs (`core.entry_guard`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tricomm.errors import InvalidArgument
 
 class Gpu:
     """`device`, a CUDA device with its `index`. `clock` is the time of waits for it. Everything but `current_device`,
-    `here` and `under` is asked while it is the current device.
+    `here` and `under` may be used only while it is the current device.
 
-    A call asks three things, of torch's C functions themselves: each wrapper of Python's would cost it 1 %.
+    Every call needs three facts, from torch's C functions directly: each Python wrapper would cost a call 1 %.
 
     current_device   this thread's, by its index
     capturing        whether a graph is being captured on the current stream
@@ -40,7 +40,7 @@ class Gpu:
         self.raw_stream: Callable[[], int] = partial(cuda._cuda_getCurrentRawStream, device.index)
 
     def here(self) -> AbstractContextManager[Any]:
-        """The device is the current one inside; the caller's comes back after."""
+        """Makes the device current, and restores the caller's afterwards."""
         return torch.cuda.device(self.device)
 
     def under(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,11 +67,11 @@ class Gpu:
         return torch.cuda.current_stream(self.device)
 
     def recorded(self, stream: torch.cuda.Stream | None = None, timing: bool = False) -> torch.cuda.Event:
-        """A new event behind what `stream` (default: the current one) has to do by now."""
+        """A new event, recorded on `stream` (default: the current one) after its work so far."""
         event = torch.cuda.Event(enable_timing=timing)
         event.record(stream or self.stream())
         return event
 
     def synchronize(self) -> None:
-        """Wait for all that the device has to do by now."""
+        """Wait for all of the device's work so far."""
         torch.cuda.synchronize(self.device)

@@ -30,19 +30,19 @@ class Options:
     max_blocks     upper limit of a kernel's grid, of NCCL's, too; None: what is surely resident at once
     max_registers  upper limit of a kernel's registers a thread, 128 or more: below 255 only kernels that have a compact
                    form are chosen (docs/tuning.md, beside other work); None: 255
-    beside_compute whether calls run beside other kernels, as a matrix product, and leave room for them: rows of tables
+    beside_compute whether calls run beside other kernels, such as a matrix product, and leave them room: table rows
                    for that, 128 registers, and 16 blocks unless `max_registers` and `max_blocks` say otherwise
     blocks, tile   force the grid and the 64-bit words per tile of every kernel (tuning and tests); refused if more
-                   blocks than are surely resident, or if a kernel cannot use the tile. A message has a block a queue at
-                   most
+                   blocks than are surely resident, or if a kernel cannot use the tile. A message has at most
+                   one block a queue
     first_epoch    epoch of the first call (tests start near the limits)
-    topology       how the ranks' devices are linked, by rank, or a file that says so; None: asked of the machine
+    topology       how the ranks' devices are linked, by rank, or a file that says so; None: read from the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
     two_level      whether an all_reduce may go in two levels, inside nodes or islands of fast links and across
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
-                   algorithm, protocol, chunk, grid or graph. What cannot promise that is refused. Also for all groups
-                   of a process: TRICOMM_BATCH_INVARIANT=1 (docs/batch-invariance.md)
+                   algorithm, protocol, chunk, grid or graph. A call without that promise is refused. Also for all
+                   groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/batch-invariance.md)
 
     Raises `InvalidArgument` for a value out of range.
     """

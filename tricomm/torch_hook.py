@@ -30,7 +30,7 @@ def _register() -> None:
 
 
 class _ImportWatch(MetaPathFinder):
-    """Leaves the search to the other finders, and looks after each import that it watches if it is time to register."""
+    """Leaves the search to the other finders. After each watched import it checks whether it is time to register."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

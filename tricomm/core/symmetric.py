@@ -20,7 +20,7 @@ _NOT_PLAIN = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.qui
 
 
 class HandleName(NamedTuple):
-    """How all ranks call a handle, the `number`th of the communicator `group`; `rank` is this one's."""
+    """The name of a handle on all ranks: the `number`th of the communicator `group`. `rank` is this rank's number."""
 
     group: str
     number: int
@@ -33,15 +33,15 @@ class Symmetric:
     local   this rank's tensor, of the shape and dtype asked for
     peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
     table   int64 [world_size] on the communicator's device: the addresses of `peers`
-    multicast     the address that stands for the same place on all ranks, for a switch's instructions (`multimem`); 0
-                  if there is none, because of `no_multicast`, which is empty on a CPU: the interpreter needs none
+    multicast     the multicast address of all ranks' tensors, for a switch's instructions (`multimem`), or 0; then
+                  `no_multicast` says why (empty on a CPU, whose interpreter needs none)
 
-    Memory of its own (`Communicator.symmetric`) or that of a user's tensor (`Communicator.register`), of which `local`
-    is a view then, and which stays the user's: `close` only ends its use, and it is neither zeroed nor given back.
+    It has memory of its own (`Communicator.symmetric`), or that of a user's tensor (`Communicator.register`), which
+    stays the user's: `local` is a view of it, `close` only ends its use, and it is neither zeroed nor given back.
 
-    It lives until `close()` or until its communicator is closed. Its memory starts zeroed, and is zeroed again at the
-    same addresses after the communicator was suspended and resumed; in between it cannot be used. `group` and `number`
-    name it on all ranks alike: the communicator's, and which of that one's it is.
+    It lives until `close()` or until its communicator is closed; using it later raises `GroupAborted`. Its memory
+    starts zeroed, and is zeroed again at the same addresses after the communicator was suspended and resumed; in
+    between using it raises `InvalidArgument`. `group`, the communicator's name, and `number` identify it on all ranks.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Symmetric:
         peers = [arena.tensor(r, 0, shape, dtype) for r in range(len(arena.bases))]
         self._given, self._rank = tensor, rank
         if tensor is not None:
-            peers[rank] = tensor.detach()  # keeps the memory that peers reach, if the user gives the tensor other one
+            peers[rank] = tensor.detach()  # keeps the memory that peers reach, even if the user replaces the tensor's
         self._peers, self._local = tuple(peers), peers[rank]
         self.multicast, self.no_multicast = arena.multicast, arena.no_multicast
         words = [*arena.bases, arena.multicast]
@@ -81,13 +81,13 @@ class Symmetric:
 
     @property
     def addresses(self) -> torch.Tensor:
-        """`table`, and behind it `multicast`: what shipped kernels take."""
+        """`table` followed by `multicast`, as shipped kernels take them."""
         self._check()
         return self._addresses
 
     @property
     def rows(self) -> OwnRows:
-        """Of each rank its own row: row r of rank r's tensor. Raises `InvalidArgument` if rows would differ in size."""
+        """Row r of rank r's tensor, for every rank r. Raises `InvalidArgument` if rows would differ in size."""
         self._check()
         if self._rows is None:
             world_size = len(self._peers)
@@ -111,7 +111,7 @@ class Symmetric:
         return lent
 
     def close(self) -> None:
-        """Give the memory back; collective over CUDA IPC. Idempotent; views of it are invalid after."""
+        """Give the memory back; collective over CUDA IPC. Idempotent; views of it are then invalid."""
         if not self._closed:
             self._closed = True
             self._peers, self._rows = (), None
@@ -138,10 +138,10 @@ class Symmetric:
 
 @dataclass(frozen=True, eq=False)
 class OwnRows:
-    """Of a symmetric tensor the row of each rank that has the rank's number: what an all_gather in place reads.
+    """Row r of rank r's symmetric tensor, for every rank r: what an all_gather in place reads.
 
     addresses   int64 [world_size]: of the rows
-    number      names them on all ranks alike; never that of a whole tensor
+    number      identifies them on all ranks; never that of a whole tensor
     """
 
     addresses: torch.Tensor

@@ -25,14 +25,14 @@ from tricomm.topology.presets import dgx1v
 log = logging.getLogger("tricomm")
 _DEVICE = struct.Struct("<36s16sQQ")  # UUID, architecture, processors, hardware queues
 _NARROW = b"/narrow"
-MOST_QUEUES = 32  # hardware queues that CUDA makes of streams, at most
+MOST_QUEUES = 32  # the most hardware queues that CUDA maps streams to
 QUEUES_A_CHANNEL = 4  # torch makes its streams in turn for four priorities, and a program uses those of one
 Find = Callable[[tuple[bytes, ...]], discovery.Discovery]
 
 
 @cache
 def _found(uuids: tuple[bytes, ...]) -> discovery.Discovery:
-    """Asked once a process: it takes several hundred calls of NVML, and links do not change."""
+    """Cached per process: it takes several hundred calls of NVML, and links do not change."""
     return discovery.of_devices(uuids)
 
 
@@ -81,8 +81,8 @@ def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:
 
 
 class DeviceFacts(NamedTuple):
-    """Of the device that a rank's kernels run on: `architecture` is "cpu" or such as "sm_90"; `queues` are those that
-    CUDA makes of streams."""
+    """The device that a rank's kernels run on: `architecture` is "cpu" or, for example, "sm_90"; `queues` is the number
+    of hardware queues that CUDA maps streams to."""
 
     uuid: str = "cpu"
     architecture: str = "cpu"
@@ -91,7 +91,7 @@ class DeviceFacts(NamedTuple):
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
-    """Those of `device`, which is the CPU or one of this machine's GPUs."""
+    """The facts of `device`, which is the CPU or one of this machine's GPUs."""
     if device.type != "cuda":
         return DeviceFacts()
     facts = torch.cuda.get_device_properties(device)
@@ -127,7 +127,7 @@ def agree_on_devices(
     "cuda" for different ones; the second is at most `most_blocks`, and so large that each of `channels` channels can
     run one. Raises `InvalidArgument` on all ranks if a device has too few processors or hardware queues for them.
     """
-    # A compiler without wide words makes a kind of its own, so that all ranks know whether all have them.
+    # A compiler without wide words counts as a kind of its own, so that all ranks know whether all have them.
     narrow = b"" if facts.architecture == "cpu" or wide_words.COMPILES.value else _NARROW
     mine = _DEVICE.pack(facts.uuid.encode()[:36], facts.architecture.encode() + narrow, facts.processors, facts.queues)
     answers = control.exchange(mine, "device facts", timeout)

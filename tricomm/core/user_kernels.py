@@ -21,7 +21,7 @@ _ALIGNMENT = 16
 
 
 class UserKernels:
-    """Those of one group."""
+    """The symmetric memory and the users' kernels of one group."""
 
     def __init__(self, group: Group, faults: Faults, launcher: Launcher, monitor: Monitor) -> None:
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
@@ -30,11 +30,11 @@ class UserKernels:
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, *, multicast: bool = True) -> Symmetric:
         """Memory of `shape` and `dtype` on every rank that every peer can reach. Collective; the same on all ranks.
 
-        `multicast`: with an address that stands for all ranks' memory, if this communicator's own memory has one and if
-        that is possible; `Symmetric.no_multicast` says why not.
+        `multicast`: with a multicast address, if that is possible and this communicator's own memory has one;
+        `Symmetric.no_multicast` says why not.
 
-        Raises `InvalidArgument` on all ranks if one asks for what cannot be or if they ask for different things (the
-        group stays usable), `ResourceError` if memory is refused anywhere.
+        Raises `InvalidArgument` on all ranks if an argument is bad or differs between ranks (the group stays usable),
+        `ResourceError` if memory is refused anywhere.
         """
         group = self._group
         self._faults.check_usable()
@@ -59,19 +59,19 @@ class UserKernels:
             return made
 
     def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
-        """A handle on every rank's own `tensor`, which collectives then read and write where it lies.
+        """A handle on every rank's own `tensor`, which collectives then read and write in place.
 
         Collective: a contiguous tensor of the same shape and dtype on all ranks, at an address that is a multiple of 16
-        bytes. On GPUs its memory is what CUDA can share: of torch's expandable segments or symmetric memory, by
-        descriptors; of torch's usual segments, by legacy CUDA IPC. With `group`, a process group of the same ranks, it
-        is torch's symmetric memory, and torch's own mappings are used, its multicast address among them if all ranks
-        have one (`Symmetric.no_multicast` says why not). On a CPU it lies in torch's shared memory
+        bytes. On GPUs CUDA has to be able to share its memory: that of torch's expandable segments or symmetric memory
+        by descriptors, that of torch's usual segments by legacy CUDA IPC. With `group`, a process group of the same
+        ranks, it has to be torch's symmetric memory; torch's own mappings are used, including its multicast address if
+        all ranks have one (`Symmetric.no_multicast` says why not). On a CPU it has to lie in torch's shared memory
         (`share_memory_()`). The tensor is kept until `handle.close()` (by all ranks) or the communicator's end, and
         peers can reach all of the memory that was allocated together with it.
 
-        Raises on all ranks, with the group usable: `InvalidArgument` if one gives a tensor that cannot be, if they
-        differ, or if they lie at different places of torch's memory; `ResourceError` for memory that cannot be shared.
-        Such a tensor is passed as it is, and staged; `explain` says why.
+        Raises on all ranks, with the group usable: `InvalidArgument` if one gives a tensor that cannot be registered,
+        if they differ, or if they lie at different offsets of torch's memory; `ResourceError` for memory that cannot be
+        shared. Such a tensor can still be passed itself, and is then staged; `explain` says why.
         """
         own = self._group
         self._faults.check_usable()
@@ -103,7 +103,7 @@ class UserKernels:
         Positional arguments are runtime values (tensors, tuples of tensors, numbers), keywords constexprs and launch
         options. `grid` is a number, a tuple of up to three, or a function of the constexprs. On a CPU the kernel is
         interpreted and has run on return. Waits that use `primitives` end when a peer is gone or the time is up; this
-        call then raises what happened (on a GPU the next one, `synchronize()` or `close()` does).
+        call then raises the fault (on a GPU the next call or `synchronize()` does).
 
         Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
         """
@@ -118,7 +118,7 @@ class UserKernels:
 
 
 def _registrable(x: Any, device: torch.device) -> InvalidArgument | None:
-    """Why a tensor cannot be registered, whatever its memory."""
+    """Why a tensor cannot be registered, whatever its memory; None if it can."""
     try:
         arguments.check_tensor(x, device, "register")
     except InvalidArgument as error:

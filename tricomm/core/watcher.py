@@ -1,8 +1,8 @@
 """One thread of a process that watches over all of its communicators.
 
-A group in which a call runs is looked at every tick. The others are looked at in rotation, a few a tick, so that
-hundreds of idle groups cost little. When a process ends, all groups are looked at at once. An error in the look at one
-group is that group's own.
+A group in which a call runs is checked every tick. The others are checked in rotation, a few per tick, so that hundreds
+of idle groups cost little. When a process ends, all groups are checked at once. An error in checking a group affects
+only that group.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One group of an inference engine over tricomm: which of its calls go to the kernels, and the communicator for them.
 
 Facts that all ranks share decide: collective, dtype and bytes of a call, and what the ranks agreed on when the group
-was made. So all ranks decide alike. What does not go to the kernels is left to the engine.
+was made. So all ranks decide alike. Calls that do not go to the kernels are left to the engine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def open_group(group: Any, device: torch.device, name: str, engine: Engine) -> E
 
 
 def without(name: str, engine: Engine, why: str, level: int = logging.WARNING) -> EngineGroup:
-    """A group whose every call is left to the engine, which is logged."""
+    """A group of which every call is left to the engine; logs why."""
     group = EngineGroup(None, engine, f"group {name!r}", why)
     engine.log.log(level, _LEFT, f"group {name!r}", engine.name, why)
     return group
@@ -87,7 +87,8 @@ def without(name: str, engine: Engine, why: str, level: int = logging.WARNING) -
 class EngineGroup:
     """What an adapter holds for one group of its engine; made by `open_group`.
 
-    Collectives are out of place, and only for calls that `takes` has accepted.
+    Collectives are out of place, and only for calls that `takes` has accepted. They raise `InvalidArgument` if tricomm
+    does not run here.
     """
 
     def __init__(self, seat: Seat | None, engine: Engine, text: str = "", why: str = "") -> None:
@@ -191,7 +192,7 @@ class EngineGroup:
     # Deciding
 
     def takes(self, collective: str, x: torch.Tensor, dim: int = 0) -> bool:
-        """Whether the kernels run this call, of all_gather and reduce_scatter along `dim`; the same on all ranks.
+        """Whether the kernels run this call (all_gather and reduce_scatter: along `dim`); the same on all ranks.
 
         Raises `InvalidArgument` under TRICOMM_BATCH_INVARIANT for a reduction that they do not run.
         """
@@ -205,7 +206,7 @@ class EngineGroup:
         return self._takes(comm, (collective, x.dtype, x.numel()), collective, x)
 
     def takes_rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether `all_reduce_rms_norm` is for this call; the same on all ranks. Sizes are those of all_reduce."""
+        """Whether `all_reduce_rms_norm` takes this call, up to all_reduce's sizes; the same on all ranks."""
         comm = self.comm
         if comm is None or comm.suspended or x.device.type != comm.device.type or x.dim() == 0 or not x.numel():
             return False
@@ -243,7 +244,7 @@ class EngineGroup:
         return route
 
     def _not_made(self, key: tuple[str, torch.dtype, int]) -> bool:
-        """A kernel cannot be compiled during a capture. All ranks have made the same calls before, so all are here."""
+        """False: a kernel cannot be compiled during a capture. All ranks have made the same calls, so all come here."""
         if not self._warned:
             self._warned = True
             self._engine.log.warning(
@@ -265,7 +266,7 @@ class EngineGroup:
     def all_reduce_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm, new residual) as of `Communicator.all_reduce_rms_norm`, in new tensors."""
+        """(norm, new residual) of `Communicator.all_reduce_rms_norm`, in new tensors of x's shape."""
         normed: tuple[torch.Tensor, torch.Tensor] = self._running.all_reduce_rms_norm(
             _packed(x), _packed(residual), _packed(weight.detach()), eps
         )
@@ -292,12 +293,12 @@ class EngineGroup:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Around the capture of a CUDA graph. The kernels push into memory that stays: nothing is registered."""
+        """Around the capture of a CUDA graph. Registers nothing, because the kernels push into memory that stays."""
         yield
 
     def suspend(self) -> None:
-        """Give tricomm's memory back until `resume`; every rank calls it, between two calls, which are left to the
-        engine meanwhile. Idempotent.
+        """Give tricomm's memory back until `resume`; every rank calls it, between two calls. Meanwhile all calls are
+        left to the engine. Idempotent.
 
         Addresses are kept, so captured CUDA graphs stay valid; they must not be replayed meanwhile. Memory that cannot
         keep them (`Communicator.suspend`) goes with the communicator, or stays if calls were captured.

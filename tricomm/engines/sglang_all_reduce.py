@@ -1,6 +1,6 @@
-"""What SGLang takes for its custom all-reduce, over tricomm.
+"""The object that SGLang uses as its custom all-reduce, over tricomm.
 
-Imported without SGLang: the plugin passes in what it needs of it.
+Can be imported without SGLang: the plugin passes in what this needs of it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class SglangAllReduce:
 
     @property
     def disabled(self) -> bool:
-        """Whether every call is left to SGLang; alike on all ranks."""
+        """Whether every call is left to SGLang; the same on all ranks."""
         return self.tricomm.comm is None
 
     def should_custom_ar(self, inp: torch.Tensor) -> bool:
-        """Whether the kernels run this all_reduce; alike on all ranks."""
+        """Whether the kernels run this all_reduce; the same on all ranks."""
         return self.tricomm.takes("all_reduce", inp)
 
     def custom_all_reduce(self, input: torch.Tensor) -> torch.Tensor | None:
@@ -71,7 +71,7 @@ class SglangAllReduce:
 
 
 def dispatched(engine: Callable[[], Engine]) -> Callable[..., Any]:
-    """A hook around SGLang's choice of a class: tricomm's where all ranks can use it, else SGLang's own."""
+    """A hook around SGLang's choice of a class: tricomm's if all ranks can use it, else SGLang's own."""
 
     def choose(own: Callable[..., Any], group: Any, device: torch.device) -> Callable[..., Any]:
         name = f"{getattr(group, 'group_desc', '')}/{getattr(group, 'group_name', '')}"
@@ -104,7 +104,7 @@ def fused(coordinator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def released(own: Callable[..., Any], updater: Any, *request: Any, **options: Any) -> Any:
-    """A hook around SGLang's release of a server's memory, which all ranks make together: tricomm's goes, too."""
+    """A hook around SGLang's release of a server's memory, by all ranks together: suspends tricomm's, too."""
     result = own(updater, *request, **options)
     for _, member in sorted(_members.items()):  # alike on all ranks, which share several groups
         member.tricomm.suspend()
@@ -112,7 +112,7 @@ def released(own: Callable[..., Any], updater: Any, *request: Any, **options: An
 
 
 def taken_again(own: Callable[..., Any], updater: Any, *request: Any, **options: Any) -> Any:
-    """A hook around its resumption, which may be in parts; only when all parts are there a model runs."""
+    """A hook around its resumption, which may come in parts: resumes tricomm's memory with the last part."""
     result = own(updater, *request, **options)
     if not updater.offload_tags:
         for _, member in sorted(_members.items()):
@@ -121,7 +121,7 @@ def taken_again(own: Callable[..., Any], updater: Any, *request: Any, **options:
 
 
 def misfits(functions: dict[str, Callable[..., Any]]) -> list[str]:
-    """What SGLang's `functions` lack of what the adapter uses, by name; empty if they fit."""
+    """What the adapter needs and SGLang's `functions` (by name) do not have; empty if they fit."""
     wrong = []
     for name, used in FUNCTIONS.items():
         parameters = inspect.signature(functions[name]).parameters
@@ -137,7 +137,7 @@ _lib = Library("tricomm", "FRAGMENT")
 def _compiled(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A compiled graph cannot be told to go another way, so what the kernels do not take is made of SGLang's parts."""
+    """A compiled graph cannot change its route, so calls that the kernels do not take are made of SGLang's parts."""
     member = _members[name]
     made = member.fused_allreduce_rmsnorm(x, residual, weight, eps)
     if made is not None:

@@ -1,6 +1,6 @@
 """SGLang's entry point: with SGLANG_TRICOMM=1 its custom all-reduce is tricomm's, otherwise nothing happens.
 
-SGLang loads it in every process whenever tricomm is installed, so it imports nothing before it has looked.
+SGLang loads it in every process whenever tricomm is installed, so it imports nothing before the variable is checked.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ PLACES = {
     "resolve_fusion_group": "sglang.srt.layers.flashinfer_comm_fusion",
 }
 
-# Of the scheduler, resolved by SGLang when it applies the hooks: too much to import it here.
+# A class of the scheduler, by name, which SGLang resolves when it applies the hooks: it is too much to import here.
 MEMORY = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 
 
 def register() -> None:
     """Hook SGLang's choice of a custom all-reduce, its fused all-reduce with a norm, and its release of memory.
 
-    If this SGLang cannot be served, a warning in its log says why, and it goes its own way. Raises `InvalidArgument`
+    If this SGLang is not supported, a warning in its log says why, and it goes its own way. Raises `InvalidArgument`
     if SGLANG_TRICOMM is neither on nor off.
     """
     if not env.flag("SGLANG_TRICOMM"):
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def functions() -> dict[str, Any]:
-    """What the adapter uses of SGLang, by name. Raises `ImportError` or `AttributeError` for what is gone."""
+    """SGLang's functions that the adapter uses, by name. Raises `ImportError` or `AttributeError` if one is gone."""
     from importlib import import_module
 
     return {name: getattr(import_module(module), name) for name, module in PLACES.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class VersionRange:
-    """From `first` to `last`, both included, as (0, 32) for all of 0.32, or as (0, 5, 23)."""
+    """From `first` to `last`, both included, such as (0, 32) for all of 0.32, or (0, 5, 23)."""
 
     first: tuple[int, ...]
     last: tuple[int, ...]

@@ -1,6 +1,6 @@
 """vLLM's device communicator with tricomm's collectives in front of its own.
 
-Imported without vLLM: `communicator_class` gets the class that it extends.
+Can be imported without vLLM: `communicator_class` gets the class that it extends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.library import Library, register_fake
 from tricomm.engines.engine_group import Engine, EngineGroup, open_group, without
 
 # Groups whose collectives are all_reduce, all_gather and reduce_scatter of equal shapes: tensor parallelism, and decode
-# context parallelism inside it. Each group has memory of its own, so the others have none.
+# context parallelism inside it. Each has memory of its own, which the other groups do without.
 GROUPS = frozenset({"tp", "dcp"})
 
 # What the adapter uses of the class that it extends: parameters by method, and attributes that `__init__` sets.
@@ -62,22 +62,22 @@ class VllmCollectives:
             return without(self.unique_name, self.engine, why, logging.WARNING if kind in GROUPS else logging.DEBUG)
         return open_group(own.cpu_group, own.device, self.unique_name, self.engine)
 
-    # Under torch.compile an operator stays in the graph, and decides when it runs: shapes may be symbols before
+    # Under torch.compile an operator stays in the graph, and decides when it runs: before that shapes may be symbolic
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """As vLLM's, always out of place if the kernels run it."""
+        """The sum of `input_` over all ranks, as vLLM's method; always out of place if the kernels run it."""
         if torch.compiler.is_compiling():
             return torch.ops.tricomm.vllm_all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
         return self._all_reduce(input_)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """As vLLM's."""
+        """Every rank's `input_`, concatenated along `dim`, as vLLM's method."""
         if torch.compiler.is_compiling():
             return torch.ops.tricomm.vllm_all_gather(input_, dim, self.unique_name)  # type: ignore[no-any-return]
         return self._all_gather(input_, dim)
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """As vLLM's."""
+        """This rank's part along `dim` of the sum of `input_` over all ranks, as vLLM's method."""
         if torch.compiler.is_compiling():
             return torch.ops.tricomm.vllm_reduce_scatter(input_, dim, self.unique_name)  # type: ignore[no-any-return]
         return self._reduce_scatter(input_, dim)
@@ -105,7 +105,7 @@ class VllmCollectives:
         self.tricomm.suspend()
 
     def resume(self) -> None:
-        """Take it again; every rank calls it."""
+        """Take memory again, vLLM's and tricomm's; every rank calls it."""
         super().resume()  # type: ignore[misc]
         self.tricomm.resume()
 
@@ -116,7 +116,7 @@ class VllmCollectives:
 
 
 def communicator_class(base: type, engine: Engine, refusal: Callable[[], str | None]) -> str:
-    """The qualified name of `base` with tricomm's collectives before its own, which vLLM resolves."""
+    """The qualified name, for vLLM to resolve, of a subclass of `base` with tricomm's collectives before its own."""
     name = f"Tricomm{base.__name__}"
     made = type(
         name, (VllmCollectives, base), {"engine": engine, "refusal": staticmethod(refusal), "__module__": __name__}
@@ -126,7 +126,7 @@ def communicator_class(base: type, engine: Engine, refusal: Callable[[], str | N
 
 
 def misfits(base: type) -> list[str]:
-    """What `base` lacks of what the adapter uses, by name; empty if it fits."""
+    """What the adapter needs and `base` does not have, by name; empty if it fits."""
     wrong = []
     for method, names in METHODS.items():
         member = getattr(base, method, None)

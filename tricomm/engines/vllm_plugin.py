@@ -1,6 +1,6 @@
 """vLLM's entry point: with VLLM_TRICOMM=1 its communicators become tricomm's, otherwise nothing happens.
 
-vLLM loads it in every process whenever tricomm is installed, so it imports nothing but tricomm before it has looked.
+vLLM loads it in every process whenever tricomm is installed, so it imports only tricomm before the variable is checked.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ TESTED = VersionRange((0, 32), (0, 33))
 
 
 def register() -> None:
-    """Replace what `get_device_communicator_cls` of vLLM's platform names; may be called again.
+    """Make `get_device_communicator_cls` of vLLM's platform name tricomm's class; may be called again.
 
-    If this vLLM cannot be served, a warning in its log says why, and it goes its own way. Raises `InvalidArgument` if
+    If this vLLM is not supported, a warning in its log says why, and it goes its own way. Raises `InvalidArgument` if
     VLLM_TRICOMM is neither on nor off.
     """
     if not env.flag("VLLM_TRICOMM"):

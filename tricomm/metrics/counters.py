@@ -1,7 +1,7 @@
-"""The one count of calls: of a communicator by kernel and size, with bytes and times, and of the process by route.
+"""The only count of calls: of a communicator by kernel and size, with bytes and times, and of the process by route.
 
-Counting costs a call one addition: to the tally of its kernel and size. What `tricomm.stats()` and `comm.stats()` say
-is added up from the tallies when they are asked. Times are taken only when asked for (`Activity.clock`), by plans made
+Counting costs a call one addition: to the tally of its kernel and size. `tricomm.stats()` and `comm.stats()` add the
+tallies up when they are called. Times are taken only when asked for (`Activity.clock`), by plans made
 for it, so that a call that is not timed pays nothing for those that are.
 """
 
@@ -43,7 +43,7 @@ class Tally:
         self.recent: deque[float] = deque(maxlen=RECENT)  # microseconds
 
     def took(self, seconds: float) -> None:
-        """A call was timed."""
+        """Add the time of a call."""
         self.timed, self.seconds = self.timed + 1, self.seconds + seconds
         self.recent.append(seconds * 1e6)
 
@@ -80,8 +80,8 @@ class Calls:
 
 @dataclass(frozen=True)
 class HeldMemory:
-    """Of one rank: how it is shared, and the bytes of its arena and of its symmetric memory that are taken from the
-    device now: none while the communicator is suspended."""
+    """One rank's memory: how it is shared, and the bytes that its arena and its symmetric memory now take from the
+    device, none while the communicator is suspended."""
 
     kind: str = "none"
     nbytes: int = 0
@@ -90,9 +90,9 @@ class HeldMemory:
 
 @dataclass(frozen=True)
 class Statistics:
-    """A communicator's life so far. `waited` is, by peer, the seconds that this rank was in a call that the peer had
-    not entered, as the monitor sees it every 20 ms: shorter delays are not in it. `memory` is what it holds of its
-    device at the moment."""
+    """A communicator's statistics so far. `waited` is, by peer, how many seconds this rank was in calls that the peer
+    had not entered, sampled by the monitor every 20 ms: shorter delays are missing. `memory` is what it now holds of
+    its device."""
 
     group: str
     rank: int
@@ -120,7 +120,7 @@ class _ProcessTallies:
         self._numbers = itertools.count()
 
     def add(self, activity: object, tallies: dict[Key, Tally]) -> int:
-        """Count `tallies` as long as `activity` lives, and what is in them then for ever; returns their number."""
+        """Count `tallies` as long as `activity` lives, and their final counts for ever; returns their number."""
         number = next(self._numbers)
         with self.lock:
             self._fold()
@@ -129,7 +129,7 @@ class _ProcessTallies:
         return number
 
     def leave_out(self, number: int) -> None:
-        """Count those tallies no more."""
+        """Stop counting those tallies."""
         with self.lock:
             self.live.pop(number, None)
 
@@ -224,7 +224,7 @@ class Activity:
                 log.warning("times of earlier calls are lost: %s", error)
 
     def leave_to_another(self) -> None:
-        """Count nothing here in the process's statistics: its calls are steps of those of another communicator."""
+        """Leave these calls out of the process's statistics: they are steps of another communicator's calls."""
         _process.leave_out(self._number)
 
     def tally(self, collective: str, algorithm: str, protocol: str, nbytes: int) -> Tally:
@@ -233,7 +233,7 @@ class Activity:
             return self._tallies.setdefault((collective, algorithm, protocol, bucket(nbytes)), Tally())
 
     def sized(self, run: Callable[..., Any], kernel: tuple[str, str, str], clock: Clock | None) -> Callable[..., Any]:
-        """`run`, counted and, with a clock, timed here, for calls of sizes of their own: the bytes of their input."""
+        """`run` for calls of varying sizes: counted and, with a clock, timed here by the bytes of each input."""
         tallies: dict[int, Tally] = {}
 
         def of(nbytes: int) -> Tally:

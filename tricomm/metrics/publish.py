@@ -1,7 +1,7 @@
 """A job's statistics in a file of its own, to be looked at from outside (`tricomm dashboard`).
 
 Nothing is written unless TRICOMM_STATS says how often, in seconds. One file per process, replaced whole; the last one
-is written when the process ends, and stays until its numbers are in the history. A job never fails for it.
+is written when the process ends, and stays until its numbers are in the history. A job never fails because of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Routed:
 @dataclass(frozen=True)
 class JobStatistics:
     """One process. `started` is in clock ticks since its host's boot, `written` in seconds of Unix time; it writes
-    `every` so many seconds."""
+    every `every` seconds."""
 
     schema: int
     pid: int
@@ -159,7 +159,7 @@ class _Publisher:
             self.write()
 
     def write(self) -> None:
-        """Replace the file; what goes wrong is said once."""
+        """Replace the file; only the first error is logged."""
         partial = self.file.with_suffix(".part")
         try:
             self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -40,8 +40,8 @@ class Clock:
         self._mark = gpu.recorded(timing=True) if gpu is not None else None
 
     def timed(self, run: Callable[..., Any], of: Callable[[Any], tuple[Took, Name]]) -> Callable[..., Any]:
-        """`run`, with every so many of its calls timed. `of` gives, for a call's input, what to call with its time, and
-        its name."""
+        """`run`, with every `every`th of its calls timed. `of` gives, for a call's input, the function that gets its
+        time, and its name."""
         left = 1
         measured = self._by_host if self._gpu is None else self._by_events
 
@@ -60,8 +60,8 @@ class Clock:
         return tuple(self._spans)
 
     def collect(self) -> None:
-        """Take the times of kernels that have ended. For threads that make calls: to query an event in another thread
-        would break a graph that is being captured."""
+        """Take the times of kernels that have ended. Only for threads that make calls: to query an event in another
+        thread would break a graph that is being captured."""
         if self._gpu is None or self._mark is None:
             return
         with self._gpu.here(), self._lock:

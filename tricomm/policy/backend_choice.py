@@ -44,8 +44,8 @@ class GroupFacts:
     missing     why there is no fallback, if there is none
     reachable   whether every rank's memory is mapped on every other; if not, only a cube mesh's kernels can run
     batch_invariant    whether the bits of a reduction may depend on rank order alone
-    across      what carries values in two levels, between nodes or islands: "nccl", "gloo", "kernels"; "": not known
-    between     what the upper level is between: "nodes" or "islands"
+    across      the backend between nodes or islands in two levels: "nccl", "gloo", "kernels"; "": not known
+    between     what the upper level connects: "nodes" or "islands"
     one_level   why there are no two levels in a group of several nodes; "" if there are, or if it is not known yet
     switch      whether calls may go through a switch that adds (`kernels/multimem.py`), and run alone
     """
@@ -116,7 +116,7 @@ def decide(
 def _two_level(
     facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None
 ) -> levels.LevelForm | None:
-    """The form of a call in two levels, or why it has none; None if that is no question here."""
+    """The form of a call in two levels, or why it has none; None if the question does not arise."""
     if collective != "all_reduce" or facts.batch_invariant or dtype is None or nbytes is None:
         return None
     if facts.one_level and facts.nodes > 1:
@@ -155,7 +155,7 @@ def _in_rank_order(
 ) -> BackendChoice:
     """The backend of a call of a batch-invariant group. `reason`: why no kernel runs it, or None.
 
-    No size takes part in it, because the kernels take any. NCCL chooses its order of summation by size, ranks and
+    Size plays no part in it, because the kernels take any. NCCL chooses its order of summation by size, ranks and
     links. Gloo only carries messages: `c10d/dtype_emulation.py` reduces in rank order, each element for itself.
     """
     if reason is None:
@@ -174,7 +174,7 @@ def _in_rank_order(
     if collective == "all_reduce_sparse":
         raise InvalidArgument(f"{what}: the sum of sparse tensors has no fixed order; pass x.to_dense(), {without}")
     if op == "prod" and dtype is not None and dtype.is_complex:
-        # Measured: torch's vectorised product rounds in another way than that of the elements that are left over.
+        # Measured: torch's vectorised product rounds differently from that of the leftover elements.
         raise InvalidArgument(
             f"{what}: how a complex product rounds depends on its place in the tensor; multiply the results of an "
             f"all_gather, {without}"
@@ -225,7 +225,7 @@ def threshold_of(facts: GroupFacts, collective: str, dtype: torch.dtype | None, 
 
 
 def nccl_threshold(device: str, collective: str, world_size: int) -> int | None:
-    """The same by `tables/nccl_threshold.json`. `device`: cpu, cuda, or switch for what an NVSwitch adds."""
+    """`threshold_of` by `tables/nccl_threshold.json`. `device`: cpu, cuda, or switch for what an NVSwitch adds."""
     for row in _limits():
         if row["device"] == device and row["collective"] in (collective, "any") and world_size <= row["world_size"]:
             limit: int | None = row["max_bytes"]

@@ -1,8 +1,8 @@
 """Kernels that leave room for others: at most 128 registers a thread, so that two blocks of 256 threads, of whatever
 kernels, share a multiprocessor of 65536 registers.
 
-A kernel's compact form has the tiles of few ranks on their way at once (`COMPACT` in `kernels/specialization.py`). What
-has none is said here, as it was compiled for sm_80, sm_90 and sm_100: ptxas would spill. A test compiles the others.
+A kernel's compact form has the tiles of few ranks in flight at once (`COMPACT` in `kernels/specialization.py`). Kernels
+without one are listed here: compiled for sm_80, sm_90 and sm_100, they would spill. A test compiles the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LARGE = frozenset({
     "all_reduce_two_shot_ll", "all_reduce_hybrid_cube_mesh_two_shot_simple", "all_reduce_two_shot_zero_copy",
     "all_to_all_one_shot_ll", "all_reduce_multicast_simple",
 })  # fmt: skip
-# Before sm_90 numbers that are the same in all threads take a register of each of them.
+# Before sm_90 a number that is the same in all threads takes a register in each of them.
 _LARGE_BEFORE_90 = frozenset({
     "all_reduce_two_shot_simple", "broadcast_two_shot_simple", "all_reduce_one_shot_zero_copy",
     "reduce_scatter_one_shot_zero_copy",

@@ -1,7 +1,7 @@
 """The launch shape of a kernel: blocks, warps and tile, by a table's row, by rule, or forced by the group's options.
 
-Pure functions of what all ranks share, as in `selection`. What a kernel cannot use of a row is cut to what it can; what
-a user has forced is refused.
+Pure functions of what all ranks share, as in `selection`. A row's value that a kernel cannot use is cut to one that it
+can; a forced one is refused.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
 
 
 def check_grid(blocks: int | None, most: int, max_blocks: int | None) -> None:
-    """Raises `InvalidArgument` for a forced grid of more than `most` blocks, of which a rank's device, or `max_blocks`,
-    surely has all at once: a block that waits for one that has no place to run would wait for ever."""
+    """Raises `InvalidArgument` for a forced grid of more than `most` blocks, as many as are surely resident at once (or
+    `max_blocks`): a block that waits for one that has no place to run would wait for ever."""
     if blocks is not None and blocks > most:
         limit = "that is Options.max_blocks" if max_blocks == most else "the processors of a rank's share of its GPU"
         raise InvalidArgument(
@@ -44,7 +44,7 @@ def check_grid(blocks: int | None, most: int, max_blocks: int | None) -> None:
 
 
 def registers_of(facts: SelectionFacts, row: TableRow | None) -> int:
-    """Registers a thread that a call may take: few ones mean the compact form of a kernel."""
+    """Registers a thread that a call may take: few mean the compact form of a kernel."""
     most = min(facts.max_registers, row.registers if row is not None and row.registers else MOST_REGISTERS)
     return MOST_REGISTERS if most >= MOST_REGISTERS else COMPACT_REGISTERS
 
@@ -97,7 +97,7 @@ def divided(facts: SelectionFacts) -> str:
 
 
 def usable_tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, bounds: tuple[int, int], why: str) -> int:
-    """The tile that a group forces, or what of `tile` the kernel can use: those within `bounds`, which `why`.
+    """The tile that a group forces, or `tile` cut to `bounds`, between which the kernel can use it; `why` says so.
 
     Raises `InvalidArgument` for a forced one that the kernel cannot use, with those that it can.
     """
@@ -116,7 +116,7 @@ def usable_tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, bound
 def _short_tile(words: int, enough: int) -> int:
     """Words of an LL tile: as many as there are, until `enough` make it worth while to have several blocks.
 
-    For two shots a word a thread of one warp is: modelled, 3.7 us for 64 KiB of 8 H100, and 4.1 us with four warps.
+    For two shots one word a thread of one warp is enough: modelled, 64 KiB on 8 H100 take 3.7 us, with four warps 4.1.
     """
     tile = max(WORDS_PER_WARP, min(enough, 1 << (max(words, 1) - 1).bit_length()))
     while tile < GPU_TILE and words > LL_BLOCKS * tile:
@@ -137,7 +137,7 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
 
 def _shape_of_message(facts: SelectionFacts, kernel: registry.Kernel, widest: int, words: int) -> tuple[int, int, int]:
-    """The same with as many blocks at most as there are queues to serve."""
+    """`shape_of` for a message, with at most as many blocks as there are queues to serve."""
     tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = _tile(facts, kernel, tile, widest, MOST_REGISTERS)
     queues = facts.layout.queues

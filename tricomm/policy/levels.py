@@ -1,7 +1,7 @@
 """Whether an all_reduce goes in two levels: through fast memory inside each part of a group, and across between parts.
 
-A part is a node, or an island of fast links on one node. Pure, as all of this room: the parts are known to all ranks
-alike, and so are the bytes of a call.
+A part is a node, or an island of fast links on one node. Pure, like all of this package: all ranks know the same
+parts, and the same bytes of a call.
 
     shards    reduce_scatter inside, all_reduce of each shard between the ranks of equal position, all_gather inside
     leaders   reduce inside to the first rank of each part, all_reduce between these, broadcast inside
@@ -68,7 +68,7 @@ class Parts:
         return f"{self.between[:-1]} {part} (rank(s) {', '.join(map(str, self.members(part)))})"
 
     def why_not(self, most: int) -> str | None:
-        """Why there are no two levels, or None; `most` ranks of a part share memory."""
+        """Why there are no two levels, or None; at most `most` ranks of a part can share memory."""
         sizes = sorted(set(Counter(self.of).values()))
         if self.count < 2:
             return f"all ranks are on one of the {self.between}"

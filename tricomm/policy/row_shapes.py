@@ -2,7 +2,8 @@
 
 A block takes whole rows, so a call has as many blocks as rows, up to the most that run at once. A tile is a row, or a
 shard of one, or a part that the registers of a block hold from all ranks at once. Whether the call is fused at all
-depends on rows only if the group is not batch-invariant; the algorithm may, because its bits do not.
+depends on the number of rows only if the group is not batch-invariant. The algorithm may always depend on it, because
+all algorithms give the same bits.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from tricomm.policy.tuning_tables import TableRow, epilogue_name
 
 MOST_HIDDEN = 16384
 ROW_BLOCKS = 32  # as LL's
-MOST_FUSED = 2 << 20  # bytes: of longer messages an all-reduce by other protocols and a norm take less time
+MOST_FUSED = 2 << 20  # bytes: beyond that an all-reduce by other protocols and a norm take less time
 _POLLED = 4096  # words of all ranks that a block's registers hold
 _WORDS_PER_THREAD = 16  # of a row, about: 4 warps for 2048 words
 _FEWER_WORDS = 8  # of codes before sm_90, where numbers that all threads share take their registers: 16 spill
 _WIDE_WARPS = 8  # three planes of eight ranks that are polled at once spill 66 words of 128 registers, none of 255
 _LEAST_TILE = 16  # words, of the interpreter
-# Tiles of a row, which the code has one behind the other: what the rules make at most, of up to 16 ranks. In two shots
-# bf16 rows of 8192 of eight ranks take 12 s of a CPU to compile with 16 tiles, 53 s with 32.
+# The most tiles of a row, which the code unrolls, that the rules make for up to 16 ranks. In two shots bf16 rows of
+# 8192 of eight ranks take 12 s of a CPU to compile with 16 tiles, 53 s with 32.
 _MOST_TILES = {"one_shot": 16, "two_shot": 32}
 _REGISTERS = 65536
 _FIRST_ARCHITECTURE = 80  # two numbers of 16 bits in one instruction
@@ -118,7 +119,7 @@ def _architecture(facts: SelectionFacts) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The least one that is `number`, 1 or more, or larger."""
+    """The least power of two that is not below `number`, which is 1 or more."""
     return 1 << (number - 1).bit_length()
 
 
@@ -126,7 +127,7 @@ def _shape(
     facts: SelectionFacts, kernel: registry.Kernel, bits: int, hidden: int, rows: int, quantize: str,
     row: TableRow | None = None,
 ) -> tuple[int, int, int] | str:  # fmt: skip
-    """(blocks, warps, tile), by `row` as far as it says, or why the kernel does not take such rows here.
+    """(blocks, warps, tile), by `row` as far as it gives them, or why the kernel does not take such rows here.
 
     Raises `InvalidArgument` for a forced tile that it cannot use.
     """
@@ -157,7 +158,7 @@ def _shape(
             f"{name}: a row of {hidden} takes {8 * form.PITCH} bytes of a buffer, and Options.arena_bytes leaves "
             f"{8 * room} of payload"
         )
-    # A forced one may be longer than a row: a group has one for calls of all sizes.
+    # A forced tile may be longer than a row: a group has one for calls of all sizes.
     tile = usable_tile(facts, kernel, form.BLOCK, (shortest, widest), why)
     form = replace(form, BLOCK=tile)
     if quantize == "nvfp4" and any(first % form.SCALED for first in form.FIRSTS):

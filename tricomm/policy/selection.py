@@ -1,8 +1,8 @@
 """The kernel of a call, and the reason: a pure function, so that equal inputs give equal choices on all ranks.
 
 Facts of one rank alone (alignment, contiguity, its rank) take no part in it. Tables are data: the first row that fits
-the collective, the world size and the bytes decides, of the user's own table for this kind of box, then of the shipped
-one (`tables/default.json`).
+the collective, the world size and the bytes decides. The user's own table for this kind of box comes first, then the
+shipped one (`tables/default.json`).
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def choose(
 
 
 def why_not_multicast(device: str, reason: str) -> str:
-    """Why calls on `device` ("cpu", "sm_90", "cuda") cannot go through the switch, or empty: `reason` of the memory,
-    empty if it has a multicast address, or that of the devices."""
+    """Why calls on `device` ("cpu", "sm_90", "cuda") cannot go through the switch; empty if they can. `reason` is why
+    the memory has no multicast address; empty if it has one."""
     if reason or device == "cpu":
         return reason
     if device == "cuda":
@@ -120,7 +120,7 @@ def why_not_multicast(device: str, reason: str) -> str:
 
 
 def for_reduction(facts: SelectionFacts, collective: str, dtype: Dtype, op: str) -> SelectionFacts:
-    """The facts of a call of `collective` on `dtype` by `op`: the switch does not reduce every type by all."""
+    """The facts of a call of `collective` on `dtype` by `op`: the switch has not every operation for every type."""
     if facts.no_multicast or not collective_specs.find(collective).reduces or op not in dtype.ops:
         return facts
     return replace(facts, no_multicast=multimem.why_not_reduced(*reduction(dtype, op)) or "")

@@ -113,7 +113,7 @@ class TunedTable:
 
     @property
     def simulated(self) -> bool:
-        """A CPU's times are those of Triton's interpreter, and for it alone."""
+        """Whether the times are of a CPU: those of Triton's interpreter, and for it alone."""
         return self.fingerprint.device == "cpu"
 
     @property
@@ -134,7 +134,7 @@ def shipped(text: bytes) -> tuple[ShippedTable, ...]:
 
 
 def _digest(values: Any) -> hashlib._Hash:
-    """By the standard library, so that ranks with other packages installed come to the same."""
+    """By the standard library, so that ranks with other packages installed get the same digest."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode())
 
 
@@ -149,7 +149,7 @@ class _Forms:
 
 
 def forms(where: str) -> _Forms:
-    """Raises `ResourceError`, naming `where`, if msgspec is missing."""
+    """The JSON forms. Raises `ResourceError`, naming `where`, if msgspec is missing."""
     try:
         return _forms()
     except ModuleNotFoundError as error:

@@ -68,7 +68,7 @@ def load(wanted: Fingerprint) -> TunedTable | None:
         file = path(wanted)
     except ResourceError:
         return None
-    if not os.path.exists(file):  # also where its directory may not be entered
+    if not os.path.exists(file):  # also if its directory may not be entered
         return None
     try:
         table = read(file)

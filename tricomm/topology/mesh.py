@@ -1,6 +1,6 @@
 """The hybrid cube mesh: two quads of GPUs, all linked inside, joined by one link per GPU; every rank's position.
 
-The test is pytorch's first `IntraNodeComm` one: each of 8 devices has exactly 4 NVLink neighbours, and exactly one of
+The test is PyTorch's first `IntraNodeComm` one: each of 8 devices has exactly 4 NVLink neighbours, and exactly one of
 them shares no neighbour with it. That one is the relay, the other three are the quad. Of the 19355 labelled graphs in
 which 8 vertices have 4 neighbours each 840 pass, and all of them are two complete quads joined by a perfect matching
 (`tests/topology/test_mesh.py` counts them), so no other test is needed.
@@ -47,8 +47,8 @@ class MeshPosition:
 def positions(links: Sequence[Sequence[int]]) -> tuple[MeshPosition, ...] | None:
     """Every rank's position, by rank; None if `links`, an n x n table, are not those of a hybrid cube mesh.
 
-    It matters if a pair has links, not how many. The quad of rank 0 has its positions in ascending order, and each
-    other rank that of its relay.
+    It matters whether a pair has links, not how many. The ranks in the quad of rank 0 have ascending positions, and
+    every other rank has that of its relay.
     """
     if len(links) != RANKS:
         return None

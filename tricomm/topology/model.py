@@ -224,7 +224,7 @@ class Topology:
 
 def classes(joined: Sequence[frozenset[int]]) -> tuple[int, ...] | None:
     """The class of each device, numbered as they first appear; `joined[i]` are the devices that i is together with,
-    itself among them. None if that is no division into classes."""
+    itself included. None if that is no division into classes."""
     if any(joined[i] != joined[j] for i in range(len(joined)) for j in joined[i]):
         return None
     seen = list(dict.fromkeys(joined))

@@ -1,9 +1,9 @@
 """NVML, as far as links between GPUs go: typed, loaded on first use, every call in one place.
 
 An `Nvml` works on any object with the functions of the module `cuda.bindings.nvml` (12.9.6 and 13.2 are the first that
-have it), so that tests put one that enforces NVML's rules in its place and still run every line of this file. If the
-bindings are older, `MlPy` makes the package nvidia-ml-py (module `pynvml`) look the same. Device handles are ints, good
-inside `session` only. NVML counts all GPUs of the machine (or container) in PCI order and knows nothing of
+have it), so tests can substitute one that enforces NVML's rules and still run every line of this file. If the bindings
+are older, `MlPy` makes the package nvidia-ml-py (module `pynvml`) look the same. Device handles are ints, valid only
+inside `session`. NVML counts all GPUs of the machine (or container) in PCI order and knows nothing of
 CUDA_VISIBLE_DEVICES: a UUID is the one name of a device that CUDA and NVML share.
 """
 
@@ -38,7 +38,7 @@ _ADDRESS = re.compile(r"([0-9a-f]{4,8}):([0-9a-f]{2}):([0-9a-f]{2})\.([0-9a-f])"
 
 @dataclass(frozen=True)
 class LinkEnd:
-    """The far end of an active NVLink: `gpu`, `switch`, `other` (a CPU), or `unseen` if nothing tells.
+    """The far end of an active NVLink: `gpu`, `switch`, `other` (a CPU), or `unseen` if it is unknown.
 
     `address` is its PCI address as in /sys, or None.
     """
@@ -203,7 +203,7 @@ class Nvml:
     def links(self, device: int) -> list[LinkEnd]:
         """The far ends of the NVLinks that are up and fit for peer access."""
         ends = []
-        # What numbers a GPU has cannot be asked for; wrong ones are refused. Asking for the ability trains the link.
+        # A GPU's link numbers cannot be queried; wrong ones are refused. Querying the capability trains the link.
         for link in range(self._most_links):
             try:
                 able = self._bindings.device_get_nvlink_capability(device, link, _CAN_PEER)
@@ -273,6 +273,6 @@ def _refused(name: str, error: Exception) -> ResourceError:
 
 
 def _address(bus_id: Any) -> str | None:
-    """As in /sys: NVML gives the domain 8 digits, all ones if the device cannot be seen from a VM."""
+    """The address as in /sys. NVML gives the domain 8 digits, all ones if the device cannot be seen from a VM."""
     parts = _ADDRESS.fullmatch(str(bus_id).lower())
     return f"{int(parts[1], 16):04x}:{parts[2]}:{parts[3]}.{parts[4]}" if parts else None
