@@ -7,8 +7,9 @@ n bytes of input per rank, P parts of R ranks. Inside, shards move as much as on
 rank's own link carries 2 (P-1)/P n/R. Leaders carry 2 (P-1)/P n over one link of each part.
 
 Every rank gets the same bits: a shard (or the leaders' result) is reduced once, by a call that gives all its ranks the
-same, and is only copied after that. Sums go in rank order inside a part; across, NCCL has an order of its own, and the
-other backends go in ascending order. Types narrower than 32 bits are rounded once inside and again across.
+same, and is only copied after that. Inside a part the order of summation is that of the ranks; across, Gloo's values
+are summed in ascending order, and NCCL has its own. Types narrower than 32 bits are rounded once inside and again
+across.
 
 The steps of a call are ordered by the stream; the kernels' own mailboxes protect each step, and the shard is the
 caller's memory or a copy of it, so no buffer is shared between two calls.
