@@ -7,7 +7,7 @@ from typing import Any
 
 OURS = "tricomm"  # the library that the others are compared with
 PLACES = ("out_of_place", "in_place")
-SCENE, LINE = "scene", "line"  # what may share a chart, and what is a curve there
+SCENE, LINE = "scene", "line"  # fields that select the chart, fields that select the curve in it
 
 
 def _column(at: int, csv: str = "", chart: str = "", **more: Any) -> Any:

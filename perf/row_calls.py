@@ -41,19 +41,19 @@ class RowForm:
         return epilogue_name(self.hidden, self.quantize)
 
     def epilogue(self, weight: torch.dtype) -> Epilogue:
-        """With a weight of that type. Raises `InvalidArgument` for rows that a call refuses."""
+        """The epilogue with a weight of that type. Raises `InvalidArgument` for rows that a call refuses."""
         fused_checks.check_row(self.hidden, self.quantize)
         layout = "swizzled_128x4" if self.quantize == "nvfp4" else ""
         return Epilogue(self.hidden, weight, EPS, norm=not self.quantize, quantize=self.quantize or None,
                         scale_layout=layout)  # fmt: skip
 
     def rows(self, nbytes: int, itemsize: int) -> int:
-        """Of a call of `nbytes`: whole rows, one at least."""
+        """The rows of a call of `nbytes`: whole ones, at least one."""
         return max(1, nbytes // (self.hidden * itemsize))
 
 
 def parse(name: str) -> RowForm:
-    """Of a form's name. Raises `InvalidArgument`."""
+    """The form of a `name`. Raises `InvalidArgument`."""
     match = _NAME.fullmatch(name)
     if match is None:
         known = ", ".join(("norm", *QUANTIZATIONS))
@@ -66,7 +66,7 @@ def parse(name: str) -> RowForm:
 
 
 def parse_forms(hidden: str, quantize: str | None) -> tuple[RowForm, ...]:
-    """Of two comma lists; `none` does not quantise. Raises `InvalidArgument`."""
+    """The forms of two comma lists; `none` does not quantise. Raises `InvalidArgument`."""
     names = parsing.parse_names(quantize or "none", ("none", *QUANTIZATIONS), "quantization")
     words = ["norm" if name == "none" else name for name in names]
     return tuple(parse(f"{name}@{length.strip()}") for length in hidden.split(",") for name in words)

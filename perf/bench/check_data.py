@@ -1,7 +1,7 @@
 """Data for the check: integers, different for every rank and call, whose result every type holds exactly.
 
-So the comparison is exact, and no stale output, no part of another rank and no neighbouring element passes for the
-right result. The root of a call, if its collective has one, is the call's number modulo world size.
+So the comparison is exact, and a stale output, another rank's part or a neighbouring element never passes for the right
+result. The root of a call, if its collective has one, is the call's number modulo world size.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A row's operation is `norm@8192`: what follows the sum, and the elements of a row; `fp8@8192` if it quantises. The norm
 of the others is torch's own (`torch.nn.functional.rms_norm`), their quantisation that of tricomm's unfused call.
-Checked are the residual, exactly, the norm to two units in the last place, a code to the next one.
+The residual is checked exactly, the norm to two units in the last place, and a code to the next one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class FusedTensors:
 
 
 def tensors(comm: Communicator, case: Case, count: int) -> FusedTensors:
-    """Of `count` elements, whole rows."""
+    """The tensors of one rank for `count` elements, which are whole rows."""
     made, dtype = _call(case, count, comm.device), getattr(torch, case.dtype)
     return FusedTensors(case, made, torch.zeros(made.x.shape, dtype=dtype, device=comm.device))
 
@@ -88,7 +88,7 @@ def _poison(call: FusedCall) -> None:
 
 
 def form(case: Case) -> RowForm:
-    """Of its rows."""
+    """The form of the rows of `case`."""
     return RowForm(case.hidden, case.quantize)
 
 

@@ -82,12 +82,12 @@ def with_times(row: BenchRow, ranks: list[dict[str, float]], wrong: int | None) 
 
 
 def _row(bench: Bench, case: Case, size: int, mode: str, algorithm: str, protocol: str) -> BenchRow:
-    """Without times and place."""
+    """A row that still lacks times and place."""
     item, world_size = getattr(torch, case.dtype).itemsize, bench.comm.world_size
     elements = units.row_elements(case.collective, size, item, world_size)
     op = bench.settings.op if COLLECTIVES[case.collective].reduces else "none"
     nbytes = units.total_bytes(case.collective, elements, item, world_size)
-    # The times of another library on a CPU are its own.
+    # Another library runs natively on a CPU, so its times are real.
     simulated = bench.comm.simulated and case.library in (OURS, fused_bench.UNFUSED)
     measured = Measurement(
         case.library, case.collective, algorithm, protocol, case.dtype, op, mode, "", nbytes, 0, 0, 0, 0, simulated
@@ -105,7 +105,7 @@ def _ours(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
 
 
 def _choice(bench: Bench, case: Case, row: BenchRow, mode: str, **form: Any) -> Choice | None:
-    """What the call runs; None, and the reason is noted, if these devices have not the kernel that the case forces."""
+    """What the call runs; None, with a note, if the kernel that the case forces cannot run on these devices."""
     op = "sum" if case.collective == FUSED else bench.settings.op
     try:
         return bench.comm.explain(

@@ -67,7 +67,7 @@ class Settings:
 
 
 def _reduces(collective: str) -> bool:
-    """By any operation."""
+    """True for a plain collective that reduces."""
     return collective != FUSED and COLLECTIVES[collective].reduces
 
 

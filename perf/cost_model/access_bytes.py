@@ -8,7 +8,7 @@ import numpy as np
 
 from tricomm.ptx.access import Array, ThreadAccess
 
-_SECTOR = 5  # bits of the least that is transferred
+_SECTOR = 5  # log2 of the bytes of a sector, the smallest transfer
 
 
 def moved(access: ThreadAccess, chosen: Array | None = None) -> float:
@@ -17,7 +17,7 @@ def moved(access: ThreadAccess, chosen: Array | None = None) -> float:
 
 
 def granules(access: ThreadAccess, bits: int, chosen: Array | None = None) -> Any:
-    """Numbers of the aligned pieces of 1 << `bits` bytes that an access touches."""
+    """Indices of the aligned pieces of 1 << `bits` bytes that an access touches."""
     addresses = access.addresses if chosen is None else access.addresses[chosen]
     low = int(addresses[0])
     steps = np.diff(addresses)

@@ -19,7 +19,7 @@ from tricomm.perf.cost_model.warp_clock import PARTS
 from tricomm.perf.row_calls import RowForm
 
 _FORM = RowForm()
-# Held by a test: what `check` gives.
+# A test compares these with the result of `check`.
 MEDIAN_ERROR, ROWS = 0.17, 72
 _LABEL = "modelled from the compiled code, not measured"
 LABEL = f"{_LABEL}; median error {MEDIAN_ERROR:.0%} of {ROWS} published rows"
@@ -29,7 +29,7 @@ _HEADER = (_NUMBERS[0], "kernel", "grid", *_NUMBERS[1:], "limited by", "")
 
 @dataclass(frozen=True)
 class CodeForecastRow:
-    """One kernel at one size. `best`: the fastest of its size."""
+    """One kernel at one size. `best`: it is the fastest at this size."""
 
     collective: str
     size_bytes: int
@@ -61,7 +61,7 @@ class CodeForecastRow:
 
 @dataclass(frozen=True)
 class CodeForecast:
-    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: as of a `Forecast`."""
+    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: as in `Forecast`."""
 
     machine: MachineSpec
     world_size: int
@@ -92,7 +92,7 @@ class CodeForecast:
 
 
 def _unlike(machine: MachineSpec) -> list[str]:
-    """What the model does not know of such GPUs."""
+    """Comment lines about what the model does not cover on such GPUs."""
     lines, compiled = [], timed_call.architecture(machine)
     if LATENCIES[machine.name].boundary == 0:
         lines.append(
@@ -145,9 +145,9 @@ def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form:
 
 
 def check(rows: tuple[published.PublishedTime, ...] = published.MEASUREMENTS) -> list[Checked]:
-    """Every published measurement beside our kernel of that shape, with the grid that suits it best of two.
+    """Every published measurement beside our kernel of that shape, on the faster of two grids.
 
-    If a published kernel sends a part of our bytes (`PublishedTime.share`), the links carry ours as much faster.
+    If a published kernel sends only a share of our bytes (`PublishedTime.share`), the links are as much faster here.
     """
     checked = []
     for row in rows:

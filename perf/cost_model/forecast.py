@@ -72,7 +72,7 @@ class Forecast:
 
 
 def footer(reasons: dict[str, str]) -> list[str]:
-    """What stands below the tables about kernels that are left out."""
+    """The lines below the tables that say why kernels are left out."""
     lines = [f"# {line}" for line in left_out_lines(reasons.items())]
     return ["#", *lines] if lines else []
 
@@ -107,7 +107,7 @@ def missing(machine: MachineSpec, world_size: int, calls: Sequence[AskedCall]) -
 
 
 def names(collectives: str) -> tuple[str, ...]:
-    """Of a comma list; `all` is without the fused ones, whose sizes are those of an all-reduce."""
+    """The collectives of a comma list; `all` excludes the fused ones, whose sizes are those of an all-reduce."""
     known = units.DATA_COLLECTIVES if collectives == "all" else (*units.DATA_COLLECTIVES, FUSED)
     return parsing.parse_names(collectives, known, "collective")
 
@@ -140,7 +140,7 @@ def asked(
             )
             for n in counts
         ]  # fmt: skip
-    kernel_time.kernels(machine, name, world_size)  # not over all links
+    kernel_time.kernels(machine, name, world_size)  # raises if no kernel runs over these links
     calls, row = [], form.hidden * ROW_TYPE.itemsize
     for rows in dict.fromkeys(form.rows(size, ROW_TYPE.itemsize) for size in sizes):
         fitting, others = row_calls.kernels(timed_call.facts(machine, world_size), form, ROW_TYPE, rows)

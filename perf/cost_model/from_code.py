@@ -1,10 +1,10 @@
-"""The time of a call from the compiled kernel: its machine code executed with a clock a warp, on the links of a GPU.
+"""The time of a call from the compiled kernel: its code is executed with a clock per warp, over modelled links.
 
     time = boundary between kernels + critical path
 
-A short message is executed as it is. A long one is executed for a few rounds of each block's tiles or a few chunks, and
-the steady state is continued in a line: all rounds are alike, and all chunks. If a chunk has many rounds, chunks of a
-few rounds are executed, in an arena with smaller buffers, and the rounds that each lacks are added.
+A short message is executed as it is. A long one is executed for a few rounds of each block's tiles or a few chunks. Its
+steady state is extrapolated linearly, because all rounds are alike, and all chunks. If a chunk has many rounds, chunks
+of a few rounds are executed, in an arena with smaller buffers, and the rounds that each lacks are added.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from tricomm.perf.cost_model.timed_call import LaunchShape, TimedCall
 from tricomm.perf.cost_model.warp_clock import FENCE, HOP, POLL, WIRE
 from tricomm.policy import launch_shapes, selection
 
-_MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # that are executed
+_MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # executed at most
 _WIDE, _LONG = LaunchShape(64, 8, 512), 256 << 10
 
 
 class UnknownChunks(TricommError):
-    """A kernel divides a call otherwise than this model."""
+    """A kernel divides a call into chunks in another way than this model."""
 
 
 @dataclass(frozen=True)
 class CodeTime:
-    """A call modelled from its code. `parts` are microseconds by `warp_clock.PARTS`, the boundary not included.
+    """A call modelled from its code. `parts` are microseconds by `warp_clock.PARTS`, without the boundary.
 
-    in_flight, allows_gbs  bytes of payload on their way to the SMs of a GPU at once, at most; the bandwidth they allow
-    executed               the part of the message that was executed
-    chunks, barriers       of the call; `more_barriers`: that a chunk more would take, if there are several
+    in_flight, allows_gbs  most payload bytes in flight to the SMs of a GPU at once; the bandwidth that they allow
+    executed               the fraction of the message that was executed
+    chunks, barriers       of the call; `more_barriers`: those of one more chunk, None if there is only one
     chain                  round trips to memory before the first push (`TimedCall`)
-    shares                 of the time, the boundary included
+    shares                 the time by what limits it, the boundary included
     """
 
     shape: LaunchShape
@@ -91,7 +91,7 @@ def predict(
 
 
 def _aligned(elements: int) -> int:
-    """A row of so many, or a little shorter: the kernels that are timed are those of rows at multiples of 16 bytes."""
+    """`elements`, or up to three fewer: the timed variants are those for rows at multiples of 16 bytes."""
     return elements - elements % 4 if elements > 4 else elements
 
 
@@ -99,7 +99,7 @@ Call = Callable[[int, float, Layout], TimedCall]  # executes one of so many chun
 
 
 def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> CodeTime:
-    """A call of `elements` (of those that a round of `cut` counts) from parts of it that `call` executes."""
+    """A call of `elements` (in the unit of `cut.round`), extrapolated from the parts of it that `call` executes."""
     chunks, rounds = cut.chunks, elements / cut.round
     if rounds <= _MOST_ROUNDS or (1 < chunks <= _MOST_CHUNKS and rounds <= _MOST_CHUNKS * _MOST_ROUNDS):
         last = call(chunks, rounds / chunks, cut.plan)
@@ -111,7 +111,7 @@ def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> 
         executed, barriers, more = float(_MOST_ROUNDS), float(last.barriers), None
     elif cut.rounds <= _MOST_ROUNDS:
         first, last = call(2, cut.rounds, cut.plan), call(3, cut.rounds, cut.plan)
-        rest = rounds - (chunks - 1) * cut.rounds  # of the last one, which may be shorter
+        rest = rounds - (chunks - 1) * cut.rounds  # rounds of the last chunk, which may be shorter
         parts = _continued(call(3, (2 * cut.rounds + rest) / 3, cut.plan), (first, last, chunks - 3))
         executed, more = 3 * cut.rounds, float(last.barriers - first.barriers)
         barriers = last.barriers + (chunks - 3) * more
@@ -119,7 +119,7 @@ def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> 
         one, first = call(1, _MOST_ROUNDS // 2, cut.plan), call(1, _MOST_ROUNDS, cut.plan)
         short = cut.shorter(_MOST_ROUNDS)
         two, last = call(2, _MOST_ROUNDS, short), call(3, _MOST_ROUNDS, short)
-        # A chunk more is as many rounds more, and what chunks cost for themselves.
+        # Short chunks give the cost of each further chunk; the rounds that they lack are added separately.
         further = (rounds - _MOST_ROUNDS * chunks) / (_MOST_ROUNDS // 2)
         parts = _continued(last, (two, last, chunks - 3), (one, first, further))
         executed, more = 3.0 * _MOST_ROUNDS, float(last.barriers - two.barriers)
@@ -139,7 +139,7 @@ def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> 
 
 
 def _split(parts: tuple[float, ...], barriers: float) -> tuple[float, float, float]:
-    """(everything else, what waits for a link, what goes for barriers, which take `barriers` microseconds)."""
+    """Microseconds of (everything else, waiting for links, barriers); the latter should take about `barriers`."""
     waits = parts[FENCE] + parts[HOP] + parts[POLL]
     fences = min(waits, max(parts[FENCE], barriers)) if barriers else 0.0
     return sum(parts) - parts[WIRE] - fences, parts[WIRE], fences
@@ -157,17 +157,17 @@ def instructions(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: 
     sizes = [int(most * cut.round), int(most / 2 * cut.round) if most >= 2 else 0]
     issued = [_call(machine, kernel.name, world_size, n, cut.shape, False, cut.plan, 1).issued for n in sizes if n]
     more = issued[0] - sum(issued[1:])
-    # A warp's instruction is for 32 threads, so for 512 bytes.
+    # An instruction of a warp covers 32 threads, so 512 bytes.
     return cut.shape.blocks * more * 512 / (4 * kind.rows_in(world_size) * (sizes[0] - sizes[1]))
 
 
 def _continued(base: TimedCall, *lines: tuple[TimedCall, TimedCall, float]) -> tuple[float, ...]:
-    """The parts of `base` and as many times more of what each longer call takes beyond the shorter one."""
+    """The parts of `base`, plus for each line `times` the difference between the longer and the shorter call."""
     parts, whole = list(base.parts), base.time_us
     for shorter, longer, times in lines:
         parts = [p + max(0.0, b - a) * times for p, a, b in zip(parts, shorter.parts, longer.parts, strict=True)]
         whole += max(0.0, longer.time_us - shorter.time_us) * times
-    # Parts may trade places between two lengths; the sum is what goes on in a line.
+    # Time may move between parts as a call gets longer; only the sum grows linearly.
     return tuple(part * whole / sum(parts) for part in parts)
 
 
@@ -184,7 +184,7 @@ class Division:
     most: float
 
     def shorter(self, rounds: int) -> Layout:
-        """An arena whose chunks have only so many rounds."""
+        """An arena whose chunks have only `rounds` rounds."""
         names = ("ll_buffer", "wide_buffer", "simple_buffer")
         return replace(self.plan, **{name: int(getattr(self.plan, name) * rounds / self.most) for name in names})
 
@@ -231,7 +231,7 @@ def _call(
 
 
 def tuned(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> CodeTime:
-    """With the faster of two grids: the policy's, and for long messages a wide one, as a tuner would find it."""
+    """`predict` for the faster of two grids: the policy's, and for long messages a wide one that a tuner would find."""
     shapes = [policy_shape(machine, kernel, world_size, nbytes)]
     if nbytes > _LONG:
         shapes.append(_WIDE)

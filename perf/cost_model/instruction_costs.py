@@ -1,7 +1,7 @@
-"""What a PTX instruction costs a warp: slots of its scheduler, and cycles until its result can be used.
+"""The cost of a PTX instruction for a warp: issue slots of its scheduler, and cycles until its result can be used.
 
-PTX is not what runs: ptxas turns moves and widening conversions into nothing, and 64-bit integers into pairs. The table
-follows what it makes of them on Volta and later (`tricomm kernels --sass` shows it).
+A GPU does not run PTX: ptxas drops moves and widening conversions, and splits 64-bit integers into pairs. The table
+follows the machine code for Volta and later (`tricomm kernels --sass` shows it).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _SLOW = {
 
 @dataclass(frozen=True, slots=True)
 class InstructionCost:
-    """`slots` to issue, `latency` in microseconds to the use of what it writes; registers by their numbers.
+    """`slots` to issue; `latency` in microseconds until its result can be used; registers by their numbers.
 
-    `ordered`: nothing behind it goes before it. `shared`: it is a store to shared memory or a load from there.
+    `ordered`: no later instruction is issued before it. `shared`: it stores to shared memory or loads from there.
     """
 
     slots: float
@@ -53,7 +53,7 @@ class InstructionCost:
 
 
 def cost(instruction: Instruction, times: Latencies) -> tuple[int, float]:
-    """(slots, cycles). Of a global access without the time that memory takes, which depends on the address."""
+    """(slots, cycles); for a global access without the latency of memory, which depends on the address."""
     opcode, modifiers = instruction.opcode, instruction.modifiers
     if opcode in _FREE or (opcode == "ld" and "param" in modifiers):
         return 0, 0.0
@@ -77,10 +77,9 @@ def cost(instruction: Instruction, times: Latencies) -> tuple[int, float]:
 
 
 class KernelCosts:
-    """Of all instructions of a kernel; `index` of each, `starts` of its basic blocks, and which blocks poll.
+    """The costs of a kernel's instructions; the `index` of each, `starts` of its basic blocks, and which blocks poll.
 
-    `machine_instructions` is how many the machine code has: the slots are scaled so that they are as many. None: as
-    they are.
+    `machine_instructions` is the number in the machine code, to which the sum of the slots is scaled; None: not scaled.
     """
 
     def __init__(self, kernel: PtxKernel, times: Latencies, machine_instructions: int | None = None) -> None:
@@ -99,7 +98,7 @@ class KernelCosts:
         self.index = {id(i): n for n, i in enumerate(kernel.instructions)}
         self.starts = [block.start for block in self.flow.blocks]
         self.ends = [block.end for block in self.flow.blocks]
-        # Of each block the innermost loop that polls: one whose blocks have a strong load, and no loop inside that has.
+        # For each block the innermost loop that polls: it has a strong load, and no loop inside it has one.
         self.polling: list[int | None] = [None] * len(self.starts)
         for number, loop in enumerate(self.flow.loops):  # inner loops first
             inside = [

@@ -24,16 +24,16 @@ from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.parsing import parse_name
 
-_THREADS = 512  # of the block whose bandwidth `MachineSpec.block` is
+_THREADS = 512  # of the block to which `MachineSpec.block` refers
 _HEADER = ("gpu", "W", "kernel", "mode", "bytes", "measured", "model", "error", "source")
-_CLOSE = 0.05  # what a published time may be off by: some are printed in whole microseconds of about 20
+_CLOSE = 0.05  # rounding of a published time: some are whole microseconds, of about 20
 _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message takes one of two that lead to the same
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of one call and their parts: `waits` for peers and launches, of which `barriers`, `wire`, own
-    `memory`. `narrow`: the grid is what bounds the bandwidth of `wire`, not the links."""
+    """Microseconds of one call and their parts: `waits` for peers and launches (`barriers` among them), `wire`, own
+    `memory`. `narrow`: the grid bounds the bandwidth of `wire`, not the links."""
 
     waits: float
     wire: float
@@ -78,8 +78,8 @@ def predict(
 
 
 def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float:
-    """Bytes of own memory beside input and output: what has arrived is read again, and what the switch reads is
-    staged, if it is not read and written in place."""
+    """Bytes of own memory beside input and output: arrived data is read again, and the input is staged for the switch.
+    A kernel that reads and writes in place through the switch has none."""
     if kernel.switched is None:
         return sent
     if kernel.zero_copy:
@@ -89,7 +89,7 @@ def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float
 
 
 def _links(machine: MachineSpec, kernel: Kernel) -> float:
-    """The part of the links' bandwidth that a kernel reaches. Raises `InvalidArgument` without the switch it needs."""
+    """The bandwidth that a kernel reaches on the links. Raises `InvalidArgument` without the switch it needs."""
     if kernel.multicast and machine.no_switch:
         raise InvalidArgument(f"{kernel.name}: {machine.no_switch}")
     if kernel.multicast:
@@ -113,7 +113,7 @@ def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kern
 
 
 def left_out(machine: MachineSpec, collective: str, world_size: int) -> dict[str, str]:
-    """By name, why `kernels` leaves out others that the links carry."""
+    """By name, why `kernels` leaves out kernels that could use these links."""
     linked = _linked(machine, collective, world_size)
     return {k.name: reason for k in linked if (reason := why_not(machine, k)) is not None}
 
@@ -169,8 +169,8 @@ def median_error(rows: list[Checked]) -> float:
 
 
 def losses(rows: list[Checked], one_implementation: bool = False) -> list[float]:
-    """Of each size with two published kernels or more: by which part of the fastest one's time the kernel that the
-    model has as fastest is slower; 0 where the model is right.
+    """For each size with several published kernels: how much slower the kernel is that the model takes for the
+    fastest, relative to the really fastest one; 0 if the model is right.
 
     Kernels of one size are those of one publication, so of one box and one method, or of one implementation in it.
     """

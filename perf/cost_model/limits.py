@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Microseconds of a call by what they go for; they sum up to its time."""
+    """Microseconds of a call by what limits it; they add up to its time."""
 
     latency: float = 0.0
     bytes_in_flight: float = 0.0
@@ -29,6 +29,6 @@ class TimeShares:
         return max(shares, key=lambda name: shares[name]).replace("_", " ")
 
     def text(self) -> str:
-        """The largest share and its part of the time."""
+        """The name of the largest share, and its percentage of the time."""
         shares = asdict(self)
         return f"{self.limit} {max(shares.values()) / sum(shares.values()):.0%}"

@@ -1,4 +1,4 @@
-"""The loads that a warp has on their way at once."""
+"""The bytes that loads have in flight at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class LoadsInFlight:
-    """Loads of one basic block, which overlap. `most` bytes were on their way at once; `total` in all."""
+    """Loads of one basic block, which overlap. `most` bytes were in flight at once, `total` in all."""
 
     most: float = 0.0
     total: float = 0.0
@@ -27,5 +27,5 @@ class LoadsInFlight:
 
     @property
     def latency(self) -> float:
-        """Mean microseconds that a byte is on its way."""
+        """Mean microseconds that a byte is in flight."""
         return self._waited / self.total

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-OLDEST = 75  # that Triton compiles for
+OLDEST = 75  # the oldest capability that Triton compiles for
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class MachineSpec:
 
     @property
     def capability(self) -> int:
-        """90 for sm_90; of any architecture that of the oldest one that Triton knows."""
+        """90 for sm_90; for `any` architecture, the oldest that Triton compiles for."""
         return OLDEST if self.architecture == "any" else int(self.architecture.removeprefix("sm_"))
 
     @property
@@ -60,8 +60,7 @@ class MachineSpec:
 
     @property
     def alias_fence(self) -> float:
-        """Microseconds, as `timed_ranks` has it but for the answer of L2: a barrier's fence without the way to a peer
-        and back."""
+        """Microseconds of a barrier's fence without the trip to a peer and back. `timed_ranks` adds L2's answer."""
         return max(self.barrier - 3 * self.hop, 0.0)
 
 

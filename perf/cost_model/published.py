@@ -2,7 +2,7 @@
 
 Left out are kernels that use multicast, NCCL's rings and trees, two-stage kernels whose second stage reads (vLLM's;
 ours push), and results without the type, the number of ranks or the GPU. If theirs reads the caller's memory in place,
-ours is the zero-copy kernel. Their barriers are their own, by their sources:
+ours is the zero-copy kernel. Their barriers follow their sources:
 
 Triton    `blockwise_barrier` of symm-mem-recipes, once, before the reads: a compare-and-swap with release in the peer's
           memory, whose answer is waited for
@@ -36,8 +36,8 @@ K, M = 1 << 10, 1 << 20
 
 @dataclass(frozen=True)
 class Sync:
-    """How ranks meet in a call: `barriers`, with so many `fences` of the system and so many `answers` of peers' memory
-    that are waited for, a hop each. `copies` are kernels that copy the message."""
+    """How ranks synchronize in a call: `barriers`, `fences` of which fence the system; `answers` of peers' memory that
+    a rank waits for, a hop each; and `copies`, kernels that copy the message."""
 
     barriers: int
     fences: int
@@ -54,7 +54,7 @@ class PublishedTime:
     """`nbytes` of input per rank took `time_us`.
 
     `share` is the part of our kernel's bytes that theirs sends (a sentinel in the data needs no flag words: half of
-    `ll`), `sync` how theirs meet if not as ours. `calibrates` marks rows from which a constant of `machines` comes.
+    `ll`), `sync` how theirs synchronize if not as ours. `calibrates` marks rows that gave a constant of `machines`.
     """
 
     source: str
@@ -73,17 +73,17 @@ class PublishedTime:
 
     @property
     def publication(self) -> str:
-        """One author measured all that it has on one box by one method; implementations may differ."""
+        """The source without the implementation: all its rows come from one author, one box and one method."""
         return self.source.partition(",")[0]
 
     @property
     def kernel(self) -> registry.Kernel:
-        """Ours of that shape."""
+        """Our kernel of that shape."""
         return registry.find(self.collective, self.algorithm, self.protocol, self.zero_copy)
 
     @property
     def more_us(self) -> float:
-        """Microseconds that their way to meet takes more than ours."""
+        """Microseconds that their synchronization takes more than ours."""
         if self.sync is None:
             return 0.0
         sync, machine, times = self.sync, MACHINES[self.gpu], LATENCIES[self.gpu]

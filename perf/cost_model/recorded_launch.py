@@ -1,6 +1,6 @@
-"""A launch of a shipped kernel as a GPU would get it: the launch path, over a driver that only notes it.
+"""A launch of a shipped kernel as a GPU would get it: the launch path, over a driver that only records it.
 
-So the model executes what is launched, with its parameters, whatever these are.
+So the model executes exactly what is launched, parameters included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tricomm.kernels.launch.compiler import ptx_of
 
 
 class Recorder:
-    """An executor whose kernels have ended as soon as they begin."""
+    """An executor that records launches and ends each at once."""
 
     def __init__(self) -> None:
         self.launches: list[KernelLaunch] = []
@@ -27,7 +27,7 @@ class Recorder:
 
 
 class RecordingGpu:
-    """A GPU of `capability` (90 for sm_90) that notes what it is to launch."""
+    """A GPU of `capability` (90 for sm_90) that records its launches."""
 
     def __init__(self, capability: int) -> None:
         self._recorder = Recorder()
@@ -46,7 +46,7 @@ class RecordingGpu:
         return self._recorder.launches.pop()
 
     def machine_instructions(self, loaded: DeviceFunction) -> int | None:
-        """How many the machine code of a function has."""
+        """The number of instructions in a function's machine code; None if it is not known."""
         for image in table_of(self._driver.name).modules:
             if ptx_of(image) == loaded.text:
                 return cubin.instructions(image, loaded.name)
@@ -55,5 +55,5 @@ class RecordingGpu:
 
 @cache
 def gpu(architecture: str) -> RecordingGpu:
-    """Of "sm_90"; one a process, because what a device has loaded stays loaded."""
+    """The GPU of an architecture ("sm_90"). One per process, because a device never unloads a module."""
     return RecordingGpu(int(architecture.removeprefix("sm_")))

@@ -1,4 +1,4 @@
-"""The time of a fused all-reduce from its compiled code, as `from_code` has it of a plain one.
+"""The time of a fused all-reduce from its compiled code, as `from_code` for a plain one.
 
 A block takes whole rows, so a round is a row of each block. Long calls are executed in part, by the same rules.
 """
@@ -78,6 +78,6 @@ def _bound(
 
 
 def _pitch(bound: RowLaunch) -> int:
-    """Words of a mailbox's room for a row, or for a shard of one."""
+    """Words of a mailbox that a row, or a shard of one, takes."""
     pitch: int = specialized(("SPEC",), bound.constexprs)["SPEC"].PITCH
     return pitch

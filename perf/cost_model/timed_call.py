@@ -1,7 +1,7 @@
 """One call of a shipped kernel, compiled, on all ranks: arenas as a communicator lays them out, and one block a rank.
 
-The blocks of a grid are alike: each has its own tiles and headers, and its part of the links. So block 0 of each rank
-is executed, as the last one to arrive at the kernel's end, which has the longest way.
+The blocks of a grid are alike: each has its own tiles and headers, and its share of the links. So only block 0 of each
+rank is executed, as the last one to arrive at the kernel's end, which has the longest path.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 
 DTYPE = DTYPES["float32"]
-_EPOCH = 6  # any but the first: headers and mailboxes of earlier calls are behind it
+_EPOCH = 6  # not the first one: as after earlier calls
 _PAGE = 4096
-_MULTICAST, _INPUTS = 1 << 60, 1 << 61  # addresses that nothing has
-ARENA_BYTES = 64 << 20  # what `Options` has
+_MULTICAST, _INPUTS = 1 << 60, 1 << 61  # addresses outside of all memory
+ARENA_BYTES = 64 << 20  # the default of `Options`
 CALL = 1 << 32 | 1  # number of the call
 
 
@@ -55,11 +55,11 @@ class TimedCall:
     """A call by one block of each rank.
 
     parts       microseconds of the critical path by `warp_clock.PARTS`; launch not included
-    in_flight   bytes of payload that the block's loads had on their way at most: those of the loop that allow the least
+    in_flight   most payload bytes that the block's loads had in flight, in the loop that allows the least bandwidth
     latency     mean microseconds of such a load
     chain       round trips to memory before the first push, by data and in order (`load_chains`)
-    moved       bytes of payload to and from peers, of the rank with the most; `headers`: of control words
-    barriers    barriers of all ranks, as fences of the system; `epochs`: that the call took
+    moved       bytes of payload to and from peers, of the rank with the most; `headers`: bytes of control words
+    barriers    barriers of all ranks, counted as system fences; `epochs`: the epochs that the call took
     issued      machine instructions of the block's warps outside of polls, by the model's count
     """
 
@@ -79,7 +79,7 @@ class TimedCall:
 
 
 def architecture(machine: MachineSpec) -> str:
-    """That its kernels are compiled for. Volta's are compiled for Turing, the oldest one that Triton still knows."""
+    """The architecture to compile for. For Volta it is Turing, the oldest one that Triton still knows."""
     return f"sm_{max(OLDEST, machine.capability)}"
 
 
@@ -92,7 +92,7 @@ def facts(machine: MachineSpec, world_size: int, cube: bool = False) -> Selectio
 
 
 def constexprs(kernel: Kernel, world_size: int, shape: LaunchShape) -> dict[str, object]:
-    """Those of a kernel of aligned float32, as a communicator binds it."""
+    """The constexprs that a communicator binds to a kernel for aligned float32."""
     element, op = reduction(DTYPE, "sum")
     return {
         **kernel.fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": world_size, "BLOCK": shape.tile,
@@ -150,18 +150,18 @@ class TimedArenas:
         table[layout.POSITION] = table[layout.QUAD_RANK] = rank % 4
 
     def group(self, rank: int) -> tuple[Any, ...]:
-        """What a kernel of that rank takes for its group."""
+        """The group argument of that rank's kernel."""
         arena = self.arenas[rank]
         return layout.group_argument(arena, arena[: layout.HEADERS // 8].tolist(), len(self.arenas))
 
     def expect_last(self, blocks: int) -> None:
-        """All blocks but the one that is executed have arrived at the end."""
+        """Let all blocks but the executed one have arrived at the kernel's end."""
         for arena in self.arenas:
             arena[layout.ARRIVALS] = blocks - 1
 
     @property
     def epochs(self) -> int:
-        """That have passed."""
+        """Epochs that have passed."""
         return int(self.arenas[0][layout.EPOCH]) - _EPOCH
 
 
@@ -196,7 +196,7 @@ def run(
 def executed(
     machine: MachineSpec, arenas: TimedArenas, blocks: int, launch: Callable[[RecordingGpu, int], KernelLaunch]
 ) -> TimedCall:
-    """Block 0 of each rank's kernel of `blocks` blocks, which `launch` gives by rank."""
+    """Execute block 0 of each rank's kernel, which has `blocks` blocks and comes from `launch(gpu, rank)`."""
     gpu, times = recorded_launch.gpu(architecture(machine)), LATENCIES[machine.name]
     arenas.expect_last(blocks)
     started = []

@@ -1,4 +1,4 @@
-"""The queues of bytes between an SM, its GPU's links and its memory, each of which carries one thing after another."""
+"""The queues of bytes between an SM, its GPU's links and its memory; each serves requests one after another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from tricomm.perf.cost_model.latencies import Latencies
 from tricomm.perf.cost_model.machines import MachineSpec
 
-# A load is asked for by a flit of 16 bytes for each line (D. Foley, J. Danskin: Ultra-Performance Pascal GPU and NVLink
+# A load requests each line by a flit of 16 bytes (D. Foley, J. Danskin: Ultra-Performance Pascal GPU and NVLink
 # Interconnect, IEEE Micro 37, 2017).
 _REQUEST, _PACKET = 16, 128
 
@@ -22,14 +22,14 @@ class ByteQueue:
         self.rate, self.free = rate, 0.0
 
     def carries(self, nbytes: float, now: float) -> float:
-        """When the last one of them is through, if they come at `now`."""
+        """When the last of `nbytes` that come at `now` is through."""
         self.free = max(self.free, now) + nbytes / self.rate
         return self.free
 
 
 @dataclass
 class RankQueues:
-    """Of the one block of a rank that is executed. Links and memory are shared with the `blocks` of its grid."""
+    """The queues of a rank's one executed block, with its share of links and memory, which `blocks` blocks use."""
 
     machine: MachineSpec
     times: Latencies
@@ -49,37 +49,37 @@ class RankQueues:
 
     @property
     def one_way(self) -> float:
-        """Microseconds from a store until it is in the peer's L2: a hop without the load that sees it there."""
+        """Microseconds from a store until it is in the peer's L2: a hop without the poll that sees it there."""
         return max(self.machine.hop - self.times.us(self.times.l2), 0.1)
 
     @property
     def fence(self) -> float:
-        """Microseconds of a fence of the system with nothing to wait for: a barrier without its hop and its look."""
+        """Microseconds of a system fence with no store in flight: a barrier without its hop and its last poll."""
         return max(self.machine.barrier - self.machine.hop - self.times.us(self.times.l2), 0.0)
 
     def sends(self, peer: RankQueues, nbytes: float, now: float) -> tuple[float, float]:
-        """(when a store of `nbytes` is in the peer's memory, when its last byte has got a place on all links).
+        """(when a store of `nbytes` is in the peer's memory, when its last byte is through all queues).
 
-        A part of a sector counts as that part: it is written under a mask of bytes.
+        Of a partly written sector only these bytes count, because it is sent with a byte mask.
         """
-        # They are on all links of the way at once; each link takes what is sent in the order in which it is sent.
+        # The bytes pass all queues of their path at once; each queue serves stores in the order of their issue.
         through = max(queue.carries(nbytes, now) for queue in (self.port_out, self.egress, peer.ingress))
         return through + self.one_way, through
 
     def multicasts(self, peers: Sequence[RankQueues], nbytes: float, now: float) -> list[tuple[float, float]]:
-        """`sends` of a store that the switch copies to all `peers`, this rank among them: it leaves this GPU once."""
+        """`sends` for a store that the switch copies to all `peers`, this rank among them: it leaves this GPU once."""
         left = max(queue.carries(nbytes, now) for queue in (self.port_out, self.egress))
         came = [max(left, peer.ingress.carries(nbytes, now)) for peer in peers]
         return [(through + self.one_way, through) for through in came]
 
     def reduces(self, peers: Sequence[RankQueues], nbytes: float, now: float) -> float:
-        """`fetches` of a load for which the switch adds what it reads from all `peers`: the sum alone comes in here."""
+        """`fetches` for a load that the switch reduces over all `peers`: only the sum comes in here."""
         left = max(peer.egress.carries(nbytes, now) for peer in peers)
         through = max(left, *(queue.carries(nbytes, now) for queue in (self.ingress, self.port_in)))
         return through + 2 * self.one_way + self.times.us(self.times.l2)
 
     def fetches(self, peer: RankQueues, nbytes: float, now: float) -> float:
-        """When what a load asks for at `now` has come from the peer's memory."""
+        """When the data of a load issued at `now` has come from the peer's memory."""
         requests = nbytes * _REQUEST / _PACKET
         for queue in (self.egress, peer.ingress):
             queue.carries(requests, now)

@@ -1,7 +1,7 @@
 """Blocks of all ranks on the PTX machine, in the order of their warps' clocks: a discrete-event simulation.
 
 Each warp runs until its next access to global memory and goes on when no other event is earlier. A store to a peer is
-performed when it arrives there. So a poll sees what has arrived by its own clock, and goes around as often as it would.
+performed when it arrives there. So a poll sees what has arrived by its own clock, and loops as often as on a GPU.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from tricomm.ptx.blocks import BlockState
 from tricomm.ptx.instructions import Instruction
 
 HOST = -1
-_LINE, _GRANULE = 7, 9  # bits: of L1, of what is remembered of a store's arrival
+_LINE, _GRANULE = 7, 9  # log2 of bytes: a line of L1, the granularity of recorded arrivals
 _BARRIER_CYCLES = 20.0
-_INVALIDATE_CYCLES = 30.0  # CCTL.IVALL behind an acquire
+_INVALIDATE_CYCLES = 30.0  # CCTL.IVALL after an acquire
 
 
 class OwnedMemory(NamedTuple):
@@ -48,7 +48,7 @@ class StepsExceeded(TricommError):
 
 
 class Events:
-    """What happens, in order of time."""
+    """Events in order of time."""
 
     MOST = 20_000_000
 
@@ -62,7 +62,7 @@ class Events:
         heapq.heappush(self._heap, (time, self._count, action))
 
     def sleep(self, time: float) -> None:
-        """The greenlet that calls goes on when nothing earlier is left to happen."""
+        """Suspend the calling greenlet until no earlier event is left."""
         if self._heap and self._heap[0][0] < time:
             self.at(time, getcurrent().switch)
             self.hub.switch()
@@ -77,9 +77,9 @@ class Events:
 
 @dataclass
 class TimedRank:
-    """What the warps of a rank's block share.
+    """The state that the warps of a rank's block share.
 
-    chain    what they have in shared memory
+    chain    of their shared memory (`load_chains`)
     written  bytes of payload stored to peers; `read`: loaded from them; `headers`: of control words, in both directions
     """
 
@@ -101,7 +101,7 @@ class TimedRank:
 
 
 class TimedRanks:
-    """One block of each rank. `places` say whose memory an address is."""
+    """One block of each rank. `places` tell which rank an address belongs to."""
 
     def __init__(self, costs: KernelCosts, queues: list[RankQueues], places: list[OwnedMemory]) -> None:
         self.costs, self.events = costs, Events()
@@ -138,7 +138,7 @@ class TimedRanks:
             raise errors[0]
 
     def scarcest(self) -> LoadsInFlight | None:
-        """Of the basic blocks that load a tenth of a rank's payload or more, the one whose loads allow the least."""
+        """Of the basic blocks that load a tenth of a rank's payload or more, the one that allows least bandwidth."""
         candidates = []
         for state in self.states:
             total = sum(loads.total for loads in state.loads.values())
@@ -152,7 +152,7 @@ class TimedRanks:
         return (max(data for data, _ in pushes), max(order for _, order in pushes)) if pushes else None
 
     def system_fences(self) -> int:
-        """That a warp has passed, of the one with the most."""
+        """The system fences that a warp has passed, of the warp with the most."""
         return max(clock.system_fences for clocks in self.clocks for clock in clocks)
 
     def issued(self) -> float:
@@ -166,7 +166,7 @@ class TimedRanks:
 
 
 class WarpSurroundings:
-    """What the PTX machine tells of one warp."""
+    """The `Surroundings` of one warp, which turn its accesses and barriers into times."""
 
     def __init__(self, ranks: TimedRanks, state: TimedRank, clock: WarpClock) -> None:
         self.ranks, self.state, self.clock = ranks, state, clock
@@ -211,7 +211,7 @@ class WarpSurroundings:
             self.clock.stands(max(self.clock.time, there) + self._times.us(_INVALIDATE_CYCLES))
 
     def _by_switch(self, access: ThreadAccess, index: int) -> None:
-        """One of the accesses that a `multimem` instruction makes, one for each rank in turn; it is issued once."""
+        """One access of a `multimem` instruction, which makes one for each rank in turn, but is issued once."""
         state, peers = self.state, [each.queues for each in self.ranks.states]
         self._member = (self._member + 1) % len(peers)
         nbytes = moved(access)
@@ -235,7 +235,7 @@ class WarpSurroundings:
             self._goes(access, self.ranks.states[self._member], *self._came[self._member], None)
 
     def _load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> float:
-        """When what it loads is there."""
+        """When the loaded data is there."""
         clock, state, times = self.clock, self.state, self._times
         nbytes = moved(access)
         access.perform(None)
@@ -259,7 +259,7 @@ class WarpSurroundings:
         return there
 
     def _weak_load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> tuple[float, bool]:
-        """(when it is there, whether it comes from L1)."""
+        """(when the data is there, whether it comes from L1)."""
         state, times, nbytes = self.state, self._times, moved(access)
         lines = granules(access, _LINE)
         if all(line in state.lines for line in lines):
@@ -277,7 +277,7 @@ class WarpSurroundings:
         self.state.loads.setdefault(block, LoadsInFlight()).add(nbytes, now, until)
 
     def _sees(self, access: ThreadAccess, index: int, now: float) -> None:
-        """A load that polls: if it looked in vain before, the time is that of the store that has come since."""
+        """A load that polls: if its last look was in vain, the critical path is that of the store that came since."""
         clock, state = self.clock, self.state
         before = clock.looked.get(index)
         clock.looked[index] = now
@@ -321,7 +321,7 @@ class WarpSurroundings:
     def _goes(
         self, access: ThreadAccess, peer: TimedRank, arrival: float, through: float, chosen: Array | None
     ) -> None:  # fmt: skip
-        """A store is on its way to a peer's memory."""
+        """Send a store on its way to a peer's memory."""
         clock, state = self.clock, self.state
         state.acks = max(state.acks, arrival + state.queues.one_way)
         path = clock.path.copy()
@@ -345,14 +345,14 @@ class WarpSurroundings:
             self._fence(scope)
 
     def _fence_aliases(self) -> None:
-        """MEMBAR.SC.SYS in machine code: what a fence of the system takes, less the way to a peer and back, which it
-        takes only for stores that are on their way."""
+        """MEMBAR.SC.SYS in machine code: a system fence without the trip to a peer and back, which it takes only if
+        stores are in flight."""
         state, clock, links, answer = self.state, self.clock, self.state.queues, self._times.us(self._times.l2)
         own = clock.time + max(links.fence - 2 * links.one_way, answer)
         clock.fence(max(own, max(state.local_acks, state.acks, state.host_acks) + answer))
 
     def _fence(self, scope: str) -> None:
-        """All stores of the block are where the scope's other threads see them, and an answer has come from L2."""
+        """Wait until the scope's other threads can see all stores of the block, and L2 has answered."""
         if scope in ("cta", "cluster"):
             return
         state, clock, answer = self.state, self.clock, self._times.us(self._times.l2)

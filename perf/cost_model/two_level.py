@@ -31,7 +31,7 @@ _CARDS = {"v100": 12.5, "a100": 25.0, "h100": 50.0, "h200": 50.0, "b200": 50.0, 
 _NCCL = ((8 << 10, 45.8), (256 << 10, 87.0), (1 << 20, 115.0), (8 << 20, 251.0))
 _PUBLISHED = (("h100", "h200"), 8, 4)
 _UNKNOWN = "its times are published for 4 nodes of 8 h100 (taken for h200, too) and 8 KiB to 8 MiB alone"
-_STEPS = {"shards": ("reduce_scatter", "all_gather"), "leaders": ("reduce", "broadcast")}  # before and behind the nodes
+_STEPS = {"shards": ("reduce_scatter", "all_gather"), "leaders": ("reduce", "broadcast")}  # before and after NCCL
 _HEADER = ("size (B)", "way", "time (us)", "inside (us)", "across (us)", "")
 
 
@@ -50,7 +50,7 @@ class TwoLevelTime:
 def predict(machine: MachineSpec, ranks: int, nodes: int, nbytes: int, form: str, mode: str = "graph") -> TwoLevelTime:
     """The time of one call by `form` on `nodes` nodes of `ranks` ranks each.
 
-    Raises `InvalidArgument` for a machine whose network card is not known, and where no kernel can run.
+    Raises `InvalidArgument` for a machine whose network card is not known, and if no kernel can run.
     """
     if machine.name not in _CARDS:
         raise InvalidArgument(f"two levels on {machine.name}: its network cards are not known; {', '.join(_CARDS)} are")
@@ -111,7 +111,7 @@ class TwoLevelForecast:
 
 
 def check(nodes: int, collective: str, quantize: str | None, from_code: bool) -> None:
-    """Raises `InvalidArgument` for what is asked of several nodes and not modelled."""
+    """Raises `InvalidArgument` for a request that is not modelled for several nodes."""
     if collective == FUSED or quantize is not None:
         raise InvalidArgument(
             f"--nodes {nodes}: {FUSED} is fused inside a node alone; on several ones it is an all_reduce in two levels "

@@ -1,47 +1,47 @@
-"""The clock of a warp: when each instruction goes, and what the time went for."""
+"""The clock of a warp: when each instruction is issued, and what the time was spent on."""
 
 from __future__ import annotations
 
 from tricomm.perf.cost_model.instruction_costs import KernelCosts
 from tricomm.perf.cost_model.load_chains import LoadChain, SharedChain
 
-# What the time of a critical path goes for.
+# What the time of a critical path is spent on.
 #   start  until the first store of payload to a peer, or the first load from one
 #   wire   bytes that wait for a link
 #   hop    a store on its way to a peer, or a load on its way there and back
 #   poll   from a store's arrival until the loop that polls for it is left
-#   fence  until earlier stores are where they have to be
+#   fence  until earlier stores are visible to the fence's scope
 #   work   everything else before the last poll
-#   tail   everything else behind it
+#   tail   everything else after it
 PARTS = ("start", "wire", "hop", "poll", "fence", "work", "tail")
 START, WIRE, HOP, POLL, FENCE, WORK, TAIL = range(len(PARTS))
 SCHEDULERS = 4  # of an SM
 
 
 class Path:
-    """The chain of events that a clock's time came about by: microseconds by part, which sum up to the time."""
+    """The critical path to a clock's time: microseconds by part, which add up to the time."""
 
     __slots__ = ("label", "mark", "parts", "tail")
 
     def __init__(self, parts: list[float], mark: float, label: int, tail: float = 0.0) -> None:
         self.parts, self.mark, self.label = parts, mark, label
-        self.tail = tail  # of `work`, what was before the last poll
+        self.tail = tail  # the part of `work` before the last poll
 
     def copy(self) -> Path:
         return Path(self.parts.copy(), self.mark, self.label, self.tail)
 
     def goes_on(self, now: float, label: int) -> None:
-        """Until `now` it was what it was; from now on it is `label`."""
+        """Charge the time until `now` to the current label; from now on it is `label`."""
         self.parts[self.label] += now - self.mark
         self.mark, self.label = now, label
 
     def adds(self, part: int, until: float) -> None:
-        """From the mark until then it was `part`."""
+        """Charge the time from the mark to `until` to `part`."""
         self.parts[part] += until - self.mark
         self.mark = until
 
     def ended(self, now: float) -> list[float]:
-        """Parts of the whole, with what came behind the last poll as its tail."""
+        """The parts of the whole path, with the work after the last poll as its tail."""
         path = self.copy()
         path.goes_on(now, WORK)
         path.parts[TAIL] = path.parts[WORK] - path.tail
@@ -70,7 +70,7 @@ class WarpClock:
         self.polling: int | None = None
         self.looked: dict[int, float] = {}  # in the present poll: instruction -> time of its last look
         self.waited = -1.0  # arrival of the store that this warp has waited for last
-        self.fresh = False  # it has seen it since its block last met
+        self.fresh = False  # it has seen that store since the last barrier of its block
         self._fetched = -1.0  # when the latest load from a peer comes
         self.chain: LoadChain | None = LoadChain(costs.registers, shared)
         self.first_push: tuple[int, int] | None = None
@@ -78,7 +78,7 @@ class WarpClock:
         self.issued = 0.0
 
     def enter(self, block: int) -> None:
-        """The end of the block before, and then the first instruction of this one."""
+        """Finish the basic block before, and enter this one."""
         costs = self._costs
         self._run(self._end)
         self._at, self._end = costs.starts[block], costs.ends[block]
@@ -96,7 +96,7 @@ class WarpClock:
             self.looked.clear()
 
     def issue(self, index: int) -> float:
-        """Up to instruction `index`, and when that one can go, because its operands are there."""
+        """Run through instruction `index`; returns when it could be issued with its operands ready."""
         if not self._at <= index < self._end:
             return self.time
         self._run(index)
@@ -106,8 +106,8 @@ class WarpClock:
         return when
 
     def _run(self, end: int) -> None:
-        """The assembler moves an instruction of a basic block behind later ones that don't need it, so an operand that
-        is late holds up what reads it, and what cannot be moved: stores, barriers, fences and branches."""
+        """The assembler moves an instruction of a basic block behind later ones that do not need it. So a late operand
+        stalls the warp only if its reader cannot be moved: a store, a barrier, a fence or a branch."""
         ready, slot, time, chain = self._ready, self._slot, self.time, self.chain
         for cost in self._table[self._at : end]:
             start = time
@@ -134,7 +134,7 @@ class WarpClock:
             self.path.goes_on(min(self._fetched, until), label)
 
     def delivers(self, index: int, when: float, fetched: bool = False, near: bool = False) -> None:
-        """What instruction `index` has loaded is there at `when`; `fetched` from a peer, `near`: from L1."""
+        """The data that instruction `index` loads is there at `when`; `fetched`: from a peer, `near`: from L1."""
         if self.chain is not None and not near:
             self.chain.loads(self._table[index])
         for n in self._table[index].writes:
@@ -143,11 +143,11 @@ class WarpClock:
             self._fetched = max(self._fetched, when)
 
     def stands(self, until: float) -> None:
-        """Nothing is issued until then."""
+        """Nothing is issued before `until`."""
         self.time = max(self.time, until)
 
     def fence(self, until: float, part: int = FENCE) -> None:
-        """The warp stands until then, because of a fence."""
+        """As `stands`, because of a fence."""
         label = self.path.label
         self.path.goes_on(self.time, part)
         self.stands(until)
@@ -160,7 +160,7 @@ class WarpClock:
         self.push()
 
     def push(self) -> None:
-        """The block's first store of payload to a peer is behind it."""
+        """The block has made its first push of payload."""
         self.pushed, self.chain = True, None
         if self.path.label == START:
             self.path.goes_on(max(self.time, self.path.mark), WORK)
@@ -181,7 +181,7 @@ class BarrierJoin:
         self._path: Path | None = None
 
     def arrives(self, clock: WarpClock) -> None:
-        # A store that came since the last meeting is why the last look was in vain: it decides, not who is the slowest.
+        # The warp that waited for the latest store since the last barrier gives the path; if none did, the slowest.
         waited = clock.waited if clock.fresh else -1.0
         if (waited, clock.time) > (self._waited, self.time) or self._path is None:
             self._path, self._waited = clock.path.copy(), waited

@@ -1,4 +1,4 @@
-"""Changes of the level of a series of measurements, by a rank test: the noise may have any shape, and outliers.
+"""Changes of the level of a series of measurements, by a rank test, which tolerates noise of any shape and outliers.
 
 For every split of a series, the Mann-Whitney statistic measures how clearly one side is above the other. The largest
 value is compared with the largest values of shuffled series of the same length. So there is no threshold in per cent: a
@@ -15,8 +15,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-FALSE_ALARMS = 1e-3  # of a series in which nothing has changed
-FEWEST = 14  # measurements: no order of fewer ones is as rare as that
+FALSE_ALARMS = 1e-3  # probability, for a series in which nothing has changed
+FEWEST = 14  # measurements; with fewer, no order is as rare as `FALSE_ALARMS`
 _SIDE = 3  # measurements that a level has at least
 _LENGTHS = (*range(FEWEST, 25), 32, 48, 64, 96, 128, 192, 256, 512)
 _SHUFFLES = 20000

@@ -1,7 +1,7 @@
 """The history as the page needs it: small enough to embed, and grouped so that a chart compares only like with like.
 
-A *scene* is what may share a chart: one device, topology, world size, collective, type, operation, mode, place, and
-either simulated or not. It has a *line* per library and kernel, a line has points by size, and a point has its past.
+A *scene* is one chart: one device, topology, world size, collective, type, operation, mode and place, simulated or not.
+It has a *line* per library and kernel, a line has points by size, and a point has its past.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def pick(scene: dict[str, Any], size: int) -> str | None:
 
 
 def _pick_rows(site: SelectionFacts, name: str, size: int, dtype: torch.dtype, mode: str) -> str | None:
-    """Of rows that are named like `norm@8192`."""
+    """The choice for a fused call, whose operation is named like `norm@8192`."""
     try:
         form = row_calls.parse(name)
     except TricommError:

@@ -54,7 +54,7 @@ def _lines(stages: Sequence[Stage], results: Sequence[dict[str, Any]]) -> list[s
 
 
 def _left(results: Sequence[dict[str, Any]]) -> list[str]:
-    """The kernels that no case is of, and the cases that did not run, by stage and reason."""
+    """The kernels that no case covers, and the cases that did not run, by stage and reason."""
     lines = [f"* {line}" for line in checks.left_out()]
     for result in results:
         reasons: dict[str, list[str]] = {}

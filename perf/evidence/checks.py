@@ -65,7 +65,7 @@ def compiles(kernel: Kernel) -> bool:
 
 
 def left_out() -> list[str]:
-    """The kernels that no stage has, plain or fused, because this Triton does not compile them."""
+    """The kernels, plain or fused, that no stage runs, because this Triton does not compile them."""
     known = (*registry.KERNELS, *registry.of(FUSED, registry.CUBE_RANKS))
     reasons = ((k.name, k.why_not_compiled(FIRST_ARCHITECTURE)) for k in known)
     return left_out_lines((name, reason) for name, reason in reasons if reason is not None)

@@ -38,14 +38,14 @@ _NAMED = 3  # variants in a message
 
 
 class Uncompiled(Exception):
-    """Raised if the time was over before all variants were compiled; those that were are in Triton's cache, for a later
-    run."""
+    """Raised if the time was over before all variants were compiled. A later run finds the compiled ones in Triton's
+    cache."""
 
 
 def all_of(jobs: Sequence[Job], in_this_process: bool, seconds: float = LIMIT) -> None:
-    """Compile, what takes longest first. `in_this_process` compiles only a few, on this core.
+    """Compile, the longest jobs first. `in_this_process` compiles only a few, on this core.
 
-    Raises `Wrong` with the first error, `Uncompiled` with what is missing after so many seconds.
+    Raises `Wrong` with the first error, `Uncompiled` with the variants that are missing after `seconds`.
     """
     if in_this_process:
         failures = [compile_one(job) for job in jobs[:_DRY]]
@@ -74,8 +74,7 @@ def _together(jobs: Sequence[Job], seconds: float) -> list[str]:
 
 
 def _weight(job: Job) -> int:
-    """Grows with the time that Triton takes: wide words most of all, then tiles of many ranks, and those of two shots
-    twice."""
+    """An estimate of Triton's compile time: it grows with the ranks; wide words count fourfold, two shots twofold."""
     name, values = job[0], job[1]
     return int(values["WORLD_SIZE"]) * (4 if values.get("WIDE") else 1) * (2 if "two_shot" in name else 1)
 
@@ -94,7 +93,7 @@ def _workers() -> ProcessPoolExecutor:
 
 
 def _begin() -> None:
-    """Starts a worker, which must end with its parent, also if the parent ended before: its queue never ends."""
+    """End this worker with its parent, also if that has ended already: nothing else would end the wait for jobs."""
     end_with_parent()
     parent = multiprocessing.parent_process()
     if parent is None or not parent.is_alive():

@@ -25,7 +25,7 @@ _LEFT_FIELDS: dict[str, type | tuple[type, ...]] = {"key": str, "reason": str}
 _ENVIRONMENT = ("date", "device", "versions")
 _ZIP = b"PK"  # how an archive begins, whatever its name
 _NEEDED = "an evidence.zip of `python -m tricomm.perf.evidence` is needed, or the JSON of one of its stages"
-# Upper limits of numbers by the end of their names, which no machine of today exceeds.
+# Upper limits of numbers, by the suffix of their names. No machine of today exceeds them.
 _MOST = {"_us": 1e9, "_gbps": 20_000.0, "_s": 1e6, "ratio": 1e6}
 
 
@@ -46,8 +46,8 @@ def read_all(path: Path) -> list[dict[str, Any]]:
 
 
 def _archived(path: Path) -> dict[str, Any]:
-    """By name; raises `ValueError` for an archive that is not whole."""
-    name = "its directory"  # which stands at the end
+    """The results by file name; raises `ValueError` for an archive that is not whole."""
+    name = "its directory"  # at the end of the archive
     try:
         results = {}
         with zipfile.ZipFile(path) as archive:

@@ -81,7 +81,7 @@ class SqlTable:
 
     @cached_property
     def insert(self) -> str:
-        """Of a row's values, after those of the columns `first`."""
+        """The INSERT statement for the values of the columns `first` and then of a row."""
         marks = "?" * (len(self.first) + len(self.names))
         columns = ", ".join((*(column.split()[0] for column in self.first), *self.quoted))
         return f"INSERT INTO {self.name} ({columns}) VALUES ({', '.join(marks)})"

@@ -153,7 +153,7 @@ def sass_access(text: str, line: Line) -> MemoryInstruction | None:
 
 
 def tile_lines(ttgir: str) -> set[Line]:
-    """Source lines with an access to a tile, of which every thread has its own elements; others move one word."""
+    """Source lines that access a tile, of which every thread has its own elements; other lines move one word."""
     names = dict(re.findall(r"^(#loc\d*) = loc\((.*)\)$", ttgir, re.M))
     lines = set()
     for text in ttgir.splitlines():

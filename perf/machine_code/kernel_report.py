@@ -322,9 +322,9 @@ def check(report: KernelReport) -> list[str]:
 
 
 def _least_bits(variant: Variant) -> int:
-    """Of a bulk access. Planes of wide words have one word of a tensor a thread, as tiles of rows have that as many
-    threads share; a mailbox has 128 bits. The switch reduces integers one by one. Codes of a word's elements, and
-    scales, are narrower than the word."""
+    """The least bits of a bulk access, usually 128. In planes of wide words, and in tiles of rows that many threads
+    share, a thread has one 64-bit word of a tensor. The switch reduces integers one by one. Quantised codes of a
+    word's elements, and scales, are narrower than the word."""
     if variant.form:
         return _NARROWEST.get(row_calls.parse(variant.form).quantize, 64)
     kernel = next((k for k in registry.ALL if k.name == variant.kernel), None)

@@ -103,7 +103,7 @@ def _nested(value: Any, depth: int) -> list[str]:
             lines += [f"{pad}{name}", *_nested(inner, depth + 1)] if nested else [f"{pad}{name:<22} {inner}"]
         return lines
     if isinstance(value, list):
-        if value and all(isinstance(row, list) for row in value):  # a matrix
+        if value and all(isinstance(row, list) for row in value):
             cells = {True: "yes", False: " no", None: "  -"}
             return [pad + " ".join(cells.get(cell, str(cell)) for cell in row) for row in value]
         return [line for item in value for line in _nested(item, depth)] or [pad + "none"]

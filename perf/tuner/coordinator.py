@@ -194,7 +194,7 @@ def _explained(comm: tricomm.Communicator, point: Point, **forced: Any) -> trico
 
 
 def _as_it_is(site: SelectionFacts, point: Point, candidate: Candidate) -> bool:
-    """Whether rows can have the candidate's shape; other shapes would be measured under its name."""
+    """Whether such rows keep the candidate's shape; otherwise another shape would be measured under its name."""
     form = row_calls.parse(point.epilogue)
     rows = point.nbytes * 8 // (form.hidden * point.bits)
     if candidate.blocks > rows:

@@ -104,7 +104,7 @@ def points(
 def fused_points(
     forms: tuple[RowForm, ...], bits: tuple[int, ...], modes: tuple[str, ...], sizes: tuple[int, ...]
 ) -> list[Point]:
-    """The same of an all_reduce_rms_norm, of whole rows, as long as such calls are fused."""
+    """The same for all_reduce_rms_norm: sizes of whole rows, without those that are too large to be fused."""
     made = [
         Point(FUSED, width, mode, form.rows(size, width // 8) * form.hidden * width // 8, epilogue=form.name)
         for form in forms
@@ -119,8 +119,8 @@ def fused_points(
 def pool(
     kernels: list[registry.Kernel], layout: Layout, max_blocks: int, cpu: bool, few: bool = False
 ) -> list[Candidate]:
-    """Every shape of every kernel. On a GPU a tile spans all threads of a block; a CPU has no warps. `few`: of 128
-    registers a thread, with as many LL words as a compact form takes."""
+    """Every shape of every kernel. On a GPU a tile spans all threads of a block; a CPU has no warps. `few`: shapes with
+    128 registers a thread, and with only as many LL words as a kernel's compact form takes."""
     registers = COMPACT_REGISTERS if few else MOST_REGISTERS
     made = []
     for kernel in kernels:
@@ -139,7 +139,7 @@ def pool(
 
 def neighbours(candidate: Candidate) -> Iterator[Candidate]:
     """Shapes one step away, which need not all exist."""
-    # A tile has so many words a thread: with as many for more or fewer warps, both change.
+    # Changing warps and tile together keeps the words per thread.
     for names in (("blocks",), ("warps",), ("tile",), ("warps", "tile")):
         values = [getattr(candidate, name) for name in names]
         yield replace(candidate, **{name: value // 2 for name, value in zip(names, values, strict=True)})

@@ -19,7 +19,7 @@ from tricomm.perf.tuner.successive_halving import MOST, BudgetExceeded, Measure,
 Pool = Callable[[Point], Sequence[Candidate]]
 InForce = Callable[[Point], Candidate]
 
-_ROUNDS = 4  # through all points, each of which begins with what those of the round before have shown
+_ROUNDS = 4  # passes over all points; each pass starts from the results of the one before
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 _TO_SIGMA = 1.4826  # from a median of deviations to a standard deviation, for normal noise
 _OF_MEDIAN = 1.2533  # a median's standard error over a mean's, for normal noise
-_LEAST = 0.01  # least relative spread: of few samples, a smaller one is chance
+_LEAST = 0.01  # least relative spread: a smaller one of few samples is chance
 _OUTLIER = 5.0  # deviations
 _RESAMPLES = 400
 

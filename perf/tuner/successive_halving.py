@@ -20,7 +20,7 @@ Prior = Callable[[Point, Candidate], float]
 
 # How much is measured at a point.
 CANDIDATES = 12  # of the first wave
-_PER_FAMILY = 2  # of them, at the least
+_PER_FAMILY = 2  # of these, from each family at least
 _FIRST_SAMPLES = 2  # of a candidate in the first round
 MOST = 16  # samples of a candidate in one wave
 _WAVES = 8  # of candidates that look faster, or are neighbours of the fastest
@@ -80,7 +80,7 @@ def successive_halving(
     learn: Callable[[Samples], None], measure: Measure,
 ) -> None:  # fmt: skip
     """Find the fastest of `pool` at the point of `samples`; `seeds` (best nearby, in force) are measured in any case.
-    What `samples` has already is not measured again, but where it is close.
+    Candidates that have samples already are not measured again, except the fastest, beside which others join.
 
     `learn` gets the samples before `prior` is asked again. Raises `BudgetExceeded` if `measure` does; `samples` keeps
     all that was measured.

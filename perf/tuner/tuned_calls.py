@@ -30,7 +30,7 @@ def prepared(comm: Communicator, point: Point) -> TunedCall:
 
 
 class PlainCall:
-    """Of a collective."""
+    """The call of a plain collective."""
 
     def __init__(self, comm: Communicator, point: Point) -> None:
         self._comm, self._collective = comm, point.collective
@@ -56,7 +56,7 @@ class PlainCall:
 
 
 class FusedRows:
-    """Of an all_reduce_rms_norm."""
+    """The call of an all_reduce_rms_norm."""
 
     def __init__(self, comm: Communicator, point: Point) -> None:
         form, item = row_calls.parse(point.epilogue), getattr(torch, point.dtype).itemsize

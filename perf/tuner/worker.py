@@ -172,7 +172,7 @@ class Sampler:
             run, calls = self._graphs[candidate]
         else:
             call = self._use(point, candidate)
-            mode = "kernel" if point.mode == "graph" else "eager"  # so many calls that a graph's launch hardly counts
+            mode = "kernel" if point.mode == "graph" else "eager"  # enough calls that a graph's launch hardly counts
             run, calls = timing.prepare(self._comm, call.run, mode, 1)
             if point.mode == "graph":
                 self._graphs[candidate] = run, calls

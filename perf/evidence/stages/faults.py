@@ -1,4 +1,4 @@
-"""Faults of ranks that are processes on one GPU (killed, stopped, diverging), and how soon the other rank knows."""
+"""Faults of ranks that are processes on one GPU (killed, stopped, diverging), and how soon the other rank notices."""
 
 from __future__ import annotations
 
