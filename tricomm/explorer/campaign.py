@@ -130,7 +130,7 @@ def _plan(
     unknown = [f for f in ([faults] if isinstance(faults, str) else faults) if f not in FAULTS]
     if unknown or isinstance(faults, str):
         raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
-    first = getattr(options, "first_epoch", 1)  # what is no Options is refused below
+    first = getattr(options, "first_epoch", 1)  # anything but Options is refused below
     epochs = _EPOCHS if first == 1 else (first,)
     return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
 
@@ -241,7 +241,7 @@ class Campaign:
             report.findings.append(finding.found_in(smaller, number, events))
 
     def _again(self, execution: Execution, strategy: Strategy | None = None) -> tuple[list[Finding], Outcome]:
-        """The same execution, by its choices alone; or under another strategy."""
+        """Repeat an execution by its recorded choices, or under another strategy."""
         outcome = run_one(self._subject, execution, strategy or Given(execution.choices))
         return self._judged(outcome), outcome
 

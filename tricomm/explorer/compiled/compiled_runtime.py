@@ -31,7 +31,7 @@ from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology
 
-# Of a common GPU of each architecture; a group's grids are no larger than these.
+# Multiprocessors of a common GPU of each architecture, which limit a group's grids.
 _PROCESSORS = {75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
 
 
@@ -69,7 +69,7 @@ def _smallest(world_size: int) -> Options:
             launch_shapes.check_device("cuda", layout.plan(world_size, nbytes), None)
             return Options(arena_bytes=nbytes)
         except InvalidArgument:
-            if nbytes > 1 << 30:  # a world size that cannot be
+            if nbytes > 1 << 30:  # an impossible world size
                 raise
             nbytes += nbytes // 2 if nbytes & (nbytes - 1) == 0 else nbytes // 3
 
@@ -77,7 +77,7 @@ def _smallest(world_size: int) -> Options:
 class CompiledRanks:
     """The ranks of one execution whose kernels are compiled for `architecture`, such as "sm_90".
 
-    `executor` runs their kernels, `orders` is told what orders what.
+    `executor` runs their kernels, `orders` tracks happens-before.
     """
 
     def __init__(self, architecture: str, executor: Executor, orders: Ordering) -> None:
@@ -87,7 +87,7 @@ class CompiledRanks:
         self._at_compiler = 0
 
     def runtime(self, world: World, rank: int) -> CompiledRuntime:
-        """What a rank's communicator needs; also the rank's GPU, from here on."""
+        """The runtime of a rank's communicator. It becomes the rank's GPU."""
         if rank not in self._gpus:
             turns = _RankTurns(world, rank)
             streams = Streams(rank, self._executor, self._orders, turns.changed)
@@ -95,8 +95,8 @@ class CompiledRanks:
         return CompiledRuntime(world, rank, self._gpus[rank], self.at_compiler)
 
     def compiling(self) -> float:
-        """Changes all the time while a rank's host code has a kernel compiled, which may take longer than anything
-        else that it does."""
+        """Changes all the time while a rank's host code compiles a kernel, so that a watchdog does not take the long
+        wait for a hang."""
         return time.monotonic() if self._at_compiler else 0.0
 
     @contextmanager
@@ -108,8 +108,8 @@ class CompiledRanks:
             self._at_compiler -= 1
 
     def installed(self, in_host: Callable[[], int | None]) -> AbstractContextManager[None]:
-        """`torch.cuda`, and torch's work, as the ranks' host code has them inside. `in_host()` is the rank whose host
-        code runs, or None."""
+        """Inside, `torch.cuda` and torch's operations are those of the simulated GPUs. `in_host()` is the rank whose
+        host code runs, or None."""
 
         def current() -> SimulatedGpu | None:
             rank = in_host()
@@ -118,17 +118,17 @@ class CompiledRanks:
         return torch_cuda.installed(current)
 
     def in_order(self, rank: int, look: Callable[[], None]) -> None:
-        """Call `look` when the rank's current stream has come to it; no part of what is executed."""
+        """Call `look` when the rank's current stream has reached it. It is not part of the execution."""
         driver = self._gpus[rank].driver
         driver.queue_of(driver.current_stream).then(look)
 
     def finish(self, rank: int) -> None:
-        """In the host code of a rank: wait for all that its GPU has to do. Raises what a kernel has raised."""
+        """In the host code of a rank: wait for all work of its GPU. Raises what a kernel has raised."""
         if rank in self._gpus:
             self._gpus[rank].synchronize()
 
     def abandon(self) -> None:
-        """The execution is over: what has not run never will, and nothing waits for it."""
+        """End the execution: drop pending work, so that nothing waits for it."""
         for gpu in self._gpus.values():
             gpu.streams.abandon()
 
@@ -155,7 +155,7 @@ class _RankTurns:
     def give_way(self) -> None:
         if not self._here:
             return
-        if self._looked_at == self._changes:  # a loop that does nothing else
+        if self._looked_at == self._changes:  # a loop that only asks
             self._world.turns.wait(self._rank)
         else:
             self._looked_at = self._changes
@@ -240,4 +240,4 @@ class CompiledRuntime:
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
     ) -> None:
-        """None: what is explored must not depend on what somebody has measured on this machine."""
+        """None: an exploration must not depend on a tuned table of this machine."""

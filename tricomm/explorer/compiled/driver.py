@@ -1,8 +1,8 @@
 """CUDA's driver as far as the launch path of a GPU uses it: names, arguments and answers as in `cuda.bindings.driver`.
 
-Kernels are executed by the PTX machine. CUDA's own rules are enforced, as results that the launch path has to look at:
-contexts, handles, shared memory that was not asked for. What no GPU could launch is refused by name. A misaligned
-pointer under an alignment hint is launched as given, so that a wrong hint shows.
+Kernels are executed by the PTX machine. A violation of CUDA's rules (contexts, handles, shared memory beyond the limit
+that was set) gives an error code, which the launch path has to check. A launch that no GPU could make raises an error.
+A misaligned pointer under an alignment hint is launched as given, so that a wrong hint shows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _only(result: CudaResult, values: int = 0) -> Answer:
 
 
 class SimulatedDriver:
-    """Of one rank: bindings and device at once, for `cuda_launcher.make_launcher`.
+    """One rank's driver: bindings and device at once, for `cuda_launcher.make_launcher`.
 
     capability  90 for sm_90
     name        of the device; functions stay loaded under it as long as the process lives
@@ -91,7 +91,7 @@ class SimulatedDriver:
 
     @contextmanager
     def holding(self, tensors: Sequence[Any]) -> Iterator[None]:
-        """What is launched inside keeps `tensors` alive until it has run: their addresses are all that it is given."""
+        """A launch inside keeps `tensors` alive until it has run, because it gets only their addresses."""
         before, self._held = self._held, tuple(tensors)
         try:
             yield
@@ -119,7 +119,7 @@ class SimulatedDriver:
         return *_OK, self._contexts[-1] if self._contexts else 0
 
     def _refused(self) -> CudaResult | None:
-        """Why nothing can be done in this thread now."""
+        """The error if this thread can make no call now; None if it can."""
         if not self._contexts:
             return CudaResult.CUDA_ERROR_INVALID_CONTEXT
         if self._contexts[-1] != self.context:  # every handle here is of this driver's one context
@@ -175,10 +175,10 @@ class SimulatedDriver:
         )  # fmt: skip
         return _OK
 
-    # Streams, events and graphs. Whoever waits on the host does so outside of the driver: it has to let others run.
+    # Streams, events and graphs. Host code waits outside of the driver, because other tasks have to run meanwhile.
 
     def cuStreamCreate(self, flags: int) -> Answer:
-        if flags != StreamFlags.CU_STREAM_NON_BLOCKING:  # as torch makes them; others wait for the default one
+        if flags != StreamFlags.CU_STREAM_NON_BLOCKING:  # as torch makes them; others synchronize with the default one
             return _only(CudaResult.CUDA_ERROR_NOT_SUPPORTED, 1)
         return *_OK, StreamHandle(self.streams.new().handle)
 

@@ -33,7 +33,7 @@ class Elements:
         return Elements(self.region, self.offsets[chosen], self.lanes[chosen], self.numbers[chosen])
 
     def bytes(self, itemsize: int) -> Array:
-        """uint8 [elements, itemsize]: what they hold now."""
+        """uint8 [elements, itemsize]: their present values."""
         content: Array = self.region.bytes[self.offsets[:, None] + np.arange(itemsize)]
         return content
 
@@ -42,7 +42,7 @@ class Elements:
 
 
 def values_at(access: ThreadAccess, places: list[Elements]) -> Array:
-    """uint8 [lanes, width]: what is there now."""
+    """uint8 [lanes, width]: the present values."""
     octets = np.zeros((len(access.threads), access.elements, access.itemsize), np.uint8)
     for place in places:
         octets[place.lanes, place.numbers] = place.bytes(access.itemsize)
@@ -120,12 +120,12 @@ def _elements(region: Region, offsets: Array, lanes: Array, access: ThreadAccess
     return Elements(region, spread, np.repeat(lanes, access.elements), np.tile(number, len(lanes)))
 
 
-_sites: dict[int, tuple[Instruction, Site]] = {}  # it keeps its instructions, and so their numbers
+_sites: dict[int, tuple[Instruction, Site]] = {}  # holds the instructions, so that their ids stay unique
 _MOST_SITES = 1 << 15
 
 
 def site_of(instruction: Instruction, kernel: str) -> Site:
-    """The Python lines that an instruction was made of, with the instruction itself."""
+    """The Python lines that an instruction was compiled from, with the instruction itself."""
     entry = _sites.get(id(instruction))
     if entry is None:
         if len(_sites) >= _MOST_SITES:

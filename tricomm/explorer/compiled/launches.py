@@ -1,4 +1,4 @@
-"""From a launch that the driver was given to tasks of the scheduler, a task for each warp; and what orders launches."""
+"""Turns a launch into tasks of the scheduler, one for each warp; and the happens-before order of launches."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 from tricomm.ptx.instructions import PtxKernel
 
-_STEPS = 1 << 16  # how often a warp may go through loops without an access to what others reach
+_STEPS = 1 << 16  # loop iterations of a warp without an access to memory that others can reach
 
 
 @dataclass(eq=False)
 class BlockMemory:
-    """A block's shared memory, as far as the detector has to know it: a region that has no address of the host's."""
+    """A block's shared memory, as the detector sees it: a region without a host address."""
 
     rank: int
     block: int
@@ -49,7 +49,7 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class Token:
-    """What is known at one moment: by thread, and by block of what strong accesses have shown."""
+    """What is known at one moment: clocks by thread, and the times by block that strong accesses have shown."""
 
     threads: Array
     words: Array
@@ -67,7 +67,7 @@ class Running:
 
 
 def code_of(launch: KernelLaunch) -> PtxKernel:
-    """What a launch executes."""
+    """The code that a launch executes."""
     return launch.loaded.kernel
 
 
@@ -139,7 +139,7 @@ class Launches:
         self._give_back(running.private)
         running.ended(error)
 
-    # Memory that only launches of one rank were given
+    # Memory that only launches of one rank can access
 
     def _borrow(self, launch: KernelLaunch) -> list[Region]:
         regions = []
@@ -164,7 +164,7 @@ class Launches:
 
 
 class Orders:
-    """What happens before what, in the detector's clocks: see `stream_queues.Ordering`."""
+    """Happens-before in the detector's clocks: see `stream_queues.Ordering`."""
 
     def __init__(self, detector: ThreadDetector) -> None:
         self._detector = detector
@@ -202,7 +202,7 @@ class Orders:
 
 
 def _spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
-    """First and last bytes of the tensors' elements, of overlapping ones together."""
+    """The byte ranges of the tensors' elements; overlapping ones are merged."""
     spans = []
     for tensor in tensors:
         count = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -34,13 +34,13 @@ class DeviceFunction:
 
     @property
     def kernel(self) -> PtxKernel:
-        """Its instructions: one object, whatever rank has loaded it, for as long as it is in use."""
+        """Its instructions: one object for all ranks that have loaded it, as long as it is in use."""
         return _parsed(self.text, self.name)
 
 
 @dataclass
 class ModuleTable:
-    """What has been loaded into one context: as long as the process lives, as the launcher's own table of functions."""
+    """What has been loaded into one context. It lives as long as the process, like the launcher's table."""
 
     modules: list[bytes] = field(default_factory=list)
     functions: dict[int, DeviceFunction] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class ModuleTable:
     def function(self, module: int, name: str, most_shared: int) -> int | None:
         """The handle of a kernel; None if the module has none of that name.
 
-        Raises `InvalidArgument` if the PTX of the module is not known, or holds what the machine does not know.
+        Raises `InvalidArgument` if the PTX of the module is not known, or has an unknown instruction.
         """
         image = self.modules[module]
         layout = cubin.parameters(image, name)
@@ -66,14 +66,14 @@ class ModuleTable:
             raise InvalidArgument(
                 f"{name}: this cubin was not made in this process, so its PTX is not known; compile it with Triton here"
             )
-        _parsed(text := sys.intern(text), name)  # refused now, if at all
+        _parsed(text := sys.intern(text), name)  # so that an unknown instruction is refused now
         self.functions[handle] = DeviceFunction(
             name, text, tuple(layout), shared, most_shared - shared, cubin.registers(image, name)
         )
         return handle
 
 
-# What the machine makes of a kernel is kept with it, and is megabytes: no more kernels than a function under test has.
+# A parsed kernel keeps megabytes of generated code, so only about as many stay as a function under test launches.
 _MOST_PARSED = 64
 
 

@@ -1,4 +1,4 @@
-"""Races: two accesses of threads that conflict, and that nothing orders."""
+"""Races: two conflicting accesses of threads without a happens-before order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tricomm.ptx.access import ThreadAccess
 
 @dataclass(slots=True)
 class Maker:
-    """Who makes accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1)."""
+    """The origin of accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1)."""
 
     team: Team
     block: int = -1
@@ -37,7 +37,7 @@ class Maker:
 
 
 class RaceChecks:
-    """Of one execution. `pairs`: by a strong write's event and a reader's team, the event of the read."""
+    """The checks of one execution. `pairs`: by a strong write's event and a reader's team, the event of the read."""
 
     def __init__(self, clocks: Clocks, events: list[Event], words: WordRule, report: Callable[[Finding], None]) -> None:
         self._clocks, self._events, self._words, self._report = clocks, events, words, report
@@ -45,7 +45,7 @@ class RaceChecks:
         self.pairs: dict[tuple[int, int], int] = {}
 
     def stored(self, access: ThreadAccess, slots: Array, record: int) -> None:
-        """Threads have executed something that writes."""
+        """Threads have executed an instruction that writes."""
         self._unused.ran(access.instruction, slots, record)
 
     def read(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
@@ -65,7 +65,7 @@ class RaceChecks:
 
     def read_over(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
                   kind: int) -> None:  # fmt: skip
-        """A read, and writes that others have covered. An acquire comes after all that it has learned of by then."""
+        """Check a read against writes that later ones have covered. For an acquire, with what it has learned."""
         if shadow.displaced.used:
             fits = shadow.fits(kind, slots) if scope_of(kind) else None
             displaced = shadow.displaced.late(maker.team, pieces, slots, kind, fits)
@@ -98,8 +98,8 @@ class RaceChecks:
 
     def copies(self, access: ThreadAccess, place: Elements, pieces: Array, elements: Array, slots: Array,
                 times: Array, record: int, kind: int) -> Array | None:  # fmt: skip
-        """Lanes of one weak store that store to one place: a race, unless they store the same. Then the last lane's
-        stands for all, and here are the first ones of each place, which have to be ordered as well."""
+        """Lanes of one weak store that store to one place are a race unless they store the same value. If they do, the
+        last lane's store stands for all. Returns the first lane of each such place, which has to be ordered as well."""
         if scope_of(kind) or len(pieces) == 1 or (np.diff(pieces) > 0).all():
             return None
         _, first, inverse = np.unique(pieces, return_index=True, return_inverse=True)
@@ -123,7 +123,7 @@ class RaceChecks:
         return earlier
 
     def _misfit(self, shadow: ThreadShadow, pieces: Array, slots: Array, unordered: Array, kind: int) -> int | None:
-        """The first element whose last write may not meet this access unordered."""
+        """The first element whose last write must be ordered before this access, and is not."""
         at = np.flatnonzero(unordered)
         if scope_of(kind):
             fits = shadow.fits(kind, slots)(shadow.kind[pieces[at]], shadow.writer[pieces[at]], slots[at])
@@ -139,14 +139,14 @@ class RaceChecks:
         return thread_diagnosis.race(first, second, clash, (self.thread(clash.slot), self.thread(slot)), pair)
 
     def thread(self, slot: int) -> str:
-        """The thread of a clock in a finding's text; nothing for host code."""
+        """The thread of a slot, for a finding's text; empty for host code."""
         number = self._clocks.thread[slot]
         return f", thread {number}" if number >= 0 else ""
 
     def _unless_unused(
         self, load: int, reader: int, clash: UnorderedPair, record: int, slot: int | None = None
     ) -> None:
-        """A race with the weak load `load` of thread `reader`, if that thread ever uses what it has loaded."""
+        """Report a race with the weak load `load` of thread `reader`, if that thread ever uses the value."""
         self.if_used(load, reader, lambda: self._described(clash, reader if slot is None else slot, record))
 
     def if_used(self, load: int, reader: int, finding: Callable[[], Finding]) -> None:
@@ -157,7 +157,7 @@ class RaceChecks:
             self._unused.judge(event.kernel, event.instruction, reader, load, finding)
 
     def again(self, shadow: ThreadShadow, pieces: Array, record: int) -> Array:
-        """bool per piece: the same instruction of the same block has stored there last, as copies of one lane do."""
+        """bool per piece: the last store there is by the same instruction of the same block: copies of one lane."""
         event = self._events[record]
         known: dict[int, bool] = {}
         for number in distinct(shadow.record[pieces]):

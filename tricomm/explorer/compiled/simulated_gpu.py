@@ -1,8 +1,8 @@
 """A rank's GPU as its host code sees it: `tricomm.gpu.Gpu` and the streams, events and graphs of `torch.cuda`.
 
-Tensors are the CPU's. A torch operation in host code stands for work on the rank's current stream: it is done when
-that stream has come to it, and is ordered as that stream orders it. What gives the host a value, as `item`, waits as
-it does on a GPU.
+Tensors are in CPU memory. A torch operation in host code stands for work on the rank's current stream: it is done when
+that stream has reached it, and has its place in the stream's order. An operation that gives the host a value, such as
+`item`, waits as on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.driver import CudaResult, SimulatedDriver
 from tricomm.explorer.compiled.stream_queues import StreamQueue
 
-# Of these operations the host waits for the result; it knows then what the stream knew.
+# The host waits for the results of these operations, and then knows what the stream knew.
 _GIVES_A_VALUE = {
     "item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__", "__contains__",
     "__repr__", "__format__", "equal", "allclose", "is_nonzero", "nonzero", "unique", "masked_select", "isclose",
@@ -26,13 +26,13 @@ _GIVES_A_VALUE = {
 
 
 class HostTurns(TimeSource, Protocol):
-    """What a rank's host code can do while others get on. Outside of host code nothing waits."""
+    """How a rank's host code lets others make progress. Outside of host code nothing waits."""
 
     def wait(self) -> None:
         """Returns when something may have changed."""
 
     def give_way(self) -> None:
-        """The same; once also if nobody else can get on."""
+        """As `wait`; also returns if no other task can run."""
 
 
 class SimulatedStream:
@@ -75,7 +75,7 @@ class SimulatedStream:
 
 
 class SimulatedEvent:
-    """As `torch.cuda.Event`. Times between events are 0: nothing here has a speed."""
+    """As `torch.cuda.Event`. Times between events are 0, because speed is not simulated."""
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
@@ -186,14 +186,14 @@ class SimulatedGpu:
         self.streams.raise_error()
 
     def passed(self, done: Callable[[], bool]) -> bool:
-        """`done()`; if it is not, others get on first, because host code may ask in a loop."""
+        """The value of `done()`. If it is False, others run first, because host code may ask in a loop."""
         if not done():
             self.streams.raise_error()
             self._turns.give_way()
         return done()
 
     def finish(self, queues: list[StreamQueue]) -> None:
-        """Wait for all that these streams have to do."""
+        """Wait for all work of these streams."""
         if self.streams.capturing:
             raise InvalidArgument("a stream that is being captured cannot be waited for on the host")
         self.until(lambda: all(queue.idle for queue in queues))
@@ -204,13 +204,13 @@ class SimulatedGpu:
         self.streams.orders.learn(self.streams.rank, order)
 
     def reach(self) -> None:
-        """Wait until the current stream has done what it has to do by now."""
+        """Wait until the current stream has done all that is enqueued by now."""
         queue = self.driver.queue_of(self.driver.current_stream)
         if queue.capture is None:
             self.until(lambda: queue.idle)
 
     def operation(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A torch operation of host code, in the place that it has on the current stream, which `reach` has reached."""
+        """Run a torch operation of host code at its place in the current stream, which `reach` has reached."""
         queue, streams = self.driver.queue_of(self.driver.current_stream), self.streams
         if queue.capture is not None:
             return _captured(queue, function, args, kwargs)
@@ -224,7 +224,7 @@ class SimulatedGpu:
 
 
 def _captured(queue: StreamQueue, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Note an operation in a graph. It is run for the tensors that it returns; what it has changed is taken back."""
+    """Record an operation in a graph. It is run to get the tensors that it returns; then its changes are undone."""
     given = [t for t in _tensors((args, kwargs)) if t.numel()]
     before = [(t, t._version, t.clone()) for t in given]
     result = function(*args, **kwargs)

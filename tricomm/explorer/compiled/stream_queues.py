@@ -1,8 +1,8 @@
 """Streams, events and graphs of a simulated GPU: work in the order that CUDA gives it, and no other order.
 
-A launch is enqueued, and host code runs on. The head of a stream begins as soon as what it comes behind has ended;
-which of the kernels that run is next is the scheduler's choice. What orders two pieces of work is handed on as a
-token of `Ordering`: from host code to what it enqueues, along a stream, from a record to what waits for its event.
+A launch is enqueued, and host code runs on. The head of a stream begins as soon as the work before it has ended. The
+scheduler chooses which of the running kernels takes the next step. Happens-before is passed on as tokens of `Ordering`:
+from host code to the work that it enqueues, along a stream, and from a recorded event to the work that waits for it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class KernelLaunch:
     parameters  the kernel's parameter space
     shared      bytes of dynamic shared memory
     stream      the handle that it was launched on
-    tensors     what it was launched with; they live as long as it runs
-    after, end  tokens of `Ordering`: what it knows when it begins; what is known at its end, set by the executor
+    tensors     the arguments, which live as long as it runs
+    after, end  tokens of `Ordering`: at its begin, and at its end, which the executor sets
     """
 
     rank: int
@@ -56,23 +56,23 @@ class Executor(Protocol):
 
 
 class Ordering(Protocol):
-    """What happens before what. A token stands for all that has happened before one moment."""
+    """Happens-before. A token stands for everything that has happened before one moment."""
 
     def host(self, rank: int) -> Any:
-        """What this rank's host code has done and knows by now."""
+        """The token of this rank's host code at this moment."""
 
     def learn(self, rank: int, token: Any) -> None:
-        """Host code has waited for it."""
+        """Host code has waited for the work of `token`."""
 
     def join(self, one: Any, other: Any) -> Any:
-        """Both; either may be None, which is nothing."""
+        """The token of both; either may be None, for nothing."""
 
     def operation(self, rank: int, after: Any) -> AbstractContextManager[Callable[[], Any]]:
-        """Around an operation that is a stream's work: gives a function for the token at its end, called inside."""
+        """Encloses an operation of a stream: gives a function, to be called inside, for the token at its end."""
 
 
 class NoOrders:
-    """Where nothing looks at the order."""
+    """For executions without a detector."""
 
     def host(self, rank: int) -> None:
         return None
@@ -89,7 +89,7 @@ class NoOrders:
 
 @dataclass(eq=False)
 class Mark:
-    """One record of an event. `nodes`: of a capture, what it stands behind there."""
+    """One record of an event. `nodes`: in a capture, the nodes that it comes after."""
 
     done: bool = False
     order: Any = None
@@ -111,7 +111,7 @@ class StreamItem:
 
 @dataclass(eq=False)
 class Node:
-    """Of a captured graph: what it does, and the nodes that it comes behind. Exactly one of the first two is there."""
+    """A node of a captured graph: a launch or an operation, and the nodes that it comes after."""
 
     launch: KernelLaunch | None
     operation: Callable[[], None] | None
@@ -120,7 +120,7 @@ class Node:
 
 @dataclass(eq=False)
 class Capture:
-    """A graph while it is captured: `last` has, by stream, the nodes that its next one comes behind."""
+    """A graph while it is captured: `last` has, by stream, the nodes that its next one comes after."""
 
     origin: StreamQueue
     nodes: list[Node] = field(default_factory=list)
@@ -141,7 +141,7 @@ class Capture:
 
 
 class StreamQueue:
-    """A stream: what is enqueued runs in order. `order` is the token at the end of what has run."""
+    """A stream: enqueued work runs in order. `order` is the token at the end of the work that has run."""
 
     def __init__(self, handle: int, streams: Streams) -> None:
         self.handle = handle
@@ -193,7 +193,7 @@ class StreamQueue:
         self._put(lambda after, ended: ended(None, join(after, mark.order)), lambda: mark.done)
 
     def then(self, look: Callable[[], None]) -> None:
-        """Call `look` in its place; it orders nothing."""
+        """Call `look` at this place of the stream; it orders nothing."""
 
         def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
             with self._streams.at_work():
@@ -227,7 +227,7 @@ class StreamQueue:
 
 
 class _Replay:
-    """A graph that runs: nodes begin when those that they come behind have ended."""
+    """A replay of a graph: a node begins when those that it comes after have ended."""
 
     def __init__(self, nodes: list[Node], streams: Streams, after: Any, ended: Any) -> None:
         self._nodes, self._streams, self._after, self._ended = nodes, streams, after, ended
@@ -273,13 +273,13 @@ class _Replay:
 
 
 class Streams:
-    """Those of one rank's device.
+    """The streams of one rank's device.
 
     executor   runs the kernels
-    orders     is told what orders what
-    changed    is called when a piece of work has ended: host code may go on
+    orders     tracks happens-before
+    changed    is called when a piece of work has ended, because host code may continue
     error      what a kernel has raised; as after a fault on a GPU, nothing runs from then on
-    working    torch's operations now are a stream's, though host code may be what made it advance
+    working    torch's operations are now those of a stream, even if host code has made it advance
     """
 
     def __init__(self, rank: int, executor: Executor, orders: Ordering, changed: Callable[[], None]) -> None:
@@ -322,8 +322,8 @@ class Streams:
         queue.capture.last[queue] = frozenset()
 
     def end_capture(self, queue: StreamQueue) -> list[Node]:
-        """The nodes of the graph. Raises `InvalidArgument` if a stream that was drawn into the capture has not come
-        back to it."""
+        """The nodes of the graph. Raises `InvalidArgument` if a stream that was drawn into the capture has not been
+        joined."""
         capture = queue.capture
         if capture is None or capture.origin is not queue:
             raise InvalidArgument("no capture has begun on this stream")

@@ -1,9 +1,9 @@
-"""What each thread knows of every other: vector clocks under the memory consistency model of PTX.
+"""Vector clocks of all threads, under the memory consistency model of PTX.
 
-A clock has two times for each thread: up to which its accesses are known, and up to which they are known through an
-alias fence. The threads of a block have one clock in common since the last barrier of the whole block; a thread that
-has learned something since then has another one, which it may share with others that have learned the same. Its own
-time each thread knows anyway. Numbers in brackets are sections of the PTX ISA manual.
+A clock has two times for each thread: its accesses up to the first happen before this moment, and those up to the
+second do so through an alias fence. After a barrier of the whole block its threads share one clock. A thread that
+learns something later gets another one, which it may share with others that have learned the same. A clock needs no
+entry for the thread's own time. Numbers in brackets are sections of the PTX ISA manual.
 
   program order (8.9.1)         of one thread; two lanes of a warp have none
   barriers (8.9.4)              `bar.sync`, `bar.red`, `bar.arrive`, `bar.warp.sync`: of the threads that take part
@@ -14,9 +14,9 @@ time each thread knows anyway. Numbers in brackets are sections of the PTX ISA m
   morally strong (8.7)          both scopes include the other's thread
   Fence-SC order (8.9.3)        a `fence.sc` before a later one
   proxies (8.9.5)               accesses by a plain and by a multicast address are ordered through a `fence.proxy.alias`
-  the CUDA API                  a launch begins behind the end of what its stream did before. The end of a launch is
-                                a fence of the whole system, so a relaxed write hands on what earlier launches did;
-                                and it is an alias fence.
+  the CUDA API                  a launch begins after the end of earlier work of its stream. The end of a launch is
+                                a system fence, so a relaxed write hands on what earlier launches did. It is an alias
+                                fence, too.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tricomm.explorer.compiled.thread_teams import BarrierRounds, FlagMessage, R
 
 MOST_THREADS = 8192
 Array = NDArray[Any]
-SCOPES = {"cta": 1, "cluster": 1, "gpu": 2, "sys": 3}  # a cluster is taken for a block: never more than it is
+SCOPES = {"cta": 1, "cluster": 1, "gpu": 2, "sys": 3}  # a cluster counts as one block: never overestimated
 CTA, GPU, SYS = 1, 2, 3
 _FIRST_SLOTS = 256
 
 
 def distinct(values: Array) -> list[int]:
-    """Its different numbers; most often all are the same."""
+    """The distinct values. Fast if all are equal, the usual case."""
     first = values[0]
     return [int(first)] if (values == first).all() else np.unique(values).tolist()
 
@@ -55,7 +55,7 @@ def includes(scope: int | Array, rank: Any, block: Any, other_rank: Any, other_b
 
 
 class Clocks:
-    """All threads of an execution. Slot 0 is nobody: what nobody has written is known to all."""
+    """The clocks of all threads of an execution. Slot 0 is no thread: initial values are known to all."""
 
     def __init__(self) -> None:
         size = _FIRST_SLOTS
@@ -67,7 +67,7 @@ class Clocks:
         self.switched = False  # true from the first access by a multicast address on
         self.messages: list[FlagMessage | None] = [None]
         self._fenced: dict[int, ReleasePart] = {}
-        self._plain: dict[tuple[int, int], int] = {}  # by team and scope: the message of what releases nothing
+        self._plain: dict[tuple[int, int], int] = {}  # by team and scope: the message of a write that releases nothing
         self._sc: dict[tuple[int, int, int], Array] = {}
         self._used, self._teams = 1, 0
         self._free: list[Array] = []
@@ -76,11 +76,11 @@ class Clocks:
     def size(self) -> int:
         return len(self.time)
 
-    # Who knows what
+    # Queries
 
     def known(self, team: Team, slots: Array, others: Array, apart: Array | None = None) -> Array:
-        """By pair: the time of thread `others[n]` that thread `slots[n]` of the team knows; if `apart[n]`, that it
-        knows through an alias fence."""
+        """By pair: the time of thread `others[n]` that thread `slots[n]` of the team knows; if `apart[n]`, the one that
+        it knows through an alias fence."""
         if apart is not None and apart.any():
             return np.where(apart, self._known(team, slots, others, 1), self._known(team, slots, others, 0))
         return self._known(team, slots, others, 0)
@@ -112,7 +112,7 @@ class Clocks:
         return ordered
 
     def row(self, team: Team, thread: int = 0) -> Array:
-        """What a thread knows now, handed to somebody: what it does from here on is not part of it."""
+        """A copy of what a thread knows now. Its time advances, so that its later accesses are not covered."""
         slot = team.slots[thread]
         known = self._row(team, int(team.row_of[thread])).copy()
         known[:, slot] = self.time[slot], max(known[1, slot], self._fenced_aliases[slot])
@@ -131,7 +131,7 @@ class Clocks:
             team.row_of[threads[rows == row]] = len(team.rows) - 1
 
     def _row(self, team: Team, row: int) -> Array:
-        """As long as there are slots now."""
+        """The row, extended to the present number of slots."""
         if team.rows[row].shape[1] < self.size:
             team.rows[row] = self._fitted(team.rows[row])
         return team.rows[row]
@@ -150,7 +150,7 @@ class Clocks:
     # Teams
 
     def team(self, rank: int, threads: int, known: Array | None = None, host: bool = False) -> Team:
-        """`threads` new threads of one block, which begin with what `known` (a row) knows."""
+        """`threads` new threads of one block, whose clocks begin as `known` (a row)."""
         slots = self._slots(threads, known)
         self._teams += 1
         known = np.zeros((2, self.size), np.int32) if known is None else _behind_alias_fence(self._fitted(known))
@@ -164,11 +164,11 @@ class Clocks:
         return team
 
     def leave(self, team: Team, slots: Array) -> None:
-        """Threads of it have ended."""
+        """Threads of the team have ended."""
         team.present -= len(slots)
 
     def end(self, team: Team) -> Array:
-        """What is known when all its threads have ended. Their slots may be used again by whoever knows of that."""
+        """What is known when all its threads have ended. Threads that know of this end may reuse the slots."""
         known = self._highest(team, team.slots)
         self.time[team.slots] += 1
         for slot in team.slots.tolist():
@@ -177,7 +177,7 @@ class Clocks:
         return _behind_alias_fence(known)
 
     def _slots(self, threads: int, known: Array | None) -> Array:
-        """Unused ones, or those of threads whose last accesses `known` knows."""
+        """Unused slots, or those of ended threads whose last accesses happen before `known`."""
         if known is not None:
             known = self._fitted(known)
             for n, free in enumerate(self._free):
@@ -213,14 +213,14 @@ class Clocks:
         self.time[slots] += 1
 
     def go_on(self, team: Team, barrier: int, slots: Array) -> None:
-        """They go on behind it: each knows what all knew that came."""
+        """They leave the barrier: each knows what all arrived threads knew."""
         gathering = team.barriers.setdefault(barrier, BarrierRounds())
         mine = gathering.came.get(int(slots[0]), gathering.phase)
         if mine == gathering.phase and gathering.known is not None:
             whole = gathering.waiting == team.present
             gathering.opened[mine] = gathering.known, whole
             gathering.opened.pop(mine - 2, None)
-            if whole:  # the others wait at this barrier, and do nothing before they go on as well
+            if whole:  # the others are at this barrier, too, and do nothing before they leave it
                 team.rows, team.row_of = [gathering.known], np.zeros_like(team.row_of)
             gathering.phase, gathering.known, gathering.waiting = mine + 1, None, 0
         known, whole = gathering.opened.get(mine, (None, True))
@@ -236,7 +236,7 @@ class Clocks:
     # Order through memory
 
     def fence_aliases(self, team: Team, slots: Array) -> None:
-        """What these threads know, they know through an alias fence from here on."""
+        """An alias fence by these threads: from here on they know through it all that they know."""
         threads = team.local(slots)
         rows = team.row_of[threads]
         for row in distinct(rows):
@@ -248,7 +248,7 @@ class Clocks:
         self.time[slots] += 1
 
     def fence(self, team: Team, slots: Array, scope: int, sc: bool) -> None:
-        """Ends acquire patterns, begins release patterns."""
+        """A fence ends acquire patterns and begins release patterns."""
         for number, ends, seers in list(team.seen.values()):
             mine = seers[np.isin(seers, slots)]
             if len(mine):
@@ -279,8 +279,8 @@ class Clocks:
         return self._plain[key]
 
     def publish(self, team: Team, slot: int, sem: str, scope: int, continues: Sequence[int] = ()) -> int:
-        """The number of the message of a strong write; it goes on with those of `continues`: what a read-modify-write
-        has read, or this thread's own release to the same word."""
+        """The number of the message of a strong write. It continues the messages `continues`: those that a
+        read-modify-write has read, or this thread's own release to the same word."""
         fence = self._fenced.get(slot)
         parts = [part for number in continues for part in self._handed_on(number, team, scope)]
         parts += team.birth if fence is None else (fence,)
@@ -340,7 +340,7 @@ class Clocks:
             )
             if not both:
                 continue
-            # Whoever knows a release knows all that was released with it.
+            # A reader that knows a release knows all that was released with it.
             late = readers
             if part.slot:
                 late = readers[self.known(team, readers, np.full(len(readers), part.slot)) < part.time]
@@ -353,7 +353,7 @@ def _behind_alias_fence(row: Array) -> Array:
 
 
 def _merged(parts: Sequence[ReleasePart]) -> tuple[ReleasePart, ...]:
-    """Without those that a later one of the same thread and scope stands for."""
+    """The latest part of each thread and scope, which covers the earlier ones."""
     last: dict[tuple[int, int, int], ReleasePart] = {}
     for part in parts:
         before = last.get((part.slot, part.block, part.scope))

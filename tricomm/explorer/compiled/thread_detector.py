@@ -1,4 +1,4 @@
-"""Finds what the order of accesses does not promise, thread by thread, whatever the schedule made of it.
+"""Detects data races thread by thread, in whatever order the schedule ran the accesses.
 
 Two accesses to the same byte conflict if one of them writes. If nothing orders them (`thread_clocks`), they are a race
 unless they are morally strong: both strong, of the same bytes, and both scopes include the other's thread (PTX ISA,
@@ -34,7 +34,7 @@ _SHARED_GRANULE = 4
 
 @dataclass(slots=True)
 class MadeStore:
-    """A store as its threads made it, for when it reaches memory: times, messages and so on of its elements."""
+    """The times, messages and so on of a store's elements at the moment of its issue; used when it reaches memory."""
 
     times: Array
     messages: Array
@@ -52,7 +52,7 @@ class ThreadDetector:
         self.clocks = Clocks()
         self.words = WordRule()
         self.checks = RaceChecks(self.clocks, self.events, self.words, self.report)
-        self.acting: dict[int, Maker] = {}  # by rank: what makes the host's accesses, if it is a stream's operation
+        self.acting: dict[int, Maker] = {}  # by rank: the stream operation that now makes the host's accesses
         self._hosts: dict[int, Maker] = {}
         self._meetings: dict[int, list[tuple[Array, Array]]] = {}
         self._shadowed: list[Region] = []
@@ -63,7 +63,7 @@ class ThreadDetector:
         return [event.record() for event in self.events if event.shared]
 
     def report(self, finding: Finding) -> None:
-        """Keep a finding, unless the same two lines have been found at odds already."""
+        """Keep a finding, unless there is one about the same two lines already."""
         if len(self.findings) < MOST and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
 
@@ -76,7 +76,7 @@ class ThreadDetector:
         return self._hosts[rank]
 
     def met(self, rank: int, step: int, after: bool) -> None:
-        """Host code has come to exchange number `step` of the group, or has left it with everybody's answer."""
+        """Host code has entered exchange number `step` of the group, or has left it with the values of all ranks."""
         team = self.host(rank).team
         if not after:
             self._meetings.setdefault(step, []).append((self.clocks.row(team), self.words.row(rank)))
@@ -97,8 +97,8 @@ class ThreadDetector:
 
     def access(self, maker: Maker, access: ThreadAccess, places: list[Elements], changed: Array | None,
                messages: list[Array] | None = None) -> None:  # fmt: skip
-        """An access that has been done. `changed` (bool by lane) says which atomics, or stores to shared memory,
-        changed anything; `messages` are those of the words that a load took from the past, by element of each place."""
+        """Examine an access after the fact. `changed` (bool by lane): which atomics, or stores to shared memory, have
+        changed a value. `messages`: by element of each place, for a load of past values."""
         record, slots = self._note(maker, access, places), maker.team.slots[access.threads]
         if access.kind == "load":
             for n, place in enumerate(places):
@@ -117,17 +117,17 @@ class ThreadDetector:
                     self._modify(maker, access, mine, slots, record, alters)
 
     def stamp(self, maker: Maker, access: ThreadAccess, places: list[Elements]) -> MadeStore:
-        """A store that its threads have made, and that has not reached memory yet, or not all of it."""
+        """Stamp an issued store of which not all has reached memory yet."""
         record, slots = self._note(maker, access, places), maker.team.slots[access.threads]
         self.checks.stored(access, slots, record)
         return self._stamp(maker, access, places, slots, record)
 
     def arrived(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: MadeStore) -> None:
-        """Now it does, or some of its elements: those of `places`."""
+        """The elements `places` of a stamped store reach memory."""
         self._stored(maker, access, places, stamp)
 
     def host_access(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int, site: Site) -> None:
-        """Host code, or an operation that it has put on a stream, has read or written shared memory."""
+        """Host code, or an operation that it has enqueued on a stream, has read or written shared memory."""
         maker = self.acting.get(rank) or self.host(rank)
         self.events.append(
             Event(self.step, maker.rank, -1, maker.team.number, 0, "store" if write else "load", None, None, site,
@@ -146,7 +146,7 @@ class ThreadDetector:
             shadow.plain.note(maker.team, pieces, slots, times, record, kind_of(0, itemsize))
 
     def messages(self, place: Elements, itemsize: int) -> Array:
-        """What the elements carry now, by element."""
+        """The messages that the elements carry now."""
         shadow = self._shadow(place.region)
         pieces, _ = shadow.pieces(place.offsets, itemsize)
         numbers: Array = shadow.message[pieces].reshape(len(place.offsets), -1)[:, 0]
@@ -158,7 +158,7 @@ class ThreadDetector:
         self.report(diagnosis.out_of_bounds(event.record(), text))
 
     def leftovers(self, arenas: list[Region]) -> None:
-        """At the end of an execution in which all went well: flags that nobody has read, words not as they were."""
+        """At the end of a clean execution: report flags that were never read, and words that are not reset."""
         for region in filter(lambda r: r.shared, self._shadowed):
             shadow: ThreadShadow = region.shadow
             for piece in np.flatnonzero(shadow.waiting).tolist():
@@ -172,7 +172,7 @@ class ThreadDetector:
             self.report(finding)
 
     def close(self) -> None:
-        """Free what takes much memory now: an execution's objects refer to each other, and a collection comes late."""
+        """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""
         for region in self._shadowed:
             region.shadow = None
 
@@ -251,8 +251,8 @@ class ThreadDetector:
 
     def _own_before(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array,
                     plain: int) -> dict[int, list[int]]:  # fmt: skip
-        """By lane, the messages of the thread's own last writes to the same words, in which a release goes on (8.8);
-        without `plain`, in which none does."""
+        """By lane, the messages of the thread's own last writes to the same words, which continue a release (8.8);
+        without `plain`, which continue none."""
         by_lane: dict[int, list[int]] = {}
         for place in places:
             shadow = self._shadow(place.region)
@@ -319,7 +319,7 @@ class ThreadDetector:
         if alters:
             self.checks.write(maker, shadow, pieces, slots, record, kind)
             shadow.note_write(maker.team, pieces, slots, times, record, kind)
-            # A counter's last ticket need not be read by anybody; a signal must be.
+            # The last value of a counter need not be read; a signal must be.
             shadow.waiting[pieces] = access.op == "exch"
         shadow.message[pieces], shadow.word[pieces] = message, word
 

@@ -1,4 +1,4 @@
-"""From two accesses of threads that nothing orders to words: what they are, and which ordering is missing."""
+"""The text of a race between two threads: the accesses, and the ordering that is missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def pair(pairs: dict[tuple[int, int], int], events: Sequence[Event], first: int,
 
 
 def race(first: Event, second: Event, clash: UnorderedPair, threads: tuple[str, str], flags: Pair | None) -> Finding:
-    """`second` conflicts with `first`, which its thread does not know of."""
+    """`second` conflicts with `first`, which does not happen before it."""
     words = "a strong access against a weak one", "strong accesses"
     missing = _missing(first, second, clash, flags)
     return diagnosis.unordered(clash.written, first.record(), second.record(), words, missing, threads)

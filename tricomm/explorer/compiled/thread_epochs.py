@@ -1,8 +1,8 @@
-"""The last accesses of one sort to every piece of a region, by thread.
+"""The last accesses of one kind to every piece of a region, by thread.
 
 One epoch is kept as long as each access is ordered after the one before it (FastTrack, PLDI'09). A piece that several
-threads access unordered keeps all their epochs, so no access is lost: in a row of a few entries if the threads are few,
-such as one of each rank that reads a shard, else in a row with an entry for each thread.
+threads access unordered keeps all their epochs, so no access is lost: in a row of a few entries for few threads, such
+as one of each rank that reads a shard, else in a row with an entry for each thread.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _COLUMNS = {"slot": np.int32, "time": np.int32, "record": np.int32, "kind": np.u
 
 
 def fence_needed(clocks: Clocks, kinds: Array, kind: Any) -> Array | None:
-    """For `Clocks.known`: `apart`, where there is anything of the sort."""
+    """The `apart` of `Clocks.known`: which pairs need an alias fence; None if no multicast address is in use."""
     return apart(kinds, kind) if clocks.switched else None
 
 
 @dataclass(slots=True)
 class UnorderedPair:
-    """Two accesses that nothing orders: piece `at` of the later one, and the earlier one's thread, time and record.
+    """Two unordered accesses: piece `at` of the later one, and the earlier one's thread, time and record.
 
-    fence_missing   something does order them, but no alias fence is on the way
+    fence_missing   they are ordered, but not through an alias fence
     """
 
     at: int
@@ -80,12 +80,12 @@ class _Rows:
 
 
 class Epochs:
-    """For each piece the last accesses of one sort, none of which is ordered before another one that is kept. An access
-    stands for those before it, so whatever may meet it unordered may meet them (`EpochsByKind`).
+    """For each piece the last accesses of one kind, none of which is ordered before another kept one. An access stands
+    for those ordered before it, so an access that needs no order with it must need none with them (`EpochsByKind`).
 
     row     by piece: 0 for one epoch, n for row n of the few, -n for row n of those with an entry for each thread
-    strong  whether they have a scope: a later one of a narrow scope may include one rank's and not another's. What cta
-            includes is not told apart within a rank
+    strong  the accesses have a scope: the narrow scope of a later one may include one rank and not another. Blocks of a
+            rank are not distinguished
     """
 
     def __init__(self, pieces: int, clocks: Clocks, strong: bool) -> None:
@@ -96,7 +96,7 @@ class Epochs:
         self._few, self._all = _Rows(_FEW), _Rows(clocks.size)
 
     def note(self, team: Team, pieces: Array, slots: Array, times: Array, record: Any, kind: Any) -> None:
-        """`record` and `kind` are numbers, or arrays of one for each."""
+        """`record` and `kind` are numbers, or arrays with one for each piece."""
         self.used = True
         rows = self.row[pieces]
         repeated, single = _repeated(pieces), rows == 0
@@ -125,7 +125,7 @@ class Epochs:
             self._all.put(-rows[wide], mine, (mine, times[wide], record[wide], kind[wide]))
 
     def keep(self, pieces: Array, slots: Array, times: Array, records: Array, kinds: Array) -> None:
-        """Accesses of earlier, by any threads, one of a piece; nothing that is kept stands for another."""
+        """Keep earlier accesses by any threads, one per piece; none replaces another."""
         self.used = True
         empty = (self.row[pieces] == 0) & (self.time[pieces] == 0)
         at = pieces[empty]
@@ -147,7 +147,7 @@ class Epochs:
             self.row[pieces] = 0
 
     def late(self, team: Team, pieces: Array, slots: Array, kind: int, fits: Any = None) -> UnorderedPair | None:
-        """An access that `slots`, at `pieces`, do not know of. `fits(kinds, others, slots)` says which may be so."""
+        """An access to `pieces` that does not happen before `slots`. `fits(kinds, others, slots)`: exempt ones."""
         if not self.used:
             return None
         late = self._single_late(team, pieces, slots, kind)
@@ -160,7 +160,7 @@ class Epochs:
         return min(pairs, key=lambda pair: (pair.at, pair.slot), default=None)
 
     def all_late(self, team: Team, pieces: Array, slots: Array, kind: int) -> list[UnorderedPair]:
-        """Every one that the slots do not know of: for loads whose values may never be used."""
+        """All accesses that do not happen before the slots: for loads whose values may never be used."""
         late = self._single_late(team, pieces, slots, kind)
         pairs = [self._single(team, pieces, slots, at) for at in np.flatnonzero(late).tolist()]
         return pairs + sorted(self._late_of_rows(team, pieces, slots, kind), key=lambda pair: (pair.at, pair.slot))
@@ -220,15 +220,15 @@ class Epochs:
         return pairs
 
     def _begin_row(self, pieces: Array) -> None:
-        """Give a row for a few to each of these pieces, which begins with the epoch that is there."""
+        """Give each of these pieces a row for few threads, which begins with its present epoch."""
         if len(pieces):
             rows = self._few.take(len(pieces))
             self._move_single(self._few, rows, np.zeros(len(rows), np.int64), pieces)
             self.row[pieces] = rows
 
     def _among_few(self, pieces: Array, slots: Array, times: Array, record: Array, kind: Array) -> None:
-        """Enter those whose piece has a row for a few: into the thread's entry, or an empty one. If there is neither,
-        the piece gets an entry for each thread."""
+        """Enter the accesses whose piece has a row for few threads: into the thread's entry, or an empty one. If there
+        is neither, the piece gets a row with an entry for each thread."""
         which = np.flatnonzero(self.row[pieces] > 0)
         if not len(which):
             return
@@ -242,7 +242,7 @@ class Epochs:
         self._few.put(rows, entries, (slots[which], times[which], record[which], kind[which]))
 
     def _give_all(self, pieces: Array) -> None:
-        """Give a row with an entry for each thread to these pieces, which begins with the epochs that are there."""
+        """Give each of these pieces a row with an entry for each thread, which begins with its present epochs."""
         self._all.fit(self._clocks.size)
         if not len(pieces):
             return
@@ -261,9 +261,9 @@ class Epochs:
 
 
 class EpochsByKind:
-    """`Epochs` of accesses that may stand for each other: all weak ones by plain addresses, all weak ones by multicast
-    addresses, and strong ones of a rank, of one scope, size and address. An access of wide scope may meet another
-    unordered that a narrow one before it may not."""
+    """`Epochs` for each group of accesses that may stand for each other: all weak ones by plain addresses, all weak
+    ones by multicast addresses, and strong ones of a rank, of one scope, size and kind of address. Scopes are separate,
+    because an access may need no order with one of wide scope, but with an earlier one of narrow scope."""
 
     def __init__(self, pieces: int, clocks: Clocks) -> None:
         self._pieces, self._clocks = pieces, clocks

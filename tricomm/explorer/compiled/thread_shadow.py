@@ -1,4 +1,4 @@
-"""What was last done to every piece of a region, and by which threads: all in numpy, an instruction's lanes at once.
+"""The last accesses to every piece of a region, and their threads: all in numpy, an instruction's lanes at once.
 
 A piece is the smallest element that was accessed so far.
 """
@@ -16,7 +16,7 @@ from tricomm.explorer.memory_model.access_kinds import same_size, scope_of
 
 
 class ThreadShadow:
-    """Of a region of `nbytes` bytes. Message 0 is none, record 0 is nobody's."""
+    """The shadow of a region of `nbytes` bytes. Message 0 and record 0 stand for none."""
 
     def __init__(self, nbytes: int, clocks: Clocks, granule: int = 8) -> None:
         self._clocks, self.nbytes, self.granule = clocks, nbytes, granule
@@ -24,11 +24,11 @@ class ThreadShadow:
         self.writer, self.written = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
         self.kind, self.record = np.zeros(pieces, np.uint8), np.zeros(pieces, np.int32)
         self.message = np.zeros(pieces, np.int32)
-        # For LL words and leftovers: what is there is a strong write's value, and nobody has read it yet.
+        # For LL words and leftovers: the value is that of a strong write, and has not been read yet.
         self.waiting = np.zeros(pieces, bool)
         self.cleared = np.zeros(pieces, bool)
         self.taker, self.taking = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
-        self.word = np.zeros(pieces, np.int32)  # what was seen, by blocks, when it was written
+        self.word = np.zeros(pieces, np.int32)  # the `WordRule` vector of the write
         self.plain, self.strong, self.displaced = (EpochsByKind(pieces, clocks) for _ in range(3))
 
     _BY_PIECE = ("writer", "written", "kind", "record", "message", "waiting", "cleared", "taker", "taking", "word")
@@ -51,7 +51,7 @@ class ThreadShadow:
         self.granule = granule
 
     def unordered_write(self, team: Team, pieces: Array, slots: Array, kind: int) -> Array:
-        """bool per piece: its last write is not among what its thread knows. `kind`: of the thread's access."""
+        """bool per piece: its last write does not happen before the slot's access, which is of `kind`."""
         needed = fence_needed(self._clocks, self.kind[pieces], kind)
         late: Array = self.written[pieces] > self._clocks.known(team, slots, self.writer[pieces], needed)
         return late
@@ -63,10 +63,10 @@ class ThreadShadow:
         return UnorderedPair(at, slot, time, record, kind, True, fence_missing)
 
     def fits(self, kind: int, slots: Array) -> Any:
-        """For `Epochs.late`: whether a strong access of that kind may meet others unordered (8.7: morally strong).
+        """For `Epochs.late`: which others need no order with a strong access of that kind (8.7: morally strong).
 
-        By whichever address: 8.7 asks for the same proxy, but CUDA's own example polls, by a plain address, a word that
-        others add to by a multicast one.
+        The kind of address does not count: 8.7 asks for the same proxy, but CUDA's own example polls, by a plain
+        address, a word that others add to by a multicast one.
         """
         clocks = self._clocks
 
@@ -84,12 +84,12 @@ class ThreadShadow:
 
     def note_write(self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int,
                    equal: Array | None = None) -> None:  # fmt: skip
-        """`equal` (bool per piece): the write before it stored the same, and has to be ordered before the next access
-        as this one has."""
+        """`equal` (bool per piece): the write before it stored the same value. The next access has to be ordered after
+        both."""
         if scope_of(kind):
             lost = self.unordered_write(team, pieces, slots, kind) | (self.kind[pieces] != kind)
             ranks = self._clocks.rank
-            lost |= ranks[slots] != ranks[self.writer[pieces]]  # a narrow scope may include the one and not the other
+            lost |= ranks[slots] != ranks[self.writer[pieces]]  # a narrow scope may include only one of the two
             lost &= self.written[pieces] > 0
             if lost.any():
                 self._displace(pieces[lost])
@@ -99,7 +99,7 @@ class ThreadShadow:
             self.displaced.forget(others)
             if equal is not None and equal.any():
                 self._displace(pieces[equal])
-        # Whoever is ordered after this write is ordered after the reads that this write is ordered after.
+        # An access that is ordered after this write is ordered after all reads before it, too.
         self.plain.forget(pieces)
         self.writer[pieces], self.written[pieces] = slots, times
         self.kind[pieces], self.record[pieces], self.message[pieces] = kind, record, 0

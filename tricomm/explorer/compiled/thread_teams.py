@@ -1,4 +1,4 @@
-"""The threads of a block, and what they hand to others: the data that `thread_clocks` works on."""
+"""The threads of a block, and the messages between threads: the data that `thread_clocks` works on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tricomm.ptx.access import Array
 
 @dataclass(frozen=True, slots=True)
 class ReleasePart:
-    """What a release pattern hands on: what thread `slot` (0: a launch) knew at its first operation, with its scope."""
+    """What a release pattern hands on: the clock of thread `slot` (0: a launch) at its first operation, its scope."""
 
     slot: int
     rank: int
@@ -21,7 +21,7 @@ class ReleasePart:
 
 @dataclass(frozen=True, slots=True)
 class FlagMessage:
-    """What a strong write carries. `rank`, `block` and `scope` are of the last write of the chain."""
+    """The message of a strong write. `rank`, `block` and `scope` are those of the last write of the chain."""
 
     rank: int
     block: int
@@ -31,18 +31,18 @@ class FlagMessage:
 
 @dataclass(eq=False, slots=True)
 class BarrierRounds:
-    """One barrier of a block: how often it has opened; who has come since then, and what they know."""
+    """One barrier of a block: how often it has opened, and the arrivals since then with what they know."""
 
     phase: int = 0
     known: Array | None = None
     waiting: int = 0
     came: dict[int, int] = field(default_factory=dict)  # by thread: the phase in which it came last
-    opened: dict[int, tuple[Array, bool]] = field(default_factory=dict)  # what was known, whether it is `base` now
+    opened: dict[int, tuple[Array, bool]] = field(default_factory=dict)  # what was known, whether it is `rows[0]` now
 
 
 @dataclass(eq=False, slots=True)
 class Team:
-    """The threads of one running block, or one actor of the host: their slots, one after another, and what they know.
+    """The threads of one running block, or one task of the host: their slots, consecutive, and what they know.
 
     rows    `rows[0]` is what all know; `row_of` has, by thread, the row that it knows instead
     """
@@ -59,6 +59,6 @@ class Team:
     barriers: dict[int, BarrierRounds] = field(default_factory=dict)
 
     def local(self, slots: Array) -> Array:
-        """Their numbers in the block."""
+        """The numbers of these threads in the block."""
         numbers: Array = slots - self.slots[0]
         return numbers

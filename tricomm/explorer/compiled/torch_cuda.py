@@ -1,6 +1,6 @@
-"""`torch.cuda` as a rank's host code has it over a simulated GPU: its streams, events and graphs, and torch's own work.
+"""`torch.cuda` for a rank's host code over a simulated GPU: its streams, events and graphs, and torch's own operations.
 
-In place while an execution lasts; outside of a rank's host code everything is torch's.
+Installed during an execution. Outside of a rank's host code everything is torch's own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tricomm.explorer.compiled.simulated_gpu import SimulatedEvent, SimulatedGpu
 
 Current = Callable[[], SimulatedGpu | None]
 
-# What looks at a tensor, or makes another view of it, without its elements.
+# Operations that inspect a tensor or make a view of it without access to its elements.
 _NO_DATA = {
     "__get__", "data_ptr", "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous",
     "storage_offset", "is_complex", "is_floating_point", "is_signed", "untyped_storage", "__len__", "__hash__", "view",
@@ -68,7 +68,7 @@ def installed(current: Current) -> Iterator[None]:
 
 @contextmanager
 def _capturing(gpu: SimulatedGpu, graph: SimulatedGraph, stream: Any) -> Iterator[None]:
-    """As `torch.cuda.graph`: on a stream of its own, behind all that the device has to do."""
+    """As `torch.cuda.graph`: on a stream of its own, after all work of the device."""
     gpu.synchronize()
     with stream or gpu.new_stream():
         graph.capture_begin()
@@ -97,7 +97,7 @@ _real: dict[str, Any] = {}
 
 
 def _change(by: int) -> None:
-    """Count an execution, and change `torch.cuda` for the first one, or restore it behind the last one."""
+    """Count an execution; patch `torch.cuda` for the first one, and restore it after the last one."""
     global _executions
     with _lock:
         _executions += by

@@ -1,4 +1,4 @@
-"""What happens at a warp's access: others may go first, then it is done, looked at, and those that wait are woken."""
+"""A warp's access: a scheduling point, the access itself, its examination, and the waking of pollers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tricomm.kernels.launch.memory_access import Access
 from tricomm.ptx.access import ThreadAccess
 from tricomm.ptx.instructions import Instruction
 
-_PATIENCE = 64  # rounds that a weak load is given, which may be no poll
+_PATIENCE = 64  # rounds of a weak load, which may not be a poll
 _ABORTED = 300  # rounds after an abort: a compiled kernel reads the abort word in one of 256
 _ACQUIRES = ("acquire", "acq_rel")
 
@@ -119,13 +119,13 @@ class UnitMachine:
         task.waits = None
 
     def leave(self, crew: Crew, threads: Array) -> None:
-        """A warp has come to its end."""
+        """Threads of a warp have ended."""
         if self.detector is not None:
             self.detector.clocks.leave(crew.maker.team, crew.maker.team.slots[threads])
         self.poke(crew)
 
     def poke(self, crew: Crew) -> bool:
-        """Something has changed within the block: whoever waits for it may go on."""
+        """Something has changed within the block: wake the warps whose condition holds now."""
         woken = False
         for task, until in list(crew.waiting.items()):
             if task.state is State.PARKED and until():
@@ -135,7 +135,7 @@ class UnitMachine:
         return woken
 
     def release_held(self, now: bool = False) -> bool:
-        """Do the late stores whose time has come; `now`: all of them."""
+        """Perform the late stores that are due; `now`: all of them."""
         due = self.weak.due(self.scheduler.step, now) if self.weak is not None else []
         for held in due:
             self._arrive(held)
@@ -153,7 +153,7 @@ class UnitMachine:
     # Inside
 
     def _private(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements]) -> None:
-        """Only blocks of one rank have it; they may wait for each other there all the same."""
+        """An access to memory of one rank alone, in which its blocks may still wait for each other."""
         if access.sem is not None:
             task.sync = True
             self.scheduler.take_turns()
@@ -217,7 +217,7 @@ class UnitMachine:
     def _wrote(
         self, task: Task, access: ThreadAccess, places: list[Elements], before: Array | None, old: Array | None
     ) -> bool:
-        """False if that has changed nothing: a loop that waits may store or exchange in each round."""
+        """False if the write has changed no value: a loop that waits may store or exchange in each round."""
         before = old if access.op == "exch" else before
         if before is None or not np.array_equal(before.reshape(len(access.threads), -1), values_at(access, places)):
             task.changed_memory()
@@ -228,7 +228,7 @@ class UnitMachine:
         return False
 
     def _perform(self, access: ThreadAccess, places: list[Elements]) -> tuple[Array | None, Array | None]:
-        """What it has read (uint8 [lanes, width]), and of a read-modify-write which lanes have changed anything."""
+        """The values read (uint8 [lanes, width]), and for a read-modify-write the lanes that have changed a value."""
         if access.writes and self.weak is not None and places[0].region.shared:
             for place in places:
                 self._note_overwritten(place, access)
@@ -304,7 +304,7 @@ class UnitMachine:
     # Polls
 
     def _looked(self, task: Task, crew: Crew, access: ThreadAccess, places: list[Elements], old: Array) -> None:
-        """A warp whose loop finds nothing new sleeps, unless another warp of its block that goes round with it does."""
+        """A warp whose loop sees no new value is parked, unless another warp of its block in the same loop sees one."""
         values = old.reshape(len(access.threads), access.elements, -1)
         seen = np.concatenate([values[place.lanes, place.numbers] for place in places])
         addresses = _addresses(places, access)
@@ -321,7 +321,7 @@ class UnitMachine:
             self.scheduler.park()
 
     def _news(self, task: Task, crew: Crew) -> bool:
-        """True if something that the warps of this loop poll has changed since they looked there."""
+        """True if memory that the warps of this loop poll has changed since their last look."""
         mine = task.loop()
         sites = {poll.site for poll in mine}
         polls = list(mine)
@@ -384,7 +384,7 @@ class Warp:
 
 
 def _before(task: Task, access: ThreadAccess, places: list[Elements]) -> Array | None:
-    """What lies where a task is about to write that may be in a polling loop."""
+    """The values that a task is about to overwrite, if it may be in a polling loop."""
     return values_at(access, places) if access.writes and task.repeated else None
 
 

@@ -2,12 +2,12 @@
 
 A tile that has fewer elements than the block has threads is copied: several threads load one element, and one of them
 stores the result. A store by that one then races with the loads of the others, formally. PTX gives a racing load some
-value, not an undefined behaviour (ISA 8.10), so the race is harmless if that value reaches nothing: no memory, no
+value, not undefined behaviour (ISA 8.10), so the race is harmless if that value reaches nothing: no memory, no
 address, no branch, no other thread.
 
-Which instructions a loaded value may reach is taken from the kernel's text: all that its registers flow into, in any
-order. If those are only stores, a thread uses the value as soon as it executes one of them after the load, its guard
-included. That is more than what it really uses, so no race is lost. All else is a use at once.
+The instructions that a loaded value may reach are taken from the kernel's text: all that its registers flow into, in
+any order. If only stores are among them, a thread uses the value once it executes one of them, with its guard, after
+the load. This overestimates the uses, so no race is missed. Anything else counts as an immediate use.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tricomm.explorer.report.findings import Finding
 from tricomm.ptx.instructions import Instruction, Operand, PtxKernel, registers_of
 
 _NO_RESULT = ("bra", "brx", "ret", "exit", "bar", "barrier", "red", "membar", "fence", "trap", "cp", "mbarrier", "call")
-# Plain functions of their own thread's registers; whatever is not among them uses a value at once.
+# Pure functions of their own thread's registers; any other instruction uses a value at once.
 _PURE = frozenset(
     "abs add addc and bfe bfi bfind bmsk brev clz cnot copysign cos cvt div dp2a dp4a ex2 fma fns lg2 lop3 mad mad24 "
     "madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub "
@@ -31,7 +31,7 @@ _PURE = frozenset(
 
 
 class UnusedLoads:
-    """Of one execution. `report` is told of races with loads whose values are used after all."""
+    """The loads of one execution. `report` gets the races with loads whose values are used after all."""
 
     def __init__(self, report: Callable[[Finding], None]) -> None:
         self._report = report
@@ -39,7 +39,7 @@ class UnusedLoads:
         self._waiting: dict[int, list[tuple[int, int, Callable[[], Finding]]]] = {}  # by store: thread, load, race
 
     def ran(self, instruction: Instruction, slots: Array, event: int) -> None:
-        """Threads have executed a store, or another access that writes."""
+        """Threads have executed an instruction that writes."""
         last = self._ran.get(id(instruction))
         if last is None:
             last = self._ran[id(instruction)] = np.zeros(MOST_THREADS + 1, np.int32)
@@ -53,7 +53,7 @@ class UnusedLoads:
     def judge(
         self, kernel: PtxKernel, instruction: Instruction, slot: int, load: int, race: Callable[[], Finding]
     ) -> None:
-        """A race with what thread `slot` has loaded at event `load`: reported now, later, or never."""
+        """Judge a race with thread `slot`'s load at event `load`: it is reported now, later, or never."""
         stores = _stores_reached(kernel, instruction)
         if stores is None or any(self._since(store, slot) > load for store in stores):
             self._report(race())
@@ -68,7 +68,7 @@ class UnusedLoads:
         return 0 if last is None else int(last[slot])
 
 
-_reached: dict[int, tuple[Instruction, tuple[Instruction, ...] | None]] = {}  # it keeps its loads, and so their numbers
+_reached: dict[int, tuple[Instruction, tuple[Instruction, ...] | None]] = {}  # holds the loads: their ids stay unique
 _MOST_LOADS = 1 << 15
 
 

@@ -62,7 +62,7 @@ def prepare(
 
 
 def _function(driver: SimulatedDriver, compiled: Any) -> int:
-    """Loaded once a device and process."""
+    """The function, loaded once per device and process."""
     key = (driver.name, compiled.metadata.hash, compiled.metadata.name)
     if key not in _functions:
         result, module = driver.cuModuleLoadData(compiled.asm["cubin"])

@@ -1,13 +1,13 @@
-"""Stores that arrive late and loads that are early: what the memory model allows a GPU to do to weak and relaxed ones.
+"""Stores that arrive late and loads that are early, as the memory model allows for weak and relaxed accesses.
 
 Late   An element of a store may be overtaken by all that its thread does next, except by an access to the same bytes
        (program order per location, PTX ISA 8.10.5) and by a release, a fence, a barrier of the host, or the thread's
-       end. A block barrier or a fence of the block hands it to the block: from then on no thread of the block
-       passes it with an access to the same bytes, a release or a fence (8.9.5, causality order is transitive). So does
-       a fence of the GPU with all threads of the rank. A release waits for what its thread did before; loads and
-       stores behind it need not wait for it (8.8).
-Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment, if that is behind its
-       thread's last acquire, fence or barrier, and behind the thread's last access to the same bytes.
+       end. A block barrier or a fence of cta scope hands it to the block: from then on no thread of the block
+       passes it with an access to the same bytes, a release or a fence (8.9.5, causality order is transitive). A fence
+       of gpu scope does the same for all threads of the rank. A release waits for what its thread did before; later
+       loads and stores need not wait for it (8.8).
+Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment, if that is after its
+       thread's last acquire, fence or barrier, and after the thread's last access to the same bytes.
 
 Each element is a store or a load of its own (8.2.2): the halves of a `.v2.b64` may be seen apart.
 """
@@ -29,7 +29,7 @@ from tricomm.ptx.access import ThreadAccess
 
 _OFTEN, _EARLY = 0.25, 0.5
 _LONGEST = 40
-_KEPT = 128  # overwritten elements' stores
+_KEPT = 128  # writes per region whose old values are kept
 MAY_WAIT = (None, "relaxed", "volatile")
 _LATE = (*MAY_WAIT, "release")
 
@@ -51,7 +51,7 @@ class LateStore:
 
 @dataclass(slots=True, eq=False)
 class Overwritten:
-    """What a write has replaced: by element, with the messages that were there."""
+    """The values that a write has replaced, by element, with their messages."""
 
     moment: int
     offsets: Array
@@ -62,7 +62,7 @@ class Overwritten:
 
 @dataclass(eq=False)
 class Looks:
-    """Of one warp: behind which moments its loads must be."""
+    """The moments after which the loads of one warp must be."""
 
     floor: int = 0
     at: dict[Region, Array] = field(default_factory=dict)  # by region: the moment of the last access to each 4 bytes
@@ -87,7 +87,7 @@ class WeakMemory:
         until = step + self._random.randint(1, _LONGEST)
         chosen = []
         for place in places:
-            _, copies = np.unique(place.offsets, return_inverse=True)  # copies of one lane go together
+            _, copies = np.unique(place.offsets, return_inverse=True)  # copies of one lane are late together
             some = np.array([self._random.random() < 0.5 for _ in range(int(copies.max()) + 1)])
             chosen.append(some[copies])
         if not any(c.any() for c in chosen):
@@ -98,7 +98,7 @@ class WeakMemory:
         self.held.append(held)
 
     def before(self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements]) -> list[LateStore]:
-        """What must reach memory before `access` does."""
+        """The late stores that must reach memory before `access`."""
         if not self.held:
             return []
         releases = access.writes and access.sem in ("release", "acq_rel")
@@ -106,7 +106,7 @@ class WeakMemory:
         return self._take(lambda h: self._mine(h, task, maker) and (releases or not h.words.isdisjoint(words)))
 
     def fenced(self, task: Any, maker: Maker, scope: int = SYS) -> list[LateStore]:
-        """What must reach memory before a fence, or the end of a warp. A narrower fence hands it to its scope only."""
+        """The late stores that must arrive before a fence or the end of a warp. A narrower fence only hands them on."""
         if scope == SYS:
             return self._take(lambda h: self._mine(h, task, maker)) if self.held else []
         for held in self.held:
@@ -124,8 +124,8 @@ class WeakMemory:
         return self._take(lambda h: now or h.until <= step) if self.held else []
 
     def read_before(self, access: ThreadAccess, places: list[Elements]) -> list[LateStore]:
-        """Late stores to words that a load has just read without them: half of them arrive now, behind this very load,
-        so that a flag and its payload from two loads are seen to differ."""
+        """Late stores to words that a load has just read without them. Half of them arrive right after this load, so
+        that two loads of a flag and its payload can see different states."""
         if not self.held or access.kind != "load":
             return []
         words = {word for place in places for word in words_of(place, access.itemsize)}
@@ -154,7 +154,7 @@ class WeakMemory:
             del past[0]
 
     def synchronised(self, task: Any) -> None:
-        """An acquire, a fence or a barrier: what the warp loads from here on is not older."""
+        """An acquire, a fence or a barrier: later loads of the warp are not older."""
         self._of(task).floor = self.moment
 
     def looked(self, task: Any, place: Elements, itemsize: int) -> None:
@@ -162,7 +162,7 @@ class WeakMemory:
         self._at(task, place.region)[pieces_of(place, itemsize)] = self.moment
 
     def behind(self, held: LateStore) -> list[Any]:
-        """The warps that may be behind a barrier or a fence that has handed it to them."""
+        """The warps that may be past a barrier or a fence that has handed the store to them."""
         if held.reach < GPU:
             return list(held.task.mates)
         return [*held.task.mates, *(t for t in self._looks if t.rank == held.task.rank and t not in held.task.mates)]
@@ -216,5 +216,5 @@ def pieces_of(place: Elements, itemsize: int) -> Array:
 
 
 def words_of(place: Elements, itemsize: int) -> frozenset[int]:
-    """What tells the 4-byte pieces of all memory apart."""
+    """Numbers of 4-byte pieces that are unique across all memory."""
     return frozenset((pieces_of(place, itemsize) + place.region.base // 4).tolist())

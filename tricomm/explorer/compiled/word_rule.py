@@ -1,7 +1,8 @@
-"""LL words: none may be overwritten before its reader has taken it, and said so in a word that the writer has seen.
+"""LL words: none may be overwritten before its reader has taken it and acknowledged that in a word that the writer has
+seen.
 
-An LL word needs no order with any other word, so clocks of release and acquire say nothing about it. What is kept
-here is what each block has seen of every other through strong accesses of any kind, ordered or not.
+An LL word needs no order with any other word, so clocks of release and acquire say nothing about it. The vectors here
+record what each block has seen of every other through strong accesses of any kind, ordered or not.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ _FIRST = 64
 
 
 class WordRule:
-    """Times by block: index 0 is nobody, (rank, -1) is a rank's host code."""
+    """Times by block: index 0 is none, (rank, -1) is a rank's host code."""
 
     def __init__(self) -> None:
         self._now = np.zeros((_FIRST, _FIRST), np.int32)
         self._index: dict[tuple[int, int], int] = {}
         self._vectors: list[Array] = [np.zeros(_FIRST, np.int32)]
-        self._last: dict[int, int] = {}  # by block: the vector that still says what it has seen
+        self._last: dict[int, int] = {}  # by block: its latest vector, while that is still up to date
 
     def index(self, rank: int, block: int) -> int:
         number = self._index.get((rank, block))
@@ -45,7 +46,7 @@ class WordRule:
     # Strong accesses
 
     def vector(self, rank: int, block: int) -> int:
-        """The number of what a strong write tells whoever reads it."""
+        """The number of the vector that a strong write passes to its readers."""
         me = self.index(rank, block)
         if me not in self._last:
             self._vectors.append(self._now[me].copy())
@@ -70,7 +71,7 @@ class WordRule:
             self._last.pop(me, None)
 
     def lost(self, rank: int, block: int, shadow: ThreadShadow, pieces: Array) -> tuple[Array, Array]:
-        """Of words that this block overwrites, bool per piece: never read; perhaps still being polled for."""
+        """For words that this block overwrites, bool per piece: never read; read, but perhaps not acknowledged yet."""
         now = self._now[self.index(rank, block)]
         never = shadow.waiting[pieces]
         early: Array = shadow.taking[pieces] > now[shadow.taker[pieces]]
