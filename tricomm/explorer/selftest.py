@@ -54,8 +54,8 @@ def _kinds(flag: bool, compiled: str | None) -> set[str]:
 
 @functools.cache
 def require(compiled: str | None = None) -> None:
-    """Raise `ResourceError` if the detector misses accesses: a hook of Triton's interpreter is not called, or what is
-    compiled for that architecture is not what it was."""
+    """Raise `ResourceError` if the detector misses accesses: Triton's interpreter does not call a hook, or the compiled
+    code for that architecture has changed."""
     racy, clean = _kinds(False, compiled), _kinds(True, compiled)
     if "race" not in racy or clean:
         raise ResourceError(

@@ -21,14 +21,14 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.left_out import by_reason
 from tricomm.options import Options
 
-# In 64-bit words, of a shard if the kernel has shards. With two blocks the second one has words in every other call,
-# and there are full tiles, a partial one, and none.
+# In 64-bit words, of a shard if the kernel has shards. With two blocks, the second one has work in every other call.
+# There are calls with full tiles, with a partial one, and with none.
 SIZES = (36, 1, 40)
 RANKS = 3
-BLOCKS, TILE = 2, 16  # or as many words as divide the buffers of every kernel, if these are fewer
+BLOCKS, TILE = 2, 16  # or fewer words, if the buffers of a kernel need that
 # The same for compiled kernels, whose tiles have 512 words.
 COMPILED_SIZES = (1028, 1, 1032)
-_OFFERED = (75, 80, 90, 100)  # architectures, where none of what was asked for can be compiled
+_OFFERED = (75, 80, 90, 100)  # architectures that are suggested if no requested kernel can be compiled
 _QUANTIZED = {
     ("one_shot", "ll"): "nvfp4", ("two_shot", "ll"): "fp8_per_token", ("one_shot", "ll128"): "fp8",
     ("two_shot", "ll128"): None,
@@ -64,9 +64,9 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
 def usable(
     wanted: list[Kernel], world_size: int | None, architecture: str | None
 ) -> tuple[list[Kernel], dict[str, str]]:  # fmt: skip
-    """Those of `found` that so many ranks can run (None: as many as each needs), and that this Triton compiles for
-    `architecture` (None: they are interpreted); and by name why others are left out. Raises `InvalidArgument`, with
-    what would work, if none is usable."""
+    """Those of `wanted` that `world_size` ranks can run (None: as many as each needs), and that this Triton compiles
+    for `architecture` (None: they are interpreted); and by name why others are left out. If none is usable, raises
+    `InvalidArgument` with options that would work."""
     capability = None if architecture is None else capability_of(architecture)
     reasons = {k.name: reason for k in wanted if (reason := _why_not(k, world_size, capability)) is not None}
     left = [kernel for kernel in wanted if kernel.name not in reasons]
@@ -83,7 +83,7 @@ def _why_not(kernel: Kernel, world_size: int | None, capability: int | None) -> 
 
 
 def _ways(wanted: list[Kernel], world_size: int | None, capability: int | None) -> list[str]:
-    """Options with which some of `found` can run, as far from those that were given as need be."""
+    """Changes of the options with which some of `wanted` can run."""
 
     def some(world_size: int | None, capability: int | None) -> bool:
         return any(_why_not(kernel, world_size, capability) is None for kernel in wanted)
@@ -98,7 +98,7 @@ def _ways(wanted: list[Kernel], world_size: int | None, capability: int | None) 
 
 
 def ranks(kernel: Kernel) -> int:
-    """That `tricomm check` runs it on, unless it is told."""
+    """The number of ranks on which `tricomm check` runs it by default."""
     return registry.CUBE_RANKS if kernel.needs_cube else RANKS
 
 
@@ -106,14 +106,14 @@ def options(
     world_size: int, blocks: int = BLOCKS, tile: int | None = None, compiled: str | None = None,
     kernel: Kernel | None = None,
 ) -> Options:  # fmt: skip
-    """The smallest memory, and blocks and tiles so small that every path is taken, of `kernel` if there is one."""
+    """The smallest memory, and blocks and tiles so small that every path is taken: by `kernel`, or by any kernel."""
     if compiled is not None:
         return replace(checked_options(world_size, None), blocks=blocks)
     nbytes = smallest(world_size).arena_bytes
     if tile is None:
         memory = layout.plan(world_size, nbytes)
         fused = [kernel] if kernel is not None and kernel.collective == FUSED else []
-        planes = 2 if any(k.wide for k in fused) else 1  # of a row's tile, each as long as another kernel's tile
+        planes = 2 if any(k.wide for k in fused) else 1  # planes of a row's tile, each as long as another kernel's tile
         users = fused or registry.KERNELS
         tile = min(TILE * planes, *(memory.largest_tile(k.algorithm, k.protocol) for k in users))
     return Options(arena_bytes=nbytes, blocks=blocks, tile=tile)
@@ -176,10 +176,10 @@ def _normalised(comm: Communicator, kernel: Kernel, number: int) -> torch.Tensor
 
 
 def _handed_on(comm: Communicator, protocol: str, number: int, size: int) -> Any:
-    """Two messages from each rank to the next one: a word, and then `size` of them, which are taken first.
+    """Two messages from each rank to the next one: a word, and then `size` of them, which are received first.
 
-    Nothing comes back but acknowledgements, so the first rank runs ahead as far as they let it. The second message is
-    no longer than the slots that the first one leaves: its receiver would refuse it.
+    Only acknowledgements come back, so the first rank runs ahead as far as they let it. The second message fits into
+    the slots that the first one leaves, because the receiver would refuse a longer one.
     """
     size = min(size, (layout.SLOTS - 1) * comm.arena_layout.slot_words(protocol))
     results: list[torch.Tensor] = []

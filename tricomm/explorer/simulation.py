@@ -84,7 +84,7 @@ def prepared(
     except TypeError as error:
         raise InvalidArgument(f"{_name(fn)} cannot be called with one communicator: {error}") from None
     except ValueError:
-        pass  # a built-in that does not say what it takes
+        pass  # a built-in without a signature
     if compiled is not None:
         compiled_runtime.capability_of(compiled)
         options = compiled_runtime.checked_options(world_size, options)

@@ -25,7 +25,7 @@ def from_file(name: str) -> Callable[[Any], Any]:
         raise InvalidArgument(f"{file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    sys.path.insert(0, str(file.parent))  # as `python file.py` has it
+    sys.path.insert(0, str(file.parent))  # as `python file.py` does
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""What a running warp asks of its surroundings: memory, order, time, and another warp's turn."""
+"""The requests of a running warp to its surroundings: memory, order, time, and turns for other warps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ThreadAccess:
 
     @property
     def multicast(self) -> bool:
-        """By an address that stands for several GPUs' memory; the access is that to one of them."""
+        """The address stands for several GPUs' memory; this is the access to one of them."""
         return self.instruction.opcode == "multimem"
 
     @property
@@ -65,16 +65,16 @@ class ThreadAccess:
 
 
 class Surroundings(Protocol):
-    """Of one unit (a warp, or a block). Calls come in the unit's own order; any of them may let other units run."""
+    """The surroundings of one unit (a warp, or a block). Calls come in program order; any may let other units run."""
 
     def access(self, access: ThreadAccess) -> None:
-        """Call `access.perform` or `access.supply`, sooner or later; for what reads, before this returns."""
+        """Call `access.perform` or `access.supply` at some time; for an access that reads, before this returns."""
 
     def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
         """`fence.sc|acq_rel.scope` or `membar`; `sem` is "sc", "acq_rel", or "alias" for `fence.proxy.alias`."""
 
     def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
-        """The barrier of a block has opened for these threads of this unit: all that were counted have arrived."""
+        """A barrier of the block has opened for these threads of this unit: all expected threads have arrived."""
 
     def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
         """These threads have come to barrier `number` (also `bar.arrive`, which does not wait)."""
@@ -83,7 +83,7 @@ class Surroundings(Protocol):
         """Let other units run; returns when `until()` is true. Raises if it never will be."""
 
     def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
-        """`bar.warp.sync` (and `shfl.sync` and such, which order no memory: not told)."""
+        """`bar.warp.sync`. Not called for `shfl.sync` and the like, which order no memory."""
 
     def nanotime(self) -> int:
         """`%globaltimer`, in nanoseconds; also the basis of `%clock64`."""

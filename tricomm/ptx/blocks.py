@@ -15,13 +15,13 @@ _SLACK = 128
 
 
 class BarrierState:
-    """`generation` counts how often it has opened."""
+    """A barrier of a block. `generation` counts how often it has opened."""
 
     def __init__(self) -> None:
         self.arrived = 0
         self.generation = 0
-        self.count: int | None = None  # of the present round, if it was given
-        self.values: list[int] = []  # one a contributing thread, 0 or 1
+        self.count: int | None = None  # of the present round, if given
+        self.values: list[int] = []  # one per contributing thread, 0 or 1
         self.results: dict[int, list[int]] = {}
         self.sleepers: list[Callable[[], None]] = []  # called when it opens
 
@@ -67,7 +67,7 @@ class BarrierRequest:
         return self.state.generation != self.generation
 
     def result(self, width: int) -> Array:
-        """Of a `bar.red`, for each of the unit's `width` lanes."""
+        """The result of a `bar.red`, for each of the unit's `width` lanes."""
         values = self.state.results.get(self.generation, [0])
         if self.reduction == "popc":
             return np.full(width, sum(values), "u4")
@@ -75,7 +75,7 @@ class BarrierRequest:
 
 
 class BlockState:
-    """`index` and `grid` in blocks (x, y, z), `number` of the block in its grid, `threads` how many it has."""
+    """`index` and `grid` in blocks (x, y, z), `number` of the block in its grid, `threads` the count of its threads."""
 
     def __init__(
         self, index: tuple[int, int, int], grid: tuple[int, int, int], threads: int, shared: tuple[int, int],
@@ -101,7 +101,7 @@ class BlockState:
             state.open()
 
     def leave(self, threads: int) -> None:
-        """So many threads have ended: barriers of the whole block wait for them no longer."""
+        """`threads` threads have ended: barriers of the whole block wait for them no longer."""
         self.exited += threads
         for state in self.barriers.values():
             if state.arrived and state.count is None:
@@ -109,7 +109,7 @@ class BlockState:
 
 
 def array_region(nbytes: int, name: str) -> AddressRange:
-    """Fresh zeros, addressed from 0."""
+    """New memory, all zeros, addressed from 0."""
     memory = np.zeros(nbytes + _SLACK + 16, "u1")
     offset = -memory.ctypes.data % _SLACK
     return AddressRange(memory[offset : offset + nbytes], 0, name)

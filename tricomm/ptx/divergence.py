@@ -1,7 +1,7 @@
-"""Lanes of a unit that have gone different ways, until they are together again.
+"""Runs diverged lanes of a unit until they reconverge.
 
-Each part runs on its own, in turns. Where a branch divided lanes, they wait for each other at the first place that all
-of them come to; not for ever, though: if the others only wait, for a barrier or for a word in memory, they go on.
+The groups of lanes run in turns. Lanes that a branch has divided wait for each other at its reconvergence point, but
+not for ever: they continue if the missing ones only wait, for a barrier or for a word in memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PATIENCE = 64
 
 @dataclass(eq=False)
 class Meeting:
-    """Where lanes meet again: at instruction `place`. `missing` have not come and not ended yet."""
+    """A reconvergence point, instruction `place`. `missing` lanes have neither arrived nor ended yet."""
 
     place: int
     outer: tuple[Meeting, ...]
@@ -46,7 +46,7 @@ class LaneGroup:
 
 
 class Divergence:
-    """From instruction `at`, whose branch or guard holds for the lanes `chosen` alone."""
+    """A divergence from instruction `at`, whose branch or guard holds only for the lanes `chosen`."""
 
     def __init__(self, unit: UnitView, at: int, chosen: Array, registers: list[Any]) -> None:
         self.unit, self.code = unit, unit.code
@@ -58,7 +58,7 @@ class Divergence:
         self._divide(LaneGroup(self.alive.copy(), at, ()), chosen)
 
     def run(self) -> tuple[int, list[Any]] | None:
-        """The block at which all lanes go on together and their registers; None if all have ended."""
+        """The block at which all lanes continue together, and their registers; None if all have ended."""
         while self.parts or self.meetings:
             if (back := self._together()) is not None:
                 return back
@@ -83,7 +83,7 @@ class Divergence:
         return None if registers is None else (number, registers)
 
     def _step(self, part: LaneGroup) -> None:
-        """Run a piece of the code for `part`, which comes behind all others then."""
+        """Run a piece of the code for `part`, which then goes to the end of the queue."""
         piece = self.code.piece(part.index, part.passed)
         if piece.stop == "barrier":
             self._at_barrier(part, piece)
@@ -108,7 +108,7 @@ class Divergence:
                 self._be_patient()
 
     def _place(self, part: LaneGroup, index: int) -> None:
-        """`part` goes on at `index`, or waits for others there."""
+        """Let `part` continue at `index`, or wait for others there."""
         part.index, part.passed = index, False
         if index >= len(self.code.kernel.instructions):
             self._leave(part)
@@ -126,13 +126,13 @@ class Divergence:
             self._release(meeting)
 
     def _release(self, meeting: Meeting) -> None:
-        """Those that have arrived go on."""
+        """Let the lanes that have arrived continue."""
         if meeting.arrived.any():
             lanes, meeting.arrived = meeting.arrived, np.zeros_like(meeting.arrived)
             self._place(LaneGroup(lanes, meeting.place, meeting.outer), meeting.place)
 
     def _divide(self, part: LaneGroup, chosen: Array | bool) -> None:
-        """Lanes `chosen` pass the guard of the instruction at the part's place, the others don't."""
+        """Split `part`: lanes `chosen` pass the guard of the instruction at its place, the others do not."""
         yes = part.mask & chosen
         no = part.mask & ~yes
         place, branch = part.index, self.code.kernel.instructions[part.index].opcode == "bra"
@@ -187,7 +187,7 @@ class Divergence:
         self._place(part, piece.end)
 
     def _all_there(self, part: LaneGroup) -> bool:
-        """All lanes that an instruction needs are at it: they become one part. Those that have ended are not needed."""
+        """True if all lanes that an instruction needs have reached it; they become one part. Ended ones don't count."""
         needed = self._members(part) & self.alive
         if not (needed & ~part.mask).any():
             return True
@@ -211,7 +211,7 @@ class Divergence:
             self._no_longer_missing(meeting, lanes)
 
     def _members(self, part: LaneGroup) -> Array:
-        """Lanes that the instruction's member masks name, those of other warps than the part's left out."""
+        """The lanes that the instruction's member masks name, in warps of the part only."""
         operation = self.code.masked_operation(part.index)
         lanes = np.arange(self.unit.shape.lanes)
         warps, lane = lanes // WARP, lanes % WARP
@@ -228,7 +228,7 @@ class Divergence:
         return member_lanes
 
     def _unblock(self) -> None:
-        """No part can run: one whose barrier has opened, those that wait for others, or other units."""
+        """No part can run: resume one at an open barrier, else lanes that wait for others, else let other units run."""
         ready = [p for p in self.parts if p.waiting is not None and p.waiting.is_open()]
         if ready:
             part = ready[0]
@@ -263,7 +263,7 @@ class Divergence:
             part.meets = False
 
     def _be_patient(self) -> None:
-        """Those that wait for lanes that poll go on after a while: what is polled for may be theirs to write."""
+        """After a while, let lanes continue that wait for polling lanes: they may have to write the polled word."""
         self.patience -= 1
         if self.patience == 0:
             self.patience = _PATIENCE
@@ -272,4 +272,4 @@ class Divergence:
 
 
 class LanesApart(TricommError):
-    """Lanes of a warp wait for each other at different instructions, for ever."""
+    """Lanes of a warp wait for each other at different instructions: a deadlock."""

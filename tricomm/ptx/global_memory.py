@@ -1,4 +1,4 @@
-"""Memory that a kernel may touch: real memory of this process, by address."""
+"""Memory that a kernel may access: real memory of this process, by address."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tricomm.ptx.access import Array
 
 
 class BadAddress(InvalidArgument):
-    """A kernel accessed memory that it was not given, or at an address that the access's width does not divide."""
+    """A kernel accessed memory that it was not given, or a misaligned address."""
 
 
 class AddressRange:
-    """Addresses from `low` to below `high`. `views` has its elements by size, from the address `starts` of that size:
-    the aligned ones that lie in it as a whole."""
+    """Addresses from `low` to below `high`. `views` has its aligned elements by size, from the address `starts` of that
+    size."""
 
     __slots__ = ("high", "low", "name", "starts", "views")
 
@@ -33,7 +33,7 @@ class AddressRange:
 
 
 class GlobalMemory:
-    """Regions that do not overlap. `last` is the one that was used last."""
+    """Regions that do not overlap. `last` is the most recently used one."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
@@ -42,7 +42,7 @@ class GlobalMemory:
         self.last = _NOTHING
 
     def add(self, base: int, nbytes: int, name: str) -> None:
-        """Let kernels touch `nbytes` from `base`, which must stay allocated until `remove`."""
+        """Let kernels access `nbytes` from `base`, which must stay allocated until `remove`."""
         if nbytes <= 0:
             return
         if base not in self._regions:
@@ -52,7 +52,7 @@ class GlobalMemory:
         self.last = _NOTHING
 
     def remove(self, base: int) -> None:
-        """Take away what `add` gave; nothing if there is none."""
+        """Remove the region that `add` made at `base`, if there is one."""
         if self._regions.pop(base, None) is not None:
             self._bases.remove(base)
             self.last = _NOTHING
@@ -75,11 +75,11 @@ class GlobalMemory:
         raise BadAddress(f"{nbytes} bytes at {address:#x} are before all memory that the kernel was given")
 
     def add_multicast(self, base: int, nbytes: int, members: Sequence[int]) -> None:
-        """`multimem` on an address from `base` means the same offset from each of `members`, which are in regions."""
+        """Let `multimem` on an address from `base` access the same offset from all `members`, which are in regions."""
         self._multicast.append((base, nbytes, tuple(members)))
 
     def members(self, addresses: Array, mask: Array | None) -> list[Array]:
-        """The addresses behind multicast ones, one array a member. Raises `BadAddress`."""
+        """The addresses that multicast ones stand for, one array per member. Raises `BadAddress`."""
         active = addresses if mask is None else addresses[mask]
         first, last = int(active.min()), int(active.max())
         for base, nbytes, members in self._multicast:

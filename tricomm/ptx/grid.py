@@ -29,7 +29,7 @@ Size = tuple[int, int, int]
 
 
 class Deadlock(TricommError):
-    """No unit of the launches that run together can go on."""
+    """No unit of the launches that run together can continue."""
 
 
 def refuse_unknown(kernel: PtxKernel) -> None:
@@ -57,7 +57,7 @@ class _Zeros(dict[str, int]):
 def launch(
     loaded: LoadedKernel, grid: Size, threads: Size, shared_bytes: int, parameters: bytes, unit: str = "warp"
 ) -> list[BlockState]:
-    """The blocks of a launch, with their units. `shared_bytes` are dynamic ones; `unit` is "warp" or "block".
+    """The blocks of a launch, with their units. `shared_bytes`: dynamic shared memory; `unit`: "warp" or "block".
 
     Raises `InvalidArgument` for sizes that no GPU of the kernel's architecture has.
     """
@@ -114,7 +114,7 @@ class RoundRobin:
         self._hub.switch()
 
     def run(self) -> None:
-        """Until all have ended. Raises `Deadlock`, and what a unit raises."""
+        """Run until all units have ended. Raises `Deadlock`, and what a unit raises."""
         self._hub = greenlet.getcurrent()
         left = None if self._rounds is None else self._rounds * len(self._all)
         blocked = 0

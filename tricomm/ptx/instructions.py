@@ -85,7 +85,7 @@ Operand = Register | Special | Integer | Float | Symbol | Label | Address | Vect
 
 @dataclass(frozen=True, slots=True)
 class SourceLine:
-    """`function` is None for the kernel itself, whose name the caller knows."""
+    """A line of Python. `function` is None for the kernel itself, whose name the caller knows."""
 
     file: str
     line: int
@@ -98,7 +98,7 @@ class Instruction:
 
     guard       (predicate register, True for `@!`), or None
     line        in the PTX text, from 1
-    source      the Python lines it was made of: the innermost first, then those that it was inlined at
+    source      the Python lines it comes from: the innermost first, then those that it was inlined at
     inline      it was written in inline assembly
     """
 
@@ -119,7 +119,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """Of an entry: `offset` and `size` in bytes in its parameter space; `pointer`: declared `.ptr`."""
+    """A parameter of an entry: `offset` and `size` in bytes in its parameter space; `pointer`: declared `.ptr`."""
 
     name: str
     kind: str
@@ -130,7 +130,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """Of the module or the kernel: `space` is shared, const, global or local; `size` 0 is dynamic shared memory."""
+    """A variable of the module or kernel: `space` is shared, const, global or local; `size` 0: dynamic shared one."""
 
     name: str
     space: str
@@ -145,7 +145,7 @@ class PtxKernel:
 
     target      "sm_90a"
     threads     of `.reqntid`, or None
-    most        threads of a block at most, of `.maxntid`, or None
+    most        maximum of threads of a block, of `.maxntid`, or None
     registers   every register by its name
     """
 

@@ -22,9 +22,9 @@ from tricomm.ptx.unit_shape import WARP, UnitShape
 
 
 class StepLimit(TricommError):
-    """A kernel went through its loops more often than it may. The message has the lines of the loop it was in.
+    """A kernel made more loop iterations than allowed. The message has the lines of its present loop.
 
-    where   file:line of the first of them, if there is one
+    where   file:line of the first of these lines, if there is one
     """
 
     where: str | None = None
@@ -35,7 +35,7 @@ class KernelTrap(TricommError):
 
 
 class Direct:
-    """Surroundings that see nothing: memory is accessed at once.
+    """Surroundings without a watcher: memory is accessed at once.
 
     `turn` lets other units run; `blocked`, for a runner that looks for deadlocks, returns once its argument holds, and
     `park` once the barrier has opened.
@@ -63,7 +63,7 @@ class Direct:
 
 
 class Unit:
-    """Threads `threads` of `block`. Calling it runs them; `registers` of lanes that have parted are in `divergence`."""
+    """Threads `threads` of `block`. A call runs them; `registers` of diverged lanes are in `divergence`."""
 
     def __init__(self, program: LoadedKernel, block: BlockState, threads: Array, shape: UnitShape) -> None:
         self.program, self.block, self.threads, self.shape = program, block, threads, shape
@@ -103,7 +103,7 @@ class Unit:
             number, registers = back
 
     def _place(self, error: BaseException) -> str:
-        """Kernel, block and instruction of an access: the innermost one among the calls that it went through."""
+        """Kernel, block and instruction of an access: the innermost call on its stack."""
         place, trace = "", error.__traceback__
         while trace is not None:
             seen = trace.tb_frame.f_locals
@@ -115,7 +115,7 @@ class Unit:
 
     @cached_property
     def local_region(self) -> Any:
-        """All lanes' local memory, one after another."""
+        """The local memory of all lanes, one after another."""
         return array_region(max(self.local_bytes, 16) * self.shape.lanes, "local memory")
 
     @cached_property
@@ -152,19 +152,19 @@ class Unit:
     def barrier_request(
         self, kind: str, number: int, count: int | None, mask: Array | None, instruction: Instruction
     ) -> BarrierRequest:
-        """Threads come to a barrier; if they come back because it has opened, the request of before."""
+        """The request of threads that come to a barrier; the earlier request if they return because it has opened."""
         if self.opened is not None:
             return self.opened
         threads = self.chosen(mask)
         lanes = len(threads)
         if count is not None and self.block.threads - 1 in threads:
-            lanes += -self.block.threads % WARP  # the count is one of whole warps
+            lanes += -self.block.threads % WARP  # the count is in whole warps
         request = BarrierRequest(self.block, kind, number, count, threads, lanes, self.block.barrier(number))
         self.instruction = instruction
         return request
 
     def sync(self, number: int, count: int | None, instruction: Instruction) -> None:
-        """All lanes arrive at a barrier and wait, without surroundings that watch."""
+        """All lanes arrive at a barrier and wait, with surroundings that do not watch."""
         state = self.block.barriers.get(number) or self.block.barrier(number)
         generation, state.count = state.generation, count
         state.arrived += self.shape.lanes if count is None else -(-self.shape.lanes // WARP) * WARP
@@ -173,7 +173,7 @@ class Unit:
             self.surroundings.wait_open(state, generation, instruction)
 
     def pass_barrier(self, request: BarrierRequest) -> Any:
-        """Arrive and wait; lanes that have parted only arrive, and come a second time when it has opened."""
+        """Arrive and wait. Diverged lanes only arrive, and come a second time when the barrier has opened."""
         instruction = self.instruction
         if self.opened is None:
             if self.watched["global"]:

@@ -1,4 +1,4 @@
-"""The shape of a unit, which code is generated for."""
+"""The shape of a unit, for which code is generated."""
 
 from __future__ import annotations
 

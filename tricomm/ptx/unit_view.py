@@ -1,4 +1,4 @@
-"""What operations and diverged lanes see of the unit that executes them."""
+"""The interface of a unit to operations and diverged lanes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tricomm.ptx.unit_shape import UnitShape
 
 
 class UnitView(Protocol):
-    """The unit itself is `unit.Unit`, which says more of each.
+    """The unit itself is `unit.Unit`, whose docstrings say more.
 
     watched     whether the surroundings see accesses, by space
     constants   memory of `.const` variables; `local_bytes` of local memory a lane
     copies      of cp.async, an `operations.async_copies.Copies`
     code        a `generated.kernel_code.KernelCode`
-    deferred    lanes that have parted come to a barrier: arrive, don't wait; `opened`: it has opened for them
+    deferred    diverged lanes come to a barrier: arrive without waiting; `opened`: it has opened for them
     """
 
     block: BlockState

@@ -1,4 +1,4 @@
-"""Kinds of accesses in one number: what decides which others an access may meet unordered, apart from who made it."""
+"""Kinds of accesses in one number: element size, scope and kind of address, on which it depends what can race."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def kind_of(scope: int, itemsize: int, multicast: bool = False) -> int:
 
 
 def scope_of(kind: Any) -> Any:
-    """0: the access is weak."""
+    """The scope; 0 for a weak access."""
     return kind >> 5 & 3
 
 

@@ -1,4 +1,4 @@
-"""Accesses of tricomm's own primitives that the detector's rules would refuse, each with the reason why it is right.
+"""Accesses of tricomm's own primitives that the detector's rules would report, each with the reason why it is right.
 
 store_ll    In the pure variant a plain store, standing for `st.relaxed.sys.v2.b64` of the PTX variant: Triton before
             3.9 has no relaxed store. It counts as a relaxed `.sys` store of 64 bits.
@@ -36,7 +36,7 @@ def copy_of(file: str) -> None:
 
 
 def present(file: str) -> str:
-    """The path now of one of these files.
+    """The present path of one of these files.
 
     Triton's cache keeps the path that a kernel was compiled from first: it may be of another copy of the same source,
     and that copy may be gone.

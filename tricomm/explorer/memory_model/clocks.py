@@ -13,8 +13,8 @@ Rules (the PTX memory model, as "A Formal Analysis of the NVIDIA PTX Memory Cons
 scopes as in HRF (ASPLOS'14)):
   program order within a block; end of a launch -> next launch of the rank; the ranks' exchanges on the host.
   release -> acquire that reads it, or reads a read-modify-write that continues it.
-  A launch begins behind the end of the one before it, which is a fence for the whole system: even a relaxed flag
-  hands on what its rank did in earlier launches.
+  A launch begins after the end of the one before it, which is a system fence: even a relaxed flag hands on what its
+  rank did in earlier launches.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tricomm.explorer.memory_model.source_lines import Site
 
 STRICT, THREAD, ANY, SEEN = range(4)
 ACQUIRES = ("acquire", "acq_rel")
-_RELEASES = 1 << 10  # times between two block barriers that releases take; more of them share the last one
+_RELEASES = 1 << 10  # time steps for the releases between two block barriers; further releases share the last one
 Clock = NDArray[Any]
 
 
@@ -107,7 +107,7 @@ class Thread:
         self.now[:, self.slot] += 1
 
     def barrier(self) -> None:
-        """A block barrier: an acquire by one thread now holds for all, and a release by one now covers all."""
+        """A block barrier: from here an acquire by one thread holds for all, and a release by one covers all."""
         np.maximum(self.now[STRICT], self.pending, out=self.now[STRICT])
         self._fence()
 
@@ -119,8 +119,8 @@ class Thread:
     def known_by_release(self) -> Clock:
         """What the next release publishes (STRICT), itself included.
 
-        One thread makes it, which does not wait for what the others have done since the last block barrier: its time
-        is behind the barrier and before theirs.
+        The releasing thread does not wait for what the others have done since the last block barrier. So its time is
+        after the barrier and before theirs.
         """
         known: Clock = self.fenced.copy()
         known[self.slot] += min(self._releases + 1, _RELEASES - 1)
@@ -132,7 +132,7 @@ class Thread:
         return self.now
 
     def publish(self, sem: str, scope: str, site: Site, before: Message | None) -> Message:
-        """The message of a strong write; `before` is the one that a read-modify-write continues."""
+        """The message of a strong write; `before` is the message that a read-modify-write continues."""
         releases = sem in ("release", "acq_rel")
         source = self.now if releases else self.birth
         strict = self.known_by_release if releases else self.birth[STRICT].copy()
@@ -158,7 +158,7 @@ class Thread:
             self.joins.append(Joined(site, sem, scope, message.parts, message.seen))
 
     def told(self, message: Message, scope: str) -> Clock:
-        """What an acquire of `message` knows itself, before the block barrier that makes it known to all (STRICT)."""
+        """The clock of the acquiring thread itself, before a block barrier makes it known to all (STRICT)."""
         known: Clock = self.now[STRICT].copy()
         for part in self._reached(message, scope):
             np.maximum(known, part.strict, out=known)
@@ -169,7 +169,7 @@ class Thread:
 
 
 def _merged(parts: list[Part], new: Part) -> list[Part]:
-    """`parts` and `new`. Earlier releases of the same thread stay in force."""
+    """`parts` and `new`, which takes in earlier releases of the same thread and scope."""
     kept = []
     for part in parts:
         if part.slot == new.slot and part.scope == new.scope:

@@ -1,7 +1,7 @@
 """Stores that reach memory late, and tiles that arrive in pieces: both are allowed on a GPU.
 
-A store that releases nothing may be overtaken by everything that its block does next, except by what reads or writes
-the same place, and by the block's next release or end. The elements of one tile are stores of their own.
+A store that releases nothing may be overtaken by everything that its block does next, except by accesses to the same
+place, and by the block's next release or end. The elements of one tile are separate stores.
 """
 
 from __future__ import annotations
@@ -82,6 +82,6 @@ class Delays:
 
 
 def _words(access: Access) -> Array:
-    """The numbers of the 8-byte words that an access touches: two of each element of 16 bytes."""
+    """Indices of the 8-byte words that an access touches: two for an element of 16 bytes."""
     first = access.addresses >> np.uint64(3)
     return first if access.itemsize <= 8 else np.concatenate([first, first + np.uint64(1)])

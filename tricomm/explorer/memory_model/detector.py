@@ -4,9 +4,9 @@ Every access is compared with the last accesses to the same bytes (`shadow`), un
 Two conflicting accesses that nothing orders are a race in this schedule and in others; the order in which this
 schedule ran them does not matter.
 
-A strong access (an atomic, a volatile load) may meet another strong one of the same size, if the scopes of both
-include both. Everything else has to be ordered. An acquire comes after what it has learned itself; what follows it in
-its block does so from the next block barrier on.
+A strong access (an atomic, a volatile load) needs no order with another strong one of the same size, if the scopes of
+both include both. All other conflicting accesses have to be ordered. The release that an acquire reads happens before
+the acquire itself, and before other threads of its block from the next block barrier on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ RELEASES = ("release", "acq_rel")
 
 @dataclass(slots=True)
 class Stamp:
-    """A store at the moment at which its block made it, for when it reaches memory later."""
+    """The clock and message of a store at the moment of its issue; used when it reaches memory later."""
 
     thread: Thread
     record: int
@@ -77,7 +77,7 @@ class Detector:
     def begin(self, launch: Launch) -> None:
         """A launch begins with the clock of its rank's host code, which includes earlier launches."""
         host = self._host(launch)
-        blocks = [self._of(task) for task in launch.blocks]  # may make room for more clocks
+        blocks = [self._of(task) for task in launch.blocks]  # may widen the clocks
         known = host.now
         host.tick()
         for block in blocks:
@@ -90,7 +90,7 @@ class Detector:
         host.tick()
 
     def forked(self, host: Task, side: Task) -> None:
-        """Host code has begun other host code of its rank, which runs beside it."""
+        """Host code has started other host code of its rank, which runs concurrently."""
         begun, clock = self._of(side), self._of(host)
         begun.begin(clock.now)
         clock.tick()
@@ -102,14 +102,14 @@ class Detector:
         clock.tick()
 
     def released(self, host: Task) -> Array:
-        """Host code lets a lock go: what the next one that takes it knows from then on."""
+        """Host code releases a lock. Returns the clock for the next owner."""
         clock = self._of(host)
         known = clock.now.copy()
         clock.tick()
         return known
 
     def acquired(self, host: Task, known: Array) -> None:
-        """Host code has taken a lock that another one has let go."""
+        """Host code has acquired a lock that was released at the clock `known`."""
         clock = self._of(host)
         np.maximum(clock.now[: known.size], known, out=clock.now[: known.size])
 
@@ -135,7 +135,7 @@ class Detector:
     # Accesses
 
     def access(self, task: Task, access: Access, places: list[Place], site: Site, changed: bool) -> None:
-        """An access that has been done; `changed` is False for a read-modify-write that left everything as it was."""
+        """Examine an access after the fact; `changed` is False for a read-modify-write that changed no value."""
         thread = self._of(task)
         record = self._note(task, access, places, site, changed)
         time = _time(thread, access)
@@ -148,7 +148,7 @@ class Detector:
                 self._write(thread, access, place, record, message, changed, time)
 
     def stamp(self, task: Task, access: Access, places: list[Place], site: Site) -> Stamp:
-        """A store that its block has made and that has not reached memory yet."""
+        """Stamp an issued store that has not reached memory yet."""
         thread = self._of(task)
         frozen = copy(thread)
         frozen.now, frozen.joins = thread.now.copy(), list(thread.joins)
@@ -199,7 +199,7 @@ class Detector:
         """At the end of a clean execution: report flags that were never read, and words that are not reset."""
         for region in filter(lambda r: r.shared, self._shadowed):
             shadow = region.shadow
-            # A word that is 0, as memory begins, is at rest: a lock let go, a signal taken back.
+            # A word that is 0, the initial value, is at rest: a released lock, a cleared signal.
             left = np.flatnonzero(~shadow.taken & (shadow.writer >= 0)) * shadow.granule
             for start in left.tolist():
                 record = self.records[shadow.record[start // shadow.granule]]
@@ -213,7 +213,7 @@ class Detector:
                 self.report(finding)
 
     def close(self) -> None:
-        """Free what takes much memory now: an execution's objects refer to each other, and a collection comes late."""
+        """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""
         for region in self._shadowed:
             region.shadow = None
 
@@ -271,7 +271,7 @@ class Detector:
     ) -> None:
         shadow = self._shadow(place.region)
         index = shadow.index(place.offsets, access.itemsize)
-        if not changed:  # a read-modify-write that only hands on
+        if not changed:  # a read-modify-write that only continues messages
             shadow.message[index] = message
             return
         strong, site = access.sem is not None, self.records[record].site
@@ -295,7 +295,7 @@ class Detector:
     def _clashed(
         self, thread: Thread, access: Access, shadow: Shadow, index: Index, unordered: Array, record: int
     ) -> None:
-        """The last write is not ordered before this access: a race, unless both are strong and fit each other."""
+        """The last write is not ordered before this access: a race, unless both are strong, of one size, in scope."""
         unordered = unordered & self._misfits(thread, access, shadow.kind[index], shadow.writer[index])
         if unordered.any():
             self._race(thread, shadow.clash_with_write(index, unordered), record)
@@ -311,7 +311,7 @@ class Detector:
             self._race(thread, clash, record)
 
     def _told(self, thread: Thread, access: Access, messages: Array) -> Array:
-        """What an acquire knows at each granule, whose message it has read there: [slot, granule]."""
+        """The clock of an acquire at each granule, with the message that it has read there: [slot, granule]."""
         numbers, which = np.unique(messages, return_inverse=True)
         told = [
             thread.told(self._fit(self._messages[n]), access.scope or "") if n >= 0 else thread.now[STRICT]
@@ -320,11 +320,11 @@ class Detector:
         return np.stack(told, axis=1)[:, which]
 
     def _misfits(self, thread: Thread, access: Access, kinds: Any, slots: Any) -> Array:
-        """bool for each earlier access, of these kinds and threads, that conflicts: the two must be ordered."""
+        """bool per earlier conflicting access, of these kinds and threads: the two must be ordered."""
         ranks = self._ranks[slots]
         if access.sem is None:
             return np.ones(len(ranks), bool)
-        narrow = np.minimum(scope_of(kinds), SCOPES[access.scope or "sys"])  # below all of them, if one is plain
+        narrow = np.minimum(scope_of(kinds), SCOPES[access.scope or "sys"])  # 0 if one is plain
         apart = (narrow < SCOPES["sys"]) & (ranks != thread.rank) | (narrow < SCOPES["gpu"])
         return apart | np.logical_not(same_size(kinds, access.itemsize))  # type: ignore[no-any-return]
 
@@ -332,7 +332,7 @@ class Detector:
         self.report(diagnosis.race(thread, clash, self.records[clash.record], self.records[record]))
 
     def _ll_overwritten(self, thread: Thread, shadow: Shadow, index: Index, record: int) -> None:
-        """An LL word may be overwritten only after its read, of which the reader's next header is the proof."""
+        """An LL word may be overwritten only after its read, which the reader's next header acknowledges."""
         lost = ~shadow.taken[index]
         early = shadow.taking[index] > thread.now[SEEN][shadow.taker[index]]
         for which, never in ((lost, True), (early & ~lost, False)):
@@ -340,7 +340,7 @@ class Detector:
                 clash = shadow.clash_with_write(index, which)
                 self.report(diagnosis.ll_overwritten(self.records[clash.record], self.records[record], never))
                 return
-        # The block's reduction over what its lanes have acquired stands for a block barrier here.
+        # The block's reduction over the values that its lanes have acquired acts as a block barrier here.
         late = shadow.cleared[index] & shadow.unordered_write(index, thread.now[THREAD])
         if late.any():
             clash = shadow.clash_with_write(index, late)

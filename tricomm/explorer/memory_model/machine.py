@@ -19,7 +19,7 @@ _PATIENCE = 64  # rounds before a loop of plain loads, or of a kernel after an a
 
 
 class OutOfBounds(TricommError):
-    """An access to memory that the kernel was not given."""
+    """An access outside of all memory that the kernel was given."""
 
 
 class Machine:

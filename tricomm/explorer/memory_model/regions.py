@@ -55,7 +55,7 @@ class Region:
         return self.kind in ("arena", "symmetric")
 
     def label(self, offset: int) -> str:
-        """A readable name of byte `offset`."""
+        """A readable name for byte `offset`."""
         if self.plan is None:
             return f"{self.name} byte {offset}"
         channel, offset = divmod(offset, self.plan.slice)
@@ -63,14 +63,14 @@ class Region:
         return f"rank {self.rank}'s arena,{part} {_arena_label(self.plan, offset)}"
 
     def acknowledges(self, offset: int) -> bool:
-        """True for the words in which receivers acknowledge slots: only a later message would read the last of them."""
+        """True for the words in which receivers acknowledge slots: only a later message would read the last one."""
         if self.plan is None or not self.plan.queue_states <= offset % self.plan.slice < self.plan.slots:
             return False
         word = (offset % self.plan.slice - self.plan.queue_states) % layout.QUEUE_STATE // 8
         return layout.ACKS <= word < layout.ACKS + layout.SLOTS
 
     def constant(self, lowest: int, highest: int) -> bool:
-        """True for words of a group table that no kernel writes: reading them is no event."""
+        """True for words of a group table that no kernel writes: reads of them are not recorded."""
         if self.plan is None:
             return False
         start = lowest // self.plan.slice * self.plan.slice
@@ -127,8 +127,8 @@ class Place:
 
 
 class Memory:
-    """All regions of one execution. `multicast`: the addresses that stand for memory of all ranks (compiled kernels'
-    alone), each with its bytes and the addresses of all."""
+    """All regions of one execution. `multicast` (only of compiled kernels): addresses that stand for memory of all
+    ranks, each with its size and the address in each rank's memory."""
 
     def __init__(self) -> None:
         self.multicast: list[tuple[int, int, tuple[int, ...]]] = []

@@ -1,4 +1,4 @@
-"""How launches leave a group's memory: words that are 0 again, and one epoch for all."""
+"""The state in which launches must leave a group's memory: words that are 0 again, and the same epoch on all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARR
 
 
 def not_at_rest(arenas: list[Region], start: int = 0) -> Iterator[Finding]:
-    """What is not as launches leave it at the end: words, and epochs. `start`: the byte at which a channel begins."""
+    """Findings about words and epochs that are not at rest at the end. `start`: the byte at which a channel begins."""
     epochs = []
     for region in arenas:
         words = region.bytes[start : start + layout.HEADERS].view(np.int64)

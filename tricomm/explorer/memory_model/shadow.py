@@ -1,8 +1,8 @@
 """Shadow memory: the last accesses to every granule of a region, from which unordered accesses are detected.
 
 All in numpy, a whole tile at a time. A granule is the smallest access seen so far (8 bytes at first). No sampling: an
-access is kept until one comes that is ordered after it and that clashes with whatever would clash with it: a plain
-write, or one of the same thread and kind.
+access is kept until a later one replaces it, which is ordered after it and clashes with every access that the earlier
+one would clash with: a plain write, or one of the same thread and kind.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Clash:
 
 
 class LastByKind:
-    """The last accesses of one sort (`written` or not) to every granule, by kind (`access_kinds`) and thread."""
+    """The last reads, or (`written`) writes, of every granule, by kind (`access_kinds`) and thread."""
 
     def __init__(self, granules: int, slots: int, written: bool) -> None:
         self._granules, self._slots, self._written = granules, slots, written
@@ -41,7 +41,7 @@ class LastByKind:
         self._tables: dict[int, tuple[int, Array, Array]] = {}  # by kind: its bit, times and records by slot, granule
 
     def note(self, index: Index, slots: Any, times: Any, records: Any, kind: int) -> None:
-        """An access; or accesses of one kind at the granules `index`, with values for each."""
+        """Note one access, or several of one kind at the granules `index`, with values for each."""
         bit, last, noted = self._table(kind)
         early = last[slots, index] > times  # a release's time is before those of its block since the last barrier
         if early.any():
@@ -56,8 +56,8 @@ class LastByKind:
         self._bits[index] = 0
 
     def late(self, index: Index, known: Array, misfits: Callable[[int], Array]) -> Clash | None:
-        """An access that does not happen before the clocks `known` (of all granules, or one for each), and that is by
-        one of the threads `misfits` of its kind."""
+        """An access that does not happen before the clocks `known` (one for all granules, or one for each), by one of
+        the threads that `misfits` gives for its kind."""
         for kind, (_, last, noted) in self._present(index):
             mine = misfits(kind)
             if not mine.any():
@@ -93,7 +93,7 @@ class LastByKind:
 
 
 class Shadow:
-    """Of a region of `nbytes` bytes, for `slots` threads. Records are indices into the detector's list of accesses."""
+    """The shadow of `nbytes` bytes, for `slots` threads. Records are indices into the detector's list of accesses."""
 
     def __init__(self, nbytes: int, slots: int) -> None:
         self.nbytes, self.slots = nbytes, slots
@@ -109,12 +109,12 @@ class Shadow:
         self.taker = np.zeros(n, np.int16)
         self.taking = np.zeros(n, np.int32)  # the first taker's time
         self.reads = LastByKind(n, slots, written=False)
-        self.displaced = LastByKind(n, slots, written=True)  # writes for which the last one does not stand
+        self.displaced = LastByKind(n, slots, written=True)  # earlier writes that the last one does not replace
 
     _BY_GRANULE = ("writer", "written", "kind", "record", "message", "taken", "cleared", "taker", "taking")
 
     def index(self, offsets: Array, itemsize: int) -> Index:
-        """The granules of the elements at `offsets`; the granules get finer from here on if these are too coarse."""
+        """The granules of the elements at `offsets`. If the granules are too coarse, they are refined first."""
         if itemsize % self.granule or (offsets % self.granule).any():
             self._refine(next(g for g in (4, 2, 1) if itemsize % g == 0 and not (offsets % g).any()))
         first, width = offsets // self.granule, itemsize // self.granule

@@ -36,7 +36,7 @@ _hidden: dict[str, bool] = {}
 
 @dataclass(frozen=True)
 class Site:
-    """A place in a kernel: (file, line, function) of the access and of what called it, up to the kernel itself."""
+    """A place in a kernel: (file, line, function) of the access and of its callers, up to the kernel itself."""
 
     chain: tuple[tuple[str, int, str], ...]
     machine: str = ""  # the instruction, of compiled code
@@ -69,7 +69,7 @@ class Site:
 
 
 def is_users(file: str) -> bool:
-    """True for kernels, and for code that is neither tricomm's own nor an installed library's."""
+    """True for kernels, and for code that belongs neither to tricomm nor to an installed library."""
     kernels = file.startswith(_KERNELS) and not file.startswith(_HIDDEN)
     return kernels or not file.startswith((*_HIDDEN, *_LIBRARIES, _PACKAGE, "<"))
 

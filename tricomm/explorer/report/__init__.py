@@ -1,1 +1,1 @@
-"""Findings, in words, in files and as pictures."""
+"""Findings as text, in files and as pictures."""

@@ -17,9 +17,9 @@ def unordered(
     wrote: bool, first: Record, second: Record, words: tuple[str, str], missing: tuple[str, str],
     threads: tuple[str, str] = ("", ""),
 ) -> Finding:  # fmt: skip
-    """Two accesses that conflict; `wrote`: the first one does. `missing` is the kind of the finding and the advice.
+    """Two conflicting accesses; `wrote`: the first one is a write. `missing` is the kind of the finding and the advice.
 
-    `words`: a strong access against a weak one, strong accesses; `threads`: both as in `uninitialised`.
+    `words`: the terms for "a strong access and a weak one", "strong accesses"; `threads`: both as in `uninitialised`.
     """
     kind, advice = missing
     name = "write-after-write" if wrote and second.kind != "load" else "read-after-write"
@@ -85,7 +85,7 @@ def _wider(first: Record, second: Record) -> str:
 
 
 def flag_needed(written: bool, kind: str, a: str, b: str) -> str:
-    """Advice for an access of `kind` by `b` that nothing orders after one by `a`, which has `written`, or read."""
+    """Advice for an access of `kind` by `b` that is not ordered after one by `a`, which has `written`, or read."""
     if written and kind == "load":
         return (
             f"no flag tells {b} that {a} has written: let {a} release one after its store (tl.debug_barrier(), then a "
@@ -117,7 +117,7 @@ def zero_may_come_late(first: Record, second: Record) -> Finding:
 
 
 def uninitialised(record: Record, thread: str = "") -> Finding:
-    """`thread` names it where the machine runs threads: ", thread 5"."""
+    """`thread` names the thread, if the machine tells threads apart: ", thread 5"."""
     text = f"{_said(record, thread)} from {record.place}, which was never written"
     advice = "write it first, or wait for the rank that does; if the zeros of new memory are meant, store them"
     return _finding("uninitialised", (record,), text, advice)

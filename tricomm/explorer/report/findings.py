@@ -49,10 +49,10 @@ class Record:
 
 @dataclass(frozen=True)
 class Execution:
-    """What one execution depends on, besides the function: enough to repeat it exactly.
+    """All inputs of one execution besides the function: enough to repeat it exactly.
 
-    `choices` are the switches, (step, task); without one the last task runs on. `patience` is the number of rounds of
-    a loop without new values after which a block is parked.
+    `choices` are the switches, (step, task); at other steps the last task continues. `patience` is the number of rounds
+    of a loop without new values after which a block is parked.
     """
 
     seed: int = 0
@@ -68,7 +68,7 @@ class Finding:
     """Something wrong that at least one schedule showed.
 
     kind      race, scope, deadlock, out_of_bounds, uninitialised, wrong_result, rank_mismatch, leftover or exception
-    ranks     the ranks that it is about, in the order of `where`
+    ranks     the ranks that are involved, in the order of `where`
     where     file:line of each, in the file of the kernel (or of the function, for host code)
     text      what happened, with blocks, addresses and values
     advice    which ordering is missing and what would give it

@@ -1,4 +1,4 @@
-"""A finding's accesses as an SVG: time runs to the right, a lane per block, what the finding is about in red."""
+"""A finding's accesses as an SVG: time runs to the right, a lane per block, the finding's own accesses in red."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _marked(finding: Finding) -> list[int]:
 
 
 def _shown(count: int, marked: list[int]) -> list[int]:
-    """The events to draw: a window with all the marked ones in it, or where they are far apart one around each."""
+    """The events to draw: a window with all the marked ones in it, or one around each if they are far apart."""
     low, high = (min(marked), max(marked)) if marked else (count - 1, count - 1)
     margin = WINDOW // 4
     if high - low + 1 + 2 * margin <= WINDOW:
@@ -123,7 +123,7 @@ def _lanes(y: dict[tuple[int, int], int], width: int) -> Iterable[str]:
 def _orders(
     events: list[tuple[int, dict[str, Any]]], x: dict[int, int], y: dict[tuple[int, int], int]
 ) -> Iterable[str]:
-    """From a release to the first acquire of the same place by another block."""
+    """Lines from the last release of a place to each acquire of it by another block."""
     released: dict[str, tuple[int, tuple[int, int]]] = {}
     for n, e in events:
         lane = (e["rank"], e["block"])

@@ -39,7 +39,7 @@ class Report:
 
     ok        True if no schedule showed a finding
     findings  in the order in which they were found
-    ran       schedules that were run; `complete`: none of those asked for is missing
+    ran       schedules that were run; `complete`: all requested ones were
     steps     accesses to symmetric memory, over all of them; `seconds` they took
     subject   what was checked, for `tricomm check --replay`
     compiled  the architecture whose compiled kernels were run; None for Triton's interpreter

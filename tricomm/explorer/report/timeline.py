@@ -1,4 +1,4 @@
-"""A finding as a picture: ranks as lanes, accesses and flags as marks, the two that conflict in red.
+"""A finding as a picture: ranks as lanes, accesses and flags as marks, the two conflicting ones in red.
 
 One self-contained file, .html or .svg: no script, no font, nothing from a network.
 """

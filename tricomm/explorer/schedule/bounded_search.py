@@ -15,8 +15,8 @@ earlier ones. So it is often known how a block would behave if it were scheduled
 of the memory that was accessed in between.
 
 A repeated read without a new value is ignored here, unless its loop also reads other memory: then it matters which of
-two words changes between the reads. (A loop of three reads or more of one word that uses each value, and does not
-wait, is taken for a wait. No shipped kernel has one.)
+two words changes between the reads. (A loop that reads one word three times or more, uses each value, and does not
+wait, would be mistaken for a wait. No shipped kernel has one.)
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ class _Fork:
     at: int
     # Block -> its accesses until only the preempted block could run; None if another block ran in between.
     turns: dict[str, list[Touch] | None] = field(default_factory=dict)
-    idle: bool = False  # the running block would only have polled, and parked
+    idle: bool = False  # the running block would only have polled and been parked
 
 
 class BoundedSearch:
-    """Every schedule with at most `preemptions` preemptions, each or one that is equal to it.
+    """Every schedule with at most `preemptions` preemptions, itself or an equivalent one.
 
-    If the running block cannot continue, every ready block is tried, at no cost in preemptions.
+    If the running block cannot continue, every ready block is tried. That switch is not a preemption.
 
         search = BoundedSearch(2)
         while search.begin():
@@ -134,7 +134,7 @@ class BoundedSearch:
         self._over = True
 
     def _known(self, fork: _Fork, taken: int) -> bool:
-        """True if scheduling that block shows nothing new."""
+        """True if scheduling block `taken` would show nothing new."""
         return (
             fork.idle
             or fork.turns.get(fork.ready[taken]) is not None

@@ -38,7 +38,7 @@ class Contention:
 
     def begin(self) -> bool:
         """Start the next execution; False if there is none. The search starts again if an execution has shown more."""
-        if self.grew:  # the search has missed points at which it had to decide
+        if self.grew:  # the search has missed decisions
             self.search, self.grew = BoundedSearch(self._preemptions), False
         return self.search.begin()
 
@@ -58,6 +58,6 @@ class Contention:
 
 
 def _words(place: Place, itemsize: int) -> Array:
-    """The numbers of the 8-byte words of a region that elements touch: two of each element of 16 bytes."""
+    """Indices of the 8-byte words of a region that elements touch: two for an element of 16 bytes."""
     first: Array = place.offsets // 8
     return first if itemsize <= 8 else np.concatenate([first, first + 1])

@@ -80,12 +80,12 @@ def _not_started(task: Task) -> tuple[Site, str, dict[str, Any]]:
 
 
 def _waits_for_launch(host: Task, busy: set[int]) -> bool:
-    """True in the middle of a launch, and behind the end of a function whose kernels have not ended."""
+    """True during a launch, and after the end of a function whose kernels have not ended."""
     return host.launch is not None or (host.host_site == NOWHERE and host.rank in busy)
 
 
 def _host(host: Task, busy: bool) -> dict[str, Any]:
-    """Host code of a rank with a block that waits: it may wait for this block or for another rank."""
+    """The entry of host code. With a block that waits (`busy`) it may wait for this block, else for another rank."""
     why = "" if busy else " for the other ranks"
     return _entry(host, host.host_site, f"rank {host.rank}'s host code waits{why} at {host.host_site.where}")
 
@@ -95,7 +95,7 @@ def _entry(task: Task, site: Site, text: str, **more: Any) -> dict[str, Any]:
 
 
 def _unmet(task: Task) -> Poll | None:
-    """The poll whose comparison did not hold; else the last one."""
+    """The poll whose comparison has failed; else the last one."""
     polls = list(task.polls.values())
     return next((p for p in polls if p.late().any()), polls[-1] if polls else task.last_poll)
 

@@ -1,7 +1,7 @@
 """Runs the tasks of all ranks, one step at a time, as a strategy says. A step is an access to shared memory.
 
-Host code runs first, whenever it can: it touches nothing that a kernel polls except through a launch. So the choice
-is always between blocks, of all ranks.
+Host code runs first, whenever it can, because it changes memory that kernels poll only through launches. So the choice
+is always among blocks, of all ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.interpreter import Program
 from tricomm.kernels.launch.memory_access import Director
 
-_RETRIES = 8  # of a loop with a strong load, which waits
-_WEAK_STEPS = 8000  # without progress, while a loop of weak loads, which may end, goes on
+_RETRIES = 8  # of a loop with a strong load, which is a wait
+_WEAK_STEPS = 8000  # without progress for which a loop of weak loads, which may end, is retried
 _PARKED_STEPS, _ALONE_STEPS = 1000, 5000
 
 
@@ -33,11 +33,11 @@ class Strategy(Protocol):
 
 
 class Ended(Exception):
-    """The execution is over before its tasks are: a finding, or no step left."""
+    """The execution ends before its tasks do: a finding, or no step left."""
 
 
 class Scheduler:
-    """`residency` is how many blocks of a launch can be on a rank's device at once; None: all of them."""
+    """`residency` is the number of blocks of a launch that can be resident on a rank's device; None: all of them."""
 
     def __init__(
         self, strategy: Strategy, director: Director | None, residency: int | None = None, most_steps: int = 1_000_000,
@@ -46,7 +46,7 @@ class Scheduler:
     ) -> None:  # fmt: skip
         self.step = 0
         self.turns = 0  # grows with every switch and every access: the watchdog reads it
-        self._progress = 0, 0  # as it was when tasks were tried again, and the step of its last change
+        self._progress = 0, 0  # `progress` at the last retry, and the step of its last change
         self.progress = 0  # grows when memory or the host's shared state changes, a launch begins or a task ends
         self.choices: list[tuple[int, str]] = []  # the steps at which the strategy switched tasks
         self.current: Task | None = None
@@ -66,8 +66,8 @@ class Scheduler:
         self._timeout, self._host_context = interpreter_timeout, host_context
         self._engaged = False
         self._gave_way: set[int] = set()
-        self._runs: Task | None = None  # while others could, since step `_since`
-        self._rests: Task | None = None  # until step `_since` + _ALONE_STEPS
+        self._runs: Task | None = None  # has run since step `_since` while others could
+        self._rests: Task | None = None  # is not chosen until step `_since` + _ALONE_STEPS
         self._since = 0
         self._launches = 0
         self._main = greenlet.getcurrent()
@@ -137,7 +137,7 @@ class Scheduler:
         return Launch(rank, self._launches, name, [], private)
 
     def begin(self, launch: Launch) -> None:
-        """Its blocks may run from here on."""
+        """Make the blocks of a launch runnable."""
         self.progress += 1
         for task in launch.blocks:
             task.greenlet.parent = self._main  # where control goes when it ends
@@ -162,7 +162,7 @@ class Scheduler:
         self._refuse_when_closing()
 
     def give_way(self, rank: int) -> None:
-        """As `wait`; also returns when nobody else can run."""
+        """As `wait`; also returns when no other task can run."""
         self._gave_way.add(rank)
         try:
             self.wait(rank)
@@ -170,11 +170,11 @@ class Scheduler:
             self._gave_way.discard(rank)
 
     def release(self, rank: int) -> Any:
-        """In a rank's host code: it lets a lock go. What `acquire` takes."""
+        """In a rank's host code: release a lock; returns the argument `when` of `acquire`."""
         return self.released(self._here(rank))
 
     def acquire(self, rank: int, when: Any) -> None:
-        """In a rank's host code: it has taken a lock that other host code of the rank has let go at `when`."""
+        """In a rank's host code: acquire a lock that other host code of the rank has released at `when`."""
         self.acquired(self._here(rank), when)
 
     def take_turns(self) -> None:
@@ -198,7 +198,7 @@ class Scheduler:
 
     @property
     def strand(self) -> int:
-        """Of the host code that runs; 0 if none does."""
+        """The strand of the running host code; 0 if none runs."""
         return self.current.strand if self.current is not None and self.current.is_host else 0
 
     def in_host(self) -> int | None:
@@ -223,7 +223,7 @@ class Scheduler:
         task.state, task.retries, task.repeated = State.READY, 0, []
 
     def wake_hosts(self, changed: bool = True) -> None:
-        """Shared state that host code may wait for has changed; or time has passed, and host code has to look at it."""
+        """Shared state that host code may wait for has changed; or (not `changed`) it has to notice the time."""
         self.progress += changed
         for host in self.hosts:
             if host.state is State.WAITING and host.launch is None:
@@ -282,8 +282,8 @@ class Scheduler:
         return launch.running < self._residency or launch.has_begun(task.block)
 
     def _choose(self, ready: list[Task]) -> Task:
-        """The strategy's choice. A task that has run for long while others could have run rests: it may wait for one of
-        them, in a loop that changes memory."""
+        """The strategy's choice. A task that has run for long while others could have is suspended: it may wait for one
+        of them, in a loop that changes memory."""
         if self.step - self._since >= _ALONE_STEPS:
             self._rests, self._since = None if self._rests else self._runs, self.step
         ready = [t for t in ready if t is not self._rests] or ready
@@ -295,8 +295,8 @@ class Scheduler:
         return chosen
 
     def _retry(self) -> bool:
-        """A loop that ends after a few reads is not a poll, so parked tasks get another round: a whole one, because
-        another warp of the block may wait at the round's end, for it has seen what this one has not."""
+        """Let parked tasks run another round, because a loop that ends after a few reads is not a poll. The round is a
+        whole one: another warp of the block may wait at its end, because it has seen a value that this one has not."""
         self._progress = self._progress if self.progress == self._progress[0] else (self.progress, self.step)
         few = self.step - self._progress[1] < _WEAK_STEPS
         parked = (task for task in self.blocks if task.state is State.PARKED)

@@ -10,15 +10,15 @@ from tricomm.explorer.schedule.scheduler import Strategy
 from tricomm.explorer.schedule.strategies import Priorities
 from tricomm.explorer.world.execution import Outcome
 
-# For each of the two methods: some seconds. Steps, because a clock is not reproducible.
+# Limits for each of the two methods, some seconds. In steps, because a clock is not reproducible.
 STEPS, COMPILED_STEPS = 6000, 1500
 
 Again = Callable[[Execution, Strategy | None], tuple[list[Finding], Outcome]]
 
 
 def shrink(again: Again, finding: Finding, execution: Execution, most: int = STEPS) -> Execution:
-    """A simpler execution that shows `finding` too, the simplest of a search of `most` steps for each of two methods:
-    without delayed stores and from epoch 1 if possible, with few preemptions and fewer choices."""
+    """A simpler execution that shows `finding`, too: the simplest that two methods find in `most` steps each. It has no
+    delayed stores and starts at epoch 1 if possible, and has few preemptions and fewer choices."""
     spent = 0
 
     def shows(tried: Execution) -> bool:

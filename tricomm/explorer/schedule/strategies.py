@@ -12,7 +12,7 @@ NAMES = ("random", "pct", "exhaustive")
 
 
 class RandomWalk:
-    """At every step any block, with equal chances; the block that ran last is kept with probability `keep`."""
+    """At every step a block with uniform probability; the block that ran last is kept with probability `keep`."""
 
     def __init__(self, seed: int, keep: float = 0.0) -> None:
         self._random, self._keep = Random(seed), keep
@@ -49,7 +49,7 @@ class Priorities:
 
 
 class Given:
-    """The choices of a list of (step, task). Without a choice that is possible the last task runs on."""
+    """The choices of a list of (step, task). At steps without a possible choice the last task continues."""
 
     def __init__(self, choices: Iterable[tuple[int, str]]) -> None:
         self._choices: dict[int, list[str]] = {}

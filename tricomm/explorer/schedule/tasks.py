@@ -17,7 +17,7 @@ from tricomm.kernels.launch.memory_access import Access
 
 
 class State(enum.Enum):
-    """Of a task."""
+    """The state of a task."""
 
     READY = "ready"
     PARKED = "parked"  # polls memory that does not change
@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def running(self) -> int:
-        """How many blocks have begun and not ended."""
+        """The number of blocks that have begun and not ended."""
         return len({task.block for task in self.blocks if task.started and task.state is not State.DONE})
 
     def has_begun(self, block: int) -> bool:
@@ -55,7 +55,7 @@ class Launch:
 
 @dataclass
 class Poll:
-    """The last read of a task at one line of its code, with the first comparison of the value and the mask on it."""
+    """The last read of a task at one line of its code, with the first comparison of its value and the mask on that."""
 
     access: Access
     site: Site
@@ -68,7 +68,7 @@ class Poll:
     high: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # From line to line of 16 bytes, the widest element: a write is known by where it begins.
+        # Rounded to 16 bytes, the widest element, because a write is known only by its first byte.
         self.low, self.high = int(self.access.addresses.min()) & -16, int(self.access.addresses.max()) | 15
 
     def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
@@ -84,7 +84,7 @@ class Poll:
             return np.zeros(len(self.access.addresses), bool)
         try:
             result = np.broadcast_to(self.result, lanes.shape)[lanes].astype(bool)
-        except ValueError:  # of another shape: what was compared is made of several elements of the access
+        except ValueError:  # of another shape: the compared value combines several elements of the access
             return np.zeros(len(self.access.addresses), bool)
         if self.relation == "==":
             return ~result
@@ -94,7 +94,7 @@ class Poll:
 @dataclass(eq=False)
 class Task:
     """`key` names it in choice lists: "r0" is rank 0's host code, "r0b1" its block 1, "r0b1w2" a compiled block's
-    warp 2; "r0s1" is host code that runs beside rank 0's, and "r0s1b1" a block that this has launched (`strand` 1).
+    warp 2; "r0s1" is host code that runs beside rank 0's, and "r0s1b1" a block that it has launched (`strand` 1).
     `mates` are the warps of one block; `waits` is where one waits for the others."""
 
     rank: int
@@ -111,7 +111,7 @@ class Task:
     repeated: list[Any] = field(default_factory=list)  # keys of `polls`, one for each read since the last new value
     retries: int = 0
     last_poll: Poll | None = None
-    stored: set[Any] = field(default_factory=set)  # where it has stored what was there, since it last changed memory
+    stored: set[Any] = field(default_factory=set)  # stores of the present value since it last changed memory
     host_site: Site = NOWHERE
     warp: int = -1
     strand: int = 0
@@ -167,8 +167,8 @@ class Task:
         return [self.polls[key] for key in dict.fromkeys(round_)]
 
     def waits_strongly(self) -> bool:
-        """True at a barrier, and in a loop with a strong load; one without may end by itself: such a load is no way to
-        wait."""
+        """True at a barrier, and in a loop with a strong load. A loop of weak loads may end by itself, because they are
+        no way to wait."""
         return self.waits is not None or any(poll.access.sem is not None for poll in self.loop())
 
     def forget_polls(self) -> None:

@@ -145,7 +145,7 @@ class Ranks:
             if self._ranks is not None:
                 self._ranks.finish(rank)
                 if not self._comms[rank]._group.closed:
-                    self._comms[rank].check()  # a fault of the last call is raised nowhere else
+                    self._comms[rank].check()  # nothing else raises a fault of the last call
             return result
         except SystemExit as leave:
             error = RuntimeError(f"it called sys.exit({leave.code!r})")
@@ -159,7 +159,7 @@ class Ranks:
 
     def _failed(self, rank: int, error: Exception) -> None:
         self._errors[rank] = error
-        self._world.dead.add(rank)  # to its peers the rank is a process that this error has ended
+        self._world.dead.add(rank)  # to its peers the rank is a process that has died of this error
 
     def _run(self, rank: int, programs: list[Any], private: list[Region]) -> None:
         self._scheduler.launch(rank, programs, private, self._begin, self._end)
@@ -188,7 +188,7 @@ class Ranks:
         return self._oracle.watched(request, plan, rank, topology, aborted, channel, in_order)
 
     def _unseen(self, look: Callable[[], None]) -> None:
-        """The oracle's look at what a stream has come to: nothing of the host's orders it, and nothing has to."""
+        """Run the oracle's look at a stream's results without the detector: it needs no order with the host."""
         self._looks = True
         try:
             look()
@@ -219,10 +219,10 @@ class Ranks:
                 self._scheduler.stop_rank(rank)
 
     def _stuck(self) -> bool:
-        """No task can run and no store is delayed: a deadlock, which time turns into a named error."""
+        """No task can run and no store is delayed: a deadlock, which a timeout turns into a named error."""
         scheduler, world = self._scheduler, self._world
         if self._detector is not None and any(map(_own_mistake, self._errors.values())):
-            return False  # that other ranks wait for this rank is a consequence
+            return False  # the other ranks wait as a consequence
         expected = bool(world.dead or world.stopped)
         if self._deadlock is None and not expected:
             why = "no task can run"
@@ -283,7 +283,7 @@ class Ranks:
         )
 
     def _judged(self) -> list[Finding]:
-        """The findings that single accesses do not show."""
+        """The findings about the whole execution."""
         assert self._detector is not None and self._oracle is not None
         for rank, error in self._errors.items():
             if not isinstance(error, TricommError):
@@ -305,7 +305,7 @@ def _machine(
     memory: Memory, detector: Detector | ThreadDetector | None, contention: Contention | None, execution: Execution,
     compiled: bool,
 ) -> tuple[Machine | UnitMachine, Delays | WeakMemory | None]:  # fmt: skip
-    """What decides what an access does, and its late stores, if there are any."""
+    """The machine of an execution, and its late stores, if it has any."""
     seed, patience = execution.delays, execution.patience
     if compiled:
         assert not isinstance(detector, Detector)

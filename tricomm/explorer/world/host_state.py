@@ -1,7 +1,6 @@
 """The state of a rank's host code: random numbers, torch's modes, and the tracing of its accesses to shared memory.
 
-Separate processes would each have their own. Here it is put in place before a rank's host code runs, and taken away
-afterwards.
+Separate processes would each have their own. Here it is installed before a rank's host code runs, and removed after.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Hosts:
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
-        """While this rank's host code runs."""
+        """Installs the state of a rank while its host code runs."""
         outside = _State()
         self._states[rank].put()
         try:

@@ -26,7 +26,7 @@ class ObservedCall:
     collective: str
     op: str
     root: int
-    quads: Sequence[Sequence[int]] = ()  # if it runs over a hybrid cube mesh
+    quads: Sequence[Sequence[int]] = ()  # the quads, if it runs over a hybrid cube mesh
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -42,8 +42,8 @@ class Oracle:
         self, request: Request, plan: LaunchPlan, rank: int, topology: Topology | None, aborted: Callable[[], bool],
         channel: int, in_order: Callable[[Callable[[], None]], None] = lambda look: look(),
     ) -> LaunchPlan:  # fmt: skip
-        """`plan`, which shows this oracle every call that `rank` makes by it in `channel`; `aborted` says, after one,
-        whether its output is undefined. `in_order(look)` calls `look` when what has been launched by then has run."""
+        """A `plan` that also shows this oracle every call that `rank` makes by it in `channel`. After a call, `aborted`
+        says whether its output is undefined. `in_order(look)` calls `look` when all earlier launches have run."""
         choice = plan.choice
         # A replay has its capture's call number; a fused kernel's output is not the sum alone.
         if request.collective in _NOT_SHOWN or plan.mode == "graph" or choice.fused:
@@ -122,8 +122,8 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> str:
 
 
 def mismatched(results: dict[int, list[torch.Tensor]], identical: bool | None) -> list[Finding]:
-    """What ranks returned, against the first of them. `identical=None`: only what is equal but for rounding is held
-    to be meant equal; what differs altogether may well be each rank's own."""
+    """Results that differ from the first rank's. `identical=None`: only results that are equal except for rounding
+    are expected to be identical; others may be meant to differ between ranks."""
     if identical is False or not results:
         return []
     first, *others = results.items()

@@ -1,4 +1,4 @@
-"""A lock among the host code of one rank: tasks of one thread, which a lock of threads would take for one."""
+"""A lock among the tasks of one rank's host code. They share a thread, so a lock of threads would not exclude them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TaskLock:
     def __init__(self, turns: LockTurns, rank: int, now: Callable[[], float]) -> None:
         self._turns, self._rank, self._now = turns, rank, now
         self._owner: greenlet.greenlet | None = None
-        self._last: tuple[greenlet.greenlet, Any] | None = None  # the owner before, and when it let go
+        self._last: tuple[greenlet.greenlet, Any] | None = None  # the previous owner, and when it released the lock
         self._times = self._waiting = 0
 
     def _is_owned(self) -> bool:

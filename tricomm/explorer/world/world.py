@@ -38,7 +38,7 @@ from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
 CPU = torch.device("cpu")
-_MULTICAST, _APART = 1 << 60, 1 << 46  # addresses that this process has nothing at
+_MULTICAST, _APART = 1 << 60, 1 << 46  # addresses that this process does not use
 
 
 class Turns(Protocol):
@@ -63,8 +63,8 @@ class World:
     """The state that the ranks of one execution share.
 
     `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan, channel)` returns the plan to
-    keep for the calls of `request` in a channel. `runtime(world, rank)` is a rank's surroundings, by default those
-    whose kernels are interpreted.
+    keep for the calls of `request` in a channel. `runtime(world, rank)` makes a rank's runtime, by default one with
+    interpreted kernels.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class World:
         )  # fmt: skip
 
     def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> Arena:
-        """In a rank's host code: its end of the memory that all ranks ask for in the same order."""
+        """In a rank's host code: its part of the memory that all ranks ask for in the same order."""
         number = self._made[rank]
         self._made[rank] += 1
         if number not in self._opened:
@@ -129,14 +129,14 @@ class World:
         return self._opened[number][rank]
 
     def _multicast(self, arenas: list[LocalArena], nbytes: int) -> None:
-        """Give memory of `nbytes` on each rank an address for all."""
+        """Give the memory of all ranks, `nbytes` each, one multicast address."""
         address = _MULTICAST + len(self.memory.multicast) * _APART
         self.memory.multicast.append((address, nbytes, arenas[0].bases))
         for arena in arenas:
             arena.multicast = address
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Free the memory."""
         for arenas in [self.arenas, *self._opened.values()]:
             for arena in arenas:
                 arena.close()
@@ -180,14 +180,14 @@ class _Alive:
         return self._rank not in self._world.dead
 
     def stopped(self) -> bool:
-        return False  # the stall limit decides here, in the world's time
+        return False  # not by process: the stall limit decides, in the world's time
 
     def close(self) -> None:
         pass
 
 
 class _Host:
-    """The world of a rank's control page: waits let the other ranks run, and time is the world's."""
+    """Waiting and time for a rank's control page: waits let the other ranks run, and time is the world's."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -206,7 +206,7 @@ class _Host:
 
 
 class SimulatedControl(ControlPage):
-    """A control page that tells the explorer of calls and exchanges."""
+    """A control page that reports calls and exchanges to the explorer."""
 
     def __init__(self, rank: int, nonce: bytes, members: Sequence[RankSegment], world: World) -> None:
         self._world = world

@@ -1,1 +1,1 @@
-"""What follows from a kernel's instructions: control flow, live and uniform registers, what a launch may ask."""
+"""Static analysis of a kernel: control flow, live and uniform registers, and the limits of a launch."""

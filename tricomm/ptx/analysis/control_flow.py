@@ -47,7 +47,7 @@ class Flow:
         self._number = [n for n, block in enumerate(self.blocks) for _ in range(block.start, block.end)]
 
     def block_of(self, index: int) -> int:
-        """The number of the block of instruction `index`; `exit` behind the last one."""
+        """The number of the block of instruction `index`; `exit` after the last one."""
         return self._number[index] if index < len(self._number) else self.exit
 
     @cached_property
@@ -67,17 +67,17 @@ class Flow:
 
     @cached_property
     def dominators(self) -> list[int | None]:
-        """The immediate dominator of each block; None for the first one, and for what cannot be reached."""
+        """The immediate dominator of each block; None for the first one and for unreachable ones."""
         return immediate_dominators(self.edges, 0) if self.blocks else [None]
 
     @cached_property
     def reconvergence(self) -> list[int]:
-        """By block, its immediate post-dominator: the first block that all lanes come to, whichever way they go."""
+        """By block, its immediate post-dominator: the first block that all lanes reach on every path."""
         dominators = immediate_dominators(self.predecessors, self.exit)
         return [self.exit if n is None else n for n in dominators[: self.exit]]
 
     def dominates(self, first: int, second: int) -> bool:
-        """Every way to block `second` leads through block `first`, which may be the same one."""
+        """Every path to block `second` goes through block `first`, which may be the same one."""
         seen: int | None = second
         while seen is not None and seen != first:
             seen = self.dominators[seen]
@@ -145,7 +145,7 @@ def _blocks(kernel: PtxKernel) -> tuple[Block, ...]:
 
 
 def reversed_edges(edges: Sequence[Iterable[int]]) -> list[list[int]]:
-    """The same graph with every edge turned round."""
+    """The same graph with every edge reversed."""
     backward: list[list[int]] = [[] for _ in edges]
     for source, targets in enumerate(edges):
         for each in targets:
@@ -154,7 +154,7 @@ def reversed_edges(edges: Sequence[Iterable[int]]) -> list[list[int]]:
 
 
 def reachable(edges: Sequence[Iterable[int]], starts: Iterable[int], without: int | None = None) -> set[int]:
-    """All nodes on ways from `starts`, themselves included, that don't lead through `without`."""
+    """All nodes on paths from `starts`, themselves included, that avoid `without`."""
     pending = [start for start in starts if start != without]
     seen = set(pending)
     while pending:
@@ -166,7 +166,7 @@ def reachable(edges: Sequence[Iterable[int]], starts: Iterable[int], without: in
 
 
 def immediate_dominators(edges: Sequence[Sequence[int]], root: int) -> list[int | None]:
-    """Of every node seen from `root`; None for the root and for what it does not reach (Cooper, Harvey, Kennedy)."""
+    """By node, as seen from `root`; None for the root and for unreachable nodes (Cooper, Harvey, Kennedy)."""
     order = _postorder(edges, root)
     rank = {node: n for n, node in enumerate(order)}
     backward = reversed_edges(edges)

@@ -1,4 +1,4 @@
-"""What a launch may ask of an architecture; more is refused by name, as a driver would."""
+"""The limits of a launch by architecture. More is refused with the name of the limit, as by a driver."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_launch(
 ) -> None:
     """Raises `InvalidArgument` if no GPU of the kernel's architecture could run this launch.
 
-    `shared` is the dynamic shared memory in bytes, `registers` what a thread takes, if that is known.
+    `shared` is the dynamic shared memory in bytes, `registers` those of a thread, if known.
     """
     limit = SHARED[capability(kernel.target)] * KIB
     _check_dimensions(kernel, "grid", grid, GRID)
@@ -60,7 +60,7 @@ def check_launch(
         _check(kernel, "registers a thread in .maxnreg", kernel.max_registers, MOST_REGISTERS)
     if registers is not None:
         _check(kernel, "registers a thread", registers, MOST_REGISTERS)
-        # They are given out by the warp, 8 a thread at a time.
+        # They are allocated by warp, in units of 8 a thread.
         _check(kernel, "registers of a block", -(-registers // 8) * 8 * -(-number // 32) * 32, REGISTERS)
     last = kernel.parameters[-1] if kernel.parameters else None
     _check(kernel, "bytes of parameters", last.offset + last.size if last else 0, PARAMETERS)

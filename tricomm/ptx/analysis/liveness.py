@@ -1,4 +1,4 @@
-"""Which registers an instruction reads and writes, and which ones are needed later on, thread for thread."""
+"""The registers that an instruction reads and writes, and those that a thread needs later."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def destinations(instruction: Instruction) -> int:
 
 
 def written(instruction: Instruction) -> tuple[str, ...]:
-    """Names of the registers that an instruction writes; with a guard, perhaps. The carry flag is `CARRY`."""
+    """Names of the registers that an instruction writes, if its guard holds. The carry flag is `CARRY`."""
     first = instruction.operands[: destinations(instruction)]
     names = tuple(register.name for operand in first for register in registers_of(operand))
     return (*names, CARRY.name) if "cc" in instruction.modifiers else names

@@ -1,7 +1,7 @@
 """Computing instructions as numpy code, exact to the bit.
 
-What PTX leaves open is chosen here: integer division by zero gives all ones, its remainder the dividend; `.approx` and
-`.full` give the correctly rounded value, or that of a double, rounded; a double's NaN is what the host computes.
+Behaviour that PTX leaves open is fixed here: integer division by zero gives all ones, its remainder the dividend;
+`.approx` and `.full` give the correctly rounded value, or a rounded double; a double's NaN is that of the host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tricomm.ptx.instructions import Instruction, PtxKernel
 __all__ = ["CARRY", "FUNCTIONS", "OPCODES", "Rule", "destinations", "literal", "refuse", "rule", "sources", "unknown"]
 
 _PARTS = (integer, logic, compare, move, permute, floating, packed, conversion, pairs, bits)
-# What computes, and nothing else: the opcodes that `rule` answers for.
+# The opcodes that only compute, for which `rule` has an answer.
 OPCODES = frozenset(
     "add sub mul mad addc subc madc div rem abs neg min max mul24 mad24 sad dp4a dp2a popc clz brev bfind fns "
     "and or xor not cnot shl shr shf bfe bfi bmsk szext lop3 prmt setp set selp slct mov cvt testp copysign "
@@ -25,7 +25,7 @@ OPCODES = frozenset(
 
 
 def rule(instruction: Instruction) -> Rule | None:
-    """None for an instruction that does not compute; it may be guarded, which is the caller's.
+    """The rule of an instruction; None if it does not compute. A guard is left to the caller.
 
     Raises `InvalidArgument` for a form of a computing instruction that is not known.
     """

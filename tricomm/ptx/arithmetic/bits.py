@@ -71,7 +71,7 @@ def _bfind(form: Form) -> Rule | None:
 
 @function
 def highest_bit(x: Any, from_top: bool) -> Any:
-    """Of the highest bit that is not the sign, its position or distance from the top; all ones if there is none."""
+    """The position, or distance from the top, of the highest bit that differs from the sign; all ones for none."""
     bits = x.dtype.itemsize * 8
     if x.dtype.kind == "i":
         x = (x ^ (x >> x.dtype.type(bits - 1))).view(f"u{x.dtype.itemsize}")

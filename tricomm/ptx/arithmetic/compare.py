@@ -28,7 +28,7 @@ def rule(form: Form) -> Rule | None:
 
 
 def _comparison(form: Form, kind: str) -> tuple[str, str, str] | None:
-    """(expression over `{0}` and `{1}`, numpy type of both, how it is combined with a predicate or "")."""
+    """(expression over `{0}` and `{1}`, numpy type of both, operation that combines it with a predicate or "")."""
     rest = [flag for flag in form.flags if flag != "ftz"]
     if not 1 <= len(rest) <= 2 or len(rest) == 2 and rest[1] not in _COMBINE:
         return None

@@ -45,7 +45,7 @@ def rule(form: Form) -> Rule | None:
 
 
 def _source(form: Form) -> tuple[str, str]:
-    """(input type, expression of the source's own type): a register may be wider than what is converted."""
+    """(input type, expression of the source's own type): a register may be wider than the converted value."""
     kind, source = form.types[1], form.sources[0]
     own = numpy_type(kind)
     if isinstance(source, Register) and source.kind != "pred" and width(source.kind) > width(kind):
@@ -128,7 +128,7 @@ def as_integer(x: Any, dtype: Any, invalid: Any) -> Any:
     """Whole doubles, clamped to the integers of `dtype`; `invalid` for NaN."""
     bounds = np.iinfo(dtype)
     low, high = float(bounds.min), float(bounds.max)
-    # The largest 64-bit integers are no doubles; the next power of two stands for them.
+    # The largest 64-bit integers are not doubles; the bound is the next power of two.
     inside = (x >= low) & ((x < high) if dtype.itemsize == 8 else (x <= high))
     result = np.where(inside, x, 0.0).astype(dtype)
     if inside.all():
@@ -181,7 +181,7 @@ def _between_floats(form: Form, mode: str, rest: set[str]) -> Rule | None:
         return None
     output = numpy_type(to)
     if (to, of, mode) == ("bf16", "f16", ""):
-        mode = "rn"  # the assembler takes it without one; Triton says it of what was e4m3, which bf16 holds exactly
+        mode = "rn"  # the assembler accepts no mode; Triton gives one for former e4m3 values, which bf16 holds exactly
     ftz, sat, finite, relu = (name in rest for name in ("ftz", "sat", "satfinite", "relu"))
     if ftz and "f32" not in (to, of) or finite and to not in ("f16", "bf16", "tf32") or mode == "rna" and to != "tf32":
         return None

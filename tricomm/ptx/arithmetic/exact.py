@@ -40,7 +40,7 @@ def _moderate(x: Any, bound: int) -> Any:
 
 
 def _separate(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c in two operations, but for a product of finite numbers that is no infinity beside one."""
+    """a * b + c in two operations. A product of finite numbers that overflows is finite beside an infinite or NaN c."""
     return np.where(np.isfinite(a) & np.isfinite(b) & ~np.isfinite(c), c + 0.0, a * b + c)
 
 
@@ -141,7 +141,7 @@ _TOP = Format(20, -1022, float(np.uint64(0x7FEFFFFF00000000).view(np.float64)), 
 
 
 def _gross(function: Any) -> Any:
-    """Of the upper 32 bits of a double, with 20 digits; subnormal numbers are zeros."""
+    """A function of the upper 32 bits of a double, with 20 digits; subnormal numbers are zeros."""
 
     def approximation(x: Any) -> Any:
         x = (np.asarray(x).view(np.int64) & _HIGH).view(np.float64)

@@ -41,7 +41,7 @@ def _mixed(form: Form) -> Rule | None:
 
 
 def operands(kind: str, count: int, ftz: bool) -> list[str]:
-    """The inputs as what is computed with: halves as floats."""
+    """The inputs in the type of the computation: halves as floats."""
     read = {"f16": "{{{0}}}.astype(f4)", "bf16": "from_bf16({{{0}}})"}.get(kind, "{{{0}}}")
     texts = [read.format(i) for i in range(count)]
     if not ftz:
@@ -117,7 +117,7 @@ def _fused(form: Form) -> Rule | None:
 
 
 def _one_of(form: Form, *ways: str) -> bool:
-    """Whether the flags say in exactly one of these ways how to round."""
+    """Whether the flags name exactly one of these ways to round."""
     return sum(flag in ways for flag in form.flags) == 1
 
 

@@ -1,4 +1,4 @@
-"""What a rule looks at: an instruction's types, other modifiers, destinations and sources."""
+"""The inputs of a rule: an instruction's types, other modifiers, destinations and sources."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def width(kind: str) -> int:
 
 
 def destinations(instruction: Instruction) -> tuple[Operand | None, ...]:
-    """What a computing instruction writes, vectors and pairs taken apart, `_` as None; the carry flag comes last."""
+    """The operands that a computing instruction writes, vectors and pairs split, `_` as None; the carry flag last."""
     first = instruction.operands[0]
     carry = (CARRY,) if "cc" in instruction.modifiers else ()
     if isinstance(first, Vector):
@@ -58,7 +58,7 @@ def destinations(instruction: Instruction) -> tuple[Operand | None, ...]:
 
 
 def sources(instruction: Instruction) -> tuple[Operand | None, ...]:
-    """What a computing instruction reads, vectors taken apart; the carry flag comes last."""
+    """The operands that a computing instruction reads, vectors split; the carry flag is last."""
     operands: list[Operand | None] = []
     for operand in instruction.operands[1:]:
         operands.extend(operand.elements if isinstance(operand, Vector) else (operand,))
@@ -87,7 +87,7 @@ def operand_bits(value: int, dtype: np.dtype[Any]) -> Any:
 
 
 class Form:
-    """An instruction on its way to a rule; `constant` collects what the template needs besides its inputs."""
+    """An instruction that needs a rule; `constant` collects constants that the template needs besides its inputs."""
 
     def __init__(self, instruction: Instruction) -> None:
         self.opcode = instruction.opcode
@@ -111,12 +111,12 @@ class Form:
         return other
 
     def has(self, destinations: int, sources: int, *flags: str) -> bool:
-        """Whether it has so many operands, and no flags other than these."""
+        """Whether it has these numbers of operands, and no flags other than these."""
         counted = len(self.destinations) == destinations and len(self.sources) == sources
         return counted and set(self.flags) <= set(flags)
 
     def value(self, index: int) -> int | None:
-        """Of a source that is an integer literal."""
+        """The value of a source that is an integer literal, else None."""
         source = self.sources[index]
         return source.value if isinstance(source, Integer) else None
 

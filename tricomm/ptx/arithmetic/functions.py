@@ -20,6 +20,6 @@ FUNCTIONS: dict[str, Any] = {
 
 
 def function(implementation: F) -> F:
-    """Make it known to templates by its name."""
+    """Make `implementation` available to templates under its name."""
     FUNCTIONS[implementation.__name__] = implementation
     return implementation

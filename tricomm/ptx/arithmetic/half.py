@@ -43,7 +43,7 @@ def from_bf16(x: Any) -> Any:
 
 
 def _bf16_above(x: Any) -> Any:
-    """Words with a bf16 in the upper half: `x` rounded to nearest; below is rubbish."""
+    """Words with a bf16 in the upper half: `x` rounded to nearest. The lower half is undefined."""
     bits = x.view(_U4)
     result = bits >> _SIXTEEN
     result &= _ONE
@@ -101,7 +101,7 @@ def _extreme(choose: Any, less: bool, nan_wins: bool) -> Any:
     def extreme(a: Any, b: Any) -> Any:
         result = choose(a, b)
         if _nonzero(result) != result.size:
-            # Of two zeros -0 is the less; a zero beside another number was chosen as it is.
+            # -0 is less than +0; a zero beside another number was chosen correctly.
             word = f"u{result.dtype.itemsize}"
             either = a.view(word) | b.view(word) if less else a.view(word) & b.view(word)
             result = _where((a == 0) & (b == 0), either.view(result.dtype), result)

@@ -164,7 +164,7 @@ def high_product(a: Any, b: Any) -> Any:
     ones, half = _LOW[kind], _HALF[kind]
     a_low, a_high, b_low, b_high = a & ones, a >> half, b & ones, b >> half
     low = a_low * b_low
-    # Of the product of the lower halves, which has no sign.
+    # The carry of the product of the lower halves, which is unsigned.
     carried = (low >> half) & ones
     middle = a_high * b_low
     middle += carried

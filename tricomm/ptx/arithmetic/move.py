@@ -1,4 +1,4 @@
-"""mov, and what it packs and unpacks."""
+"""mov, which also packs and unpacks."""
 
 from __future__ import annotations
 

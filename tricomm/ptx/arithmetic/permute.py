@@ -35,7 +35,7 @@ def _prmt(form: Form) -> Rule | None:
 
 
 def permutation(form: Form, selector: int) -> str:
-    """The bytes that `selector` picks: one mask and one shift for all bytes that move from one source alike."""
+    """The bytes that `selector` picks: one mask and one shift for all bytes of a source that move by one distance."""
     moves: dict[tuple[int, int], int] = {}
     terms = []
     for place in range(4):

@@ -1,4 +1,4 @@
-"""What is known of every register of a kernel, wherever it is written: an upper bound, reached from nothing."""
+"""Infers the shape of every register of a kernel, over all its writes: a fixed point, reached from below."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
         del pending[n]
         instruction = instructions[n]
         if n not in known and not all(name in shapes for name in wanted[n]):
-            continue  # once all that it reads is known
+            continue  # it comes again once all that it reads is known
         known.add(n)
         for result in code.results(instruction):
             name = result.register.name
@@ -41,7 +41,7 @@ def infer_shapes(operands: Operands, code: InstructionCode) -> None:
 
 
 def choose_homes(operands: Operands, code: InstructionCode) -> None:
-    """The numpy type of each array register: the one that most of its users want."""
+    """Choose the numpy type of each array register: the one that most of its uses need."""
     known = {name for name, shape in operands.shapes.items() if shape.stride is not None}
     arrays = set(operands.kernel.registers) - known
     votes: dict[str, Counter[str]] = defaultdict(Counter)

@@ -20,7 +20,7 @@ _SWAPPED = {"u": "i", "i": "u"}
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """`shape` of what the instruction writes to `register`, before its guard."""
+    """The `shape` of the value that the instruction writes to `register`, before its guard."""
 
     register: Register
     shape: LaneShape
@@ -68,7 +68,7 @@ class InstructionCode:
         ]
 
     def operation(self, instruction: Instruction) -> Operation | None:
-        """The call that this instruction is, if it is one. Kept, because its function keeps state."""
+        """The call that this instruction stands for, if any. Cached, because its function keeps state."""
         if instruction.opcode not in MAKERS:
             return None
         guard = instruction.guard
@@ -88,7 +88,7 @@ class InstructionCode:
         return self._rules[instruction]
 
     def _sources(self, instruction: Instruction) -> list[tuple[Operand | None, int]]:
-        """Each with the width that a literal has there."""
+        """The sources, each with the width that a literal has there."""
         if instruction in self._kept_sources:
             return self._kept_sources[instruction]
         sources = form.sources(instruction)
@@ -201,7 +201,7 @@ class InstructionCode:
     def _kinds(
         self, its_rule: Rule, sources: tuple[Operand | None, ...], targets: tuple[Operand | None, ...]
     ) -> dict[str, str]:
-        """Types to be read as others: signed ones where that saves views and is the same."""
+        """Types to swap with their signed or unsigned counterpart: if the result is the same and it saves views."""
         kind = its_rule.either
         if kind is None:
             return {}
@@ -214,7 +214,7 @@ class InstructionCode:
         return {kind: other} if homes.count(other) > homes.count(kind) else {}
 
     def _scalar(self, its_rule: Rule, instruction: Instruction, targets: tuple[Operand | None, ...]) -> list[str]:
-        """Numbers by the general rule, over numpy scalars."""
+        """Code for numbers by the general rule, over numpy scalars."""
         inputs = []
         for source, kind in zip(form.sources(instruction), its_rule.inputs, strict=True):
             width = 1 if kind == "?" else 8 * int(kind[1:])
@@ -255,7 +255,7 @@ class InstructionCode:
         return lines
 
     def votes(self, instruction: Instruction) -> list[tuple[Register, str]]:
-        """The numpy types in which registers would best be kept, for this instruction."""
+        """The numpy types in which this instruction needs its registers."""
         operation = self.operation(instruction)
         if operation is not None:
             given = [(o, k) for o, k in operation.arguments if k not in ("number", "address")]

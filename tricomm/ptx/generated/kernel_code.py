@@ -1,7 +1,7 @@
 """The code of a whole kernel: one Python function for units whose lanes go the same way, and pieces for the rest.
 
-The function holds registers in local variables; where lanes part, it gives all of them back, and pieces go on, each
-over a list of arrays and for some of the lanes. They are made when they are first needed.
+The function holds registers in local variables. If lanes diverge, it returns all of them, and pieces continue, each
+over a list of arrays and for some of the lanes. A piece is generated when it is first needed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _BLOCKING = ("bar", "barrier")
 class Piece:
     """Instructions from one place to `end`, for some lanes: `run(unit, mask, registers)` changes the list.
 
-    `stop` says what is at `end`, or at the place itself if it is a piece of its own:
+    `stop` says why the piece ends:
     "" nothing special; "guard": `run` gives the lanes that pass the guard there; "jump", "leave" (ret, exit), "trap";
-    "barrier", "meet" (lanes of a warp wait for each other): the piece is that one instruction; "turn": it was a strong
-    access, and others may go on first.
+    "barrier", "meet" (lanes of a warp wait for each other): the piece is that one instruction; "turn": after a strong
+    access, others may run first.
     """
 
     run: Callable[[Any, Array, list[Any]], Any]
@@ -45,7 +45,7 @@ class Piece:
 
 
 class KernelCode:
-    """For units of one shape. Raises `InvalidArgument` for an instruction of an unknown form."""
+    """The code for units of one shape. Raises `InvalidArgument` for an instruction of an unknown form."""
 
     def __init__(self, kernel: PtxKernel, unit: UnitShape, addresses: dict[str, int], timed: bool = False) -> None:
         self.kernel, self.unit, self.timed = kernel, unit, timed
@@ -78,7 +78,7 @@ class KernelCode:
         return self.operands.shape(register, 0)
 
     def place(self, register: Register) -> int:
-        """Where it is in the list of registers."""
+        """Its index in the list of registers."""
         return self._index[register.name]
 
     def masked_operation(self, index: int) -> Operation:
@@ -87,7 +87,7 @@ class KernelCode:
         return operation
 
     def initial(self) -> list[Any]:
-        """Values of registers that nothing has been written to."""
+        """The initial values of all registers."""
         return list(self._zeros)
 
     @cached_property
@@ -147,14 +147,14 @@ class KernelCode:
         return [lines[0], "if g is True:", *lines[2:], "elif g is not False:", f" at={index}", " break"]
 
     def _go(self, number: int, to: int) -> list[str]:
-        """On to another block, counting if it is back."""
+        """The code that continues at block `to`, and counts a step if that goes back."""
         if to >= self.flow.exit:
             return ["u.steps=steps", "return None"]
         lines = [f"pc={to}"]
         if to <= number:
             index = self.flow.blocks[number].end - 1
             lines = ["steps-=1", f"if steps<0: u.out_of_steps({index})", *lines]
-            # A loop that waits for others need not have a strong access, though it should.
+            # Even a loop without a strong access may wait for others, though it should not.
             lines = ["turn()" if self._polls(to, number) else "if not steps&255: turn()", *lines]
         return lines
 
@@ -273,7 +273,7 @@ class KernelCode:
         return self._compiled(text, self._masked.names, "piece")
 
     def to_arrays(self, registers: list[Any]) -> list[Any]:
-        """Registers of the function -> those of pieces."""
+        """Convert registers of the function to those of pieces."""
         names, values = self.operands.names, self.operands.values
         arrays: list[Any] = []
         for register, value in zip(self.registers, registers, strict=True):
@@ -290,7 +290,7 @@ class KernelCode:
         return arrays
 
     def from_arrays(self, registers: list[Any], index: int) -> list[Any] | None:
-        """And back, just before instruction `index`; None if a value that is needed there is not of its shape."""
+        """The reverse, just before instruction `index`; None if a value that is live there does not have its shape."""
         scalars, values = self.initial(), self.operands.values
         live = self.live.before(index)
         for place, register in enumerate(self.registers):

@@ -1,7 +1,7 @@
 """What is known before a kernel runs about how a register's value differs between the lanes of a unit.
 
-Most of what a kernel computes is addresses: a number that all lanes share, or one that grows by the same step from
-lane to lane. Such values are held as one Python number, that of lane 0.
+Most computed values are addresses: a number that all lanes share, or one that grows by the same step from lane to
+lane. Such values are held as one Python number, that of lane 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ WIDTHS = {
 
 @dataclass(frozen=True, slots=True)
 class LaneShape:
-    """Of a value of `width` bits.
+    """The shape of a value of `width` bits.
 
     stride      lane n holds (that of lane 0) + n * stride modulo 2^width; None: nothing is known
     low, high   the least and greatest value of any lane, unsigned
-    zeros       as many of the lowest bits of lane 0's value are 0
-    flag        1 where a predicate is true and else 0, held as that predicate; `stride` is None then
+    zeros       number of lowest bits of lane 0's value that are 0
+    flag        the value is 1 where a predicate is true and else 0, held as that predicate; `stride` is None then
     """
 
     width: int
@@ -40,7 +40,7 @@ class LaneShape:
         return self.stride == 0 and self.low == self.high
 
     def span(self, lanes: int) -> int:
-        """Lane n's value less lane 0's at most, for a stride that is not negative."""
+        """The largest difference between a lane's value and lane 0's, for a stride that is not negative."""
         assert self.stride is not None
         return self.stride * (lanes - 1)
 
@@ -67,7 +67,7 @@ def trailing_zeros(value: int) -> int:
 
 
 def ranged(width: int, stride: int, low: int, high: int, zeros: int) -> LaneShape:
-    """Of a known stride; the range is given up if it leaves what `width` bits hold."""
+    """A shape of known stride. The range is given up if it exceeds `width` bits."""
     most = (1 << width) - 1
     half = 1 << (width - 1)
     stride = ((stride + half) & most) - half
@@ -77,7 +77,7 @@ def ranged(width: int, stride: int, low: int, high: int, zeros: int) -> LaneShap
 
 
 def join(one: LaneShape | None, other: LaneShape, visits: int) -> LaneShape:
-    """Either of two; after some visits the range is given up, so that loops come to an end."""
+    """The union of two shapes. After some visits the range is given up, so that the iteration over loops ends."""
     if one is None or one == other:
         return other
     if one.flag and other.flag:

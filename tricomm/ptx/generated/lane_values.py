@@ -1,6 +1,6 @@
 """Functions that generated code calls: values of all lanes from one number, comparisons, predicates, merging.
 
-A predicate is True or False where all lanes agree and else an array; arrays may agree, too.
+A predicate is True or False if all lanes agree, else an array. The lanes of an array may agree, too.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class LaneValues:
         return flags
 
     def compare(self, sign: str, a: int, ca: int, b: int, cb: int, width: int, signed: bool) -> Predicate:
-        """a + n * ca against b + n * cb in every lane n. (All eight are needed: the code is generated.)"""
+        """Compare a + n * ca with b + n * cb in every lane n. (Generated code needs all eight parameters.)"""
         last = self.lanes - 1
         if signed:
             half = 1 << (width - 1)

@@ -17,8 +17,8 @@ _INTEGER = ("b8", "u8", "s8", "b16", "u16", "s16", "b32", "u32", "s32", "b64", "
 
 @dataclass(frozen=True, slots=True)
 class NumberCode:
-    """`code` names the operands `{0}`, `{1}`, ... and gives lane 0's value, unsigned; for a predicate a bool or an
-    array (`shape.stride` None)."""
+    """`code` names the operands `{0}`, `{1}`, ... and gives lane 0's value, unsigned; a predicate's is a bool, or an
+    array if `shape.stride` is None."""
 
     shape: LaneShape
     code: str
@@ -37,7 +37,7 @@ def number_code(instruction: Instruction, sources: Sources, lanes: int) -> Numbe
 
 
 def _type(instruction: Instruction) -> str | None:
-    """The one integer type; None if there is another modifier than those that change nothing here."""
+    """The integer type that is the last modifier; None if that is something else."""
     last = instruction.modifiers[-1] if instruction.modifiers else ""
     return last if last in _INTEGER else None
 

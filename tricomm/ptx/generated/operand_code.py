@@ -17,9 +17,10 @@ _FLOATS = {"f2": "u2", "f4": "u4", "f8": "u8"}
 
 
 class Operands:
-    """Of one kernel in units of one shape. `shapes` by register; `homes` the numpy type of each array register.
+    """The operands of one kernel in units of one shape. `shapes` by register; `homes` the numpy type of each array
+    register.
 
-    `names` is what the expressions need; `variable` the name that holds a register's value.
+    `names` are the globals of the expressions; `variable` gives the name that holds a register's value.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Operands:
         return self.homes.get(register.name) or numpy_word(register.kind)
 
     def shape(self, operand: Operand | None, width: int) -> LaneShape:
-        """What is known of it; `width` is that of a literal."""
+        """The shape of an operand; `width` is that of a literal."""
         if isinstance(operand, Register):
             return self.shapes.get(operand.name) or anything(WIDTHS.get(operand.kind, 64))
         if isinstance(operand, Integer):
@@ -58,7 +59,7 @@ class Operands:
         return anything(width)
 
     def number(self, operand: Operand | None, width: int) -> str:
-        """Of what has a stride, or of a predicate or flag."""
+        """The code of an operand with a stride, or of a predicate or flag."""
         if isinstance(operand, Register):
             return self.variable(operand)
         if isinstance(operand, Negated):

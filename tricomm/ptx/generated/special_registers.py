@@ -1,4 +1,4 @@
-"""Special registers: what they are in each unit, and what is known of them before."""
+"""Special registers: their values in each unit, and their shapes before a kernel runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tricomm.ptx.unit_view import UnitView
 
 
 def special_shape(name: str, unit: UnitShape) -> LaneShape:
-    """Of the special register `name`, of 32 bits unless it is one of the clocks."""
+    """The shape of the special register `name`, of 32 bits unless it is one of the clocks."""
     width = 64 if name in ("%clock64", "%globaltimer", "%gridid", "%current_graph_exec") else 32
     if name == "%tid.x" and unit.flat:
         return LaneShape(32, 1, 0, unit.threads[0] - 1, 5 if unit.warp else 128)
@@ -34,8 +34,8 @@ def special_shape(name: str, unit: UnitShape) -> LaneShape:
 
 
 def special_value(name: str) -> Callable[[UnitView], int | Array] | None:
-    """How a unit gives it: a number, or an array of 32-bit integers where `special_shape` knows nothing; None for a
-    special register that is not known."""
+    """The function that reads it from a unit: as a number, or as an array of 32-bit integers if `special_shape` knows
+    nothing; None for an unknown special register."""
     base, _, part = name.partition(".")
     axis = "xyz".find(part) if part else 0
     if axis < 0:

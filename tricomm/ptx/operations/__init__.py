@@ -1,1 +1,1 @@
-"""What instructions do that are more than arithmetic: memory, atomics, exchanges in a warp, barriers in memory."""
+"""Instructions that do more than arithmetic: memory, atomics, exchanges in a warp, barriers in memory."""

@@ -1,4 +1,4 @@
-"""`cvta` and `isspacep`: generic addresses have the space in their highest bits, global ones are as they are."""
+"""`cvta` and `isspacep`: generic addresses have the space in their highest bits; global ones are unchanged."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOWS = {"global": 0, "const": 0, "param": 0, "shared": SHARED_WINDOW, "local"
 
 
 def window_of(instruction: Instruction) -> int:
-    """What is added to an address to make it generic; negative the other way."""
+    """The offset that makes an address generic; negative for the reverse."""
     modifiers = [m.split("::")[0] for m in instruction.modifiers]
     space = next((m for m in modifiers if m in WINDOWS), None)
     if space is None or modifiers[-1] not in ("u64", "b64") or space == "param":
@@ -25,7 +25,7 @@ def window_of(instruction: Instruction) -> int:
 
 
 def cvta(instruction: Instruction, operands: Operands, partial: bool) -> Operation | None:
-    """None if the address is a number: `generated.number_code` has it then."""
+    """None if the address is a number: then `generated.number_code` handles it."""
     target, source = instruction.operands
     window = window_of(instruction)
     if operands.shape(source, 64).stride is not None:

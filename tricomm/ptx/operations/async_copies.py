@@ -1,4 +1,4 @@
-"""`cp.async`: copies from global to shared memory that happen as late as they may, when they are waited for."""
+"""`cp.async`: copies from global to shared memory, performed as late as allowed: when a lane waits for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOT_COMMITTED, _DONE = -1, -2
 
 @dataclass(eq=False)
 class Copy:
-    """One `cp.async` of a unit; `groups` has each lane's group. `sizes`: bytes to read, the rest becomes 0."""
+    """One `cp.async` of a unit; `groups` has each lane's group. `sizes`: bytes to read; the rest is filled with 0."""
 
     sites: CopySites
     targets: Array
@@ -34,7 +34,7 @@ class Copy:
 
 
 class CopySites:
-    """The load and the store that a copy of `size` bytes is."""
+    """The load and the store of a copy of `size` bytes."""
 
     def __init__(self, instruction: Instruction, size: int, lanes: int) -> None:
         self.size, self.lanes = size, lanes
@@ -62,7 +62,7 @@ def _form(kind: str, space: str, itemsize: int, elements: int, instruction: Inst
 
 
 class Copies:
-    """Those of a unit that have not been done. `committed`: groups by lane."""
+    """The pending copies of a unit. `committed`: number of committed groups by lane."""
 
     def __init__(self, lanes: int) -> None:
         self.pending: list[Copy] = []
@@ -75,7 +75,7 @@ class Copies:
         self.committed[mask] += 1
 
     def wait(self, unit: UnitView, mask: Array, newest: int | None) -> None:
-        """Do those of the lanes `mask`; but not the `newest` groups, nor what is in none unless `newest` is None."""
+        """Perform the copies of the lanes `mask` except the `newest` groups and those in no group; None: all."""
         for copy in self.pending:
             if newest is None:
                 lanes = mask & (copy.groups != _DONE)

@@ -1,4 +1,4 @@
-"""`atom` and `red`: lane after lane, each sees what those before it have left."""
+"""`atom` and `red`: lane after lane; each lane sees the results of those before it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class AtomicSite:
         self.call(unit, mask, base, *operands)
 
     def call(self, unit: UnitView, mask: Array | None, base: int | Array, *operands: Array) -> Any:
-        """The old values, one array an element."""
+        """The old values, one array per element."""
         lanes, form = unit.shape.lanes, self.form
         addresses = self.site.addresses(base)
         active = np.ones(lanes, bool) if mask is None else mask
@@ -132,7 +132,7 @@ class AtomicSite:
         return [np.ascontiguousarray(table[:, n]) for n in range(elements)]
 
     def _one(self, unit: UnitView, space: str, address: int, given: list[int]) -> Array:
-        """Change memory for one lane; the old octets."""
+        """Change memory for one lane; returns the old bytes."""
         size, elements = self.form.itemsize, self.form.elements
         aligned(address, size * elements)
         region = FIND[space](unit, address, size * elements)

@@ -1,6 +1,6 @@
-"""The short ways to memory for what is most frequent: all lanes, no surroundings that watch, one region.
+"""Fast paths to memory for the most frequent case: all lanes, no surroundings that watch, one region.
 
-Each function here falls back to the site's own method, which knows all cases. What they need is bound once, when the
+Each function here falls back to the site's own method, which handles all cases. Constants are bound once, when the
 code is generated.
 """
 
@@ -41,8 +41,8 @@ def direct_store(site: MemorySite) -> Store:
 
 
 def _extent(site: MemorySite) -> tuple[int, int, int, range]:
-    """Bytes from the first to behind the last, the step in elements, elements from the first to behind the last one of
-    an element's number, and those numbers."""
+    """For an access of all lanes: its extent in bytes; the step between lanes in elements; the extent in elements of
+    one element over all lanes; the numbers of the elements."""
     assert site.stride is not None
     itemsize, elements = site.size
     step = site.stride // itemsize
@@ -110,8 +110,8 @@ def direct_number(site: MemorySite) -> Callable[[UnitView, Array | None, int], i
 
 
 def _kept_places(site: MemorySite) -> Callable[[UnitView, Array], list[Array] | None]:
-    """Addresses in shared memory come again and again: their checked places, one array an element; None if they are not
-    all in the block's memory, or not aligned."""
+    """Cached places of addresses in shared memory, which repeat: one array per element; None if some are not in the
+    block's memory, or not aligned."""
     kept: dict[tuple[bytes, int], list[Array] | None] = {}
     itemsize, elements = site.size
 

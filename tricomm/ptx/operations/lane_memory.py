@@ -10,7 +10,7 @@ from tricomm.ptx.access import Array
 from tricomm.ptx.global_memory import AddressRange, BadAddress
 from tricomm.ptx.unit_view import UnitView
 
-# Generic addresses from here on are in the block's shared memory, in the lane's local memory.
+# Generic addresses from here on are in the block's shared memory, and in the lane's local memory.
 SHARED_WINDOW, LOCAL_WINDOW = 1 << 60, 1 << 61
 _SHIFT = {1: 0, 2: 1, 4: 2, 8: 3}
 _TOP = np.uint64(1 << 62)
@@ -51,7 +51,7 @@ def aligned(address: int, nbytes: int) -> None:
 
 
 def read_steps(region: AddressRange, base: int, stride: int, count: int, size: tuple[int, int]) -> list[Array]:
-    """For lanes at `base`, `base + stride`, ...: one array an element; `size` is (itemsize, elements)."""
+    """Read lanes at `base`, `base + stride`, ...: one array per element; `size` is (itemsize, elements)."""
     itemsize, elements = size
     view = region.views[itemsize]
     first = (base - region.starts[itemsize]) // itemsize
@@ -81,7 +81,7 @@ def places(region: AddressRange, addresses: Array, itemsize: int) -> Array:
 
 
 def read_lanes(unit: UnitView, find: Find, addresses: Array, size: tuple[int, int]) -> list[Array]:
-    """`addresses` uint64; one array an element."""
+    """Read `addresses` (uint64): one array per element."""
     if not len(addresses):
         return [np.empty(0, f"u{size[0]}") for _ in range(size[1])]
     itemsize, elements = size
@@ -96,14 +96,14 @@ def read_lanes(unit: UnitView, find: Find, addresses: Array, size: tuple[int, in
 
 
 def _check(region: AddressRange, addresses: Array, width: int) -> None:
-    """All addresses are aligned. Those outside of the region are noticed when they are used."""
+    """Check that all addresses are aligned. The access itself detects those outside of the region."""
     if width > 1 and np.bitwise_or.reduce(addresses).item() & (width - 1):
         bad = addresses[addresses % np.uint64(width) != 0]
         aligned(bad.item(0), width)
 
 
 def _each_region(unit: UnitView, find: Find, addresses: Array, size: tuple[int, int]) -> list[Array]:
-    """Lanes of one access reach into several regions."""
+    """Read for lanes whose addresses are in several regions."""
     itemsize, elements = size
     result = [np.empty(len(addresses), f"u{itemsize}") for _ in range(elements)]
     for lane, address in enumerate(addresses.tolist()):
@@ -115,7 +115,7 @@ def _each_region(unit: UnitView, find: Find, addresses: Array, size: tuple[int, 
 
 
 def write_lanes(unit: UnitView, find: Find, addresses: Array, itemsize: int, values: list[Array]) -> None:
-    """Of lanes with the same address the last one's value stays."""
+    """If lanes have the same address, the last one's value stays."""
     if not len(addresses):
         return
     width = itemsize * len(values)
@@ -135,14 +135,14 @@ def write_lanes(unit: UnitView, find: Find, addresses: Array, itemsize: int, val
 
 
 def run_of(mask: Array) -> tuple[int, int] | None:
-    """The first lane and the one behind the last, if the lanes between are all active; None if not."""
+    """The first active lane and the one after the last, if all lanes between are active; else None."""
     octets = mask.tobytes()
     first, last = octets.find(1), octets.rfind(1) + 1
     return (first, last) if octets.count(1) == last - first else None
 
 
 def octets_of(values: list[Array]) -> Array:
-    """One array an element -> uint8 [n, width]."""
+    """One array per element -> uint8 [n, width]."""
     if len(values) == 1:
         return values[0].view("u1").reshape(len(values[0]), -1)
     stacked = np.stack(values, axis=1)
@@ -150,7 +150,7 @@ def octets_of(values: list[Array]) -> Array:
 
 
 def values_of(octets: Array, size: tuple[int, int]) -> list[Array]:
-    """uint8 [n, width] -> one array an element."""
+    """uint8 [n, width] -> one array per element."""
     itemsize, elements = size
     if elements == 1:
         return [np.ascontiguousarray(octets).reshape(-1).view(f"u{itemsize}")]

@@ -28,11 +28,11 @@ _MASK = (1 << 64) - 1
 
 
 class MemorySite:
-    """One memory instruction in code for units of `lanes` lanes; its address is `stride` more from lane to lane.
+    """One memory instruction in code for units of `lanes` lanes; its address grows by `stride` from lane to lane.
 
-    `stride` None: the address is an array. Methods take the unit, the active lanes (None: all), the address (with its
-    offset; a number, that of lane 0, if there is a stride), and return one array an element of all lanes, those that
-    are not active with 0.
+    `stride` None: the address is an array. Methods take the unit, the active lanes (None: all), and the address with
+    its offset (lane 0's as a number, if there is a stride). They return one array per element, over all lanes; inactive
+    ones have 0.
     """
 
     def __init__(self, form: MemoryForm, lanes: int, stride: int | None) -> None:
@@ -46,7 +46,7 @@ class MemorySite:
         self.find = FIND.get(form.space or "global", FIND["global"])
 
     def addresses(self, base: int | Array) -> Array:
-        """Of all lanes, uint64."""
+        """The addresses of all lanes, uint64."""
         if isinstance(base, int):
             assert self.steps is not None
             return self.steps + np.uint64(base)
@@ -88,7 +88,7 @@ class MemorySite:
         return [self._spread(value, mask) for value in read_lanes(unit, FIND[space], addresses[mask], self.size)]
 
     def load_number(self, unit: UnitView, base: int) -> int | list[int]:
-        """All lanes read the same address: one number an element, or just the number."""
+        """All lanes read the same address: one number per element, or just the number."""
         space = self.form.space
         if space in ("", "local") or unit.watched[space]:
             arrays = self.load(unit, None, base)
@@ -195,7 +195,7 @@ class MemorySite:
         unit.tell(self._access(unit, space, mask, addresses, perform, None, lambda: octets_of(given)))
 
     def _redirected(self, unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array] = ()) -> Any:
-        """Local memory has a place a lane; a generic address says by its window which space it is in."""
+        """An access to local memory, which each lane has for itself, or by a generic address, which has the space."""
         addresses = self.addresses(base)
         active = np.ones(self.lanes, bool) if mask is None else mask
         results = [np.zeros(self.lanes, f"u{self.size[0]}") for _ in range(self.size[1])]
@@ -213,7 +213,7 @@ class MemorySite:
 
 
 def resolved(unit: UnitView, space: str, addresses: Array, active: Array) -> list[tuple[str, Array, Array]]:
-    """(space, active lanes that are in it, addresses there) for each space that active lanes' addresses are in."""
+    """(space, active lanes in it, their addresses there) for each space that active lanes access."""
     if space not in ("", "local"):
         return [(space, active, addresses)]
     lanes = unit.local_offsets

@@ -23,7 +23,7 @@ _COUNT = {"x1": 1, "x2": 2, "x4": 4}
 
 
 class Matrices:
-    """Where rows of `count` matrices and the registers of a unit's lanes go."""
+    """The mapping between rows of `count` matrices and the registers of a unit's lanes."""
 
     def __init__(self, lanes: int, count: int) -> None:
         self.lanes, self.count = lanes, count
@@ -46,7 +46,7 @@ class Matrices:
         return registers
 
     def to_rows(self, values: list[Array], transposed: bool) -> list[Array]:
-        """And back: a row's four words, one array a word; lanes without a row have 0."""
+        """The reverse: a row's four words, one array per word; lanes without a row have 0."""
         halves = np.zeros((self.lanes, 8), "u2")
         for i, value in enumerate(values):
             mine = np.flatnonzero(self.lane // 8 == i)

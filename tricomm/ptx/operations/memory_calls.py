@@ -21,7 +21,7 @@ _SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf
 
 
 def register_size(register: Register) -> int:
-    """In bytes."""
+    """The size of a register in bytes."""
     return _SIZES.get(register.kind) or (8 if register.kind[1:] == "64" else 4)
 
 
@@ -142,7 +142,7 @@ def atomic(instruction: Instruction, operands: Operands, partial: bool) -> Opera
 
 
 def _parameter(instruction: Instruction, operands: Operands) -> Operation:
-    """`ld.param`: the same number in all lanes. Not a memory access: nothing can write there."""
+    """`ld.param`: the same number in all lanes. Not a memory access, because nothing can write there."""
     target, address = instruction.operands[:2]
     targets = target.elements if isinstance(target, Vector) else (target,)
     kind = instruction.modifiers[-1]

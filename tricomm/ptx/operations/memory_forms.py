@@ -1,4 +1,4 @@
-"""What a memory instruction's modifiers say: kind, space, width, order and scope."""
+"""A memory instruction's kind, space, width, order and scope, from its modifiers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WIDTHS = {
 
 @dataclass(frozen=True, slots=True)
 class MemoryForm:
-    """`type` as it was written ("u8", "bf16x2"), `itemsize` its bytes, `space` "" for a generic address.
+    """`type` as in the text ("u8", "bf16x2"), `itemsize` its bytes, `space` "" for a generic address.
 
     `sem` and `scope` are None for a weak access; `op` is "" for a load or store.
     """
@@ -48,7 +48,7 @@ class MemoryForm:
 
 
 def place_of(instruction: Instruction) -> str:
-    """Text, PTX line and Python line."""
+    """The text, PTX line and Python line of an instruction."""
     where = f"{instruction.source[0].file}:{instruction.source[0].line}" if instruction.source else "no source line"
     return f"`{instruction.text.strip()}` (PTX line {instruction.line}, {where})"
 
@@ -91,7 +91,7 @@ def memory_form(instruction: Instruction) -> MemoryForm:
         if not op:
             raise unknown_form(instruction, "the operation is not known")
     elif sem is not None:
-        scope = scope or "sys"  # a volatile access is a relaxed one of the whole system
+        scope = scope or "sys"  # a volatile access is a relaxed one of system scope
     address, results, sources = _operands(instruction)
     kind = {"ld": "load", "ldu": "load", "st": "store", "red": "red", "atom": "cas" if op == "cas" else "rmw"}[kind]
     count = max(len(results), 1 if kind in ("rmw", "cas") else len(sources))
@@ -103,7 +103,7 @@ def memory_form(instruction: Instruction) -> MemoryForm:
 
 
 def _operands(instruction: Instruction) -> tuple[Address, tuple[Operand | None, ...], tuple[Operand | None, ...]]:
-    """The address, what is written to (registers, None for `_`), and the sources."""
+    """The address, the destinations (registers, None for `_`), and the sources."""
     operands = instruction.operands
     at = next((n for n, operand in enumerate(operands) if isinstance(operand, Address)), len(operands))
     address = address_of(instruction, operands[at] if at < len(operands) else None)

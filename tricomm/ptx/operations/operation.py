@@ -13,13 +13,13 @@ from tricomm.ptx.instructions import Address, Operand
 class Operation:
     """`call(unit, mask, [address,] *arguments)`; `mask` None: all lanes.
 
-    results     what is written to, None for `_`; with more than one `call` gives a tuple
+    results     destinations, None for `_`; with more than one, `call` gives a tuple
     kinds       of the results: the numpy type of an array, "?" for a predicate, "number" for one number for all lanes
     address     passed first: a number if it is known to step from lane to lane, else an array
     arguments   (operand, numpy type), passed as arrays; "?" as an array of bools; "number": a number, for what is
                 uniform
     waits       lanes of a warp meet here: it needs all lanes that `members` (an operand, a mask by lane) names, or all
-    strong      it reads memory in a way that another unit may wait for
+    strong      it reads memory in a way that may wait for another unit
     """
 
     call: Callable[..., Any]

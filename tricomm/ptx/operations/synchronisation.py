@@ -1,4 +1,4 @@
-"""Barriers of a block and of a warp, fences, and what only takes time."""
+"""Barriers of a block and of a warp, fences, and instructions that only take time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     if rest == ["proxy", "alias"]:
         return Operation(lambda unit, mask: unit.fence("alias", "sys", mask, instruction))
     if special and not (ordered and rest[0] == "proxy"):
-        return nothing(instruction, operands, partial)  # all accesses go the same way to memory here
+        return nothing(instruction, operands, partial)  # other proxies take the same path to memory here
     name, reach = "sc" if ordered == ["sc"] else "acq_rel", scope or "sys"
 
     def call(unit: UnitView, mask: Array | None) -> None:
@@ -40,7 +40,7 @@ def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operat
 
 
 def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
-    """`call` does not wait in a masked unit: it gives (number, count or None, predicate), and the unit waits."""
+    """In a masked unit `call` gives (number, count or None, predicate), and the unit waits."""
     modifiers = [m for m in instruction.modifiers if m not in ("cta", "aligned")]
     if modifiers[:1] == ["warp"]:
         members = instruction.operands[0]
@@ -88,12 +88,12 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
 
 
 def nothing(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
-    """Hints, and what has no effect on one launch that runs alone on its stream."""
+    """Hints, and instructions without effect on one launch that runs alone on its stream."""
     return Operation(lambda unit, mask: None)
 
 
 def policy(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
-    """`createpolicy`: what a cache is asked to keep; no cache is modelled."""
+    """`createpolicy`: a cache hint; no cache is modelled."""
     return Operation(lambda unit, mask, *rest: 0, (instruction.operands[0],), ("number",))
 
 

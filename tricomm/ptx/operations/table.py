@@ -1,4 +1,4 @@
-"""Which instructions are calls, and which forms of them are known."""
+"""The instructions that become calls, and their known forms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 
 
 def make_operation(instruction: Instruction, operands: Operands, partial: bool) -> Operation | None:
-    """None if the instruction is no call. `partial`: perhaps not all lanes of a unit take part.
+    """None if the instruction does not become a call. `partial`: some lanes of a unit may not take part.
 
     Raises `InvalidArgument` for a form that is not known.
     """

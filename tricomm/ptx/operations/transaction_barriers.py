@@ -1,7 +1,7 @@
 """`mbarrier`: barriers that are a word of shared memory.
 
-The word is opaque to a kernel. Here: bits 0 to 19 the arrivals that are missing in this phase, 20 to 39 those of the
-next phases, 40 to 61 the bytes that are missing (signed), 63 the parity of the phase.
+The word is opaque to a kernel. Here: bits 0 to 19 are the pending arrivals of this phase, 20 to 39 those of the next
+phases, 40 to 61 the pending bytes (signed), 63 the parity of the phase.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COUNT, _BYTES = (1 << 20) - 1, (1 << 22) - 1
 
 
 def _change(word: int, arrivals: int, octets: int, drop: bool = False) -> int:
-    """So many arrive, and so many more bytes are expected; the next phase begins if nothing is missing."""
+    """Count `arrivals`, and expect `octets` more bytes; the next phase begins if nothing is pending."""
     missing, expected, parity = word & _COUNT, word >> 20 & _COUNT, word >> 63
     pending = ((word >> 40 & _BYTES) ^ (1 << 21)) - (1 << 21)
     missing, pending = missing - arrivals, pending + octets
@@ -46,7 +46,7 @@ def _site(instruction: Instruction, address: Address, operands: Operands, change
 
 
 def arrival_site(instruction: Instruction, address: Address, operands: Operands, counts: bool) -> AtomicSite:
-    """Of `cp.async.mbarrier.arrive`, which without `.noinc` first adds the arrival that it then makes."""
+    """The site of `cp.async.mbarrier.arrive`, which without `.noinc` first adds the arrival that it then makes."""
     return _site(
         instruction, address, operands, lambda old, given: _change(old, 1, 0) if counts else _change(old, 0, 0)
     )

@@ -1,7 +1,7 @@
-"""`shfl`, `vote`, `match`, `redux`, `activemask`, `elect`: what lanes of a warp tell each other.
+"""`shfl`, `vote`, `match`, `redux`, `activemask`, `elect`: exchanges between lanes of a warp.
 
-A unit may be a block: its lanes are then several warps. Lanes that are not active, or not named by the member mask,
-take no part; what is read from them is not defined, and here the reader's own value.
+A unit may be a block: its lanes are then several warps. Lanes that are not active, or not in the member mask, take no
+part. A value read from them is undefined; here it is the reader's own.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class WarpLanes:
         return padded.reshape(self.warps, _WARP)
 
     def spread(self, by_warp: Array) -> Array:
-        """A value a warp -> a value a lane."""
+        """One value per warp -> one per lane."""
         return np.repeat(by_warp, _WARP)[: self.lanes]
 
     def taking_part(self, mask: Array | None, members: Array) -> Array:
-        """Active lanes that the member mask (one a lane) names."""
+        """The active lanes in the member mask (one mask per lane)."""
         named: Array = np.not_equal(members.astype("u8") & self.bits, 0)
         return named if mask is None else named & mask
 
     def ballot(self, chosen: Array) -> Array:
-        """One 32-bit mask a warp, as uint32 a lane."""
+        """One 32-bit mask per warp, as uint32 per lane."""
         by_warp = np.bitwise_or.reduce(self.rows(np.where(chosen, self.bits, np.uint64(0)), 0), axis=1)
         return self.spread(by_warp).astype("u4")
 

@@ -22,14 +22,14 @@ def size_of(kind: str) -> int:
 
 
 def parameters(text: str) -> tuple[Parameter, ...]:
-    """Of a parameter list, without its parentheses, with natural offsets."""
+    """The parameters of a list without its parentheses, with natural offsets."""
     declared: list[Parameter] = []
     position = 0
     for part in divided(text):
         words, name, extent, _ = _declaration(part)
         kind = _kind(words, part)
         natural = size_of(kind)
-        # `.align` behind `.ptr` speaks of the memory that the pointer refers to.
+        # `.align` after `.ptr` is about the memory that the pointer refers to.
         align = max(natural, 1 if "ptr" in words else _number_behind(words, "align", 1))
         size = natural * (1 if extent is None else extent)
         position = -(-position // align) * align
@@ -66,7 +66,7 @@ def variables(text: str, scope: Scope) -> list[Variable]:
     words: list[str] = []
     for part in first:
         own, name, extent, value = _declaration(part)
-        words = own or words  # `.b32 a, b` gives b the words of a
+        words = own or words  # in `.b32 a, b` the directives of a hold for b
         kind = _kind(words, text)
         width = size_of(kind) * next((int(w[1]) for w in words if w in ("v2", "v4", "v8")), 1)
         size = width * (1 if extent is None else extent)

@@ -30,7 +30,7 @@ _OPEN, _CLOSE = "{[(", "}])"
 
 
 def divided(text: str, mark: str = ",") -> list[str]:
-    """`text` at each `mark` that no bracket encloses."""
+    """`text`, split at each `mark` that no bracket encloses."""
     if not text:
         return []
     if not any(bracket in text for bracket in _OPEN):
@@ -69,7 +69,7 @@ def _bits(value: float) -> int:
 
 
 def operand(text: str, scope: Scope) -> Operand:
-    """Raises `InvalidArgument` with the name that is not declared, or the form that is not known.
+    """The operand in `text`. Raises `InvalidArgument` with an undeclared name, or an unknown form.
 
     A destination `_` gives `Pair(None, None)`; an address that is no memory operand (`mov.u64 %rd1, x+4`) an `Address`.
     """

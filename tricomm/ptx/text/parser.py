@@ -24,7 +24,7 @@ _VARIABLE = re.compile(r"\.(?:extern|visible|weak|common|shared|const|global|loc
 
 @dataclass
 class _Row:
-    """An instruction before its operands are resolved: labels and variables may follow."""
+    """An instruction with unresolved operands, because labels and variables may follow."""
 
     text: str
     line: int
@@ -35,7 +35,7 @@ class _Row:
 
 @dataclass
 class _Body:
-    """What lies between the braces of one entry."""
+    """The text between the braces of one entry."""
 
     name: str
     header: Statement
@@ -48,8 +48,8 @@ class _Body:
 def parse(text: str, entry: str | None = None) -> PtxKernel:
     """The kernel `entry` of a module's PTX `text`; without a name, the module's only one.
 
-    Raises `InvalidArgument` with the PTX line if the text was cut, has no such kernel, or uses what is not declared.
-    Instructions that are not known pass: the machine refuses them before it runs.
+    Raises `InvalidArgument` with the PTX line if the text is cut off, has no such kernel, or uses an undeclared name.
+    Unknown instructions pass: the machine refuses them before it runs.
     """
     module = _Module(SourceMap(text))
     for statement in statements(text):
@@ -72,7 +72,7 @@ class _Module:
         self._body: _Body | None = None
         self._scope: Scope | None = None
         self._header: Statement | None = None
-        self._foreign = 0  # braces of a function that is no kernel
+        self._foreign = 0  # depth of braces in a function that is no kernel
 
     def read(self, statement: Statement) -> None:
         """Take the next statement of the module."""

@@ -1,4 +1,4 @@
-"""What names mean in a kernel's text: registers, variables and labels of nested scopes, and special registers."""
+"""Names in a kernel's text: registers, variables and labels of nested scopes, and special registers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Scope:
 
     def _of_a_range(self, name: str) -> Register | None:
         match = _NUMBERED.match(name) if self.counted else None
-        # `%r1` may be one of `%r<2>` and of `%r1<2>`: the digits are divided in every way.
+        # `%r1` may be one of `%r<2>` or of `%r1<2>`, so every split of the digits is tried.
         for end in range(len(match[1]), len(name)) if match else ():
             kind, count = self.counted.get(name[:end], ("", 0))
             if int(name[end:]) < count and str(int(name[end:])) == name[end:]:

@@ -1,4 +1,4 @@
-"""Which Python lines an instruction of PTX was made of, from `.file` and `.loc`."""
+"""The Python lines that an instruction of PTX comes from, by `.file` and `.loc`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Place = tuple[str, str, str | None]
 
 
 class SourceMap:
-    """The Python lines of the statement that is read at present: `present`, innermost first.
+    """The Python lines of the current statement: `present`, innermost first.
 
-    `kernel` is the one that is read. Triton names every function that was inlined like the kernel itself: such a name
-    is left out.
+    `kernel` is the current kernel. Triton gives every inlined function the name of the kernel itself, so such a name is
+    left out.
 
     LLVM counts the lines of a piece of inline assembly as lines of the Python source, and Triton's loads and stores
     are the second or third line of such a piece. So only the first location of a piece is taken. Line 0 is LLVM's
-    "no line in particular": the one before holds on.
+    "no line in particular": the previous one stays.
     """
 
     def __init__(self, text: str) -> None:

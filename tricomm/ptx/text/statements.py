@@ -1,4 +1,4 @@
-"""PTX text as a sequence of statements: comments and debug sections left out, scopes and labels told apart."""
+"""PTX text as a sequence of statements, without comments and debug sections."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Reader:
         self.depth = self.braces = self.skipping = 0
 
     def read(self, piece: str, stop: str) -> Iterator[Statement]:
-        """What is complete once `piece`, which has no line end, and the `stop` behind it have been read."""
+        """The statements that `piece`, which has no line end, and the `stop` after it complete."""
         if self.skipping:
             self._skip(stop)
             return
