@@ -11,8 +11,8 @@ from tricomm.errors import InvalidArgument
 class Collective:
     """`takes` and `gives` say how many rows of equal size a rank's input and output have: one, or one for each rank.
 
-    `root` is "src" or "dst" if one rank is special: only it takes all rows, or only it gives any. `uneven`: a row
-    for each rank has any length, which may change with every call, and no rank knows the others' lengths.
+    `root` is "src" or "dst" if one rank is special: only it has an input of all rows, or only it has an output.
+    `uneven`: the rows have any length, which may change with every call, and no rank knows the others' lengths.
     """
 
     name: str
@@ -50,7 +50,7 @@ MESSAGES = {name: Collective(name) for name in ("send", "recv")}  # between two 
 
 
 def find(name: str) -> Collective:
-    """Raises `InvalidArgument` with the list of those that exist."""
+    """The collective of that name. Raises `InvalidArgument` with the list of those that exist."""
     known = COLLECTIVES | FUSED | MESSAGES
     if not isinstance(name, str) or name not in known:
         raise InvalidArgument(f"collective {name!r} is unknown; there is {', '.join(known)}")

@@ -1,7 +1,7 @@
-"""Element types, and how a kernel sees each: the integers that it moves, and the numbers that it reduces.
+"""Element types, and their forms in a kernel: the integers that it moves, and the numbers that it reduces.
 
-A kernel moves raw integers of the element's width, so a copy never looks at what it copies. A reduction reads them
-as `element`, and one operation may stand for another: a bool's sum is an or, a complex sum two real ones.
+A kernel moves raw integers of the element's width, so a copy never interprets them. A reduction reads them as
+`element`, and one operation may stand for another: a bool's sum is an or, a complex sum two real ones.
 """
 
 from __future__ import annotations

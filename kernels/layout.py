@@ -1,4 +1,4 @@
-"""What a kernel expects at the head of a rank's arena, and how the rest of it is divided. The same on all ranks.
+"""The layout of a rank's arena: the tables at its head, and the division of the rest. The same on all ranks.
 
     byte 0      group table   64-bit words: the own rank, the peers' addresses, the epoch
     1024        headers       [phase][parity][source][block], one 64-bit word each
@@ -9,9 +9,9 @@
                               what was sent, own counters
     slots                     of messages: [source][queue][slot], `slot` bytes each
 
-All of that is the slice of one channel (`Options.channels`), `slice` bytes; an arena has the slices of its channels one
-behind the other, and the peers' addresses in the group table of a channel are those of their slices of that channel.
-So channels share nothing, and no kernel knows that there are several. Messages use those of channel 0 alone.
+All of that is the slice of one channel (`Options.channels`), `slice` bytes. An arena has the slices of its channels one
+after another, and the peers' addresses in the group table of a channel are those of their slices of that channel.
+So channels share nothing, and no kernel knows that there are several. Messages use only the slice of channel 0.
 
 LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
 that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
@@ -39,7 +39,7 @@ PHASES = 3  # headers that a block may send a peer in one epoch
 RANK, CONTROL, LL_BASE, LL_BUFFER, WIDE_BASE, WIDE_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER = range(8)
 EPOCH, ARRIVALS, BUSY, MESSAGE_ARRIVALS, QUEUE_STATES, SLOT_DATA, SLOT_BYTES, QUEUES = range(8, 16)
 PEERS = 16
-# A shipped kernel has the words below EPOCH as parameters, behind the table's address, and then the peers' addresses.
+# A shipped kernel has as parameters the table's address, the words below EPOCH, and the peers' addresses.
 PARAMETER_PEERS = 1 + EPOCH
 # Of a hybrid cube mesh: the ranks of one's own quad and of the peer quad, by position (relay partners have the same),
 # one's own position, and one's index among the quad's ranks in ascending order.
@@ -48,18 +48,18 @@ MESH_RANKS, PARTNERS = 8, 5  # partners of a rank: itself, three of its quad, an
 MULTICAST = 42  # the address that stands for all ranks' arenas (`kernels/multimem.py`); 0 if there is none
 HEADERS = 1024
 
-# The state of a queue: a header of two words for each slot, an acknowledgement for each, and the numbers of the next
-# piece to send and of the first one not received, with a bit for each later one that was; a bit for each slot that has
-# held plain data.
+# The state of a queue: for each slot a header of two words, and an acknowledgement; the number of the next piece to
+# send; the number of the first piece not received, with a bit for each later one that was; and a bit for each slot that
+# has held plain data.
 SLOTS = 4
 QUEUE_STATE = 128
 ACKS, SENT, NEXT, RECEIVED_AHEAD, PLAIN = 8, 12, 13, 14, 15
 MAX_QUEUES = 16
 
 # Words of the control page that host and kernel share (host memory, mapped for a GPU), by channel: channel 0 has all of
-# them, the others the first 16, from `control_words` on. Of messages: the number of the
-# one that runs, its peer (-1: any), the number of the last one that has ended; from RECV_SOURCE on, the source of each
-# message received from any rank, by the message's number.
+# them, the others the first 16 (`control_words`). For messages: the number of the running one, its peer (-1: any), the
+# number of the last one that has ended; from RECV_SOURCE on, the source of each message received from any rank, by the
+# message's number.
 ABORT, STATUS, STARTED, ENDED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(7)
 RECV_SOURCE, RECV_SOURCE_WORDS = 64, 256
 _CONTROL_WORDS, _MORE_CHANNELS = 16, RECV_SOURCE + RECV_SOURCE_WORDS
@@ -98,12 +98,12 @@ class Layout:
 
     @property
     def digest(self) -> int:
-        """A 32-bit number that differs if two ranks would lay their arenas out differently."""
+        """A 32-bit number that differs between ranks with different layouts."""
         return zlib.crc32(repr((VERSION, MAX_BLOCKS, HEADERS, astuple(self))).encode())
 
     @property
     def constants(self) -> dict[int, int]:
-        """The words of a group table that say where everything is."""
+        """The words of a group table that describe the layout."""
         return {
             LL_BASE: self.ll, LL_BUFFER: self.ll_buffer, WIDE_BASE: self.wide, WIDE_BUFFER: self.wide_buffer,
             SIMPLE_BASE: self.simple, SIMPLE_BUFFER: self.simple_buffer, QUEUE_STATES: self.queue_states,
@@ -111,7 +111,7 @@ class Layout:
         }  # fmt: skip
 
     def largest_tile(self, algorithm: str, protocol: str) -> int:
-        """The largest tile, in 64-bit payload words (of `ll128` in wide words), that divides a buffer of this kernel: a
+        """The largest tile, in 64-bit payload words (for `ll128` wide words), that divides a buffer of this kernel: a
         power of two."""
         if protocol in ("ll", "ll128"):
             return (self.ll_buffer if protocol == "ll" else self.wide_buffer) // (32 if "two_shot" in algorithm else 16)
@@ -126,15 +126,15 @@ class Layout:
         return self.simple_buffer // (8 if one_hop else 16)
 
     def slot_words(self, protocol: str) -> int:
-        """64-bit payload words of a message's slot."""
+        """64-bit payload words that a slot of messages holds."""
         return self.slot // (16 if protocol == "ll" else 8)
 
     def first_counters(self, epoch: int) -> list[list[list[int]]]:
-        """[rank][queue][word of its state], of a group that begins with `epoch`."""
+        """[rank][queue][word of its state] at the start of a group that begins with `epoch`."""
         first = max(epoch, SLOTS)
         state = [0] * (QUEUE_STATE // 8)
         state[SENT] = state[NEXT] = first
-        for number in range(first, first + SLOTS):  # as if the four before had been read
+        for number in range(first, first + SLOTS):  # as if the four pieces before had been read
             wrapped = number if number < EPOCH_LIMIT else number - (EPOCH_LIMIT - SLOTS)
             last = wrapped - SLOTS if wrapped >= 2 * SLOTS else wrapped + EPOCH_LIMIT - 2 * SLOTS
             state[ACKS + wrapped % SLOTS] = (last << 32) - (last >> 31 << 64)  # signed
@@ -153,13 +153,13 @@ def tile_words(protocol: str, block: int) -> int:
 
 
 def control_words(channel: int) -> slice:
-    """Which words of the control page belong to `channel`."""
+    """The words of the control page that belong to `channel`."""
     start = 0 if channel == 0 else _MORE_CHANNELS + (channel - 1) * _CONTROL_WORDS
     return slice(start, _MORE_CHANNELS if channel == 0 else start + _CONTROL_WORDS)
 
 
 def unacknowledged(state: list[int]) -> bool:
-    """True if a piece that was sent through the queue of this state has not been acknowledged."""
+    """True if a piece that was sent through the queue with this state is not acknowledged."""
     for back in range(1, SLOTS + 1):
         number = state[SENT] - back
         number += (EPOCH_LIMIT - SLOTS) if number < SLOTS else 0
@@ -169,14 +169,14 @@ def unacknowledged(state: list[int]) -> bool:
 
 
 def group_words(world_size: int) -> int:
-    """Words of a group as a shipped kernel takes it: `group_argument`."""
+    """The number of words of a `group_argument`."""
     return PARAMETER_PEERS + 2 * world_size + (2 * PARTNERS if world_size == MESH_RANKS else 0)
 
 
 def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[Any, ...]:
-    """What a shipped kernel takes for its group: `table`, of which `words` are the contents, its constants, and the
-    addresses of the ranks' arenas twice, from this rank on and from rank 0 on; of eight ranks also the partners in a
-    hybrid cube mesh, by step of their quad and the relay, and the addresses of these. The same in every launch."""
+    """The group argument of a shipped kernel, the same in every launch: `table`, whose contents are `words`; its
+    constants; the addresses of the ranks' arenas twice, from this rank on and from rank 0 on; for eight ranks also the
+    partners in a hybrid cube mesh, by step of their quad and the relay, and their addresses."""
     constants, peers = [int(word) for word in words[:EPOCH]], [int(word) for word in words[PEERS:][:world_size]]
     rank, partners = constants[RANK], []
     if world_size == MESH_RANKS:
@@ -186,8 +186,8 @@ def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[A
 
 
 def plan(world_size: int, arena_bytes: int, channels: int = 1) -> Layout:
-    """Divide `arena_bytes` between the channels, and each one's slice between the mailboxes and messages. Of a small
-    slice those of `ll` and `simple` are alike.
+    """Divide `arena_bytes` between the channels, and each one's slice between the mailboxes and messages. In a small
+    slice the mailboxes of `ll` and `simple` have the same size.
 
     Raises `InvalidArgument` if it is too small for the group.
     """

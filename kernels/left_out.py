@@ -1,4 +1,4 @@
-"""Kernels that a tool leaves out, told by name: it decides by what `Kernel` says of itself, and says so in one form."""
+"""Messages about kernels that a tool leaves out, by name, in one form."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The switch's own instructions: one address that stands for the same place in all ranks' memory (`multimem` of PTX).
 
-A load from it returns the sum (or minimum, or what else the switch has) of what the ranks hold there, a store writes to
-all of them. So what N ranks add leaves each GPU once instead of N - 1 times.
+A load from it returns the sum (or another reduction that the switch has) of the ranks' values there, a store writes to
+all of them. So data that N ranks add leaves each GPU once instead of N - 1 times.
 
 Places    A multicast pointer is a tuple: compiled, the one address that the driver mapped for all ranks' memory; under
           the interpreter, which has no switch, the addresses that it stands for, in rank order.

@@ -1,4 +1,4 @@
-"""What one compile of a kernel is for: every compile-time constant that the shipped kernels take, in one parameter."""
+"""All compile-time constants of the shipped kernels, in one parameter."""
 
 from __future__ import annotations
 
@@ -83,12 +83,12 @@ class Specialization:
 
     @cached_property
     def BITS(self) -> int:
-        """Of an element that is reduced. A bitwise operation reduces whole words, whatever the tensor's type."""
+        """Bits of an element that is reduced. A bitwise operation reduces whole words, whatever the tensor's type."""
         return DTYPES[self.ELEMENT].bits
 
     @cached_property
     def PARTS(self) -> int:
-        """Tiles of accumulator words that a tile of words makes: types narrower than 32 bits accumulate in 32."""
+        """Tiles of accumulator words for a tile of words: types narrower than 32 bits accumulate in 32."""
         return max(1, 32 // self.BITS)
 
     @cached_property
@@ -97,7 +97,7 @@ class Specialization:
 
     @cached_property
     def LOAD_REDUCED(self) -> str:
-        """PTX by which the switch reduces two words."""
+        """PTX that has the switch reduce two words."""
         return multimem.instruction(self.ELEMENT, self.OP)
 
     @cached_property
@@ -144,13 +144,13 @@ class Specialization:
 
     @cached_property
     def LEFTS(self) -> tuple[int, ...]:
-        """Words from there to the end of its shard; none if the row ends before it."""
+        """For each tile, the words from its first to the end of its shard; 0 if the row ends before it."""
         ends = (min((i % self.SHARDS + 1) * self.SHARD, self.ROW) for i in range(self.ROW_TILES))
         return tuple(max(0, end - start) for start, end in zip(self.STARTS, ends, strict=True))
 
     @cached_property
     def TOGETHER(self) -> int:
-        """Steps of a shard whose tiles are polled at once: of all ranks eight tiles, or one of each."""
+        """Steps of a shard whose tiles are polled at once: eight tiles over all ranks, or one of each."""
         return max(n for n in range(1, max(1, 8 // self.WORLD_SIZE) + 1) if self.STEPS % n == 0)
 
     @cached_property
@@ -175,13 +175,13 @@ class Specialization:
 
     @cached_property
     def _planes(self) -> list[tuple[int, int]]:
-        """Of each of a row's tiles: its first word, and the most words of a plane (`wide_words.plane_words`)."""
+        """For each of a row's tiles: its first word, and the most words of a plane (`wide_words.plane_words`)."""
         most = [min(-(-left // 6) * 2 if self.WIDE else left, self.PLANE) for left in self.LEFTS]
         return list(zip(self.STARTS, most, strict=True))
 
     @cached_property
     def SCALED(self) -> int:
-        """Words of 16 elements, which share a scale of nvfp4."""
+        """Words of 16 elements, which share one nvfp4 scale."""
         return 16 * self.BITS // 64
 
     @cached_property
@@ -191,7 +191,7 @@ class Specialization:
 
     @cached_property
     def AT_ONCE(self) -> int:
-        """Tiles whose operands an epilogue loads together: more take registers, fewer wait one behind the other."""
+        """Tiles whose operands an epilogue loads together: more need registers, fewer wait for each other."""
         return self.ROW_TILES if self.EARLY else 4 // self.PLANES
 
     @cached_property
@@ -208,8 +208,8 @@ class CompiledSpecialization:
 
     @property
     def cache_key(self) -> str:
-        """What Triton's cache knows it by. A function counts with its source, which Triton looks for among the names
-        of the kernel's module only."""
+        """Its key in Triton's cache. It includes the source of functions, for which Triton looks only among the names
+        of the kernel's module."""
         functions = (self.plain.EPILOGUE, self.plain.PREPARE)
         return repr(self) + "".join(function.cache_key for function in functions if function is not None)
 
@@ -224,7 +224,7 @@ _REQUIRED = frozenset(field.name for field in fields(Specialization) if field.de
 
 
 def specialized(parameters: Collection[str], constexprs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """`constexprs` as a kernel with these parameters takes them: for a shipped one, all that make its `SPEC` in one."""
+    """`constexprs` as a kernel with these parameters takes them: for a shipped one, in one `SPEC`."""
     if "SPEC" not in parameters or "SPEC" in constexprs or not constexprs.keys() >= _REQUIRED:
         return dict(constexprs)  # a user's kernel may have a SPEC of its own
     spec = Specialization(**{name: value for name, value in constexprs.items() if name in _FIELDS})

@@ -1,4 +1,4 @@
-"""Wide words: 16 bytes with the flag inside, 12 bytes of payload, each written and read by one 128-bit access.
+"""Wide words: 16 bytes, of which 12 are payload and 4 the flag, each written and read by one 128-bit access.
 
     bit 0                 64          96         128
     │ word of plane 0 / 1 │ half word │   flag    │
@@ -11,11 +11,11 @@ word i of plane 2, word i of plane 1 with its high half. So 24 bytes of payload 
 Arrival   A wide word that carries the awaited flag is complete, because it is one access: `ld` and `st` of `.b128`,
           relaxed at `.sys` scope, which the PTX memory model sees as one operation (8.2.2; a `.v2.b64` is two). No
           fence and no barrier is needed, nor is any other word ordered by it.
-Reuse     As for LL words: none may be overwritten before its reader has taken it, and has said so. Memory that wide
+Reuse     As for LL words: none may be overwritten before its reader has taken and acknowledged it. Memory that wide
           words are polled in holds nothing else: payload of another format may look like a flag.
 Offered   Compiled from Triton 3.9 and sm_75 on. Older Triton copies inline assembly from one layout to another, as it
           likes; flag and payload may then come from two loads, and a later flag vouches for an earlier payload. With
-          planes of this form 3.6, 3.7 and 3.8 were not seen to; nothing keeps them from it. Stores may be copied.
+          planes of this form 3.6, 3.7 and 3.8 were not seen to do so, but nothing prevents it. Stores may be copied.
           Under the interpreter always: there a wide word is one access of 16 bytes (`launch/interpreted_wide.py`).
 """
 

@@ -7,7 +7,7 @@
 
 Bytes     n leave a GPU (n the bytes of one rank's part) and N n come in, its own among them: one n more than without
           the switch, so it spares stores, not time on the links. By number, (N-1) n of peers' memory is written.
-Hops      1, with a barrier behind it, one a chunk; chunks overlap (`run_pushed` in `device/chunks.py`).
+Hops      1, with a barrier after it, one per chunk; chunks overlap (`run_pushed` in `device/chunks.py`).
 Waits     header, release to acquire at `.sys`: what block b of each peer stored is here.
 Reuse     two mailboxes, by the epoch's parity. A peer stores e + 2 only after it has seen this block's header of e + 1,
           sent after this block has copied e.

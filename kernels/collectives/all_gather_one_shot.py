@@ -25,7 +25,7 @@ Bytes     (N-1) n read from peers per rank (n the bytes of one rank's part); n s
 Hops      1 barrier and one round trip.
 Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
 Reuse     as in `all_reduce_one_shot`: headers of e + 1 are released after the reads of e. A chunk is staged while the
-          one before is read. The tiles of all ranks are on their way at once.
+          one before is read. The tiles of all ranks are in flight at once.
 
 Zero copy, out of symmetric memory: barrier, copy every rank's input from its place, barrier.
 

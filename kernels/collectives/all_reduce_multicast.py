@@ -1,4 +1,4 @@
-"""All-reduce through the switch, simple: each rank has it reduce one shard of what all have staged, and multicast that.
+"""All-reduce through the switch, simple: each rank has it reduce one shard of all staged inputs, and multicast the sum.
 
     shards         a b c d      the switch adds, on its way to       the switch copies, on its way to all
     rank 0   [a0 b0 c0 d0]      0: a0 + a1 + a2 + a3 = A             A from 0
@@ -7,7 +7,7 @@
     rank 3   [a3 b3 c3 d3]      3: d0 + d1 + d2 + d3 = D             D from 3
 
 A shard is rounded up to 16 bytes. Shard p is staged in buffer p of a rank's own mailbox, first half; the sum goes to
-the second half of buffer p of all ranks: the places of two shots, so that what takes the results is the same.
+the second half of buffer p of all ranks: the places of two shots, so that the same code copies the results out.
 
 Bytes     (1 + 1/N) n leave a GPU, and as many come in: its n for the switch to add and the sum of its shard, 1/N n of
           sums and the n of all results. By number, (N-1)/N n of peers' memory is read, and as much of it written; n is
@@ -17,10 +17,10 @@ Hops      a barrier, a round trip, a one-way store, a barrier; of C overlapping 
 Waits     header of phase 0 of chunk k, release to acquire at `.sys`: what block b of each peer staged of chunk k may be
           read through the switch, and its results of chunk k - 1 are here. Header of phase 1 of the last chunk: so are
           its results.
-Reuse     two mailboxes, by the epoch's parity. A rank stages chunk k + 2 behind barrier k + 1, and every peer had read
-          chunk k through the switch before it sent that header. Results of chunk k + 2 are stored behind barrier k + 2,
-          and every rank had copied those of chunk k before it. The last chunk's are copied behind the last barrier; a
-          peer comes back to that mailbox in its second epoch from then on, behind a header of this block that the next
+Reuse     two mailboxes, by the epoch's parity. A rank stages chunk k + 2 after barrier k + 1, and every peer had read
+          chunk k through the switch before it sent that header. Results of chunk k + 2 are stored after barrier k + 2,
+          and every rank had copied those of chunk k before it. The last chunk's are copied after the last barrier; a
+          peer comes back to that mailbox in its second epoch from then on, after a header of this block that the next
           launch sends.
 Order     the switch's own (`kernels/multimem.py`), one sum for all ranks: the same bits everywhere, but not those of
           the other kernels. Not in a batch-invariant group.

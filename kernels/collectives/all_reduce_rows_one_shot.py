@@ -7,8 +7,8 @@ The order is rank 0 .. N-1 on every rank, rounded once: the bits of `all_reduce_
     rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      a block takes whole rows: row r of a chunk is block r % grid's
     rank 3 [x3] ──▶ mailboxes of 0, 1, 2, 3
 
-A row stays in registers from its sum to its end. What the epilogue needs besides it (residual, weight) is loaded before
-the row is waited for.
+A row stays in registers from its sum to its end. The epilogue's other operands (residual, weight) are loaded before the
+wait for the row.
 
 Bytes     2 (N-1) n written to peers per rank under `ll` (half of them flags), 4/3 (N-1) n under `ll128`, as by the
           all-reduce alone; nothing is read from a peer, and the epilogue moves nothing over the links. A rank's own

@@ -9,11 +9,11 @@ Each element is reduced by one rank, in the order rank 0 .. N-1, rounded once an
     rank 2   [a2 b2 c2 d2]  ─▶  2 gets c0 c1 c2 c3 = C  ─▶  C to all
     rank 3   [a3 b3 c3 d3]  ─▶  3 gets d0 d1 d2 d3 = D  ─▶  D to all
 
-What is gathered are the rounded sums, not the finished rows. residual_out is needed on every rank, as the norm is:
-finished rows would be two tensors for one (three with scales), and the residual of each rank, which may hold other bits
-than the reducer's, would not be its own. Rounded sums are what the all-reduce alone moves, and the result is that of
-the unfused sequence whatever a rank's residual holds; each rank spends the arithmetic of all rows on that. Every row is
-divided, and not the rows among the ranks, so that one row keeps all ranks' links as busy as many do.
+The rounded sums are gathered, not the finished rows. Every rank needs both residual_out and the norm: finished rows
+would be two tensors instead of one (three with scales), and would contain the reducer's residual, whose bits may differ
+from those of the rank's own. With rounded sums the links carry the same as in an all-reduce alone, and the result is
+that of the unfused sequence for any residual; the price is that each rank does the arithmetic of all rows. Every row is
+divided, and not the rows among the ranks, so that a single row keeps all ranks' links as busy as many rows do.
 
 Bytes     4 (N-1)/N n written to peers per rank under `ll` (half of them flags), 8/3 (N-1)/N n under `ll128`, as by the
           all-reduce alone (a shard of each row is rounded up to 16 bytes, for nvfp4 to 16 elements); the epilogue moves

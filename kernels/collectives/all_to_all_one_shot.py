@@ -8,7 +8,7 @@
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible; under `ll` twice
           that, under `ll128` 4/3. One's own row goes through one's own room, in one's own memory: that spares it a
           special case.
-Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
+Hops      1; under `simple` with a barrier after it, one per chunk; chunks overlap.
 Waits     see `device/push.py`.
 Reuse     see `device/push.py`.
 Order     nothing is summed.

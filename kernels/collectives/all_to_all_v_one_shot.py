@@ -8,13 +8,13 @@ Lengths   `send_counts` and `recv_counts`, in rows of `numel` elements, are para
           `device/counts.py`): every call has its own, without memory, a copy or another compiled kernel; a captured
           call keeps those of its capture. A part begins at the sum of those before it.
 Bytes     what goes to others, written to peers; under `ll` twice that, under `ll128` 4/3.
-Hops      1; under `simple` with a barrier behind it, one a chunk.
+Hops      1; under `simple` with a barrier after it, one per chunk.
 Waits     as in `device/push.py`. Besides, in the first chunk each peer's two further headers: its longest part, so
           that all ranks go through the same number of chunks, which no rank knows alone; and the length of its part
           for this rank, which has to be the expected one, or both ranks would wait for words that never come. They
           carry the lengths from rank to rank: parameters are known to one rank alone, and the fingerprint leaves them
           out.
-Load      under LL what is pushed first, of the next rank's part, is loaded beside the epoch.
+Load      under LL the first words to push, of the next rank's part, are loaded together with the epoch.
 Chunks    under `simple` overlap as in `run_pushed`, from the second one on: the first barrier brings their number.
 Reuse     see `device/push.py`; the further headers rotate with the epoch's parity as the first one does.
 Order     nothing is summed.

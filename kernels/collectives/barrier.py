@@ -1,6 +1,6 @@
 """Barrier: every rank sends a header to every peer, and waits for all of theirs. No data.
 
-    rank r ──header──▶ every peer;  r goes on when it has the header of every peer
+    rank r ──header──▶ every peer;  r continues when it has the header of every peer
 
 Bytes     8 (N-1) written to peers per rank.
 Hops      1.

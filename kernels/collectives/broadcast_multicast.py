@@ -4,7 +4,7 @@
 
 Bytes     n leave the root and come in at every rank, the root among them; one shot without the switch has the root
           write (N-1) n. By number, (N-1) n of peers' memory is written.
-Hops      1, with a barrier behind it, one a chunk; chunks overlap (`run_pushed` in `device/chunks.py`).
+Hops      1, with a barrier after it, one per chunk; chunks overlap (`run_pushed` in `device/chunks.py`).
 Waits     header, release to acquire at `.sys`: what block b of the root stored is here. Headers go from every rank to
           every other one, so that the root does not run ahead.
 Reuse     two mailboxes, by the epoch's parity. The root stores e + 2 only after it has seen this block's header of

@@ -3,7 +3,7 @@
     root 1 [x] ──▶ mailboxes of 0, 2, 3      y = x on every rank
 
 Bytes     (N-1) n written to peers by the root, under `ll` twice that, under `ll128` 4/3; nothing by the others.
-Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
+Hops      1; under `simple` with a barrier after it, one per chunk; chunks overlap.
 Waits     see `device/push.py`. The root waits for every peer's header of every chunk, so it is one chunk ahead at most.
 Reuse     see `device/push.py`.
 Order     nothing is summed.

@@ -5,8 +5,8 @@
     rank 3 [x3] ─┘
 
 Bytes     n written to peers per rank but the root, under `ll` twice that, under `ll128` 4/3; (N-1) n reach the root.
-Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
-Waits     see `device/push.py`. A rank goes on to the next chunk only after the root's header, so it is one ahead at
+Hops      1; under `simple` with a barrier after it, one per chunk; chunks overlap.
+Waits     see `device/push.py`. A rank starts the next chunk only after the root's header, so it is one ahead at
           most.
 Reuse     see `device/push.py`.
 Order     nothing is summed.

@@ -2,7 +2,7 @@
 
     rank 2's send [x] ──▶ slots of rank 0 ──▶ y of rank 0
 
-Bytes     8 a piece written to the sender as acknowledgement; the payload is read from own memory.
+Bytes     8 per piece written to the sender as acknowledgement; the payload is read from own memory.
 Hops      1, the sender's.
 Waits     see `device/message_queues.py`.
 Any       with rank -1 one block looks at the headers of all peers in turn, from the lowest rank on, until one has a

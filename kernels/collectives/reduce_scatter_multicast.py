@@ -9,7 +9,7 @@ Bytes     n leave a GPU (n the bytes of its whole input), and 1/N n come in; wit
           spares adding, not time on the links. By number, (N-1)/N n of peers' memory is read; n is staged.
 Hops      a barrier and a round trip; one barrier a chunk, and chunks overlap (`run_pushed` in `device/chunks.py`).
 Waits     header, release to acquire at `.sys`: what block b of each peer staged may be read through the switch.
-Reuse     two mailboxes, by the epoch's parity. A rank stages e + 2 behind the barrier of e + 1, and every peer had read
+Reuse     two mailboxes, by the epoch's parity. A rank stages e + 2 after the barrier of e + 1, and every peer had read
           e through the switch before it sent that header.
 Order     the switch's own, as in `all_reduce_multicast`.
 Source    NCCL's symmetric kernel ReduceScatter_LDMC.

@@ -7,7 +7,7 @@
 
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible without in-network
           reduction; under `ll` twice that, under `ll128` 4/3.
-Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
+Hops      1; under `simple` with a barrier after it, one per chunk; chunks overlap.
 Waits     see `device/push.py`.
 Reuse     see `device/push.py`.
 Order     rank 0 .. N-1: the bits of an all-reduce.

@@ -38,7 +38,7 @@ from tricomm.kernels.collectives.scatter_one_shot import scatter_one_shot
 from tricomm.kernels.collectives.send import send
 
 Cost = Callable[[int], Fraction]
-_LL, _LL128 = Fraction(2), Fraction(4, 3)  # bytes of words for each byte of payload in them
+_LL, _LL128 = Fraction(2), Fraction(4, 3)  # bytes of words per byte of payload
 CUBE_RANKS = 8
 
 
@@ -46,10 +46,10 @@ CUBE_RANKS = 8
 class Kernel:
     """One shipped kernel: `function` compiled for `protocol`.
 
-    `written` and `read` are the bytes of the busiest rank that cross to and from peers, per byte of its input (per
-    byte of the message if there is a root), headers apart, of a type of 32 bits or more, as a function of the world
-    size; `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`: the bytes of the
-    busier direction of a GPU's links, if the switch adds and copies, and they are others than those of the accesses.
+    `written` and `read` are the bytes of the busiest rank to and from peers, per byte of its input (per byte of the
+    message if there is a root), without headers, for a type of 32 bits or more, as functions of the world size.
+    `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`: if the switch adds and
+    copies, the bytes of the busier direction of a GPU's links, which differ from those of the accesses.
     """
 
     collective: str
@@ -92,11 +92,11 @@ class Kernel:
 
     @property
     def rank_order(self) -> bool:
-        """True unless it reduces in another order than that of the ranks: a cube mesh adds the sums of two quads, and
-        the order of a switch is its own.
+        """True if it reduces in rank order. A cube mesh does not, because it adds the sums of two quads, nor does a
+        switch, which has its own order.
 
-        Each element is then accumulated from rank 0 on and rounded once, by `device/reduction.py`, so its bits depend
-        on nothing else.
+        In rank order each element is accumulated from rank 0 on and rounded once, by `device/reduction.py`, so its
+        bits depend on nothing else.
         """
         return not (self.reduces and (self.needs_cube or self.multicast))
 
@@ -112,8 +112,8 @@ class Kernel:
 
     @property
     def words_per_thread(self) -> int:
-        """64-bit words of a tile (wide ones of `ll128`) that every thread of a block has at least. Through the switch
-        two are an access; of fewer, two threads would make the same one, and add in place what was added already.
+        """The least 64-bit words of a tile (wide ones for `ll128`) per thread. Through the switch an access has two:
+        with fewer, two threads would make the same access, and in place the second one would add a sum again.
         """
         return 2 if self.wide or self.multicast else 1
 
@@ -137,7 +137,7 @@ class Kernel:
 
     @property
     def in_place(self) -> bool:
-        """True for one that takes a handle whose memory the result goes to, on all ranks."""
+        """True for a kernel that writes the result into the memory of a handle, on all ranks."""
         return self.zero_copy and self.algorithm in ("two_shot", "multicast")
 
     @property
@@ -147,12 +147,12 @@ class Kernel:
 
     @property
     def staged(self) -> bool:
-        """Whether peers read what a rank has staged: all buffers of a parity are one stage then."""
+        """Whether peers read a rank's staged input: then all buffers of a parity are one stage."""
         return not self.zero_copy and not self.multicast and self.read(2) > 0
 
     @property
     def shards(self) -> int | None:
-        """How many shards a message is divided into, 0 for one a rank; None if it is not divided."""
+        """The number of shards of a message, 0 for one per rank; None if it is not divided."""
         divided = "two_shot" in self.algorithm or (self.multicast and self.collective == "all_reduce")
         return None if not divided else 4 if self.needs_cube else 0
 
@@ -194,7 +194,7 @@ def _times(factor: Fraction, cost: Cost) -> Cost:
 
 
 def _flagged(collective: str, algorithm: str, function: Any, cost: Cost, hops: int) -> tuple[Kernel, Kernel]:
-    """`ll` and `ll128`: words with flags of both widths, which `cost` bytes of payload travel in."""
+    """`ll` and `ll128`: words with flags of both widths, for `cost` bytes of payload."""
     return (
         Kernel(collective, algorithm, "ll", function, _times(_LL, cost), _none, hops, 0),
         Kernel(collective, algorithm, "ll128", function, _times(_LL128, cost), _none, hops, 0),
@@ -202,7 +202,7 @@ def _flagged(collective: str, algorithm: str, function: Any, cost: Cost, hops: i
 
 
 def _pushed(collective: str, function: Any, cost: Cost) -> tuple[Kernel, ...]:
-    """All protocols of a kernel that pushes by each."""
+    """The entries of all protocols of a kernel that can push by each."""
     return (
         *_flagged(collective, "one_shot", function, cost, 1),
         Kernel(collective, "one_shot", "simple", function, cost, _none, 1, 1),
@@ -237,7 +237,7 @@ KERNELS = (
     Kernel("barrier", "one_shot", "simple", barrier, _none, _none, 1, 1),
 )  # fmt: skip
 
-# Over symmetric memory, which is read without a copy: in place by two shots, else by one.
+# Over symmetric memory, without a staging copy: in place by two shots, else by one.
 ZERO_COPY = (
     Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
     Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_zero_copy, _rows, _rows, 5, 2, zero_copy=True),
@@ -276,7 +276,7 @@ FUSED = tuple(
     )
 )
 
-# Between two ranks: costs of the busier one.
+# Between two ranks; the costs are those of the busier one.
 MESSAGES = (
     Kernel("send", "one_shot", "ll", send, _times(_LL, _once), _none, 1, 0),
     Kernel("send", "one_shot", "simple", send, _once, _none, 1, 0),
@@ -290,7 +290,7 @@ _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*AL
 
 
 def of(collective: str, world_size: int, multicast: bool = False) -> list[Kernel]:
-    """The kernels of `collective` for that many ranks; those of a cube mesh need eight, those of a switch `multicast`
+    """The kernels of `collective` for that many ranks. Those of a cube mesh need eight, those of a switch `multicast`
     memory."""
     cube = world_size == CUBE_RANKS
     known = (*KERNELS, *(MULTICAST if multicast else ()), *FUSED, *MESSAGES)

@@ -4,7 +4,7 @@
 
 Bytes     (N-1)/N n written to peers by the root (n the bytes of all rows), under `ll` twice that, under `ll128` 4/3;
           nothing by the others.
-Hops      1; under `simple` with a barrier behind it, one a chunk; chunks overlap.
+Hops      1; under `simple` with a barrier after it, one per chunk; chunks overlap.
 Waits     see `device/push.py`. The root waits for every peer's header of every chunk, so it is one chunk ahead at most.
 Reuse     see `device/push.py`.
 Order     nothing is summed.

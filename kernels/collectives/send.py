@@ -2,10 +2,10 @@
 
     rank 2 [x] ──▶ slots of rank 0 ──▶ y of rank 0's recv
 
-Bytes     n pushed, under LL twice that, and 16 a piece of header; 8 a piece come back as acknowledgement.
-Hops      1; the fifth piece of a queue and those after it wait for an acknowledgement each, a second one.
-Waits     see `device/message_queues.py`. A message whose pieces all get free slots has been sent when the kernel ends,
-          whether or not the receiver has asked for it: four short ones of a tag are. Any other ends with its receiver.
+Bytes     n pushed, under LL twice that, and 16 of header per piece; 8 per piece come back as acknowledgement.
+Hops      1; from the fifth piece of a queue on each waits for an acknowledgement, a second hop.
+Waits     see `device/message_queues.py`. If all pieces of a message get free slots, the kernel ends without waiting for
+          the receiver: so do four short messages of a tag. Any other send ends only when its receiver runs.
 Reuse     see `device/message_queues.py`.
 Order     nothing is summed.
 """

@@ -1,8 +1,8 @@
-"""LL: wait until words have arrived, and with them all that has to be known before they are used.
+"""LL: wait until words have arrived, and until they are safe to use.
 
-One loop looks at everything at once: the words of a tile, from several ranks; this block's header from every peer; and
-the busy word, in which another launch of this communicator would show. All loads of a round are in flight together, and
-one reduction over the block says what goes on:
+One loop polls everything at once: the words of a tile, from several ranks; this block's header from every peer; and the
+busy word, which shows another launch of this communicator. All loads of a round are in flight together, and one
+reduction over the block gives the state:
 
     0 all is here   1 something is late   2 aborted   3 another launch   4 a peer made another call
 

@@ -1,7 +1,7 @@
 """The frame of a collective kernel: a call is divided into chunks that fit into the mailboxes, and a chunk is an epoch.
 
-A kernel defines what is done with one chunk; the order of chunks, entering, counting epochs, stopping at a fault and
-leaving are defined here.
+A kernel defines the work on one chunk. The order of chunks, entering, counting epochs, stopping at a fault and leaving
+are defined here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tricomm.kernels.primitives import advance, announce, depart, enter, finish,
 class Chunk(NamedTuple):
     """One chunk of a call, as the body of a kernel sees it. All numbers are int64.
 
-    group    what the kernel knows of its group (`device/group.py`)
+    group    the kernel's group argument (`device/group.py`)
     me       this rank
     call     the call's number and fingerprint
     epoch    the chunk's number in the life of the group
@@ -28,7 +28,7 @@ class Chunk(NamedTuple):
     count    its words
     own      the first word of this block's first tile
     stride   words from one tile of this block to the next
-    owner    the busy word as the launch has read it
+    owner    the busy word that the launch has read
     """
 
     group: Any

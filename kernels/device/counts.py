@@ -1,10 +1,9 @@
-"""Rows of uneven length: where each one is, and how ranks tell each other the lengths before they exchange them.
+"""Rows of uneven length: where each one is, and how ranks exchange the lengths before the rows.
 
-`send_counts` and `recv_counts` are tuples of WORLD_SIZE int64: how many rows go to each rank, and how many come from
-it, one rank behind the other, each row of `numel` elements. They are parameters of the launch, which the driver copies:
-every call, on any stream or in a graph, has its own, and no memory has to outlive the kernel that reads it. A parameter
-cannot be indexed at run time, so a rank's is picked by WORLD_SIZE selects on constant operands, without an access to
-memory.
+`send_counts` and `recv_counts` are tuples of WORLD_SIZE int64: the numbers of rows, of `numel` elements each, to and
+from each rank, in rank order. They are parameters of the launch, which the driver copies: every call, on any stream or
+in a graph, has its own, and no memory has to outlive the kernel that reads it. A parameter cannot be indexed at run
+time, so a rank's count is picked by WORLD_SIZE selects on constant operands, without a memory access.
 
 The exchanged lengths are control, not payload: two headers a peer, in the first chunk of a call.
 """

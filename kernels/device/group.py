@@ -1,4 +1,4 @@
-"""What a kernel knows of its group: a rank's number, the control page, where mailboxes are, the peers' arenas.
+"""A kernel's group: the rank's number, the control page, the places of mailboxes, and the peers' arenas.
 
 `group` has two forms, and every function here takes both:
 
@@ -6,7 +6,7 @@
                  communicator that ride in the parameters of the launch, so that no push waits for a load of them
     pointer      of users' kernels: int64*, to this rank's group table, as `Communicator.group_table` gives it
 
-What a kernel changes (epoch, arrivals, busy) and what few kernels need is in the table alone.
+Words that kernels change (epoch, arrivals, busy), and those that few kernels need, are only in the table.
 """
 
 from __future__ import annotations

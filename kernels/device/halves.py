@@ -1,7 +1,7 @@
-"""Words of 64 bits by their halves, which are a GPU's registers: int32 tiles, taken apart and put together for nothing.
+"""Words of 64 bits by their halves, which are a GPU's registers: int32 tiles, split and joined without instructions.
 
-Written with shifts, a compiler makes arithmetic of 64 bits of them, before it notices that they are moves; in a loop
-that polls it does not always notice. So there is inline PTX, and a pure variant beside it.
+A compiler turns shifts into 64-bit arithmetic before it notices that they are moves, and in a polling loop it does not
+always notice. So there is inline PTX, and a pure variant beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a word of a mailbox is, and how the idle mailbox is cleared before an epoch can come round again.
+"""The place of a word in a mailbox, and the clearing of the idle mailbox before an epoch number can recur.
 
 There are two mailboxes for each protocol, used in turn by the epoch's parity. Each has one buffer per source rank.
 """

@@ -1,4 +1,4 @@
-"""Plain data between tensors and the buffers of `simple` mailboxes: runs of tiles, several on their way at once.
+"""Plain data between tensors and the buffers of `simple` mailboxes: runs of tiles, several in flight at once.
 
 Flight    every loop has the tiles of all ranks, or UNROLLED tiles of one run, on their way at once: all are loaded
           before the first is stored, because a thread stands at a store until its load has come. The ends of runs that
@@ -28,7 +28,7 @@ from tricomm.kernels.device.packing import (
 )
 from tricomm.kernels.device.reduction import accumulate, combine, finish
 
-# Tiles of a run that are on their way at once.
+# Tiles of a run that are in flight at once.
 FULL, FEW = tl.constexpr(4), tl.constexpr(2)
 
 

@@ -5,8 +5,8 @@
 
 A tile is a tuple of `SPEC.PLANES` int64 tiles of `SPEC.PLANE` words, neighbouring runs of a tensor, `SPEC.TILE` words
 in all. Under `ll128` a word of each of three planes makes two wide words (`wide_words.py`). A full tile has p = PLANE,
-and one at the end of a run a smaller p (`plane_words`), so that few words take few wide words. So what loads, pushes,
-polls or stores a tile takes `left`, the words from the tile's first to the end of its run; all ranks have the same.
+and one at the end of a run a smaller p (`plane_words`), so that few words take few wide words. So the functions that
+load, push, poll or store a tile take `left`, the words from the tile's first to the end of its run, equal on all ranks.
 
 Poll: `device/arrival.py`. Place of a tile in a mailbox: `mailbox.ll_buffer`.
 """

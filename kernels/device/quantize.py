@@ -6,8 +6,8 @@
                     scale_out), or of 0 if that is 0; two a byte, the even element in its lower half
 
 Codes are made by integer arithmetic: to nearest even, the largest number beyond the range, the same bits on every
-architecture and under the interpreter. A maximum leaves NaN out, an infinity makes the scale of its row
-infinite; the e4m3 of a NaN is 0x7F, its e2m1 is 6.
+architecture and under the interpreter. A maximum ignores NaN, and an infinity makes the scale of its row infinite.
+The e4m3 of a NaN is 0x7F, its e2m1 is 6.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@
 Types narrower than 32 bits accumulate in 32: floats in fp32, integers in int32. A tile of words then makes PARTS
 tiles of accumulator words, element i of a word in part i // 2. Wider types and bitwise operations make one.
 
-What is defined, bit for bit, on a GPU as under the interpreter (NaN apart, of which only that it is one):
+Defined bit for bit, on a GPU and under the interpreter (except the bits of a NaN):
   integers      wrap at their own width, an average at its accumulator's; it is truncated toward zero
   floats        rounded once, to nearest even; denormals are kept; an infinity is one, inf - inf a NaN
-  min, max      hand a NaN on; of zeros of both signs min is -0 and max +0
+  min, max      propagate a NaN; of zeros of both signs min is -0 and max +0
   fp8           beyond the largest number e5m2 is infinite; e4m3, which has no infinity, stays at 448
   prod, sum     of many ranks round after each step in the accumulator, in rank order
 """

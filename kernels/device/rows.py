@@ -1,4 +1,4 @@
-"""Rows: a tensor [rows, hidden] as a kernel with an epilogue sees it. A block takes whole rows.
+"""Rows: how a kernel with an epilogue divides a tensor [rows, hidden]. A block takes whole rows.
 
     row      ROW words of 64 bits. A multiple of 16 bytes, because `hidden` is a multiple of 8
     shard    of SHARDS in a row, SHARD words each, the last ones fewer: two shots divide a row, one shot does not
@@ -25,11 +25,11 @@ from tricomm.kernels.primitives import arrive, store_ll
 
 
 class Row(NamedTuple):
-    """A reduced row, as an epilogue is given it.
+    """A reduced row, the argument of an epilogue.
 
     number     its number in the tensor, int64
     planes     its words as they are stored: a tuple of ROW_PLANES int64 planes, whose places are `words_at`
-    prepared   what the epilogue's `prepare` has returned before the row was there
+    prepared   the result of the epilogue's `prepare`, which ran before the row was there
     y_ptr      the second tensor of the launch, of integers of the elements' width
     """
 

@@ -14,20 +14,20 @@ from tricomm.kernels.specialization import specialized
 
 # Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
 # limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come. One
-# stage: no loop is to be pipelined, and with more Triton spends time on looking for loops that could be.
+# stage, because no loop needs pipelining, and with more stages Triton spends time to look for candidates.
 COMPILE_OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False, "maxnreg": 255}
 
 _TENSORS = ("x_ptr", "y_ptr")
 _TABLES, _GROUP = ("table", "into"), "group"
 _COUNTS = ("send_counts", "recv_counts")
 _OPERANDS = "operands"
-WIDE = ":16"  # behind the type of an operand that begins at a multiple of 16 if the tensors do
+WIDE = ":16"  # suffix of the type of an operand that begins at a multiple of 16 if the tensors do
 _READ = {"ttgir", "ptx", "cubin"}
 
 
 @dataclass(eq=False)
 class _Origin:
-    """What a cubin was assembled from, as the latest of its kernels has it. All of them keep it."""
+    """The source of a cubin, from the latest of its kernels. All of its kernels keep it alive."""
 
     ptx: str = ""
     kernel: Any = None
@@ -46,12 +46,11 @@ def refused() -> str | None:
 def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int) -> Any:
     """Triton's compiled form of one of our kernels: `.asm` has ttgir, ptx and cubin, `.metadata` name and resources.
 
-    `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them), which
-    `aligned` says are multiples of 16; tables are int64 and always aligned, every other argument a 64-bit number, or
-    for uneven rows a tuple of as many of them as there are ranks; the group is one of `layout.group_argument`, and the
-    operands of an epilogue are of the types of the constexpr OPERANDS, of which `aligned` is about those with `WIDE`.
-    `constexprs` may hold compile options. `capability` is 90 for sm_90; no GPU is needed. Raises `ResourceError`
-    if `refused()`.
+    `bits` is the width of the integers that `x_ptr` and `y_ptr` point to (None for a kernel without them). `aligned`:
+    these pointers, and the OPERANDS marked `WIDE`, are multiples of 16. Tables are int64 and always aligned. Every
+    other argument is a 64-bit number, or for uneven rows a tuple of one per rank; the group is one of
+    `layout.group_argument`, and an epilogue's operands have the types of the constexpr OPERANDS. `constexprs` may hold
+    compile options. `capability` is 90 for sm_90; no GPU is needed. Raises `ResourceError` if `refused()`.
     """
     if (reason := refused()) is not None:
         raise ResourceError(reason)
@@ -88,9 +87,9 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
 
 
 def noted(compiled: Any) -> Any:
-    """Triton's `compiled` kernel, which `ptx_of` knows from here on, for as long as it is alive.
+    """Register Triton's `compiled` kernel for `ptx_of`, as long as it is alive, and return it.
 
-    It keeps no other forms than those that are read: the first ones are most of its memory.
+    It keeps only the forms that are read, because the early ones take most of its memory.
     """
     for form in set(compiled.asm) - _READ:
         del compiled.asm[form]
@@ -100,13 +99,13 @@ def noted(compiled: Any) -> Any:
 
 
 def ptx_of(cubin: bytes) -> str | None:
-    """The PTX that a cubin of this process was assembled from; None if no kernel that is alive has it."""
+    """The PTX that a cubin of this process was assembled from; None if no living kernel has it."""
     origin = _by_cubin.get(_digest(cubin))
     return None if origin is None else source_paths.of_this_process(origin.ptx, origin.kernel)
 
 
 def ptx_text(compiled: Any) -> str:
-    """The PTX of Triton's `compiled` kernel, whose files are those of this process, also if it came from the cache."""
+    """The PTX of Triton's `compiled` kernel with the file names of this process, even if it came from the cache."""
     return source_paths.of_this_process(compiled.asm["ptx"], compiled.src.fn)
 
 
@@ -128,17 +127,17 @@ def takes_data(kernel: Any) -> bool:
 
 
 def takes_counts(kernel: Any) -> bool:
-    """True for a kernel that takes, behind `call`, how many rows go to each rank and come from it, in every call."""
+    """True for a kernel that takes, after `call`, the numbers of rows to and from each rank, for every call."""
     return any(p.name in _COUNTS for p in triton_adapter.parameters(kernel))
 
 
 def takes_operands(kernel: Any) -> bool:
-    """True for a kernel that takes, behind `call`, a tuple of what its epilogue works on, others in every call."""
+    """True for a kernel that takes, after `call`, a tuple of its epilogue's operands, for every call."""
     return any(p.name == _OPERANDS for p in triton_adapter.parameters(kernel))
 
 
 def extras(kernel: Any) -> list[str]:
-    """Names of the 64-bit arguments at the end, the same in every launch of a plan: the root of a broadcast."""
+    """Names of the last 64-bit arguments, the same in every launch of a plan, such as the root of a broadcast."""
     others = (*_COUNTS, _OPERANDS)
     names = [p.name for p in triton_adapter.parameters(kernel) if not p.is_constexpr and p.name not in others]
     return names[names.index("call") + 1 :]

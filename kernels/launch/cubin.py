@@ -1,4 +1,4 @@
-"""What a cubin says about its kernels: as CUDA's driver reads it, from the sections of the ELF file."""
+"""Facts about the kernels of a cubin, from the sections of the ELF file, as CUDA's driver reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 
 _PARAMETER = 0x17  # EIATTR_KPARAM_INFO
-_WITH_VALUE = 0x04  # EIFMT_SVAL: the attribute's value follows, of so many bytes
+_WITH_VALUE = 0x04  # EIFMT_SVAL: the attribute's value follows, with its size
 
 
 def parameters(cubin: bytes, function: str) -> list[tuple[int, int]] | None:
@@ -23,7 +23,7 @@ def parameters(cubin: bytes, function: str) -> list[tuple[int, int]] | None:
 
 
 def static_shared(cubin: bytes, function: str) -> int:
-    """Bytes of shared memory that `function` has without asking for any."""
+    """Bytes of static shared memory of `function`."""
     header = _header(cubin, f".nv.shared.{function}")  # has no data in the file
     return 0 if header is None else header[5]
 

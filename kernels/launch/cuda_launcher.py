@@ -1,4 +1,4 @@
-"""A launch with nothing left to decide: fill in addresses and numbers, and call CUDA's driver.
+"""A prepared launch: fill in addresses and numbers, and call CUDA's driver.
 
 Triton's own dispatch looks at every argument of every launch to choose a compiled kernel: tens of microseconds on the
 host, more than a small collective takes on the GPU. Here a kernel is compiled and loaded once for a device, and a
@@ -32,7 +32,7 @@ _MOST_STATIC_SHARED = 48 * 1024
 # or in a thread that has used no device yet.
 _NOT_THIS_CONTEXT = (201, 400, 709)
 _loading = threading.Lock()
-_loaded: dict[tuple[Any, ...], dict[str, tuple[Any, Any]]] = {}  # by what is compiled, then by device
+_loaded: dict[tuple[Any, ...], dict[str, tuple[Any, Any]]] = {}  # by compiled variant, then by device
 
 
 class Device(Protocol):
@@ -73,7 +73,7 @@ class TorchDevice:
 
     @cached_property
     def context(self) -> Any:
-        """Held for as long as the process lives, as torch does."""
+        """The primary context, retained for the life of the process, as torch does."""
         (device,) = _check(self, "cuDeviceGet", self.bindings.cuDeviceGet(self._index))
         (context,) = _check(self, "cuDevicePrimaryCtxRetain", self.bindings.cuDevicePrimaryCtxRetain(device))
         return context
@@ -94,16 +94,15 @@ def make_launcher(
     one launch alone: the driver has copied them, also into a graph, when `run` returns.
 
     `run.in_place(count, facts)` gives `again(address, number, stream)`, which launches the call `number << 32 | facts`
-    over `count` elements at `address`, in place, on the current `stream`: it writes nothing that a plan has decided.
-    `run.with_operands(count, facts, operands)` gives the same of a kernel with an epilogue: `again(addresses, number,
-    stream)`, with the addresses of x, y and the tensors among `operands`, whose numbers stay as they are.
+    over `count` elements at `address`, in place, on the current `stream`; everything else stays as prepared.
+    `run.with_operands(count, facts, operands)` gives the same for a kernel with an epilogue: `again(addresses, number,
+    stream)`, with the addresses of x, y and the tensors among `operands`, whose numbers stay.
 
     Raises `ResourceError` if Triton cannot compile the kernel or the driver refuses it.
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
     data, uneven, operands = takes_data(kernel), takes_counts(kernel), takes_operands(kernel)
-    # The words of one launch alone lie in front: x, y, count, call, and rows to and from each rank, or the operands of
-    # an epilogue; without data: call.
+    # The words that change with every launch come first: x, y, count, call, and rows to and from each rank, or the
     count_at, call_at = (2, 3) if data else (0, 0)
     own = call_at + 1 + (2 * constexprs["WORLD_SIZE"] if uneven else len(constexprs["OPERANDS"]) if operands else 0)
     fixed = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*group, *more)]
@@ -113,7 +112,7 @@ def make_launcher(
     order = (*range(before), *range(own, behind), *range(before, own), *range(behind, len(words)))
     first = ctypes.addressof(words)
     pointers = (ctypes.c_void_p * len(words))(*(first + 8 * place for place in order))
-    word = memoryview(words).cast("B").cast("Q")  # writes one word quicker than struct or ctypes do
+    word = memoryview(words).cast("B").cast("Q")  # writes one word faster than struct or ctypes
     bindings, current, used = device.bindings, device.stream, None
     threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
 
@@ -151,7 +150,7 @@ def make_launcher(
         _check(device, "cuLaunchKernel", (result,))
 
     def in_place(count: int, facts: int) -> Callable[[int, int, int], None]:
-        half = memoryview(words).cast("B").cast("I")  # the lower one first, as on every host of a GPU
+        half = memoryview(words).cast("B").cast("I")  # little endian, as on every host of a GPU
         word[count_at], half[2 * call_at], number_at = count, facts, 2 * call_at + 1
 
         def again(address: int, number: int, stream: int) -> None:
@@ -238,14 +237,14 @@ def _function(compiled: Any, name: str, device: Device) -> Any:
         if metadata.shared > _MOST_STATIC_SHARED:
             most = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(device, "cuFuncSetAttribute", bindings.cuFuncSetAttribute(function, most, metadata.shared))
-        if hasattr(bindings, "cuFuncLoad"):  # now, and not at the first launch, when a peer's kernel may be running
+        if hasattr(bindings, "cuFuncLoad"):  # now, because at the first launch a peer's kernel may be running
             _check(device, "cuFuncLoad", bindings.cuFuncLoad(function))
     return function
 
 
 @contextmanager
 def _current(device: Device) -> Iterator[None]:
-    """The device's context is this thread's current one inside; the context that was current before is restored after.
+    """Inside, the device's context is this thread's current one; afterwards the previous one is restored.
 
     Not `torch.cuda.set_device`: in a thread that has used no device yet, device 0 counts as the current one already,
     and no context is made current.

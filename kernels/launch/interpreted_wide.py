@@ -1,8 +1,8 @@
 """16-byte accesses under the interpreter, which has none: `wide_words.store_wide` and `load_wide`.
 
-A director and observers are told of one access of 16 bytes, relaxed at `.sys`. In memory it is two of 8, and between
-processes these must look like one: the half with the flag is stored last, with release, and loaded first, with
-acquire. So a reader that sees the flag sees the other half that was stored with it.
+A director and observers see one access of 16 bytes, relaxed at `.sys`. In memory it is two of 8, which must look like
+one to other processes: the half with the flag is stored last, with release, and loaded first, with acquire. So a reader
+that sees the flag also sees the other half that was stored with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HALF = np.uint64(8)
 
 
 def store(pointer: Any, low: Any, high: Any, mask: Any) -> None:
-    """In place of `wide_words.store_wide`."""
+    """The interpreter's `wide_words.store_wide`."""
     native = _triton._interpreter
     addresses, lanes = pointer.handle.data, np.broadcast_to(mask.handle.data, pointer.handle.data.shape)
     halves = [np.ascontiguousarray(np.broadcast_to(half.handle.data, addresses.shape)) for half in (low, high)]
@@ -35,7 +35,7 @@ def store(pointer: Any, low: Any, high: Any, mask: Any) -> None:
 
 
 def load(pointer: Any) -> tuple[Any, Any]:
-    """In place of `wide_words.load_wide`."""
+    """The interpreter's `wide_words.load_wide`."""
     native = _triton._interpreter
     addresses = pointer.handle.data
     lanes, nothing = np.ones(addresses.shape, bool), np.zeros(addresses.shape, np.int64)

@@ -3,11 +3,11 @@
 `interpret` runs a launch block after block. The schedule explorer runs the blocks of all ranks as tasks that take
 turns at every access instead: through `programs`, `engage` and `disengage`.
 
-Triton's language is patched for the length of a launch, with no effect on kernels elsewhere. Interpreted kernels run
-one at a time in a process: the patches and the current block's index are global, and `_lock` protects them. A block
-that polls gives the interpreter to a thread that waits for it, and takes it again later: so kernels of two threads
-(calls of two channels, or of two groups) may be begun in another order on every rank, and none waits for ever.
-All that depends on Triton's private names is in `triton_adapter`, `triton_shortcuts` and `interpreted_wide`.
+Triton's language is patched during a launch, with no effect on kernels elsewhere. Interpreted kernels run one at a time
+in a process: the patches and the current block's index are global, and `_lock` protects them. A block that polls gives
+the interpreter to a thread that waits for it, and takes it again later. So kernels of two threads (calls of two
+channels, or of two groups) may begin in another order on every rank without a deadlock.
+Code that depends on Triton's private names is in `triton_adapter`, `triton_shortcuts` and `interpreted_wide`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _GIVEN_AWAY_SECONDS = 2e-4
 _lock = threading.RLock()
 _waiting: set[object] = set()  # one for each thread that waits for the interpreter
 _launched: set[object] = set()  # one for each launch that has begun and not ended: it needs the patches
-_current: tuple[Program, float] | None = None  # the block that runs, and for how long its launch waits for a thread
+_current: tuple[Program, float] | None = None  # the running block, and the timeout of its launch for the interpreter
 
 
 def supported() -> str | None:
@@ -70,11 +70,10 @@ def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
     """Run the `programs` of a launch, one after another.
 
     Raises `InvalidArgument` for a kernel that the interpreter cannot run; `CollectiveTimeout` if another thread of
-    this process holds the interpreter for `timeout` seconds. Errors inside the kernel come out as they are, wrapped
-    in nothing.
+    this process holds the interpreter for `timeout` seconds. Errors inside the kernel are raised unchanged.
     """
     global _current
-    nested = _held()  # by this very thread: a signal handler runs a kernel in the middle of another one
+    nested = _held()  # by this thread itself: a signal handler runs a kernel in the middle of another one
     outer = _current if nested else None
     interrupts, launch = Interrupts(), object()
     try:
@@ -117,7 +116,7 @@ def _leave(launch: object, nested: bool, outer: tuple[Program, float] | None) ->
         return
     if not _launched:
         triton_adapter.restore()
-    _current = None  # it would keep the tensors of a launch
+    _current = None  # it would keep the tensors of a launch alive
     while _held():
         _lock.release()
 

@@ -1,4 +1,4 @@
-"""When a Ctrl-C may interrupt an interpreted launch, and when it has to wait for a moment."""
+"""When a Ctrl-C may interrupt an interpreted launch, and when it is deferred."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 class Interrupts:
-    """Ctrl-C during a launch: raised in the kernel's own code, held back in steps that must be done whole.
+    """Ctrl-C during a launch: raised in the kernel's own code, deferred in steps that must be atomic.
 
-    Python runs signal handlers after calls and backward jumps only, so setting `raising` is a whole step.
+    Python runs signal handlers only after calls and backward jumps, so setting `raising` is atomic.
     """
 
     def __init__(self) -> None:

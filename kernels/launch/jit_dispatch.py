@@ -1,4 +1,4 @@
-"""What Triton's own dispatch decides of a launch, without a GPU: types, specialised arguments, and what it compiles.
+"""The decisions of Triton's own dispatch about a launch, without a GPU: types, specialisation, and compiled code.
 
 The one module that depends on private names of Triton's dispatch.
 """
@@ -20,9 +20,9 @@ def compile_for(
 ) -> tuple[Any, list[Any], list[Any]]:
     """Triton's compiled form of a user's kernel for these arguments, their values and their types, in order.
 
-    `options` are constexprs and launch options. A type is a name such as "i32" or "*fp32", "constexpr" for what was
-    compiled in, and for a tuple those of its elements. Kept as long as the process lives. Raises `InvalidArgument` if
-    the arguments do not fit, `ResourceError` if Triton cannot compile the kernel, or nothing can be compiled here.
+    `options` are constexprs and launch options. A type is a name such as "i32" or "*fp32", "constexpr" for a value that
+    was compiled in, and for a tuple those of its elements. Cached for the life of the process. Raises `InvalidArgument`
+    if the arguments do not fit, `ResourceError` if Triton cannot compile the kernel, or nothing can be compiled here.
     """
     if (reason := compiler.refused()) is not None:
         raise ResourceError(reason)

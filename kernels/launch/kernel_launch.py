@@ -14,12 +14,12 @@ from tricomm.kernels.launch.cuda_launcher import make_launcher, torch_device
 from tricomm.kernels.specialization import specialized
 
 GroupArgument = tuple[Any, ...]  # `layout.group_argument`
-# What one call alone has besides its two tensors, a tuple for each parameter: of uneven rows, how many go to each rank,
-# and how many come from it; of an epilogue, its operands. Empty if the kernel takes neither.
+# The arguments of one call besides its two tensors, a tuple for each parameter: the numbers of uneven rows to each rank
+# and from it, or the operands of an epilogue. Empty if the kernel takes neither.
 Rows = tuple[tuple[Any, ...], ...]
 
 
-# A compiled kernel's launch of a shape in place: of the address, the call's number and the handle of the stream.
+# Launches a compiled kernel in place: takes the address, the call's number and the handle of the stream.
 InPlace = Callable[[int, int, int], None]
 
 
@@ -41,9 +41,9 @@ def prepare(
     kernel: Any, grid: int | Sequence[int] | Callable[[dict[str, Any]], Any], args: Sequence[Any],
     constexprs: dict[str, Any], device: torch.device, timeout: float = 600.0,
 ) -> Callable[[], None]:  # fmt: skip
-    """Check a launch and return what runs it; raises `InvalidArgument` if grid or arguments do not fit.
+    """Check a launch and return a function that runs it; raises `InvalidArgument` if grid or arguments do not fit.
 
-    `constexprs` may hold launch options such as `num_warps`, which mean nothing to the interpreter. What is returned
+    `constexprs` may hold launch options such as `num_warps`, which the interpreter ignores. The returned function
     enqueues on the current stream of a GPU; on a CPU it returns when all blocks have run.
     """
     if device.type == "cuda":
@@ -85,7 +85,7 @@ def arguments(
 
 
 def as_integers(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """`x` as the integers that a kernel moves; the interpreter knows a pointer's type by its tensor."""
+    """`x` as the integers that a kernel moves, because the interpreter takes a pointer's type from its tensor."""
     flat = torch.view_as_real(x) if x.is_complex() else x
     return flat.view(_INTEGERS[bits])
 

@@ -44,10 +44,10 @@ class Access:
 
 
 class Director(Protocol):
-    """Takes charge of every access of the kernels while it is engaged: when it happens, and whether."""
+    """Controls every access of the kernels while it is engaged: when it happens, and whether."""
 
     def access(self, access: Access) -> None:
-        """Call `access.perform`, sooner or later; a load, rmw or cas before this returns."""
+        """Call `access.perform` at some time; for a load, rmw or cas before this returns."""
 
     def barrier(self) -> None:
         """The current block has come to a `tl.debug_barrier()`."""

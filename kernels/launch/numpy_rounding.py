@@ -1,4 +1,4 @@
-"""bf16, minimum and maximum as a GPU computes them, in numpy: Triton's interpreter does otherwise."""
+"""bf16, minimum and maximum as a GPU computes them, in numpy, because Triton's interpreter differs."""
 
 from __future__ import annotations
 

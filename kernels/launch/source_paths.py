@@ -1,7 +1,7 @@
 """Paths in code that came from Triton's cache.
 
-Triton's cache knows a kernel by its source, not by its path: what was compiled for another checkout names that
-checkout's files, which may be gone. The lines are the same, since a line number is part of the key.
+Triton's cache identifies a kernel by its source, not by its path: code that was compiled for another checkout names
+that checkout's files, which may be gone. The lines are the same, because a line number is part of the key.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _FILE = re.compile(r'(^\s*\.file\s+\d+\s+"|\bloc\(")([^"]*)', re.M)  # in PTX, i
 
 
 def of_this_process(text: str, kernel: Any) -> str:
-    """`text`, PTX or TTGIR, with the files that `kernel` and the functions it calls were imported from.
+    """`text`, PTX or TTGIR, with the files from which `kernel` and the functions that it calls were imported.
 
-    A file that none of them came from stays as it is.
+    Other file names stay unchanged.
     """
     import triton
 
@@ -32,7 +32,7 @@ def of_this_process(text: str, kernel: Any) -> str:
 
 
 def _functions(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:
-    """`function` and what it calls, by the names in its code: also those of a module that it names."""
+    """`function` and the functions that it calls, by the names in its code, attributes of modules included."""
     if function in seen:
         return
     seen.add(function)

@@ -1,7 +1,7 @@
-"""What depends on private names of Triton's interpreter; with `triton_shortcuts` and `interpreted_wide`, all that does.
+"""The code that depends on private names of Triton's interpreter, besides `triton_shortcuts` and `interpreted_wide`.
 
-The language is patched from a list that is made once (`patch`, `restore`; making it anew for each launch would
-dominate a small call's time), kernels become plain Python (`python`), and every access of a kernel goes through
+The language is patched from a list that is made once (`patch`, `restore`), because a new one for each launch would
+dominate a small call's time. Kernels become plain Python (`python`), and every access of a kernel goes through
 `_accessed`: to observers, which only look, or to a director, which decides when it happens.
 
 It also corrects results that differ from a GPU's: fp32 to bf16 is rounded to nearest even instead of
@@ -26,11 +26,11 @@ from tricomm.kernels.launch import triton_shortcuts
 from tricomm.kernels.launch.memory_access import Access, Array, Director, Observer, perform_at_once
 from tricomm.kernels.launch.numpy_rounding import maximum, minimum, round_to_bf16, widen_bf16
 
-# With TRITON_INTERPRET set, @triton.jit gives these: a user's kernels, ours, and the functions of tl alike.
+# With TRITON_INTERPRET set, @triton.jit gives these for users' kernels, ours, and the functions of tl.
 _JITTED = (JITFunction, *([_triton.InterpretedFunction] if hasattr(_triton, "InterpretedFunction") else []))
 
 director: Director | None = None
-give_way: Callable[[], bool] | None = None  # the interpreter's: lets another thread's kernel run
+give_way: Callable[[], bool] | None = None  # set by the interpreter: lets another thread's kernel run
 observers: list[Observer] = []
 substitutes: dict[Any, Callable[..., Any]] = {}
 patches: list[tuple[Any, str, Any, Any]] = []
@@ -90,7 +90,7 @@ def interpreted() -> bool:
 
 
 def implicit(value: Any) -> Any:
-    """A kernel's runtime argument as the interpreter wants it; TypeError, ValueError or KeyError if it cannot be."""
+    """A kernel's runtime argument in the interpreter's form; TypeError, ValueError or KeyError if it has none."""
     return _triton._implicit_cvt(value)
 
 
@@ -101,13 +101,13 @@ def select(grid: tuple[int, int, int], index: tuple[int, int, int]) -> None:
 
 
 def refresh() -> None:
-    """Look again at the modules that kernels live in: they may have changed since."""
+    """Let the modules of kernels be read again, because they may have changed."""
     global _launches
     _launches += 1
 
 
 class _Rewriter(getattr(_triton, "FunctionRewriter", object)):  # type: ignore[misc]
-    """Triton's rewriter, except that it leaves the module that a kernel lives in as it was."""
+    """Triton's rewriter, except that it leaves a kernel's module unchanged."""
 
     def _compile_and_exec(self, tree: Any) -> Callable[..., Any]:
         home = _globals_of(self.fn)
@@ -159,7 +159,7 @@ def restore() -> None:
 
 
 def _collect() -> None:
-    """Let Triton patch its language once, note every change, and put all back."""
+    """Let Triton patch its language once, record every change, and undo all."""
     probe = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
     scope: Any = None
     try:  # an interrupt must not leave the language patched
@@ -241,7 +241,7 @@ def _accessed(
     kind: str, pointer: Any, mask: Any, sem: Any, scope: Any, original: Callable[[Any], Any], volatile: bool = False,
     op: str = "",
 ) -> Any:  # fmt: skip
-    """Have the director, if there is one, perform an access; `original(mask)` performs it. Returns its TensorHandle."""
+    """Perform an access by `original(mask)`, through the director if there is one. Returns its TensorHandle."""
     taken, done = _taken(pointer, mask), []
 
     def perform(lanes: Array | None) -> Array | None:
@@ -345,7 +345,7 @@ def _atomic_poll(self: Any, pointer: Any, expected: Any, timeout: Any, sem: Any,
 
 
 def yield_to_others(spins: Any) -> None:
-    """Give the core away while a poll finds nothing; longer the longer nothing comes, up to a millisecond."""
+    """Yield the core while a poll finds nothing, with a backoff of up to a millisecond."""
     if director is None and give_way is not None and give_way():
         return
     count = int(spins)

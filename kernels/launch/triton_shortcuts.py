@@ -1,8 +1,8 @@
-"""Shorter ways to values that Triton's interpreter computes again and again. Only time changes, no result.
+"""Caches for values that Triton's interpreter computes again and again. They change only the time, not the results.
 
-An interpreted operation costs some hundred Python calls, nearly all of them about types and shapes. There are few
-different ones in a kernel, so they are computed once. `triton_adapter` puts these functions in place for the length of
-a launch, with its other changes of the language.
+An interpreted operation costs some hundred Python calls, nearly all of them about types and shapes. A kernel has few
+different ones, so they are computed once. `triton_adapter` installs these functions during a launch, with its other
+changes of the language.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from triton.runtime import interpreter as _triton
 
 Change = tuple[Any, str, Any, Any]
 _MOST_CONSTANTS = 4096
-# Of the function that `tl.core.builtin` puts around each operation: it looks for `_semantic`, and hands all on.
+# The code of the wrapper by `tl.core.builtin`, which looks for `_semantic` and passes everything on.
 _BUILTIN = tl.core.builtin(lambda: None).__code__
 
 
 def changes() -> list[Change]:
-    """(owner, attribute, value as it is, value for a launch) of each."""
+    """(owner, attribute, present value, value during a launch) of each change."""
     builder = _triton.interpreter_builder
     semantic = type(_triton.interpreter_semantic)
     # The check of integers for overflow costs eight operations, and without `debug` its outcome is not used.
@@ -43,7 +43,7 @@ def changes() -> list[Change]:
 
 
 def direct(operation: Any) -> Any:
-    """The interpreter's form of an operation of the language, without the two functions around it."""
+    """The interpreter's form of an operation of the language, without its two wrappers."""
     inner: Any = (getattr(operation, "__kwdefaults__", None) or {}).get("member")
     if getattr(inner, "__code__", None) is not _BUILTIN:
         return operation
@@ -137,7 +137,7 @@ def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _operands(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two tensors that are used as they are, the types are looked at once; a number becomes a tensor once."""
+    """Caches the type checks of two tensors that need no conversion, and the tensor of a number."""
     tensor = tl.core.tensor
     unchanged: set[tuple[Any, ...]] = set()
     constants: dict[tuple[Any, ...], Any] = {}
