@@ -3,7 +3,7 @@
     python -m devtools.bars                          beside docs/performance.json
     python -m devtools.bars --against CHECKOUT       beside another checkout, which runs its own code
     python -m devtools.bars --json > FILE            the numbers alone; --against FILE compares with them later
-    python -m devtools.bars --kept FILE              keeps each row there; after a cut the same command goes on
+    python -m devtools.bars --kept FILE              keeps each row there; the same command continues an interrupted run
 
 Times are modelled from the compiled code, on 8 H100 in a CUDA graph; nothing is measured on a GPU. The host time is
 measured here, and only its ratio to torch's `fake` backend says anything about another machine.
@@ -46,7 +46,7 @@ from tricomm.policy import selection
 LABEL = "modelled from the compiled code, not measured"
 MACHINE, WORLD_SIZE = MACHINES["h100"], 8
 FUSED_ROWS, FORMS = (1, 8, 32), (RowForm(8192), RowForm(8192, "fp8_per_token"), RowForm(8192, "nvfp4"))  # bfloat16
-NCCL_US = 2.3  # of 8 bytes on 8 H200 (NVIDIA/nccl#1940)
+NCCL_US = 2.3  # for 8 bytes on 8 H200 (NVIDIA/nccl#1940)
 _KEPT = Path(__file__).resolve().parent.parent / "docs" / "performance.json"
 _HEADER = ("what", "unit", "before", "now", "now/before", "bar", "passes")
 _BYTES = 3072 * WORLD_SIZE  # every tile has a ragged end, and all shards are alike
@@ -83,14 +83,14 @@ class CallRow:
 SHORT = (CallRow(("one_shot", "ll"), 1 << 10, 0.6), CallRow(("two_shot", "ll"), 64 << 10, 0.8))
 WIDE = (*(CallRow(("one_shot", "ll128"), nbytes, new=True) for nbytes in (1 << 10, 32 << 10)),
         *(CallRow(("two_shot", "ll128"), nbytes, new=True) for nbytes in (64 << 10, 512 << 10)))  # fmt: skip
-# Two shots, as without a switch: what the links alone take of them is more than 0.6 of before.
+# Two shots, as without a switch: the links alone take more than 0.6 of the earlier time.
 LONG = (CallRow(("two_shot", "simple"), 8 << 20), CallRow(("two_shot", "simple"), 64 << 20),
         CallRow(None, 8 << 20, 0.6), CallRow(None, 64 << 20, 0.6))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A number, and what it has to be: at most `most`, at least `least`, at most `ratio` of what it was."""
+    """A number and its limits: at most `most`, at least `least`, at most `ratio` of its earlier value."""
 
     name: str
     unit: str
@@ -103,7 +103,7 @@ class Bar:
         return ", ".join(form.format(bound) for bound, form in bounds if bound is not None)
 
     def verdict(self, before: Value, now: Value) -> str:
-        """yes, no, or nothing if it cannot be said."""
+        """yes or no, or an empty string if that cannot be decided."""
         if not self.text() or not isinstance(now, int | float):
             return ""
         holds = [now <= self.most] if self.most is not None else []
@@ -116,7 +116,7 @@ class Bar:
 
 
 def bars() -> Iterator[Bar]:
-    """All of them, in the order of the table."""
+    """All bars, in the order of the table."""
     for row in SHORT:
         most = 1.2 * NCCL_US if row.nbytes == 1 << 10 else None
         yield Bar(f"{row.name}: critical path", "us", most, ratio=row.ratio)
@@ -165,7 +165,7 @@ def _of_call(row: CallRow) -> Iterator[Bar]:
 
 
 def measure(progress: Callable[[str], None] = lambda text: None, kept: KeptRows | None = None) -> dict[str, Any]:
-    """The numbers of this checkout by their bars' names; one that cannot be had is the reason, as a text."""
+    """The numbers of this checkout by their bars' names; for an unavailable one, the reason as text."""
     kept = kept or KeptRows()
     values: dict[str, Value] = {}
     details: dict[str, Any] = {}
@@ -181,7 +181,7 @@ def measure(progress: Callable[[str], None] = lambda text: None, kept: KeptRows 
 
 
 def _units() -> Iterator[tuple[str, Callable[[], Row]]]:
-    """What is measured together, by name."""
+    """Groups of numbers that are measured together, by name."""
     for row in (*SHORT, *WIDE, *LONG):
         yield row.name, partial(_call_row, row)
     for rows in FUSED_ROWS:
@@ -253,7 +253,7 @@ def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
 
 
 def _counted(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
-    """Bytes of payload of one block that does the whole call, over the formula."""
+    """Payload bytes of one block that does the whole call, over the formula."""
     plan = layout.plan(WORLD_SIZE, timed_call.ARENA_BYTES)
     moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, replace(shape, blocks=1), plan, False).moved
     return (moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES),)
@@ -273,7 +273,7 @@ def _code(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
 
 
 def _fused(rows: int, form: RowForm) -> tuple[Value, ...]:
-    """With the boundary between two kernels, of which a fused call saves one."""
+    """Times with the boundary between two kernels, of which a fused call saves one."""
     return (fused_times.fused(MACHINE, WORLD_SIZE, rows, form)[0],)
 
 
@@ -282,7 +282,7 @@ def _fused_ratio(rows: int) -> tuple[Value, ...]:
 
 
 def _fused_bytes() -> tuple[Value, ...]:
-    """Of one block that does three rows."""
+    """Bytes of one block that does three rows."""
     plan, kernel, form = (
         layout.plan(WORLD_SIZE, timed_call.ARENA_BYTES),
         registry.find(FUSED, "two_shot", "ll"),
@@ -294,7 +294,7 @@ def _fused_bytes() -> tuple[Value, ...]:
 
 
 def _fused_code() -> tuple[Value, ...]:
-    """Of the kernel by two shots."""
+    """Numbers of the two-shot kernel's code."""
     name = registry.find(FUSED, "two_shot", "ll").name
     (variant,) = (v for v in kernel_report.variants((MACHINE.architecture,), name) if v.form == FORMS[0].name)
     used = kernel_report.examine(variant).resources
@@ -340,7 +340,7 @@ def other(against: Path) -> dict[str, Any]:
 
 
 def lines(before: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
-    """The table, with where both columns come from."""
+    """The table, with the origin of both columns."""
     columns = {"before": before, "now": now}
     heads = [f"# {WORLD_SIZE} x {MACHINE.name}, all_reduce, graph mode; times are {LABEL}"]
     heads += [_origin(name, data) for name, data in columns.items() if data is not None]

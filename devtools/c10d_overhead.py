@@ -1,8 +1,8 @@
 """Host time of a small all_reduce over a launch that does nothing: python -m devtools.c10d_overhead
 
-The host's part of a call on this machine, which is everything but CUDA's own launch, beside `dist.all_reduce` on
-torch's `fake` backend, which communicates nothing. Only the ratio says anything about another machine. Nothing here is
-GPU time.
+The host's part of a call on this machine, which is everything except CUDA's own launch, beside `dist.all_reduce` on
+torch's `fake` backend, which communicates nothing. Only the ratio carries over to other machines. Nothing here is GPU
+time.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _capturing(x: torch.Tensor) -> Iterator[Communicator]:
         try:
             yield comm
         finally:
-            comm._launcher.captured = False  # in no graph: its memory can go
+            comm._launcher.captured = False  # no graph holds it, so its memory can be freed
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Size of the dashboard's page for a long history, and its time in a browser: python -m devtools.dashboard_benchmark
 
 The rows are made up: 10 boxes, 5 collectives of 2 types, 5 lines, 8 sizes, and enough runs. The limits are 10 MB and
-3 s for 100,000 rows. Without selenium, chromium and chromedriver only the size is measured. The first opening is of
+3 s for 100,000 rows. Without selenium, chromium and chromedriver only the size is measured. The first opening is in
 a browser that has just started.
 """
 

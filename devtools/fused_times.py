@@ -82,7 +82,7 @@ def separate(machine: MachineSpec, rows: int, hidden: int) -> float:
 
 
 def alone(machine: MachineSpec, world_size: int, nbytes: int) -> tuple[float, str]:
-    """Microseconds of the faster all-reduce by words with flags, and its name."""
+    """Microseconds of the faster all-reduce by words with flags (`ll`, `ll128`), and its name."""
     kernels = [registry.find("all_reduce", algorithm, "ll") for algorithm in ("one_shot", "two_shot")]
     return min((from_code.predict(machine, kernel, world_size, nbytes).time_us, kernel.name) for kernel in kernels)
 

@@ -1,6 +1,6 @@
 """The c10d backend's collectives on a CPU beside ProcessGroupGloo's own: python -m devtools.gloo_comparison
 
-Both run in the same processes in turn, and only their ratio says anything about another machine. `plain` is Gloo alone,
+Both run in the same processes in turn, and only their ratio carries over to other machines. `plain` is Gloo alone,
 `checked` is Gloo with an all-gather of fixed-size records before each call, as tricomm compares calls.
 """
 
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from tricomm.perf import text_table
 from tricomm.perf.workers import run_workers
 
-_RECORD = 192  # bytes, of a comparison before a call
+_RECORD = 192  # bytes of the record that ranks compare before a call
 _SIZES = (1024, 64 * 1024, 4 * 1024 * 1024)
 _LIMIT = timedelta(seconds=60)
 _ROUNDS = 9

@@ -1,4 +1,4 @@
-"""Rows of a long run, each written to a file when it is there, so that a run that was cut goes on."""
+"""Rows of a long run, each written to a file at once, so that an interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ option = click.option(
 class KeptRows:
     """Rows by name, a line of JSON each, of one commit and one set of versions. Without a path nothing is kept.
 
-    Raises `InvalidArgument` if the file has rows of something else, or if the checkout has changes, because rows of
-    before and after a change could not be told apart.
+    Raises `InvalidArgument` if the file has rows of something else, or if the checkout has uncommitted changes, because
+    rows from before and after a change would look the same.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -45,7 +45,7 @@ class KeptRows:
             )
         whole = [line for line in lines if line.endswith("\n")]
         self._rows = dict(json.loads(line) for line in whole)
-        path.write_text("".join([first, *whole]))  # without a line that was cut
+        path.write_text("".join([first, *whole]))  # without an incomplete line
 
     def get(self, name: str, make: Callable[[], Row]) -> Row:
         """The row that is kept, else the one that `make` gives, which is kept unless it says `not available`."""

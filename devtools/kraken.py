@@ -1,4 +1,4 @@
-"""Instructions of tricomm's all-reduce loops over symmetric memory beside those of kraken's kernels, which do the same.
+"""Instructions of tricomm's all-reduce loops over symmetric memory beside those of kraken's equivalent kernels.
 
     python -m devtools.kraken DIR        DIR: a checkout of github.com/meta-pytorch/kraken, never committed
 
@@ -23,7 +23,7 @@ from tricomm.perf.machine_code import accesses as code
 from tricomm.perf.machine_code import kernel_report, steady_loop
 from tricomm.perf.machine_code.kernel_report import Variant
 
-# What `measured` gave of kraken at 90a24c2 with Triton 3.9.
+# The result of `measured` for kraken at 90a24c2 with Triton 3.9.
 INSTRUCTIONS = {"one_shot": 203, "two_shot": 231}
 _WORLD_SIZE, _BLOCK = 8, 2048
 _FOLDERS = ("kraken", "kraken.comm")

@@ -1,12 +1,12 @@
-"""Rows of a shipped table from modelled times: the fastest kernel of each size, and what is fastest without it.
+"""Rows of a shipped table from modelled times: the fastest kernel of each size, and the fastest without it.
 
     python -m devtools.modelled_rows --gpu h100 --world-sizes 2,4,8 [--collective all_reduce] [--kept FILE]
 
 Every kernel of a collective is compiled, and executed with the clock of `tricomm predict --from-code`, for sizes from
-1 KiB to 64 MiB. A group may have no wide words (a Triton before 3.9), no switch that adds, or neither: a table skips
-rows of kernels that a group lacks, so its rows choose well for each of the four. A kernel goes on to the next size if
-it is not more than 4 % slower there, and a protocol with fewer conditions is taken if it is not more than 2 % slower.
-Nothing is measured on a GPU.
+1 KiB to 64 MiB. A group may lack wide words (a Triton before 3.9), a switch that adds, or both: selection skips rows of
+kernels that a group lacks, so the rows must choose well for each of the four kinds of groups. A kernel is kept for the
+next size if it is not more than 4 % slower there, and a protocol with fewer requirements is taken if it is not more
+than 2 % slower. Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SIZES = tuple(
     n << 10
     for n in (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 65536)
 )
-_LONGEST = {"ll": 4 << 20, "ll128": 4 << 20, "simple": SIZES[-1]}  # what nobody would choose takes long to execute
+_LONGEST = {"ll": 4 << 20, "ll128": 4 << 20, "simple": SIZES[-1]}  # longer ones take long to execute, for nothing
 _LONGEST_ONE_SHOT = 1 << 20  # of an all-reduce
 _GO_ON, _SIMPLER = 1.04, 1.02
 
@@ -42,7 +42,7 @@ TableRows = list[tuple[int | None, Family]]
 
 
 def lacks(family: Family, missing: str) -> bool:
-    """True if a group that lacks what `missing` names ("", "wide", "switch" or both) has not this kernel."""
+    """True if a group that lacks `missing` ("", "wide", "switch" or both) does not have this kernel."""
     algorithm, protocol = family
     return ("wide" in missing and protocol == "ll128") or ("switch" in missing and algorithm == "multicast")
 
@@ -51,7 +51,7 @@ GROUPS = ("", "wide", "switch", "wide switch")
 
 
 def fastest(times: Mapping[int, Times]) -> dict[tuple[int, str], Family]:
-    """By size and what is missing: the kernel to take."""
+    """The kernel to take, by size and by what is missing."""
     chosen: dict[tuple[int, str], Family] = {}
     for missing in GROUPS:
         before: Family | None = None
@@ -66,18 +66,18 @@ def fastest(times: Mapping[int, Times]) -> dict[tuple[int, str], Family]:
 
 
 def chosen_by(rows: TableRows, nbytes: int, missing: str) -> Family | None:
-    """As selection goes through a table."""
+    """The kernel that selection takes from a table."""
     return next((f for most, f in rows if (most is None or nbytes <= most) and not lacks(f, missing)), None)
 
 
 def table_rows(wanted: Mapping[tuple[int, str], Family]) -> TableRows:
-    """(most bytes, kernel), in order: rows that choose as `wanted` has it, as far as rows can, and none too many."""
+    """(most bytes, kernel), in order: rows that choose as in `wanted`, as far as rows can, without superfluous ones."""
     sizes = sorted({nbytes for nbytes, _ in wanted})
     rows: TableRows = []
     for nbytes in sizes:
         most = None if nbytes == sizes[-1] else nbytes
         rows += [(most, family) for family in dict.fromkeys(wanted[nbytes, missing] for missing in GROUPS)]
-    # A group may want what comes behind a kernel that it has, too: it takes that one.
+    # A group takes the first kernel that it has, even if it wants a later one.
     wanted = {key: family for key in wanted if (family := chosen_by(rows, *key)) is not None}
 
     def right(some: TableRows) -> bool:
@@ -91,7 +91,7 @@ def table_rows(wanted: Mapping[tuple[int, str], Family]) -> TableRows:
 
 
 def _shorter(rows: TableRows) -> Iterator[TableRows]:
-    """Without one of the rows; or with one that goes on to where a later one of the same kernel ends, without that."""
+    """The rows without one of them; or with one extended over a later one of the same kernel, which is dropped."""
     for number in range(len(rows)):
         yield rows[:number] + rows[number + 1 :]
     for last, row in enumerate(rows):
@@ -101,7 +101,7 @@ def _shorter(rows: TableRows) -> Iterator[TableRows]:
 
 
 def worst(times: Mapping[int, Times], rows: TableRows) -> float:
-    """By how much the rows' choice is slower than the fastest kernel, at most, as a part of its time."""
+    """How much slower the rows' choice is than the fastest kernel, at worst, as a fraction of its time."""
     ratios = []
     for nbytes, each in times.items():
         for missing in GROUPS:

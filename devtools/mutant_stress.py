@@ -1,9 +1,9 @@
-"""Which mutants of the kernels an ordinary stress test catches, beside those that the explorer catches.
+"""The mutants of the kernels that an ordinary stress test catches, beside those that the explorer catches.
 
     python -m devtools.mutant_stress [--unchanged] [K01 ...]
 
-The stress test is a process per rank over shared memory, many calls, and a comparison of the results. Prints a row of a
-Markdown table per mutant. With `--unchanged` the shipped kernels make the same calls, and nothing must be caught.
+The stress test makes many calls with a process per rank over shared memory, and compares the results. It prints a row
+of a Markdown table per mutant. With `--unchanged` the shipped kernels make the same calls, and nothing must be caught.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Mutant, explore, loaded
 
 CALLS = 150
-_SILENCE = 30.0  # seconds without the end of a call on any rank: a hang
+_SILENCE = 30.0  # seconds in which no rank ends a call: a hang
 _TIMEOUT = 20.0  # of one call
 _LATE = ("CollectiveTimeout", "PeerStalled")
 
 
 def calls(rank: int, world_size: int, tell: Any, url: str, mutant: Mutant) -> str:
-    """One rank: sends the number of each call that has ended; returns the wrong result in words, or an empty string."""
+    """One rank: sends the number of each call that has ended; returns a description of a wrong result, or ""."""
     options = replace(mutant.options, timeout=_TIMEOUT)
     with loaded(mutant.edits) as pads, tricomm.init(url, rank, world_size, "cpu", options=options) as comm:
         body = mutant.body or bodies.in_turn
@@ -42,7 +42,7 @@ def calls(rank: int, world_size: int, tell: Any, url: str, mutant: Mutant) -> st
 
 
 def stress(mutant: Mutant) -> str:
-    """caught, hang or missed, in words."""
+    """The verdict: caught, hang or missed."""
     if mutant.processes:
         return str(mutant.processes)
     world_size = max(3, mutant.world_size)

@@ -1,9 +1,9 @@
 """What ranks, groups, nodes and channels cost a process of this machine: python -m devtools.scale
 
-One line for each set-up of interpreted ranks, as rank 0 sees it: what it has more than before. Mapped are the segments
-that ranks share, the peers' among them; resident is the proportional share of what has been touched (Pss). Store keys
-are those of all ranks, CPU is that of all threads of an idle process. `docs/scale.md` has the last results, and what
-follows from them for machines that are not here.
+One line for each set-up of interpreted ranks: what rank 0 has in addition to the state before. Mapped: the segments
+that ranks share, the peers' among them. Resident: the proportional share of touched pages (Pss). Store keys: those of
+all ranks. CPU: that of all threads of an idle process. `docs/scale.md` has the last results, and what follows from them
+for other machines.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COLUMNS = ("ranks", "groups", "nodes", "channels", "set-up ms", "mapped KiB", "
 
 
 def measure(cases: tuple[tuple[int, int, int, int], ...] = CASES) -> list[dict[str, Any]]:
-    """A record a case."""
+    """One record per case."""
     rows = []
     for ranks, groups, node, channels in cases:
         settings = {"groups": groups, "node": node, "channels": channels}
@@ -53,7 +53,7 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, s
     options = Options(arena_bytes=_ARENA * settings["channels"], channels=settings["channels"], timeout=120.0)
     store, *_ = open_store(url, rank, world_size, 60.0)
     with Communicator(PrefixStore("first", store), rank, world_size, "cpu", options=options) as comm:
-        comm.all_reduce(torch.ones(64))  # what the first call of a process loads is no group's
+        comm.all_reduce(torch.ones(64))  # warm-up: the first call of a process loads things that belong to no group
     keys, before, began = store.num_keys(), _resources(), time.monotonic()
     comms = [
         Communicator(PrefixStore(f"group {number}", store), rank, world_size, "cpu", options=options)
@@ -91,7 +91,7 @@ def _resources() -> dict[str, int]:
 def _mode(name: str) -> int:
     try:
         return os.stat(f"/proc/self/fd/{name}").st_mode
-    except OSError:  # the directory's own
+    except OSError:  # the descriptor of the listing itself
         return 0
 
 

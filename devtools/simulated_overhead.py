@@ -7,7 +7,7 @@ which exaggerates the cost of Python calls; the wall time is of calls without a 
     waiting      asleep in a poll while other ranks run
     interpreter  Triton's interpreter and the numpy calls that it makes: loads, stores, arithmetic
     lines        the kernels' own lines, in Python
-    adapter      kernels/launch: patching and mending the interpreter, launching
+    adapter      kernels/launch: patches and corrections of the interpreter, launches
     host         the rest of tricomm: arguments, plan, announcement, monitor
 """
 

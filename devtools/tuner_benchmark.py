@@ -27,13 +27,13 @@ from tricomm.perf.tuner.successive_halving import BudgetExceeded, Measure
 BOXES = (("h100", 8), ("h100", 4), ("a100", 8), ("b200", 2), ("v100", 8), ("pcie4", 4))
 SIZES = tuple(1 << n for n in range(10, 25, 2))
 EXHAUSTIVE = 10  # samples that a grid takes of each candidate
-SHARE = 0.1  # of the grid's samples, that the search gets
+SHARE = 0.1  # of the grid's samples: the budget of the search
 _JITTER, _OUTLIERS, _DRIFT = 0.02, 0.03, 0.03
 
 
 @dataclass
 class MadeUpBox:
-    """The cost model of a machine, bent in ways that the search's prior does not know, with noise.
+    """The cost model of a machine, distorted in ways that the search's prior does not know, with noise.
 
     Every family is off by a factor of its own that drifts with size, shapes matter in ways that the model does not
     cover, and samples have jitter, outliers, and a slow drift of the whole machine. `measured` counts samples.

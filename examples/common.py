@@ -23,7 +23,7 @@ def main(body: Callable[[], None], needed: int | None = None) -> None:
     will do."""
     if "RANK" in os.environ:
         started = int(os.environ["WORLD_SIZE"])
-        if needed not in (None, started):  # before the group is made: no rank waits for another one
+        if needed not in (None, started):  # before the group exists, so that no rank waits for another one
             sys.exit(f"{sys.argv[0]} needs {needed} ranks and has {started}; torchrun --nproc-per-node {needed} works")
         _rank(int(os.environ["RANK"]), body, None, started)
         return
@@ -38,7 +38,7 @@ def _rank(rank: int, body: Callable[[], None], url: str | None, world_size: int)
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if torch.cuda.device_count() < world_size:
-            os.environ["TRICOMM_SHARE_DEVICE"] = "1"  # an example may run on fewer GPUs; nothing fast does
+            os.environ["TRICOMM_SHARE_DEVICE"] = "1"  # examples may run on fewer GPUs; do not do this for speed
     dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=LIMIT)
     try:
         body()

@@ -1,7 +1,7 @@
-"""Two jobs that were started apart, and a group of all their ranks, as a trainer and its generators need.
+"""Two separately started jobs, and a group of all their ranks, as a trainer and its generators need.
 
-Each job has its own default group. The ranks of both meet over a third store, every group under a prefix of its own,
-with a number that says who they are there: the offset of their job plus their rank in it.
+Each job has its own default group. The ranks of both meet over a third store, each group under its own prefix. A rank's
+number there is the offset of its job plus its rank in the job.
 
     python examples/cross_job.py                     starts both jobs here
     python examples/cross_job.py JOB RANK PORTS...   one rank: ports of job 0, job 1 and the shared store

@@ -1,4 +1,4 @@
-"""DDP training of a small model: on 2 ranks it ends with the very bits of one process that adds in the same order."""
+"""DDP training of a small model: 2 ranks end with the same bits as one process that adds in the same order."""
 
 import torch
 import torch.distributed as dist

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tricomm
 
-os.environ.setdefault("TRICOMM_CPU", "kernels")  # without a GPU: the kernels, interpreted, in place of Gloo
+os.environ.setdefault("TRICOMM_CPU", "kernels")  # without a GPU: the interpreted kernels instead of Gloo
 
 
 def train(in_place: bool) -> list[float]:

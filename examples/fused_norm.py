@@ -31,7 +31,7 @@ def body() -> None:
 
     norm, after = end_of_layer(x, residual)
 
-    # The same by FlashInfer's names, and then with FP8 codes and a scale for each token.
+    # The same with FlashInfer's names, and then with FP8 codes and a scale for each token.
     workspace = flashinfer.create_allreduce_fusion_workspace("auto", dist.get_world_size(), rank, 3, 64, torch.bfloat16)
     pattern = flashinfer.AllReduceFusionPattern
     again = flashinfer.allreduce_fusion(

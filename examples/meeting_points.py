@@ -1,4 +1,4 @@
-"""Ways to find each other: a file, a TCP address; and a communicator of tricomm's own. torchrun: see hello.py.
+"""Rendezvous by a file or a TCP address, and a communicator without torch.distributed. With torchrun: see hello.py.
 
 python examples/meeting_points.py
 """

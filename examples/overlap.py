@@ -1,4 +1,4 @@
-"""An all-reduce that goes on while this rank computes."""
+"""An all-reduce that runs while this rank computes."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ def body() -> None:
     work = dist.all_reduce(gradient, async_op=True)
     other = torch.ones(64, 64, device=device())
     for _ in range(10):
-        other = torch.tanh(other @ other / 64)  # needs no gradient yet
+        other = torch.tanh(other @ other / 64)  # does not need the result yet
     doubled = work.get_future().then(lambda future: future.value()[0] * 2)
     work.wait()
     say(f"sum {gradient[0].item()}, twice that {doubled.wait()[0].item()}, meanwhile {tuple(other.shape)}")

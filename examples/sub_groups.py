@@ -1,4 +1,4 @@
-"""Groups inside a group: a 2 x 2 mesh, whose rows and columns reduce apart. 4 ranks."""
+"""Groups inside a group: a 2 x 2 mesh, whose rows and columns reduce separately. 4 ranks."""
 
 import torch
 import torch.distributed as dist

@@ -1,15 +1,15 @@
-"""Every order of events that the mailbox protocol allows: none may lose a word, nor read a wrong one.
+"""Explores every order of events that the mailbox protocol allows: none may lose a word or read a wrong one.
 
 A slot is (owner, parity, source, word) and holds the epoch that was last written to it. A block is a list of
 operations, a launch a list of blocks that run concurrently, a rank a list of launches in stream order. A `write`
-overwrites its slots (a push: a peer's; a stage: an own one; clearing: own ones, with 0). A `poll` goes on only once all
-its slots hold exactly its epoch. A `read` is a plain load behind a barrier and does not wait: another epoch in the slot
-is a wrong word. A word that is overwritten before its poll can never be polled again, so a lost word is a state in
-which no rank can move.
+overwrites its slots (a push: a peer's; a stage: an own one; clearing: own ones, with 0). A `poll` completes only when
+all its slots hold exactly its epoch. A `read` is a plain load after a barrier and does not wait: another epoch in the
+slot is a wrong word. A poll for a word that was overwritten never completes, so a lost word is a state in which no rank
+can move.
 
-Each rule of the kernels is also taken away, and then the model must fail. A protocol changes here first, then in the
+Each rule of the kernels is also dropped, and then the model must fail. A protocol changes here first, then in the
 kernels. Memory is sequentially consistent here; the explorer checks the order of accesses.
-Run: python -m devtools.mailbox_model (seconds; exits with 1 if a verdict is not the one wanted).
+Run: python -m devtools.mailbox_model (seconds; exits with 1 if a verdict is not the expected one).
 """
 
 from __future__ import annotations

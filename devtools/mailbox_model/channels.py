@@ -1,8 +1,8 @@
-"""Channels side by side: each is a stream of launches of its own on every rank, over words of its own.
+"""Concurrent channels: each has its own stream of launches on every rank, over its own words.
 
-Ranks 0 and 1 have two channels here. In the model a stream is what it calls a rank: only its slots say which memory it
-writes and polls. So channels that share nothing may advance in any order against each other; each thing that they must
-not share is also shared.
+Ranks 0 and 1 have two channels here. Each stream is a rank of the model, and only its slots determine the memory that
+it writes and polls. So channels that share nothing may advance in any order. There is also a case for each thing that
+they must not share, in which they do share it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from devtools.mailbox_model.explore import LOSES, SAFE, Block, Case, Launch, Op, Ranks, poll, push
 
 _CALLS = 3
-Numbers = Callable[[int, int, int], int]  # the epoch of a call, of rank, channel and its number in the channel
+Numbers = Callable[[int, int, int], int]  # (rank, channel, number of the call in the channel) -> epoch
 
 
 def call(rank: int, channel: int, epoch: int, own_headers: bool = True, own_words: bool = True) -> Launch:
@@ -37,22 +37,22 @@ def own_epochs(rank: int, channel: int, number: int) -> int:
 
 
 def shared_epoch(rank: int, channel: int, number: int) -> int:
-    """Both channels count in one number, as their launches come; on rank 1 those of channel 1 come first."""
+    """Both channels share one counter, in the order of their launches; on rank 1 those of channel 1 come first."""
     return 2 * number - (channel != rank)
 
 
 def one_queue() -> Ranks:
-    """One call in each channel, on a single queue of each rank, in another order on each."""
+    """One call in each channel, on a single queue per rank, in a different order on each rank."""
     return [[call(rank, channel, 1) for channel in (rank, 1 - rank)] for rank in (0, 1)]
 
 
 def one_launch(rank: int) -> Launch:
-    """Both channels' blocks at once."""
+    """The blocks of both channels in one launch."""
     return [*call(rank, 0, 1), *call(rank, 1, 1)]
 
 
 def half_resident(rank: int) -> list[Launch]:
-    """Both channels' kernels have two blocks, and the device holds two: rank's own order decides which ones run."""
+    """Both channels' kernels have two blocks, and the device holds two: the rank's own order decides which run."""
     blocks: list[Block] = [_block(rank, channel, block) for channel in (rank, 1 - rank) for block in (0, 1)]
     return [blocks[:2], blocks[2:]]
 

@@ -1,4 +1,4 @@
-"""Visits every state that a protocol can reach; the operations that protocols consist of."""
+"""The search through every state that a protocol can reach, and the operations of protocols."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Block = list[Op]
 Launch = list[Block]
 Ranks = list[list[Launch]]
 Kernel = Callable[[int, int, int], Launch]  # of rank, number of ranks and epoch
-Place = tuple[int, tuple[int, ...]]  # of a rank: its launch, and how far each block of that launch has come
+Place = tuple[int, tuple[int, ...]]  # of a rank: its launch, and the next operation of each of its blocks
 State = tuple[tuple[Place, ...], tuple[int, ...]]  # the places, and the epoch in each slot
 SAFE, LOSES, WRONG = "safe", "loses a word", "reads a wrong word"
 
 
 def explore(ranks: Ranks, want: str = SAFE, limit: int = 1_000_000) -> tuple[str, int]:
-    """The verdict, and the number of states visited: all of them, or as far as the first with the fault `want`.
+    """The verdict, and the number of visited states: all of them, or those up to the first with the fault `want`.
 
-    The verdict is SAFE, or `want` if some order has that fault, or else the first fault seen. RuntimeError beyond
-    `limit` states.
+    The verdict is SAFE, or `want` if some order has that fault, or else the first fault. RuntimeError beyond `limit`
+    states.
     """
     ops = [op for launches in ranks for launch in launches for block in launch for op in block]
     numbers = {slot: n for n, slot in enumerate(dict.fromkeys(slot for op in ops for slot in op.slots))}
@@ -83,7 +83,7 @@ def _skip_empty(launches: list[Launch], launch: int) -> Place:
 
 
 class Case(NamedTuple):
-    """Launches of all ranks, and the verdict wanted: SAFE for all orders, or a fault that some order has."""
+    """Launches of all ranks, and the expected verdict: SAFE for all orders, or a fault that some order has."""
 
     name: str
     want: str
@@ -105,7 +105,7 @@ def others(rank: int, n: int) -> list[int]:
 def push(
     rank: int, peers: Iterable[int], epoch: int, words: Sequence[str], value: int = 0, mailboxes: int = 2
 ) -> Block:
-    """To slots of the peers; to its own ones, it stages."""
+    """Write to slots of the peers; a write to its own slots is a stage."""
     return [Op("write", ((p, epoch % mailboxes, rank, w),), value or epoch) for p in peers for w in words]
 
 
@@ -126,11 +126,11 @@ def read(
 
 
 def fetch(peers: Iterable[int], epoch: int, words: Sequence[str]) -> Block:
-    """From the stages of the peers, which each has written itself."""
+    """Read the stages of the peers, each of which has written its own."""
     return [Op("read", ((p, epoch % 2, p, w),), epoch) for p in peers for w in words]
 
 
 def barrier(rank: int, peers: list[int], epoch: int, block: int = 0, phase: int = 0) -> Block:
-    """A header to every peer, and one from each; a place for each phase and block."""
+    """A header to every peer, and one from each, with a slot for each phase and block."""
     header = [f"h{phase}{block}"]
     return push(rank, peers, epoch, header) + poll(rank, peers, epoch, header)

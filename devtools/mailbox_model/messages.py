@@ -1,4 +1,4 @@
-"""Messages through two slots between two ranks (send and receive): an ack alone frees a slot."""
+"""Messages through two slots between two ranks (send and receive): only an ack frees a slot."""
 
 from __future__ import annotations
 

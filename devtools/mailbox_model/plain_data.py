@@ -84,7 +84,7 @@ def in_chunks(n: int, *turn: tuple[Callable[..., Launch], int, int]) -> Ranks:
 
 
 def cases() -> Iterator[Case]:
-    """Each kernel alone, with its rules taken away, and in turn with others and other grids."""
+    """Each kernel alone, with its rules dropped, and in turn with others and other grids."""
     pushed = ("no barrier", "pushed before the barrier", "one mailbox")
     kernels: dict[Callable[..., Launch], tuple[str, ...]] = {
         one_shot: (*pushed, "no first barrier", "taken after the barrier"),

@@ -1,7 +1,7 @@
 """Words with flags of their own (protocols `ll` and `ll128`): each is polled. `n` ranks.
 
-A word is whatever one access writes and reads, 32 bits of payload and a flag or 96: the model does not see its width,
-only that it is whole. The two widths have mailboxes of their own and share the headers, so their calls may take turns.
+A word is the unit of one access, 32 or 96 bits of payload and a flag. The model ignores its width and relies only on
+its atomicity. The two widths have separate mailboxes and share the headers, so their calls may take turns.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def exchange(rank: int, n: int, epoch: int, chunks: Words = A, header: bool = Tr
 def merged(rank: int, n: int, epoch: int, chunks: Words = A, header: bool = True, blank: bool = True) -> Launch:
     """As `exchange`, but header first, and one poll for each word, the first with all headers.
 
-    A block without words polls headers alone; not if `blank` is taken away.
+    A block without words polls headers alone, unless `blank` is False.
     """
     blocks: Launch = [[] for _ in chunks[0]]
     for b, ops in enumerate(blocks):
@@ -98,7 +98,7 @@ def uneven(rank: int, n: int, epoch: int, header: bool) -> Launch:
 
 
 def clearing(rank: int, n: int, epoch: int, before: bool) -> Launch:
-    """Headers alone (blocks without words); the first epoch clears the idle mailbox before its header, or after."""
+    """Headers alone (blocks without words); the first epoch clears the idle mailbox `before` its header, or after."""
     ops = barrier(rank, others(rank, n), epoch)
     idle = tuple((rank, (epoch + 1) % 2, p, "h00") for p in others(rank, n))
     ops[1 - before : 1 - before] = [Op("write", idle, 0)] * (epoch == 1)
@@ -133,7 +133,7 @@ def cases() -> Iterator[Case]:
     ]
     yield Case("merged and exchange in turn, grids that change", SAFE, calls(2, *turn))
     yield Case("cube mesh three times, 4 ranks", SAFE, calls(4, cube, cube, cube))
-    widths = [partial(merged, chunks=[[word]]) for word in ("n", "w", "w", "n", "n")]  # of another width another slot
+    widths = [partial(merged, chunks=[[word]]) for word in ("n", "w", "w", "n", "n")]  # each width has its own slot
     yield Case("words of two widths in turn, in mailboxes of their own", SAFE, calls(2, *widths))
     headers = partial(exchange, chunks=none)
     yield Case("cube mesh and headers alone in turn, 4 ranks", SAFE, calls(4, cube, headers, cube, headers))
