@@ -11,9 +11,9 @@ and cut to multiples of 2^-44: 2^14 squares make less than 2^62, and the mean is
 tiny row loses its norm, as it would if its squares left fp32's range. A row with an infinity has the factor 0, one with
 a NaN a NaN.
 
-For 16-bit types the squares of a word are added in fp32, and so is the rest: root and quotient are rounded correctly,
-and the factor is right to 3 units of fp32. For fp32 everything is computed in fp64, the sum of weight and weight_bias
-too, and the norm is rounded once.
+For 16-bit types the squares of a word are added in fp32, and what follows the integer sum is fp32 again: root and
+quotient are rounded correctly, and the factor is right to 3 units of fp32. For fp32 all of it is fp64, the sum of
+weight and weight_bias too, and the norm is rounded once.
 """
 
 from __future__ import annotations

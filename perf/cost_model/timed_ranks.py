@@ -146,8 +146,8 @@ class TimedRanks:
         return min(candidates, key=lambda loads: loads.most / loads.latency, default=None)
 
     def chain(self) -> tuple[int, int] | None:
-        """Round trips to memory before the first push, by data and in order (`load_chains`), of the warp with the most;
-        None if no rank pushes."""
+        """Round trips to memory before the first push, by data and in order (`load_chains`), each of the warp with the
+        most; None if no rank pushes."""
         pushes = [clock.first_push for clocks in self.clocks for clock in clocks if clock.first_push is not None]
         return (max(data for data, _ in pushes), max(order for _, order in pushes)) if pushes else None
 
