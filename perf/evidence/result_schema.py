@@ -37,9 +37,11 @@ def read_all(path: Path) -> list[dict[str, Any]]:
         if not begin:
             raise ValueError(f"the file is empty; {_NEEDED}")
         results = _archived(path) if begin == _ZIP else {"": _parsed(path.read_bytes(), "neither an archive nor JSON")}
+        wrong = [f"{name}: {text}" if name else text for name, result in results.items() for text in problems(result)]
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"{path}: {error}") from None
-    wrong = [f"{name}: {text}" if name else text for name, result in results.items() for text in problems(result)]
+    except RecursionError:
+        raise InvalidArgument(f"{path}: JSON that is nested deeper than any result; {_NEEDED}") from None
     if wrong or not results:
         raise InvalidArgument(f"{path}: " + ("; ".join(wrong) or f"no result is in this archive; {_NEEDED}"))
     return list(results.values())
@@ -54,6 +56,8 @@ def _archived(path: Path) -> dict[str, Any]:
             for name in [each for each in archive.namelist() if each.endswith(".json")]:
                 results[name] = _parsed(archive.read(name), f"{name} is no JSON")
         return results
+    except RecursionError:  # which is a RuntimeError: the archive is whole
+        raise
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise ValueError(
             f"this archive is cut off or broken: {name} cannot be read ({error}); copy it again, or run the kit again, "

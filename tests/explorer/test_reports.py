@@ -132,7 +132,9 @@ def test_a_report_survives_its_file_and_repeats_exactly(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"schema": 9, "tool": "tricomm check"}', '{"schema": 1, "tool": "x"}']
+    "text",
+    ["", "{}", "[]", '{"schema": 9, "tool": "tricomm check"}', '{"schema": 1, "tool": "x"}', "[" * 100_000],
+    ids=["empty", "object", "list", "newer", "another tool", "nested"],
 )
 def test_a_file_that_is_no_report_is_refused(tmp_path, text):
     (tmp_path / "no.json").write_text(text)

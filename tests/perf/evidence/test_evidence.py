@@ -298,8 +298,9 @@ NEEDED = "; an evidence.zip of `python -m tricomm.perf.evidence` is needed, or t
         (lambda whole: b"hello", f"neither an archive nor JSON (Expecting value: line 1 column 1 (char 0)){NEEDED}"),
         (_cut, f"{CUT}its directory cannot be read (File is not a zip file); copy it again"),
         (_broken, f"{CUT}good.json cannot be read ("),
+        (lambda whole: b"[" * 100_000, f"JSON that is nested deeper than any result{NEEDED}"),
     ],
-    ids=["empty", "binary", "text", "cut", "broken"],
+    ids=["empty", "binary", "text", "cut", "broken", "nested"],
 )
 @pytest.mark.parametrize("name", ["evidence.zip", "evidence"])
 def test_a_file_that_is_no_whole_archive_is_named(settings, change, words, name):

@@ -108,7 +108,7 @@ class Report:
             values.setdefault("compiled", None)
             fields = {n: values[n] for n in cls.__dataclass_fields__ if n not in ("findings", "faults")}
             return cls(**fields, findings=findings, faults=tuple(values["faults"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidArgument(f"{path}: no report of tricomm check ({type(error).__name__}: {error})") from None
 
     def __str__(self) -> str:
