@@ -1,9 +1,11 @@
 """Every example runs, the first one under spawn and under torchrun, and says what it should."""
 
+import importlib
 import os
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +57,14 @@ def test_an_example_that_needs_other_ranks_ends_at_once_on_each(rank):
     done = forked.script("examples/sub_groups.py", env=env, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == "examples/sub_groups.py needs 4 ranks and has 2; torchrun --nproc-per-node 4 works\n"
+
+
+def test_two_jobs_of_which_a_rank_was_killed_end_with_a_failure(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    cross_job = importlib.import_module("cross_job")
+    codes = iter([0, -9, 0, 0])
+    monkeypatch.setattr(cross_job.subprocess, "Popen", lambda command: SimpleNamespace(wait=lambda: next(codes)))
+    assert cross_job.both_jobs() == 1 and list(codes) == []
 
 
 def test_every_example_is_tested():
