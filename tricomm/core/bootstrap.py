@@ -185,7 +185,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
         parts = Parts.by(names)
         across, one_level = _across(terms, native, parts)
         if native is None and not across:
-            raise RendezvousError(f"{error}. {missing}; nor are there two levels: {one_level}") from error
+            raise RendezvousError(f"{error}; {missing}; nor are there two levels: {one_level}") from error
     topology: Topology | None = None
     arena: Arena = NoArena(world_size)
     if why is None and world_size > layout.MAX_WORLD_SIZE:

@@ -134,6 +134,11 @@ class PointToPoint:
         if rank == group.rank:
             raise InvalidArgument(f"{what}={rank}: a rank sends no messages to itself; copy the tensor")
         if not group.arena.bases[rank]:
+            if (why := group.routes.no_memory) is not None:
+                raise InvalidArgument(
+                    f"{what}={rank}: messages go through memory that the group shares: {why}; "
+                    'use the backend "tricomm" of torch.distributed, or split() off ranks that share memory'
+                )
             raise InvalidArgument(
                 f"{what}={rank}: rank {group.rank} and rank {rank} do not reach each other's memory on these devices' "
                 'links; go through a rank that both reach, or use the backend "tricomm" of torch.distributed'

@@ -41,7 +41,7 @@ class UserKernels:
         if group.runtime.no_symmetric is not None:
             raise InvalidArgument(f"symmetric: {group.runtime.no_symmetric}")
         if not group.reachable:
-            raise InvalidArgument("symmetric: not every rank reaches every other one's memory on these GPUs' links")
+            raise InvalidArgument(f"symmetric: {_unreachable(group)}")
         sizes, error = check_shape(shape, dtype)
         with self._launcher.held(), self._faults.abort_on_error("symmetric"):
             group.control.agree(error, "symmetric", group.timeout, abort_on_fault=True)
@@ -76,8 +76,7 @@ class UserKernels:
         own = self._group
         self._faults.check_usable()
         if own.runtime.no_symmetric is not None or not own.reachable:
-            why = own.runtime.no_symmetric or "not every rank reaches every other one's memory on these GPUs' links"
-            raise InvalidArgument(f"register: {why}")
+            raise InvalidArgument(f"register: {own.runtime.no_symmetric or _unreachable(own)}")
         error = _registrable(tensor, own.device)
         with self._launcher.held(), self._faults.abort_on_error("register"):
             own.control.agree(error, "register", own.timeout, abort_on_fault=True)
@@ -115,6 +114,11 @@ class UserKernels:
         launcher.captured |= group.gpu is not None and group.gpu.capturing()
         with launcher.held(), self._monitor.user_call(group.gpu):
             launcher.run(run)
+
+
+def _unreachable(group: Group) -> str:
+    """Why not every rank reaches every other one's memory."""
+    return group.routes.no_memory or "not every rank reaches every other one's memory on these GPUs' links"
 
 
 def _registrable(x: Any, device: torch.device) -> InvalidArgument | None:

@@ -63,6 +63,11 @@ class GroupFacts:
     one_level: str = ""
     switch: bool = False
 
+    @property
+    def no_memory(self) -> str | None:
+        """Why the group as a whole shares no memory, or None."""
+        return f"the group spans {self.nodes} nodes" if self.nodes > 1 else self.no_kernels
+
 
 @dataclass(frozen=True)
 class BackendChoice:
@@ -197,10 +202,8 @@ def _why_not_kernels(facts: GroupFacts, collective: str, dtype: torch.dtype | No
     if collective in POINT_TO_POINT:
         # The kernels' memory is set up by all ranks together, but only two ranks make this call.
         return "point to point: only two ranks call"
-    if facts.nodes > 1:
-        return f"the group spans {facts.nodes} nodes"
-    if facts.no_kernels is not None:
-        return facts.no_kernels
+    if facts.no_memory is not None:
+        return facts.no_memory
     if collective not in COLLECTIVES:
         return f"there is no {collective} kernel"
     cube = [k for k in registry.of(collective, facts.world_size) if k.needs_cube]

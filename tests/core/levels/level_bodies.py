@@ -239,6 +239,9 @@ def bad_requests(rank, world_size, tell, url):
         tried(lambda: comm.all_gather(x, algorithm="two_level"))
         tried(lambda: comm.all_gather(x))
         tried(lambda: comm.barrier())
+        tried(lambda: comm.symmetric((4,), torch.float32))
+        tried(lambda: comm.register(x))
+        tried(lambda: comm.send(x, comm.rank ^ 1))
         comm.all_reduce(x)
         assert x[0] == world_size
     with joined(rank, world_size, f"{url}again", per_node=world_size) as comm:

@@ -141,7 +141,8 @@ def test_a_batch_invariant_group_refuses_them_by_name(url):
 def test_bad_requests_are_refused_and_cost_nothing(url):
     words = ["there is no two_level/ll; there is two_level/shards, two_level/leaders", "a kernel is forced"]
     words += ["may not fit into int8", "no kernel takes torch.uint16", "only all_reduce has them", "spans 2 nodes"]
-    words += ["barrier: the group spans 2 nodes", "all ranks of this group share one memory"]
+    words += ["barrier: the group spans 2 nodes", "symmetric: the group spans 2 nodes", "register: the group spans 2"]
+    words += ["memory that the group shares: the group spans 2 nodes", "all ranks of this group share one memory"]
     for said in ranks.run(4, bodies.bad_requests, url):
         assert len(said) == len(words) and all(word in text for word, text in zip(words, said, strict=True)), said
 
