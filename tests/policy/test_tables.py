@@ -234,6 +234,20 @@ def test_a_table_that_is_used_changes_the_next_call_and_is_the_same_on_all_ranks
     assert tricomm.simulate(body, 2) == [["cpu", "mine"]] * 2
 
 
+def test_what_is_no_table_is_refused_and_the_group_goes_on() -> None:
+    def body(comm: tricomm.Communicator) -> float:
+        wrong: list[Any] = [None, 3, "table.json", {}, [{"collective": "all_reduce"}]]
+        for rows in wrong:
+            with pytest.raises(InvalidArgument, match="use_table: a list of TableRow is needed"):
+                comm.use_table(rows, "mine")
+        nameless: Any = None
+        with pytest.raises(InvalidArgument, match="use_table: name=None"):
+            comm.use_table((), nameless)
+        return float(comm.all_reduce(torch.ones(1)))
+
+    assert tricomm.simulate(body, 2) == [2.0, 2.0]
+
+
 def test_ranks_with_different_tables_would_come_apart() -> None:
     """What agreeing is for: without it, each rank runs a kernel of its own."""
 

@@ -335,10 +335,14 @@ class Planner:
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """From now on choose by `rows`, and by the shipped tables beyond them. Called by all ranks together.
 
-        For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` on all ranks if their rows differ;
-        then nothing has changed.
+        For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` for anything but rows, and on all
+        ranks if their rows differ; then nothing has changed.
         """
         self._faults.check_usable()
+        if not isinstance(rows, list | tuple) or not all(isinstance(row, TableRow) for row in rows):
+            raise InvalidArgument(f"use_table: a list of TableRow is needed, not {rows!r:.200}")
+        if not isinstance(name, str):
+            raise InvalidArgument(f"use_table: name={name!r}: a name is needed")
         given, group = tuple(rows), self._group
         with self._launcher.held(), self._faults.abort_on_error("use_table"):
             digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
