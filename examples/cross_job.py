@@ -9,6 +9,7 @@ number there is the offset of its job plus its rank in the job.
 
 import subprocess
 import sys
+import time
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,10 @@ def both_jobs() -> int:
         probe.close()
     who = [(job, rank) for job in range(2) for rank in range(RANKS)]
     started = [subprocess.Popen([sys.executable, __file__, str(j), str(r), *ports]) for j, r in who]
+    while None in (codes := [process.poll() for process in started]) and not any(codes):
+        time.sleep(0.05)
+    for process in started:  # without the one that failed the others would wait until their timeout
+        process.terminate()
     return int(any([process.wait() for process in started]))  # negative if a signal has ended it
 
 

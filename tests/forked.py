@@ -129,6 +129,10 @@ class Popen:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return int(self._process.exitcode)
 
+    def terminate(self) -> None:
+        if self._process.exitcode is None:
+            self._process.terminate()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)

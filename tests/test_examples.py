@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -59,12 +59,32 @@ def test_an_example_that_needs_other_ranks_ends_at_once_on_each(rank):
     assert done.stderr == "examples/sub_groups.py needs 4 ranks and has 2; torchrun --nproc-per-node 4 works\n"
 
 
-def test_two_jobs_of_which_a_rank_was_killed_end_with_a_failure(monkeypatch):
+class KilledRank:
+    """The processes of two jobs: one ends by a signal, and the others wait for it until they are terminated."""
+
+    codes: ClassVar[list[int | None]] = []
+
+    def __init__(self, command):
+        self.number = len(self.codes)
+        self.codes.append(-9 if self.number == 1 else None)
+
+    def poll(self):
+        return self.codes[self.number]
+
+    def terminate(self):
+        if self.poll() is None:
+            self.codes[self.number] = -15
+
+    def wait(self):
+        assert self.poll() is not None
+        return self.poll()
+
+
+def test_two_jobs_of_which_a_rank_was_killed_end_with_a_failure_at_once(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     cross_job = importlib.import_module("cross_job")
-    codes = iter([0, -9, 0, 0])
-    monkeypatch.setattr(cross_job.subprocess, "Popen", lambda command: SimpleNamespace(wait=lambda: next(codes)))
-    assert cross_job.both_jobs() == 1 and list(codes) == []
+    monkeypatch.setattr(cross_job.subprocess, "Popen", KilledRank)
+    assert cross_job.both_jobs() == 1 and KilledRank.codes == [-15, -9, -15, -15]
 
 
 def test_every_example_is_tested():
