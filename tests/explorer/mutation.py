@@ -24,6 +24,7 @@ from tests.explorer import pad_kernels
 from tricomm import kernels
 from tricomm.communicator import Communicator
 from tricomm.core import group, launch_plan, point_to_point
+from tricomm.core.fused import fused_kernels
 from tricomm.explorer import Finding, Report, campaign, shipped
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.report.findings import Execution
@@ -126,14 +127,16 @@ def loaded(edits: Sequence[Edit]) -> Iterator[ModuleType]:
             raise ImportError(f"{folder}: no package")
         sys.modules[name] = importlib.util.module_from_spec(package)
         primitives = importlib.import_module(f"{name}.primitives")
-        for module in ("primitives", "wide_words", "device.message_queues", "device.arrival"):
+        for module in ("primitives", "wide_words", "multimem", "device.message_queues", "device.arrival"):
             allowed.copy_of(str(importlib.import_module(f"{name}.{module}").__file__))
         interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
         wide_words = importlib.import_module(f"{name}.wide_words")
         interpreter.substitute(wide_words.store_wide, interpreted_wide.store)
         interpreter.substitute(wide_words.load_wide, interpreted_wide.load)
-        for user in (launch_plan, point_to_point):
+        for user in (launch_plan, point_to_point, fused_kernels):
             undo.enter_context(patch.object(user, "registry", importlib.import_module(f"{name}.collectives.registry")))
+        epilogue = importlib.import_module(f"{name}.device.epilogue")
+        undo.enter_context(patch.object(fused_kernels, "device", epilogue))
         for function, changed in _changed(edits).items():
             undo.enter_context(patch.object(group.Group, function, changed))
         yield importlib.import_module(f"{name}.pad_kernels")

@@ -56,7 +56,8 @@ def clean(kernel: Kernel, world_size: int = 3, **more: Any) -> tricomm.Report:
     more = more if not kernel.needs_cube else {"sizes": FEW, "blocks": 1, "tile": 4} | more
     world_size = registry.CUBE_RANKS if kernel.needs_cube else world_size
     sizes, blocks = more.pop("sizes", SIZES), more.pop("blocks", shipped.BLOCKS)
-    options = shipped.options(world_size, blocks, more.pop("tile", None), kernel=kernel)
+    tile = more.pop("tile", None if kernel.collective == shipped.FUSED else shipped.TILE)  # the sizes are for that one
+    options = shipped.options(world_size, blocks, tile, kernel=kernel)
     options = replace(options, first_epoch=more.pop("first_epoch", 1))
     return passed(shipped.body(kernel, sizes), world_size, options=options, **more)
 

@@ -168,7 +168,7 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
             memory = shipped.options(
                 size, options["blocks"] or shipped.BLOCKS, compiled=options["compiled"], kernel=kernel
             )
-            body = shipped.body(kernel, shipped.SIZES if options["compiled"] is None else shipped.COMPILED_SIZES)
+            body = shipped.body(kernel, shipped.sizes(kernel, size, memory, options["compiled"]))
             yield (
                 kernel.name,
                 lambda body=body, size=size, memory=memory: campaign.check(  # type: ignore[misc]

@@ -35,8 +35,9 @@ _QUANTIZED = {
 }  # fmt: skip
 
 
-def body(kernel: Kernel, sizes: Sequence[int] = SIZES) -> Callable[[Communicator], list[torch.Tensor]]:
-    """`fn(comm)` that calls `kernel` once a size, on numbers that differ in every call, rank and element."""
+def body(kernel: Kernel, sizes: Sequence[float] = SIZES) -> Callable[[Communicator], list[torch.Tensor]]:
+    """`fn(comm)` that calls `kernel` once a size, on numbers that differ in every call, rank and element. Half a word
+    is a number of 32 bits, and of those a sum tells in which order it was added."""
 
     def fn(comm: Communicator) -> list[torch.Tensor]:
         return [
@@ -46,6 +47,29 @@ def body(kernel: Kernel, sizes: Sequence[int] = SIZES) -> Callable[[Communicator
     fn.__qualname__ = kernel.name
     fn.subject = {"kernel": kernel.name, "sizes": list(sizes)}  # type: ignore[attr-defined]
     return fn
+
+
+def sizes(kernel: Kernel, world_size: int, memory: Options, compiled: str | None = None) -> tuple[float, ...]:
+    """The calls of `tricomm check`: `SIZES`, the first one so long that it takes three chunks, of which the last one
+    uses the first one's mailbox again and has an odd number of words. Of compiled kernels, which take longer, and of a
+    cube mesh, which has eight ranks, two chunks at least.
+
+    Between two launches the end of the first one orders everything; only chunks of one launch show what orders them.
+    """
+    first, *others = SIZES if compiled is None else COMPILED_SIZES
+    if kernel.collective == "barrier" or kernel.needs_cube or kernel.collective == FUSED:
+        return (first, *others)
+    plan = layout.plan(world_size, memory.arena_bytes)
+    if kernel.pairwise:
+        chunk = plan.slot_words(kernel.protocol)
+    else:
+        chunk = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
+        chunk *= world_size if kernel.staged else 1
+    long = max(first, chunk * (2 if compiled is None else 1) + 5)
+    if kernel.pairwise:
+        return (long, 1, long)  # until slots are used again
+    ordered = compiled is None and kernel.reduces and not kernel.multicast  # a switch has an order of its own
+    return (long, *others, 0.5) if ordered else (long, *others)
 
 
 def kernels(collective: str | None, algorithm: str | None, protocol: str | None) -> list[Kernel]:
@@ -112,30 +136,43 @@ def options(
     nbytes = smallest(world_size).arena_bytes
     if tile is None:
         memory = layout.plan(world_size, nbytes)
-        fused = [kernel] if kernel is not None and kernel.collective == FUSED else []
-        planes = 2 if any(k.wide for k in fused) else 1  # planes of a row's tile, each as long as another kernel's tile
-        users = fused or registry.KERNELS
-        tile = min(TILE * planes, *(memory.largest_tile(k.algorithm, k.protocol) for k in users))
+        users = registry.KERNELS if kernel is None else (kernel,)
+        tile = min(_most_of_tile(kernel), *(memory.largest_tile(k.algorithm, k.protocol) for k in users))
+        if kernel is not None and kernel.pairwise:
+            tile = min(tile, memory.slot_words("ll"))  # of the two protocols, the one with fewer
     return Options(arena_bytes=nbytes, blocks=blocks, tile=tile)
 
 
-def _call(comm: Communicator, kernel: Kernel, number: int, size: int) -> Any:
+def _most_of_tile(kernel: Kernel | None) -> int:
+    """So long that three chunks (`sizes`) take few steps."""
+    if kernel is None or kernel.needs_cube:
+        return TILE
+    if kernel.collective == FUSED:
+        return 2 * TILE if kernel.wide else TILE  # a row's tile has planes, each as long as another kernel's tile
+    return 4 * TILE if kernel.staged else 2 * TILE
+
+
+def _call(comm: Communicator, kernel: Kernel, number: int, size: float) -> Any:
     if kernel.collective == "barrier":
         return comm.barrier()
     if kernel.pairwise:
-        return _handed_on(comm, kernel.protocol, number, size)
+        return _handed_on(comm, kernel.protocol, number, int(size))
     if kernel.collective == FUSED:
         return _normalised(comm, kernel, number)
     kind, shards = kernel.kind, 1 if kernel.shards is None else kernel.shards or comm.world_size
-    count = size * shards
-    x = numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
+    if size < 1:
+        count = shards
+        x = torch.full((count * kind.rows_in(comm.world_size),), (1e8, 1.0, -1e8)[(comm.rank + number) % 3])
+    else:
+        count = int(size) * shards
+        x = numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
     how: dict[str, Any] = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
     if kind.root:
         how[kind.root] = number % comm.world_size
     if kernel.collective == "all_to_all_v":
         return _uneven(comm, x, count, number, how)
     if kernel.collective not in ("broadcast", "reduce") and (kind.root != "dst" or how["dst"] == comm.rank):
-        how["out"] = torch.full((count * kind.rows_out(comm.world_size),), -1, dtype=torch.int64)
+        how["out"] = torch.full((count * kind.rows_out(comm.world_size),), -1, dtype=x.dtype)
     return getattr(comm, kernel.collective)(x, **how)
 
 
@@ -155,7 +192,7 @@ def _uneven(comm: Communicator, x: torch.Tensor, count: int, number: int, how: d
 
 def _normalised(comm: Communicator, kernel: Kernel, number: int) -> torch.Tensor:
     """Rows that end in RMSNorm, by each kernel with another quantisation, beside the same steps without a kernel."""
-    rows, hidden = (3, 1, 2)[number % 3], 160
+    rows, hidden = (5, 1, 2)[number % 3], 160
     quantize = _QUANTIZED[kernel.algorithm, kernel.protocol]
     given = {"quantize": quantize, "scale": None if quantize in (None, "fp8_per_token") else 0.5}
     x, residual = (numbers(number, rank, rows * hidden) % 61 - 30 for rank in (comm.rank, comm.world_size))
@@ -176,23 +213,25 @@ def _normalised(comm: Communicator, kernel: Kernel, number: int) -> torch.Tensor
 
 
 def _handed_on(comm: Communicator, protocol: str, number: int, size: int) -> Any:
-    """Two messages from each rank to the next one: a word, and then `size` of them, which are received first.
+    """Two messages from each rank to the next one: a word, and then `size` of them, which are received first. In
+    every other call the word goes by the other protocol, which leaves words of another kind in its slot.
 
     Only acknowledgements come back, so the first rank runs ahead as far as they let it. The second message fits into
     the slots that the first one leaves, because the receiver would refuse a longer one.
     """
     size = min(size, (layout.SLOTS - 1) * comm.arena_layout.slot_words(protocol))
+    protocols = ({"ll": "simple", "simple": "ll"}[protocol] if number % 2 else protocol, protocol)
     results: list[torch.Tensor] = []
     if comm.rank:
         results = [torch.full((count,), -1, dtype=torch.int64) for count in (1, size)]
         for tag in (1, 0):
-            comm.recv(results[tag], comm.rank - 1, tag, protocol=protocol)
+            comm.recv(results[tag], comm.rank - 1, tag, protocol=protocols[tag])
             want = numbers(number, comm.rank - 1, len(results[tag])) + tag
             if not torch.equal(results[tag], want):  # the oracle sees no messages
                 raise AssertionError(f"recv gave {results[tag].tolist()} instead of {want.tolist()}")
     if comm.rank < comm.world_size - 1:
         for tag, count in enumerate((1, size)):
-            comm.send(numbers(number, comm.rank, count) + tag, comm.rank + 1, tag, protocol=protocol)
+            comm.send(numbers(number, comm.rank, count) + tag, comm.rank + 1, tag, protocol=protocols[tag])
     return torch.cat(results) if results else None
 
 

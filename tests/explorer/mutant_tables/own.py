@@ -64,6 +64,7 @@ _TORN = """\
 """
 _MOVE_ON = "            tl.store(table + EPOCH, advance(epoch, chunks))\n"
 
+_BEHIND_CLEARING = "        tl.debug_barrier()\n"
 _REST = "(not takes), status, SPEC)\n    more"
 OUTSIDE = frozenset({"out_of_bounds"})
 
@@ -112,6 +113,11 @@ OWN = (
     Mutant(
         "M09", "header after clearing relaxed", "a zero still lands on a word that a peer has pushed since",
         (Edit(PUSH, "send_headers(group, epoch, call, 0, True,", "send_headers(group, epoch, call, 0, False,"),),
+        (L,), RACE, "release the header that follows a clearing", first_epoch=_BEFORE_CLEAR + 2, sizes=(1, 9), tile=128,
+    ),
+    Mutant(
+        "M43", "no block barrier behind a clearing", "the header releases what its own threads have cleared, no more",
+        (Edit(MAILBOX, f"{_BEHIND_CLEARING}\n\n@triton.jit\ndef clear_runs", "\n\n@triton.jit\ndef clear_runs"),),
         (L,), RACE, "release the header that follows a clearing", first_epoch=_BEFORE_CLEAR + 2, sizes=(1, 9), tile=128,
     ),
     Mutant(

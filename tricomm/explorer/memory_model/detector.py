@@ -20,7 +20,7 @@ import numpy as np
 
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.access_kinds import PLAIN, kind_of, same_size, scope_of
-from tricomm.explorer.memory_model.clocks import ACQUIRES, SEEN, STRICT, THREAD, Message, Thread
+from tricomm.explorer.memory_model.clocks import ACQUIRES, SEEN, STRICT, Message, Thread
 from tricomm.explorer.memory_model.regions import Array, Place, Region, slices
 from tricomm.explorer.memory_model.rest import not_at_rest
 from tricomm.explorer.memory_model.shadow import SCOPES, Clash, Index, LastByKind, Shadow
@@ -340,8 +340,10 @@ class Detector:
                 clash = shadow.clash_with_write(index, which)
                 self.report(diagnosis.ll_overwritten(self.records[clash.record], self.records[record], never))
                 return
-        # The block's reduction over the values that its lanes have acquired acts as a block barrier here.
-        late = shadow.cleared[index] & shadow.unordered_write(index, thread.now[THREAD])
+        # The block's reduction over the values that its lanes have acquired acts as a block barrier here. The barrier
+        # before a release has no such substitute.
+        known = np.maximum(thread.now[STRICT], thread.pending)
+        late = shadow.cleared[index] & shadow.unordered_write(index, known)
         if late.any():
             clash = shadow.clash_with_write(index, late)
             self.report(diagnosis.zero_may_come_late(self.records[clash.record], self.records[record]))
