@@ -66,6 +66,28 @@ def test_a_right_public_kernel_is_passed(family):
 
 
 @triton.jit
+def _misaligned(x, N: tl.constexpr):
+    tl.store(tl.multiple_of(x + 1, 16) + tl.arange(0, N), 1.0)
+
+
+def test_an_address_that_contradicts_its_hint_is_a_finding():
+    """Of the rank whose kernel it is, whatever its peers then raise; and no bad argument of `check`."""
+
+    def body(comm):
+        w = comm.symmetric((1028,), torch.float32)
+        if comm.rank:
+            comm.launch(_misaligned, 1, w.local, 1024)
+        comm.barrier()
+        return w.local
+
+    report = tricomm.check(body, 2, 2, compiled="sm_90", identical=False)
+    (finding,) = report.findings
+    assert finding.kind == "exception" and finding.ranks == (1,)
+    assert "not a multiple of 16" in finding.text and "test_check_compiled.py" in finding.text
+    assert [f.key for f in replay(report, body)[0]] == [finding.key]
+
+
+@triton.jit
 def _await(flag):
     while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:
         pass

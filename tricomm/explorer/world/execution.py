@@ -33,6 +33,7 @@ from tricomm.explorer.world.host_state import Hosts
 from tricomm.explorer.world.oracle import Oracle
 from tricomm.explorer.world.world import World
 from tricomm.options import Options
+from tricomm.ptx.global_memory import BadAddress
 from tricomm.ptx.unit import StepLimit
 
 _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
@@ -286,7 +287,7 @@ class Ranks:
         """The findings about the whole execution."""
         assert self._detector is not None and self._oracle is not None
         for rank, error in self._errors.items():
-            if not isinstance(error, TricommError):
+            if not isinstance(error, TricommError) or isinstance(error, BadAddress):
                 return [_raised(rank, error)]
         if self._deadlock is not None:
             return [self._deadlock]
@@ -318,8 +319,8 @@ def _machine(
 
 
 def _own_mistake(error: Exception) -> bool:
-    """True for an error that is not the library's, and for an access out of bounds."""
-    return not isinstance(error, TricommError) or isinstance(error, OutOfBounds)
+    """True for an error that is not the library's, and for an address that no access can have."""
+    return not isinstance(error, TricommError) or isinstance(error, OutOfBounds | BadAddress)
 
 
 def note(error: BaseException, rank: int) -> None:
