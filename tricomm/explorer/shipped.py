@@ -162,7 +162,9 @@ def _call(comm: Communicator, kernel: Kernel, number: int, size: float) -> Any:
     kind, shards = kernel.kind, 1 if kernel.shards is None else kernel.shards or comm.world_size
     if size < 1:
         count = shards
-        x = torch.full((count * kind.rows_in(comm.world_size),), (1e8, 1.0, -1e8)[(comm.rank + number) % 3])
+        # In rank order the large numbers cancel first. In most other orders they absorb the ones.
+        value = (number + 1) * ((1e8, -1e8)[comm.rank] if comm.rank < 2 else 1.0)
+        x = torch.full((count * kind.rows_in(comm.world_size),), value)
     else:
         count = int(size) * shards
         x = numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
