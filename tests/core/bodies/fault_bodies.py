@@ -125,13 +125,14 @@ def makes_another(rank, world_size, tell, url, other, survivors):
 
 
 def diverges(rank, world_size, tell, url, how):
-    """500 good calls' worth of habit, then one rank calls something else."""
+    """Twenty good calls, then one rank calls something else."""
     with communicator(rank, world_size, url) as comm:
-        for _ in range(20):
-            comm.all_reduce(torch.ones(8))
         began = time.monotonic()
         odd = rank == world_size - 1
         try:
+            for _ in range(20):  # a slow rank may learn of the mismatch before it returns from the last of them
+                comm.all_reduce(torch.ones(8))
+            began = time.monotonic()
             if how == "collective":
                 comm.all_gather(torch.ones(8)) if odd else comm.all_reduce(torch.ones(8))
             elif how == "count":
