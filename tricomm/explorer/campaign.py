@@ -254,7 +254,8 @@ def run_one(
     options = replace(subject.options, first_epoch=execution.first_epoch)
     outcome = Ranks(replace(subject, options=options), execution, strategy, True, contention).execute()
     for error in outcome.errors.values():
-        if isinstance(error, InvalidArgument) and not isinstance(error, BadAddress):  # which a kernel has made
+        # A bad address is a mistake of a kernel, not of the caller, so it is a finding.
+        if isinstance(error, InvalidArgument) and not isinstance(error, BadAddress):
             raise error
     return outcome
 
