@@ -135,9 +135,9 @@ class Layout:
         state = [0] * (QUEUE_STATE // 8)
         state[SENT] = state[NEXT] = first
         for number in range(first, first + SLOTS):  # as if the four pieces before had been read
-            wrapped = number if number < EPOCH_LIMIT else number - (EPOCH_LIMIT - SLOTS)
+            wrapped = piece_number(number)
             last = wrapped - SLOTS if wrapped >= 2 * SLOTS else wrapped + EPOCH_LIMIT - 2 * SLOTS
-            state[ACKS + wrapped % SLOTS] = (last << 32) - (last >> 31 << 64)  # signed
+            state[ACKS + wrapped % SLOTS] = upper_half(last)
         return [[state] * self.queues] * self.world_size
 
 
@@ -156,6 +156,16 @@ def control_words(channel: int) -> slice:
     """The words of the control page that belong to `channel`."""
     start = 0 if channel == 0 else _MORE_CHANNELS + (channel - 1) * _CONTROL_WORDS
     return slice(start, _MORE_CHANNELS if channel == 0 else start + _CONTROL_WORDS)
+
+
+def piece_number(number: int) -> int:
+    """`number`, counted on from a piece of a message, as those pieces are numbered: 2^32 is 4 again."""
+    return number if number < EPOCH_LIMIT else number - (EPOCH_LIMIT - SLOTS)
+
+
+def upper_half(number: int) -> int:
+    """The signed 64-bit word that has the 32-bit `number` in its upper half and zeros in its lower one."""
+    return (number << 32) - (number >> 31 << 64)
 
 
 def unacknowledged(state: list[int]) -> bool:

@@ -1,20 +1,27 @@
 """The calls that `tricomm check` makes of the shipped kernels: mistakes that only they show, in the first schedule."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 import tricomm
 from tests.explorer.compiled import ptx_mutants
 from tests.explorer.mutation import Edit, _keep, loaded
 from tests.marks import some
-from tricomm.explorer import campaign, shipped
+from tricomm.explorer import campaign, shipped, shipped_calls
 from tricomm.kernels import layout, multimem
 from tricomm.kernels.collectives import registry
 
 CHUNKS = "kernels/device/chunks.py"
 _MEET = "            status = synchronize(ahead, 0, SPEC)\n"
 _TURN = "parts = parts + (tiles[r][k],)\n        reduced"
+SEND, QUEUES = "kernels/collectives/send.py", "kernels/device/message_queues.py"
+_CLEARED = "SPEC.BLOCK):\n            put_ll(slot"
+_ARRIVES = '1, sem="acq_rel", scope="gpu")'
+_BEHIND = "        status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)\n"
+_READ = "load_words(inputs[r], first, numel"
 _PIECE = "base = part * piece"
 _ACK = "(number << 32) + lane * 0, lane == 0, True, SPEC.PTX)"
 _LEFT = "            status = synchronize(behind, 1, SPEC)\n        number += 1\n    leave(group, start, owner, call, "
@@ -43,20 +50,76 @@ MISTAKES = {
         _TURN.replace("[r]", "[SPEC.WORLD_SIZE - 1 - r]"),
     ),
     "every piece of a message is the first": (
-        ("send", "one_shot", "simple"), "kernels/collectives/send.py", _PIECE, _PIECE.replace("part", "0 * part"),
+        ("send", "one_shot", "simple"), SEND, _PIECE, _PIECE.replace("part", "0 * part"),
     ),
     "a relaxed ack behind words with flags": (
-        ("send", "one_shot", "ll"), "kernels/device/message_queues.py", _ACK, _ACK.replace("True", "not SPEC.LL"),
+        ("send", "one_shot", "ll"), QUEUES, _ACK, _ACK.replace("True", "not SPEC.LL"),
+    ),
+}  # fmt: skip
+# What is in a slot before, several queues, handles, orders: with the schedules that it takes and their seed.
+LL, ROWS = ("send", "one_shot", "ll"), ("all_reduce_rms_norm", "one_shot", "ll128")
+HANDLE = ("all_reduce", "one_shot", "simple", True)
+MORE = {
+    "plain payload is not remembered": (LL, SEND, "plain |= bit", "plain |= 0", {"wrong_result"}, 4, 0),
+    "the first tile of a slot is cleared alone": (
+        LL, QUEUES, f"range(0, words, {_CLEARED}", f"range(0, SPEC.BLOCK, {_CLEARED}", {"wrong_result"}, 4, 2,
+    ),
+    "a slot is cleared, and its header is relaxed": (
+        LL, SEND, "tag, cleared, SPEC)", "tag, False, SPEC)", {"wrong_result"}, 4, 8,
+    ),
+    "relaxed arrivals of a message's blocks": (
+        LL, QUEUES, _ARRIVES, _ARRIVES.replace("acq_rel", "relaxed"), {"race"}, 1, 0,
+    ),
+    "a handle's input is written while peers read it": (
+        HANDLE, "kernels/collectives/all_reduce_one_shot.py", _BEHIND, "", {"race"}, 1, 0,
+    ),
+    "a handle is summed from the last rank on": (
+        HANDLE, "kernels/collectives/all_reduce_one_shot.py", _READ, _READ.replace("[r]", "[WORLD_SIZE - 1 - r]"),
+        {"wrong_result"}, 1, 0,
+    ),
+    "rows are summed from the last rank on": (
+        ROWS, "kernels/device/planes.py", _TURN, _TURN.replace("[r]", "[SPEC.WORLD_SIZE - 1 - r]"),
+        {"wrong_result", "exception"}, 1, 0,
     ),
 }  # fmt: skip
 
 
-def report(key, edits, sizes=None):
+def report(key, edits, sizes=None, schedules=1, seed=0):
     kernel = registry.find(*key)
     memory = shipped.options(3, kernel=kernel)
     body = shipped.body(kernel, sizes or shipped.sizes(kernel, 3, memory))
     with loaded(edits), patch.object(campaign.Campaign, "_keep", _keep):
-        return tricomm.check(body, 3, 1, options=memory)
+        return tricomm.check(body, 3, schedules, options=memory, seed=seed)
+
+
+@pytest.mark.parametrize("name", some(MORE, 2))
+def test_what_lies_in_a_slot_several_queues_handles_and_orders_show_it(name):
+    key, *edit, kinds, schedules, seed = MORE[name]
+    assert report(key, (), None, schedules, seed).ok
+    assert {f.kind for f in report(key, (Edit(*edit),), None, schedules, seed).findings} & kinds
+
+
+@pytest.mark.parametrize("protocol", ["ll", "simple"])
+@pytest.mark.parametrize("first_epoch", [1, 2**32 - 8])
+def test_the_pieces_of_a_message_are_counted_as_the_kernels_count_them(protocol, first_epoch):
+    kernel = registry.find("send", "one_shot", protocol)
+    memory = replace(shipped.options(3, kernel=kernel), first_epoch=first_epoch)
+    sizes = shipped.sizes(kernel, 3, memory)
+
+    def body(comm):
+        calls, counted = shipped_calls.ShippedCalls(comm), []
+        for number, size in enumerate(sizes):
+            calls.make(kernel, number, size)
+            plan = comm.arena_layout
+            shape = (3, plan.queues, layout.QUEUE_STATE // 8)
+            states = comm._group.arena.tensor(comm.rank, plan.queue_states, shape, torch.int64)
+            counted.append((calls._messages._next[:], states[(comm.rank + 1) % 3, :, layout.SENT].tolist()))
+        return counted
+
+    first = max(first_epoch, layout.SLOTS)
+    for counted in tricomm.simulate(body, 3, options=memory)[:2]:
+        assert all(ours == theirs and len(ours) == 2 for ours, theirs in counted)
+        assert counted[-1][0] != [first] * 2 and len({tuple(ours) for ours, _ in counted}) == len(sizes)
 
 
 @pytest.mark.parametrize("name", some(MISTAKES, 3))
@@ -73,15 +136,16 @@ def test_calls_of_several_chunks_and_of_an_order_show_it(name):
 def test_the_first_call_has_three_chunks(kernel, world_size):
     memory = shipped.options(world_size, kernel=kernel)
     first = shipped.sizes(kernel, world_size, memory)[0]
-    if kernel.needs_cube or kernel.collective in ("barrier", shipped.FUSED):
+    if kernel.needs_cube or kernel.zero_copy or kernel.collective in ("barrier", shipped.FUSED):
         assert first == shipped.SIZES[0]
+        return
+    if kernel.pairwise:
+        plan = layout.plan(world_size, memory.arena_bytes)
+        assert plan.queues >= 2 and memory.tile == plan.slot_words("ll") // 2
         return
     plan = layout.plan(world_size, memory.arena_bytes)
     chunk = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective) * (world_size**kernel.staged)
     largest = plan.largest_tile(kernel.algorithm, kernel.protocol)
-    if kernel.pairwise:
-        chunk = plan.slot_words(kernel.protocol)
-        largest = plan.slot_words("ll")
     assert -(-first // chunk) == 3 or first == shipped.SIZES[0] > 2 * chunk
     assert memory.tile <= largest
     compiled = shipped.options(world_size, compiled="sm_90")
@@ -94,3 +158,10 @@ def test_a_copy_of_the_kernels_through_a_switch_is_clean_too():
     with loaded(()):
         report = ptx_mutants.explore(("all_reduce", "multicast", "simple"), 1, 3)
     assert report.ok, report
+
+
+def test_ranks_that_count_chunks_differently_are_not_said_to_make_different_calls():
+    more = Edit(CHUNKS, f"{_LEFT}chunks,", f"{_LEFT}1 + (rank_of(group) == 0),")
+    (finding,) = report(("all_reduce", "two_shot", "simple"), [more]).findings
+    assert finding.kind == "exception" and "their kernels count chunks differently" in finding.text
+    assert "different calls" not in finding.text and ".." not in str(finding)

@@ -20,6 +20,7 @@ from tests.marks import odd, some
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import campaign, shipped
+from tricomm.explorer.shipped_calls import ShippedCalls
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
@@ -171,8 +172,9 @@ _SHORT = ("all_gather", "broadcast", "reduce", "barrier")
 
 def turns(kernels: Sequence[Kernel], sizes: Sequence[int]) -> Callable[[tricomm.Communicator], list[torch.Tensor]]:
     def fn(comm: tricomm.Communicator) -> list[torch.Tensor]:
-        calls = (shipped._call(comm, k, n, sizes[n % len(sizes)]) for n, k in enumerate(kernels))
-        return [result for result in calls if result is not None]
+        calls = ShippedCalls(comm)
+        results = (calls.make(k, n, sizes[n % len(sizes)]) for n, k in enumerate(kernels))
+        return [result for result in results if result is not None]
 
     return fn
 

@@ -121,8 +121,9 @@ class Faults:
     def _overlap(self, peer: int, got: int) -> Fault:
         return self.of(
             GroupAborted,
-            "two launches of this communicator overlapped: a graph replay ran beside another call; order them on one "
-            "stream or with an event, or give each a channel of its own (Options.channels)",
+            "two launches of this communicator overlapped, or the last one did not end as kernels do. If a graph "
+            "replay ran beside another call, order them on one stream or with an event, or give each a channel of its "
+            "own (Options.channels)",
         )
 
     def _splits(self, peer: int, got: int) -> Fault:
@@ -139,6 +140,12 @@ class Faults:
         theirs = control.called(peer, mine.sequence, channel) if mine is not None else None
         if theirs is None or theirs.fingerprint != fingerprint:
             theirs = control.last(peer, channel)
+        if mine and theirs and (mine.sequence, mine.fingerprint) == (theirs.sequence, theirs.fingerprint):
+            text = (
+                f"rank {rank} and rank {peer} both made {mine.text()}, but a header from rank {peer} is of another "
+                "call: their kernels count chunks differently, or something else wrote to the group's memory"
+            )
+            return self.of(CollectiveMismatch, text, peer)
         said = theirs.text() if theirs else f"a call with fingerprint {fingerprint:08x}"
         return self.of(CollectiveMismatch, different(rank, mine.text() if mine else "none", peer, said), peer)
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from tricomm.communicator import Communicator
-from tricomm.core.fused import fused_checks, unfused
 from tricomm.core.fused.fused_call import FUSED
-from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.campaign import smallest
 from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
+from tricomm.explorer.shipped_calls import ShippedCalls
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
@@ -29,10 +27,8 @@ BLOCKS, TILE = 2, 16  # or fewer words, if the buffers of a kernel need that
 # The same for compiled kernels, whose tiles have 512 words.
 COMPILED_SIZES = (1028, 1, 1032)
 _OFFERED = (75, 80, 90, 100)  # architectures that are suggested if no requested kernel can be compiled
-_QUANTIZED = {
-    ("one_shot", "ll"): "nvfp4", ("two_shot", "ll"): "fp8_per_token", ("one_shot", "ll128"): "fp8",
-    ("two_shot", "ll128"): None,
-}  # fmt: skip
+# Blocks serve the queues of a pair of ranks, so two of them need two.
+_QUEUES = 2
 
 
 def body(kernel: Kernel, sizes: Sequence[float] = SIZES) -> Callable[[Communicator], list[torch.Tensor]]:
@@ -40,9 +36,9 @@ def body(kernel: Kernel, sizes: Sequence[float] = SIZES) -> Callable[[Communicat
     is a number of 32 bits, and of those a sum tells in which order it was added."""
 
     def fn(comm: Communicator) -> list[torch.Tensor]:
-        return [
-            result for number, size in enumerate(sizes) if (result := _call(comm, kernel, number, size)) is not None
-        ]
+        calls = ShippedCalls(comm)
+        results = (calls.make(kernel, number, size) for number, size in enumerate(sizes))
+        return [result for result in results if result is not None]
 
     fn.__qualname__ = kernel.name
     fn.subject = {"kernel": kernel.name, "sizes": list(sizes)}  # type: ignore[attr-defined]
@@ -61,26 +57,30 @@ def sizes(kernel: Kernel, world_size: int, memory: Options, compiled: str | None
         return (first, *others)
     plan = layout.plan(world_size, memory.arena_bytes)
     if kernel.pairwise:
-        chunk = plan.slot_words(kernel.protocol)
-    else:
-        chunk = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
-        chunk *= world_size if kernel.staged else 1
-    long = max(first, chunk * (2 if compiled is None else 1) + 5)
-    if kernel.pairwise:
-        return (long, 1, long)  # until slots are used again
-    ordered = compiled is None and kernel.reduces and not kernel.multicast  # a switch has an order of its own
-    return (long, *others, 0.5) if ordered else (long, *others)
+        # The plain message of the second call comes into a slot that has held LL words. The next piece in one queue's
+        # slot is a whole one; in the other queue's it is a word, and the one after that is longer.
+        slot = plan.slot_words(kernel.protocol)
+        if compiled is not None:
+            return (slot + 5, 1, 37, 1, slot + 5)  # few words, until slots are used again
+        return (5 * slot + 37, 5 * slot + 37, 2 * slot + 5, 5 * slot + 37)
+    ordered = (0.5,) if compiled is None and kernel.reduces and not kernel.multicast else ()  # a switch has its own
+    if kernel.zero_copy:
+        return (first, first, 1, *ordered)  # a handle twice, one call behind the other; there are no chunks
+    chunk = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
+    chunk *= world_size if kernel.staged else 1
+    return (max(first, chunk * (2 if compiled is None else 1) + 5), *others, *ordered)
 
 
 def kernels(collective: str | None, algorithm: str | None, protocol: str | None) -> list[Kernel]:
     """The shipped kernels that match; None or "all" matches all. Raises `InvalidArgument` if none does."""
     wanted = {"collective": collective, "algorithm": algorithm, "protocol": protocol}
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
+    handles = (*registry.ZERO_COPY, *registry.MULTICAST_ZERO_COPY)
     sends = [k for k in registry.MESSAGES if k.collective == "send"]  # each with its recv
-    known = [*registry.KERNELS, *registry.MULTICAST, *registry.of(FUSED, 2), *sends]
+    known = [*registry.KERNELS, *registry.MULTICAST, *handles, *registry.of(FUSED, 2), *sends]
     chosen = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
     if not chosen:
-        names = ", ".join(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known)
+        names = ", ".join(dict.fromkeys(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known))
         raise InvalidArgument(f"no shipped kernel is {wanted}; there is {names}")
     return chosen
 
@@ -131,16 +131,17 @@ def options(
     kernel: Kernel | None = None,
 ) -> Options:  # fmt: skip
     """The smallest memory, and blocks and tiles so small that every path is taken: by `kernel`, or by any kernel."""
-    if compiled is not None:
-        return replace(checked_options(world_size, None), blocks=blocks)
-    nbytes = smallest(world_size).arena_bytes
-    if tile is None:
-        memory = layout.plan(world_size, nbytes)
+    memory = smallest(world_size) if compiled is None else checked_options(world_size, None)
+    plan = layout.plan(world_size, memory.arena_bytes)
+    while kernel is not None and kernel.pairwise and plan.queues < _QUEUES:
+        memory = replace(memory, arena_bytes=memory.arena_bytes * 2)
+        plan = layout.plan(world_size, memory.arena_bytes)
+    if tile is None and kernel is not None and kernel.pairwise:
+        tile = plan.slot_words("ll") // 2
+    elif tile is None and compiled is None:
         users = registry.KERNELS if kernel is None else (kernel,)
-        tile = min(_most_of_tile(kernel), *(memory.largest_tile(k.algorithm, k.protocol) for k in users))
-        if kernel is not None and kernel.pairwise:
-            tile = min(tile, memory.slot_words("ll"))  # of the two protocols, the one with fewer
-    return Options(arena_bytes=nbytes, blocks=blocks, tile=tile)
+        tile = min(_most_of_tile(kernel), *(plan.largest_tile(k.algorithm, k.protocol) for k in users))
+    return replace(memory, blocks=blocks, tile=tile)
 
 
 def _most_of_tile(kernel: Kernel | None) -> int:
@@ -150,93 +151,3 @@ def _most_of_tile(kernel: Kernel | None) -> int:
     if kernel.collective == FUSED:
         return 2 * TILE if kernel.wide else TILE  # a row's tile has planes, each as long as another kernel's tile
     return 4 * TILE if kernel.staged else 2 * TILE
-
-
-def _call(comm: Communicator, kernel: Kernel, number: int, size: float) -> Any:
-    if kernel.collective == "barrier":
-        return comm.barrier()
-    if kernel.pairwise:
-        return _handed_on(comm, kernel.protocol, number, int(size))
-    if kernel.collective == FUSED:
-        return _normalised(comm, kernel, number)
-    kind, shards = kernel.kind, 1 if kernel.shards is None else kernel.shards or comm.world_size
-    if size < 1:
-        count = shards
-        # In rank order the large numbers cancel first. In most other orders they absorb the ones.
-        value = (number + 1) * ((1e8, -1e8)[comm.rank] if comm.rank < 2 else 1.0)
-        x = torch.full((count * kind.rows_in(comm.world_size),), value)
-    else:
-        count = int(size) * shards
-        x = numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
-    how: dict[str, Any] = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
-    if kind.root:
-        how[kind.root] = number % comm.world_size
-    if kernel.collective == "all_to_all_v":
-        return _uneven(comm, x, count, number, how)
-    if kernel.collective not in ("broadcast", "reduce") and (kind.root != "dst" or how["dst"] == comm.rank):
-        how["out"] = torch.full((count * kind.rows_out(comm.world_size),), -1, dtype=x.dtype)
-    return getattr(comm, kernel.collective)(x, **how)
-
-
-def _uneven(comm: Communicator, x: torch.Tensor, count: int, number: int, how: dict[str, Any]) -> Any:
-    """Rows of 0 to `count` elements, by sender, receiver and call."""
-    ranks, me = range(comm.world_size), comm.rank
-    length = [[(count * (a + 2 * b + number)) % (count + 1) for b in ranks] for a in ranks]
-    into, out = length[me], [length[r][me] for r in ranks]
-    y = torch.full((sum(out),), -1, dtype=torch.int64)
-    comm.all_to_all_v(x[: sum(into)], into, out, y, **how)
-    firsts = [sum(row[:me]) for row in length]
-    want = torch.cat([numbers(number, r, len(x))[firsts[r] :][: out[r]] for r in ranks])
-    if not torch.equal(y, want):  # the oracle sees no uneven calls
-        raise AssertionError(f"all_to_all_v gave {y.tolist()} instead of {want.tolist()}")
-    return y
-
-
-def _normalised(comm: Communicator, kernel: Kernel, number: int) -> torch.Tensor:
-    """Rows that end in RMSNorm, by each kernel with another quantisation, beside the same steps without a kernel."""
-    rows, hidden = (5, 1, 2)[number % 3], 160
-    quantize = _QUANTIZED[kernel.algorithm, kernel.protocol]
-    given = {"quantize": quantize, "scale": None if quantize in (None, "fp8_per_token") else 0.5}
-    x, residual = (numbers(number, rank, rows * hidden) % 61 - 30 for rank in (comm.rank, comm.world_size))
-    total = sum(numbers(number, rank, rows * hidden) % 61 - 30 for rank in range(comm.world_size))
-    tensors = [each.to(torch.bfloat16).view(rows, hidden) for each in (x, residual, torch.as_tensor(total))]
-    weight = (torch.arange(hidden) % 5).to(torch.bfloat16)
-    call, exact = (
-        fused_checks.checked(FusedArguments(start, tensors[1], weight, 1e-6, **given), comm.device)
-        for start in (tensors[0], tensors[2])
-    )
-    comm.run_fused(call, kernel.algorithm, kernel.protocol)
-    unfused.finish(exact, exact.x)
-    for name in ("residual_out", "norm_out", "quant_out", "scale_out"):
-        got, want = getattr(call, name), getattr(exact, name)
-        if want is not None and not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):  # not the oracle's
-            raise AssertionError(f"{kernel.name} of {rows} rows: {name} differs from the unfused steps")
-    return call.residual_out
-
-
-def _handed_on(comm: Communicator, protocol: str, number: int, size: int) -> Any:
-    """Two messages from each rank to the next one: a word, and then `size` of them, which are received first. In
-    every other call the word goes by the other protocol, which leaves words of another kind in its slot.
-
-    Only acknowledgements come back, so the first rank runs ahead as far as they let it. The second message fits into
-    the slots that the first one leaves, because the receiver would refuse a longer one.
-    """
-    size = min(size, (layout.SLOTS - 1) * comm.arena_layout.slot_words(protocol))
-    protocols = ({"ll": "simple", "simple": "ll"}[protocol] if number % 2 else protocol, protocol)
-    results: list[torch.Tensor] = []
-    if comm.rank:
-        results = [torch.full((count,), -1, dtype=torch.int64) for count in (1, size)]
-        for tag in (1, 0):
-            comm.recv(results[tag], comm.rank - 1, tag, protocol=protocols[tag])
-            want = numbers(number, comm.rank - 1, len(results[tag])) + tag
-            if not torch.equal(results[tag], want):  # the oracle sees no messages
-                raise AssertionError(f"recv gave {results[tag].tolist()} instead of {want.tolist()}")
-    if comm.rank < comm.world_size - 1:
-        for tag, count in enumerate((1, size)):
-            comm.send(numbers(number, comm.rank, count) + tag, comm.rank + 1, tag, protocol=protocols[tag])
-    return torch.cat(results) if results else None
-
-
-def numbers(number: int, rank: int, count: int) -> torch.Tensor:
-    first = rank * 1000 + number * 100_000
-    return torch.arange(first, first + 7 * count, 7, dtype=torch.int64)  # one operation of the stream

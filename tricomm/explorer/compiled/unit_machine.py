@@ -184,9 +184,9 @@ class UnitMachine:
         self.scheduler.take_turns()
         weak = self.weak
         if weak is not None:
-            for held in weak.before(task, crew.maker, access, places):
+            late = weak.late(task, crew.maker, access, places, self.scheduler.step)
+            for held in weak.before(task, crew.maker, access, places, None if late is None else late[0]):
                 self._arrive(held)
-            late = weak.late(access, places, self.scheduler.step)
             if late is not None:
                 self._hold(task, crew, access, places, *late)
                 return

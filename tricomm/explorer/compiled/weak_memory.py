@@ -2,10 +2,10 @@
 
 Late   An element of a store may be overtaken by all that its thread does next, except by an access to the same bytes
        (program order per location, PTX ISA 8.10.5) and by a release, a fence, a barrier of the host, or the thread's
-       end. A block barrier or a fence of cta scope hands it to the block: from then on no thread of the block
-       passes it with an access to the same bytes, a release or a fence (8.9.5, causality order is transitive). A fence
-       of gpu scope does the same for all threads of the rank. A release waits for what its thread did before; later
-       loads and stores need not wait for it (8.8).
+       end. Two late stores to the same bytes arrive in their order. A block barrier or a fence of cta scope hands it to
+       the block: from then on no thread of the block passes it with an access to the same bytes, a release or a fence
+       (8.9.5, causality order is transitive). A fence of gpu scope does the same for all threads of the rank. A release
+       waits for what its thread did before; later loads and stores need not wait for it (8.8).
 Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment, if that is after its
        thread's last acquire, fence or barrier, and after the thread's last access to the same bytes.
 
@@ -27,7 +27,7 @@ from tricomm.explorer.compiled.thread_detector import MadeStore
 from tricomm.explorer.memory_model.regions import Region
 from tricomm.ptx.access import ThreadAccess
 
-_OFTEN, _EARLY = 0.25, 0.5
+_OFTEN, _OFTEN_BEHIND, _EARLY = 0.25, 0.5, 0.5
 _LONGEST = 40
 _KEPT = 128  # writes per region whose old values are kept
 MAY_WAIT = (None, "relaxed", "volatile")
@@ -80,11 +80,21 @@ class WeakMemory:
 
     # Late stores
 
-    def late(self, access: ThreadAccess, places: list[Elements], step: int) -> tuple[list[Array], int] | None:
-        """Which elements of a store to hold back (bool by element of each place), and until which step; or None."""
-        if access.kind != "store" or access.sem not in _LATE or self._random.random() >= _OFTEN:
+    def late(
+        self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements], step: int
+    ) -> tuple[list[Array], int] | None:
+        """Which elements of a store to hold back (bool by element of each place), and until which step; or None. If an
+        older store has not reached some of their bytes yet, these elements alone: then what was there before can be
+        seen among the others."""
+        if access.kind != "store" or access.sem not in _LATE:
+            return None
+        older = self._older(task, maker, access, places)
+        if self._random.random() >= (_OFTEN_BEHIND if older else _OFTEN):
             return None
         until = step + self._random.randint(1, _LONGEST)
+        if older:
+            words = frozenset[int]().union(*(held.words for held in older))
+            return [_among(place, access.itemsize, words) for place in places], max(until, *(h.until for h in older))
         chosen = []
         for place in places:
             _, copies = np.unique(place.offsets, return_inverse=True)  # copies of one lane are late together
@@ -97,13 +107,24 @@ class WeakMemory:
     def add(self, held: LateStore) -> None:
         self.held.append(held)
 
-    def before(self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements]) -> list[LateStore]:
-        """The late stores that must reach memory before `access`."""
+    def before(
+        self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements], late: list[Array] | None = None
+    ) -> list[LateStore]:
+        """The late stores that must reach memory before `access`, of which the elements `late` are held back."""
         if not self.held:
             return []
-        releases = access.writes and access.sem in ("release", "acq_rel")
+        if access.writes and access.sem in ("release", "acq_rel"):
+            return self._take(lambda h: self._mine(h, task, maker))
+        now = places if late is None else [place.some(~some) for place, some in zip(places, late, strict=True)]
+        older = self._older(task, maker, access, now)
+        return self._take(lambda h: any(h is other for other in older)) if older else []
+
+    def _older(self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements]) -> list[LateStore]:
+        """The late stores to words of `places` that no access of this thread to them passes."""
+        if not self.held:
+            return []
         words = {word for place in places for word in words_of(place, access.itemsize)}
-        return self._take(lambda h: self._mine(h, task, maker) and (releases or not h.words.isdisjoint(words)))
+        return [h for h in self.held if self._mine(h, task, maker) and not h.words.isdisjoint(words)]
 
     def fenced(self, task: Any, maker: Maker, scope: int = SYS) -> list[LateStore]:
         """The late stores that must arrive before a fence or the end of a warp. A narrower fence only hands them on."""
@@ -139,7 +160,11 @@ class WeakMemory:
         )
 
     def _take(self, chosen: Any) -> list[LateStore]:
-        taken = [h for h in self.held if chosen(h)]
+        """Those that are chosen, and what the same warp has stored to the same words before."""
+        taken: list[LateStore] = []
+        for held in reversed(self.held):
+            if chosen(held) or any(t.task is held.task and not t.words.isdisjoint(held.words) for t in taken):
+                taken.insert(0, held)
         self.held = [h for h in self.held if not any(h is t for t in taken)] if taken else self.held
         return taken
 
@@ -213,6 +238,12 @@ def pieces_of(place: Elements, itemsize: int) -> Array:
     if each == 1:
         return place.offsets // 4
     return (place.offsets[:, None] // 4 + np.arange(each)).reshape(-1)
+
+
+def _among(place: Elements, itemsize: int, words: frozenset[int]) -> Array:
+    """Which elements have a word that is one of `words`, as `words_of` gives them."""
+    alone = (place.some(np.arange(len(place.offsets)) == at) for at in range(len(place.offsets)))
+    return np.array([not words.isdisjoint(words_of(one, itemsize)) for one in alone], bool)
 
 
 def words_of(place: Elements, itemsize: int) -> frozenset[int]:

@@ -81,9 +81,9 @@ class Machine:
         )
         self.scheduler.take_turns()
         if self.delays is not None:
-            for held in self.delays.before(task, access):
+            lanes = self.delays.hold(task, access)
+            for held in self.delays.before(task, access, lanes):
                 self._perform_held(held)
-            lanes = self.delays.hold(task, access, self.scheduler.step)
             if lanes is not None:
                 self._hold(task, access, places, site, lanes)
                 return

@@ -9,7 +9,7 @@ from tricomm.explorer.report.findings import Finding, Record
 
 def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding:
     """`second`, made by `thread`, conflicts with `first`, and `first` does not happen before it."""
-    words = "an atomic against a plain access", "atomics"
+    words = "an atomic or volatile access against a plain one", "atomics"
     return unordered(clash.written, first, second, words, _missing(thread, clash, first, second))
 
 

@@ -112,7 +112,7 @@ class Finding:
 
     def __str__(self) -> str:
         where = " and ".join(dict.fromkeys(_short(w) for w in self.where if w != "?")) or "?"
-        return f"{self.kind} at {where}: {self.text}. {self.advice}"
+        return f"{self.kind} at {where}: {self.text.removesuffix('.')}. {self.advice}"
 
 
 def _short(where: str) -> str:

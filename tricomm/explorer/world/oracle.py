@@ -16,6 +16,7 @@ from tricomm.kernels.launch.kernel_launch import Rows
 from tricomm.topology.model import Topology
 
 _NOT_SHOWN = ("barrier", "all_to_all_v")
+_ONE_ORDER, _LAST_WRITE = "all ranks must reduce in one order", "look at the last write to that element"
 _FEWER = ("broadcast", "scatter")  # only the root's input counts
 
 
@@ -81,13 +82,14 @@ class Oracle:
             apart = next(((r, y) for r, y in call.outputs.items() if not same_bits(y, first)), None)
             if apart is not None and alike:
                 text = f"{name}: ranks {one} and {apart[0]} hold different bits; {difference(first, apart[1])}"
-                wrong.append(Finding("rank_mismatch", (one, apart[0]), (), text, "all ranks must reduce in one order"))
+                advice = _ONE_ORDER if call.collective == "all_reduce" else _LAST_WRITE
+                wrong.append(Finding("rank_mismatch", (one, apart[0]), (), text, advice))
             parts = [call.inputs[r] for r in range(self._world_size)]
             for rank, y in sorted(call.outputs.items()):
                 exact = reference.expected(call.collective, call.op, parts, rank, call.root, call.quads)
                 if not same_values(y, exact):
                     text = f"{name}: rank {rank}'s result is wrong; {difference(exact, y)}"
-                    wrong.append(Finding("wrong_result", (rank,), (), text, "look at the last write to that element"))
+                    wrong.append(Finding("wrong_result", (rank,), (), text, _LAST_WRITE))
                     break
         return wrong
 
@@ -133,7 +135,7 @@ def mismatched(results: dict[int, list[torch.Tensor]], identical: bool | None) -
         for a, b in zip(first[1], theirs, strict=True):
             if not same_bits(a, b) and (identical or _close(a, b)):
                 text = f"ranks {first[0]} and {rank} return different bits; {difference(a, b)}"
-                return [Finding("rank_mismatch", (first[0], rank), (), text, "all ranks must reduce in one order")]
+                return [Finding("rank_mismatch", (first[0], rank), (), text, _ONE_ORDER)]
     return []
 
 
