@@ -14,13 +14,17 @@ from click.testing import CliRunner
 import tricomm
 from tests.explorer import small_kernels as k
 from tests.explorer.test_check import two_writers, words
+from tests.marks import some
 from tricomm import explorer
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.explorer import selftest
+from tricomm.explorer import campaign, selftest, shipped
+from tricomm.explorer.report.findings import Execution
 from tricomm.explorer.report.report import Report, digest
 from tricomm.explorer.schedule import shrinking
+from tricomm.explorer.schedule.strategies import Given, RandomWalk
 from tricomm.explorer.world.oracle import ObservedCall, Oracle
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import interpreter, triton_adapter
 
 USERS_FILE = '''
@@ -250,3 +254,21 @@ def test_the_advice_for_ranks_with_different_bits_is_about_what_was_called(colle
     oracle._calls[0, 1] = ObservedCall(collective, "sum", -1, (), inputs, outputs)
     finding = next(f for f in oracle.findings() if f.kind == "rank_mismatch")
     assert finding.advice.startswith(advice)
+
+
+_REPEATED = [registry.find("send", "one_shot", "ll"), registry.find("all_reduce", "two_shot", "simple")]
+
+
+@pytest.mark.parametrize("kernel", some(_REPEATED, 2), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("keep", [0.0, 0.8])
+def test_the_choices_of_an_execution_repeat_it(kernel, keep):
+    """Of blocks that go to sleep between two steps, too: then a strategy is asked twice at one step."""
+    options = shipped.options(3, kernel=kernel)
+    body = shipped.body(kernel, shipped.sizes(kernel, 3, options))
+    subject = campaign.prepared(body, 3, options, None, 100_000, None)
+    for seed in range(2):
+        execution = Execution(seed, delays=seed if seed % 2 else None)
+        first = campaign.run_one(subject, execution, RandomWalk(seed, keep))
+        again = campaign.run_one(subject, execution, Given(first.choices))
+        assert (again.steps, again.choices) == (first.steps, first.choices)
+        assert len({step for step, _ in first.choices}) < len(first.choices)

@@ -17,7 +17,7 @@ class MessageCalls:
     """What one rank sends and receives.
 
     All pairs of ranks have the same messages, so one count of the pieces of each queue is that of both ends. It tells
-        which numbers the next pieces in a slot will have. Plain payload carries the next one, in the second half of the
+    which numbers the next pieces in a slot will have. Plain payload carries the next one, in the second half of the
     slot the one after that, where LL words have their flags: an `ll` receiver takes a tile of them for those pieces.
     """
 
@@ -32,7 +32,7 @@ class MessageCalls:
         The short one is a word, and in every other call it goes by the other protocol, which leaves words of another
         kind in its slots: as many as they hold if those are plain. Only acknowledgements come back, so the first rank
         runs ahead as far as they let it. The second message fits into the slots that the first one leaves, because
-        the receiver would refuse a longer one.
+        the receiver would refuse a longer one. The short one of the third call is received from any rank.
         """
         comm, plan = self._comm, self._plan
         protocols = (_OTHER[protocol] if number % 2 else protocol, protocol)
@@ -47,7 +47,8 @@ class MessageCalls:
         results: list[torch.Tensor] = []
         for tag in (1, 0) if comm.rank else ():
             got, want = torch.full((sizes[tag],), -1, dtype=torch.int64), payload(tag, comm.rank - 1)
-            comm.recv(got, comm.rank - 1, tag, protocol=protocols[tag])
+            source = None if (number, tag) == (2, 0) else comm.rank - 1
+            comm.recv(got, source, tag, protocol=protocols[tag])
             if not torch.equal(got, want):  # the oracle sees no messages
                 raise AssertionError(f"recv gave {got.tolist()} instead of {want.tolist()}")
             results.append(got & _LOWER)  # the flags depend on where the numbers of a schedule begin
@@ -60,7 +61,7 @@ class MessageCalls:
         message's pieces, which are those of `device/message_queues.py`."""
         queues, room = self._plan.queues, self._plan.slot_words(protocol)
         block = self._comm.explain("send", 8 * count, torch.int64, protocol=protocol).block
-        length = min(room, -(-count // queues // block) * block or block)
+        length = min(room, -(-count // queues // block) * block)
         words = torch.empty(count, dtype=torch.int64)
         for piece, first in enumerate(range(0, count, length)):
             queue = (piece + tag) % queues

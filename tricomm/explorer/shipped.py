@@ -57,8 +57,8 @@ def sizes(kernel: Kernel, world_size: int, memory: Options, compiled: str | None
         return (first, *others)
     plan = layout.plan(world_size, memory.arena_bytes)
     if kernel.pairwise:
-        # The plain message of the second call comes into a slot that has held LL words. The next piece in one queue's
-        # slot is a whole one; in the other queue's it is a word, and the one after that is longer.
+        # The plain message of the second call (`MessageCalls`) gets slots that have held LL words. In queue 1 the next
+        # piece of its slot fills the slot; in queue 0 it is one word, and only the piece after that fills it.
         slot = plan.slot_words(kernel.protocol)
         if compiled is not None:
             return (slot + 5, 1, 37, 1, slot + 5)  # few words, until slots are used again

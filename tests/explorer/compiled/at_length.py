@@ -38,12 +38,12 @@ from tricomm.policy import launch_shapes
 KERNELS = shipped.kernels(None, None, None)
 _TILES = 4  # a chunk
 _ON_A_HANDLE = 132  # words, which no buffer holds
-# A thread's own: no other one sees it. Registers are declared by their number, which arithmetic decides.
+# A thread's own, unless it gives a predicate. Registers are declared by their number, which arithmetic decides.
 _OWN = (
     "abs add addc and bfe bfi bfind brev clz cnot copysign cos cvt cvta div ex2 fma fns lg2 lop3 mad madc max min mov "
-    "mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub subc tanh testp xor"
+    "mul mul24 neg not or popc prmt rcp rem rsqrt sad selp shf shl shr sin slct sqrt sub subc tanh xor"
 )
-_ARITHMETIC = re.compile(rf"(\.reg\b|(@!?%\w+\s+)?({_OWN.replace(' ', '|')})\b)")
+_ARITHMETIC = re.compile(rf"(\.reg\b|(@!?%\w+\s+)?({_OWN.replace(' ', '|')})\b(?!\S*\.pred))[^;]*;?$")
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def passes(case: Case, architecture: str, record: PassedRecord) -> None:
     """Run the schedules of `case`: if the same instructions have passed them already, the first one alone; if others
     with the same accesses have, a tenth of them.
 
-    What one schedule shows and another one does not comes from the order of accesses, fences, barriers and branches.
-    Architectures and versions of Triton differ in arithmetic more often than in these, and wrong arithmetic gives wrong
-    results or addresses under any schedule.
+    What one schedule shows and another one does not comes from the order of accesses, fences, barriers and branches,
+    and from their conditions. Architectures and versions of Triton differ in arithmetic more often than in these. Most
+    wrong arithmetic gives wrong results or addresses under any schedule; that of a value that is then compared may not.
     """
     reports: list[Report] = []
 
@@ -153,11 +153,13 @@ def passes(case: Case, architecture: str, record: PassedRecord) -> None:
 
 
 def accesses(text: str) -> str:
-    """What `instructions` gives, without arithmetic and the names of registers, and with labels by their numbers: the
-    accesses, fences, barriers and branches in their order."""
-    labels = {name: f"label {number}" for number, name in enumerate(dict.fromkeys(re.findall(r"\$L\w+", text)))}
-    lines = (line for line in text.splitlines() if not _ARITHMETIC.match(line))
-    return "\n".join(re.sub(r"%[a-z]+\d+", "%", re.sub(r"\$L\w+", lambda m: labels[m[0]], line)) for line in lines)
+    """What `instructions` gives, without arithmetic and the names of its registers: accesses, fences, barriers,
+    branches, and what predicates are made of, in their order. Labels and predicates go by their numbers."""
+    lines = [line for line in text.splitlines() if not _ARITHMETIC.match(line)]
+    names = re.findall(r"\$L\w+|%p\d+", "\n".join(lines))
+    numbers = {name: f"{name[:2]} {number}" for number, name in enumerate(dict.fromkeys(names))}
+    named = (re.sub(r"\$L\w+|%p\d+", lambda match: numbers[match[0]], line) for line in lines)
+    return "\n".join(re.sub(r"%[a-z]+\d+", "%", line) for line in named)
 
 
 def _digest(texts: Iterable[str]) -> str:

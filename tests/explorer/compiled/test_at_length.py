@@ -21,7 +21,9 @@ def test_a_shipped_kernel_is_passed_at_length(kernel, architecture, request):
     """`make soak` runs this under every Triton; they have the record in common."""
     if not compiles(kernel, int(architecture.removeprefix("sm_"))):
         pytest.skip("refused by name")
-    record = PassedRecord(request.config.cache.mkdir("explored") / "at_length.jsonl", at_length.__file__)
+    record = PassedRecord(
+        request.config.cache.mkdir("explored") / "at_length.jsonl", at_length.__file__, ptx_mutants.__file__
+    )
     for case in at_length.cases(kernel):
         at_length.passes(case, architecture, record)
 
@@ -82,6 +84,8 @@ ld.param.b64 %rd1, [kernel_param_0];
 $L__BB0_3:
 ld.acquire.sys.global.b64 %rd2, [%rd1];
 add.s64 %rd3, %rd2, 4;
+setp.ge.s64 %p1, %rd3, %rd4;
+setp.eq.s64 %p2, %rd3, 0;
 @%p1 bra $L__BB0_3;
 bar.sync 0;
 @%p2 st.global.v2.b64 [%rd3], {%rd4, %rd5};
@@ -94,7 +98,9 @@ ret;"""
         ("%rd3", "%rd7", True), ("add.s64 %rd3, %rd2, 4", "mad.lo.s64 %rd3, %rd2, 1, 4", True),
         ("$L__BB0_3", "$L__BB0_17", True), ("%rd<9>", "%rd<12>", True),
         ("acquire", "relaxed", False), ("bar.sync 0;\n", "", False), ("v2.b64", "b128", False), ("@%p2 ", "", False),
-        ("bra $L__BB0_3", "bra $L__BB0_4", False), ("ret", "fence.acq_rel.sys;\nret", False),
+        ("bra $L__BB0_3", "bra $L__BB0_4", False), ("setp.ge", "setp.gt", False), ("@%p2", "@%p1", False),
+        ("ret", "mov.u32 %r1, 0; st.global.b32 [%rd1], %r1;\nret", False), ("%p2", "%p7", True),
+        ("ret", "fence.acq_rel.sys;\nret", False),
     ],
 )  # fmt: skip
 def test_what_texts_of_other_architectures_have_in_common(old, new, alike):

@@ -11,6 +11,7 @@ import triton.language as tl
 
 import tricomm
 from tests.explorer.compiled.ptx_mutants import changed
+from tricomm.explorer.compiled import weak_memory
 
 _HEAD = """
 .version 9.0
@@ -50,15 +51,17 @@ def _frame(data_ptr, out_ptr):
     tl.store(out_ptr, tl.load(data_ptr))
 
 
-def outcomes(one: str, other: str, schedules: int = 60, faults: tuple[str, ...] = ("delay",)) -> set[tuple[int, int]]:
-    """What the second block has read, over all schedules; races are no matter here."""
+def outcomes(
+    one: str, other: str, schedules: int = 60, faults: tuple[str, ...] = ("delay",), final: bool = False
+) -> set[tuple[int, ...]]:
+    """What the second block has read, over all schedules, and the `final` value; races are no matter here."""
     seen = set()
 
     def fn(comm):
         data, out = comm.symmetric((32,), torch.int64), torch.full((2,), -1, dtype=torch.int64)
         data.local.zero_()
         comm.launch(_frame, 2, data.local, out, num_warps=2)
-        seen.add(tuple(out.tolist()))
+        seen.add((*out.tolist(), int(data.local[0])) if final else tuple(out.tolist()))
 
     text = f"{_HEAD}{one}{_BETWEEN}{other}{_TAIL}"
     with changed(text, lambda _: text, "_frame"):
@@ -73,7 +76,7 @@ _FENCE = "fence.acq_rel.gpu;"
 
 @functools.cache
 def passed(store: str = "relaxed", load: str = "relaxed", before: str = "", after: str = "",
-           faults: tuple[str, ...] = ("delay",)) -> set[tuple[int, int]]:  # fmt: skip
+           faults: tuple[str, ...] = ("delay",)) -> set[tuple[int, ...]]:  # fmt: skip
     return outcomes(_STORES.format(before, store), _LOADS.format(load, after), 80, faults)
 
 
@@ -154,3 +157,24 @@ def test_a_load_passes_a_release_and_the_release_passes_no_store():
     other += "setp.ne.u64 %p3, %d6, 1; and.pred %p3, %p3, %p1; @%p3 bra $again; @%p1 ld.relaxed.gpu.u64 %d4, [%d0+128];"
     assert (0, 0) in outcomes(one, other, 120)
     assert (1, 0) not in passed("release", "acquire")
+
+
+_TWO_WARPS = """
+  @%p1 st.relaxed.gpu.u64 [%d0], %d10;
+  bar.sync 0;
+  mov.u64 %d11, 2;
+  setp.eq.u32 %p4, %r2, 63;
+  @%p4 st.relaxed.gpu.u64 [%d0], %d11;
+"""
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_late_stores_of_two_warps_to_one_place_arrive_in_the_order_of_their_barrier(monkeypatch, ordered):
+    """Both are late, and a load brings the second one. The first one must not land on it."""
+    monkeypatch.setattr(weak_memory, "_OFTEN", 0.95)
+    monkeypatch.setattr(weak_memory, "_OFTEN_BEHIND", 0.95)
+    if not ordered:
+        monkeypatch.setattr(weak_memory.WeakMemory, "add", lambda self, held: self.held.append(held))
+    loads = "@%p1 ld.relaxed.gpu.u64 %d4, [%d0]; @%p1 ld.relaxed.gpu.u64 %d5, [%d0];" * 4
+    last = {final for *_, final in outcomes(_TWO_WARPS, loads, 160, final=True)}
+    assert (last == {2}) == ordered

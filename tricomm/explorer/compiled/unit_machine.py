@@ -185,7 +185,7 @@ class UnitMachine:
         weak = self.weak
         if weak is not None:
             late = weak.late(task, crew.maker, access, places, self.scheduler.step)
-            for held in weak.before(task, crew.maker, access, places, None if late is None else late[0]):
+            for held in weak.before(task, crew.maker, access, places, late is not None):
                 self._arrive(held)
             if late is not None:
                 self._hold(task, crew, access, places, *late)

@@ -47,6 +47,7 @@ class LateStore:
     until: int
     words: frozenset[int]
     reach: int = 0  # CTA, GPU: no thread of this block, or of this rank, passes it
+    older: list[LateStore] = field(default_factory=list)  # what it must not pass: of its thread, or handed to it
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +89,7 @@ class WeakMemory:
         seen among the others."""
         if access.kind != "store" or access.sem not in _LATE:
             return None
-        older = self._older(task, maker, access, places)
+        older = self._older(task, maker, words_in(places, access.itemsize)) if self.held else []
         if self._random.random() >= (_OFTEN_BEHIND if older else _OFTEN):
             return None
         until = step + self._random.randint(1, _LONGEST)
@@ -105,25 +106,23 @@ class WeakMemory:
         return chosen, until
 
     def add(self, held: LateStore) -> None:
+        held.older = self._older(held.task, held.maker, held.words)
         self.held.append(held)
 
     def before(
-        self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements], late: list[Array] | None = None
+        self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements], late: bool
     ) -> list[LateStore]:
-        """The late stores that must reach memory before `access`, of which the elements `late` are held back."""
+        """The late stores that must reach memory before `access`; if it is `late` itself, they are those that it
+        releases."""
         if not self.held:
             return []
         if access.writes and access.sem in ("release", "acq_rel"):
             return self._take(lambda h: self._mine(h, task, maker))
-        now = places if late is None else [place.some(~some) for place, some in zip(places, late, strict=True)]
-        older = self._older(task, maker, access, now)
-        return self._take(lambda h: any(h is other for other in older)) if older else []
+        older = [] if late else self._older(task, maker, words_in(places, access.itemsize))
+        return self._take(lambda h: h in older) if older else []
 
-    def _older(self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements]) -> list[LateStore]:
-        """The late stores to words of `places` that no access of this thread to them passes."""
-        if not self.held:
-            return []
-        words = {word for place in places for word in words_of(place, access.itemsize)}
+    def _older(self, task: Any, maker: Maker, words: frozenset[int]) -> list[LateStore]:
+        """The late stores to these words that no access of this thread to them passes."""
         return [h for h in self.held if self._mine(h, task, maker) and not h.words.isdisjoint(words)]
 
     def fenced(self, task: Any, maker: Maker, scope: int = SYS) -> list[LateStore]:
@@ -149,7 +148,7 @@ class WeakMemory:
         that two loads of a flag and its payload can see different states."""
         if not self.held or access.kind != "load":
             return []
-        words = {word for place in places for word in words_of(place, access.itemsize)}
+        words = words_in(places, access.itemsize)
         return self._take(lambda h: not h.words.isdisjoint(words) and self._random.random() < 0.5)
 
     def _mine(self, held: LateStore, task: Any, maker: Maker) -> bool:
@@ -160,12 +159,12 @@ class WeakMemory:
         )
 
     def _take(self, chosen: Any) -> list[LateStore]:
-        """Those that are chosen, and what the same warp has stored to the same words before."""
+        """Those that are chosen, and the older stores that they must not pass."""
         taken: list[LateStore] = []
         for held in reversed(self.held):
-            if chosen(held) or any(t.task is held.task and not t.words.isdisjoint(held.words) for t in taken):
+            if chosen(held) or any(held in newer.older for newer in taken):
                 taken.insert(0, held)
-        self.held = [h for h in self.held if not any(h is t for t in taken)] if taken else self.held
+        self.held = [h for h in self.held if h not in taken] if taken else self.held
         return taken
 
     # Early loads
@@ -244,6 +243,11 @@ def _among(place: Elements, itemsize: int, words: frozenset[int]) -> Array:
     """Which elements have a word that is one of `words`, as `words_of` gives them."""
     alone = (place.some(np.arange(len(place.offsets)) == at) for at in range(len(place.offsets)))
     return np.array([not words.isdisjoint(words_of(one, itemsize)) for one in alone], bool)
+
+
+def words_in(places: list[Elements], itemsize: int) -> frozenset[int]:
+    """`words_of` all of them."""
+    return frozenset[int]().union(*(words_of(place, itemsize) for place in places))
 
 
 def words_of(place: Elements, itemsize: int) -> frozenset[int]:

@@ -65,13 +65,12 @@ class Delays:
             held.until = max(held.until, *(other.until for other in self.held if other.task is held.task))
         self.held.append(held)
 
-    def before(self, task: Task, access: Access, late: Array | None = None) -> list[Held]:
-        """The delayed stores that must reach memory before `access` of the same block; `late` are its own elements
-        that are held back."""
+    def before(self, task: Task, access: Access) -> list[Held]:
+        """The delayed stores that must reach memory before `access` of the same block, which is not held back."""
         if not self.held:
             return []
         releases = access.writes and access.sem in ("release", "acq_rel")
-        words = _words(access, None if late is None else ~late)
+        words = _words(access)
 
         def must(held: Held) -> bool:
             return held.task is task and (releases or bool(np.isin(_words(held.access, held.lanes), words).any()))

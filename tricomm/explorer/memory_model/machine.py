@@ -82,11 +82,11 @@ class Machine:
         self.scheduler.take_turns()
         if self.delays is not None:
             lanes = self.delays.hold(task, access)
-            for held in self.delays.before(task, access, lanes):
-                self._perform_held(held)
             if lanes is not None:
                 self._hold(task, access, places, site, lanes)
                 return
+            for held in self.delays.before(task, access):
+                self._perform_held(held)
         self._perform(task, access, places, site)
 
     def _perform(self, task: Task, access: Access, places: list[Place], site: Site) -> None:

@@ -15,6 +15,7 @@ import greenlet
 from tricomm.errors import CollectiveTimeout
 from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.regions import Array, Region
+from tricomm.explorer.schedule.choices import Choices
 from tricomm.explorer.schedule.tasks import Launch, State, Task
 from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.interpreter import Program
@@ -48,7 +49,7 @@ class Scheduler:
         self.turns = 0  # grows with every switch and every access: the watchdog reads it
         self._progress = 0, 0  # `progress` at the last retry, and the step of its last change
         self.progress = 0  # grows when memory or the host's shared state changes, a launch begins or a task ends
-        self.choices: list[tuple[int, str]] = []  # the steps at which the strategy switched tasks
+        self.choices = Choices()
         self.current: Task | None = None
         self.hosts: list[Task] = []
         self.blocks: list[Task] = []
@@ -290,8 +291,7 @@ class Scheduler:
         chosen = self._strategy.choose(self.step, self.current, ready)
         if self._rests is None and (chosen is not self._runs or len(ready) == 1):
             self._runs, self._since = chosen, self.step
-        if chosen is not default(self.current, ready):
-            self.choices.append((self.step, chosen.key))
+        self.choices.note(self.step, chosen.key, chosen is not default(self.current, ready))
         return chosen
 
     def _retry(self) -> bool:

@@ -278,7 +278,7 @@ class Ranks:
             dict(self._errors),
             findings,
             self._detector.records if self._detector is not None else [],
-            tuple(self._scheduler.choices),
+            tuple(self._scheduler.choices.made),
             self._scheduler.step,
             self._deadlock.text if self._deadlock is not None else None,
         )
