@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tricomm.explorer.call_inputs import numbers
+from tricomm.explorer.world.oracle import difference
 from tricomm.kernels import layout
 
 _LOWER = (1 << 32) - 1
@@ -50,7 +51,7 @@ class MessageCalls:
             source = None if (number, tag) == (2, 0) else comm.rank - 1
             comm.recv(got, source, tag, protocol=protocols[tag])
             if not torch.equal(got, want):  # the oracle sees no messages
-                raise AssertionError(f"recv gave {got.tolist()} instead of {want.tolist()}")
+                raise AssertionError(f"message {tag} of call {number} is wrong; {difference(want, got)}")
             results.append(got & _LOWER)  # the flags depend on where the numbers of a schedule begin
         for tag in (0, 1) if comm.rank < comm.world_size - 1 else ():
             comm.send(payload(tag, comm.rank), comm.rank + 1, tag, protocol=protocols[tag])

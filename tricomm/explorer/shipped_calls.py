@@ -12,6 +12,7 @@ from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.explorer.call_inputs import cancelling, numbers
 from tricomm.explorer.message_calls import MessageCalls
+from tricomm.explorer.world.oracle import difference
 from tricomm.kernels.collectives.registry import Kernel
 
 _QUANTIZED = {
@@ -80,7 +81,7 @@ class ShippedCalls:
         firsts = [sum(row[:me]) for row in length]
         want = torch.cat([numbers(number, r, len(x))[firsts[r] :][: out[r]] for r in ranks])
         if not torch.equal(y, want):  # the oracle sees no uneven calls
-            raise AssertionError(f"all_to_all_v gave {y.tolist()} instead of {want.tolist()}")
+            raise AssertionError(f"call {number} of all_to_all_v is wrong; {difference(want, y)}")
         return y
 
     def _normalised(self, kernel: Kernel, number: int) -> torch.Tensor:
