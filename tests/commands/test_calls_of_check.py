@@ -56,7 +56,8 @@ MISTAKES = {
         ("send", "one_shot", "ll"), QUEUES, _ACK, _ACK.replace("True", "not SPEC.LL"),
     ),
 }  # fmt: skip
-# What is in a slot before, several queues, handles, orders: with the schedules that it takes and their seed.
+# Mistakes that show through earlier contents of a slot, a second queue, a handle that is used again, or the order of a
+# sum: with kinds of finding, a number of schedules, and their seed.
 LL, ROWS = ("send", "one_shot", "ll"), ("all_reduce_rms_norm", "one_shot", "ll128")
 HANDLE = ("all_reduce", "one_shot", "simple", True)
 MORE = {

@@ -12,6 +12,7 @@ import tricomm
 from tests.explorer import wide_kernels
 from tests.explorer.mutation import _keep
 from tricomm.explorer import Report, campaign
+from tricomm.explorer.memory_model import delays as delays_of_stores
 from tricomm.explorer.memory_model.delays import Delays, Held
 from tricomm.explorer.memory_model.regions import Place, Region
 from tricomm.explorer.memory_model.source_lines import NOWHERE
@@ -100,6 +101,30 @@ def test_a_late_wide_word_reaches_memory_before_an_access_to_its_second_half():
     delays.add(Held(task, late, [], np.ones(1, bool), None), 0)
     assert not delays.before(task, _access("load", 4096 + 16, 8))
     assert [held.access for held in delays.before(task, _access("load", 4096 + 8, 8))] == [late]
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_two_late_stores_to_one_place_arrive_in_their_order(monkeypatch, kept):
+    """The second one overlaps the first by a word. An access to its other word brings both."""
+    task, other = _task(0), _task(1)
+    first, second = _access("store", 4096, 8), _access("store", 4096, 16)
+    if not kept:
+        monkeypatch.setattr(delays_of_stores, "_same_place", lambda a, b: False)
+    seen = set()
+    for seed in range(40):
+        delays = Delays(seed)
+        delays.add(Held(task, first, [], np.ones(1, bool), None), 0)
+        assert not delays._behind(other, second).any() and not delays._behind(task, _access("store", 4104, 8)).any()
+        late = delays.hold(task, second)
+        seen.add(late is not None)
+        if late is None:
+            assert [held.access for held in delays.before(task, second)] == [first]
+            continue
+        delays.add(Held(task, second, [], late, None), 0)
+        assert delays.held[1].until >= delays.held[0].until
+        brought = [held.access for held in delays.before(task, _access("load", 4104, 8))]
+        assert (brought == [first, second]) == kept
+    assert seen == {True, False}
 
 
 def test_whoever_polls_half_of_a_wide_word_is_woken_by_a_store_of_all_of_it():
