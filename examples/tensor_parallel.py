@@ -12,7 +12,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 def body() -> None:
     torch.manual_seed(1)
-    whole = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 16)).to(device())
+    hidden = 16 * dist.get_world_size()  # DTensor needs equal parts
+    whole = nn.Sequential(nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, 16)).to(device())
     mesh = init_device_mesh(device().type, (dist.get_world_size(),))
     parts = parallelize_module(copy.deepcopy(whole), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     x = torch.randn(4, 16, generator=torch.Generator().manual_seed(2)).to(device())

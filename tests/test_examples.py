@@ -32,8 +32,9 @@ SAYS = {
 }  # fmt: skip
 EXAMPLES = ROOT / "examples"
 TORCHRUN = [
-    ("hello", False), pytest.param("hello", True, marks=pytest.mark.exhaustive),
-    pytest.param("ddp", True, marks=pytest.mark.soak),
+    ("hello", False, 2), pytest.param("hello", True, 2, marks=pytest.mark.exhaustive),
+    pytest.param("tensor_parallel", False, 3, marks=pytest.mark.exhaustive),
+    pytest.param("ddp", True, 2, marks=pytest.mark.soak),
 ]  # fmt: skip
 
 
@@ -100,12 +101,12 @@ def test_example(name, real):
         assert line in said
 
 
-@pytest.mark.parametrize(("name", "real"), TORCHRUN)
-def test_example_under_torchrun(name, real):
+@pytest.mark.parametrize(("name", "real", "ranks"), TORCHRUN)
+def test_example_under_torchrun(name, real, ranks):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", port]
     said = run([*command, f"examples/{name}.py"], real)
     for line in SAYS[name]:
         assert line in said

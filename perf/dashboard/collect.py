@@ -6,6 +6,7 @@ It has a *line* per library and kernel, a line has points by size, and a point h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -210,8 +211,8 @@ class Changed:
 
     @property
     def step(self) -> float:
-        """0.1 if the point takes a tenth longer."""
-        return self.after / self.before - 1 if self.before else 0.0
+        """0.1 if the point takes a tenth longer; infinite if it took no time before."""
+        return self.after / self.before - 1 if self.before else math.inf
 
     def __str__(self) -> str:
         date, commit = self.since

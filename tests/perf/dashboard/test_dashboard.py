@@ -69,6 +69,15 @@ def test_a_step_in_the_past_is_a_change() -> None:
     assert changed["two_shot/ll"] == changed["nccl"] == []
 
 
+def test_a_point_that_took_no_time_before_comes_first() -> None:
+    line = {"kernel": "nccl", "size": [8, 16], "run": [[0], [0]], "changes": [[[0, 2.0, 3.0]], [[0, 0.0, 3.0]]]}
+    scene = dict.fromkeys(("collective", "dtype", "world_size", "mode", "place", "device"), "x")
+    data = {"scenes": [scene | {"simulated": False, "lines": [line]}], "runs": [("2026-01-01", "abc")]}
+    assert [str(change).split()[:4] for change in collect.changes(data)] == [
+        ["+inf%", "0", "->", "3"], ["+50.0%", "2", "->", "3"],
+    ]  # fmt: skip
+
+
 def test_a_long_past_is_cut_and_its_changes_stay_where_they_are() -> None:
     (scene,) = collect.page_data(dashboard_data.entries(300, step_at=290, sizes=(1024,)))["scenes"]
     line = next(x for x in scene["lines"] if x["kernel"] == "one_shot/simple")
