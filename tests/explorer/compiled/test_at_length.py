@@ -40,6 +40,16 @@ def test_lanes_that_hold_several_words_of_a_tile_are_ordered(unshrunk):
         assert {f.kind for f in report().findings} == {"race"}
 
 
+def test_lanes_that_hold_several_words_of_a_tile_clear_a_slot_before_others_fill_it(unshrunk):
+    """Triton loads a payload's tile 16 bytes a thread, and makes the zeros of a clearing a word a thread."""
+    case = at_length.cases(registry.find("send", "one_shot", "ll"))[0]
+    barrier = "        tl.debug_barrier()  # another thread stores the payload there\n"
+    assert case.check("sm_90", 1, "random").ok
+    with loaded([Edit("kernels/device/message_queues.py", barrier, "")]):
+        (finding,) = case.check("sm_90", 1, "random").findings
+    assert "the zero of a clearing may still land on an LL word" in finding.text
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not WIDE, reason="this Triton has no wide words")
 def test_a_parked_warp_is_no_deadlock_for_one_that_read_a_newer_value():
