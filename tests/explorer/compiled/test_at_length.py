@@ -50,6 +50,13 @@ def test_lanes_that_hold_several_words_of_a_tile_clear_a_slot_before_others_fill
     assert "the zero of a clearing may still land on an LL word" in finding.text
 
 
+def test_a_relaxed_header_behind_a_clearing_is_noticed_before_an_old_word_is_taken(unshrunk):
+    case = at_length.cases(registry.find("send", "one_shot", "ll"))[0]
+    with loaded([Edit("kernels/collectives/send.py", "call, tag, cleared, SPEC)", "call, tag, False, SPEC)")]):
+        (finding,) = case.check("sm_90", 1, "random").findings
+    assert finding.kind == "race" and "before its clearing may still be read" in finding.text
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not WIDE, reason="this Triton has no wide words")
 def test_a_parked_warp_is_no_deadlock_for_one_that_read_a_newer_value():

@@ -181,3 +181,11 @@ class RaceChecks:
         if late.any():
             first = self._events[shadow.record[pieces[int(np.flatnonzero(late)[0])]]]
             self._report(diagnosis.zero_may_come_late(first.record(), self._events[record].record()))
+
+    def read_over_zero(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
+                        kind: int) -> None:  # fmt: skip
+        """Check a strong read of LL words: what lay there before a clearing must not be there any more."""
+        hidden = shadow.unordered_zero(maker.team, pieces, slots, kind)
+        if hidden.any():
+            first = self._events[shadow.zeroed[3, pieces][hidden][0]]
+            self._report(diagnosis.zero_may_be_missed(first.record(), self._events[record].record()))

@@ -216,6 +216,7 @@ class ThreadDetector:
         messages = shadow.message[pieces] if past is None else past[elements]
         self._observe(maker, shadow, pieces, slots, messages, access.sem, scope, record)
         self.checks.read_over(maker, shadow, pieces, slots, record, kind)
+        self.checks.read_over_zero(maker, shadow, pieces, slots, record, kind)
         if past is None:
             self.words.took(maker.rank, maker.block, shadow, pieces)
         shadow.strong.note(maker.team, pieces, slots, times, record, kind)

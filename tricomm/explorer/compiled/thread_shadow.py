@@ -27,11 +27,14 @@ class ThreadShadow:
         # For LL words and leftovers: the value is that of a strong write, and has not been read yet.
         self.waiting = np.zeros(pieces, bool)
         self.cleared = np.zeros(pieces, bool)
+        self.zeroed = np.zeros((4, pieces), np.int32)  # of a clearing below the last write: writer, time, kind, record
         self.taker, self.taking = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
         self.word = np.zeros(pieces, np.int32)  # the `WordRule` vector of the write
         self.plain, self.strong, self.displaced = (EpochsByKind(pieces, clocks) for _ in range(3))
 
-    _BY_PIECE = ("writer", "written", "kind", "record", "message", "waiting", "cleared", "taker", "taking", "word")
+    _BY_PIECE = (
+        "writer", "written", "kind", "record", "message", "waiting", "cleared", "zeroed", "taker", "taking", "word",
+    )  # fmt: skip
 
     def pieces(self, offsets: Array, itemsize: int) -> tuple[Array, Array]:
         """The pieces of the elements at `offsets`, and for each the number of its element."""
@@ -45,7 +48,7 @@ class ThreadShadow:
     def _refine(self, granule: int) -> None:
         times = self.granule // granule
         for name in self._BY_PIECE:
-            setattr(self, name, np.repeat(getattr(self, name), times))
+            setattr(self, name, np.repeat(getattr(self, name), times, axis=-1))
         for epochs in (self.plain, self.strong, self.displaced):
             epochs.refine(times)
         self.granule = granule
@@ -54,6 +57,15 @@ class ThreadShadow:
         """bool per piece: its last write does not happen before the slot's access, which is of `kind`."""
         needed = fence_needed(self._clocks, self.kind[pieces], kind)
         late: Array = self.written[pieces] > self._clocks.known(team, slots, self.writer[pieces], needed)
+        return late
+
+    def unordered_zero(self, team: Team, pieces: Array, slots: Array, kind: int) -> Array:
+        """bool per piece: its last write covers a clearing that does not happen before the slot's access."""
+        writer, written, kinds, _ = self.zeroed[:, pieces]
+        if not written.any():
+            return np.zeros(len(pieces), bool)
+        needed = fence_needed(self._clocks, kinds, kind)
+        late: Array = written > self._clocks.known(team, slots, writer, needed)
         return late
 
     def clash_with_write(self, team: Team, pieces: Array, slots: Array, at: int) -> UnorderedPair:
@@ -101,6 +113,9 @@ class ThreadShadow:
                 self._displace(pieces[equal])
         # An access that is ordered after this write is ordered after all reads before it, too.
         self.plain.forget(pieces)
+        if (cleared := self.cleared[pieces]).any() or self.zeroed[1, pieces].any():
+            below = (self.writer[pieces], self.written[pieces], self.kind[pieces], self.record[pieces])
+            self.zeroed[:, pieces] = cleared * np.stack(below)
         self.writer[pieces], self.written[pieces] = slots, times
         self.kind[pieces], self.record[pieces], self.message[pieces] = kind, record, 0
         self.waiting[pieces] = self.cleared[pieces] = False

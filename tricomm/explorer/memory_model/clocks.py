@@ -126,6 +126,13 @@ class Thread:
         known[self.slot] += min(self._releases + 1, _RELEASES - 1)
         return known
 
+    @property
+    def known_to_block(self) -> Clock:
+        """What LL words may rely on: the block's reduction over the values that its lanes have acquired acts as a block
+        barrier for them. The barrier before a release has no such substitute."""
+        known: Clock = np.maximum(self.now[STRICT], self.pending)
+        return known
+
     def finish(self) -> Clock:
         """The clock at the end of the launch, which joins all threads of the block."""
         self.barrier()

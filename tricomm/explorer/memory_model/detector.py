@@ -263,6 +263,10 @@ class Detector:
                     message = self._fit(self._messages[number])
                     thread.observe(message, access.sem or "", access.scope or "", self.records[record].site)
             shadow.take(index, thread.slot, thread.time)
+            hidden = shadow.unordered_zero(index, thread.known_to_block)
+            if hidden.any():
+                clearing = self.records[shadow.zeroed[2, index][hidden][0]]
+                self.report(diagnosis.zero_may_be_missed(clearing, self.records[record]))
         self._unordered_among(shadow.displaced, thread, access, shadow, index, record)
         shadow.reads.note(index, thread.slot, time, record, _kind(access))
 
@@ -340,10 +344,7 @@ class Detector:
                 clash = shadow.clash_with_write(index, which)
                 self.report(diagnosis.ll_overwritten(self.records[clash.record], self.records[record], never))
                 return
-        # The block's reduction over the values that its lanes have acquired acts as a block barrier here. The barrier
-        # before a release has no such substitute.
-        known = np.maximum(thread.now[STRICT], thread.pending)
-        late = shadow.cleared[index] & shadow.unordered_write(index, known)
+        late = shadow.cleared[index] & shadow.unordered_write(index, thread.known_to_block)
         if late.any():
             clash = shadow.clash_with_write(index, late)
             self.report(diagnosis.zero_may_come_late(self.records[clash.record], self.records[record]))

@@ -106,12 +106,13 @@ class Shadow:
         self.message = np.full(n, -1, np.int32)
         self.taken = np.ones(n, bool)  # a strong write's value has been read by a strong read
         self.cleared = np.zeros(n, bool)  # the last write cleared an LL word
+        self.zeroed = np.zeros((3, n), np.int32)  # of a clearing just below the last write: writer, its time, record
         self.taker = np.zeros(n, np.int16)
         self.taking = np.zeros(n, np.int32)  # the first taker's time
         self.reads = LastByKind(n, slots, written=False)
         self.displaced = LastByKind(n, slots, written=True)  # earlier writes that the last one does not replace
 
-    _BY_GRANULE = ("writer", "written", "kind", "record", "message", "taken", "cleared", "taker", "taking")
+    _BY_GRANULE = ("writer", "written", "kind", "record", "message", "taken", "cleared", "zeroed", "taker", "taking")
 
     def index(self, offsets: Array, itemsize: int) -> Index:
         """The granules of the elements at `offsets`. If the granules are too coarse, they are refined first."""
@@ -133,7 +134,7 @@ class Shadow:
     def _refine(self, granule: int) -> None:
         times = self.granule // granule
         for name in self._BY_GRANULE:
-            setattr(self, name, np.repeat(getattr(self, name), times))
+            setattr(self, name, np.repeat(getattr(self, name), times, axis=-1))
         for last in (self.reads, self.displaced):
             last.refine(times)
         self.granule = granule
@@ -148,6 +149,12 @@ class Shadow:
         """bool per granule: the last write does not happen before the clock `known`."""
         return self.written[index] > known[self.writer[index]]
 
+    def unordered_zero(self, index: Index, known: Array) -> Array:
+        """bool per granule: the last write covers a clearing that does not happen before the clock `known`."""
+        writer, written, _ = self.zeroed[:, index]
+        late: Array = written > known[writer]
+        return late
+
     def clash_with_write(self, index: Index, unordered: Array) -> Clash:
         granule = int(_granules(index)[unordered][0])
         return Clash(granule, int(self.record[granule]), int(self.writer[granule]), int(self.written[granule]), True)
@@ -158,6 +165,8 @@ class Shadow:
         else:
             self.displaced.forget(index)
             self.reads.forget(index)
+        if (cleared := self.cleared[index]).any() or self.zeroed[1, index].any():
+            self.zeroed[:, index] = cleared * np.stack((self.writer[index], self.written[index], self.record[index]))
         self.writer[index], self.written[index] = slot, time
         self.kind[index], self.record[index] = kind, record
         self.message[index] = -1

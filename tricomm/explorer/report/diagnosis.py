@@ -116,6 +116,16 @@ def zero_may_come_late(first: Record, second: Record) -> Finding:
     return _finding("race", (first, second), text, advice)
 
 
+def zero_may_be_missed(first: Record, second: Record) -> Finding:
+    """An LL word is read where a clearing may not have arrived yet for this reader."""
+    text = (
+        f"what lay in an LL word before its clearing may still be read, {second.place}: {_said(first)}; "
+        f"then {_said(second)}"
+    )
+    advice = "release the header that follows a clearing, and acquire it before the words are polled"
+    return _finding("race", (first, second), text, advice)
+
+
 def uninitialised(record: Record, thread: str = "") -> Finding:
     """`thread` names the thread, if the machine tells threads apart: ", thread 5"."""
     text = f"{_said(record, thread)} from {record.place}, which was never written"
