@@ -11,6 +11,7 @@ are those of `perf.cost_model.machines`. Nothing here was measured with these ke
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -158,7 +159,8 @@ def check() -> list[Checked]:
     checked = []
     for row in published.MEASUREMENTS:
         machine, kernel = MACHINES[row.gpu], registry.find(row.collective, row.algorithm, row.protocol, row.zero_copy)
-        time = predict(machine, kernel, row.world_size, row.nbytes, row.mode, share=row.share).time_us
+        call = partial(predict, machine, kernel, row.world_size, row.nbytes, row.mode, share=row.share)
+        time = (call(blocks=row.grid.blocks, warps=row.grid.threads // 32) if row.grid else call()).time_us
         checked.append(Checked(row, time + row.more_us))
     return checked
 

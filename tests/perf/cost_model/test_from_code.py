@@ -14,7 +14,7 @@ from tricomm.cli import cli
 from tricomm.kernels import layout, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, timed_call
+from tricomm.perf.cost_model import code_forecast, from_code, kernel_time, published, timed_call
 from tricomm.perf.cost_model.from_code import LaunchShape
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.cost_model.warp_clock import PARTS
@@ -199,6 +199,15 @@ def test_the_error_over_the_published_rows_is_the_one_that_is_printed() -> None:
     rows = code_forecast.check()
     assert len(rows) == code_forecast.ROWS
     assert round(kernel_time.median_error(rows), 2) == code_forecast.MEDIAN_ERROR
+    assert (len(losses := kernel_time.losses(rows)), losses.count(0)) == (56, 51)
+
+
+def test_a_published_grid_is_the_one_that_is_modelled() -> None:
+    row = next(row for row in published.MEASUREMENTS if row.grid == published.Grid(2, 1024))
+    for grid, shape in ((row.grid, LaunchShape(2, 32, 2048)), (published.Grid(4, 512), LaunchShape(4, 16, 1024))):
+        (checked,) = code_forecast.check((replace(row, grid=grid),))
+        time = from_code.predict(_H100, row.kernel, row.world_size, row.nbytes, shape).time_us
+        assert checked.time_us == time + row.more_us
 
 
 _TIMED = [

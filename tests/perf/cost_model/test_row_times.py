@@ -66,3 +66,4 @@ def test_another_way_to_meet_costs_what_it_consists_of() -> None:
     assert replace(row, sync=published.Sync(2, 2, answers=2)).more_us == pytest.approx(2 * _H100.hop)
     assert -_H100.barrier < replace(row, sync=published.Sync(2, 1)).more_us < 0
     assert replace(row, sync=published.Sync(2, 2, copies=2)).more_us > 4
+    assert 0 < replace(row, sync=published.Sync(2, 2, staged=2)).more_us < 1
