@@ -165,3 +165,25 @@ def tickets(peers, out_ptr, WORLD_SIZE: tl.constexpr, TIMES: tl.constexpr):
     """Who comes when: the order of the ranks' turns, for all to see."""
     for n in tl.static_range(TIMES):
         tl.store(out_ptr + n, tl.atomic_add(peers[0], 1, sem="relaxed", scope="sys"))
+
+
+@triton.jit
+def flag_again(peers, out, rank, PTX: tl.constexpr):
+    """Words are cleared between two uses of flag 1. Rank 1 reads the zeros, and from then on no older words."""
+    lane = tl.arange(0, 128)
+    seen = tl.zeros([128], tl.int64)
+    for turn in range(3):
+        flag = tl.zeros([], tl.int64) + (turn + 1) % 2
+        if rank == 0:
+            put_ll(peers[1] + 2, (tl.arange(0, 64) + 10 * turn) * flag, flag, 64, 64, PTX)
+            while tl.atomic_add(peers[0], 0, sem="acquire", scope="sys") != turn + 1:
+                pass
+        else:
+            late = 1
+            while late == 1:
+                seen = tl.load(peers[1] + 2 + lane, volatile=True)
+                late = tl.max(((seen >> 32) != flag).to(tl.int32), axis=0)
+            tl.store(out + lane, seen & 0xFFFFFFFF)
+            tl.debug_barrier()
+            tl.atomic_xchg(peers[0], turn + 1, sem="release", scope="sys")
+        tl.debug_barrier()

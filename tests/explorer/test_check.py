@@ -96,6 +96,20 @@ def test_an_atomic_against_a_plain_access():
     assert finding.kind == "race" and "an atomic or volatile access against a plain one" in finding.text
 
 
+@pytest.mark.parametrize("compiled", [None, "sm_90"])
+def test_a_reader_of_the_zeros_may_meet_the_same_flag_again(compiled):
+    """The rule for the slots of messages is not one for users' LL words."""
+
+    def fn(comm):
+        out = torch.full((128,), -1, dtype=torch.int64)
+        peers = comm.symmetric((160,), torch.int64).peers
+        comm.launch(k.flag_again, 1, peers, out, comm.rank, PTX=compiled is not None)
+        assert comm.rank == 0 or torch.equal(out[::2], torch.arange(64) + 20)
+
+    report = tricomm.check(fn, 2, schedules=5, compiled=compiled, identical=False)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize(
     ("first", "kind", "words_of_first"),
     [

@@ -8,7 +8,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tricomm.explorer.memory_model.clocks import STRICT
+from tricomm.explorer.memory_model.clocks import STRICT, Thread
 from tricomm.explorer.memory_model.detector import Detector
 from tricomm.explorer.memory_model.regions import Place, Region
 from tricomm.explorer.memory_model.shadow import LastByKind
@@ -331,3 +331,10 @@ def test_a_race_is_found_when_a_detector_that_keeps_everything_finds_it():
 def test_what_is_displaced_is_needed(monkeypatch):
     monkeypatch.setattr(LastByKind, "late", lambda *given: None)
     assert any(all_kept != kept for all_kept, kept in map(_program, range(100)))
+
+
+def test_a_late_store_does_not_know_what_its_block_acquires_after_it():
+    thread = Thread(0, 0, np.zeros((4, 4), np.int32))
+    stored = thread.frozen()
+    thread.pending[1] = 5
+    assert thread.known_to_block[1] == 5 and stored.known_to_block[1] == 0

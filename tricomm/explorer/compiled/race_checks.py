@@ -184,7 +184,7 @@ class RaceChecks:
 
     def read_over_zero(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
                         kind: int) -> None:  # fmt: skip
-        """Check a strong read of LL words: what lay there before a clearing must not be there any more."""
+        """Check a read of a message's slot, which is cleared because something in it may look new."""
         hidden = shadow.unordered_zero(maker.team, pieces, slots, kind)
         if hidden.any():
             first = self._events[shadow.zeroed[3, pieces][hidden][0]]

@@ -216,7 +216,8 @@ class ThreadDetector:
         messages = shadow.message[pieces] if past is None else past[elements]
         self._observe(maker, shadow, pieces, slots, messages, access.sem, scope, record)
         self.checks.read_over(maker, shadow, pieces, slots, record, kind)
-        self.checks.read_over_zero(maker, shadow, pieces, slots, record, kind)
+        if place.region.holds_messages(int(place.offsets[0])):
+            self.checks.read_over_zero(maker, shadow, pieces, slots, record, kind)
         if past is None:
             self.words.took(maker.rank, maker.block, shadow, pieces)
         shadow.strong.note(maker.team, pieces, slots, times, record, kind)

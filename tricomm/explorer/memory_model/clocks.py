@@ -19,6 +19,7 @@ scopes as in HRF (ASPLOS'14)):
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,6 +99,12 @@ class Thread:
         self.pending = np.zeros_like(self.now[STRICT])
         self.joins.clear()
         self._fence()
+
+    def frozen(self) -> Thread:
+        """The thread as it is now, for a store that reaches memory later."""
+        now = copy(self)
+        now.now, now.pending, now.joins = self.now.copy(), self.pending.copy(), list(self.joins)
+        return now
 
     @property
     def time(self) -> int:

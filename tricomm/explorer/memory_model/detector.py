@@ -11,7 +11,6 @@ the acquire itself, and before other threads of its block from the next block ba
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -150,8 +149,7 @@ class Detector:
     def stamp(self, task: Task, access: Access, places: list[Place], site: Site) -> Stamp:
         """Stamp an issued store that has not reached memory yet."""
         thread = self._of(task)
-        frozen = copy(thread)
-        frozen.now, frozen.joins = thread.now.copy(), list(thread.joins)
+        frozen = thread.frozen()
         record = self._note(task, access, places, site, True)
         message = self._message(thread, access, places, site) if access.sem is not None else -1
         return Stamp(frozen, record, message, frozen.time)
@@ -263,10 +261,8 @@ class Detector:
                     message = self._fit(self._messages[number])
                     thread.observe(message, access.sem or "", access.scope or "", self.records[record].site)
             shadow.take(index, thread.slot, thread.time)
-            hidden = shadow.unordered_zero(index, thread.known_to_block)
-            if hidden.any():
-                clearing = self.records[shadow.zeroed[2, index][hidden][0]]
-                self.report(diagnosis.zero_may_be_missed(clearing, self.records[record]))
+            if place.region.holds_messages(int(place.offsets[0])):
+                self._zero_missed(thread, shadow, index, record)
         self._unordered_among(shadow.displaced, thread, access, shadow, index, record)
         shadow.reads.note(index, thread.slot, time, record, _kind(access))
 
@@ -348,6 +344,12 @@ class Detector:
         if late.any():
             clash = shadow.clash_with_write(index, late)
             self.report(diagnosis.zero_may_come_late(self.records[clash.record], self.records[record]))
+
+    def _zero_missed(self, thread: Thread, shadow: Shadow, index: Index, record: int) -> None:
+        """A slot is cleared because something in it may look new: the reader must not find that."""
+        if (hidden := shadow.unordered_zero(index, thread.known_to_block)).any():
+            clearing = self.records[shadow.zeroed[2, index][hidden][0]]
+            self.report(diagnosis.zero_may_be_missed(clearing, self.records[record]))
 
     def _busy(self, place: Place, site: Site) -> bool:
         return place.region.kind == "arena" and allowed.is_busy_word(site) and int(place.offsets[0]) == 8 * layout.BUSY

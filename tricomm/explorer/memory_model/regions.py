@@ -69,6 +69,10 @@ class Region:
         word = (offset % self.plan.slice - self.plan.queue_states) % layout.QUEUE_STATE // 8
         return layout.ACKS <= word < layout.ACKS + layout.SLOTS
 
+    def holds_messages(self, offset: int) -> bool:
+        """True for the slots of messages between two ranks."""
+        return self.plan is not None and offset % self.plan.slice >= self.plan.slots
+
     def constant(self, lowest: int, highest: int) -> bool:
         """True for words of a group table that no kernel writes: reads of them are not recorded."""
         if self.plan is None:

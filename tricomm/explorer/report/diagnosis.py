@@ -117,7 +117,7 @@ def zero_may_come_late(first: Record, second: Record) -> Finding:
 
 
 def zero_may_be_missed(first: Record, second: Record) -> Finding:
-    """An LL word is read where a clearing may not have arrived yet for this reader."""
+    """An LL word of a message is read where a clearing may not have arrived yet for this reader."""
     text = (
         f"what lay in an LL word before its clearing may still be read, {second.place}: {_said(first)}; "
         f"then {_said(second)}"
