@@ -17,13 +17,15 @@ kraken    Triton again: blocks of 16 KiB for one shot, whose first barrier is re
           memory within the kernel, so both barriers release, and blocks of 8 KiB; two shots have three barriers, a
           copy out, too, and blocks that each reduce 4 KiB
 
-NVIDIA's table times graphs of five calls of vLLM and of SGLang with their defaults; their dispatch code says which
-kernel a size got. SGLang's one-shot push has a sentinel in the data, and its launches overlap (programmatic dependent
-launch), which the model does not have. Left out: 4 KiB of 8 A100 (14.8 us, three times as long as the sizes around it).
+NVIDIA's table times graphs of five calls of vLLM (0.24.0, on A100 0.14.0) and of SGLang with their defaults; their
+dispatch code says which kernel a size got. Of its 23 sizes two or three for each number of ranks are here: of those
+that such a kernel gets, short and long. SGLang's one-shot push has a sentinel in the data, and its launches overlap
+(programmatic dependent launch), which the model does not have. Left out: 4 KiB of 8 A100 (14.8 us, three times as long
+as the sizes around it).
 
 `events`: timed from event to event, each call behind a flush of L2 (256 MB) and under a profiler. kraken's benchmark
 says so, and comes from that of symm-mem-recipes. The model has L2 warm and no such events. These two do not print the
-GPU; other threads of theirs say 8 H100.
+GPU; other threads of theirs say 8 H100. Left out: symm-mem-recipes#4, between whose tables the kernel changed.
 """
 
 from __future__ import annotations

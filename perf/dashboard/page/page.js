@@ -177,12 +177,12 @@ function showChanges() {
     })));
   }
   const far = (change) => Math.abs(Math.log(change.step));
-  found.sort((a, b) => far(b) - far(a));
+  found.sort((a, b) => far(b) === far(a) ? 0 : far(b) - far(a));
   const section = find("#changes");
   section.hidden = found.length === 0;
   find("h2", section).textContent = `Changes${mark(page.scene)}: ${found.filter((c) => c.step > 1).length} slower, ${found.filter((c) => c.step <= 1).length} faster${found.length > 100 ? "; the 100 largest" : ""}`;
   const cells = found.slice(0, 100).map((c) => {
-    const percent = element("td", `${c.step > 1 ? "+" : ""}${((c.step - 1) * 100).toFixed(1)} %`, { className: c.step > 1 ? "slower" : "" });
+    const percent = element("td", Number.isFinite(c.step) ? `${c.step > 1 ? "+" : ""}${((c.step - 1) * 100).toFixed(1)} %` : "from 0", { className: c.step > 1 ? "slower" : "" });
     return [jump(c.scene, c.number, c.size), percent, c.before, c.after, c.run[0], c.run[1] || "-", `${c.scene.collective} ${c.scene.dtype}`, c.line.kernel, bytes(c.size), value(c.scene, "device"), c.scene.world_size];
   });
   table(section, ["", "step", "before (us)", "after (us)", "from", "commit", "what", "line", "size", "device", "ranks"], cells);
