@@ -74,6 +74,18 @@ def test_a_users_kernel_is_specialised_and_packed_as_tritons_dispatch_does():
     assert all(any(t is given for t in launch.tensors) for given in (x,))
 
 
+def test_a_users_function_is_that_of_the_context_that_has_loaded_it(monkeypatch):
+    """Handles are numbers from the same one on in every context."""
+    rank, x = next(_ranks), torch.zeros(64)
+    for number in range(2):
+        monkeypatch.setattr(module_table, "_contexts", {})
+        simulated = gpu(StubExecutor(), rank=rank)
+        if number == 1:
+            bound(simulated)
+        user_launch.prepare(simulated.driver, small_kernels.shifted, 1, (x,), {"N": 32})()
+        assert simulated.streams.executor.started[-1].loaded.name == "shifted"
+
+
 def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(InvalidArgument, match="scaled: its arguments do not fit"):
         user_launch.prepare(device().driver, scaled, 1, (torch.zeros(4),), {"N": 64})

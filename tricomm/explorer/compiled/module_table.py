@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.launch import cubin
@@ -40,10 +41,13 @@ class DeviceFunction:
 
 @dataclass
 class ModuleTable:
-    """What has been loaded into one context. It lives as long as the process, like the launcher's table."""
+    """What has been loaded into one context. It lives as long as the process, like the launcher's table.
+
+    `users`: by hash and name, the handle of a user's kernel and what it was compiled to."""
 
     modules: list[bytes] = field(default_factory=list)
     functions: dict[int, DeviceFunction] = field(default_factory=dict)
+    users: dict[tuple[str, str], tuple[int, Any]] = field(default_factory=dict)
 
     def load(self, image: bytes) -> int:
         if image[:4] != b"\x7fELF":

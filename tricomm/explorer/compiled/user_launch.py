@@ -11,6 +11,7 @@ import torch
 
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled.driver import SimulatedDriver
+from tricomm.explorer.compiled.module_table import table_of
 from tricomm.kernels.launch import jit_dispatch, kernel_launch, triton_adapter
 from tricomm.kernels.specialization import specialized
 
@@ -19,7 +20,6 @@ _FORMATS = {
     "u64": "<Q", "fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d", "f64": "<d",
 }  # fmt: skip
 _SCRATCH = 2  # pointers that Triton adds at the end
-_functions: dict[tuple[Any, ...], tuple[int, Any]] = {}
 
 
 def prepare(
@@ -63,8 +63,9 @@ def prepare(
 
 def _function(driver: SimulatedDriver, compiled: Any) -> int:
     """The function, loaded once per device and process."""
-    key = (driver.name, compiled.metadata.hash, compiled.metadata.name)
-    if key not in _functions:
+    loaded = table_of(driver.name).users  # a handle means nothing in another context
+    key = (compiled.metadata.hash, compiled.metadata.name)
+    if key not in loaded:
         result, module = driver.cuModuleLoadData(compiled.asm["cubin"])
         if result == 0:
             result, function = driver.cuModuleGetFunction(module, compiled.metadata.name.encode())
@@ -73,8 +74,8 @@ def _function(driver: SimulatedDriver, compiled: Any) -> int:
             (result,) = driver.cuFuncSetAttribute(function, most, compiled.metadata.shared)
         if result != 0:
             raise ResourceError(f"{compiled.metadata.name} cannot be loaded on {driver.name}: {result.name}")
-        _functions[key] = function, compiled
-    return _functions[key][0]
+        loaded[key] = function, compiled
+    return loaded[key][0]
 
 
 def _flat(value: Any, kind: Any) -> Iterator[tuple[Any, str]]:
