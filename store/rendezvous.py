@@ -21,6 +21,7 @@ from tricomm import env
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.store.bounded_store import BoundedThread, first_line
+from tricomm.store.records import MAX_WORLD_SIZE
 
 _RETRY_SECONDS = 0.02
 _GRACE_SECONDS = 0.25  # for calls with a limit of their own; name look-ups have none
@@ -49,8 +50,7 @@ def open_store(url: str, rank: int | None, world_size: int | None, timeout: floa
     query = _query(url, parts)
     rank = _number(url, "rank", query.get("rank"), rank, "RANK")
     world_size = _number(url, "world_size", query.get("world_size"), world_size, "WORLD_SIZE")
-    if world_size < 1:
-        raise InvalidArgument(f"world_size={world_size}: a positive number of ranks is needed")
+    check_rank(rank, world_size)
     if parts.scheme == "file":
         return _file_store(url, parts, world_size), rank, world_size
     host, port = _from_environment() if parts.scheme == "env" else _from_url(url, parts)
@@ -81,9 +81,20 @@ def _number(url: str, name: str, in_url: str | None, argument: int | None, varia
         raise InvalidArgument(
             f"{name} is missing: pass {name}=, add ?{name}= to the URL, or set {variable} (torchrun does)"
         )
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgument(f"{name}={value!r}: an integer is needed")
     return value
+
+
+def check_rank(rank: int, world_size: int) -> None:
+    """Raises `InvalidArgument` unless these are integers, and `rank` is one of the ranks 0 to `world_size` - 1."""
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise InvalidArgument(f"{name}={value!r}: an integer is needed")
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
+    if not 0 <= rank < world_size:
+        raise InvalidArgument(
+            f"rank={rank}: the ranks of world_size={world_size} are 0 to {world_size - 1}; give each process its own"
+        )
 
 
 def _from_environment() -> tuple[str, int]:

@@ -47,7 +47,7 @@ from tricomm.policy.backend_choice import BackendChoice
 from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, RankState
-from tricomm.store.rendezvous import open_store
+from tricomm.store.rendezvous import check_rank, open_store
 from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
@@ -89,6 +89,7 @@ class Communicator:
         # An owner that decides the routes looked at the environment when it agreed with the other ranks.
         options = with_environment(options) if decided is None else options or Options()
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
+        check_rank(rank, world_size)
         device = pick_device(device)
         memory = bootstrap.layout_of(world_size, device, options)
         wait = meeting_timeout or limit

@@ -90,6 +90,8 @@ def test_the_file_is_the_users_own(tmp_path):
         ("env://", {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}, "needs MASTER_PORT"),
         ("env://", {"RANK": "x", "WORLD_SIZE": "2"}, "RANK='x' is not an integer"),
         ("env://?rank=0&world_size=0", {}, "world_size=0"),
+        ("tcp://127.0.0.1:29655?rank=3&world_size=2", {}, "rank=3: the ranks of world_size=2 are 0 to 1"),
+        ("env://", {"RANK": "-1", "WORLD_SIZE": "2"}, "rank=-1: the ranks of world_size=2 are 0 to 1"),
         ("env://?rank=x&world_size=2", {}, "rank='x' is not a number"),
         ("env://?rank=0&world_size=2&size=2", {}, "unknown size"),
         ("tcp://127.0.0.1?rank=0&world_size=2", {}, "host and port are needed"),
@@ -113,6 +115,16 @@ def test_bad_urls(monkeypatch, url, environment, words):
 def test_url_and_argument_that_differ(tmp_path):
     with pytest.raises(InvalidArgument, match="says rank=1, the argument says 0"):
         open_store(f"file://{tmp_path}/store?rank=1&world_size=2", 0, None, 5)
+
+
+@pytest.mark.parametrize(
+    "rank,world_size", [(3, 2), (-1, 2), (2, 2), ("0", 2), (True, 2), (0, 0), (0, 2.0), (0, 1 << 40)]
+)
+def test_an_impossible_rank_is_refused_before_anything_is_sent(rank, world_size):
+    store = HashStore()
+    with pytest.raises(InvalidArgument, match=rf"(rank|world_size)={(rank, world_size)[rank == 0]!r}: "):
+        tricomm.Communicator(store, rank, world_size, "cpu", timeout=1)
+    assert store.num_keys() == 0
 
 
 @pytest.mark.parametrize("rank,world_size,timeout", [(True, 2, 1), (0, 0, 1), (0, 1 << 20, 1), (0, 1, 0), ("0", 1, 1)])

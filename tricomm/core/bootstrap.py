@@ -143,8 +143,6 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
     reason = compiler.refused()
     if reason is not None and device.type == "cuda":
         raise InvalidArgument(f"no kernel can run on a GPU: {reason}")
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise InvalidArgument(f"world_size={world_size!r}: a positive number of ranks is needed")
     if world_size > layout.MAX_WORLD_SIZE and fallback(device, options)[0] is None:
         raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
     topology_agreement.check(options, world_size)
