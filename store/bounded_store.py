@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 from torch.distributed.distributed_c10d import Store
 
+from tricomm import threads
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError
 
@@ -58,9 +59,7 @@ class BoundedThread:
     def start(self, action: Callable[[], _T]) -> Future[_T]:
         """Begin `action` and return at once; its result or its error is the future's."""
         if self._thread is None:
-            thread = threading.Thread(target=_serve, args=(self._jobs,), name=self._name, daemon=True)
-            thread.start()
-            self._thread = thread  # only now: an interrupt must not leave an unstarted thread here
+            self._thread = threads.start(self._name, _serve, self._jobs)
         job: Future[_T] = Future()
         self._jobs.put((job, action))
         return job

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from tricomm import threads
 from tricomm.c10d.gloo_faults import Connections, Wait
 
 _TICK = 0.05  # seconds between two looks at the waits under way
@@ -25,7 +26,9 @@ _helpers: list[queue.SimpleQueue[HelperTask]] = []  # of those that have nothing
 
 
 class HelperTask:
-    """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not."""
+    """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not.
+
+    The constructor raises `ResourceError` if no thread can start."""
 
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
@@ -36,7 +39,7 @@ class HelperTask:
             jobs = _helpers.pop()
         except IndexError:
             jobs = queue.SimpleQueue()
-            threading.Thread(target=_help, args=(jobs,), name="tricomm-gloo-wait", daemon=True).start()
+            threads.start("tricomm-gloo-wait", _help, jobs)
         jobs.put(self)
 
     def run(self) -> None:
@@ -61,15 +64,15 @@ class HelperTask:
 
 
 def watch(waiting: Wait) -> None:
-    """Look at `waiting` from now on."""
+    """Look at `waiting` from now on. Raises `ResourceError` if no thread can start."""
     global _watcher
+    if _watcher is None:
+        with _starting:
+            if _watcher is None:
+                _watcher = threads.start("tricomm-gloo-watch", _watch)
     _waits.add(waiting)
     if not _awake.is_set():
         _awake.set()
-        with _starting:
-            if _watcher is None:
-                _watcher = threading.Thread(target=_watch, name="tricomm-gloo-watch", daemon=True)
-                _watcher.start()
 
 
 unwatch = _waits.discard

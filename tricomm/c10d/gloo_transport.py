@@ -119,7 +119,11 @@ class Transport:
         if threading.current_thread() is not threading.main_thread():
             action()
             return
-        job = HelperTask(action)
+        try:
+            job = HelperTask(action)
+        except ResourceError as error:
+            self.fail(self.of_loss(error))
+            raise
         try:
             job.wait()
         except BaseException as error:
@@ -158,8 +162,8 @@ class Transport:
 
     def _wait(self, waiting: Wait) -> None:
         if self.error is None:
-            gloo_threads.watch(waiting)
             try:
+                gloo_threads.watch(waiting)
                 if waiting.ended is None:
                     waiting.run()
                     if waiting.sends and not waiting.lost:  # Gloo forgets a send whose connection closes
@@ -169,6 +173,9 @@ class Transport:
                 else:  # closed connections do not end a wait for any rank: it is then left behind
                     HelperTask(waiting.run)
                     waiting.ended.wait()
+            except ResourceError as error:  # no thread can start, and the other ranks wait for this one
+                self.fail(self.of_loss(error))
+                raise
             finally:
                 gloo_threads.unwatch(waiting)
             if not waiting.lost:

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
-from tricomm import errors
+from tricomm import errors, threads
 from tricomm.core.channels.in_flight import InFlight
 from tricomm.core.watcher import WATCHER, Watching
-from tricomm.errors import GroupAborted
+from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
 from tricomm.store.control import RING, ControlPage, Fault, RankState
 
@@ -99,9 +99,18 @@ class Monitor:
                 self._control.raise_fault(self.fault)
                 self._control.set_state(RankState.ABORTED)
                 self._spread = True
-                for backend in self._backends:  # on threads of their own, because NCCL does not say how long it takes
-                    threading.Thread(target=backend.abort, name="tricomm-abort", daemon=True).start()
+                self._abort_backends()
             return self.fault
+
+    def _abort_backends(self) -> None:
+        """Abort each on another thread, because NCCL does not say how long it takes."""
+        while self._backends:
+            backend = self._backends.pop()
+            try:
+                threads.start("tricomm-abort", backend.abort)
+            except ResourceError:  # the next look tries again
+                self._backends.append(backend)
+                return
 
     def diagnose(self) -> None:
         """Abort the group if a kernel has reported a fault in the status word."""
@@ -134,6 +143,7 @@ class Monitor:
     def look(self, tick: float) -> None:
         """Look at the peers, `tick` seconds after the last look. An error in it costs this group only."""
         if self.fault is not None:
+            self._abort_backends()
             return
         try:
             self._look(tick)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from tricomm import threads
 from tricomm.deadline import Deadline, poll
 from tricomm.store import process
 from tricomm.store.control import Fault
@@ -65,14 +66,17 @@ class Watcher:
         self._next = 0
 
     def add(self, monitor: Watchable) -> None:
-        """Watch over `monitor` until it is discarded."""
+        """Watch over `monitor` until it is discarded. Raises `ResourceError` if no thread can start."""
         monitor.looked = time.monotonic()
         with self._lock:
             self._watched[id(monitor)] = monitor
             if self._thread is None or not self._thread.is_alive():
                 self._wake.clear()
-                self._thread = threading.Thread(target=self._run, name="tricomm-watcher", daemon=True)
-                self._thread.start()
+                try:
+                    self._thread = threads.start("tricomm-watcher", self._run)
+                except BaseException:
+                    del self._watched[id(monitor)]
+                    raise
 
     def discard(self, monitor: Watchable) -> None:
         """Forget `monitor`; on return nothing looks at it any more. Idempotent. Ends the thread with the last one."""

@@ -17,8 +17,8 @@ from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tricomm import env
-from tricomm.errors import InvalidArgument
+from tricomm import env, threads
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import Activity, Statistics, fallback_by_size
 from tricomm.store import process
 
@@ -94,7 +94,6 @@ def add(activity: Activity) -> None:
         if _publisher is None or _publisher.pid != os.getpid():  # a forked child's own
             _known.clear()
             _publisher = _Publisher(seconds)
-            _publisher.start()
         _known.append(activity)
 
 
@@ -142,11 +141,12 @@ class _Publisher:
         self.pid = os.getpid()
         self.file = folder() / f"{self.pid}-{process.start_time(self.pid) or 0}.json"
         self._interval, self._stop, self._said = interval, threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="tricomm-publisher", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
+        self._thread: threading.Thread | None = None
         atexit.register(self._end)
+        try:
+            self._thread = threads.start("tricomm-publisher", self._run)
+        except ResourceError as error:
+            log.warning("statistics are written only when the process ends: %s", error)
 
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
@@ -155,7 +155,8 @@ class _Publisher:
     def _end(self) -> None:
         if os.getpid() == self.pid:
             self._stop.set()
-            self._thread.join(timeout=5.0)
+            if self._thread is not None:
+                self._thread.join(timeout=5.0)
             self.write()
 
     def write(self) -> None:

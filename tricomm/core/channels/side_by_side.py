@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tricomm import threads
 from tricomm.errors import InvalidArgument
 
 Functions = Sequence[Callable[[], Any]]
@@ -44,24 +45,29 @@ def on_streams(gpu: Any, functions: Functions) -> list[Any]:
 
 def in_threads(functions: Functions) -> list[Any]:
     """Call each in a thread of its own and wait for all of them; returns their results, or raises the first one's
-    error. Gradients and inference mode are as in this thread."""
+    error. Gradients and inference mode are as in this thread. Raises `ResourceError`, before any is called, if a thread
+    cannot start."""
     outcomes: list[tuple[Any, BaseException | None]] = [(None, None)] * len(functions)
     inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
+    go, started = threading.Event(), list[threading.Thread]()
+
     def run(number: int) -> None:
+        go.wait()
+        if len(started) < len(functions):
+            return
         try:
             with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
                 outcomes[number] = functions[number](), None
         except BaseException as error:
             outcomes[number] = None, error
 
-    threads = [
-        threading.Thread(target=run, args=(number,), name=f"tricomm-side-{number}", daemon=True)
-        for number in range(len(functions))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    try:
+        for number in range(len(functions)):
+            started.append(threads.start(f"tricomm-side-{number}", run, number))
+    finally:
+        go.set()
+    for thread in started:
         while thread.is_alive():
             thread.join(_LOOK_SECONDS)
     for _, error in outcomes:
