@@ -126,6 +126,12 @@ class ControlPage:
         self._check(rank)
         return bool(watched) and watched[rank].stopped()
 
+    def cpu_ticks(self, rank: int) -> int:
+        """As `Watched.cpu_ticks`, of the rank's process."""
+        watched = self._watched
+        self._check(rank)
+        return watched[rank].cpu_ticks() if watched else 0
+
     def alive(self, rank: int) -> bool:
         """True while the rank's process runs or is stopped; a later process with its pid does not count. Without shared
         memory nothing is known of other processes, and they count as alive."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tricomm import env
 
-_STATE_FIELD, _START_FIELD = 3, 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
+_STATE_FIELD, _CPU_FIELDS, _START_FIELD = 3, (14, 15), 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
 _FIRST_FIELD_AFTER_NAME = 3
 ENDED, STOPPED = "ended", "stopped"
 _MANY = 1 << 40
@@ -115,6 +115,14 @@ class Watched:
     def stopped(self) -> bool:
         """True if the process is known to be stopped; nothing is known of another PID namespace."""
         return self._near and state(self._pid, self._started) == STOPPED
+
+    def cpu_ticks(self) -> int:
+        """Clock ticks for which the process has run on a CPU; 0 if that is unknown, as in another PID namespace."""
+        try:
+            fields = read(f"/proc/{self._pid}/stat").rpartition(b")")[2].split() if self._near else []
+        except OSError:
+            return 0
+        return sum(int(fields[field - _FIRST_FIELD_AFTER_NAME]) for field in _CPU_FIELDS if fields)
 
     def _readable(self) -> bool:
         poll = select.poll()  # a new one, because two threads cannot wait on one at the same time

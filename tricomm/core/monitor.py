@@ -25,6 +25,7 @@ from tricomm.gpu import Gpu
 from tricomm.store.control import RING, ControlPage, Fault, RankState
 
 _USER_SECONDS = 1.0
+_QUIET_SECONDS = 0.5  # without a heartbeat, after which the process's CPU time is looked at
 _COMPARE_SECONDS = 0.1  # a shorter call is not waiting for a rank in another call
 _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
@@ -66,6 +67,7 @@ class Monitor:
         self.stopped, self.looked = False, 0.0  # the watcher's
         self.suspended = False
         self._beats: dict[int, tuple[int, float]] = {}
+        self._ticks: dict[int, int] = {}
         self._absent: dict[int, float] = {}
         self._describe: Callable[[int], str] = str
         self.unseen: Callable[[], str | None] = lambda: "the other ranks cannot be seen from here"
@@ -231,8 +233,20 @@ class Monitor:
         for rank in self._peers:
             beat = self._control.heartbeat(rank)
             before, age = self._beats.get(rank, (beat, 0.0))
-            self._beats[rank] = (beat, age + tick if beat == before else 0.0)
+            age = age + tick if beat == before else 0.0
+            self._beats[rank] = beat, 0.0 if self._works(rank, age) else age
             self._absent[rank] = self._absent.get(rank, 0.0) + tick if self._gone(rank) else 0.0
+
+    def _works(self, rank: int, age: float) -> bool:
+        """Whether a peer without a heartbeat for `age` seconds has run since the last look: a long call in C that holds
+        the interpreter's lock, as imports and unpickling make them, keeps the heart from beating."""
+        if age < min(_QUIET_SECONDS, self._stall / 2):
+            self._ticks.pop(rank, None)
+            return False
+        ticks = self._control.cpu_ticks(rank)
+        before = self._ticks.setdefault(rank, ticks)
+        self._ticks[rank] = ticks
+        return ticks > before
 
     def _adopt(self, rank: int, fault: Fault) -> Fault:
         kind = fault.kind if fault.kind in _SHARED else errors.GroupAborted.__name__

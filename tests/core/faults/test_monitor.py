@@ -18,6 +18,7 @@ class Control:
     def __init__(self):
         self.pages = [np.zeros(512, np.int64) for _ in range(3)]
         self.dead, self.closed, self.beats = set(), set(), 0
+        self.quiet, self.ticks = set(), 0  # ranks without heartbeats, and the CPU time of all
         for page in self.pages:
             page[layout.ENDED] = 5
 
@@ -28,8 +29,11 @@ class Control:
         return self.pages[rank]
 
     def heartbeat(self, rank):
-        self.beats += 1
-        return self.beats
+        self.beats += rank not in self.quiet
+        return 1 if rank in self.quiet else self.beats
+
+    def cpu_ticks(self, rank):
+        return self.ticks
 
     def alive(self, rank):
         return rank not in self.dead
@@ -51,11 +55,12 @@ class Control:
     stopped = lambda self, rank: False  # noqa: E731
 
 
-def after(control, seconds, tick=0.02):
-    """The first fault that a monitor finds, and when; None where it finds none."""
+def after(control, seconds, tick=0.02, works=lambda seconds: False):
+    """The first fault that a monitor finds, and when; None where it finds none. The peers run if `works(seconds)`."""
     monitor = Monitor(control, 600.0, 30.0)
     monitor._describe = "message {}".format
     for n in range(round(seconds / tick)):
+        control.ticks += works(n * tick)
         monitor._look(tick)
         if monitor.fault is not None:
             return monitor.fault, (n + 1) * tick
@@ -97,6 +102,18 @@ def test_from_any_rank_leavers_are_done_without_until_all_have_left():
     assert after(control, 5.0)[0].kind == "PeerDied"
     control.closed, control.dead = set(), {2}
     assert after(control, 5.0)[0].culprit == 2
+
+
+def test_cpu_time_is_a_sign_of_life_and_a_stop_after_it_is_named_within_the_limit():
+    control = Control()
+    control.pages[0][layout.STARTED] = 5
+    control.pages[1][layout.ENDED] = 6
+    control.quiet = {2}
+    assert after(control, 200.0, works=lambda seconds: True) is None
+    assert after(control, 200.0, works=lambda seconds: seconds % 3.0 < 0.01) is None, "it waits for a disk"
+    for works in range(20, 23):
+        fault, seconds = after(control, 100.0, works=lambda now, end=works: now < end)
+        assert (fault.kind, fault.culprit) == ("PeerStalled", 2) and works + 29.0 < seconds < works + 31.0
 
 
 def test_a_message_that_has_ended_waits_for_nobody():
