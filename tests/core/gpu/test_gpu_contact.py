@@ -175,9 +175,9 @@ def test_memory_is_allocated_while_another_rank_waits():
             with torch.cuda.stream(comm.stream):
                 comm.all_reduce(x)  # loaded and compiled
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # waits for the device, so before the kernel that waits
         with torch.cuda.stream(comms[0].stream):
             comms[0].all_reduce(xs[0])
-        torch.cuda.empty_cache()
         fresh = torch.empty(256 << 20, dtype=torch.uint8, device="cuda:0")  # not in the allocator's cache
         with torch.cuda.stream(comms[1].stream):
             comms[1].all_reduce(xs[1])
