@@ -25,7 +25,7 @@ from tricomm.gpu import Gpu
 from tricomm.store.control import RING, ControlPage, Fault, RankState
 
 _USER_SECONDS = 1.0
-_QUIET_SECONDS = 0.5  # without a heartbeat, after which the process's CPU time is looked at
+_QUIET_SECONDS = 0.5  # without a heartbeat; after that, look at the CPU time of the process
 _COMPARE_SECONDS = 0.1  # a shorter call is not waiting for a rank in another call
 _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
