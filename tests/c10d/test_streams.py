@@ -1,4 +1,7 @@
-"""CUDA calls and their streams, against a fake that records who waits for whom. Not a GPU: order, not overlap."""
+"""CUDA calls and their streams, against a fake that records who waits for whom, and NCCL's messages over another.
+
+Not a GPU: order, not overlap. How NCCL itself groups messages has not run on hardware.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from datetime import timedelta
 import pytest
 import torch
 
+from tests import ranks
+from tests.c10d.bodies import nccl_backend_bodies as nccl
 from tricomm import errors
 from tricomm.c10d import streams, work_handles
 from tricomm.c10d.group_calls import GroupCall
+from tricomm.c10d.work_handles import CombinedWork, FinishedWork
 
 DEVICE = torch.device("cuda", 0)
 
@@ -224,3 +230,19 @@ def test_inside_a_capture_everything_stays_on_the_captured_stream(cuda):
     cuda.capturing = True
     run(cuda, streams.GroupStream(FakeComm(cuda)), True)
     assert cuda.log == ["kernel on user"]
+
+
+@pytest.mark.parametrize("body", [nccl.batches, nccl.refused_batch, nccl.coalesced, nccl.others])
+def test_what_a_batch_gives_nccl_runs_together(body, url):
+    assert ranks.run(3, body, url) == [True] * 3
+
+
+def test_messages_one_by_one_hang_as_in_nccl(url):
+    assert ranks.run(3, nccl.ungrouped, url) == [True] * 3
+
+
+def test_a_call_for_which_nccl_has_no_handle_is_left_out():
+    work = CombinedWork([None, FinishedWork([1])])
+    work.synchronize()
+    assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
+    assert [future.value() for future in work.get_future().wait()] == [[1]]

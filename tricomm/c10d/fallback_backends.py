@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from tricomm.c10d.capabilities import GroupConfig, torch_backend
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.work_handles import CombinedWork
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
 from tricomm.store.records import Capabilities
@@ -65,6 +66,53 @@ class Backends:
     def error(self) -> str | None:
         """None, for a communicator's monitor: torch's own watchdog looks for the errors of NCCL."""
         return None
+
+
+class CallBlock:
+    """A block of calls that torch coalesces. NCCL's calls in it are one group of NCCL's, which has no order.
+
+    The group begins with the first call that NCCL gets: a block whose calls all go to the kernels has none.
+    """
+
+    def __init__(self) -> None:
+        self._works: list[Any] | None = None  # of the calls so far, if there is a block
+        self._grouping: Any = None
+
+    def begin(self) -> None:
+        self._end_group()  # of a block that an exception has left
+        self._works = []
+
+    def entered(self, backend: Any) -> Any:
+        """`backend`, whose next call belongs to its group of the block, if there is a block."""
+        if self._works is not None and self._grouping is None and backend.supports_coalescing:
+            backend._start_coalescing()
+            self._grouping = backend
+        return backend
+
+    def add(self, work: Any) -> None:
+        if self._works is not None:
+            self._works.append(work)
+
+    def end(self) -> CombinedWork:
+        """One handle for all calls of the block."""
+        works, self._works = self._works or [], None
+        return CombinedWork([*works, self._end_group()])
+
+    def together(self, run: Callable[[], list[Any]]) -> list[Any]:
+        """The handles of `run()`, whose calls are a block, and one for NCCL's group. Inside of a block they join it."""
+        if self._works is not None:
+            return run()
+        self.begin()
+        group = None
+        try:
+            works = run()
+        finally:
+            self._works, group = None, self._end_group()
+        return works if group is None else [*works, group]
+
+    def _end_group(self) -> Any:
+        backend, self._grouping = self._grouping, None
+        return None if backend is None else backend._end_coalescing()
 
 
 def make(config: GroupConfig, members: Sequence[Capabilities], options: Options | None) -> Backends:

@@ -7,18 +7,19 @@ both are there.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tricomm.c10d import checked_point_to_point, group_calls
-from tricomm.c10d.call_guard import guard_methods, is_refusal
+from tricomm.c10d.call_guard import WrapperTensor, guard_methods, is_refusal
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
 from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.dtype_emulation import as_bytes
-from tricomm.c10d.fallback_backends import Backends
+from tricomm.c10d.fallback_backends import Backends, CallBlock
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork, in_backward, limit_seconds, raise_in_backward
@@ -49,7 +50,7 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._config, self._backends = config, backends
         self._dispatcher = Dispatcher(config, agreed, backends, options)
         self._fast_path = self._dispatcher.fast_path
-        self._coalescing: list[Any] | None = None
+        self._block = CallBlock()
         self._name, self._desc = config.name, ""
         self._point_to_point = None
         if backends.transport is not None:
@@ -244,22 +245,21 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
     # Point to point, barriers
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
-        x = self._checked_message("send", tensors, dst)
-        if self._point_to_point is not None and x.device.type == "cpu":
-            return self._point_to_point.send(x, dst, tag)
-        return self._backend_for(x.device).send([_for_gloo(x)], dst, tag)
+        return self._message("send", tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
-        x = self._checked_message("recv", tensors, src)
-        if self._point_to_point is not None and x.device.type == "cpu":
-            return self._point_to_point.recv(x, src, tag)
-        return self._backend_for(x.device).recv([_for_gloo(x)], src, tag)
+        return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
-        x = self._checked_message("recv", tensors, None)
-        if self._point_to_point is not None and x.device.type == "cpu":
-            return self._point_to_point.recv(x, None, tag)
-        return self._backend_for(x.device).recv_anysource([_for_gloo(x)], tag)
+        return self._message("recv", tensors, None, tag)
+
+    def batch(self, ops: list[Any], run: Any) -> list[Any]:
+        """The handles of `run(ops)`, torch's `batch_isend_irecv`, and one for all messages of NCCL. Raises before
+        anything is sent if one of `ops` cannot be made."""
+        for op in ops:
+            with suppress(WrapperTensor):  # unwrapped when it is sent
+                self._checked_message("send" if op.op is dist.isend else "recv", op.tensor, op.group_peer)
+        return self._block.together(lambda: run(ops))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.BarrierOptions, opts, None, timeout)
@@ -282,20 +282,11 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         opts.timeout = self._config.timeout if limit_seconds(timeout) is None else timeout
         self._submit([group_calls.barrier(torch.device("cpu"))], opts, ("barrier",), opts).wait()
 
-    # Coalescing
-
     def _start_coalescing(self, device: torch.device) -> None:
-        self._coalescing = []
-        backend = self._backend_for(device)
-        if backend.supports_coalescing:
-            backend._start_coalescing()
+        self._block.begin()
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        works, self._coalescing = self._coalescing or [], None
-        backend = self._backend_for(device)
-        if backend.supports_coalescing:
-            works.append(backend._end_coalescing())
-        return CombinedWork(works)
+        return self._block.end()
 
     # Life
 
@@ -327,13 +318,12 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
         def native() -> Any:
             name = next((n for n in names if hasattr(backend, n)), names[0])
-            return getattr(backend, name)(*args)
+            return getattr(self._block.entered(backend), name)(*args)
 
         with _profiled(batch[0].collective):
             work = self._dispatcher.run(batch, native)
-        if self._coalescing is not None:
-            self._coalescing.append(work)
-        if in_backward():
+        self._block.add(work)
+        if work is not None and in_backward():  # NCCL has no handle for a synchronous call
             raise_in_backward(work)
         return work
 
@@ -372,6 +362,20 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise InvalidArgument(f"{what} list: only rank {root} gives one, rank {self.rank()} gave {given} tensors")
         return []
 
+    def _message(self, what: str, tensors: Any, peer: int | None, tag: int) -> Any:
+        x = self._checked_message(what, tensors, peer)
+        call = GroupCall(what, x, device=x.device, count=x.numel())
+        self._dispatcher.count_call(
+            call, backend_choice.decide(self._dispatcher.site(x.device.type), what, x.dtype, "none", x.nbytes)
+        )
+        if self._point_to_point is not None and x.device.type == "cpu":
+            work: Any = getattr(self._point_to_point, what)(x, peer, tag)
+        else:
+            backend, given = self._block.entered(self._backend_for(x.device)), [_for_gloo(x)]
+            work = backend.recv_anysource(given, tag) if peer is None else getattr(backend, what)(given, peer, tag)
+        self._block.add(work)
+        return work
+
     def _checked_message(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
         self._dispatcher.check_usable(what)
         x = group_calls.single_tensor(tensors, what)
@@ -381,10 +385,6 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
             raise InvalidArgument(f"{what}: rank {peer} is this rank itself; copy the tensor instead")
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
             raise InvalidArgument(f"{what}: a contiguous tensor is needed, no view with another sign; pass x + 0")
-        call = GroupCall(what, x, device=x.device, count=x.numel())
-        self._dispatcher.count_call(
-            call, backend_choice.decide(self._dispatcher.site(x.device.type), what, x.dtype, "none", x.nbytes)
-        )
         return x
 
 

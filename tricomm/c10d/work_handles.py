@@ -251,11 +251,12 @@ class FinishedWork(Work):
 
 
 class CombinedWork(Work):
-    """Several calls that are waited for together."""
+    """One handle for several calls. None stands for a call without a handle: NCCL returns None for a synchronous call,
+    for a call in a group, and for a group without calls."""
 
     def __init__(self, works: list[Any]) -> None:
         super().__init__()
-        self._works = works
+        self._works = [work for work in works if work is not None]
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         for work in self._works:

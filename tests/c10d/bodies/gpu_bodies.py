@@ -72,12 +72,17 @@ def calls(rank, world_size, tell, url):
         check("premul_sum", x, torch.full_like(x, 2.0 * world_size))
         if world_size == 2:
             y = torch.full((5,), 77.0, device="cuda")
-            if rank == 0:  # one at a time: NCCL groups what a Python group hands it not at all
+            if rank == 0:  # one at a time, because NCCL runs these in order
                 dist.send(of(0, 5), 1)
             dist.recv(y, 1 - rank)
             if rank == 1:
                 dist.send(of(1, 5), 0)
             check("messages", y, of(1 - rank, 5))
+            y = torch.full((LARGE,), 77.0, device="cuda")  # beyond NCCL's buffers
+            ops = [dist.P2POp(dist.isend, of(rank, LARGE), 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            check("batch", y, of(1 - rank, LARGE))
         torch.cuda.synchronize()
         return wrong, tricomm.stats()
 
