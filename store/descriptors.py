@@ -37,7 +37,7 @@ from typing import Any
 from tricomm import env
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
-from tricomm.store import process, records
+from tricomm.store import files, records
 from tricomm.store.records import NAME_BYTES, Delivery, StoreRecord
 
 VARIABLE = "TRICOMM_SOCKET_DIR"
@@ -268,19 +268,12 @@ def base() -> str:
     if length > _SUN_PATH_BYTES:
         most = _SUN_PATH_BYTES - (length - len(os.fsencode(chosen)))
         raise InvalidArgument(f"{VARIABLE}={chosen!r} is too long for a socket's path: at most {most} bytes")
-    try:
-        status = os.stat(chosen)
-    except OSError as error:
-        raise InvalidArgument(f"{VARIABLE}={chosen!r}: {error.strerror}; a directory is needed") from error
-    if not os.path.isabs(chosen) or not stat.S_ISDIR(status.st_mode):
+    if not os.path.isabs(chosen):
         raise InvalidArgument(f"{VARIABLE}={chosen!r}: the absolute path of a directory is needed")
-    owned = status.st_uid in (0, os.geteuid()) or process.outside_user(status.st_uid)
-    if not owned or (status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX):
-        whose = f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
-        raise InvalidArgument(
-            f"{VARIABLE}={chosen!r}: other users than uid {os.geteuid()} can change what is in it ({whose}): use a "
-            "directory of your own, or one with the sticky bit"
-        )
+    try:
+        files.check_directory(chosen)
+    except OSError as error:
+        raise InvalidArgument(f"{VARIABLE}={chosen!r}: {error.strerror}") from error
     return chosen
 
 

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from tricomm import env
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import InvalidArgument, RendezvousError
+from tricomm.store import files
 from tricomm.store.bounded_store import BoundedThread, first_line
 from tricomm.store.records import MAX_WORLD_SIZE
 
@@ -130,15 +131,13 @@ def _file_store(url: str, parts: SplitResult, world_size: int) -> FileStore:
     if not os.path.isdir(os.path.dirname(path)):
         raise InvalidArgument(f"url={url!r}: the directory {os.path.dirname(path)!r} does not exist; make it first")
     try:
-        # torch would create it readable for all users.
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-        with open(fd, "rb"):
-            status = os.fstat(fd)
+        with files.opened(path, "ab") as file:  # torch would create it readable for all users
+            status = os.fstat(file.fileno())
     except OSError as error:
         raise RendezvousError(
             f"url={url!r}: {error.strerror}; all ranks need a file there that is their own"
         ) from error
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+    if status.st_mode & 0o022:
         whose = f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
         raise RendezvousError(
             f"url={url!r}: the file ({whose}) can be written by others than uid {os.geteuid()}: use a new path in a "

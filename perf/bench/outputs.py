@@ -22,6 +22,7 @@ from tricomm.perf.bench.session import Results
 from tricomm.perf.bench_row import CSV_HEADER, PLACES, BenchRow
 from tricomm.perf.history import database, schema
 from tricomm.perf.workers import WorkerMessage
+from tricomm.store import files
 
 STANDARD = Path("-")  # standard output instead of a file
 SIMULATED = "simulated: Triton's interpreter on a CPU"
@@ -96,9 +97,7 @@ class Files:
         if file == STANDARD:
             sys.stdout.write(text)
         else:
-            partial = file.with_name(f"{file.name}.part")
-            partial.write_text(text)
-            os.replace(partial, file)
+            files.replace(file, text.encode())
 
 
 class Output:

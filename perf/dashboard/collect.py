@@ -157,7 +157,7 @@ def _site(device: str, simulated: bool, world_size: int) -> SelectionFacts | Non
 
 def _own(gpu: str, world_size: int) -> tuple[str, tuple[TableRow, ...]]:
     """The user's latest table for such a machine."""
-    files = sorted(user_tables.folder().glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+    files = sorted(user_tables.found(), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:
         try:
             table = user_tables.read(file)

@@ -12,6 +12,7 @@ from tricomm.metrics import publish
 from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.history.database import History
 from tricomm.perf.history.schema import ActivityRow
+from tricomm.store import files
 
 _MOST_BYTES = 64 << 20
 
@@ -30,21 +31,31 @@ class PublishedJobs:
 
 
 def read(folder: Path | None = None) -> PublishedJobs:
-    """The jobs published in `folder` [default: where jobs write]. A file that is not a job's is noted and left."""
+    """The jobs that this user has published in `folder` [default: where jobs write].
+
+    A file that is not a job's is noted and left; so are all files of a directory in which others could replace them.
+    """
     folder = publish.folder() if folder is None else folder
     pairs: list[tuple[JobStatistics, Path]] = []
     notes = []
+    try:
+        files.check_directory(folder)
+    except FileNotFoundError:
+        return PublishedJobs((), (), ())
+    except OSError as error:
+        return PublishedJobs((), (), (f"statistics in {folder} are ignored: {error.strerror}",))
     for file in sorted(folder.glob("*.json")):
         try:
-            with file.open("rb") as stream:
-                job = msgspec.json.decode(stream.read(_MOST_BYTES), type=JobStatistics)
+            job = msgspec.json.decode(files.read(file, _MOST_BYTES), type=JobStatistics)
             if job.schema != publish.SCHEMA:
                 raise msgspec.ValidationError(f"schema {job.schema}, this tricomm knows {publish.SCHEMA}")
             _check(job)
             pairs.append((job, file))
         except FileNotFoundError:  # another process has put it into the history
             continue
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            notes.append(f"{file} is ignored: {error.strerror}")
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             notes.append(f"{file} is not the statistics of a job and is ignored: {error}")
     pairs.sort(key=lambda pair: pair[0].written)
     return PublishedJobs(tuple(job for job, _ in pairs), tuple(file for _, file in pairs), tuple(notes))

@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.metrics import publish
 from tricomm.perf.dashboard import collect, jobs, prometheus, render
 from tricomm.perf.history import database, schema
+
+_PATIENCE = 5.0  # seconds for another thread to finish its reading
+
+
+class _Slow(ResourceError):
+    """Another thread still reads."""
 
 
 class Source:
     """A history file and the jobs of this user. `say` is called with a message about each file that cannot be read."""
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
-        self._path = database.default_path() if path is None else path
+        self._path = database.default_path() if path is None else path.resolve()
         if path is not None and not path.is_file():
             raise InvalidArgument(f"--history {path}: there is no such file")
         if path is not None and not schema.is_history(path):
             raise InvalidArgument(f"--history {path}: this is no history of tricomm; `tricomm bench` writes one")
         self._said: set[str] = set()
         self._tell = say
-        self._lock = threading.Lock()  # requests come in threads of their own
+        self._lock = threading.Lock()
         self._made: tuple[Any, str] = (None, "")
 
     def jobs(self) -> jobs.PublishedJobs:
@@ -48,16 +56,34 @@ class Source:
                 raise ResourceError(f"history {past.path}: {error}; open it again to have it set aside") from None
 
     def packed(self) -> str:
-        """The data as the page takes it: the same text as long as neither the history nor a job has anything new."""
-        with self._lock:
-            state = self._state()
-            if state != self._made[0]:
-                self._made = (state, render.packed(self.data()))
-            return self._made[1]
+        """The data as the page takes it: the same text as long as neither the history nor a job has anything new.
+
+        While another thread reads for long, the text before. Raises `ResourceError` if there is none.
+        """
+        try:
+            with self._reading():
+                state = self._state()
+                if state != self._made[0]:
+                    self._made = (state, render.packed(self.data()))
+        except _Slow:
+            if not self._made[1]:
+                raise
+        return self._made[1]
 
     def metrics(self) -> bytes:
-        """The metrics of live jobs, for Prometheus."""
-        return prometheus.exposition(self.jobs().live)
+        """The metrics of live jobs, for Prometheus. Raises `ResourceError` while another thread reads for long."""
+        with self._reading():
+            return prometheus.exposition(self.jobs().live)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """One thread reads at a time, so a file system that does not answer costs a server one thread, and not all."""
+        if not self._lock.acquire(timeout=_PATIENCE):
+            raise _Slow(f"a file of {publish.folder()} or {self._path} does not answer: is its file system there?")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def _state(self) -> Any:
         """Changes when a row is written (the write-ahead log grows) or a job publishes."""

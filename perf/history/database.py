@@ -17,15 +17,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
-import filelock
 import platformdirs
 
 from tricomm.errors import InvalidArgument
 from tricomm.perf.bench_row import Measurement
 from tricomm.perf.history import schema
 from tricomm.perf.history.schema import ACTIVITY, MEASUREMENT, RUN, ActivityRow, Run
+from tricomm.store import files
 
 _LARGEST = (1 << 63) - 1  # of SQLite's integers
+_ENDS = ("", "-wal", "-shm", "-journal")
 _LOCK_SECONDS = 10.0  # for another process to finish its row
 Say = Callable[[str], None]
 
@@ -148,11 +149,13 @@ def open_history(path: Path | None = None, say: Say = lambda text: None) -> Hist
     """
     path = default_path() if path is None else path
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{path}.lock", timeout=_LOCK_SECONDS):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path == default_path():
+            files.check_directory(path.parent)
+        with files.locked(f"{path}.lock", _LOCK_SECONDS):
             return _opened(path, say)
-    except (OSError, sqlite3.OperationalError) as error:  # filelock's timeout is an OSError
-        say(f"history {path}: {error}; going on without it")
+    except (OSError, sqlite3.OperationalError) as error:
+        say(f"history {path}: {getattr(error, 'strerror', None) or error}; going on without it")
         return None
 
 
@@ -176,6 +179,9 @@ def _opened(path: Path, say: Say) -> History:
 
 def _ready(path: Path) -> sqlite3.Connection:
     """A connection to a history of this version. Raises `sqlite3.DatabaseError` for another file or a broken one."""
+    for end in _ENDS:
+        if not end or os.path.lexists(f"{path}{end}"):
+            files.opened(f"{path}{end}", "ab").close()  # SQLite would follow a link, and take anybody's rows
     with ExitStack() as undo:
         database = undo.enter_context(closing(sqlite3.connect(path, timeout=_LOCK_SECONDS, isolation_level=None)))
         database.text_factory = lambda raw: raw.decode(errors="replace")
@@ -191,7 +197,7 @@ def _ready(path: Path) -> sqlite3.Connection:
 def _set_aside(path: Path) -> Path:
     stamp = now().replace(":", "").replace("+0000", "")
     kept = path.with_name(f"{path.stem}.broken-{stamp}-{os.getpid()}{path.suffix}")
-    for end in ("", "-wal", "-shm"):
+    for end in _ENDS:
         if Path(f"{path}{end}").exists():
             os.replace(f"{path}{end}", f"{kept}{end}")
     return kept

@@ -197,7 +197,12 @@ def _tables() -> Iterator[ProbeResult]:
     else:
         remedy = "TRICOMM_TUNING_DIR names another directory"
         yield ProbeResult("tuning tables", WARN, f"{folder} cannot be written, so tune cannot keep a table", remedy)
-    for file in sorted(folder.glob("*.json")):
+    try:
+        found = user_tables.found()
+    except TricommError as error:
+        yield ProbeResult("tuning tables", WARN, f"{error}; they are ignored", "TRICOMM_TUNING_DIR names another one")
+        return
+    for file in found:
         try:
             user_tables.read(file)
         except TricommError as error:
@@ -219,6 +224,7 @@ def _history() -> Iterator[ProbeResult]:
 def _variables() -> Iterator[ProbeResult]:
     probes: dict[str, Callable[[], object]] = {
         "TRICOMM_STATS": publish.interval,
+        "TRICOMM_STATS_DIR": publish.check_folder,
         "TRICOMM_STATS_EVERY": lambda: Activity("", 0, 1, torch.device("cpu"), {}),
         "TRICOMM_ARENA_BYTES": lambda: capabilities.options_for(None, timedelta(minutes=10), "cpu"),
         "TRICOMM_CPU": capabilities.cpu_through_kernels,

@@ -6,7 +6,6 @@ A continued run searches again and gets the samples of the earlier run first. A 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -14,6 +13,9 @@ import msgspec
 
 from tricomm.errors import ResourceError
 from tricomm.perf.tuner.points import Candidate, Point
+from tricomm.store import files
+
+_MOST_BYTES = 1 << 30  # far more than the longest run writes
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -36,9 +38,10 @@ class SampleLog:
             self._take_in(one)
         self._stream: IO[bytes] | None = None
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            _write(file, key, rounds)
-            self._stream = file.open("ab")
+            files.make_directory(file.parent)
+            lines = (key.encode(), *map(msgspec.json.encode, rounds))
+            files.replace(file, b"".join(line + b"\n" for line in lines))
+            self._stream = files.opened(file, "ab")
         except OSError as error:
             raise ResourceError(
                 f"tuning record {file} cannot be written: {error}; TRICOMM_TUNING_DIR names another directory"
@@ -84,7 +87,7 @@ class SampleLog:
 
 def _read(file: Path, key: str) -> list[Round]:
     try:
-        lines = file.read_bytes().split(b"\n")
+        lines = files.read(file, _MOST_BYTES).split(b"\n")
     except OSError:
         return []
     if lines[0] != key.encode():
@@ -99,9 +102,3 @@ def _read(file: Path, key: str) -> list[Round]:
             break
         rounds.append(one)
     return rounds
-
-
-def _write(file: Path, key: str, rounds: Sequence[Round]) -> None:
-    partial = file.with_name(f"{file.name}.{os.getpid()}.part")
-    partial.write_bytes(b"".join(line + b"\n" for line in (key.encode(), *map(msgspec.json.encode, rounds))))
-    os.replace(partial, file)

@@ -74,7 +74,7 @@ def test_the_file_is_the_users_own(tmp_path):
         open_store(f"file://{path}", 0, 1, 5)
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "store")
-    with pytest.raises(RendezvousError, match="symbolic links"):
+    with pytest.raises(RendezvousError, match="it is a symbolic link"):
         open_store(f"file://{link}", 0, 1, 5)
 
 

@@ -97,12 +97,12 @@ def show(files: tuple[Path, ...]) -> None:
     from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import user_tables
 
-    tables, broken = files or tuple(sorted(user_tables.folder().glob("*.json"))), False
+    tables, broken = files or usage(user_tables.found), False
     if not tables:
         click.echo(f"no tables in {user_tables.folder()}; `tricomm tune` makes one")
     for file in tables:
         try:
-            click.echo("\n".join(tuned_tables.table_lines(file, user_tables.read(file))))
+            click.echo("\n".join(tuned_tables.table_lines(file, user_tables.read(file, bool(files)))))
         except InvalidArgument as error:
             broken = True
             click.echo(str(error), err=True)
@@ -125,7 +125,7 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
     from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import tuning_tables, user_tables
 
-    merged = usage(lambda: tuned_tables.merge([user_tables.read(file) for file in files]))
+    merged = usage(lambda: tuned_tables.merge([user_tables.read(file, True) for file in files]))
     try:
         where = user_tables.save(merged) if output is None else output
         if output is not None:
@@ -148,5 +148,5 @@ def export(file: Path, form: str) -> None:
     from tricomm.perf.tuner import tuned_tables
     from tricomm.policy import tuning_tables, user_tables
 
-    table = usage(lambda: user_tables.read(file))
+    table = usage(lambda: user_tables.read(file, True))
     click.echo(tuning_tables.dumps(table) if form == "json" else tuned_tables.csv(table), nl=False)

@@ -20,7 +20,7 @@ from pathlib import Path
 from tricomm import env, threads
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import Activity, Statistics, fallback_by_size
-from tricomm.store import process
+from tricomm.store import files, process
 
 SCHEMA = 1
 log = logging.getLogger("tricomm")
@@ -81,6 +81,16 @@ def folder() -> Path:
     except ImportError:
         raise InvalidArgument("TRICOMM_STATS: set TRICOMM_STATS_DIR, or pip install platformdirs") from None
     return Path(platformdirs.user_state_dir("tricomm")) / "live"
+
+
+def check_folder() -> None:
+    """Raises `InvalidArgument` if other users can replace the files of `folder()`, so that nothing is written there."""
+    try:
+        files.check_directory(folder())
+    except FileNotFoundError:
+        pass  # made by the first job
+    except OSError as error:
+        raise InvalidArgument(f"TRICOMM_STATS_DIR={str(folder())!r}: {error.strerror}") from None
 
 
 def add(activity: Activity) -> None:
@@ -161,11 +171,9 @@ class _Publisher:
 
     def write(self) -> None:
         """Replace the file; only the first error is logged."""
-        partial = self.file.with_suffix(".part")
         try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            partial.write_text(json.dumps(asdict(snapshot())))
-            os.replace(partial, self.file)
+            files.make_directory(self.file.parent)
+            files.replace(self.file, json.dumps(asdict(snapshot())).encode())
         except Exception as error:  # watching must not end what is watched
             if not self._said:
                 self._said = True

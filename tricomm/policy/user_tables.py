@@ -1,7 +1,7 @@
 """A user's own tuning tables: one file for each kind of box, in the XDG cache directory or TRICOMM_TUNING_DIR.
 
 All ranks of a group use the same one, or none: if they find different ones, the shipped tables decide on all.
-Packages that only this needs (platformdirs, msgspec, filelock) are imported by the functions that use them: a machine
+Packages that only this needs (platformdirs, msgspec) are imported by the functions that use them: a machine
 with only a checkout has no such table, and must not need them.
 """
 
@@ -18,6 +18,7 @@ from tricomm import env
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.policy import tuning_tables
 from tricomm.policy.tuning_tables import Fingerprint, TunedTable
+from tricomm.store import files
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology
 
@@ -50,11 +51,28 @@ def fingerprint(kind: str, device: torch.device, world_size: int, topology: Topo
     return Fingerprint(kind, gpu, world_size, *links)
 
 
-def read(file: Path) -> TunedTable:
-    """The table in `file`. Raises `InvalidArgument` that names it and the mistake, `ResourceError` if msgspec is
-    missing."""
+def found() -> list[Path]:
+    """The files of `folder()`. Raises `InvalidArgument` if users other than this one and root can replace them."""
+    _check(folder())
+    return sorted(folder().glob("*.json"))
+
+
+def _check(directory: Path) -> None:
     try:
-        with file.open("rb") as stream:
+        files.check_directory(directory)
+    except FileNotFoundError:
+        pass  # made by the first `save`
+    except OSError as error:
+        raise InvalidArgument(f"tuning tables in {directory}: {error.strerror}") from None
+
+
+def read(file: Path, named: bool = False) -> TunedTable:
+    """The table in `file`, if it belongs to this user or root; `named` on the command line: whoever it belongs to.
+
+    Raises `InvalidArgument` that names it and the mistake, `ResourceError` if msgspec is missing.
+    """
+    try:
+        with file.open("rb") if named else files.opened(file, root=True) as stream:
             text = stream.read(tuning_tables.MAX_BYTES + 1)
     except OSError as error:
         raise InvalidArgument(f"tuning table {file}: {error.strerror}") from None
@@ -68,9 +86,10 @@ def load(wanted: Fingerprint) -> TunedTable | None:
         file = path(wanted)
     except ResourceError:
         return None
-    if not os.path.exists(file):  # also if its directory may not be entered
+    if not os.path.lexists(file):  # also if its directory may not be entered
         return None
     try:
+        _check(file.parent)
         table = read(file)
     except (InvalidArgument, ResourceError) as error:
         log.warning("%s; it is ignored, the shipped tables decide", error)
@@ -84,17 +103,13 @@ def load(wanted: Fingerprint) -> TunedTable | None:
 
 def save(tuned: TunedTable) -> Path:
     """Write the table where `load` finds it, whole or not at all. Raises `ResourceError` if it cannot be written."""
-    import filelock
-
     file = path(tuned.fingerprint)
     text = tuning_tables.dumps(tuned)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(f"{file}.lock", timeout=_PATIENCE):
-            partial = file.with_name(f"{file.name}.{os.getpid()}.part")
-            partial.write_bytes(text)
-            os.replace(partial, file)
-    except OSError as error:  # filelock's timeout among them
+        files.make_directory(file.parent)
+        with files.locked(f"{file}.lock", _PATIENCE):
+            files.replace(file, text)
+    except OSError as error:
         raise ResourceError(
             f"tuning table {file} cannot be written: {error}; TRICOMM_TUNING_DIR names another directory"
         ) from None

@@ -1,0 +1,124 @@
+"""Files that tricomm finds by their names, in directories to which other users may write, too.
+
+What is opened here is a regular file of this user (or of root, if that is asked for) under the very name, so that
+nobody else's link, FIFO or content is taken for it. A file that a command line names is opened as any program does it.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from tricomm.deadline import poll
+from tricomm.store import process
+
+_PAUSE_SECONDS = 0.02
+
+
+def check_directory(path: str | Path) -> None:
+    """Raise `OSError` unless `path` is a directory in which no user but this one and root can replace files.
+
+    The sticky bit is enough, because it leaves files to their owners: the files are then looked at one by one.
+    """
+    for status in (os.lstat(path), found := os.stat(path)):  # a link there may be another user's, too
+        owned = status.st_uid in (0, os.geteuid()) or process.outside_user(status.st_uid)
+        shared = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
+        if not owned or shared:
+            raise PermissionError(
+                errno.EPERM,
+                f"other users than uid {os.geteuid()} can change what is in it ({_whose(status)}): use a directory of "
+                "your own (chmod go-w), or one with the sticky bit",
+                str(path),
+            )
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory for this user alone if there is none, and check it. Raises `OSError`."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_directory(path)
+
+
+def opened(path: str | Path, mode: str = "rb", root: bool = False) -> IO[bytes]:
+    """A file of this user's; `root`: or of root's. `mode` is one of `open`'s for bytes; a new file is the user's alone.
+
+    Raises `OSError` for a file of another user, a link, or what is no regular file.
+    """
+    return open(path, mode, opener=partial(_own, (0, os.geteuid()) if root else (os.geteuid(),)))
+
+
+def _own(owners: tuple[int, ...], path: str, flags: int) -> int:
+    held: list[int] = []
+    try:
+        # A FIFO or a terminal would wait for its other end.
+        held.append(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY, 0o600))
+        status = os.fstat(held[0])
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, f"it is no regular file ({_whose(status)})", path)
+        if status.st_uid not in owners:
+            raise PermissionError(
+                errno.EPERM, f"it belongs to another user than uid {os.geteuid()} ({_whose(status)})", path
+            )
+        return held.pop()
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here", path) from None
+        raise
+    finally:
+        while held:
+            os.close(held.pop())
+
+
+def _whose(status: os.stat_result) -> str:
+    return f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
+
+
+def read(path: str | Path, most: int, root: bool = False) -> bytes:
+    """The content of a file that `opened` takes. Raises `OSError`, also if it has more than `most` bytes."""
+    with opened(path, root=root) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
+    return content
+
+
+def replace(path: str | Path, content: bytes) -> None:
+    """Write a file, whole or not at all, in the place of any file or link of that name. Raises `OSError`."""
+    with suppress(FileNotFoundError):
+        kind = os.lstat(path).st_mode
+        if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+            raise OSError(errno.EINVAL, "a device is not replaced by a file", str(path))
+    partial_file = f"{path}.{secrets.token_hex(8)}.part"  # nobody can have placed a link of that name
+    try:
+        with open(partial_file, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644)) as file:
+            file.write(content)
+        os.replace(partial_file, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(partial_file)
+        raise
+
+
+@contextmanager
+def locked(path: str | Path, seconds: float) -> Iterator[None]:
+    """Hold the lock of a file that is made for it. Raises `OSError`, `TimeoutError` if another process has it."""
+    with opened(path, "ab") as file:
+        if not poll(partial(_lock, file.fileno()), seconds, _PAUSE_SECONDS):
+            raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {seconds:g} s", str(path))
+        yield
+
+
+def _lock(fd: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False

@@ -1,0 +1,147 @@
+"""Files that another user has placed: none is read, followed, waited for or overwritten."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tricomm.store import files
+
+OTHER = 4711
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A directory to which anybody may write, as /tmp is."""
+    tmp_path.chmod(0o1777)
+    return tmp_path
+
+
+def _link(file: Path) -> None:
+    target = file.with_name("target")
+    target.write_bytes(b"secret")
+    file.symlink_to(target)
+
+
+def _of_another_user(file: Path) -> None:
+    file.write_bytes(b"planted")
+    os.chown(file, OTHER, OTHER)
+
+
+PLANTED = [
+    pytest.param(_link, ["it is a symbolic link"], id="link"),
+    pytest.param(lambda file: file.symlink_to(file.with_name("nothing")), ["it is a symbolic link"], id="dangling"),
+    pytest.param(os.mkfifo, ["it is no regular file", "No such device"], id="fifo"),
+    pytest.param(os.mkdir, ["it is no regular file", "Is a directory"], id="directory"),
+    pytest.param(_of_another_user, [f"another user than uid 0 (uid {OTHER}"], id="owner", marks=as_root),
+]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("mode", ["rb", "ab"])
+@pytest.mark.parametrize(("plant", "words"), PLANTED)
+def test_what_is_not_the_users_own_regular_file_is_refused(folder: Path, plant, words, mode: str) -> None:
+    file = folder / "file"
+    plant(file)
+    with pytest.raises(OSError) as told:
+        files.opened(file, mode)
+    assert any(word in told.value.strerror for word in words)
+    assert not (folder / "nothing").exists()
+    assert not (folder / "target").exists() or (folder / "target").read_bytes() == b"secret"
+
+
+@as_root
+def test_a_file_of_root_is_read_by_others_where_that_is_asked_for(folder: Path, monkeypatch) -> None:
+    (folder / "file").write_bytes(b"by root")
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+    assert files.read(folder / "file", 7, root=True) == b"by root"
+    with pytest.raises(PermissionError):
+        files.read(folder / "file", 7)
+
+
+def test_a_file_without_an_end_is_not_read(folder: Path) -> None:
+    (folder / "file").write_bytes(b"12345678")
+    assert files.read(folder / "file", 8) == b"12345678"
+    with pytest.raises(OSError, match="it has more than 7 bytes"):
+        files.read(folder / "file", 7)
+
+
+def test_a_new_file_is_the_users_alone(folder: Path) -> None:
+    files.opened(folder / "file", "ab").close()
+    assert stat.S_IMODE((folder / "file").stat().st_mode) == 0o600
+
+
+def test_a_file_is_replaced_whole_and_no_link_is_followed(folder: Path) -> None:
+    file, target = folder / "file", folder / "target"
+    _link(file)
+    for name in ("file.part", f"file.{os.getpid()}.part"):  # names that could be guessed
+        (folder / name).symlink_to(target)
+    files.replace(file, b"new")
+    assert file.read_bytes() == b"new" and not file.is_symlink() and target.read_bytes() == b"secret"
+    assert stat.S_IMODE(file.stat().st_mode) & 0o022 == 0
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(folder: Path, monkeypatch) -> None:
+    file = folder / "file"
+    file.write_bytes(b"old")
+
+    def full(old: str, new: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        files.replace(file, b"new")
+    assert file.read_bytes() == b"old" and list(folder.iterdir()) == [file]
+
+
+def test_a_device_is_not_replaced_by_a_file() -> None:
+    with pytest.raises(OSError, match="device"):
+        files.replace("/dev/null", b"")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_lock_is_waited_for_no_longer_than_was_asked(folder: Path) -> None:
+    with files.locked(folder / "lock", 1.0):
+        with pytest.raises(TimeoutError, match="another process has held it for 0.1 s"):
+            with files.locked(folder / "lock", 0.1):
+                pass
+    with files.locked(folder / "lock", 0.0):
+        pass
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o770, 0o757])
+def test_a_directory_in_which_others_replace_files_is_refused(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(PermissionError, match=rf"can change what is in it \(uid \d+, mode {mode:o}\)"):
+        files.check_directory(tmp_path)
+    tmp_path.chmod(mode | stat.S_ISVTX)
+    files.check_directory(tmp_path)
+
+
+def test_a_link_to_a_directory_is_followed_and_what_is_no_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    files.check_directory(tmp_path / "link")
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        files.check_directory(tmp_path / "file")
+
+
+@as_root
+def test_a_directory_or_a_link_of_another_user_is_refused(folder: Path) -> None:
+    (folder / "theirs").mkdir(mode=0o755)
+    os.chown(folder / "theirs", OTHER, OTHER)
+    (folder / "link").symlink_to("/etc")
+    os.lchown(folder / "link", OTHER, OTHER)
+    for name in ("theirs", "link"):
+        with pytest.raises(PermissionError, match=f"uid {OTHER}"):
+            files.check_directory(folder / name)
+
+
+def test_a_directory_is_made_for_the_user_alone(tmp_path: Path) -> None:
+    files.make_directory(tmp_path / "a" / "b")
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
