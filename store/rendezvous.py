@@ -55,7 +55,7 @@ def open_store(url: str, rank: int | None, world_size: int | None, timeout: floa
     if parts.scheme == "file":
         return _file_store(url, parts, world_size), rank, world_size
     host, port = _from_environment() if parts.scheme == "env" else _from_url(url, parts)
-    agent = parts.scheme == "env" and env.flag("TORCHELASTIC_USE_AGENT_STORE")
+    agent = parts.scheme == "env" and env.agent_store()
     open_it = _join if rank != 0 or agent else _host
     store: Store = _bounded(host, port, timeout + _GRACE_SECONDS, lambda: open_it(host, port, world_size, timeout))
     if agent:  # torchrun keeps one store across all restarts, which torch tells apart by this prefix

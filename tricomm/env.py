@@ -6,6 +6,7 @@ Read at each call, never cached: a test or a launcher may set a variable after `
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from tricomm.errors import InvalidArgument
 
 _ON = {"1", "true", "yes", "on"}
 _OFF = {"", "0", "false", "no", "off"}
+_C_INTEGER = re.compile(r"\s*([+-]?)(?:0[xX]([0-9a-fA-F]+)|([0-9]+))")
 
 
 def text(name: str) -> str | None:
@@ -22,7 +24,7 @@ def text(name: str) -> str | None:
 
 def flag(name: str) -> bool:
     """Value of `name` as a switch; raises `InvalidArgument` for anything that is neither on nor off."""
-    value = os.environ.get(name, "").strip().lower()
+    value = (text(name) or "").strip().lower()
     if value in _ON or value in _OFF:
         return value in _ON
     raise InvalidArgument(f"{name}={value!r} is neither on ({', '.join(sorted(_ON))}) nor off (0, false, no, off)")
@@ -37,6 +39,20 @@ def integer(name: str) -> int | None:
         return int(value)
     except ValueError:
         raise InvalidArgument(f"{name}={value!r} is not an integer") from None
+
+
+def foreign(name: str, unset: int = 0) -> int:
+    """Value of another library's variable, as C's `strtol` reads it: NCCL reads its own so. 0 for a value that does not
+    begin with an integer. Never raises: only that library can say what is right, and its variable costs no group."""
+    value = text(name)
+    if value is None:
+        return unset
+    found = _C_INTEGER.match(value)
+    if found is None:
+        return 0
+    sign, hexadecimal, digits = found.groups()
+    number = int(hexadecimal[:16], 16) if hexadecimal else int(digits[:19])
+    return -number if sign == "-" else number
 
 
 def default(name: str, value: str) -> None:
@@ -55,9 +71,11 @@ def without(name: str) -> Iterator[None]:
             os.environ[name] = value
 
 
-def peer_access_disabled() -> bool:
-    """True if the user forbids direct GPU peer access (NCCL's variable is honoured besides our own)."""
-    return flag("TRICOMM_P2P_DISABLE") or flag("NCCL_P2P_DISABLE")
+def peer_access_disabled() -> str | None:
+    """The variable by which the user forbids direct GPU peer access, or None (NCCL's variable is honoured, too)."""
+    if flag("TRICOMM_P2P_DISABLE"):
+        return "TRICOMM_P2P_DISABLE"
+    return "NCCL_P2P_DISABLE" if foreign("NCCL_P2P_DISABLE") else None
 
 
 def gpu_memory() -> str:
@@ -75,18 +93,24 @@ def gpu_memory() -> str:
 
 def hardware_queues() -> int:
     """How many hardware queues CUDA maps streams to: CUDA_DEVICE_MAX_CONNECTIONS, which the driver reads once."""
-    given = text("CUDA_DEVICE_MAX_CONNECTIONS") or ""
-    return int(given) if given.isdecimal() else 8
+    given = foreign("CUDA_DEVICE_MAX_CONNECTIONS")
+    return given if given > 0 else 8
 
 
 def multicast() -> bool:
     """False if the user wants no multicast memory, in which a switch adds and copies (NCCL's variable counts, too)."""
-    return all(text(name) is None or flag(name) for name in ("TRICOMM_MULTICAST", "NCCL_NVLS_ENABLE"))
+    own = text("TRICOMM_MULTICAST") is None or flag("TRICOMM_MULTICAST")
+    return own and foreign("NCCL_NVLS_ENABLE", unset=1) != 0
 
 
 def share_device() -> bool:
     """True if the user wants several ranks on one GPU (NCCL's variable is honoured besides our own)."""
-    return flag("TRICOMM_SHARE_DEVICE") or flag("NCCL_MULTI_RANK_GPU_ENABLE")
+    return flag("TRICOMM_SHARE_DEVICE") or foreign("NCCL_MULTI_RANK_GPU_ENABLE") != 0
+
+
+def agent_store() -> bool:
+    """True if torchrun hosts the store; torch compares with this one word."""
+    return text("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def batch_invariant() -> bool:

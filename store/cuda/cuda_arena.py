@@ -206,9 +206,9 @@ class CudaArena:
             self._blocks.keep()
 
     def _attach(self, driver: Driver | None, least: int) -> None:
-        for variable in ("TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"):
-            if env.flag(variable):
-                raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
+        variable = env.peer_access_disabled()
+        if variable is not None:
+            raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
         self._check_arguments(least)
         self._at = GpuSite(driver or load_driver(), int(self.device.index))
         # Not this arena's to unregister: several arenas share the page, which lives as long as the group's host memory.

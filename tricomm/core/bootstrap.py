@@ -131,8 +131,8 @@ def pick_device(device: torch.device | str | int | None) -> torch.device:
 
 def _index() -> int:
     """The current device; if that is the first one, the device that LOCAL_RANK names, which torchrun sets."""
-    index, local = torch.cuda.current_device(), env.integer("LOCAL_RANK")
-    return local % torch.cuda.device_count() if index == 0 and local is not None else index
+    index = torch.cuda.current_device()
+    return index or env.foreign("LOCAL_RANK") % torch.cuda.device_count()
 
 
 def layout_of(world_size: int, device: torch.device, options: Options) -> layout.Layout:

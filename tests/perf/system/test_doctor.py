@@ -85,7 +85,7 @@ def test_what_lacks_is_found(
         {"VLLM_TRICOMM": "?"},
         {"SGLANG_TRICOMM": "?"},
         {"TRICOMM_ENGINE_MAX_BYTES": "-4"},
-        {"NCCL_P2P_DISABLE": "?"},
+        {"TRICOMM_P2P_DISABLE": "?"},
     ],
 )
 def test_a_variable_that_says_nothing_is_named(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

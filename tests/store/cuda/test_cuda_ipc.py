@@ -119,10 +119,12 @@ def test_for_an_invisible_gpu_opening_decides() -> None:
 @pytest.mark.parametrize("variable", ["TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"])
 def test_one_rank_that_forbids_peer_access_decides_for_all(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # The ranks are threads here, so the environment of one rank is what it reads.
-    def flag(name: str) -> bool:
-        return name == variable and threading.current_thread().name == "rank 1"
+    text = env.text
 
-    monkeypatch.setattr(env, "flag", flag)
+    def of_rank_1(name: str) -> str | None:
+        return "1" if name == variable and threading.current_thread().name == "rank 1" else text(name)
+
+    monkeypatch.setattr(env, "text", of_rank_1)
     job = two_gpus()
     refused(in_threads(2, job.open), ResourceError, "rank 1", variable)
     assert job.drivers[1].calls == []
