@@ -179,13 +179,28 @@ class CudaArena:
             raise ResourceError("the multicast address is another one than before")
 
     def look_for_switch(self, deadline: Deadline) -> None:
-        """Set `multicast`, or why there is none; called by all ranks together. Raises if a rank has ended."""
+        """Set `multicast`, or why there is none; called by all ranks together.
+
+        Raises if a rank has ended, and `GroupAborted` on all ranks if looking has cost a rank its CUDA context.
+        """
         try:
             if self._control.world_size == 1 or not all(self._reach):
                 raise ResourceError("not every rank reaches the memory of another one")
             self.multicast, self.no_multicast = self._multicast(deadline), ""
         except ResourceError as error:  # the same on all ranks
             self.no_multicast = str(error)
+            CollectiveStages(self._control, self.kind, deadline)("go on without a switch", self._check_context)
+
+    def _check_context(self) -> None:
+        """Raises `GroupAborted` if an earlier kernel has cost this process its CUDA context."""
+        try:
+            with self._site.current():
+                self._site.driver.synchronize()
+        except ResourceError as error:
+            raise GroupAborted(
+                f"{error}; this came with the probe of the multicast address ({self.no_multicast}): restart the "
+                "processes with TRICOMM_MULTICAST=0"
+            ) from error
 
     def _multicast(self, deadline: Deadline) -> int:
         probe = self.nbytes - WORD_BYTES * self._control.world_size

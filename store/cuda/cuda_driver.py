@@ -67,6 +67,7 @@ class Driver:
 
     def __init__(self, bindings: Any) -> None:
         self._bindings = bindings
+        self.switched: set[int] = set()  # GPUs whose multicast address was seen to work in this process
 
     def init(self) -> None:
         self._call("cuInit", 0)

@@ -27,7 +27,7 @@ from tricomm.store.cuda.passing import passing
 
 _T = TypeVar("_T")
 WORD = 4
-_RECORD = struct.Struct("<QQ")  # bytes of the block, granularity
+_RECORD = struct.Struct("<QQ?")  # bytes of the block, granularity, whether this process has seen its GPU's switch work
 _NAME = "multicast"
 
 # Plain copies may not touch a multicast address, so the probe is two kernels of one thread.
@@ -59,7 +59,8 @@ class Multicast:
         self._bound = False
 
     def share(self, probe: int, deadline: Deadline) -> int:
-        """The address; called by all ranks together. The 8 bytes per rank from offset `probe` on serve to test it.
+        """The address; called by all ranks together. The 8 bytes per rank from offset `probe` on serve to test it, once
+        in a process: a fault of a kernel costs the process its CUDA context, so no later group may risk one.
 
         Raises the same error on all ranks; then `give_back` undoes what was done.
         """
@@ -69,13 +70,15 @@ class Multicast:
             stages(what, partial(self._in_context, action))
 
         answers = stages.gather("look for a switch", partial(self._in_context, self._look))
-        records = [_RECORD.unpack(record) for record in answers]
+        *records, works = zip(*(_RECORD.unpack(record) for record in answers), strict=True)
         tokens = stages.gather("make an object", partial(self._in_context, self._make))
         stage("pass it on", lambda: self._passing.take(self._driver, tokens, self._load, deadline))
         stage("add the device", lambda: self._driver.multicast_add(mapped.handles[0], self._ordinal))
-        stage("bind memory", lambda: self._bind(records))
-        stage("map it", lambda: mapped.put(self._ordinal, records[0][1]))
-        self._try(stage, probe)
+        stage("bind memory", lambda: self._bind(*records))
+        stage("map it", lambda: mapped.put(self._ordinal, records[1][0]))
+        if not all(works):
+            self._try(stage, probe)
+            self._driver.switched.add(self._ordinal)
         return mapped.address
 
     def _in_context(self, action: Callable[[], _T]) -> _T:
@@ -92,7 +95,7 @@ class Multicast:
         granularity = self._driver.multicast_granularity(self._control.world_size, nbytes, self._sharing)
         if nbytes % granularity:
             raise ResourceError(f"a block of {nbytes} bytes is no multiple of the multicast granularity {granularity}")
-        return _RECORD.pack(nbytes, granularity)
+        return _RECORD.pack(nbytes, granularity, self._ordinal in self._driver.switched)
 
     def _make(self) -> bytes:
         """Only rank 0 makes an object and passes it on."""
@@ -106,9 +109,10 @@ class Multicast:
         if rank == 0:
             self._mapped.handles.append(fetch())
 
-    def _bind(self, records: list[tuple[int, int]]) -> None:
-        if len(set(records)) > 1:
-            raise ResourceError(f"the ranks' blocks have sizes and multicast granularities {sorted(set(records))}")
+    def _bind(self, sizes: tuple[int, ...], granularities: tuple[int, ...]) -> None:
+        different = sorted(set(zip(sizes, granularities, strict=True)))
+        if len(different) > 1:
+            raise ResourceError(f"the ranks' blocks have sizes and multicast granularities {different}")
         self._driver.multicast_bind(self._mapped.handles[0], self._own.handles[0], self._own.nbytes)
         self._bound = True
 
@@ -119,8 +123,11 @@ class Multicast:
         sums = own + WORD * world_size
 
         def run(name: str, *values: int) -> None:
-            driver.launch(self._modules[0], name, values)
-            driver.synchronize()
+            try:
+                driver.launch(self._modules[0], name, values)
+                driver.synchronize()
+            except ResourceError as error:
+                raise ResourceError(f"{error}; TRICOMM_MULTICAST=0 on all ranks does without the switch") from error
 
         def seen() -> None:
             words = struct.unpack(f"<{world_size}I", driver.read(own, WORD * world_size))

@@ -36,7 +36,15 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712
     CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_ILLEGAL_INSTRUCTION = 715
+    CUDA_ERROR_LAUNCH_FAILED = 719
     CUDA_ERROR_UNKNOWN = 999
+
+
+# Faults of a kernel cost the process its context: every later call that needs one gives the same error.
+STICKY = {"CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "CUDA_ERROR_LAUNCH_FAILED"}
+_WITHOUT_CONTEXT = ("cuInit", "cuDevice", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchange")
 
 
 class _Refused(Exception):
@@ -56,6 +64,10 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             self.world.log.append((self.number, name))
             self.counts[name] += 1
             failure = self.failures.get((name, self.counts[name]))
+            if failure in STICKY:
+                self.sticky = failure
+            if self.sticky and not name.startswith(_WITHOUT_CONTEXT):
+                return (CUresult[self.sticky],) + (None,)
             # Popping reports earlier errors, but it pops.
             if failure and name != "cuCtxPopCurrent":
                 return (CUresult[failure],) + (None,)
@@ -98,6 +110,7 @@ class Bindings:
         self.calls: list[str] = []
         self.counts: Counter[str] = Counter()
         self.failures: dict[tuple[str, int], str] = {}
+        self.sticky: str | None = None
         self.loses_writes_to_peers = False
         self.kernel_running = False
         self.capture_mode = 0  # global
@@ -179,7 +192,7 @@ class Bindings:
         blocks = [block for block in self._blocks if block.live and block.gpu == gpu]
         mappings = [mapping for mapping in self._mappings if mapping.live and mapping.gpu == gpu]
         pinned = [page for page in self.pinned.all if page.gpu == gpu]
-        if (blocks or mappings or pinned or self.vmm.lose(gpu)) and not self.failures:
+        if (blocks or mappings or pinned or self.vmm.lose(gpu)) and not (self.failures or self.sticky):
             raise self._complain(f"destroyed the context of GPU {gpu} with something in it")
         for mapping in mappings:
             self._unmap(mapping)

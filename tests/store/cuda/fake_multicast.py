@@ -45,12 +45,12 @@ class MulticastObject:
 class Switch:
     """Multicast objects as one process uses them, and its modules. `granule`: of what may be bound.
 
-    `loses_stores`, `adds_wrong`: what a switch that does not work does."""
+    `loses_stores`, `adds_wrong`, `faults`: what a switch that does not work does."""
 
     def __init__(self, process: Bindings, refused: Callable[[str], Exception]) -> None:
         self.process, self._refused = process, refused
         self.supported, self.granule = True, GRANULE
-        self.loses_stores = self.adds_wrong = False
+        self.loses_stores = self.adds_wrong = self.faults = False
         self._bound: list[tuple[MulticastObject, int]] = []
         self._modules: set[int] = set()
         self._next = 1 << 20
@@ -122,8 +122,11 @@ class Switch:
     def cuLaunchKernel(self, function: str, *shape: Any) -> None:
         *grid, shared, stream, (values, kinds), extra = shape
         assert grid == [1] * 6 and len(values) == len(kinds) and not (shared or stream or extra)
-        getattr(self, f"_{function}")(*values)
         self.process.kernel_running = True
+        if self.faults:  # which the next call shows
+            self.process.sticky = "CUDA_ERROR_ILLEGAL_INSTRUCTION"
+        else:
+            getattr(self, f"_{function}")(*values)
 
     def _store(self, to: int, value: int) -> None:
         for memory, at in self._places(to):

@@ -12,11 +12,11 @@ import pytest
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda
-from tests.store.cuda.jobs import GRANULE, NBYTES, Job
+from tests.store.cuda.jobs import GRANULE, NBYTES, Job, refused
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
-from tricomm.errors import ResourceError, TricommError
+from tricomm.errors import GroupAborted, ResourceError, TricommError
 from tricomm.ptx import grid
 from tricomm.ptx.global_memory import GlobalMemory
 from tricomm.ptx.text.parser import parse
@@ -160,6 +160,34 @@ def test_a_switch_that_is_not_there_or_does_not_work() -> None:
     arenas = open_all(job)
     assert "what rank(s) [1] stored to the multicast address did not arrive" in arenas[0].no_multicast
     job.close_all(arenas)
+    job.verify()
+
+
+def test_a_fault_of_the_probe_costs_the_group_and_is_named() -> None:
+    job = three_gpus()
+    job.drivers[1].process.switch.faults = True
+    arenas = in_threads(SIZE, job.open)
+    outcomes = in_threads(SIZE, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
+    refused(outcomes, GroupAborted, "rank 1", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "restart", "TRICOMM_MULTICAST=0")
+    job.drivers[1].kill()
+    job.group.kill(1)
+    for arena in (arenas[0], arenas[2]):
+        arena.close()
+    job.verify()
+
+
+def test_a_process_probes_its_switch_once_and_each_gpu_is_probed() -> None:
+    job = three_gpus()
+    first, second = open_all(job), open_all(job)
+    launched = [driver.calls.count("cuLaunchKernel") for driver in job.drivers]
+    assert launched == [2] * SIZE and all(arena.multicast for arena in second)
+    job.drivers[2].switched.clear()  # as a process that joins later
+    third = open_all(job)
+    assert [driver.calls.count("cuLaunchKernel") for driver in job.drivers] == [4] * SIZE
+    store(job, second, 1, 64, 77)
+    assert words(job, second, 64) == [77] * SIZE and words(job, first, 64) == [0] * SIZE
+    for each in (third, second, first):
+        assert job.close_all(each) == [None] * SIZE
     job.verify()
 
 
