@@ -4,14 +4,15 @@
 
 Every kernel of a collective is compiled, and executed with the clock of `tricomm predict --from-code`, for sizes from
 1 KiB to 64 MiB. A group may lack wide words (a Triton before 3.9), a switch that adds, or both: selection skips rows of
-kernels that a group lacks, so the rows must choose well for each of the four kinds of groups. A kernel is kept for the
-next size if it is not more than 4 % slower there, and a protocol with fewer requirements is taken if it is not more
-than 2 % slower. Nothing is measured on a GPU.
+kernels that a group lacks, so the rows must choose well for each of the four kinds of groups. A change of kernel has to
+be worth 3 % at its size, no kernel is taken again after another one, and a kernel with more requirements counts as 2 %
+slower. Nothing is measured on a GPU.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -34,7 +35,8 @@ SIZES = tuple(
 )
 _LONGEST = {"ll": 4 << 20, "ll128": 4 << 20, "simple": SIZES[-1]}  # longer ones take long to execute, for nothing
 _LONGEST_ONE_SHOT = 1 << 20  # of an all-reduce
-_GO_ON, _SIMPLER = 1.04, 1.02
+_CHANGE, _NEEDS_MORE = 1.03, 1.02
+_AVOIDED = 1.0  # as if a call took e times as long; if rows of groups that have more leave no other way, it is done
 
 Family = tuple[str, str]
 Times = Mapping[Family, float]
@@ -54,15 +56,38 @@ def fastest(times: Mapping[int, Times]) -> dict[tuple[int, str], Family]:
     """The kernel to take, by size and by what is missing."""
     chosen: dict[tuple[int, str], Family] = {}
     for missing in GROUPS:
-        before: Family | None = None
+        allowed: dict[int, Times] = {}
         for nbytes in sorted(times):
             there = {family: time for family, time in times[nbytes].items() if not lacks(family, missing)}
-            least = min(there.values())
-            if before is None or there.get(before, 2 * least) > _GO_ON * least:
-                near = [family for family in there if there[family] <= _SIMPLER * least]
-                before = min(near, key=lambda family: (family[1] == "ll128", family[0] == "multicast", there[family]))
-            chosen[nbytes, missing] = before
+            before = (chosen[nbytes, more] for more in GROUPS if (nbytes, more) in chosen)
+            taken = next((family for family in before if family in there), None)  # a row that comes first decides
+            allowed[nbytes] = there if taken is None else {taken: there[taken]}
+        chosen |= {(nbytes, missing): family for nbytes, family in zip(allowed, _path(allowed), strict=True)}
     return chosen
+
+
+def _path(times: Mapping[int, Times]) -> tuple[Family, ...]:
+    """A kernel for each size: as fast as possible in all, if each change of kernel is worth at least 3 % at its size,
+    and no kernel is taken again after another one. Between sizes that were modelled, a kernel's time has steps of a
+    chunk, and a model is not as exact as a few per cent: a table that follows each of these is noise."""
+    paths: dict[tuple[frozenset[Family], Family | None], tuple[float, tuple[Family, ...]]]
+    paths = {(frozenset(), None): (0.0, ())}  # the best one by its kernels and the last of them
+    for there in times.values():
+        longer: dict[tuple[frozenset[Family], Family | None], tuple[float, tuple[Family, ...]]] = {}
+        for (taken, last), (cost, path) in paths.items():
+            for family, time in there.items():
+                more = math.log(time * (_NEEDS_MORE if _needs_more(family) else 1))
+                if last is not None and family != last:
+                    more += _AVOIDED * (family in taken or there.get(last, math.inf) < _CHANGE * time)
+                key = taken | {family}, family
+                if cost + more < longer.get(key, (math.inf, ()))[0]:
+                    longer[key] = cost + more, (*path, family)
+        paths = longer
+    return min(paths.values())[1]
+
+
+def _needs_more(family: Family) -> bool:
+    return family[1] == "ll128" or family[0] == "multicast"
 
 
 def chosen_by(rows: TableRows, nbytes: int, missing: str) -> Family | None:

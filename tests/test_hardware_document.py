@@ -33,6 +33,7 @@ ELSEWHERE = {
     "synchronize in store.cuda.cuda_ipc.IpcBlocks.allocate", "synchronize in store.cuda.cuda_vmm.VmmBlocks.allocate",
     "synchronize in store.cuda.cuda_arena.CudaArena._write_probe",
     "synchronize in store.cuda.cuda_arena.CudaArena._clear_probe",
+    "synchronize in store.cuda.cuda_arena.CudaArena._check_context",
     "synchronize in store.cuda.cuda_multicast.Multicast._try.run",
     "synchronize in store.cuda.cuda_multicast.Multicast._clear",
     "synchronize in store.cuda.cuda_arena.CudaArena.suspend", "synchronize in store.local_arena._GpuBlocks.give_back",

@@ -182,8 +182,14 @@ def _name(path: str) -> str:
 
 
 def disassemble(cubin: bytes) -> str:
-    """SASS of `cubin` with the line table. Raises `ResourceError` if Triton's own tools are missing or fail."""
-    return _tool("nvdisasm", cubin, "-gi")
+    """SASS of `cubin` with the line table; empty if Triton's disassembler no longer knows an architecture that its
+    compiler still does (sm_70). Raises `ResourceError` if Triton's own tools are missing or fail."""
+    try:
+        return _tool("nvdisasm", cubin, "-gi")
+    except ResourceError as error:
+        if "is deprecated" not in str(error):
+            raise
+        return ""
 
 
 def resources(cubin: bytes, sass: str, shared: int) -> Resources:

@@ -27,7 +27,8 @@ from tricomm.perf.machine_code.access_kinds import aside, classify, function_of,
 from tricomm.perf.row_calls import RowForm
 from tricomm.policy.selection_facts import SelectionFacts
 
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100")  # whose bars are tested
+COMPILED = ("sm_70", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for each element width
 WORLDS = (2, 4, 8)
 KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
@@ -100,6 +101,7 @@ class KernelReport:
     payload: bool
     steady: int = 0
     failure: str | None = None
+    disassembled: bool = True
 
 
 def variants(archs: tuple[str, ...], name: str | None = None, everything: bool = False) -> list[Variant]:
@@ -109,8 +111,8 @@ def variants(archs: tuple[str, ...], name: str | None = None, everything: bool =
     that does not exist, or if nothing is left.
     """
     for arch in archs:
-        if arch not in ARCHITECTURES:
-            raise InvalidArgument(f"architecture {arch!r} is unknown; there is {', '.join(ARCHITECTURES)}")
+        if arch not in COMPILED:
+            raise InvalidArgument(f"architecture {arch!r} is unknown; there is {', '.join(COMPILED)}")
     kernels = [k for k in KERNELS if name in (None, k.name)]
     if not kernels:
         raise InvalidArgument(f"kernel {name!r} is unknown; there is {', '.join(k.name for k in KERNELS)}")
@@ -209,6 +211,7 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
         tuple(dict.fromkeys(weak)),
         any(p.name == "x_ptr" for p in function.params),
         steady_loop.instructions(sass, lambda access: classify(access.line, tiles) == "body", aside),
+        disassembled=bool(sass),
     )
 
 
@@ -303,7 +306,7 @@ def check(report: KernelReport) -> list[str]:
             f"spills: {used.spill_stores} local stores, {used.spill_loads} local loads, {used.stack} bytes of stack"
         )
     if report.payload and report.variant.aligned:
-        for what, counts in (("PTX", report.ptx), ("SASS", report.sass)):
+        for what, counts in (("PTX", report.ptx), ("SASS", report.sass))[: 1 + report.disassembled]:
             if counts.body_narrow:
                 broken.append(
                     f"{what}: {counts.body_narrow} bulk accesses are narrower than {_least_bits(report.variant)} bits: "
@@ -364,9 +367,11 @@ def lines(reports: Iterable[KernelReport]) -> list[str]:
 def _cells(report: KernelReport) -> tuple[object, ...]:
     v, r, s = report.variant, report.resources, report.sass
     dtype, op, aligned = (v.dtype, v.operation, "yes" if v.aligned else "no") if report.payload else ("-", "-", "-")
+    spills, wide = r.spill_loads + r.spill_stores, s.body_wide_loads + s.body_wide_stores
+    in_sass: tuple[object, ...] = (spills, wide, s.body_narrow, s.tail, s.scalar, s.control)
+    spill, *accesses = in_sass if report.disassembled else ("-",) * len(in_sass)
     return (
-        v.kernel, v.arch, dtype, op, v.world_size, aligned, r.registers, r.spill_loads + r.spill_stores, r.stack,
-        r.shared, s.body_wide_loads + s.body_wide_stores, s.body_narrow, s.tail, s.scalar, s.control,
+        v.kernel, v.arch, dtype, op, v.world_size, aligned, r.registers, spill, r.stack, r.shared, *accesses,
         report.sys_acquires, report.sys_releases, report.sys_relaxed, report.steady or "-",
     )  # fmt: skip
 

@@ -193,9 +193,10 @@ class CudaArena:
 
     def _check_context(self) -> None:
         """Raises `GroupAborted` if an earlier kernel has cost this process its CUDA context."""
+        site = self._site
         try:
-            with self._site.current():
-                self._site.driver.synchronize()
+            with site.current():
+                site.driver.synchronize()
         except ResourceError as error:
             raise GroupAborted(
                 f"{error}; this came with the probe of the multicast address ({self.no_multicast}): restart the "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--arch", default="sm_80,sm_90,sm_100", show_default=True, help="Comma list of architectures.")
+@click.option("--arch", default="sm_80,sm_90,sm_100", show_default=True, help="Comma list, from sm_70 to sm_121.")
 @click.option("--kernel", help="Only this kernel [default: all].")
 @click.option("--all-variants", is_flag=True, help="All types, operations, world sizes, alignments (many hours).")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -197,8 +197,18 @@ def test_a_kernel_that_does_not_compile_is_found() -> None:
     assert "does not compile" in _found(_does_not_compile)
 
 
+@pytest.mark.parametrize("arch", ["sm_70", "sm_75", "sm_86", "sm_89", "sm_120"])
+def test_other_architectures_are_compiled_and_reported(arch: str) -> None:
+    (variant, *_) = kernel_report.variants((arch,), "all_reduce_one_shot_ll")
+    report = kernel_report.examine(variant)
+    assert kernel_report.check(report) == [] and 32 < report.resources.registers <= 255
+    assert report.ptx.body_wide_stores > 0 and (report.sass.body_wide_stores > 0) is report.disassembled
+    assert report.disassembled or arch == "sm_70"
+    assert ("  -  " in kernel_report.lines([report])[-1]) is not report.disassembled
+
+
 def test_unknown_names_are_refused_with_those_that_exist() -> None:
-    with pytest.raises(InvalidArgument, match="sm_80, sm_90, sm_100"):
+    with pytest.raises(InvalidArgument, match="sm_80, sm_86, sm_87, sm_89, sm_90, sm_100"):
         kernel_report.variants(("sm_42",))
     with pytest.raises(InvalidArgument, match="all_reduce_one_shot_ll"):
         kernel_report.variants(("sm_90",), "no_such_kernel")
