@@ -1,18 +1,14 @@
 from __future__ import annotations
 
-import sys
+from functools import partial
 
+from devtools.every_order import compare
 from devtools.mailbox_model import cases
 from devtools.mailbox_model.explore import explore
 
 
 def main() -> None:
-    wrong = 0
-    for case in cases():
-        verdict, states = explore(case.ranks, case.want)
-        wrong += verdict != case.want
-        print(f"{'ok ' if verdict == case.want else 'BAD'} {case.name}: {verdict} ({states} states)", flush=True)
-    sys.exit(int(wrong > 0))
+    compare((case.name, case.want, partial(explore, case.ranks)) for case in cases())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
-"""The search through every state that a protocol can reach, and the operations of protocols."""
+"""The effect of each operation of a protocol, and the operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
+
+from devtools.every_order import SAFE as SAFE
+from devtools.every_order import search
 
 Slot = tuple[int, int, int, str]  # owner, parity, source, word
 
@@ -20,45 +24,37 @@ Ranks = list[list[Launch]]
 Kernel = Callable[[int, int, int], Launch]  # of rank, number of ranks and epoch
 Place = tuple[int, tuple[int, ...]]  # of a rank: its launch, and the next operation of each of its blocks
 State = tuple[tuple[Place, ...], tuple[int, ...]]  # the places, and the epoch in each slot
-SAFE, LOSES, WRONG = "safe", "loses a word", "reads a wrong word"
+LOSES, WRONG = "loses a word", "reads a wrong word"
 
 
 def explore(ranks: Ranks, want: str = SAFE, limit: int = 1_000_000) -> tuple[str, int]:
-    """The verdict, and the number of visited states: all of them, or those up to the first with the fault `want`.
-
-    The verdict is SAFE, or `want` if some order has that fault, or else the first fault. RuntimeError beyond `limit`
-    states.
-    """
+    """As `every_order.search`."""
     ops = [op for launches in ranks for launch in launches for block in launch for op in block]
     numbers = {slot: n for n, slot in enumerate(dict.fromkeys(slot for op in ops for slot in op.slots))}
     start: State = tuple(_skip_empty(launches, 0) for launches in ranks), (0,) * len(numbers)
-    seen, stack, faults = {start}, [start], list[str]()
-    while stack and want not in faults:
-        places, memory = stack.pop()
-        moves, ended = 0, True
-        for rank, block, op in _next_ops(ranks, places):
-            ended = False
-            held = all(memory[numbers[slot]] == op.epoch for slot in op.slots)
-            if op.kind == "poll" and not held:
-                continue
-            moves += 1
-            if op.kind == "read" and not held:
-                faults.append(WRONG)
-                continue
-            after = memory
-            if op.kind == "write":
-                written = {numbers[slot] for slot in op.slots}
-                after = tuple(op.epoch if n in written else epoch for n, epoch in enumerate(memory))
-            place = _moved(ranks[rank], places[rank], block)
-            state = (*places[:rank], place, *places[rank + 1 :]), after
-            if state not in seen:
-                seen.add(state)
-                stack.append(state)
-        if not ended and not moves:
-            faults.append(LOSES)
-        if len(seen) > limit:
-            raise RuntimeError(f"more than {limit} states: make the case smaller")
-    return want if want in faults else [*faults, SAFE][0], len(seen)
+    return search(start, partial(_moves, ranks, numbers), want, limit)
+
+
+def _moves(ranks: Ranks, numbers: dict[Slot, int], state: State) -> Iterator[State | str]:
+    places, memory = state
+    moved, ended = False, True
+    for rank, block, op in _next_ops(ranks, places):
+        ended = False
+        held = all(memory[numbers[slot]] == op.epoch for slot in op.slots)
+        if op.kind == "poll" and not held:
+            continue
+        moved = True
+        if op.kind == "read" and not held:
+            yield WRONG
+            continue
+        after = memory
+        if op.kind == "write":
+            written = {numbers[slot] for slot in op.slots}
+            after = tuple(op.epoch if n in written else epoch for n, epoch in enumerate(memory))
+        place = _moved(ranks[rank], places[rank], block)
+        yield (*places[:rank], place, *places[rank + 1 :]), after
+    if not ended and not moved:
+        yield LOSES
 
 
 def _next_ops(ranks: Ranks, places: tuple[Place, ...]) -> Iterator[tuple[int, int, Op]]:
