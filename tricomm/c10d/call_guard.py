@@ -1,7 +1,8 @@
 """The entry of every call of a group: interrupts, and tensors that wrap other tensors.
 
 Ctrl-C, or an exception that a signal handler raises, may come at any line of a call. The other ranks may be waiting for
-this one at that moment. So the group is given up, and they are told.
+this one at that moment. So the group is given up, and they are told. Any other error that is raised before a call is
+sent (by an allocation, by Dynamo, by a dispatch mode of the caller) leaves the group as it was.
 
 Only a tensor subclass that wraps other tensors, as TwoTensor and AsyncCollectiveTensor do, knows what a call means for
 its inner tensors. So the tensors of such a call pass through an operator of torch's. torch's dispatcher hands them to
@@ -13,7 +14,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import signal
 from collections.abc import Callable
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import torch
@@ -29,6 +33,7 @@ NOTHING_SENT = "tricomm_nothing_sent"  # attribute of an exception by which a na
 _lib = Library("tricomm", "FRAGMENT")
 _pending: dict[int, Callable[[list[torch.Tensor]], None]] = {}
 _tokens = itertools.count()
+_sending: set[CodeType] = set()
 
 
 def guard_methods(*names: str) -> Callable[[type], type]:
@@ -59,9 +64,26 @@ def guarded_call(method: Any) -> Any:
     return call
 
 
+def sends(function: Any) -> Any:
+    """Decorator: an exception that passes through `function` may leave a call half made."""
+    _sending.add(function.__code__)
+    return function
+
+
 def is_refusal(error: BaseException) -> bool:
-    """Whether `error` is one that a call itself raises, for its arguments or for a fault; others are interrupts."""
-    return isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False)
+    """Whether the group goes on after `error`: the call itself raises it, for its arguments or for a fault, or it is
+    raised before the call is sent and is no interrupt."""
+    if isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False):
+        return True
+    codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
+    return isinstance(error, Exception) and codes.isdisjoint(_sending | _signal_handlers())
+
+
+def _signal_handlers() -> set[CodeType]:
+    handlers: list[Any] = [signal.getsignal(number) for number in signal.valid_signals()]
+    handlers = [h.func if isinstance(h, functools.partial) else h for h in handlers]
+    functions = [f for h in handlers for f in (h, vars(type(h)).get("__call__"))]
+    return {f.__code__ for f in functions if hasattr(f, "__code__")}
 
 
 def _run(method: Any, group: Any, args: Any, keywords: Any) -> Any:

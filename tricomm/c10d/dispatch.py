@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from tricomm.c10d import fallback_backends, gloo_collectives
-from tricomm.c10d.call_guard import NOTHING_SENT
+from tricomm.c10d.call_guard import NOTHING_SENT, sends
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, options_for, torch_backend
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.fast_path import FastPath
@@ -102,6 +102,7 @@ class Dispatcher:
         """Whether ranks compare their calls before Gloo runs them: TRICOMM_CHECK, the same on all ranks."""
         return self._agreed.check
 
+    @sends
     def run(self, batch: list[GroupCall], native: Callable[[], Any]) -> Any:
         """Run the calls of `batch`, which are on one device, one after another; returns a handle for all of them.
 
@@ -173,6 +174,7 @@ class Dispatcher:
             route, made = self._decide(self.site(device.type), call), True
         return route, made
 
+    @sends
     def symmetric(self, call: GroupCall, numel: int) -> Symmetric | None:
         """Memory of `numel` elements that the kernels read in place, for calls like `call`; all ranks ask together. It
         has no multicast address, because calls that gather or scatter do not use one.

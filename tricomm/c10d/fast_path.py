@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tricomm.c10d.call_guard import sends
 from tricomm.c10d.group_calls import OPERATIONS
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import FinishedWork
@@ -54,6 +55,7 @@ class FastPath:
         self._calls.clear()
         self._known = 0
 
+    @sends
     def all_reduce(self, tensors: Any, opts: Any) -> FinishedWork | None:
         """Repeat a known call and return its handle; None, with nothing done, if the call is not known.
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tricomm.c10d import fallback_backends
-from tricomm.c10d.call_guard import is_refusal
+from tricomm.c10d.call_guard import is_refusal, sends
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
@@ -77,6 +77,7 @@ def resume(group: Any = None) -> None:
     _step(wrap(group), "resume", Communicator.resume, Communicator.suspend)
 
 
+@sends
 def _step(
     group: TricommGroup, what: str, step: Callable[[Communicator], None], back: Callable[[Communicator], None]
 ) -> None:

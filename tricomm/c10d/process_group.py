@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tricomm.c10d import checked_point_to_point, group_calls
-from tricomm.c10d.call_guard import WrapperTensor, guard_methods, is_refusal
+from tricomm.c10d.call_guard import WrapperTensor, guard_methods, is_refusal, sends
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
 from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.fallback_backends import Backends, CallBlock
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.c10d.torch_names import c10d
+from tricomm.c10d.torch_names import AnsweringGroup, c10d
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork, in_backward, limit_seconds, raise_in_backward
 from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.options import Options
@@ -35,23 +35,19 @@ from tricomm.policy import backend_choice
     "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base", "send", "recv",
     "recv_anysource", "barrier", "monitored_barrier", "symmetric",
 )  # fmt: skip
-class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
+class TricommGroup(AnsweringGroup):
     """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
 
-    __slots__ = ("__dict__", "_fast_path")  # in a subclass of a C++ class, a slot is read faster than an attribute
-
-    # Of the backend object for the CPU, which is the group itself.
-    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+    __slots__ = ("_fast_path",)  # in a subclass of a C++ class, a slot is read faster than an attribute
 
     def __init__(
         self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, options: Options | None = None
     ) -> None:
-        super().__init__(config.rank, config.world_size)
+        super().__init__(config.rank, config.world_size, config.name)
         self._config, self._backends = config, backends
         self._dispatcher = Dispatcher(config, agreed, backends, options)
         self._fast_path = self._dispatcher.fast_path
         self._block = CallBlock()
-        self._name, self._desc = config.name, ""
         self._point_to_point = None
         if backends.transport is not None:
             self._point_to_point = checked_point_to_point.CheckedPointToPoint(
@@ -64,31 +60,8 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         """Whether the bits of its reductions depend on rank order alone."""
         return self._dispatcher.batch_invariant
 
-    def getBackendName(self) -> str:
-        return "tricomm"
-
-    # torch keeps these in the backends' objects, and the CPU has none.
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
-    def setGroupDesc(self, text: str) -> None:
-        self._desc = text
-
     def _get_backend(self, device: torch.device) -> Any:
         return self._backend_for(torch.device(device))
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def supports_tensor_alloc(self, device: Any) -> bool:
-        return False
 
     # In place
 
@@ -368,6 +341,10 @@ class TricommGroup(c10d.ProcessGroup):  # type: ignore[misc]
         self._dispatcher.count_call(
             call, backend_choice.decide(self._dispatcher.site(x.device.type), what, x.dtype, "none", x.nbytes)
         )
+        return self._sent(what, x, peer, tag)
+
+    @sends
+    def _sent(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> Any:
         if self._point_to_point is not None and x.device.type == "cpu":
             work: Any = getattr(self._point_to_point, what)(x, peer, tag)
         else:

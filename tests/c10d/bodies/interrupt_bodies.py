@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -51,6 +52,7 @@ def walk(rank, world_size, tell, folder, route, call, kind, part, parts, first, 
     os.environ.update(TRICOMM_CPU=route, TRICOMM_ARENA_BYTES="262144")
     if without:
         process_group.TricommGroup.interrupted = lambda group, error: None
+    signal.signal(signal.SIGUSR2, Walk().line)  # what a signal handler raises is an interrupt
     wrong, lines = [], []
     number = 0
 
