@@ -1,8 +1,11 @@
-"""Registers the backend as soon as torch has been imported, whether before or after tricomm.
+"""Registers the backend once torch has been imported, and keeps Dynamo out of tricomm once Dynamo has been imported.
 
-`import tricomm` alone does not import torch, because `tricomm --help` needs none. If torch is there already, the
-backend is registered at once. If not, a finder on `sys.meta_path` watches the imports of torch and of tricomm's
-modules. It acts when torch is there and none of these modules is half imported, and then removes itself.
+`import tricomm` alone imports neither torch, because `tricomm --help` needs none, nor Dynamo, which takes a second. If
+one of them has not been imported, a finder on `sys.meta_path` watches its import, and for torch also the imports of
+tricomm's modules. The finder acts when none of these is half imported, and then removes itself.
+
+Dynamo calls a backend that is written in C++ and does not look inside. Without a rule it would trace ours: it would
+replace the code of a call by its own, whose errors the ranks do not share.
 """
 
 from __future__ import annotations
@@ -14,32 +17,48 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pkgutil import iter_modules
 from types import ModuleType
 
 
 def install() -> None:
-    """Register the backend now if torch has been imported, otherwise when it is."""
-    if "torch" in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _ImportWatch())
+    """Do now what the modules that have been imported need, and the rest when they are imported."""
+    _when("torch", _register, "tricomm.")
+    _when("torch._dynamo", _keep_dynamo_out)
 
 
 def _register() -> None:
     import_module("tricomm.c10d").register()
 
 
-class _ImportWatch(MetaPathFinder):
-    """Leaves the search to the other finders. After each watched import it checks whether it is time to register."""
+def _keep_dynamo_out() -> None:
+    """The engines' methods stay open to Dynamo: they ask whether they are being compiled."""
+    add = import_module("torch._dynamo.trace_rules").add
+    for room in iter_modules(import_module("tricomm").__path__, "tricomm."):
+        if room.name != "tricomm.engines":
+            add(room.name)
 
-    def __init__(self) -> None:
+
+def _when(module: str, act: Callable[[], None], *prefixes: str) -> None:
+    if module in sys.modules:
+        act()
+    else:
+        sys.meta_path.insert(0, _ImportWatch(module, act, prefixes))
+
+
+class _ImportWatch(MetaPathFinder):
+    """Leaves the search to the other finders. After each import of `module`, or of one whose name begins with one of
+    `prefixes`, it checks whether it is time to act."""
+
+    def __init__(self, module: str, act: Callable[[], None], prefixes: tuple[str, ...]) -> None:
+        self._module, self._act, self._prefixes = module, act, prefixes
         self._lock = threading.Lock()
         self._loading = 0  # watched modules that are being executed, in any thread
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != "torch" and not fullname.startswith("tricomm."):
+        if fullname != self._module and not fullname.startswith(self._prefixes):
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
@@ -65,10 +84,13 @@ class _ImportWatch(MetaPathFinder):
 
     def _look(self) -> None:
         with self._lock:
-            if self._loading or "torch" not in sys.modules or self not in sys.meta_path:
+            if self._loading or self._module not in sys.modules or self not in sys.meta_path:
                 return
             sys.meta_path.remove(self)
         try:
-            _register()
-        except ImportError as error:  # the import that has just succeeded must not fail because of ours
-            warnings.warn(f"torch.distributed has no backend tricomm: {error}", ImportWarning, stacklevel=2)
+            self._act()
+        except (
+            ImportError,
+            AttributeError,
+        ) as error:  # the import that has just succeeded must not fail because of ours
+            warnings.warn(f"tricomm does not fit {self._module}: {error}", ImportWarning, stacklevel=2)
