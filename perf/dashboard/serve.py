@@ -1,12 +1,13 @@
 """The page on loopback, renewed while a benchmark or a job runs; and its metrics, for a Prometheus on this machine.
 
-There are at most `CONNECTIONS` clients, each with a thread. A request is complete within `SECONDS` and has at most
-`HEAD_BYTES`; its answer is taken within `SECONDS`. If there is no room for a client, the one that has been sending its
-request for longest is cut off, so slow clients cannot lock others out.
+There are at most `CONNECTIONS` clients, and `EACH` of one address, each with a thread. A request is complete within
+`SECONDS` and has at most `HEAD_BYTES`; its answer is taken within `SECONDS`. If there is no room for a client, the one
+that has kept its thread waiting for longest is cut off, so clients that send or read slowly lock nobody out.
 """
 
 from __future__ import annotations
 
+import io
 import socket
 import sys
 import threading
@@ -14,9 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
-from http.client import LineTooLong
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BufferedIOBase
 from typing import Any
 
 from tricomm.errors import ResourceError, TricommError
@@ -24,10 +23,10 @@ from tricomm.errors import ResourceError, TricommError
 ADDRESS = "127.0.0.1"
 PORT = 8377
 RENEW = 5.0  # seconds
-CONNECTIONS = 32
+CONNECTIONS, EACH = 32, 24
 SECONDS = 10.0
 HEAD_BYTES = 16 << 10
-_LEAVE_SECONDS = 1.0  # for the thread of a connection that was cut
+_LEAVE_SECONDS = 1.0  # for a thread to end, if there are too many
 _HTML, _DATA, _METRICS = "text/html; charset=utf-8", "text/plain", "text/plain; version=0.0.4; charset=utf-8"
 _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
@@ -35,8 +34,8 @@ _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: clos
 class Server(ThreadingHTTPServer):
     """`/` is `page()`, `/data` is its new data, `/metrics` is for Prometheus. Only this machine reaches it.
 
-    `connections` at once, each with `seconds` to send its request and `seconds` to take the answer. Raises
-    `ResourceError` for a port that is refused.
+    `connections` at once, `each` of one address, each with `seconds` to send its request and `seconds` to take the
+    answer. Raises `ResourceError` for a port that is refused.
     """
 
     daemon_threads = True
@@ -45,17 +44,17 @@ class Server(ThreadingHTTPServer):
 
     def __init__(
         self, port: int, page: Callable[[], str], data: Callable[[], str], metrics: Callable[[], bytes],
-        connections: int = CONNECTIONS, seconds: float = SECONDS,
+        connections: int = CONNECTIONS, each: int = EACH, seconds: float = SECONDS,
     ) -> None:  # fmt: skip
         self.answers: dict[str, tuple[str, Callable[[], bytes]]] = {
             "/": (_HTML, lambda: page().encode()),
             "/data": (_DATA, lambda: data().encode()),
             "/metrics": (_METRICS, metrics),
         }
-        self._seconds, self._places = seconds, threading.BoundedSemaphore(connections)
-        self._lock = threading.Lock()
-        self._asking: dict[socket.socket, float] = {}  # their deadlines, the oldest client first
-        self._taking: dict[socket.socket, float] = {}
+        self.seconds, self._most, self._each = seconds, connections, each
+        self._changed = threading.Condition()
+        self._open: dict[socket.socket, str] = {}  # and the client's address
+        self._waiting: dict[socket.socket, None] = {}  # for the client, the one that waits for longest first
         try:
             super().__init__((ADDRESS, port), _Handler)
         except OSError as error:
@@ -73,13 +72,15 @@ class Server(ThreadingHTTPServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
-    # Bounds
-
     def process_request(self, request: Any, client_address: Any) -> None:
-        if not self._places.acquire(blocking=False) and not self._make_room():
-            return self._refuse(request)
-        with self._lock:
-            self._asking[request] = time.monotonic() + self._seconds
+        with self._changed:
+            if not self._make_room(client_address[0]):
+                request.setblocking(False)
+                with suppress(OSError):
+                    request.send(_BUSY)
+                return self.shutdown_request(request)
+            self._open[request] = client_address[0]
+            self._waiting[request] = None
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started
@@ -92,43 +93,35 @@ class Server(ThreadingHTTPServer):
         finally:
             self._leave(request)
 
-    def asked(self, request: socket.socket) -> None:
-        """The request has come in."""
-        with self._lock:
-            self._asking.pop(request, None)
+    def waits(self, request: socket.socket, for_client: bool) -> None:
+        """The thread of `request` waits for the client, or works."""
+        with self._changed:
+            self._waiting.pop(request, None)
+            if for_client:
+                self._waiting[request] = None
 
-    def answers_now(self, request: socket.socket) -> None:
-        """The answer is ready; the client's time to take it begins."""
-        with self._lock:
-            self._taking[request] = time.monotonic() + self._seconds
+    def _make_room(self, address: str) -> bool:
+        """Cut off the client that has kept its thread waiting for longest, if there are too many of them."""
 
-    def service_actions(self) -> None:
-        """Cut off the clients whose time is up; called by `serve_forever` twice a second."""
-        now = time.monotonic()
-        with self._lock:
-            for request, end in (*self._asking.items(), *self._taking.items()):
-                if now >= end:
-                    _cut(request)
+        def same() -> bool:
+            return sum(other == address for other in self._open.values()) >= self._each
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report nothing for a client that has gone or was cut off; any other error is a bug."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)
+        def room() -> bool:
+            return len(self._open) < self._most and not same()
 
-    def _make_room(self) -> bool:
-        with self._lock:
-            oldest = next(iter(self._asking), None)
-            if oldest is None:
-                return False
-            del self._asking[oldest]
-            _cut(oldest)
-        return self._places.acquire(timeout=_LEAVE_SECONDS)
+        if room():
+            return True
+        oldest = next((r for r in self._waiting if not same() or self._open[r] == address), None)
+        if oldest is not None:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # ends the reads and writes of its thread, which closes it
+        return self._changed.wait_for(room, _LEAVE_SECONDS)
 
-    def _refuse(self, request: socket.socket) -> None:
-        request.setblocking(False)
-        with suppress(OSError):
-            request.send(_BUSY)
-        self.shutdown_request(request)
+    def _leave(self, request: socket.socket) -> None:
+        with self._changed:
+            self._open.pop(request, None)
+            self._waiting.pop(request, None)
+            self._changed.notify_all()
 
     def shutdown_request(self, request: Any) -> None:
         request.setblocking(False)
@@ -136,49 +129,39 @@ class Server(ThreadingHTTPServer):
             request.recv(4 * HEAD_BYTES)  # closing a socket with unread data may discard the answer
         super().shutdown_request(request)
 
-    def _leave(self, request: socket.socket) -> None:
-        with self._lock:
-            self._asking.pop(request, None)
-            self._taking.pop(request, None)
-        self._places.release()
-
-
-def _cut(request: socket.socket) -> None:
-    with suppress(OSError):
-        request.shutdown(socket.SHUT_RDWR)  # ends the reads and writes of its thread, which closes it
-
-
-class _Bounded:
-    """The input of a request: `HEAD_BYTES` in all."""
-
-    def __init__(self, file: BufferedIOBase) -> None:
-        self._file, self._left = file, HEAD_BYTES
-        self.close = file.close
-
-    def readline(self, limit: int = -1) -> bytes:
-        line = self._file.readline(self._left + 1)
-        self._left -= len(line)
-        if self._left < 0:
-            raise LineTooLong("request")
-        return line
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Report nothing for a client that has gone or was cut off; any other error is a bug."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
 
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = _Bounded(self.rfile)  # type: ignore[assignment]
-
     def handle(self) -> None:
-        try:
-            super().handle()
-        except LineTooLong:  # in the first line; http.server handles the others
+        head = self._head()
+        self.rfile = io.BytesIO(head)
+        if len(head) > HEAD_BYTES:
             self.requestline = self.request_version = self.command = ""
-            self.send_error(HTTPStatus.REQUEST_URI_TOO_LONG)
+            line = b"\n" not in head[:HEAD_BYTES]
+            long = HTTPStatus.REQUEST_URI_TOO_LONG if line else HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
+            return self.send_error(long)
+        super().handle()
+
+    def _head(self) -> bytes:
+        """The request's lines. Raises `TimeoutError` if they are not there in time."""
+        head, end = b"", time.monotonic() + self.server.seconds
+        while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= HEAD_BYTES:
+            self.connection.settimeout(max(1e-3, end - time.monotonic()))
+            more = self.connection.recv(HEAD_BYTES)
+            if not more:
+                break
+            head += more
+        self.connection.settimeout(self.server.seconds)  # `sendall` takes it for the whole of its data
+        return head
 
     def do_GET(self) -> None:
-        self.server.asked(self.connection)
+        self.server.waits(self.connection, for_client=False)
         # Another site's page can resolve its own host name to this address; its requests carry that name.
         host = (self.headers.get("Host") or "").partition(":")[0]
         if host not in (ADDRESS, "localhost"):
@@ -191,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
             body = answer()
         except TricommError as error:
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
-        self.server.answers_now(self.connection)
+        self.server.waits(self.connection, for_client=True)
         self.send_response(HTTPStatus.OK)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,8 +18,9 @@ _BIG = "x" * (32 << 20)  # more than the buffers of a connection take
 
 
 @contextmanager
-def _served(connections: int = 4, seconds: float = 1.0) -> Iterator[serve.Server]:
-    with serve.Server(0, lambda: _BIG, lambda: "data", bytes, connections=connections, seconds=seconds) as server:
+def _served(connections: int = 4, seconds: float = 1.0, each: int = serve.EACH) -> Iterator[serve.Server]:
+    limits = {"connections": connections, "each": each, "seconds": seconds}
+    with serve.Server(0, lambda: _BIG, lambda: "data", bytes, **limits) as server:  # type: ignore[arg-type]
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
@@ -26,8 +28,9 @@ def _served(connections: int = 4, seconds: float = 1.0) -> Iterator[serve.Server
         thread.join(timeout=10)
 
 
-def _connect(server: serve.Server, stack: ExitStack, text: bytes = b"") -> socket.socket:
-    client = stack.enter_context(socket.create_connection(server.server_address[:2], timeout=20))
+def _connect(server: serve.Server, stack: ExitStack, text: bytes = b"", source: str = "") -> socket.socket:
+    there, here = server.server_address[:2], (source, 0)
+    client = stack.enter_context(socket.create_connection(there, timeout=20, source_address=here))
     client.sendall(text)
     return client
 
@@ -75,9 +78,8 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_at_its_deadline() -> Non
         _until(lambda: _threads(server) == 0)
 
 
-def test_without_deadlines_a_slow_client_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve.Server, "service_actions", lambda self: None)
-    with _served() as server, ExitStack() as stack:
+def test_without_a_deadline_a_slow_client_stays() -> None:
+    with _served(seconds=60.0) as server, ExitStack() as stack:
         client = _connect(server, stack, b"GET")
         time.sleep(2.0)
         assert not _ended(client) and _threads(server) == 1
@@ -103,17 +105,55 @@ def test_a_hundred_connections_take_no_more_threads_than_places_and_lock_nobody_
         assert _data(server) == "data"
 
 
+_ASKS_FOR_THE_PAGE = b"GET / HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n"
+
+
+def _never_read(server: serve.Server, stack: ExitStack, count: int, source: str = "") -> list[socket.socket]:
+    takers = []
+    for _ in range(count):
+        takers.append(_connect(server, stack, _ASKS_FOR_THE_PAGE, source))
+        assert takers[-1].recv(8) == b"HTTP/1.0"
+    return takers
+
+
+def test_clients_that_ask_and_never_read_lock_nobody_out() -> None:
+    with _served(seconds=60.0) as server, ExitStack() as stack:
+        for _ in range(3):
+            _never_read(server, stack, 5)
+            assert [_data(server) for _ in range(3)] == ["data"] * 3 and _threads(server) <= 4
+
+
+def test_without_cutting_them_off_they_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = serve.Server.waits
+    monkeypatch.setattr(serve.Server, "waits", lambda server, request, for_client: real(server, request, False))
+    with _served(seconds=60.0) as server, ExitStack() as stack:
+        _never_read(server, stack, 4)
+        with pytest.raises(urllib.error.HTTPError, match="503") as told:
+            _data(server)
+        told.value.close()
+
+
+@pytest.mark.parametrize(("each", "stays"), [(2, True), (4, False)])
+def test_many_clients_of_an_address_cost_those_of_others_nothing(each: int, stays: bool) -> None:
+    with _served(seconds=60.0, each=each) as server, ExitStack() as stack:
+        other = _connect(server, stack, b"GET /data HTTP/1.0\r\n")
+        _until(lambda: _threads(server) == 1)
+        _never_read(server, stack, 6, "127.0.0.2")
+        assert _ended(other) is not stays
+
+
 def test_who_comes_while_all_places_are_at_work_is_told() -> None:
-    go = threading.Event()
+    go, at_work = threading.Event(), []
 
     def page() -> str:
+        at_work.append(1)
         go.wait(60)
         return "page"
 
     with serve.Server(0, page, lambda: "data", bytes, connections=2, seconds=5.0) as server, ExitStack() as stack:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        busy = [_connect(server, stack, b"GET / HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n") for _ in range(2)]
-        _until(lambda: _threads(server) == 2 and not server._asking)
+        busy = [_connect(server, stack, _ASKS_FOR_THE_PAGE) for _ in range(2)]
+        _until(lambda: len(at_work) == 2)
         refused = _connect(server, stack, b"GET /data HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n")
         assert refused.recv(12) == b"HTTP/1.0 503"
         go.set()
