@@ -76,12 +76,12 @@ class Candidate:
         """The same for candidates that differ in shape only."""
         return self.algorithm, self.protocol
 
-    def row(self, point: Point, world_size: int, max_bytes: int | None) -> TableRow:
+    def row(self, point: Point, world_size: int, max_bytes: int | None, min_bytes: int = 0) -> TableRow:
         """The row of a table that chooses this candidate."""
         kernel, shape = (self.algorithm, self.protocol), (self.blocks, self.warps, self.tile)
         few = (self.registers, True) if point.beside else (None, None)
         row = TableRow(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape, *few)
-        return replace(row, epilogue=point.epilogue) if point.epilogue else row
+        return replace(row, min_bytes=min_bytes, epilogue=point.epilogue or None)
 
     def __str__(self) -> str:
         few = f", {self.registers} registers" if self.registers < MOST_REGISTERS else ""

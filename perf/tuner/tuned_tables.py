@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tricomm.errors import InvalidArgument
@@ -21,26 +22,41 @@ _COLUMNS = (
 def rows(decisions: Sequence[Decision], world_size: int) -> list[TableRow]:
     """Rows of all decisions. A size decides up to halfway, in doublings, to the next one; equal neighbours share a row.
 
-    There is no row for messages above the largest size, because they were not measured.
+    There is no row for messages below the smallest size or above the largest one, because they were not measured.
     """
     made: list[TableRow] = []
     for group in _groups(decisions):
+        least = group[0].point.nbytes
         for here, larger in zip(group, [*group[1:], None], strict=True):
             if larger is not None and larger.chosen == here.chosen:
                 continue
             limit = here.point.nbytes if larger is None else math.isqrt(here.point.nbytes * larger.point.nbytes)
-            made.append(here.chosen.row(here.point, world_size, limit))
+            made.append(here.chosen.row(here.point, world_size, limit, least))
+            least = limit + 1
     return made
 
 
 def replaced(old: Sequence[TableRow], new: Sequence[TableRow]) -> tuple[TableRow, ...]:
-    """`new`, and the rows of `old` whose collective, width and mode are not in `new`."""
-    groups = {row.group for row in new}
-    return (*(row for row in old if row.group not in groups), *new)
+    """`new`, and `old` where `new` says nothing: of another collective, width or mode, and of smaller or larger
+    messages."""
+    kept = []
+    for row in (replace(row, min_bytes=least) for least, row in _ranges(old)):
+        same = [other for other in new if other.group == row.group]
+        if not same:
+            kept.append(row)
+            continue
+        least = min(other.min_bytes for other in same)
+        most = max(math.inf if other.max_bytes is None else other.max_bytes for other in same)
+        end = math.inf if row.max_bytes is None else row.max_bytes
+        if row.min_bytes < least:
+            kept.append(replace(row, max_bytes=int(min(end, least - 1))))
+        if end > most:
+            kept.append(replace(row, min_bytes=max(row.min_bytes, int(most) + 1)))
+    return (*kept, *new)
 
 
 def merge(tables: Sequence[TunedTable]) -> TunedTable:
-    """One table; a later one's rows replace those of the same collective, width and mode.
+    """One table; a later one's rows replace those of the same collective, width and mode in the sizes that they cover.
 
     Raises `InvalidArgument` for tables of different kinds of boxes.
     """
@@ -110,10 +126,10 @@ def csv(table: TunedTable) -> str:
 
 
 def _ranges(table: Sequence[TableRow]) -> Iterator[tuple[int, TableRow]]:
-    """Rows with the least bytes that they decide: one more than the limit of the row before of the same kind."""
+    """Rows with the least bytes that they decide; older tables do not say it, and it follows from the row before."""
     ends: dict[tuple[object, ...], int] = {}
     for row in table:
-        yield ends.get(row.group, 0), row
+        yield row.min_bytes or ends.get(row.group, 0), row
         ends[row.group] = (row.max_bytes or 0) + 1
 
 

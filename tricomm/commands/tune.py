@@ -116,7 +116,7 @@ def show(files: tuple[Path, ...]) -> None:
 def merge(files: tuple[Path, ...], output: Path | None) -> None:
     """Make one table of FILES of the same kind of box, and use it from now on.
 
-    Of a collective, width and mode, the last file that has it counts.
+    Of a collective, width, mode and size, the last file that has it counts.
 
     \b
     tricomm tune merge first.json second.json -o both.json

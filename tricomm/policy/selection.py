@@ -96,8 +96,7 @@ def choose(
     elif row is None:
         reason = f"no table has a row for {collective} on these devices; the first kernel that there is"
     else:
-        limit = "any size" if row.max_bytes is None else f"up to {row.max_bytes} bytes"
-        reason = f"table {table!r} row {number}: {collective}, up to {row.world_size} ranks, {limit}"
+        reason = f"table {table!r} row {number}: {collective}, up to {row.world_size} ranks, {row.sizes}"
     if registers < MOST_REGISTERS:
         beside = "beside other kernels, " if facts.beside else ""
         reason += f"; {beside}at most {registers} registers a thread and {facts.max_blocks} blocks"
@@ -303,17 +302,20 @@ def _promise(facts: SelectionFacts, kernel: registry.Kernel) -> str:
 
 
 def limits(facts: SelectionFacts, collective: str) -> list[int]:
-    """The sizes in bytes at which some row for `collective` ends: between two of them the kernel is the same."""
-    ends = (row.max_bytes for _, _, row in table_rows(facts, collective, 0, "eager", 32))
-    return sorted({end for end in ends if end is not None})
+    """The sizes in bytes at which some row for `collective` ends, or the next byte begins one: between two of them the
+    kernel is the same."""
+    rows = [row for _, _, row in table_rows(facts, collective, None, "eager", 32)]
+    ends = {row.max_bytes for row in rows} | {row.min_bytes - 1 for row in rows if row.min_bytes > 1}
+    return sorted(end for end in ends if end is not None)
 
 
 def table_rows(
-    facts: SelectionFacts, collective: str, nbytes: int, mode: str, bits: int, epilogue: str | None = None,
+    facts: SelectionFacts, collective: str, nbytes: int | None, mode: str, bits: int, epilogue: str | None = None,
     zero_copy: bool = False,
 ) -> list[tuple[str, int, TableRow]]:  # fmt: skip
     """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
-    table for these devices. The first row decides."""
+    table for these devices. The first row decides. `nbytes` None: rows of any sizes.
+    """
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
     tables, kind = [(facts.tuned_name, facts.tuned)], _SAME_LINKS.get(facts.device, facts.device)
     for table in _shipped():
@@ -326,7 +328,7 @@ def table_rows(
         for name, rows in tables
         for number, row in enumerate(rows)
         if row.collective == collective and facts.world_size <= row.world_size
-        if row.max_bytes is None or nbytes <= row.max_bytes
+        if nbytes is None or row.min_bytes <= nbytes and (row.max_bytes is None or nbytes <= row.max_bytes)
         if row.mode in (None, mode) and row.bits in (None, bits) and row.beside in (None, facts.beside)
         if row.epilogue in (None, epilogue) and row.zero_copy == zero_copy
     ]

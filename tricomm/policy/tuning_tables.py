@@ -31,7 +31,7 @@ def epilogue_name(hidden: int, quantize: str) -> str:
 
 @dataclass(frozen=True)
 class TableRow:
-    """For up to `world_size` ranks and `max_bytes` bytes of input per rank (None: any), this kernel.
+    """For up to `world_size` ranks and `min_bytes` to `max_bytes` bytes of input per rank (None: any), this kernel.
 
     `mode` (eager or graph), `bits` (of an element that is reduced), `beside` (whether the group's calls run beside
     other kernels) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it, if they are given.
@@ -53,6 +53,7 @@ class TableRow:
     beside: bool | None = None
     epilogue: str | None = None
     zero_copy: bool = False
+    min_bytes: int = 0
 
     def __post_init__(self) -> None:
         kernel = registry.find(self.collective, self.algorithm, self.protocol, self.zero_copy)
@@ -60,6 +61,15 @@ class TableRow:
             raise InvalidArgument(f"{self.collective} has no epilogue {self.epilogue}")
         if self.tile is not None and self.tile & (self.tile - 1):
             raise InvalidArgument(f"tile {self.tile} is no power of two")
+        if self.max_bytes is not None and self.min_bytes > self.max_bytes:
+            raise InvalidArgument(f"min_bytes {self.min_bytes} is over max_bytes {self.max_bytes}")
+
+    @property
+    def sizes(self) -> str:
+        """The sizes that it covers, in words."""
+        if self.max_bytes is None:
+            return f"from {self.min_bytes} bytes on" if self.min_bytes else "any size"
+        return f"{self.min_bytes} to {self.max_bytes} bytes" if self.min_bytes else f"up to {self.max_bytes} bytes"
 
     @property
     def group(self) -> tuple[str, int | None, str | None, bool | None, str | None, bool]:
@@ -177,6 +187,7 @@ def _forms() -> _Forms:
     limits = {
         "world_size": ranks,
         "max_bytes": Annotated[int, msgspec.Meta(ge=0)] | None,
+        "min_bytes": Annotated[int, msgspec.Meta(ge=0)],
         "mode": Literal["eager", "graph"] | None,
         "bits": Literal[8, 16, 32, 64] | None,
         "blocks": Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)] | None,

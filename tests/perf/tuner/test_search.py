@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,9 @@ from tricomm.kernels.collectives import registry
 from tricomm.perf.tuner import points, search, statistics, tuned_tables
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.successive_halving import CANDIDATES, BudgetExceeded, Samples, successive_halving
+from tricomm.policy import selection
+from tricomm.policy.selection_facts import SelectionFacts
+from tricomm.policy.tuning_tables import TableRow
 
 _POINT = Point("all_reduce", 16, "graph", 1 << 16)
 _times = st.lists(st.floats(0.5, 1e5), min_size=1, max_size=40)
@@ -247,19 +251,54 @@ def _decided(nbytes: int, chosen: Candidate, point: Point = _POINT) -> search.De
     return search.Decision(here, chosen, 1.0, chosen, 1.0, statistics.Gain(0, 0, 0), 1)
 
 
-def test_sizes_decide_halfway_to_the_next_and_nothing_is_said_above_the_last() -> None:
+def test_sizes_decide_halfway_to_the_next_and_nothing_is_said_beyond_those_that_were_measured() -> None:
     a, b = _pool()[:2]
     result = tuned_tables.rows([_decided(n, c) for n, c in ((1024, a), (4096, a), (16384, b), (65536, b))], 4)
-    assert [(r.max_bytes, r.blocks, r.tile) for r in result] == [(8192, a.blocks, a.tile), (65536, b.blocks, b.tile)]
+    ranges = [(r.min_bytes, r.max_bytes, r.blocks, r.tile) for r in result]
+    assert ranges == [(1024, 8192, a.blocks, a.tile), (8193, 65536, b.blocks, b.tile)]
     assert {(r.mode, r.bits, r.world_size) for r in result} == {("graph", 16, 4)}
+
+
+def _chosen(rows: Sequence[TableRow], nbytes: int) -> tuple[str, int]:
+    """The table that decides, and the blocks."""
+    facts = SelectionFacts("cpu", 4, layout.plan(4, 64 << 20), 64, tuned=tuple(rows), tuned_name="tuned")
+    choice = selection.choose(facts, "all_reduce", nbytes, mode="graph", bits=16)
+    return choice.table, choice.blocks
+
+
+def test_sizes_that_were_not_measured_keep_their_kernel() -> None:
+    a, b = _pool()[:2]
+    result = tuned_tables.rows([_decided(n, c) for n, c in ((1024, a), (65536, b))], 4)
+    for nbytes in (0, 8, 1023, 65537, 1 << 30):
+        assert _chosen(result, nbytes) == _chosen([], nbytes) and _chosen(result, nbytes)[0] != "tuned"
+    for nbytes in (1024, 3000, 8192, 8193, 65536):
+        assert _chosen(result, nbytes) == ("tuned", (a if nbytes <= 8192 else b).blocks)
+    facts = SelectionFacts("cpu", 4, layout.plan(4, 64 << 20), 64, tuned=(replace(result[0], bits=32, mode="eager"),))
+    assert {1023, 8192} <= set(selection.limits(facts, "all_reduce"))
 
 
 def test_rows_of_what_was_not_tuned_stay() -> None:
     a, b = _pool()[:2]
     other = Point("all_gather", 0, "eager", 1)
-    old = [*tuned_tables.rows([_decided(1024, a)], 4), *tuned_tables.rows([_decided(1024, a, other)], 4)]
-    new = tuned_tables.rows([_decided(4096, b)], 4)
-    assert tuned_tables.replaced(old, new) == (old[1], *new)
+    old = [*tuned_tables.rows([_decided(n, a) for n in (1024, 65536)], 4)]
+    old += tuned_tables.rows([_decided(1024, a, other)], 4)
+    new = tuned_tables.rows([_decided(n, b) for n in (4096, 8192)], 4)
+    merged = tuned_tables.replaced(old, new)
+    ranges = [(r.collective, r.min_bytes, r.max_bytes, r.blocks) for r in merged]
+    assert ranges == [
+        ("all_reduce", 1024, 4095, a.blocks), ("all_reduce", 8193, 65536, a.blocks),
+        ("all_gather", 1024, 1024, a.blocks), ("all_reduce", 4096, 8192, b.blocks),
+    ]  # fmt: skip
+    assert tuned_tables.replaced(new, old) == tuple(old)
+    assert [tuned_tables.replaced(merged, again) for again in (old, merged)] == [tuple(old), merged]
+
+
+def test_rows_of_an_older_table_which_name_no_smallest_size_keep_theirs() -> None:
+    a, b = _pool()[:2]
+    old = [replace(r, min_bytes=0) for r in tuned_tables.rows([_decided(n, c) for n, c in ((1024, a), (65536, b))], 4)]
+    new = tuned_tables.rows([_decided(2048, b)], 4)
+    merged = tuned_tables.replaced(old, new)
+    assert [(r.min_bytes, r.max_bytes) for r in merged] == [(0, 2047), (2049, 8192), (8193, 65536), (2048, 2048)]
 
 
 def test_what_changed_is_said_with_its_confidence() -> None:
