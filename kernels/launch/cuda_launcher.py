@@ -31,8 +31,10 @@ _MOST_STATIC_SHARED = 48 * 1024
 # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: results of a launch in another device's context,
 # or in a thread that has used no device yet.
 _NOT_THIS_CONTEXT = (201, 400, 709)
-_loading = threading.Lock()
-_loaded: dict[tuple[Any, ...], dict[str, tuple[Any, Any]]] = {}  # by compiled variant, then by device
+_compiling = threading.Lock()
+_compiled: dict[tuple[Any, ...], Any] = {}  # by variant
+_loaded: dict[tuple[Any, ...], tuple[Any, Any]] = {}  # by variant and device
+_loading: dict[tuple[Any, ...], threading.Lock] = {}  # likewise
 
 
 class Device(Protocol):
@@ -200,24 +202,27 @@ def _word(value: Any) -> int:
 
 
 def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
-    """The driver's function and Triton's compiled kernel, once a process: loading may wait for the whole device.
+    """The driver's function and Triton's compiled kernel, once a process.
 
-    Devices of one architecture share what was compiled for the first of them.
+    Devices of one architecture share a compiled kernel. Loading may wait for all work of the device, and that for a
+    rank of another thread: so no lock is held that another kernel, another device or a loaded kernel needs.
     """
-    key = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.capability)
-    with _loading:
-        known = _loaded.setdefault(key, {})
-        if device.name not in known:
-            compiled = (
-                next(iter(known.values()))[1]
-                if known
-                else _compiled(kernel, constexprs, bits, aligned, device.capability)
-            )
-            known[device.name] = _function(compiled, kernel.fn.__name__, device), compiled
-        return known[device.name]
+    variant = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.capability)
+    place = (*variant, device.name)
+    found = _loaded.get(place)
+    if found is None:
+        with _compiling:
+            compiled = _compiled.get(variant)
+            if compiled is None:
+                compiled = _compiled[variant] = _compile(kernel, constexprs, bits, aligned, device.capability)
+        with _loading.setdefault(place, threading.Lock()):
+            found = _loaded.get(place)
+            if found is None:
+                found = _loaded[place] = _function(compiled, kernel.fn.__name__, device), compiled
+    return found
 
 
-def _compiled(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int) -> Any:
+def _compile(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int) -> Any:
     try:
         return compile_kernel(kernel, constexprs, bits, aligned, capability)
     except Exception as error:  # whatever a compiler may raise
@@ -237,8 +242,12 @@ def _function(compiled: Any, name: str, device: Device) -> Any:
         if metadata.shared > _MOST_STATIC_SHARED:
             most = bindings.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(device, "cuFuncSetAttribute", bindings.cuFuncSetAttribute(function, most, metadata.shared))
-        if hasattr(bindings, "cuFuncLoad"):  # now, because at the first launch a peer's kernel may be running
-            _check(device, "cuFuncLoad", bindings.cuFuncLoad(function))
+        # Load it now, because at the first launch a peer's kernel may be running.
+        try:
+            answer = bindings.cuFuncLoad(function)
+        except (AttributeError, RuntimeError):  # a driver before CUDA 12.4, where cuModuleGetFunction has loaded it
+            return function
+        _check(device, "cuFuncLoad", answer)
     return function
 
 

@@ -1,9 +1,14 @@
-"""A GPU that launches nothing: it reads what a launch passes as CUDA's driver does, by the cubin's own signature."""
+"""A GPU that launches nothing: it reads what a launch passes as CUDA's driver does, by the cubin's own signature.
+
+It is as strict as the driver about what else a launch needs: symbols that an old driver lacks, calls that wait for the
+device's work, calls that a capture refuses, errors that stay.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +21,12 @@ class Result(enum.IntEnum):
     CUDA_ERROR_INVALID_CONTEXT = 201
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_FOUND = 500
+    CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
+
+
+STICKY = {Result.CUDA_ERROR_ILLEGAL_ADDRESS}  # every later call in the context gives the same
+WAIT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -44,7 +55,13 @@ class Attribute(enum.IntEnum):
 
 @dataclass
 class FakeGpu:
-    """Bindings and device at once. `failures`: what a call gives, by its name and how often it has been called."""
+    """Bindings and device at once.
+
+    failures   what a call gives, by its name and how often it has been called
+    missing    functions that this driver does not have; from CUDA 12.4 on it has cuFuncLoad, and loads kernels lazily
+    idle       set unless kernels are pending, for which some calls wait
+    capturing  whether any thread captures a graph, in the global mode
+    """
 
     name: str
     capability: int = 90
@@ -57,14 +74,26 @@ class FakeGpu:
     functions: dict[int, tuple[str, list[tuple[int, int]]]] = field(default_factory=dict)
     modules: list[bytes] = field(default_factory=list)
     attributes: dict[int, int] = field(default_factory=dict)
+    missing: frozenset[str] = frozenset()
+    idle: threading.Event = field(default_factory=threading.Event)
+    capturing: bool = False
+    loaded: set[int] = field(default_factory=set)  # handles of functions
+    _sticky: Result = Result.CUDA_SUCCESS
     _before: list[bool] = field(default_factory=list)
 
     CUstream = Stream
     CUfunction_attribute = Attribute
 
+    def __post_init__(self) -> None:
+        self.idle.set()
+
     @property
     def bindings(self) -> FakeGpu:
         return self
+
+    @property
+    def _lazy(self) -> bool:
+        return "cuFuncLoad" not in self.missing
 
     def stream(self) -> int:
         return self.raw
@@ -81,29 +110,46 @@ class FakeGpu:
 
     def _begins(self, name: str) -> Result:
         self.calls.append(name)
-        result = self.failures.get((name, self.calls.count(name)), Result.CUDA_SUCCESS)
+        if name in self.missing:
+            raise RuntimeError(f'Function "{name}" not found')  # as the bindings, which have every name
+        result = self._sticky or self.failures.get((name, self.calls.count(name)), Result.CUDA_SUCCESS)
+        if result in STICKY:
+            self._sticky = result
         if result is Result.CUDA_SUCCESS and not self.current:
             return Result.CUDA_ERROR_INVALID_CONTEXT
         return result
 
+    def _load(self, name: str) -> Result:
+        """A call that puts code on the device: it waits for the device's work, and no capture allows it."""
+        result = self._begins(name)
+        if result is Result.CUDA_SUCCESS and self.capturing:
+            return Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+        if not self.idle.wait(WAIT_SECONDS):
+            raise AssertionError(f"{name} waits for kernels that do not end")
+        return result
+
     def cuModuleLoadData(self, image: bytes) -> tuple[Any, ...]:
         assert image[:4] == b"\x7fELF" and isinstance(image, bytes)
-        result = self._begins("cuModuleLoadData")
+        result = self._load("cuModuleLoadData")
         self.modules.append(image)
         return result, len(self.modules) - 1
 
     def cuModuleGetFunction(self, module: int, name: bytes) -> tuple[Any, ...]:
-        result = self._begins("cuModuleGetFunction")
+        result = self._begins("cuModuleGetFunction") if self._lazy else self._load("cuModuleGetFunction")
         observed = parameters(self.modules[module], name.decode())
         if observed is None:
             return Result.CUDA_ERROR_NOT_FOUND, 0
         handle = 0x1000 + len(self.functions)
         self.functions[handle] = name.decode(), observed
+        if not self._lazy:
+            self.loaded.add(handle)
         return result, handle
 
     def cuFuncLoad(self, function: int) -> tuple[Any, ...]:
         assert function in self.functions
-        return (self._begins("cuFuncLoad"),)
+        result = self._load("cuFuncLoad")
+        self.loaded.add(function)
+        return (result,)
 
     def cuFuncSetAttribute(self, function: int, attribute: Attribute, value: int) -> tuple[Any, ...]:
         self.attributes[function] = value
@@ -115,6 +161,8 @@ class FakeGpu:
     ) -> tuple[Any, ...]:  # fmt: skip
         assert extra == 0 and isinstance(stream, Stream), "the bindings make an object of a plain number each time"
         result = self._begins("cuLaunchKernel")
+        if function not in self.loaded:
+            assert not self.capturing and self.idle.is_set(), "a first launch loads the kernel, and so waits"
         if result is Result.CUDA_SUCCESS:
             name, signature = self.functions[function]
             held = (ctypes.c_void_p * len(signature)).from_address(pointers)

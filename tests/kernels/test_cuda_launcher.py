@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +31,12 @@ _numbers = itertools.count()
 
 def gpu(**more) -> FakeGpu:
     return FakeGpu(f"fake {next(_numbers)}", **more)
+
+
+def forget(monkeypatch):
+    """Compile and load everything anew."""
+    for known in ("_compiled", "_loaded"):
+        monkeypatch.setattr(launching, known, {})
 
 
 def further(kernel):
@@ -88,7 +96,7 @@ def test_a_launch_follows_the_current_stream():
 
 
 def test_one_compile_and_one_load_serve_all_calls_groups_and_grids(monkeypatch):
-    monkeypatch.setattr(launching, "_loaded", {})
+    forget(monkeypatch)
     device, compiles = gpu(), []
     compile_kernel = launching.compile_kernel
     monkeypatch.setattr(launching, "compile_kernel", lambda *args: compiles.append(args) or compile_kernel(*args))
@@ -141,6 +149,64 @@ def test_a_load_that_fails_is_named_and_tried_again_by_the_next(call):
     assert len(device.launches) == 1
 
 
+def test_a_driver_without_a_call_that_loads_kernels_loads_them_anyway():
+    """Before CUDA 12.4 the bindings have the name, and the driver has not the function."""
+    device = gpu(missing=frozenset({"cuFuncLoad"}))
+    run = bind(registry.KERNELS[0], device)
+    device.idle.clear()  # a peer's kernel runs: nothing may be loaded now
+    run(GROUP, GROUP, 1, 1)
+    assert len(device.launches) == 1
+
+
+def test_a_load_that_waits_for_a_device_keeps_no_other_kernel_waiting():
+    """Ranks are threads: the kernel that one device waits for ends only after the others have launched theirs."""
+    one, other = gpu(), gpu()
+    first, second = registry.KERNELS[:2]
+    bind(second, one), bind(first, other)
+    one.idle.clear()
+    threads = [threading.Thread(target=bind, args=(first, one)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    done = threading.Event()
+
+    def launches():
+        for kernel, device in ((second, one), (first, other), (second, other)):
+            bind(kernel, device)(GROUP, GROUP, 1, 1)
+        done.set()
+
+    while one.calls.count("cuModuleLoadData") < 2:
+        time.sleep(1e-3)
+    threads.append(threading.Thread(target=launches))
+    threads[-1].start()
+    ended = done.wait(10)
+    one.idle.set()
+    for thread in threads:
+        thread.join(20)
+    assert ended and one.calls.count("cuModuleLoadData") == 2, "two threads load a kernel once"
+
+
+def test_a_kernel_is_loaded_before_a_capture_or_refused_in_it():
+    device = gpu()
+    run = bind(registry.KERNELS[0], device)
+    device.capturing = True
+    run(GROUP, GROUP, 1, 1)
+    with pytest.raises(ResourceError, match="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
+        bind(registry.KERNELS[1], device)
+
+
+def test_an_error_of_an_earlier_kernel_stays_and_is_named_by_every_call():
+    device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_ILLEGAL_ADDRESS})
+    run = bind(registry.KERNELS[0], device)
+    for call in (
+        lambda: run(GROUP, GROUP, 1, 1),
+        lambda: run(GROUP, GROUP, 1, 1),
+        lambda: bind(registry.KERNELS[1], device),
+    ):
+        with pytest.raises(ResourceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            call()
+    assert not device.launches
+
+
 def test_a_launch_that_fails_is_named():
     device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
     run = bind(registry.KERNELS[0], device)
@@ -154,7 +220,7 @@ def test_a_kernel_that_does_not_compile_is_named():
 
 
 def test_scratch_memory_that_a_profiler_wants_is_refused(monkeypatch):
-    monkeypatch.setattr(launching, "_loaded", {})
+    forget(monkeypatch)
     metadata = SimpleNamespace(global_scratch_size=0, profile_scratch_size=64)
     monkeypatch.setattr(launching, "compile_kernel", lambda *args: SimpleNamespace(metadata=metadata))
     with pytest.raises(ResourceError, match="scratch memory"):
@@ -168,7 +234,7 @@ def test_much_shared_memory_is_asked_for(monkeypatch):
         result = compile_kernel(*args)
         return SimpleNamespace(asm=result.asm, metadata=result.metadata._replace(shared=100_000))
 
-    monkeypatch.setattr(launching, "_loaded", {})
+    forget(monkeypatch)
     monkeypatch.setattr(launching, "compile_kernel", hungry)
     device = gpu()
     bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)

@@ -6,15 +6,16 @@ The monitor finds a fault; a fault costs the group and nothing else.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from tricomm import errors
 from tricomm.core.group import Group
 from tricomm.core.monitor import Monitor, different
 from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
+from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.store.control import Fault
 from tricomm.store.process import forks
 
@@ -98,6 +99,15 @@ class Faults:
         """Abort the group because `error` has stopped this rank; does nothing if it is closed."""
         with suppress(GroupAborted):
             self.abort(GroupAborted, f"rank {self.group.rank} was stopped by {_name(error)}")
+
+    def loaded(self, bind: Callable[..., BoundKernel], *arguments: Any, **keywords: Any) -> BoundKernel:
+        """A kernel by `bind`, which compiles and loads it. If this rank alone cannot, its peers would wait for it: so
+        an error aborts the group, as in `not_launched`."""
+        try:
+            return bind(*arguments, **keywords)
+        except ResourceError as error:
+            self.not_launched(error)
+            raise
 
     def not_launched(self, error: BaseException) -> None:
         """`error` has ended a call whose kernel the peers may be waiting for: abort the group.

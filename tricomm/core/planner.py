@@ -79,7 +79,7 @@ class Planner:
         self.others: Sequence[Planner] = ()
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
-        self._bind = partial(group.runtime.bind, group=group.argument, timeout=group.timeout)
+        self._bind = partial(faults.loaded, group.runtime.bind, group=group.argument, timeout=group.timeout)
 
     def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
         """The plan of a call of tensors of `dtype` with `elements` a row.

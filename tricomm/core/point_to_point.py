@@ -210,9 +210,10 @@ class PointToPoint:
         grid = choice.blocks if peer >= 0 else 1
         constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
-        run = group.runtime.bind(
-            kernel.function, grid, constexprs, dtype.bits, aligned, more, group.argument, group.timeout
-        )
+        run = self.faults.loaded(
+            group.runtime.bind, kernel.function, grid, constexprs, dtype.bits, aligned, more, group.argument,
+            group.timeout,
+        )  # fmt: skip
         facts = arguments.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
         tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)
         return Half(

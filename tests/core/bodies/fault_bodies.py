@@ -10,6 +10,7 @@ import torch
 
 import tricomm
 from tests.core.bodies.common_bodies import SMALL, communicator, leftovers
+from tricomm.core.runtime import PROCESSES
 from tricomm.kernels import layout
 
 
@@ -43,6 +44,29 @@ def beside_a_replay(rank, world_size, tell, url):
                 time.sleep(0.01)
         except tricomm.GroupAborted as error:
             return str(error), time.monotonic() - began
+
+
+def cannot_load(rank, world_size, tell, url, kind):
+    """Rank 1 cannot load the kernel of a call that rank 0 waits in."""
+    bind = PROCESSES.bind
+
+    def refuse(kernel, *arguments, **keywords):
+        if kind in kernel.fn.__name__:
+            raise tricomm.ResourceError("cuModuleLoadData on cuda:1 failed: CUDA_ERROR_OUT_OF_MEMORY")
+        return bind(kernel, *arguments, **keywords)
+
+    if rank == 1:
+        PROCESSES.bind = refuse
+    with communicator(rank, world_size, url) as comm:
+        comm.barrier()
+        began = time.monotonic()
+        try:
+            if kind == "all_reduce":
+                comm.all_reduce(torch.ones(4))
+            else:
+                comm.recv(torch.ones(4), 1) if rank == 0 else comm.send(torch.ones(4), 0)
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
 
 
 def symmetric_alone(rank, world_size, tell, url):

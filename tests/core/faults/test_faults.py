@@ -172,3 +172,11 @@ def test_a_killed_job_leaves_nothing_behind(url):
             os.kill(pid, signal.SIGKILL)
         started.results()
     assert [name for name in orphans(before) if not name.startswith("soak-")] == []  # other tests leave those
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "send"])
+def test_a_rank_that_cannot_load_a_kernel_tells_those_that_wait_in_it(kind, url):
+    told, failed = ranks.run(2, bodies.cannot_load, url, kind)
+    assert failed[0] == "ResourceError" and "CUDA_ERROR_OUT_OF_MEMORY" in failed[1] and "the group is lost" in failed[1]
+    assert told[0] == "GroupAborted" and "cuModuleLoadData on cuda:1 failed" in told[1]
+    assert told[2] < 2.0 + ranks.BUSY

@@ -255,6 +255,7 @@ def test_a_compile_may_take_longer_than_other_host_code(monkeypatch):
         return compile_kernel(*args)
 
     monkeypatch.setattr(cuda_launcher, "compile_kernel", slow)
+    monkeypatch.setattr(cuda_launcher, "_compiled", {})
     monkeypatch.setattr(cuda_launcher, "_loaded", {})
     options = replace(checked_options(1, None), stall_timeout=0.5)
     assert ran(lambda comm: comm.all_reduce(torch.ones(4)).sum().item(), 1, options=options) == [4.0]

@@ -177,6 +177,7 @@ def test_a_refused_launch_is_named():
 def test_what_is_kept_of_kernels_is_one_for_all_ranks_and_bounded(monkeypatch):
     """What was compiled stays, once an architecture and without what is not read; what the machine makes of it is
     bounded; and the same check again leaves nothing more."""
+    monkeypatch.setattr(cuda_launcher, "_compiled", {})
     monkeypatch.setattr(cuda_launcher, "_loaded", {})
     monkeypatch.setattr(module_table, "_contexts", {})
     monkeypatch.setattr(module_table, "_parsed", functools.lru_cache(2)(module_table._parsed.__wrapped__))
@@ -204,8 +205,8 @@ def test_what_is_kept_of_kernels_is_one_for_all_ranks_and_bounded(monkeypatch):
     again = kept(one)
     assert sum(again.values()) - sum(first.values()) < 50, again - first
     more = kept(others)
-    made = [compiled for known in cuda_launcher._loaded.values() for _, compiled in known.values()]
-    assert len(made) == 8 and len(set(map(id, made))) == len(cuda_launcher._loaded) == 4
+    made = [compiled for _, compiled in cuda_launcher._loaded.values()]
+    assert len(made) == 8 and len(set(map(id, made))) == len(cuda_launcher._compiled) == 4
     assert all(set(compiled.asm) == {"ttgir", "ptx", "cubin"} for compiled in made)
     assert len(loaded_kernel._codes) <= 2 and len(events._sites) <= 40
     assert more["KernelCode"] - first["KernelCode"] <= 1 and more["PtxKernel"] - first["PtxKernel"] <= 3
