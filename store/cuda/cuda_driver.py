@@ -159,14 +159,21 @@ class Driver:
 
     def vmm_refusal(self, ordinal: int, sharing: str = DESCRIPTOR) -> str | None:
         """Why memory of this GPU cannot be shared by `sharing` handles; None if it can."""
-        for name in (
-            "CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
-            f"CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_{sharing}_SUPPORTED",
-        ):
-            attribute = getattr(self._bindings.CUdevice_attribute, name)
-            if not int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal))):
-                return f"{name} is 0 for GPU {self.device_bus_id(ordinal)}"
-        return None
+        names = "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", f"HANDLE_TYPE_{sharing}_SUPPORTED"
+        return next((why for name in names if (why := self._lacks(ordinal, name)) is not None), None)
+
+    def _lacks(self, ordinal: int, name: str) -> str | None:
+        """Why a GPU has not the property of this name; None if it has."""
+        name = f"CU_DEVICE_ATTRIBUTE_{name}"
+        attribute = getattr(self._bindings.CUdevice_attribute, name, None)
+        if attribute is None:
+            return f"these CUDA bindings do not know {name}; {INSTALL}"
+        try:
+            if int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal))):
+                return None
+        except ResourceError as error:  # an invalid value, if the attribute is newer than the driver
+            return f"{name}: {error}"
+        return f"{name} is 0 for GPU {self.device_bus_id(ordinal)}"
 
     def granularity(self, ordinal: int, sharing: str = DESCRIPTOR) -> int:
         """Granularity of sizes and addresses, in bytes."""
@@ -227,12 +234,7 @@ class Driver:
 
     def multicast_refusal(self, ordinal: int) -> str | None:
         """Why a GPU has no multicast addresses; None if it has."""
-        attribute = getattr(self._bindings.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED", None)
-        if attribute is None:
-            return f"these CUDA bindings know no multicast; {INSTALL}"
-        if int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal))):
-            return None
-        return f"CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU {self.device_bus_id(ordinal)}"
+        return self._lacks(ordinal, "MULTICAST_SUPPORTED")
 
     def multicast_granularity(self, devices: int, nbytes: int, sharing: str = DESCRIPTOR) -> int:
         """Granularity, in bytes, of the memory bound to a multicast object of `devices` GPUs."""

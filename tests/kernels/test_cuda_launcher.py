@@ -34,7 +34,7 @@ def gpu(**more) -> FakeGpu:
 
 
 def forget(monkeypatch):
-    """Compile and load everything anew."""
+    """Compile and load everything again."""
     for known in ("_compiled", "_loaded"):
         monkeypatch.setattr(launching, known, {})
 

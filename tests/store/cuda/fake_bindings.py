@@ -63,6 +63,8 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             self.calls.append(name)
             self.world.log.append((self.number, name))
             self.counts[name] += 1
+            if name in self.missing:  # the bindings have every name, whatever the driver has
+                raise RuntimeError(f'Function "{name}" not found')
             failure = self.failures.get((name, self.counts[name]))
             if failure in STICKY:
                 self.sticky = failure
@@ -110,6 +112,7 @@ class Bindings:
         self.calls: list[str] = []
         self.counts: Counter[str] = Counter()
         self.failures: dict[tuple[str, int], str] = {}
+        self.missing: set[str] = set()  # functions, and numbers of attributes, that an old driver does not have
         self.sticky: str | None = None
         self.loses_writes_to_peers = False
         self.kernel_running = False

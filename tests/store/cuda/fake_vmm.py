@@ -110,6 +110,8 @@ class VirtualMemory:
         return any(gpu in piece.access for result in self._ranges for piece in result.pieces)
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
+        if attribute in self.process.missing:
+            raise self._refused("CUDA_ERROR_INVALID_VALUE")
         if attribute == MULTICAST:
             return int(self.process.switch.supported)
         return int(self.supported and attribute in (VMM, BY_DESCRIPTOR, BY_FABRIC))

@@ -191,6 +191,18 @@ def test_a_process_probes_its_switch_once_and_each_gpu_is_probed() -> None:
     job.verify()
 
 
+@pytest.mark.parametrize("name", ["GetGranularity", "Create", "AddDevice", "BindMem"])
+def test_a_function_that_one_ranks_driver_does_not_have_leaves_all_ranks_without_it(name: str) -> None:
+    job, rank = three_gpus(), 0 if name == "Create" else 1
+    job.drivers[rank].process.missing = {f"cuMulticast{name}"}
+    arenas = open_all(job)
+    assert {arena.multicast for arena in arenas} == {0} and len({arena.no_multicast for arena in arenas}) == 1
+    for part in (f"rank {rank}", f'Function "cuMulticast{name}" not found'):
+        assert part in arenas[0].no_multicast, arenas[0].no_multicast
+    job.close_all(arenas)
+    job.verify()
+
+
 def test_ranks_that_share_a_gpu_and_ranks_that_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(FakeCuda(1), [[0], [0]])
     arenas = open_all(job)

@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from tests.marks import some
+from tests.store.cuda import fake_vmm
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.cuda.jobs import GRANULE, NBYTES, Job, fails_on_all, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
+from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
+from tricomm.store import arena as arena_module
 from tricomm.store.arena import open_cuda
 from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
 from tricomm.store.cuda.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
@@ -143,6 +146,38 @@ def test_all_ranks_fall_back_to_legacy_ipc_together(rank: int, name: str, nth: i
         assert arena.kind == "cuda_ipc" and arena.reason.startswith("legacy CUDA IPC, because cuda_vmm: ")
         assert f"rank {rank}: " in arena.reason and name in arena.reason
     job.close_all(arenas)
+    job.verify()
+
+
+@pytest.mark.parametrize("name", sorted(VMM_ALONE))
+def test_a_function_that_one_ranks_driver_does_not_have_is_named_by_all(name: str) -> None:
+    job = two_gpus(open_cuda)
+    job.drivers[1].process.missing = {name}
+    arenas = job.open_all()
+    for arena in arenas:
+        assert arena.kind == "cuda_ipc" and f'{name}: Function "{name}" not found' in arena.reason
+    job.close_all(arenas)
+    job.verify()
+
+
+def test_the_oldest_supported_driver_shares_by_descriptors_and_has_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R525: neither multicast objects nor fabric handles, and their attributes are invalid values."""
+    monkeypatch.setattr(env, "gpu_memory", lambda: "fabric")
+    job = two_gpus(open_cuda)
+    for driver in job.drivers:
+        calls = {name for name in dir(driver.process) if name.startswith("cuMulticast")}
+        driver.process.missing = {*calls, fake_vmm.BY_FABRIC, fake_vmm.MULTICAST}
+    arenas = job.open_all()
+    for arena in arenas:
+        assert arena.kind == "cuda_vmm" and arena.reason.startswith("descriptors, because cuda_vmm: ")
+        assert "HANDLE_TYPE_FABRIC_SUPPORTED: cuDeviceGetAttribute: CUDA_ERROR_INVALID_VALUE" in arena.reason
+    in_threads(job.size, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
+    assert all("CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED: cuDevice" in arena.no_multicast for arena in arenas)
+    job.close_all(arenas)
+    monkeypatch.setattr(arena_module, "load_driver", lambda: job.drivers[0])
+    kind, reason = arena_module.expected_kind(2)
+    assert kind == "cuda_vmm" and reason.startswith("descriptors, because CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC")
+    assert "MULTICAST_SUPPORTED" in arena_module.no_multicast_expected(2)
     job.verify()
 
 
