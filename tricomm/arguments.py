@@ -71,7 +71,7 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
 
 
 def check_writable(x: torch.Tensor, what: str) -> None:
-    """Refuse a tensor with several elements in the same memory, which cannot take a result in place; raises
+    """Refuse a tensor with several elements in the same memory, which cannot take a result; raises
     `InvalidArgument`."""
     if x.is_contiguous():
         return
@@ -80,6 +80,21 @@ def check_writable(x: torch.Tensor, what: str) -> None:
         if stride <= reach:
             raise InvalidArgument(f"{what}: elements of the tensor share memory (expanded?); pass x.contiguous()")
         reach += stride * (size - 1)
+
+
+def check_alike(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
+    for other in others:
+        if other.dtype != x.dtype:
+            raise InvalidArgument(f"{what}: tensors of {x.dtype} and {other.dtype} are mixed; give one dtype")
+        if other.device != x.device:
+            raise InvalidArgument(
+                f"{what}: tensors on {x.device} and {other.device} are mixed; move them to one device"
+            )
+
+
+def check_size(what: str, name: str, x: torch.Tensor, numel: int, because: str) -> None:
+    if x.numel() != numel:
+        raise InvalidArgument(f"{what}: the {name} has {x.numel()} elements; {because} need {numel}")
 
 
 def _extent(x: torch.Tensor) -> int:
@@ -99,14 +114,18 @@ def check_output(out: torch.Tensor, shape: tuple[int, ...], x: torch.Tensor, wha
         raise InvalidArgument(f"{what}: out is not contiguous; pass a contiguous tensor and copy from it")
 
 
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the memory between the first and the last element of `a` and of `b` has a byte in common."""
+    ends = [x.data_ptr() + _extent(x) * x.itemsize for x in (a, b)]
+    return a.data_ptr() < ends[1] and b.data_ptr() < ends[0]
+
+
 def check_apart(part: torch.Tensor, whole: torch.Tensor, what: str, row: int | None) -> None:
     """Refuse an output that overlaps the input; raises `InvalidArgument`. In place is allowed: `part`, the one with
     fewer rows, may be row number `row` of `whole` (None: it may not)."""
-    first, last = part.data_ptr(), part.data_ptr() + part.nbytes
-    start, end = whole.data_ptr(), whole.data_ptr() + whole.nbytes
     contiguous = part.is_contiguous() and whole.is_contiguous()
-    in_place = row is not None and first == start + row * part.nbytes and contiguous
-    if start < last and first < end and not in_place:
+    in_place = row is not None and part.data_ptr() == whole.data_ptr() + row * part.nbytes and contiguous
+    if not in_place and overlap(part, whole):
         where = "" if row is None else f", or row {row} of the larger one itself"
         raise InvalidArgument(f"{what}: out overlaps the input; pass separate memory{where}")
 

@@ -17,6 +17,7 @@ from tricomm.c10d.process_group import TricommGroup
 
 ones = torch.ones
 GAPS = ones(4, 2).t()
+SHARED = ones(1).expand(3)
 
 
 def quantised():
@@ -45,6 +46,16 @@ REFUSED = {
     "reduce_scatter list": (lambda g: g.reduce_scatter([ones(3)], [[ones(3)] * 2]), "input list: a list of 1"),
     "all_to_all list": (lambda g: g.alltoall([ones(1)], [ones(1)] * 2), "all_to_all input list: a list of 1"),
     "coalesced lists": (lambda g: g.allgather_coalesced([[ones(1)]], [ones(1)] * 2), "1 lists of 2 outputs"),
+    **{
+        f"{name}, shared output": (call, f"{name}: elements of the tensor share memory")
+        for name, call in {
+            "all_gather": lambda g: g.allgather([[SHARED]], [ones(3)]),
+            "gather": lambda g: g.gather([[SHARED]], [ones(3)]),
+            "scatter": lambda g: g.scatter([SHARED], [[ones(3)]]),
+            "reduce_scatter": lambda g: g.reduce_scatter([SHARED], [[ones(3)]]),
+            "all_to_all": lambda g: g.alltoall([SHARED], [ones(3)]),
+        }.items()
+    },
     "all_gather with gaps": (
         lambda g: g.all_gather_single(GAPS, ones(8)),
         "all_gather_into_tensor.*not contiguous.*copy",

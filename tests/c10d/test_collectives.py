@@ -3,6 +3,7 @@
 import pytest
 
 from tests import ranks
+from tests.c10d.bodies import alias_bodies
 from tests.c10d.bodies import collective_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
 
@@ -18,6 +19,11 @@ OPERATIONS = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels"
 @pytest.mark.parametrize("body", EACH, ids=lambda b: b.__name__)
 def test_collectives(body, world_size, route, url):
     assert ranks.run(world_size, body, url, route, timeout=200) == [[]] * world_size
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_tensors_that_share_memory(route, url):
+    assert ranks.run(2, alias_bodies.overlapping, url, route) == [[], []]
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.soak), 3])

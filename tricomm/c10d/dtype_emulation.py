@@ -9,6 +9,7 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,28 @@ def factor_of(op: Any, dtype: torch.dtype, what: str) -> Any:
     if factor.device.type != "cpu" or factor.is_complex() or factor.numel() != 1:
         raise InvalidArgument(f"{what}: PREMUL_SUM needs one real factor on the CPU, found {factor!r}")
     return factor.detach().reshape(())
+
+
+def premultiply(call: Any, op: Any, rank: int) -> None:
+    """On the CPU, where neither a kernel nor Gloo has `PREMUL_SUM`, make it a sum of copies that `prepare` scales.
+
+    Raises `InvalidArgument` as `factor_of` does.
+    """
+    if call.op == "premul_sum" and call.device.type == "cpu" and call.x is not None:
+        factor = factor_of(op, call.x.dtype, call.collective)
+        call.op, call.handle = "sum", None
+        call.prepare = partial(_scale, call, factor, call.collective != "reduce" or call.root == rank)
+
+
+def _scale(call: Any, factor: Any, receives: bool) -> None:
+    """Send a scaled copy: a tensor that is no output, or gets no result, keeps its values."""
+    x, finish = call.x, call.finish
+    assert x is not None
+    scaled = (x * factor).to(x.dtype)
+    if call.out is x:
+        call.out = scaled
+        call.finish = lambda: (x.copy_(scaled) if receives else x, finish())[1]
+    call.x = scaled
 
 
 def reduce_into(op: str, parts: list[torch.Tensor], out: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from tricomm import arguments
 from tricomm.c10d.call_guard import check_not_wrapper
-from tricomm.c10d.dtype_emulation import check_reduction, factor_of
+from tricomm.c10d.dtype_emulation import check_reduction
 from tricomm.core.fused.fused_call import FUSED, FusedCall
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
@@ -130,26 +130,33 @@ def options(kind: Any, given: Any, field: str | None, timeout: timedelta | None)
     return made
 
 
-def premultiply(call: GroupCall, op: Any, rank: int) -> None:
-    """On the CPU, where neither a kernel nor Gloo has `PREMUL_SUM`, make it a sum of copies that `prepare` scales.
+def read_first(batch: list[GroupCall], rank: int) -> None:
+    """Copy each input that shares memory with an output, so that every call of `batch` reads it as it is now. A call in
+    place does not need that: the input of an all_gather, or the output of a reduce_scatter, is row `rank` of the
+    other."""
+    if len(batch) == 1 and (batch[0].x is batch[0].out or batch[0].device.type != "cpu"):
+        return
+    outputs = [(call, out) for call in batch for out in call.result if isinstance(out, torch.Tensor)]
+    for call in batch:
+        x = call.x
+        if x is None or not any(
+            arguments.overlap(x, out) for other, out in outputs if not _in_place(call, other, rank)
+        ):
+            continue
+        call.keep.append(copy := x.clone())
+        if call.out is x:
+            call.out = copy
+            call.finish = partial(_put, call.keep[0], copy)
+        call.x = copy
 
-    Raises `InvalidArgument` as `factor_of` does.
-    """
-    if call.op == "premul_sum" and call.device.type == "cpu" and call.x is not None:
-        factor = factor_of(op, call.x.dtype, call.collective)
-        call.op, call.handle = "sum", None
-        call.prepare = partial(_scale, call, factor, call.collective != "reduce" or call.root == rank)
 
-
-def _scale(call: GroupCall, factor: Any, receives: bool) -> None:
-    """Send a scaled copy: a tensor that is no output, or gets no result, keeps its values."""
-    x, finish = call.x, call.finish
-    assert x is not None
-    scaled = (x * factor).to(x.dtype)
-    if call.out is x:
-        call.out = scaled
-        call.finish = lambda: (x.copy_(scaled) if receives else x, finish())[1]
-    call.x = scaled
+def _in_place(call: GroupCall, other: GroupCall, rank: int) -> bool:
+    """Whether `call` is `other`, and works in place."""
+    x, out = call.x, call.out
+    if call is not other or x is None or out is None or call.splits is not None:
+        return False
+    part, whole = (x, out) if x.numel() < out.numel() else (out, x)
+    return part.data_ptr() == whole.data_ptr() + (x.numel() != out.numel()) * rank * part.nbytes
 
 
 def single_tensor(tensors: Any, what: str) -> torch.Tensor:
@@ -186,21 +193,6 @@ def tensor_list(tensors: Any, what: str, length: int) -> list[torch.Tensor]:
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().contiguous().view(-1)
-
-
-def _check_alike(what: str, x: torch.Tensor, *others: torch.Tensor) -> None:
-    for other in others:
-        if other.dtype != x.dtype:
-            raise InvalidArgument(f"{what}: tensors of {x.dtype} and {other.dtype} are mixed; give one dtype")
-        if other.device != x.device:
-            raise InvalidArgument(
-                f"{what}: tensors on {x.device} and {other.device} are mixed; move them to one device"
-            )
-
-
-def _check_size(what: str, name: str, x: torch.Tensor, numel: int, because: str) -> None:
-    if x.numel() != numel:
-        raise InvalidArgument(f"{what}: the {name} has {x.numel()} elements; {because} need {numel}")
 
 
 def _flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
@@ -240,7 +232,9 @@ def barrier(device: torch.device) -> GroupCall:
 def all_gather_list(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) -> GroupCall:
     """all_gather into a list. Its tensors may differ in size: each rank gives as many elements as its own has."""
     what = "all_gather"
-    _check_alike(what, x, *outs)
+    arguments.check_alike(what, x, *outs)
+    for out in outs:
+        arguments.check_writable(out, what)
     sizes = tuple(out.numel() for out in outs)
     if sizes[rank] != x.numel():
         raise InvalidArgument(
@@ -266,8 +260,8 @@ def all_gather_single(
 ) -> GroupCall:
     """all_gather into one tensor."""
     what = "all_gather_into_tensor"
-    _check_alike(what, x, out)
-    _check_size(what, "output", out, world_size * x.numel(), f"{world_size} ranks with {x.numel()} each")
+    arguments.check_alike(what, x, out)
+    arguments.check_size(what, "output", out, world_size * x.numel(), f"{world_size} ranks with {x.numel()} each")
     flat = _flat_output(out, what)
     return GroupCall(
         "all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out], handle=handle
@@ -277,7 +271,8 @@ def all_gather_single(
 def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: int) -> GroupCall:
     """reduce_scatter from a list, of tensors of any sizes."""
     what = "reduce_scatter"
-    _check_alike(what, out, *parts)
+    arguments.check_alike(what, out, *parts)
+    arguments.check_writable(out, what)
     check_reduction(op, out.dtype, what)
     sizes = tuple(part.numel() for part in parts)
     if sizes[rank] != out.numel():
@@ -303,9 +298,11 @@ def reduce_scatter_single(
 ) -> GroupCall:
     """reduce_scatter from one tensor."""
     what = "reduce_scatter_tensor"
-    _check_alike(what, x, out)
+    arguments.check_alike(what, x, out)
     check_reduction(op, x.dtype, what)
-    _check_size(what, "input", x, world_size * out.numel(), f"{world_size} ranks with an output of {out.numel()}")
+    arguments.check_size(
+        what, "input", x, world_size * out.numel(), f"{world_size} ranks with an output of {out.numel()}"
+    )
     flat = _flat_output(out, what)
     return GroupCall(
         "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out],
@@ -315,7 +312,9 @@ def reduce_scatter_single(
 
 def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:
     """gather; `outs` is empty on all ranks but `root`."""
-    _check_alike("gather", x, *outs)
+    arguments.check_alike("gather", x, *outs)
+    for out in outs:
+        arguments.check_writable(out, "gather")
     for i, out in enumerate(outs):
         if out.numel() != x.numel():
             raise InvalidArgument(f"gather: output {i} has {out.numel()} elements, the input {x.numel()}")
@@ -332,7 +331,8 @@ def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:
 
 def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> GroupCall:
     """scatter; `parts` is empty on all ranks but `root`."""
-    _check_alike("scatter", out, *parts)
+    arguments.check_alike("scatter", out, *parts)
+    arguments.check_writable(out, "scatter")
     for i, part in enumerate(parts):
         if part.numel() != out.numel():
             raise InvalidArgument(f"scatter: input {i} has {part.numel()} elements, the output {out.numel()}")
@@ -353,7 +353,9 @@ def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> GroupCal
 
 def all_to_all_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> GroupCall:
     """all_to_all of lists, of tensors of any sizes."""
-    _check_alike("all_to_all", outs[0], *outs, *parts)
+    arguments.check_alike("all_to_all", outs[0], *outs, *parts)
+    for out in outs:
+        arguments.check_writable(out, "all_to_all")
     sent, received = [p.numel() for p in parts], [o.numel() for o in outs]
     flat = torch.empty(sum(received), dtype=outs[0].dtype, device=outs[0].device)
     return GroupCall(
@@ -373,7 +375,7 @@ def all_to_all_single(
 ) -> GroupCall:
     """all_to_all of one tensor, in rows of dimension 0; without splits, in equal parts."""
     what = "all_to_all_single"
-    _check_alike(what, x, out)
+    arguments.check_alike(what, x, out)
     flat = _flat_output(out, what)
     received = _elements_by_rank(out, out_splits, world_size, f"{what} output")
     sent = _elements_by_rank(x, in_splits, world_size, f"{what} input")

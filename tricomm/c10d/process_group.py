@@ -18,7 +18,7 @@ from tricomm.c10d import checked_point_to_point, group_calls
 from tricomm.c10d.call_guard import WrapperTensor, guard_methods, is_refusal, sends
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
 from tricomm.c10d.dispatch import Dispatcher
-from tricomm.c10d.dtype_emulation import as_bytes
+from tricomm.c10d.dtype_emulation import as_bytes, premultiply
 from tricomm.c10d.fallback_backends import Backends, CallBlock
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.torch_names import AnsweringGroup, c10d
@@ -280,10 +280,11 @@ class TricommGroup(AnsweringGroup):
     def _submit(self, batch: list[GroupCall], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
         if not batch:
             return FinishedWork([])
+        group_calls.read_first(batch, self.rank())
         timeout = None if limit_seconds(opts.timeout) is None else opts.timeout
         for call in batch:
             call.timeout, call.async_op = timeout, opts.asyncOp
-            group_calls.premultiply(call, getattr(opts, "reduceOp", None), self.rank())
+            premultiply(call, getattr(opts, "reduceOp", None), self.rank())
         device = batch[0].device
         if any(call.device != device for call in batch):
             raise InvalidArgument(f"{batch[0].collective}: tensors of several devices in one call; make one call each")
