@@ -31,7 +31,7 @@ def cli() -> None:
 
     \b
     Exit codes: 0 fine, 1 a check failed or something got slower, 2 usage, 3 the environment lacks something,
-    4 a wrong result, 130 interrupted.
+    4 a wrong result, 5 too few runs to judge, 130 interrupted.
 
     \b
     tricomm doctor

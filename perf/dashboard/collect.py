@@ -57,7 +57,7 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), sour
         sizes = scenes.setdefault(scene, {}).setdefault(_line_key(row), {})
         sizes.setdefault(row.nbytes, {}).setdefault(number, []).append(entry)
     dates = [date for date, _ in runs]
-    return {
+    data = {
         "made": now(),
         "source": source,
         "rows": count,
@@ -65,6 +65,7 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), sour
         "scenes": [_scene(key, lines, dates) for key, lines in scenes.items()],
         "jobs": [row for job in jobs for row in _job(job)][:_LIVE],
     }
+    return data | {"unjudged": unjudged(data)}
 
 
 def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str]) -> Record:
@@ -223,6 +224,17 @@ class Changed:
 def changes(data: dict[str, Any]) -> list[Changed]:
     """The latest change of each point in the result of `page_data`, the largest step first."""
     return sorted(_changed(data), key=lambda change: -abs(change.step))
+
+
+def unjudged(data: dict[str, Any]) -> tuple[int, int]:
+    """Of the result of `page_data`: the points that have too few runs for a change to be found, of all points that the
+    latest run of their chart has measured; and how many these are."""
+    counts = []
+    for scene in data["scenes"]:
+        points = [runs for line in scene["lines"] for runs in line["run"]]
+        latest = max(data["runs"][runs[-1]] for runs in points)
+        counts += [len(runs) for runs in points if data["runs"][runs[-1]] == latest]
+    return sum(count < change_points.FEWEST for count in counts), len(counts)
 
 
 def _changed(data: dict[str, Any]) -> Iterator[Changed]:

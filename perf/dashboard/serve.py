@@ -2,7 +2,7 @@
 
 There are at most `CONNECTIONS` clients, and `EACH` of one address, each with a thread. A request is complete within
 `SECONDS` and has at most `HEAD_BYTES`; its answer is taken within `SECONDS`. If there is no room for a client, the one
-that has kept its thread waiting for longest is cut off, so clients that send or read slowly lock nobody out.
+that has kept its thread waiting for longest is cut off, so slow clients do not lock others out.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ fails because of the history: if nothing can be written, a message says so once.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from contextlib import ExitStack, closing
 from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import msgspec
 import platformdirs
 
 from tricomm.errors import InvalidArgument
@@ -29,6 +31,7 @@ _LARGEST = (1 << 63) - 1  # of SQLite's integers
 _ENDS = ("", "-wal", "-shm", "-journal")
 _LOCK_SECONDS = 10.0  # for another process to finish its row
 Say = Callable[[str], None]
+_Row = TypeVar("_Row", Run, Measurement)
 
 
 @dataclass(frozen=True)
@@ -95,8 +98,12 @@ class History:
             raise InvalidArgument(f"history: no column {', '.join(unknown)}; there is {', '.join(schema.COLUMN)}")
         where = " AND ".join(f"{schema.COLUMN[name]} = ?" for name in equal) or "1"
         query = f"{schema.ROWS} WHERE {where} {schema.ORDER}"
-        runs: dict[int, Run] = {}
-        return [_entry(row, runs) for row in self._database.execute(query, tuple(equal.values()))]
+        runs: dict[int, Run | None] = {}
+        entries = [_entry(row, runs) for row in self._database.execute(query, tuple(equal.values()))]
+        known = [entry for entry in entries if entry is not None]
+        if len(known) < len(entries):
+            self._say(f"history {self.path}: {len(entries) - len(known)} rows are no measurements and are left out")
+        return known
 
     def keep(self, rows: list[ActivityRow]) -> bool:
         """Write the activity of jobs; a row replaces the older one of its key. False, with a message, if that fails."""
@@ -129,17 +136,29 @@ class History:
         self.close()
 
 
-def _entry(row: tuple[Any, ...], runs: dict[int, Run]) -> Entry:
+def _entry(row: tuple[Any, ...], runs: dict[int, Run | None]) -> Entry | None:
+    """None if the row has values that `append` never writes: another program's tables may not refuse them."""
     number, *values = row
     of_run = len(RUN.names)
     if number not in runs:
         facts = RUN.values(values[:of_run])
         try:
             facts["versions"] = json.loads(facts["versions"])
-        except ValueError:  # SQLite's pages have no checksum
-            facts["versions"] = {"damaged": facts["versions"]}
-        runs[number] = Run(**facts)
-    return Entry(runs[number], Measurement(**MEASUREMENT.values(values[of_run:])))
+        except (ValueError, TypeError):  # SQLite's pages have no checksum
+            facts["versions"] = {"damaged": str(facts["versions"])}
+        runs[number] = _checked(facts, Run)
+    run, measured = runs[number], _checked(MEASUREMENT.values(values[of_run:]), Measurement)
+    if run is None or measured is None or measured.nbytes < 0:
+        return None
+    times = (measured.p50_us, measured.p99_us, measured.max_us, abs(measured.skew_us))
+    return Entry(run, measured) if all(0 <= time < math.inf for time in times) else None
+
+
+def _checked(values: dict[str, Any], kind: type[_Row]) -> _Row | None:
+    try:
+        return msgspec.convert(values, kind)
+    except (msgspec.ValidationError, ValueError):
+        return None
 
 
 def open_history(path: Path | None = None, say: Say = lambda text: None) -> History | None:
@@ -181,7 +200,7 @@ def _ready(path: Path) -> sqlite3.Connection:
     """A connection to a history of this version. Raises `sqlite3.DatabaseError` for another file or a broken one."""
     for end in _ENDS:
         if not end or os.path.lexists(f"{path}{end}"):
-            files.opened(f"{path}{end}", "ab").close()  # SQLite would follow a link, and take anybody's rows
+            files.opened(f"{path}{end}", "ab").close()  # SQLite would follow a link, and take another user's rows
     with ExitStack() as undo:
         database = undo.enter_context(closing(sqlite3.connect(path, timeout=_LOCK_SECONDS, isolation_level=None)))
         database.text_factory = lambda raw: raw.decode(errors="replace")

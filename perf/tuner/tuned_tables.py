@@ -56,7 +56,7 @@ def replaced(old: Sequence[TableRow], new: Sequence[TableRow]) -> tuple[TableRow
 
 
 def merge(tables: Sequence[TunedTable]) -> TunedTable:
-    """One table; a later one's rows replace those of the same collective, width and mode in the sizes that they cover.
+    """One table; a later one replaces rows of its collective, width and mode in the sizes that it covers.
 
     Raises `InvalidArgument` for tables of different kinds of boxes.
     """

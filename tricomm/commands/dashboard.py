@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, OutputFile, errors_told, usage
+from tricomm.commands.common import FAILED, UNJUDGED, OutputFile, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
@@ -19,7 +19,9 @@ _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
 @click.option("--html", type=OutputFile(), help="Write the page there: one file that opens offline.")
 @click.option("--serve", is_flag=True, help="Show the page on loopback, renewed while a benchmark or a job runs.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Of --serve [default: 8377; 0: any that is free].")
-@click.option("--changes", is_flag=True, help="Print what got slower or faster; exit code 1 if something is slower.")
+@click.option(
+    "--changes", is_flag=True, help="Print what got slower (exit code 1) or faster; 5: too few runs to judge."
+)
 @click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
 @click.option("--trace", type=OutputFile(), help="Write the timed calls of jobs there, for ui.perfetto.dev.")
 @click.option("--grafana", is_flag=True, help="Print the dashboard for Grafana, to be imported there.")
@@ -75,15 +77,21 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
 
 
 def _changes(data: dict[str, Any]) -> None:
-    from tricomm.perf.dashboard import collect
+    from tricomm.perf.dashboard import change_points, collect
 
     latest = collect.changes(data)
     slower = sum(change.step > 0 for change in latest)
     for change in latest:
         click.echo(change)
-    click.echo(f"{slower} points are slower, {len(latest) - slower} faster, of {data['rows']} rows")
-    if slower:
-        sys.exit(FAILED)
+    counts = f"{slower} points are slower, {len(latest) - slower} faster, of {data['rows']} rows"
+    click.echo(f"{counts}; a step shows about 7 runs after it")
+    few, points = data["unjudged"]
+    if few:
+        click.echo(
+            f"{few} of {points} points of the latest runs have too few runs to judge: {change_points.FEWEST} are needed"
+        )
+    if slower or few or not points:
+        sys.exit(FAILED if slower else UNJUDGED)
 
 
 def _serve(source: Any, port: int | None) -> None:

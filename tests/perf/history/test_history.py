@@ -174,6 +174,24 @@ def test_the_first_files_are_read_and_new_ones_have_their_layout(tmp_path: Path,
     assert _layout(new) == _layout(old) and not said
 
 
+@pytest.mark.parametrize(
+    "column", ["p50_us = NULL", "p99_us = 9e999", "skew_us = 'x'", "nbytes = NULL", "nbytes = -1", "simulated = NULL"]
+)
+def test_rows_that_are_no_measurements_are_left_out_and_counted(column: str, tmp_path: Path, said: Said) -> None:
+    path = tmp_path / "h.sqlite"
+    with closing(sqlite3.connect(path)) as file:  # another program's tables take any value
+        file.executescript(_FIRST_FILES.replace(" STRICT", "").replace(" NOT NULL", ""))
+        file.execute("INSERT INTO measurements SELECT * FROM measurements")
+        file.execute(f"UPDATE measurements SET {column} WHERE rowid = 1")
+        file.execute("INSERT INTO runs (id) VALUES (2)")
+        file.execute("INSERT INTO measurements SELECT 2" + ", NULL" * 17)
+        file.commit()
+    with _opened(path, said) as history:
+        kept = 2 if column.startswith("simulated") else 1  # a flag that is not set is false
+        assert [e.measurement.p50_us for e in history.read()] == [5.0] * kept
+    assert said == [f"history {path}: {3 - kept} rows are no measurements and are left out"]
+
+
 # Files that cannot be used
 
 
