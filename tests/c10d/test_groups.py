@@ -48,6 +48,11 @@ def test_wrap(route, url):
     assert ranks.run(2, bodies.wrapped, url, route) == [[], []]
 
 
+def test_a_group_answers_as_gloo_does(url):
+    answers = ranks.run(2, bodies.answers, url, "tricomm")
+    assert answers == ranks.run(2, bodies.answers, f"{url}2", "gloo") and answers[0]["numbers"] == [4, 4]
+
+
 def test_each_device_has_its_own_backend(url):
     assert ranks.run(2, bodies.two_devices, url) == [(True, True)] * 2
 

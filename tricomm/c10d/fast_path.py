@@ -35,6 +35,7 @@ class FastPath:
         # By the operation's hash, type and count: three small look-ups take less time than one of a tuple.
         self._calls: dict[int, dict[torch.dtype, dict[int, Any]]] = {}
         self._known = 0
+        self.made = 0
 
     def learn(self, comm: Communicator, x: torch.Tensor, op: str) -> None:
         """From now on repeat all_reduces of tensors like `x`, of which `comm` has just made one.
@@ -71,4 +72,5 @@ class FastPath:
             return None
         if not self._comm.repeat(known, x):  # type: ignore[union-attr]  # sparse, requires grad, another device
             return None
+        self.made += 1
         return _FINISHED

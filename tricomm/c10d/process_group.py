@@ -43,8 +43,8 @@ class TricommGroup(AnsweringGroup):
     def __init__(
         self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, options: Options | None = None
     ) -> None:
-        super().__init__(config.rank, config.world_size, config.name)
-        self._config, self._backends = config, backends
+        super().__init__(config)
+        self._backends, self._made = backends, 0
         self._dispatcher = Dispatcher(config, agreed, backends, options)
         self._fast_path = self._dispatcher.fast_path
         self._block = CallBlock()
@@ -59,6 +59,10 @@ class TricommGroup(AnsweringGroup):
     def batch_invariant(self) -> bool:
         """Whether the bits of its reductions depend on rank order alone."""
         return self._dispatcher.batch_invariant
+
+    def _get_sequence_number_for_group(self) -> int:
+        """The number of collectives that this rank has made."""
+        return self._made + self._fast_path.made
 
     def _get_backend(self, device: torch.device) -> Any:
         return self._backend_for(torch.device(device))
@@ -294,6 +298,7 @@ class TricommGroup(AnsweringGroup):
             name = next((n for n in names if hasattr(backend, n)), names[0])
             return getattr(self._block.entered(backend), name)(*args)
 
+        self._made += 1
         with _profiled(batch[0].collective):
             work = self._dispatcher.run(batch, native)
         self._block.add(work)

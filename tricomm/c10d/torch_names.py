@@ -17,10 +17,23 @@ class AnsweringGroup(c10d.ProcessGroup):  # type: ignore[misc]
 
     # Of the backend object for the CPU, which is the group itself.
     supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+    use_pg_for_symm_mem_rendezvous = False
 
-    def __init__(self, rank: int, world_size: int, name: str) -> None:
-        super().__init__(rank, world_size)
-        self._name, self._desc = name, ""
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.rank, config.world_size)
+        self._config = config
+        self._name, self._desc = str(config.name), ""
+        self.options = c10d.Backend.Options("tricomm", config.timeout)
+        self.options.global_ranks_in_group, self.options.group_name = config.ranks, config.name
+
+    def get_group_store(self) -> Any:
+        return self._config.store
+
+    def _set_sequence_number_for_group(self) -> None:
+        """It begins at 0 on every rank."""
+
+    def eager_connect_single_device(self, device: torch.device | None = None) -> None:
+        """The connections are made with the group."""
 
     def getBackendName(self) -> str:
         return "tricomm"

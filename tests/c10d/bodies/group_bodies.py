@@ -187,3 +187,29 @@ def sleeps(rank, world_size, tell, url, route):
             refused(tricomm.resume, "not suspended")
         wrong += [] if _sum(value=rank) == sum(range(world_size)) else ["after"]
     return wrong
+
+
+def answers(rank, world_size, tell, url, backend):
+    """The getters that torch's own code and its users call on a group and on its backend for the CPU."""
+    with default_group(rank, world_size, url, "gloo", backend, timeout=50.0) as group:
+        cpu = torch.device("cpu")
+        own, x = group._get_backend(cpu), torch.ones(4)
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(torch.ones(8), x)
+        dist.all_reduce_coalesced([x, x.clone()])
+        dist.barrier()
+        store = group.get_group_store()
+        if rank == 0:
+            store.set("key", "value")
+        group._set_sequence_number_for_group()
+        own.eager_connect_single_device(cpu)
+        numbers = [one._get_sequence_number_for_group() - before for one in (group, own)]
+        names = group._get_backend_name(), own.name(), own.options.backend
+        assert names == (backend,) * 3, names
+        return {
+            "numbers": numbers, "store": store.get("key"), "timeout": own.options._timeout, "size": group.size(),
+            "rank": (group.rank(), own.rank()), "name": group.group_name, "desc": group.group_desc,
+            "flags": (own.supports_coalescing, own.supports_time_estimate, group.use_pg_for_symm_mem_rendezvous),
+            "hooks": group._has_hooks(), "device": group.bound_device_id, "alloc": own.supports_tensor_alloc(cpu),
+        }  # fmt: skip
