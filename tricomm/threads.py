@@ -1,12 +1,19 @@
-"""Threads of the library: daemons, and a named error if the system starts no more."""
+"""Threads of the library: daemons, a pool of them for tasks, and a named error if the system starts no more."""
 
 from __future__ import annotations
 
+import os
+import queue
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from tricomm.errors import ResourceError
+
+_SPARE = 2  # helpers that are kept although they have nothing to do
+
+_helpers: list[queue.SimpleQueue[HelperTask]] = []  # of those that have nothing to do
+_here = threading.local()
 
 
 def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -23,3 +30,60 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread
             "container), or end threads that are not needed"
         ) from error
     return thread
+
+
+class HelperTask:
+    """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not.
+
+    The constructor raises `ResourceError` if no thread can start."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._error: BaseException | None = None
+        try:
+            jobs = _helpers.pop()
+        except IndexError:
+            jobs = queue.SimpleQueue()
+            start("tricomm-helper", _help, jobs)
+        jobs.put(self)
+
+    def run(self) -> None:
+        try:
+            self._action()
+        except BaseException as error:
+            self._error = error
+        self._running.release()
+
+    def wait(self, seconds: float = -1.0) -> bool:
+        """Wait until it has run, for `seconds` at most; returns whether it has."""
+        if not self._running.acquire(timeout=seconds):
+            return False
+        self._running.release()
+        return True
+
+    def result(self) -> None:
+        """Raises the exception that the action has ended with, if any."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+def is_helper() -> bool:
+    """Whether this thread is a helper."""
+    return getattr(_here, "helper", False)
+
+
+def _help(jobs: queue.SimpleQueue[HelperTask]) -> None:
+    _here.helper = True
+    while True:
+        job = jobs.get()
+        job.run()
+        del job
+        if len(_helpers) >= _SPARE:  # the threads of a busy moment are not kept for good
+            return
+        _helpers.append(jobs)
+
+
+os.register_at_fork(after_in_child=_helpers.clear)

@@ -12,7 +12,7 @@ from tests import ranks
 from tests.c10d.bodies import connection_bodies as bodies
 from tests.c10d.test_endings import BEGIN
 from tests.c10d.test_groups import free_port
-from tricomm.c10d import gloo_threads
+from tricomm import threads
 
 ROOT = Path(__file__).parents[2]
 FORK = """
@@ -159,14 +159,14 @@ def test_an_interrupt_among_asynchronous_calls_is_heard_at_once(turn, tmp_path):
 
 def test_a_moment_that_needs_many_threads_does_not_keep_them():
     def helpers():
-        return sum(thread.name == "tricomm-gloo-wait" for thread in threading.enumerate())
+        return sum(thread.name == "tricomm-helper" for thread in threading.enumerate())
 
     hold = threading.Event()
-    jobs = [gloo_threads.HelperTask(lambda: hold.wait(30) and None) for _ in range(gloo_threads._SPARE + 6)]
-    assert helpers() >= gloo_threads._SPARE + 6
+    jobs = [threads.HelperTask(lambda: hold.wait(30) and None) for _ in range(threads._SPARE + 6)]
+    assert helpers() >= threads._SPARE + 6
     hold.set()
     assert all(job.wait(30) for job in jobs)
     end = time.monotonic() + 30
-    while helpers() > gloo_threads._SPARE and time.monotonic() < end:
+    while helpers() > threads._SPARE and time.monotonic() < end:
         time.sleep(0.01)
-    assert helpers() == gloo_threads._SPARE
+    assert helpers() == threads._SPARE

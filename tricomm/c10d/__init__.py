@@ -7,11 +7,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from tricomm.c10d import custom_ops
+from tricomm.c10d.call_futures import collect_all
 from tricomm.c10d.capabilities import GroupConfig
 from tricomm.c10d.group_creation import create, ddp_hook, make, wrap
 from tricomm.c10d.process_group import TricommGroup
@@ -24,6 +26,7 @@ def register() -> None:
     """Register "tricomm" for `dist.init_process_group`; idempotent. The entry point of torch >= 2.14 calls it too."""
     if hasattr(dist.Backend, "TRICOMM"):
         return
+    torch._C._collect_all = collect_all  # `torch.futures.collect_all` would lose the places of callbacks
     dist.Backend.register_backend("tricomm", create, extended_api=True, devices=["cpu", "cuda"])
     both: Any = dist, distributed_c10d
     both[0].batch_isend_irecv = both[1].batch_isend_irecv = _together(dist.batch_isend_irecv)

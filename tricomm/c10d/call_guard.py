@@ -24,7 +24,8 @@ import torch
 from torch.library import Library
 from torch.utils import _pytree as pytree
 
-from tricomm.c10d.work_handles import CombinedWork, FinishedWork, told
+from tricomm.c10d.call_futures import told
+from tricomm.c10d.work_handles import CombinedWork, FinishedWork
 from tricomm.errors import InvalidArgument, TricommError
 
 # Errors of a call's own, raised before anything is sent or by the call itself; the group goes on.

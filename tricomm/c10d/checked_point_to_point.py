@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from tricomm.c10d.call_futures import told
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.gloo_transport import Transport
-from tricomm.c10d.work_handles import limit_seconds, told
+from tricomm.c10d.work_handles import limit_seconds
 from tricomm.errors import CollectiveMismatch, ResourceError, TricommError
 
 LONGEST_EXCESS = 1 << 30  # bytes by which a message may be too long before it ends the process instead of being refused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,27 +10,17 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from tricomm.c10d import fallback_backends, gloo_collectives
 from tricomm.c10d.call_guard import NOTHING_SENT, sends
-from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities, options_for, torch_backend
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, options_for, torch_backend
+from tricomm.c10d.cpu_calls import CpuCalls
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.fast_path import FastPath
-from tricomm.c10d.gloo_collectives import CallContext, CallRecords
-from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.streams import GroupStream
-from tricomm.c10d.worker_thread import CallQueue
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
 from tricomm.core.symmetric import Symmetric
-from tricomm.errors import (
-    CollectiveTimeout,
-    GroupAborted,
-    InvalidArgument,
-    RendezvousError,
-    ResourceError,
-    TricommError,
-)
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.metrics.counters import GLOO, KERNELS, NCCL, count_fallback
 from tricomm.options import Options
 from tricomm.policy import backend_choice
@@ -77,8 +66,8 @@ class Dispatcher:
     """Runs one group's calls. Creates what they need on first use.
 
     allreduce -> fast path (a call that was made before) -> communicator
-    any call -> run -> worker thread (CPU) -> communicator, or Gloo's connections
-                       stream (CUDA)       -> communicator, or NCCL
+    any call -> run -> CpuCalls, in its turn on a worker thread -> communicator, or Gloo's connections
+                       stream (CUDA)                            -> communicator, or NCCL
     """
 
     def __init__(
@@ -86,14 +75,11 @@ class Dispatcher:
     ) -> None:
         self._config, self._agreed, self._backends, self._options = config, agreed, backends, options
         self.fast_path = FastPath()
-        self._queue = CallQueue(str(config), one_at_a_time=agreed.no_kernels.get("cpu", "") is None)
+        self._cpu = CpuCalls(config, agreed, backends, options)
         self._streams: dict[torch.device, GroupStream] = {}
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(agreed.no_kernels)
         self._routed: dict[tuple[Any, ...], _Routed] = {}
-        self._records = CallRecords(config.world_size)
-        self._text = str(config)
-        self._number = 0
         self._lost: GroupAborted | None = None  # by an interrupted call
         self._closed = False
 
@@ -111,7 +97,7 @@ class Dispatcher:
         self.check_usable(batch[0].collective)
         if self.batch_invariant:
             self._refuse(batch)
-        return self.on_cpu(batch) if batch[0].device.type == "cpu" else self.on_cuda(batch, native)
+        return self._cpu.run(batch, self) if batch[0].device.type == "cpu" else self.on_cuda(batch, native)
 
     @property
     def batch_invariant(self) -> bool:
@@ -190,7 +176,7 @@ class Dispatcher:
                 made.append(self._comms[call.device].symmetric((numel,), call.dtype, multicast=False))
 
         if call.device.type == "cpu":
-            self._queue.run(make, f"{self._config}: symmetric", [], False, self.interrupted)
+            self._cpu.between_calls(make, "symmetric", self)
         else:
             make()
         return made[0] if made else None
@@ -251,53 +237,12 @@ class Dispatcher:
         if self._backends.transport is not None:
             self._backends.transport.check_connected(lambda: f"{self._config}: setting up the kernels' memory")
 
-    # The CPU
-
-    def on_cpu(self, batch: list[GroupCall]) -> Any:
-        """Run `batch` in its turn, on a worker thread."""
-        result = [x for call in batch for x in call.result]
-        return self._queue.run(
-            lambda: self._on_worker(batch), str(self._config), result, batch[0].async_op, self.interrupted
-        )
-
-    def _on_worker(self, batch: list[GroupCall]) -> None:
-        self.check_usable(batch[0].collective)
-        self._number += 1
-        inputs = None
-        if len(batch) == 1:  # its input may go with the records
-            batch[0].prepare()
-        if self._agreed.check:
-            inputs = self._records.check(self._context(batch[0]), batch, self._number, self._text)
-        for call in batch:
-            if len(batch) > 1:
-                call.prepare()
-            if self._route(call).route.by_communicator:
-                _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
-            else:
-                gloo_collectives.run(self._context(call, inputs), call)
-            call.finish()
-
-    def _context(self, call: GroupCall, inputs: list[torch.Tensor] | None = None) -> CallContext:
-        """The connections, until the time limit of `call`; `inputs` are the ranks' inputs if they are here already."""
-        number, text = self._number, self._text
-        limit = (call.timeout or self._config.timeout).total_seconds()
-        if self._backends.transport is None:
-            self._backends.transport = self._connected()
-        end = time.monotonic() + limit
-        return CallContext(self._backends.transport, end, lambda: f"{text}, call {number} ({call.text()})", inputs)
-
-    def _connected(self) -> Transport:
-        """Connections for a wrapped group, made at the first call that needs them; its native backend uses others."""
-        config = self._config
-        store = PrefixStore("wrapped", config.store)
-        try:
-            limit = config.timeout.total_seconds()
-            agreed = exchange_capabilities(store, config.rank, config.world_size, limit, self.batch_invariant)
-        except RendezvousError as error:
-            if "timeout" not in str(error):
-                raise
-            raise CollectiveTimeout(f"{config}, call {self._number}: timeout: {error}") from error
-        return fallback_backends.connect(store, config, agreed.members, self._options)
+    def run_by_kernels(self, call: GroupCall) -> bool:
+        """Run a CPU call by the kernels, if it goes to them."""
+        if not self._route(call).route.by_communicator:
+            return False
+        _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
+        return True
 
     # CUDA
 
@@ -350,7 +295,7 @@ class Dispatcher:
         self.check_usable(what)
         call = partial(step, self._comms[device])
         if device.type == "cpu":
-            self._queue.run(call, f"{self._config}: {what}", [], False, self.interrupted)
+            self._cpu.between_calls(call, what, self)
         else:
             call()
 
@@ -377,6 +322,7 @@ class Dispatcher:
         for comm in list(self._comms.values()):
             comm.interrupted(error)
         self.abort_waits(self._lost)
+        self._cpu.refuse(self._lost)
         self._backends.abort()
 
     def close(self) -> None:
@@ -385,7 +331,7 @@ class Dispatcher:
             return
         self._closed = True
         self.fast_path.clear()
-        self._queue.close()
+        self._cpu.close()
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()

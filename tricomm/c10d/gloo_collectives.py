@@ -25,8 +25,9 @@ from itertools import accumulate
 
 import torch
 
+from tricomm.c10d.call_queue import Turn
 from tricomm.c10d.dtype_emulation import as_bytes, reduce_into
-from tricomm.c10d.gloo_transport import Part, Transport
+from tricomm.c10d.gloo_transport import COLLECTIVE, FIRST_LINE_TAG, LINE_TAGS, Part, Transport
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
@@ -34,8 +35,8 @@ _ONE_SHOT_BYTES = 64 * 1024
 _ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # two ranks move the same bytes in both ways, and two shots reduce half of them
 _SCRATCH_BYTES = 16 * 1024 * 1024  # of memory that a thread keeps for its reductions, because fresh pages are slow
 
-_HEAD = struct.Struct("<QI")  # of a record: number, fingerprint
-_WORDS = struct.Struct("<Q160s")
+_HEAD = struct.Struct("<QQII")  # of a record: line, number, fingerprint, whether the rank cannot make the call
+_WORDS = struct.Struct("<40s200s")  # the call's name and description
 _DATA_BYTES = 2048  # in a record
 
 _thread = threading.local()
@@ -45,12 +46,14 @@ _thread = threading.local()
 class CallContext:
     """The context of one call over the connections: its `deadline` (of `time.monotonic()`), and `what` describes it.
 
-    `inputs` are the ranks' inputs, if they came with the records.
+    Messages have the tag of the call's line, so calls of several lines may be in flight. `inputs` are the ranks'
+    inputs, if they came with the records.
     """
 
     transport: Transport
     deadline: float
     what: Callable[[], str]
+    turn: Turn
     inputs: list[torch.Tensor] | None = None
 
     @property
@@ -67,7 +70,10 @@ class CallContext:
 
     def exchange(self, sends: list[Part], receives: list[Part]) -> None:
         if self.inputs is None:
-            self.transport.exchange(sends, receives, self.deadline, self.what)
+            # Two lines whose tags are equal by chance are told apart by their records.
+            key = self.turn.line.key
+            tag = FIRST_LINE_TAG + key % LINE_TAGS if key else COLLECTIVE
+            self.transport.exchange(sends, receives, self.deadline, self.what, tag)
             return
         for rank, x in receives:
             x.copy_(self.inputs[rank][: len(x)])
@@ -84,58 +90,67 @@ class CallRecords:
         self._rows = list(torch.frombuffer(self._bytes, dtype=torch.uint8).view(world_size, -1).unbind())
         self._inputs = [row[self._data :] for row in self._rows]
 
-    def check(self, context: CallContext, batch: list[GroupCall], number: int, group: str) -> list[torch.Tensor] | None:
+    def check(
+        self, context: CallContext, batch: list[GroupCall], group: str, problem: Exception | None
+    ) -> list[torch.Tensor] | None:
         """The ranks' inputs of the only call of `batch`, as bytes, if they came with the records; else None. They
         are valid until the next check.
 
-        Raises `CollectiveMismatch`, on every rank, that names the ranks and what each of them called.
+        `problem`: why this rank cannot make the call. Raises `CollectiveMismatch`, on every rank, that names the ranks
+        and their calls or problems; on a rank with a problem, raises that.
         """
-        world_size, rank, first = context.world_size, context.rank, batch[0]
+        world_size, rank, first, turn = context.world_size, context.rank, batch[0], context.turn
         sums = zlib.crc32(struct.pack(f"<{len(batch)}I", *(call.fingerprint() for call in batch)))
         start = rank * self._size
-        _HEAD.pack_into(self._bytes, start, number, sums)
+        _HEAD.pack_into(self._bytes, start, turn.line.key, turn.number, sums, problem is not None)
         if first.splits is not None:
             self._splits.pack_into(self._bytes, start + _HEAD.size, *first.splits[0], *first.splits[1])
         nbytes = _input_bytes(first) if len(batch) == 1 else None
         small = nbytes is not None and nbytes <= _DATA_BYTES
-        if small and nbytes and first.x is not None:
+        if small and nbytes and first.x is not None and problem is None:
             self._inputs[rank][:nbytes].copy_(as_bytes(first.x))
         mine, others = self._rows[rank], context.others()
         context.exchange([(r, mine) for r in others], [(r, self._rows[r]) for r in others])
         heads = {bytes(self._bytes[i : i + _HEAD.size]) for i in range(0, len(self._bytes), self._size)}
-        if len(heads) > 1:
-            raise CollectiveMismatch(
-                f"{group}, call {number}: ranks made different calls: {_calls_in_words(context, batch, number)}"
-            )
+        unable = [_HEAD.unpack(head)[3] for head in heads]
+        if len(heads) > 1 or any(unable):
+            words = _calls_in_words(context, batch, problem)
+            if problem is not None:
+                raise problem
+            different = "a rank cannot make the call" if any(unable) else "ranks made different calls"
+            raise CollectiveMismatch(f"{group}, call {turn}: {different}: {words}")
         if first.splits is not None:
             rows = [self._splits.unpack_from(self._bytes, r * self._size + _HEAD.size) for r in range(world_size)]
-            _compare_splits(rows, number, group)
+            _compare_splits(rows, turn, group)
         return self._inputs if small else None
 
 
-def _calls_in_words(context: CallContext, batch: list[GroupCall], number: int) -> str:
+def _calls_in_words(context: CallContext, batch: list[GroupCall], problem: Exception | None) -> str:
     """Each rank's call in words; all ranks have seen that they differ."""
     text = "; ".join(call.text() for call in batch[:2]) + (f"; {len(batch) - 2} more" if len(batch) > 2 else "")
-    mine = torch.frombuffer(bytearray(_WORDS.pack(number, text.encode()[:160])), dtype=torch.uint8)
+    if problem is not None:
+        text += f", but {type(problem).__name__}: {problem}"
+    name, size = str(context.turn).encode(), _WORDS.size
+    mine = torch.frombuffer(bytearray(_WORDS.pack(name[:40], text.encode()[: size - 40])), dtype=torch.uint8)
     said = [mine if r == context.rank else torch.empty_like(mine) for r in range(context.world_size)]
     others = context.others()
     context.exchange([(r, mine) for r in others], [(r, said[r]) for r in others])
-    groups: dict[tuple[int, str], list[int]] = {}
+    groups: dict[tuple[str, str], list[int]] = {}
     for rank, row in enumerate(said):
-        theirs, words = _WORDS.unpack(row.numpy().tobytes())
-        groups.setdefault((theirs, words.rstrip(b"\0").decode(errors="replace")), []).append(rank)
+        theirs, words = (text.rstrip(b"\0").decode(errors="replace") for text in _WORDS.unpack(row.numpy().tobytes()))
+        groups.setdefault((theirs, words), []).append(rank)
     parts = [f"rank(s) {ranks}: {words} (call {theirs})" for (theirs, words), ranks in groups.items()]
     return "; ".join(parts) + "; make the same call, with the same shape and type, on every rank"
 
 
-def _compare_splits(rows: list[tuple[int, ...]], number: int, group: str) -> None:
+def _compare_splits(rows: list[tuple[int, ...]], turn: Turn, group: str) -> None:
     world_size = len(rows)
     for a in range(world_size):
         for b in range(world_size):
             sent, expected = rows[a][b], rows[b][world_size + a]
             if sent != expected:
                 raise CollectiveMismatch(
-                    f"{group}, call {number}: all_to_all: rank {a} sends {sent} elements to rank {b}, which expects "
+                    f"{group}, call {turn}: all_to_all: rank {a} sends {sent} elements to rank {b}, which expects "
                     f"{expected}; the input splits of a rank must be the output splits of its peers"
                 )
 
@@ -145,10 +160,19 @@ def _input_bytes(call: GroupCall) -> int | None:
     return call.nbytes if call.collective in _WHOLE_INPUT else None
 
 
+def check(call: GroupCall) -> None:
+    """Raises `InvalidArgument` for a sparse call that cannot be made; `GroupCall`s of other tensors are checked."""
+    if call.collective == "all_reduce_sparse":
+        (x,) = call.result
+        if call.op != "sum" or x.layout != torch.sparse_coo:
+            raise InvalidArgument(f"all_reduce: {call.op} of {x.layout} is not defined; sum of a sparse COO tensor is")
+        if x.dim() > _DIMENSIONS:
+            raise InvalidArgument(f"all_reduce of a sparse tensor of {x.dim()} dimensions: {_DIMENSIONS} at most")
+
+
 def run(context: CallContext, call: GroupCall) -> None:
     """Run this rank's part of `call`, and return when it is done."""
-    with torch.no_grad():
-        TABLE[call.collective](context, call)
+    TABLE[call.collective](context, call)
 
 
 def _input_and_output(call: GroupCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,8 +306,6 @@ def _barrier(context: CallContext, call: GroupCall) -> None:
 def _all_reduce_sparse(context: CallContext, call: GroupCall) -> None:
     """The sum of COO tensors, in rank order, into the caller's own; ranks may have any number of elements."""
     (x,) = call.result
-    if call.op != "sum" or x.layout != torch.sparse_coo:
-        raise InvalidArgument(f"all_reduce: {call.op} of {x.layout} is not defined; sum of a sparse COO tensor is")
     mine = x.detach().coalesce()
     head = torch.tensor([mine._nnz(), mine.sparse_dim(), mine.dense_dim(), *_shape(mine)], dtype=torch.int64)
     heads = [torch.empty_like(head) for _ in range(context.world_size)]
@@ -313,8 +335,6 @@ _DTYPES = sorted({str(v): v for v in vars(torch).values() if isinstance(v, torch
 
 
 def _shape(x: torch.Tensor) -> list[int]:
-    if x.dim() > _DIMENSIONS:
-        raise InvalidArgument(f"all_reduce of a sparse tensor of {x.dim()} dimensions: {_DIMENSIONS} at most")
     return [_DTYPES.index(str(x.dtype)), x.dim(), *x.shape, *[0] * (_DIMENSIONS - x.dim())]
 
 

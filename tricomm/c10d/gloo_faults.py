@@ -1,6 +1,6 @@
 """Faults of a wait for messages on a c10d group's connections: how it is ended, and which rank the error names.
 
-The watcher thread (`gloo_threads`) looks at the waits under way: whether their time is over, whether a process that
+The watcher thread looks at the waits under way: whether their time is over, whether a process that
 they need has ended or is stopped, whether a connection is closed. It ends such a wait by shutting down connections; the
 thread that waited finds out which messages are missing, and why. A rank that gives a group up writes the reason into
 the store before it closes its connections, and the others look for it there. Without the store they still name the
@@ -9,6 +9,7 @@ ranks that are missing.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +17,16 @@ from contextlib import closing, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
-from tricomm import env, errors
-from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
+from tricomm import env, errors, threads
+from tricomm.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    PeerDied,
+    PeerStalled,
+    RendezvousError,
+    TricommError,
+)
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore, first_line
 from tricomm.store.records import Capabilities, MessageHeader
@@ -28,6 +37,12 @@ _HELD = 1.0  # after which the connection of an ended process is closed here: a 
 _STORE_SECONDS = 1.0
 _BACKSTOP = 5.0  # seconds after its deadline at which Gloo itself ends a wait that the watcher has not ended
 _LONGEST_REASON = 2000
+_TICK = 0.05  # seconds between two looks at the waits in flight
+
+_waits: set[Wait] = set()
+_awake = threading.Event()
+_starting = threading.Lock()
+_watcher: threading.Thread | None = None
 
 
 class Connections(Protocol):
@@ -55,11 +70,16 @@ class Connections(Protocol):
 class Wait:
     """One wait for messages: for each (rank, handle of Gloo) in `todo` once, by one thread, and then for `sends`.
 
-    With `any` it is for one message from any rank; the rank in `todo` then means nothing.
+    `in_callback`: for a call that a callback makes. With `any` it is for one message from any rank; the rank in `todo`
+    then means nothing.
     """
 
-    def __init__(self, transport: Connections, deadline: float, what: Callable[[], str], any: bool = False) -> None:
+    def __init__(
+        self, transport: Connections, deadline: float, what: Callable[[], str], any: bool = False,
+        in_callback: bool = False,
+    ) -> None:  # fmt: skip
         self.transport, self.deadline, self.what, self.any = transport, deadline, what, any
+        self.in_callback = in_callback
         self.todo: list[tuple[int, Any]] = []
         self.sends: list[tuple[int, Any]] = []  # Gloo forgets one whose connection closes
         self.closing = 0.0  # seconds of waiting for a send over a closed connection
@@ -204,6 +224,11 @@ class Wait:
             return PeerStalled(f"{named} is stopped; waited {waited:.1f} s")
         if self.timed_out or "imed out" in str(self.cause):
             limit = self.deadline - self.began
+            if self.in_callback:
+                return CollectiveMismatch(
+                    f"rank(s) {missing} have not made this call within the timeout of {limit:.1f} s: a callback makes "
+                    "it, which every rank must attach to the same call's future, in the same place"
+                )
             return CollectiveTimeout(f"timed out: rank(s) {missing} have not come within the timeout of {limit:.1f} s")
         return self._closed(missing)
 
@@ -248,6 +273,60 @@ class Wait:
         if rank not in self.transport.visible:
             return None
         return process.state(self.transport.members[rank].pid, self.transport.members[rank].start_time)
+
+
+# The watcher, one for all groups of a process
+
+
+def watch(waiting: Wait) -> None:
+    """Look at `waiting` from now on. Raises `ResourceError` if no thread can start."""
+    global _watcher
+    if _watcher is None:
+        with _starting:
+            if _watcher is None:
+                _watcher = threads.start("tricomm-gloo-watch", _watch)
+    _waits.add(waiting)
+    if not _awake.is_set():
+        _awake.set()
+
+
+unwatch = _waits.discard
+
+
+def wake(transport: Connections) -> None:
+    """Tell the waits on `transport` that its connections are shut down."""
+    for waiting in list(_waits):
+        if waiting.transport is transport:
+            waiting.wake()
+
+
+def _watch() -> None:
+    last = time.monotonic()
+    while True:
+        if not _waits:
+            _awake.clear()
+            if not _waits:
+                _awake.wait()
+                last = time.monotonic()
+        time.sleep(_TICK)
+        now = time.monotonic()
+        # If this process itself was stopped, it has seen nothing meanwhile.
+        elapsed, last = min(now - last, 4 * _TICK), now
+        for waiting in list(_waits):
+            try:
+                waiting.look(elapsed)
+            except Exception as error:  # a wait that is not watched might never end
+                waiting.failed(-1, error)
+                waiting.transport.shut_down()
+
+
+def _in_forked_child() -> None:
+    global _awake, _starting, _watcher
+    _waits.clear()
+    _awake, _starting, _watcher = threading.Event(), threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # Reasons

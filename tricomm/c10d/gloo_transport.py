@@ -28,18 +28,20 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from tricomm.c10d import gloo_faults, gloo_threads
+from tricomm.c10d import gloo_faults
+from tricomm.c10d.call_futures import Loss
 from tricomm.c10d.gloo_faults import Wait
-from tricomm.c10d.gloo_threads import HelperTask
 from tricomm.c10d.torch_names import c10d
-from tricomm.c10d.work_handles import Loss
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.bounded_store import first_line
 from tricomm.store.records import Capabilities
+from tricomm.threads import HelperTask
 
 FIRST_OWN_TAG = 1 << 30  # a user's tags are below
 COLLECTIVE, _HANDSHAKE = FIRST_OWN_TAG, FIRST_OWN_TAG + 1
+FIRST_LINE_TAG = FIRST_OWN_TAG + 16  # from here on, tags of the calls that callbacks make
+LINE_TAGS = (1 << 31) - FIRST_LINE_TAG
 _SPARE = 16  # descriptors that a group leaves for files and the store
 _CONNECT_SECONDS = 30.0  # the ranks have just met over the store
 
@@ -97,7 +99,8 @@ class Transport:
         Parts with no bytes are left out, on both sides alike. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
         `GroupAborted`, with the text of `what`; the group is then lost.
         """
-        self.interruptible(lambda: self._exchange(sends, receives, Wait(self, deadline, what), tag))
+        waiting = Wait(self, deadline, what, in_callback=tag >= FIRST_LINE_TAG)
+        self.interruptible(lambda: self._exchange(sends, receives, waiting, tag))
 
     def _exchange(self, sends: Sequence[Part], receives: Sequence[Part], waiting: Wait, tag: int) -> None:
         try:
@@ -163,7 +166,7 @@ class Transport:
     def _wait(self, waiting: Wait) -> None:
         if self.error is None:
             try:
-                gloo_threads.watch(waiting)
+                gloo_faults.watch(waiting)
                 if waiting.ended is None:
                     waiting.run()
                     if waiting.sends and not waiting.lost:  # Gloo forgets a send whose connection closes
@@ -177,7 +180,7 @@ class Transport:
                 self.fail(self.of_loss(error))
                 raise
             finally:
-                gloo_threads.unwatch(waiting)
+                gloo_faults.unwatch(waiting)
             if not waiting.lost:
                 return
         raise waiting.final_error()
@@ -235,7 +238,7 @@ class Transport:
             if entry is not None:
                 _shut_down_socket(*entry)
         if rank is None:
-            gloo_threads.wake(self)
+            gloo_faults.wake(self)
 
     def connected(self, rank: int) -> bool:
         """False once Gloo has closed the connection to `rank`."""

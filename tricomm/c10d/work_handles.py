@@ -6,11 +6,11 @@ Python callback of the backward pass runs before the reducer's own, and raises t
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch._C._distributed_c10d import Work
 from torch.autograd import graph
 from torch.futures import Future
 
-from tricomm.errors import CollectiveTimeout, TricommError
+from tricomm.c10d.call_futures import CallFuture, Origin, collect_all, told
+from tricomm.errors import CollectiveTimeout
 
 _UNSET = timedelta(0)
-_LOSS = "tricomm_loss"  # attribute of an error by which a group was lost
 _LOOK_SECONDS = 1.0
+log = logging.getLogger("tricomm")
 _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", None)
 
 
@@ -58,25 +59,6 @@ class Latch:
         return self.is_open
 
 
-@dataclass
-class Loss:
-    """The loss of a group: whether an error that says its cause has been raised to the caller."""
-
-    told: bool = False
-
-    def said_by(self, error: TricommError) -> TricommError:
-        """`error`, marked as one that tells the caller the cause of the loss."""
-        setattr(error, _LOSS, self)
-        return error
-
-
-def told(error: BaseException) -> None:
-    """Note that `error` reaches the caller: it leaves a call, or a wait for one."""
-    loss = getattr(error, _LOSS, None)
-    if loss is not None:
-        loss.told = True
-
-
 def in_backward() -> bool:
     """True while autograd runs a backward pass on this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -99,33 +81,48 @@ class _Promise:
 
 
 class PendingWork(Work):
-    """A call that a worker runs. Dropping the handle is safe: the worker holds what the call needs until it has run.
+    """A call of `queue` that another thread runs; a callback, `origin`, has made it, or (None) the program.
 
-    `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait.
+    Dropping the handle is safe: the queue holds what the call needs.
+
+    `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait. `name` is the call's name in
+    its group, once it runs.
     """
 
-    def __init__(self, what: str, result: list[Any], interrupted: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, queue: Any, origin: Origin | None, what: str, result: list[Any],
+        interrupted: Callable[[BaseException], None],
+    ) -> None:  # fmt: skip
         super().__init__()
+        self.queue, self.origin, self.name, self.over = queue, origin, "", Latch()
         self._what, self._result, self._interrupted = what, result, interrupted
-        self._over = Latch()
         self._error: BaseException | None = None
         self._finished = False
+        self._end = [True]  # taken by whoever finishes the call
         self._promises: dict[bool, _Promise] = {}
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """Called by the worker, once: the call has run, or has failed with `error`."""
+    def finish(self, error: BaseException | None = None) -> list[CallFuture]:
+        """The call has run, or has failed with `error`; the first one counts. Returns futures that have callbacks."""
+        try:
+            self._end.pop()
+        except IndexError:
+            return []
         self._error = error
         self._finished = True
-        try:
-            for promise in list(self._promises.values()):
+        promises = list(self._promises.values())
+        for promise in promises:
+            try:
                 promise.keep()
-        finally:
-            self._over.open()
+            except Exception:  # its user has completed it
+                log.exception("the future of call %s could not be completed", self.name)
+        self.over.open()
+        futures = [promise.future for promise in promises]
+        return [future for future in futures if isinstance(future, CallFuture) and future.has_callbacks]
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Block until the call has run; raises the call's error, or `CollectiveTimeout` after `timeout`."""
         try:
-            over = self._over.wait(limit_seconds(timeout))
+            over = self.over.wait(limit_seconds(timeout))
         except BaseException as error:
             self._interrupted(error)
             raise
@@ -140,8 +137,8 @@ class PendingWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        # A future's waiter may go on before the future's callbacks run.
-        return self._over.is_open or any(promise.future.done() for promise in list(self._promises.values()))
+        # A future's waiter may go on before the latch is open.
+        return self.over.is_open or any(promise.future.done() for promise in list(self._promises.values()))
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -155,11 +152,11 @@ class PendingWork(Work):
     def get_future(self) -> Any:
         """Holds the call's list of output tensors, as every c10d backend's does.
 
-        If the call fails, `wait()` and `value()` of the future raise the call's own error. A future that is asked for
-        during a backward pass may be read by C++ (DDP's reducer), which knows no Python errors: it holds a C++ error,
-        and raises a RuntimeError with the class and the text of the call's own.
+        If the call fails, `wait()` and `value()` of the future raise the call's own error. C++ code that asks for the
+        future (DDP's reducer) knows no Python errors: it gets a future with a C++ error, a RuntimeError with the class
+        and the text of the call's own.
         """
-        key = in_backward()
+        key = in_backward() and _called_by_autograd()
         promise = self._promises.get(key)
         if promise is None:
             promise = self._promises.setdefault(key, self._for_reducer() if key else self._for_python())
@@ -168,18 +165,12 @@ class PendingWork(Work):
         return promise.future
 
     def _for_python(self) -> _Promise:
-        future: Any = Future()
-        return self._promise(future, lambda: _settle(future, self._error, self._result, _tell))
+        future = CallFuture(self)
+        return _Promise(future, lambda: future.settle(self._error, self._result))
 
     def _for_reducer(self) -> _Promise:
         trigger: Any = Future()
-        return self._promise(_read_by_reducer(trigger), lambda: _settle(trigger, self._error, self._result))
-
-    def _promise(self, future: Any, complete: Callable[[], None]) -> _Promise:
-        over = self._over
-        # The first callback: `wait()` returns once the future is done, without waiting for other callbacks.
-        future.add_done_callback(lambda _: over.open())
-        return _Promise(future, complete)
+        return _Promise(_read_by_reducer(trigger), lambda: _settle(trigger, self._error, self._result))
 
 
 def failed(error: BaseException) -> Any:
@@ -190,22 +181,11 @@ def failed(error: BaseException) -> Any:
     return failing
 
 
-def _settle(
-    future: Any, error: BaseException | None, result: list[Any], unwrap: Callable[[Any], Any] | None = None
-) -> None:
-    """Complete `future`; `unwrap`, instead of torch's own function, raises the error whenever the value is read."""
+def _settle(future: Any, error: BaseException | None, result: list[Any]) -> None:
     if error is None:
         future.set_result(result)
-    elif unwrap is None:
-        future.set_exception(error)
     else:
-        future._set_unwrap_func(unwrap)
-        future.set_result(error)
-
-
-def _tell(error: BaseException) -> None:
-    told(error)
-    raise error
+        future.set_exception(error)
 
 
 def _read_by_reducer(future: Any) -> Any:
@@ -276,7 +256,7 @@ class CombinedWork(Work):
         return next((e for e in (work.exception() for work in self._works) if e is not None), None)
 
     def get_future(self) -> Any:
-        return torch.futures.collect_all([work.get_future() for work in self._works])
+        return collect_all([work.get_future() for work in self._works])
 
 
 def raise_in_backward(work: Any) -> None:

@@ -114,7 +114,7 @@ def premultiplied(rank, world_size, tell, url, route):
         opts = dist.AllreduceCoalescedOptions()
         opts.reduceOp = dist._make_nccl_premul_sum(torch.tensor([[2.0]]))
         group.allreduce_coalesced(several, opts).wait()
-        check("one tensor twice", x, torch.full((3,), (2.0 * world_size) ** 2))
+        check("one tensor twice", x, torch.full((3,), 2.0 * world_size))  # each from the inputs
         x = torch.full((2 + rank % 2,), 3.0)
         try:
             dist.all_reduce(x, op)

@@ -10,13 +10,13 @@ import torch.distributed._functional_collectives as functional
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
-from tricomm.c10d import worker_thread
+from tricomm.c10d import cpu_calls
 
 
 def gradients(rank, world_size, tell, url, route, without=False):
     """The names of the calls that gave something wrong, or failed."""
     if without:
-        worker_thread.torch = SimpleNamespace(no_grad=torch.enable_grad)
+        cpu_calls.torch = SimpleNamespace(**{**vars(torch), "no_grad": torch.enable_grad})
     wrong = []
     n = world_size
     with default_group(rank, n, url, route) as world:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.core.bodies.interrupt_bodies import KINDS, Walk
+from tricomm import threads
 from tricomm.c10d import group_over, process_group
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import TricommError
@@ -87,8 +88,8 @@ def walk(rank, world_size, tell, folder, route, call, kind, part, parts, first, 
             agreed.set(f"ready/{n}", "")
             wrong += _told(made, CALLS[call], lambda n=n: float(agreed.get(f"raised/{n}")), n)
         made.shutdown()
-    threads = [t.name for t in threading.enumerate() if t.name == "tricomm-worker"]
-    return count, wrong + threads
+    helpers = [t.name for t in threading.enumerate() if t.name == "tricomm-helper"]
+    return count, wrong + helpers[threads._SPARE + 1 :]
 
 
 def _interrupted(group, call, kind, line):

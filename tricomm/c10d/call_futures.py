@@ -1,0 +1,244 @@
+"""The futures of calls. Every callback knows which call it belongs to, and its place among the call's callbacks.
+
+The calls that a callback makes are named after that (`call_queue`), so their names do not depend on when the callback
+was attached, or on the thread that runs it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from tricomm.errors import InvalidArgument, ResourceError, TricommError
+from tricomm.threads import HelperTask
+
+NAMELESS = "(?)"  # in the place of a callback that may make no calls
+_LOSS = "tricomm_loss"  # attribute of an error by which a group was lost
+log = logging.getLogger("tricomm")
+_here = threading.local()
+_collect_all = torch._C._collect_all
+
+
+@dataclass
+class Loss:
+    """The loss of a group: whether an error that says its cause has been raised to the caller."""
+
+    told: bool = False
+
+    def said_by(self, error: TricommError) -> TricommError:
+        """`error`, marked as one that tells the caller the cause of the loss."""
+        setattr(error, _LOSS, self)
+        return error
+
+
+def told(error: BaseException) -> None:
+    """Note that `error` reaches the caller: it leaves a call, or a wait for one."""
+    loss = getattr(error, _LOSS, None)
+    if loss is not None:
+        loss.told = True
+
+
+@dataclass(eq=False)
+class Origin:
+    """A callback: that of the call `work` (a `PendingWork`), at `place` among its callbacks.
+
+    `lines` are the calls that it makes.
+    """
+
+    work: Any
+    place: str
+
+    def name_for(self, group: Any) -> str:
+        """The callback's name in the group of the queue `group`. Raises `InvalidArgument` as `CallQueue.name_for`."""
+        return f"{self.work.name}{self.work.queue.name_for(group)}/{self.place}"
+
+    lines: dict[Any, Any] = field(default_factory=dict)  # by the group's queue
+
+
+def current_origin() -> Origin | None:
+    """The callback that this thread runs, if any."""
+    return getattr(_here, "origin", None)
+
+
+@contextmanager
+def _running(origin: Origin) -> Iterator[None]:
+    outer, _here.origin = current_origin(), origin
+    try:
+        yield
+    finally:
+        _here.origin = outer
+
+
+class _Modes:
+    """The thread-local modes of torch that a callback finds: those of the thread that attached it."""
+
+    def __init__(self) -> None:
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._autocast = [
+            (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
+        ]
+        self._cache, self._device = torch.is_autocast_cache_enabled(), torch.get_default_device()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for device, enabled, dtype in self._autocast:
+                if enabled != torch.is_autocast_enabled(device) or dtype != torch.get_autocast_dtype(device):
+                    stack.enter_context(torch.autocast(device, dtype, enabled, self._cache))
+            if self._device != torch.get_default_device():
+                stack.enter_context(self._device)
+            yield
+
+
+class _Failure:
+    """The value of a future that has failed. C++ code (DDP's reducer) shows it as text, Python code gets the error."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __str__(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+    def tell(self) -> None:
+        told(self.error)
+        raise self.error
+
+
+@dataclass(eq=False)
+class _Callback:
+    origin: Origin
+    modes: _Modes
+    action: Callable[[], None]
+
+    def run(self) -> None:
+        try:
+            with self.modes.entered(), _running(self.origin):
+                self.action()
+        except Exception:
+            log.exception("a callback of call %s has failed", self.origin.work.name)
+
+
+class CallFuture(Future[Any]):
+    """The future of a call, or of a callback of one; every callback knows its place.
+
+    torch would run callbacks as part of completing the future. They run after that here, so that the thread can first
+    let another one go on with the calls. A callback has the modes of torch of the thread that attached it.
+    """
+
+    def __init__(self, work: Any, place: str = "") -> None:
+        super().__init__()
+        self._work, self._place = work, place
+        self._attached: defaultdict[Origin | None, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
+        self._callbacks: deque[_Callback] = deque()
+
+    def then(self, callback: Callable[[Any], Any]) -> CallFuture:
+        """As torch's, except that an error of `callback` keeps its class."""
+        place = self.next_place()
+        child = CallFuture(self._work, place)
+        self._attach(place, lambda: child.complete_by(lambda: callback(self)))
+        return child
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        self._attach(self.next_place(), lambda: callback(self))
+
+    def set_result(self, result: Any) -> None:
+        super().set_result(result)
+        self.run_callbacks()
+
+    def set_exception(self, result: Any) -> None:
+        self.settle(result, None)
+        self.run_callbacks()
+
+    def settle(self, error: BaseException | None, result: Any) -> None:
+        """Complete the future, without its callbacks."""
+        if error is not None:
+            self._set_unwrap_func(_Failure.tell)
+            result = _Failure(error)
+        super().set_result(result)
+
+    def complete_by(self, call: Callable[[], Any]) -> None:
+        """Complete the future with what `call` returns or raises."""
+        try:
+            result, error = call(), None
+        except Exception as failure:
+            result, error = None, failure
+        except BaseException as failure:
+            self.settle(failure, None)
+            raise
+        self.settle(error, result)
+        self.run_callbacks()
+
+    def next_place(self) -> str:
+        """The place of the next callback: its number, after the place of the callback whose future this is.
+
+        If another callback than the one that made the call attaches it, or the program, they count for themselves: the
+        order in which several attach may differ between ranks.
+        """
+        by, who = current_origin(), ""
+        if by is not self._work.origin:
+            try:
+                who = "(program)" if by is None else f"({by.name_for(self._work.queue)})"
+            except InvalidArgument:
+                who = NAMELESS
+        return f"{self._place}.{who}{next(self._attached[by])}".lstrip(".")
+
+    def combined(self, futures: list[Any]) -> CallFuture:
+        """A future, at the next place of this one, whose value is `futures` once all of them are complete."""
+        place = self.next_place()
+        made = CallFuture(self._work, place)
+        left = [True] * (len(futures) - 1)
+
+        def one_more() -> None:
+            try:
+                left.pop()
+            except IndexError:
+                made.set_result(futures)
+
+        for future in futures:
+            if isinstance(future, CallFuture):
+                future._attach(place, one_more)
+            else:
+                future.add_done_callback(lambda _: one_more())
+        return made
+
+    @property
+    def has_callbacks(self) -> bool:
+        return bool(self._callbacks)
+
+    def run_callbacks(self) -> None:
+        """Run the callbacks that no other thread has begun, each on a thread of its own: one may wait for what another
+        one does. The future is complete."""
+        while True:
+            try:
+                callback = self._callbacks.popleft()
+            except IndexError:
+                return
+            if self._callbacks:
+                with suppress(ResourceError):  # without another thread they run one after another
+                    HelperTask(self.run_callbacks)
+            callback.run()
+
+    def _attach(self, place: str, action: Callable[[], None]) -> None:
+        callback = _Callback(Origin(self._work, place), _Modes(), action)
+        self._callbacks.append(callback)
+        if self.done():
+            with suppress(ValueError):  # the thread that completed the future runs it
+                self._callbacks.remove(callback)
+                callback.run()
+
+
+def collect_all(futures: list[Any]) -> Any:
+    """`torch.futures.collect_all`, whose result knows its place if one of `futures` is a call's."""
+    first = next((future for future in futures if isinstance(future, CallFuture)), None)
+    return _collect_all(futures) if first is None else first.combined(list(futures))

@@ -1,0 +1,254 @@
+"""The order of a group's calls on the CPU, and the threads that run them.
+
+A *line* is a sequence of calls that run one after another: the main line of a group, for the calls that the program
+makes, and one line for each callback of a future, for the calls that the callback makes. Lines are independent: none
+waits for another, so it does not matter when a callback is attached, on which thread it runs, or how long it takes.
+
+    main line of a group          1   2   3   4 ...
+    first callback of call 2          2/1/1   2/1/2 ...
+    second callback of call 2         2/2/1 ...
+
+The name of a call ("2/1/1") follows from the program alone. Ranks match calls by it: a line has a tag for its messages,
+and each record on it carries line and number. `docs/c10d.md` has the rule, `devtools.call_order_model` its proof.
+
+A thread runs the calls of a line as long as there are any. If a call has callbacks, another thread goes on with the
+line, because a callback may wait for a later call. Nothing here takes a lock: an interrupt in the caller's thread could
+leave it taken.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tricomm import threads
+from tricomm.c10d.call_futures import NAMELESS, CallFuture, Origin, current_origin
+from tricomm.c10d.work_handles import PendingWork
+from tricomm.errors import GroupAborted, InvalidArgument, TricommError
+from tricomm.threads import HelperTask
+
+_DRAIN_SECONDS = 2.0
+_queues: weakref.WeakSet[CallQueue] = weakref.WeakSet()
+_busy: set[object] = set()  # one for each thread that runs a line or its callbacks
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The place of a call that runs: `number` in `line`."""
+
+    line: Line
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.line.name}{self.number}"
+
+
+@dataclass(eq=False)
+class _QueuedCall:
+    action: Callable[[Turn], None]
+    work: PendingWork
+
+
+class Line:
+    """Calls that run in order. `name` is the prefix of their names: empty for a group's main line."""
+
+    def __init__(self, queue: CallQueue, name: str = "") -> None:
+        self.queue, self.name = queue, name
+        self._calls: deque[_QueuedCall] = deque()
+        self._idle = [True]  # the right to run this line; popping it is atomic
+        self._number = 0
+
+    @cached_property
+    def key(self) -> int:
+        """64 bits of the name, the same on all ranks; 0 for the main line."""
+        return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest()) if self.name else 0
+
+    def submit(self, call: _QueuedCall, here: bool) -> None:
+        """Run `call` in its turn, in this thread if `here` and if it is the next one. Raises `ResourceError` if no
+        thread can be started; the call then has no number."""
+        self._calls.append(call)
+        try:
+            self._idle.pop()
+            if here:
+                self._run(call)
+            else:
+                HelperTask(self._run)
+        except IndexError:  # another thread runs the line
+            return
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._calls.remove(call)
+            self._idle.append(True)  # after Ctrl-C there may be two, in a group that is given up; none would be worse
+            raise
+
+    def _run(self, last: _QueuedCall | None = None) -> None:
+        """Run calls until there is none, or until after `last`, or until callbacks need this thread."""
+        busy, kept = object(), list[CallFuture]()
+        _busy.add(busy)
+        try:
+            while (call := self._next()) is not None:
+                with_callbacks = self._execute(call)
+                leave = call is last or bool(with_callbacks)
+                del call  # a thread that waits must not keep the last call's tensors
+                kept += with_callbacks
+                if leave and self._hand_over():
+                    break
+            for future in kept:
+                future.run_callbacks()
+        finally:
+            _busy.discard(busy)
+
+    def _next(self) -> _QueuedCall | None:
+        """The next call; if there is none, this thread gives the line back."""
+        while True:
+            try:
+                return self._calls.popleft()
+            except IndexError:
+                self._idle.append(True)
+            try:
+                if self._calls:
+                    self._idle.pop()
+                    continue
+            except IndexError:  # whoever queued the call runs it
+                pass
+            return None
+
+    def _hand_over(self) -> bool:
+        """Let another thread go on with the line. False if none can be started: then this one goes on, and the
+        callbacks come after the calls in the queue."""
+        if not self._calls:
+            self._idle.append(True)
+            try:
+                if self._calls:
+                    self._idle.pop()
+                else:
+                    return True
+            except IndexError:
+                return True
+        try:
+            HelperTask(self._run)
+        except (RuntimeError, TricommError):
+            return False
+        return True
+
+    def _execute(self, call: _QueuedCall) -> list[CallFuture]:
+        """Run `call` and complete its handle; returns the futures whose callbacks have to run."""
+        self._number += 1
+        turn = Turn(self, self._number)
+        call.work.name = str(turn)
+        error: BaseException | None = self.queue.refusal
+        if error is None:
+            try:
+                call.action(turn)
+            except Exception as failure:
+                error = failure
+            except BaseException as failure:
+                error = GroupAborted(f"the call was ended by {type(failure).__name__}: {failure}")
+        self.queue.pending.discard(call.work)
+        return call.work.finish(error)
+
+
+class CallQueue:
+    """Runs the calls of the group `name` of `ranks`, which are global; `text` describes it in messages."""
+
+    def __init__(self, name: str, ranks: Iterable[int] = (0,), text: str = "") -> None:
+        self._name, self._ranks, self._text = name, frozenset(ranks), text or name
+        self._main, self._closed = Line(self), False
+        self.refusal: GroupAborted | None = None  # for the calls that are still in a line
+        self.pending: set[PendingWork] = set()
+        _queues.add(self)
+
+    def run(
+        self, action: Callable[[Turn], None], what: str, result: list[Any], async_op: bool,
+        interrupted: Callable[[BaseException], None] = lambda error: None,
+    ) -> PendingWork:  # fmt: skip
+        """Run `action` in its turn; returns a handle, which is finished if the caller waits.
+
+        `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
+        """
+        if self._closed:
+            raise GroupAborted(f"{what}: the group was destroyed; make a new one")
+        origin = current_origin()
+        line = self._main if origin is None else self._line(origin)
+        work = PendingWork(self, origin, what, result, interrupted)
+        self.pending.add(work)
+        try:
+            line.submit(_QueuedCall(action, work), here=not async_op and threads.is_helper())
+        except Exception:
+            self.pending.discard(work)
+            raise
+        if not async_op:
+            work.wait()
+        return work
+
+    def _line(self, origin: Origin) -> Line:
+        """The line of the calls that the callback `origin` makes in this group."""
+        line: Line | None = origin.lines.get(self)
+        if line is None:
+            if NAMELESS in origin.place:
+                raise self._unknown(origin.work.queue)
+            line = origin.lines[self] = Line(self, f"{origin.name_for(self)}/")
+        return line
+
+    def name_for(self, other: CallQueue) -> str:
+        """The name of this group as part of names in `other`: nothing in itself.
+
+        Raises `InvalidArgument` if not all ranks of `other` know this group by its name.
+        """
+        if other is self:
+            return ""
+        if not other._ranks <= self._ranks or sum(q._name == self._name and not q._closed for q in list(_queues)) > 1:
+            raise other._unknown(self)
+        return f"@{self._name}"
+
+    def _unknown(self, other: CallQueue) -> InvalidArgument:
+        return InvalidArgument(
+            f"{self._text}: a callback of a future of {other._text} uses this group, and not all of its ranks know "
+            "that one by its name: wait for the future, and make the call outside of the callback"
+        )
+
+    def close(self, seconds: float = _DRAIN_SECONDS) -> None:
+        """Take no more calls. Those under way get `seconds` to end; those in the queue are then refused. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        end = time.monotonic() + seconds
+        for work in list(self.pending):
+            work.over.wait(max(0.0, end - time.monotonic()))
+        self.refuse(GroupAborted(f"{self._text}: the group was destroyed; make a new one"))
+
+    def refuse(self, error: GroupAborted) -> None:
+        """End the calls that have not begun, now and later, with `error`. Any thread may call it."""
+        self.refusal = error
+        for work in list(self.pending):
+            if not work.name:  # it has not begun
+                for future in work.finish(error):
+                    future.run_callbacks()
+
+
+def _in_forked_child() -> None:
+    """A fork copies no threads. The groups are unusable here; nothing may wait for their calls."""
+    for queue in list(_queues):
+        queue._closed = True
+    _busy.clear()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)
+
+
+@atexit.register
+def _close_all() -> None:
+    # A daemon thread that comes back from C++ into a finalized interpreter would take the process down.
+    end = time.monotonic() + _DRAIN_SECONDS
+    for queue in list(_queues):
+        queue.close(max(0.0, end - time.monotonic()))
+    while _busy and time.monotonic() < end:
+        time.sleep(0.005)

@@ -1,0 +1,154 @@
+"""The CPU calls of a c10d group: each is compared with the other ranks' and then made, in its turn.
+
+    CpuCalls.run -> CallQueue -> worker thread: compare -> the kernels, or messages over the group's connections
+
+A call that a callback makes goes by messages, also if the kernels run the program's calls: the order in which messages
+arrive does not matter, and the order in which callbacks run may differ between ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from tricomm.c10d import fallback_backends, gloo_collectives
+from tricomm.c10d.call_guard import NOTHING_SENT
+from tricomm.c10d.call_queue import CallQueue, Turn
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities
+from tricomm.c10d.fallback_backends import Backends
+from tricomm.c10d.gloo_collectives import CallContext, CallRecords
+from tricomm.c10d.gloo_transport import Transport
+from tricomm.c10d.group_calls import GroupCall
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, RendezvousError, TricommError
+from tricomm.metrics.counters import GLOO, count_fallback
+from tricomm.options import Options
+
+
+class Owner(Protocol):
+    """The part of a `Dispatcher` that its calls use. Only a call holds it: a circle of references would keep a dropped
+    group's connections open.
+
+    run_by_kernels  runs a call by the kernels if it goes to them; returns whether it has
+    check_usable    raises if the group is closed or lost
+    interrupted     gives the group up
+    """
+
+    def run_by_kernels(self, call: GroupCall) -> bool: ...
+    def check_usable(self, what: str) -> None: ...
+    def interrupted(self, error: BaseException) -> None: ...
+
+
+class CpuCalls:
+    """Runs the CPU calls of a group."""
+
+    def __init__(
+        self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, options: Options | None
+    ) -> None:
+        self._config, self._agreed, self._backends, self._options = config, agreed, backends, options
+        self._text = str(config)
+        self._queue = CallQueue(config.name, config.ranks, self._text)
+        self._records = CallRecords(config.world_size)
+        self._connecting = threading.Lock()  # taken by worker threads only
+
+    def run(self, batch: list[GroupCall], owner: Owner) -> Any:
+        """Run `batch` in its turn, on a worker thread; returns a handle for all of it."""
+        result = [x for call in batch for x in call.result]
+        inference = torch.is_inference_mode_enabled() or any(
+            x is not None and x.is_inference() for call in batch for x in (call.x, call.out, *call.keep)
+        )
+
+        def action(turn: Turn) -> None:
+            self._in_turn(batch, turn, inference, owner)
+
+        return self._queue.run(action, self._text, result, batch[0].async_op, owner.interrupted)
+
+    def between_calls(self, step: Callable[[], None], what: str, owner: Owner) -> None:
+        """Run `step` in its turn among the program's calls; raises `InvalidArgument` in a callback of a future."""
+
+        def run(turn: Turn) -> None:
+            if turn.line.name:
+                raise InvalidArgument(f"{self._text}: {what} in a callback of a future; wait for the future first")
+            step()
+
+        self._queue.run(run, f"{self._text}: {what}", [], False, owner.interrupted)
+
+    def refuse(self, error: GroupAborted) -> None:
+        """End the calls that have not begun with `error`: the group is given up."""
+        self._queue.refuse(error)
+
+    def close(self) -> None:
+        """Let the calls under way end, and refuse later ones; idempotent."""
+        self._queue.close()
+
+    def _in_turn(self, batch: list[GroupCall], turn: Turn, inference: bool, owner: Owner) -> None:
+        owner.check_usable(batch[0].collective)
+        # A call moves data; autograd has no part in it. Only inference mode may write to tensors that were made in it.
+        with torch.inference_mode(inference), torch.no_grad():
+            problem = self._problem(batch)
+            try:
+                self._move(batch, turn, owner, problem)
+            except TricommError:
+                raise
+            except Exception as error:
+                if error is not problem:  # the other ranks wait for this one
+                    owner.interrupted(error)
+                    raise GroupAborted(f"{self._text}, call {turn}: failed, and the group is lost: {error}") from error
+                setattr(error, NOTHING_SENT, True)
+                raise
+            try:
+                for call in batch:
+                    call.finish()
+            except Exception as error:  # of this rank alone, after the last message
+                setattr(error, NOTHING_SENT, True)
+                raise
+
+    def _problem(self, batch: list[GroupCall]) -> Exception | None:
+        """Prepare the calls; returns why this rank cannot make them."""
+        try:
+            for call in batch:
+                call.prepare()
+                gloo_collectives.check(call)
+        except Exception as error:
+            return error
+        return None
+
+    def _move(self, batch: list[GroupCall], turn: Turn, owner: Owner, problem: Exception | None) -> None:
+        inputs = None
+        if self._agreed.check:
+            records = CallRecords(self._config.world_size) if turn.line.name else self._records
+            inputs = records.check(self._context(batch[0], turn), batch, self._text, problem)
+        elif problem is not None:
+            raise problem
+        for call in batch:
+            if turn.line.name:
+                count_fallback(GLOO, call.collective, call.nbytes)
+            if turn.line.name or not owner.run_by_kernels(call):
+                gloo_collectives.run(self._context(call, turn, inputs), call)
+
+    def _context(self, call: GroupCall, turn: Turn, inputs: list[torch.Tensor] | None = None) -> CallContext:
+        """The connections, until the time limit of `call`; `inputs` are the ranks' inputs if they are here already."""
+        limit = (call.timeout or self._config.timeout).total_seconds()
+        with self._connecting:
+            if self._backends.transport is None:
+                self._backends.transport = self._connected(turn)
+            transport = self._backends.transport
+        end, what = time.monotonic() + limit, f"{self._text}, call {turn}"
+        return CallContext(transport, end, lambda: f"{what} ({call.text()})", turn, inputs)
+
+    def _connected(self, turn: Turn) -> Transport:
+        """Connections for a wrapped group, made at the first call that needs them; its native backend uses others."""
+        config = self._config
+        store = PrefixStore("wrapped", config.store)
+        try:
+            limit = config.timeout.total_seconds()
+            agreed = exchange_capabilities(store, config.rank, config.world_size, limit, self._agreed.batch_invariant)
+        except RendezvousError as error:
+            if "timeout" not in str(error):
+                raise
+            raise CollectiveTimeout(f"{config}, call {turn}: timeout: {error}") from error
+        return fallback_backends.connect(store, config, agreed.members, self._options)
