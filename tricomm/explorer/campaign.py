@@ -16,8 +16,8 @@ from tricomm.explorer import selftest
 from tricomm.explorer.report.findings import Execution, Finding
 from tricomm.explorer.report.report import CampaignPlan, Report
 from tricomm.explorer.schedule import shrinking
+from tricomm.explorer.schedule.choices import Strategy
 from tricomm.explorer.schedule.contention import Contention
-from tricomm.explorer.schedule.scheduler import Strategy
 from tricomm.explorer.schedule.strategies import NAMES, Given, Priorities, RandomWalk
 from tricomm.explorer.simulation import prepared
 from tricomm.explorer.world import oracle
@@ -190,7 +190,8 @@ class Campaign:
         kinds = [f for f in plan.faults if f != "delay"]
         if kinds and number % 2:
             random = Random(seed)
-            rank, step = random.randrange(self._subject.world_size), random.randint(1, self._steps_of_first)
+            last = max(1, self._steps_of_first)  # 0 if no kernel accesses symmetric memory
+            rank, step = random.randrange(self._subject.world_size), random.randint(1, last)
             fault = (kinds[number // 2 % len(kinds)], rank, step)
         if "delay" in plan.faults and number % 4 >= 2:
             delays = seed

@@ -90,7 +90,7 @@ class CompiledRanks:
         """The runtime of a rank's communicator. It becomes the rank's GPU."""
         if rank not in self._gpus:
             turns = _RankTurns(world, rank)
-            streams = Streams(rank, self._executor, self._orders, turns.changed)
+            streams = Streams(rank, self._executor, self._orders, turns.changed, turns.refuse_strangers)
             self._gpus[rank] = SimulatedGpu(SimulatedDriver(streams, self.capability), turns)
         return CompiledRuntime(world, rank, self._gpus[rank], self.at_compiler)
 
@@ -148,11 +148,16 @@ class _RankTurns:
     def _here(self) -> bool:
         return self._world.turns.in_host() == self._rank
 
+    def refuse_strangers(self) -> None:
+        self._world.turns.refuse_strangers(self._rank)
+
     def wait(self) -> None:
+        self.refuse_strangers()
         if self._here:
             self._world.turns.wait(self._rank)
 
     def give_way(self) -> None:
+        self.refuse_strangers()
         if not self._here:
             return
         if self._looked_at == self._changes:  # a loop that only asks
@@ -179,7 +184,8 @@ class CompiledRuntime:
     def __init__(
         self, world: World, rank: int, gpu: SimulatedGpu, at_compiler: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._interpreted, self._rank, self._gpu, self._at_compiler = RankRuntime(world, rank), rank, gpu, at_compiler
+        self._world, self._interpreted, self._rank = world, RankRuntime(world, rank), rank
+        self._gpu, self._at_compiler = gpu, at_compiler
 
     def gpu(self, device: torch.device) -> Any:
         """As `tricomm.gpu.Gpu`, over the simulated driver."""
@@ -221,6 +227,7 @@ class CompiledRuntime:
         return self._interpreted.call_lock()
 
     def side_by_side(self, functions: Functions, gpu: Any) -> list[Any]:
+        self._world.turns.refuse_strangers(self._rank)
         return on_streams(self._gpu, functions)
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
@@ -230,7 +237,9 @@ class CompiledRuntime:
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
         multicast: bool,
     ) -> Arena:  # fmt: skip
-        return self._interpreted.symmetric(control, shape, dtype, device, timeout, multicast)
+        arena = self._interpreted.symmetric(control, shape, dtype, device, timeout, multicast)
+        arena.drain = self._gpu.synchronize
+        return arena
 
     def register(
         self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object, no_multicast: str

@@ -87,16 +87,16 @@ class Event:
         )  # fmt: skip
 
 
-def locate(access: ThreadAccess, memory: Memory, private: list[Region]) -> list[Elements] | int:
-    """Where the elements lie, one entry a region; the first address that lies nowhere, if there is one."""
+def locate(access: ThreadAccess, memory: Memory, private: list[Region], rank: int) -> list[Elements] | int:
+    """The places of the elements, one a region; or the first address in none, or in one that `rank` has closed."""
     addresses, lanes = access.addresses, np.arange(len(access.addresses))
-    whole = memory.region(int(addresses.min()), int(addresses.max()) + access.width, private)
+    whole = memory.region(int(addresses.min()), int(addresses.max()) + access.width, private, rank)
     if whole is not None:
         regions = [(whole, lanes)]
     else:
         by_region: dict[int, tuple[Region, list[int]]] = {}
         for lane, address in enumerate(addresses.tolist()):
-            region = memory.region(address, address + access.width, private)
+            region = memory.region(address, address + access.width, private, rank)
             if region is None:
                 return int(address)
             by_region.setdefault(id(region), (region, []))[1].append(lane)

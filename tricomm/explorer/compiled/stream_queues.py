@@ -208,6 +208,7 @@ class StreamQueue:
         self._put(lambda after, ended: _Replay(nodes, self._streams, after, ended).advance())
 
     def _put(self, begin: Any, ready: Callable[[], bool] = lambda: True) -> None:
+        self._streams.refuse()
         self._streams.raise_error()
         self.work.append(StreamItem(begin, self._streams.orders.host(self._streams.rank), ready))
         self._streams.advance()
@@ -278,12 +279,16 @@ class Streams:
     executor   runs the kernels
     orders     tracks happens-before
     changed    is called when a piece of work has ended, because host code may continue
+    refuse     is called before work is enqueued; raises an error for a caller that may not
     error      what a kernel has raised; as after a fault on a GPU, nothing runs from then on
     working    torch's operations are now those of a stream, even if host code has made it advance
     """
 
-    def __init__(self, rank: int, executor: Executor, orders: Ordering, changed: Callable[[], None]) -> None:
-        self.rank, self.executor, self.orders, self._changed = rank, executor, orders, changed
+    def __init__(
+        self, rank: int, executor: Executor, orders: Ordering, changed: Callable[[], None],
+        refuse: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        self.rank, self.executor, self.orders, self._changed, self.refuse = rank, executor, orders, changed, refuse
         self.error: BaseException | None = None
         self.queues: dict[int, StreamQueue] = {}
         self.working = False

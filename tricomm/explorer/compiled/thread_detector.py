@@ -159,7 +159,7 @@ class ThreadDetector:
 
     def leftovers(self, arenas: list[Region]) -> None:
         """At the end of a clean execution: report flags that were never read, and words that are not reset."""
-        for region in filter(lambda r: r.shared, self._shadowed):
+        for region in filter(lambda r: r.shared and not r.closed, self._shadowed):
             shadow: ThreadShadow = region.shadow
             for piece in np.flatnonzero(shadow.waiting).tolist():
                 event, start = self.events[shadow.record[piece]], piece * shadow.granule

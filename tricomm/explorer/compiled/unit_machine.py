@@ -64,7 +64,7 @@ class UnitMachine:
                 self.poke(crew)
             return
         assert task.launch is not None
-        places = locate(access, self.memory, task.launch.private)
+        places = locate(access, self.memory, task.launch.private, task.rank)
         if isinstance(places, int):
             self._outside(task, crew, access, places)
         elif places[0].region.kind == "control":
@@ -344,7 +344,7 @@ class UnitMachine:
 
     def _outside(self, task: Task, crew: Crew, access: ThreadAccess, address: int) -> None:
         assert task.launch is not None
-        near = self.memory.nearest(address, task.launch.private)
+        near = self.memory.nearest(address, task.launch.private, task.rank)
         what = "reads" if access.kind == "load" else "writes"
         thread = int(access.threads[int(np.flatnonzero(access.addresses == np.uint64(address))[0])])
         text = (

@@ -195,7 +195,7 @@ class Detector:
 
     def leftovers(self, arenas: list[Region]) -> None:
         """At the end of a clean execution: report flags that were never read, and words that are not reset."""
-        for region in filter(lambda r: r.shared, self._shadowed):
+        for region in filter(lambda r: r.shared and not r.closed, self._shadowed):
             shadow = region.shadow
             # A word that is 0, the initial value, is at rest: a released lock, a cleared signal.
             left = np.flatnonzero(~shadow.taken & (shadow.writer >= 0)) * shadow.granule

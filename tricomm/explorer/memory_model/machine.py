@@ -41,7 +41,7 @@ class Machine:
         task = self.scheduler.current
         assert task is not None and task.launch is not None
         self.scheduler.turns += 1
-        places = self.memory.places(access.addresses, access.itemsize, task.launch.private)
+        places = self.memory.places(access.addresses, access.itemsize, task.launch.private, task.rank)
         if isinstance(places, int):
             self._outside(task, access, places)
             return
@@ -169,7 +169,7 @@ class Machine:
     def _outside(self, task: Task, access: Access, address: int) -> None:
         assert task.launch is not None
         site = source_lines.current()
-        near = self.memory.nearest(address, task.launch.private)
+        near = self.memory.nearest(address, task.launch.private, task.rank)
         what = "reads" if access.kind == "load" else "writes"
         text = f"rank {task.rank}, block {task.block} {what} {access.itemsize} bytes at {address:#x}: {near}"
         if self.detector is not None:

@@ -34,7 +34,7 @@ _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS
 class Region:
     """A run of bytes. `kind` is arena, symmetric, control (the host's words, not examined) or private (one launch's).
 
-    `rank` owns the memory; `plan` is the layout of an arena."""
+    `rank` owns the memory; `plan` is the layout of an arena; `closed` says where each rank has closed its handle."""
 
     kind: str
     rank: int
@@ -43,6 +43,7 @@ class Region:
     name: str
     plan: layout.Layout | None = None
     shadow: Any = None
+    closed: dict[int, str] = field(default_factory=dict)
     bytes: Array = field(init=False, repr=False)  # a repr that comes late would read memory that is gone
 
     def __post_init__(self) -> None:
@@ -80,6 +81,10 @@ class Region:
         start = lowest // self.plan.slice * self.plan.slice
         lowest, highest = lowest - start, highest - start
         return highest < layout.HEADERS and not (lowest < 8 * (max(_CHANGING) + 1) and highest >= 8 * min(_CHANGING))
+
+
+def closed_by(region: Region, rank: int) -> str:
+    return f"{region.name}, which rank {rank} has closed at {region.closed[rank]}"
 
 
 def slices(arenas: Sequence[Region]) -> range:
@@ -152,22 +157,22 @@ class Memory:
         if at >= 0 and self._bases[at] == base:
             del self._regions[at], self._bases[at]
 
-    def region(self, low: int, high: int, private: list[Region]) -> Region | None:
-        """The region that holds all bytes from `low` to before `high`."""
+    def region(self, low: int, high: int, private: list[Region], rank: int = -1) -> Region | None:
+        """The region that holds all bytes from `low` to before `high`; None if `rank` has closed it."""
         at = bisect.bisect(self._bases, low) - 1
         if at >= 0 and high <= self._regions[at].end:
-            return self._regions[at]
+            return self._regions[at] if rank not in self._regions[at].closed else None
         return next((r for r in private if r.base <= low and high <= r.end), None)
 
-    def places(self, addresses: Array, itemsize: int, private: list[Region]) -> list[Place] | int:
-        """The places of the elements, one a region; or the first address that lies in no region."""
+    def places(self, addresses: Array, itemsize: int, private: list[Region], rank: int = -1) -> list[Place] | int:
+        """The places of the elements, one a region; or the first address in none, or in one that `rank` has closed."""
         low, high = int(addresses.min()), int(addresses.max()) + itemsize
-        whole = self.region(low, high, private)
+        whole = self.region(low, high, private, rank)
         if whole is not None:
             return [Place(whole, (addresses - np.uint64(whole.base)).astype(np.int64))]
         by_region: dict[int, tuple[Region, list[int]]] = {}
         for lane, address in enumerate(addresses.tolist()):
-            region = self.region(address, address + itemsize, private)
+            region = self.region(address, address + itemsize, private, rank)
             if region is None:
                 return int(address)
             by_region.setdefault(id(region), (region, []))[1].append(lane)
@@ -183,8 +188,11 @@ class Memory:
         control = next(r for r in self if r.kind == "control" and r.rank == rank)
         return control.bytes.view(np.int64)[_ABORT_WORDS].tobytes()
 
-    def nearest(self, address: int, private: list[Region]) -> str:
-        """The region closest to an address that lies in none."""
+    def nearest(self, address: int, private: list[Region], rank: int) -> str:
+        """Names the region that `rank` has closed, or the closest one to an address outside of all."""
+        inside = self.region(address, address + 1, private)
+        if inside is not None and rank in inside.closed:
+            return closed_by(inside, rank)
         known = [*self._regions, *private]
         if not known:
             return "no memory is known"

@@ -133,8 +133,11 @@ def uninitialised(record: Record, thread: str = "") -> Finding:
     return _finding("uninitialised", (record,), text, advice)
 
 
+IN_BOUNDS = "mask the lanes that have no element, check the offsets, and close a handle after its last use"
+
+
 def out_of_bounds(record: Record, text: str) -> Finding:
-    return _finding("out_of_bounds", (record,), text, "mask the lanes that have no element, and check the offsets")
+    return _finding("out_of_bounds", (record,), text, IN_BOUNDS)
 
 
 def leftover(record: Record, place: str) -> Finding:

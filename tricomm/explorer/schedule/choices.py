@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
+from tricomm.explorer.schedule.tasks import Task
+
+
+class Strategy(Protocol):
+    """Chooses the task that runs next."""
+
+    def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
+        """One of `ready` (in rank and block order, never empty). `current` is the last task; it may be blocked."""
+
+
+def default(current: Task | None, ready: list[Task]) -> Task:
+    """The task that runs without a preemption: the last one, else the next in rank and block order."""
+    if current is None or current in ready:
+        return ready[0] if current is None else current
+    return next((t for t in ready if t.place > current.place), ready[0])
+
 
 class Choices:
     """`made` are the switches, (step, task). At all other moments the task that ran last continues.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,11 @@ from tricomm.explorer.report.findings import Finding
 from tricomm.explorer.schedule.tasks import Poll, State, Task
 
 
-def deadlock(blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, why: str) -> Finding:
-    """A finding that names every waiting task: rank, block, address, expected value and actual value.
+def deadlock(
+    blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, left: Mapping[int, Site], why: str
+) -> Finding:  # fmt: skip
+    """A finding that names every waiting task: rank, block, address, expected value and actual value; and the ranks
+    that have `left`, with the lines that closed the communicator.
 
     Warps of one block that wait for the same word, or at the same barrier, are one waiter.
     """
@@ -24,7 +27,10 @@ def deadlock(blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, why:
     busy = {task.rank for task in waiting}
     waiters += [_host(h, h.rank in busy) for h in hosts if h.state is State.WAITING and not _waits_for_launch(h, busy)]
     waiters += _together([(task, *_running(task)) for task in blocks if task.started and task.state is State.READY])
-    over = [str(h.rank) for h in hosts if h.state is State.DONE]
+    for host in [h for h in hosts if h.rank in left and not h.strand]:
+        site = left[host.rank]
+        waiters.append(_entry(host, site, f"rank {host.rank} has closed the communicator at {site.where}"))
+    over = [str(h.rank) for h in hosts if h.state is State.DONE and h.rank not in left]
     text = f"{why}: " + "; ".join(w["text"] for w in waiters)
     if over:
         text += f"; over already: rank{'s' * (len(over) > 1)} {', '.join(over)}"

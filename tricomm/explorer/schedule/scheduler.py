@@ -6,16 +6,17 @@ is always among blocks, of all ranks.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import greenlet
 
-from tricomm.errors import CollectiveTimeout
+from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.regions import Array, Region
-from tricomm.explorer.schedule.choices import Choices
+from tricomm.explorer.schedule.choices import Choices, Strategy, default
 from tricomm.explorer.schedule.tasks import Launch, State, Task
 from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.interpreter import Program
@@ -24,13 +25,6 @@ from tricomm.kernels.launch.memory_access import Director
 _RETRIES = 8  # of a loop with a strong load, which is a wait
 _WEAK_STEPS = 8000  # without progress for which a loop of weak loads, which may end, is retried
 _PARKED_STEPS, _ALONE_STEPS = 1000, 5000
-
-
-class Strategy(Protocol):
-    """Chooses the task that runs next."""
-
-    def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
-        """One of `ready` (in rank and block order, never empty). `current` is the last task; it may be blocked."""
 
 
 class Ended(Exception):
@@ -62,15 +56,14 @@ class Scheduler:
         self.released: Callable[[Task], Any] = lambda host: None
         self.acquired: Callable[[Task, Any], None] = lambda host, when: None
         self.closing = False
+        self._stranger: InvalidArgument | None = None
         self._strategy, self._director = strategy, director
         self._residency, self._most = residency, most_steps
         self._timeout, self._host_context = interpreter_timeout, host_context
-        self._engaged = False
+        self._engaged, self._launches, self._since = False, 0, 0
         self._gave_way: set[int] = set()
         self._runs: Task | None = None  # has run since step `_since` while others could
         self._rests: Task | None = None  # is not chosen until step `_since` + _ALONE_STEPS
-        self._since = 0
-        self._launches = 0
         self._main = greenlet.getcurrent()
 
     def add_host(self, rank: int, run: Callable[[], Any]) -> Task:
@@ -130,8 +123,23 @@ class Scheduler:
 
     def _here(self, rank: int) -> Task:
         """The host code of the rank that makes this call."""
-        task = self.current
-        return task if self.in_host() == rank and task is not None else self.hosts[rank]
+        self.refuse_strangers(rank)
+        return self.current if self.current and self.in_host() == rank else self.hosts[rank]
+
+    def refuse_strangers(self, rank: int) -> None:
+        """Raise `InvalidArgument`, and let `run` raise it, if anything but the rank's own host code makes this call: it
+        has no turn, and its blocks would run after it has returned."""
+        if greenlet.getcurrent() is self._main or self.in_host() == rank:
+            return
+        other, thread = self.in_host(), threading.current_thread()
+        who = f"thread {thread.name!r}" if other is None else f"rank {other}'s function"
+        error = InvalidArgument(
+            f"rank {rank}: {who} makes a call of rank {rank}'s communicator at {source_lines.of_host().where}. Under "
+            "simulate and check all ranks take turns in one thread, so a rank's calls are made by its own function: "
+            "make this one there, or run functions at once with comm.side_by_side"
+        )
+        self._stranger = self._stranger or error
+        raise error
 
     def new_launch(self, rank: int, name: str, private: list[Region]) -> Launch:
         self._launches += 1
@@ -205,8 +213,7 @@ class Scheduler:
     def in_host(self) -> int | None:
         """The rank whose host code makes this call; None elsewhere."""
         task = self.current
-        here = task is not None and task.is_host and greenlet.getcurrent() is task.greenlet
-        return task.rank if task is not None and here else None
+        return task.rank if task and task.is_host and greenlet.getcurrent() is task.greenlet else None
 
     # Called by the machine and the execution
 
@@ -245,7 +252,8 @@ class Scheduler:
     # The loop
 
     def run(self) -> None:
-        """Run until the host code of every rank has ended. Raises `Ended` if the execution is cut short."""
+        """Run until the host code of every rank has ended. Raises `Ended` if the execution is cut short, and
+        `InvalidArgument` after a call that was not made by a rank's own host code."""
         try:
             following = None
             while True:
@@ -254,6 +262,8 @@ class Scheduler:
                     return
                 following = self._resume(following)
                 self._settle()
+                if self._stranger is not None:
+                    raise self._stranger
         finally:
             self._close()
 
@@ -311,13 +321,8 @@ class Scheduler:
         self._engage(task)
         self.current = task
         self.turns += 1
-        if task.is_host:
-            with self._host_context(task.rank):
-                return self._switch(task)
-        return self._switch(task)
-
-    def _switch(self, task: Task) -> Task | None:
-        chosen = task.greenlet.switch()
+        with self._host_context(task.rank) if task.is_host else nullcontext():
+            chosen = task.greenlet.switch()
         return chosen if isinstance(chosen, Task) else None
 
     def _engage(self, task: Task) -> None:
@@ -341,7 +346,7 @@ class Scheduler:
         if task is None or task.state is not State.DONE:
             return
         self.progress += 1
-        if task.is_host or task.launch is None:
+        if task.launch is None:
             return
         launch = task.launch
         self.blocks.remove(task)
@@ -382,19 +387,14 @@ class Scheduler:
 
     def _close(self) -> None:
         """Unwind every task that has begun, and restore Triton."""
-        self.closing = True
+        current, self.closing = self.current, True
         try:
             for task in [*self.blocks, *self.hosts]:
                 if task.started and not task.greenlet.dead:
                     self._engage(task)
+                    self.current = task
                     task.greenlet.throw(greenlet.GreenletExit)
         finally:
+            self.current = current
             self._disengage()
             triton_adapter.refresh()
-
-
-def default(current: Task | None, ready: list[Task]) -> Task:
-    """The task that runs without a preemption: the last one, else the next in rank and block order."""
-    if current is None or current in ready:
-        return ready[0] if current is None else current
-    return next((t for t in ready if t.place > current.place), ready[0])

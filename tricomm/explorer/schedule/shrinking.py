@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tricomm.explorer.report.findings import Execution, Finding
-from tricomm.explorer.schedule.scheduler import Strategy
+from tricomm.explorer.schedule.choices import Strategy
 from tricomm.explorer.schedule.strategies import Priorities
 from tricomm.explorer.world.execution import Outcome
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-from tricomm.explorer.schedule.scheduler import default
+from tricomm.explorer.schedule.choices import default
 from tricomm.explorer.schedule.tasks import Task
 
 NAMES = ("random", "pct", "exhaustive")

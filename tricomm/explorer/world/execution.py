@@ -22,12 +22,14 @@ from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.delays import Delays
 from tricomm.explorer.memory_model.detector import Detector
 from tricomm.explorer.memory_model.machine import Machine, OutOfBounds
-from tricomm.explorer.memory_model.regions import Array, Memory, Region
+from tricomm.explorer.memory_model.regions import Array, Memory, Region, closed_by
+from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Execution, Finding, Record
 from tricomm.explorer.schedule import deadlocks
+from tricomm.explorer.schedule.choices import Strategy
 from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.host_watchdog import Blocked, Watchdog
-from tricomm.explorer.schedule.scheduler import Ended, Scheduler, Strategy
+from tricomm.explorer.schedule.scheduler import Ended, Scheduler
 from tricomm.explorer.schedule.tasks import Launch, State
 from tricomm.explorer.world.host_state import Hosts
 from tricomm.explorer.world.oracle import Oracle
@@ -132,7 +134,7 @@ class Ranks:
             except Ended as error:
                 ended = str(error)
             if ended and self._deadlock is None and not (self._detector and self._detector.findings):
-                self._deadlock = deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, ended)
+                self._deadlock = self._deadlocked(ended)
             return self._outcome()
         finally:
             self._close()
@@ -201,6 +203,10 @@ class Ranks:
         if self._looks:
             return
         site = source_lines.of_host()
+        if rank in region.closed:
+            text = f"rank {rank}'s host code {'writes' if write else 'reads'} {closed_by(region, rank)}"
+            self._detector.report(Finding("out_of_bounds", (rank,), (site.where,), text, diagnosis.IN_BOUNDS))
+            return
         if isinstance(self._detector, Detector):
             self._detector.host_access(rank, write, region, offsets, itemsize, site, self._scheduler.strand)
         else:
@@ -227,7 +233,7 @@ class Ranks:
         expected = bool(world.dead or world.stopped)
         if self._deadlock is None and not expected:
             why = "no task can run"
-            self._deadlock = deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
+            self._deadlock = self._deadlocked(why)
             if self._detector is not None:
                 return False
         again, self._stuck_at = scheduler.progress == self._stuck_at, scheduler.progress
@@ -237,11 +243,15 @@ class Ranks:
             scheduler.wake_hosts(changed=False)
             return True
         why = "aborted, but still running"
-        self._deadlock = self._deadlock or deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, why)
+        self._deadlock = self._deadlock or self._deadlocked(why)
         if not any(task.state is State.PARKED for task in scheduler.blocks):
             return False
         scheduler.fail_waiting(self._deadlock.text)
         return True
+
+    def _deadlocked(self, why: str) -> Finding:
+        scheduler = self._scheduler
+        return deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, self._world.left, why)
 
     # The end
 

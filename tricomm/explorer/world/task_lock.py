@@ -15,6 +15,8 @@ class LockTurns(Protocol):
 
     def wake_hosts(self) -> None: ...
 
+    def refuse_strangers(self, rank: int) -> None: ...
+
     def release(self, rank: int) -> Any: ...
 
     def acquire(self, rank: int, when: Any) -> None: ...
@@ -33,6 +35,7 @@ class TaskLock:
         return self._owner is greenlet.getcurrent()
 
     def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:
+        self._turns.refuse_strangers(self._rank)  # before the call is announced, or anything is queued
         end = self._now() + timeout if timeout >= 0 else None
         while self._owner is not None and not self._is_owned():
             if not blocking or (end is not None and self._now() >= end):

@@ -25,7 +25,9 @@ from tricomm.core.symmetric import nbytes_of
 from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.core.watcher import Watchable
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.world.task_lock import TaskLock
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -38,6 +40,7 @@ from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
 CPU = torch.device("cpu")
+_KEPT_BYTES = 1 << 28  # of closed handles
 _MULTICAST, _APART = 1 << 60, 1 << 46  # addresses that this process does not use
 
 
@@ -49,6 +52,8 @@ class Turns(Protocol):
     def give_way(self, rank: int) -> None: ...
 
     def wake_hosts(self) -> None: ...
+
+    def refuse_strangers(self, rank: int) -> None: ...
 
     def release(self, rank: int) -> Any: ...
 
@@ -80,9 +85,11 @@ class World:
         self.now = 0.0
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
+        self.left: dict[int, Site] = {}  # where a rank's host code has closed the communicator
         self.plan = layout.plan(world_size, options.arena_bytes, options.channels)
         self.monitors: dict[int, Watchable] = {}
-        self._opened: dict[int, list[LocalArena]] = {}
+        self._opened: dict[int, list[SimulatedHandle]] = {}
+        self._closed: list[tuple[list[Region], object]] = []
         self._made = [0] * world_size
         self._pages = mmap.mmap(-1, page.NBYTES * world_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = host_page_address(self._pages)
@@ -114,21 +121,34 @@ class World:
             self._runtime(self, rank),
         )  # fmt: skip
 
-    def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> Arena:
+    def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> SimulatedHandle:
         """In a rank's host code: its part of the memory that all ranks ask for in the same order."""
         number = self._made[rank]
         self._made[rank] += 1
         if number not in self._opened:
-            arenas = self._opened[number] = self._group.open(nbytes_of(shape, dtype))
-            exact = max(1, int(np.prod(shape)) * dtype.itemsize)
+            exact, regions = max(1, int(np.prod(shape)) * dtype.itemsize), list[Region]()
+            arenas = [SimulatedHandle(a, self, regions) for a in self._group.open(nbytes_of(shape, dtype))]
+            self._opened[number] = arenas
             for owner, base in enumerate(arenas[0].bases):
                 name = f"rank {owner}'s symmetric memory {number} ({dtype} {list(shape)})".replace("torch.", "")
-                self.memory.add(Region("symmetric", owner, base, exact, name))
+                regions.append(Region("symmetric", owner, base, exact, name))
+                self.memory.add(regions[-1])
             if multicast:
                 self._multicast(arenas, exact)
         return self._opened[number][rank]
 
-    def _multicast(self, arenas: list[LocalArena], nbytes: int) -> None:
+    def closed(self, rank: int, regions: list[Region], blocks: object) -> None:
+        """`rank` has closed a handle. Memory that all have closed stays mapped for a while, so that no new memory has
+        its addresses, and an access is seen."""
+        for region in regions:
+            region.closed[rank] = source_lines.of_host().where
+        if len(regions[0].closed) == self.world_size:
+            self._closed.append((regions, blocks))
+        while sum(region.nbytes for regions, _ in self._closed for region in regions) > _KEPT_BYTES:
+            for region in self._closed.pop(0)[0]:
+                self.memory.remove(region.base)
+
+    def _multicast(self, arenas: Sequence[LocalArena], nbytes: int) -> None:
         """Give the memory of all ranks, `nbytes` each, one multicast address."""
         address = _MULTICAST + len(self.memory.multicast) * _APART
         self.memory.multicast.append((address, nbytes, arenas[0].bases))
@@ -137,9 +157,10 @@ class World:
 
     def close(self) -> None:
         """Free the memory."""
-        for arenas in [self.arenas, *self._opened.values()]:
-            for arena in arenas:
-                arena.close()
+        for arena in self.arenas:
+            arena.close()
+        self._opened.clear()
+        self._closed.clear()
 
     def leaving(self, rank: int) -> bool:
         """True if the rank's kernels have been aborted."""
@@ -152,14 +173,33 @@ class World:
         for seconds in (0.0, 1e-3, 2.0, options.stall_timeout + 1, options.timeout + 1, 0.0, 0.0):
             self.now += seconds
             living = [r for r in self.monitors if r not in self.dead | self.stopped]
-            for rank in living:
-                self.controls[rank].beat()
-            for rank in living:
-                if not self.monitors[rank].stopped:
-                    self.monitors[rank].look(seconds)
+            watching = [self.monitors[rank] for rank in living if not self.monitors[rank].stopped]
+            for monitor in watching:
+                monitor.beat()
+            for monitor in watching:
+                monitor.look(seconds)
             if [m.fault for m in self.monitors.values()] != before:
                 return True
         return False
+
+
+class SimulatedHandle(LocalArena):
+    """A rank's end of symmetric memory. Its `close` waits for the rank's kernels, as on a GPU, and tells the world."""
+
+    def __init__(self, arena: LocalArena, world: World, regions: list[Region]) -> None:
+        assert arena._blocks is not None
+        super().__init__(arena.rank, arena.nbytes, arena._blocks)
+        self._world, self._regions = world, regions
+        self.drain: Callable[[], None] = lambda: None
+
+    def close(self) -> None:
+        self._world.turns.refuse_strangers(self.rank)
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None:
+            try:
+                self.drain()
+            finally:
+                self._world.closed(self.rank, self._regions, blocks)
 
 
 class _Segment:
@@ -220,6 +260,11 @@ class SimulatedControl(ControlPage):
             self._world.turns.wake_hosts()
 
         return announced
+
+    def close(self) -> None:
+        if self._world.turns.in_host() == self.rank:
+            self._world.left.setdefault(self.rank, source_lines.of_host())
+        super().close()
 
     def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]:
         step = self._step + 1
@@ -289,7 +334,7 @@ class RankRuntime:
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
         multicast: bool,
-    ) -> Arena:  # fmt: skip
+    ) -> SimulatedHandle:  # fmt: skip
         return self._world.symmetric(self._rank, shape, dtype, multicast)
 
     def register(
