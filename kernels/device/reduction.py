@@ -68,6 +68,9 @@ def combine(some, others, SPEC: tl.constexpr):
         accumulators = accumulators + (_bitwise(some[0], others[0], OP),)
     elif SPEC.BITS == 64:
         total = _arithmetic(_wide(some[0], ELEMENT), _wide(others[0], ELEMENT), OP)
+        if ELEMENT == "float64":
+            # PTX has one NaN for fp32, and does not say which of two NaNs an addition of fp64 gives.
+            total = tl.where(total == total, total, float("nan"))
         accumulators = accumulators + (total.to(tl.int64, bitcast=True),)
     else:
         for part in tl.static_range(PARTS):

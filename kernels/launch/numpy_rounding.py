@@ -1,4 +1,4 @@
-"""bf16, minimum and maximum as a GPU computes them, in numpy, because Triton's interpreter differs."""
+"""bf16, minimum, maximum and the bits of a NaN as a GPU has them, in numpy, because Triton's interpreter differs."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+# A GPU's arithmetic keeps no NaN's payload; x86 keeps the first operand's, so that a + b and b + a differ.
+_NANS: dict[np.dtype[Any], Any] = {
+    np.dtype(np.float16): np.uint16(0x7FFF).view(np.float16),
+    np.dtype(np.float32): np.uint32(0x7FFFFFFF).view(np.float32),
+    np.dtype(np.float64): np.float64(np.nan),
+}
+
+
+def canonical(values: NDArray[Any]) -> NDArray[Any]:
+    """`values` with the one NaN of arithmetic for every NaN among them, whatever its sign and payload."""
+    nan = _NANS.get(values.dtype)
+    strange: NDArray[Any] = values != values
+    return values if nan is None or not strange.any() else np.where(strange, nan, values)
 
 
 def round_to_bf16(values: NDArray[Any]) -> NDArray[Any]:
@@ -26,7 +40,7 @@ def minimum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     result: NDArray[Any] = np.minimum(a, b)
     if result.dtype.kind != "f":
         return result
-    return np.where((result == 0) & (np.signbit(a) | np.signbit(b)), -np.abs(result), result)
+    return canonical(np.where((result == 0) & (np.signbit(a) | np.signbit(b)), -np.abs(result), result))
 
 
 def maximum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
@@ -34,4 +48,4 @@ def maximum(a: NDArray[Any], b: NDArray[Any]) -> NDArray[Any]:
     result: NDArray[Any] = np.maximum(a, b)
     if result.dtype.kind != "f":
         return result
-    return np.where((result == 0) & ~(np.signbit(a) & np.signbit(b)), np.abs(result), result)
+    return canonical(np.where((result == 0) & ~(np.signbit(a) & np.signbit(b)), np.abs(result), result))

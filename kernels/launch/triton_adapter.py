@@ -5,8 +5,8 @@ dominate a small call's time. Kernels become plain Python (`python`), and every 
 `_accessed`: to observers, which only look, or to a director, which decides when it happens.
 
 It also corrects results that differ from a GPU's: fp32 to bf16 is rounded to nearest even instead of
-truncated, bf16 to fp32 is exact for every pattern, -0 is less than +0 for minimum and maximum, and 3.9's atomic load,
-store and poll are atomic and ordered.
+truncated, bf16 to fp32 is exact for every pattern, arithmetic gives one NaN, -0 is less than +0 for minimum and
+maximum, and 3.9's atomic load, store and poll are atomic and ordered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.runtime.jit import JITFunction
 
 from tricomm.kernels.launch import triton_shortcuts
 from tricomm.kernels.launch.memory_access import Access, Array, Director, Observer, perform_at_once
-from tricomm.kernels.launch.numpy_rounding import maximum, minimum, round_to_bf16, widen_bf16
+from tricomm.kernels.launch.numpy_rounding import canonical, maximum, minimum, round_to_bf16, widen_bf16
 
 # With TRITON_INTERPRET set, @triton.jit gives these for users' kernels, ours, and the functions of tl.
 _JITTED = (JITFunction, *([_triton.InterpretedFunction] if hasattr(_triton, "InterpretedFunction") else []))
@@ -45,7 +45,8 @@ _SCOPES = {"CTA": "cta", "GPU": "gpu", "SYSTEM": "sys"}
 _HOOKED = (
     "cast_impl", "create_fp_to_fp", "create_masked_load", "create_masked_store", "create_atomic_rmw",
     "create_atomic_cas", "create_atomic_load", "create_atomic_store", "create_atomic_poll", "create_barrier",
-    "create_minimumf", "create_maximumf",
+    "create_minimumf", "create_maximumf", "create_fadd", "create_fsub", "create_fmul", "create_fdiv",
+    "create_precise_divf",
 )  # fmt: skip
 _LATER = {"create_atomic_load": "3.9", "create_atomic_store": "3.9", "create_atomic_poll": "3.9"}
 _RELATIONS = {
@@ -191,6 +192,8 @@ def _collect() -> None:
         "create_minimumf": lambda self, left, right: self.binary_op(left, right, minimum),
         "create_maximumf": lambda self, left, right: self.binary_op(left, right, maximum),
     }
+    for name in ("create_fadd", "create_fsub", "create_fmul", "create_fdiv", "create_precise_divf"):
+        mended[name] = _arithmetic(getattr(builder, name))
     for prefix in ("create_icmp", "create_fcmp"):
         for name, symbol in _RELATIONS.items():
             if hasattr(builder, prefix + name):
@@ -231,6 +234,15 @@ def _fp_to_fp(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, source, target, rounding)
 
     return create_fp_to_fp
+
+
+def _arithmetic(original: Callable[..., Any]) -> Callable[..., Any]:
+    def arithmetic(self: Any, left: Any, right: Any) -> Any:
+        result = original(self, left, right)
+        result.data = canonical(result.data)
+        return result
+
+    return arithmetic
 
 
 def _taken(pointer: Any, mask: Any) -> Array:

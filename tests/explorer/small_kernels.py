@@ -187,3 +187,23 @@ def flag_again(peers, out, rank, PTX: tl.constexpr):
             tl.debug_barrier()
             tl.atomic_xchg(peers[0], turn + 1, sem="release", scope="sys")
         tl.debug_barrier()
+
+
+@triton.jit
+def calculate(a_ptr, b_ptr, y_ptr, OPERATION: tl.constexpr):
+    """One operation of four elements."""
+    lane = tl.arange(0, 4)
+    a, b = tl.load(a_ptr + lane), tl.load(b_ptr + lane)
+    if OPERATION == "+":
+        c = a + b
+    elif OPERATION == "-":
+        c = a - b
+    elif OPERATION == "*":
+        c = a * b
+    elif OPERATION == "/":
+        c = a / b
+    elif OPERATION == "min":
+        c = tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    else:
+        c = tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(y_ptr + lane, c)

@@ -249,3 +249,43 @@ def test_what_takes_much_memory_is_freed_with_its_execution(monkeypatch, compile
         assert not alive and len(counts) > max(counts) > 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "compiled"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float64, None), (torch.float64, "sm_90")],
+    ids=str,
+)
+def test_the_quads_of_a_cube_mesh_hold_one_nan(dtype, compiled):
+    """Each adds its own sum to the other's, so what an addition of two NaNs gives must not depend on their order."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+
+    def fn(comm):
+        x = torch.zeros(3, dtype=dtype)
+        if comm.rank in (0, 6):
+            x[:2] = torch.nan
+            x.view(bits)[0] += comm.rank  # a payload
+            x.view(bits)[1] ^= torch.iinfo(bits).min * (comm.rank == 6)  # a sign
+        return comm.all_reduce(x, algorithm="hybrid_cube_mesh", protocol="ll").view(bits)
+
+    first, *others = tricomm.simulate(fn, 8, compiled=compiled)
+    assert all(torch.equal(first, other) for other in others)
+    assert first.view(dtype).isnan().tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("operation", ["+", "-", "*", "/", "min", "max"])
+def test_arithmetic_gives_one_nan(operation, dtype):
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    one, other = (torch.full((4,), torch.nan, dtype=dtype) for _ in range(2))
+    one.view(bits)[:] += torch.arange(4)
+    other.view(bits)[:] ^= torch.iinfo(bits).min
+
+    def fn(comm):
+        y = torch.zeros(2, 4, dtype=dtype)
+        comm.launch(k.calculate, 1, one, other, y[0], OPERATION=operation)
+        comm.launch(k.calculate, 1, other, one, y[1], OPERATION=operation)
+        return y.view(bits)
+
+    (y,) = tricomm.simulate(fn, 1)
+    assert torch.equal(y, torch.full_like(y, {2: 0x7FFF, 4: 0x7FFFFFFF, 8: 0x7FF8 << 48}[dtype.itemsize]))
