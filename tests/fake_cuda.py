@@ -1,7 +1,10 @@
 """Two GPUs as one process sees them through torch and the driver, without any. CUDA's rules on devices, contexts and
-streams are enforced: whatever breaks one is a complaint, and the test fails, even if somebody swallows the exception.
+streams are enforced: whatever breaks one is a complaint, and the test fails, even if the exception is swallowed.
 
-Kernels run where they are launched, under Triton's interpreter, on the CPU's memory; those of a graph run at a replay.
+Kernels run under Triton's interpreter on the CPU's memory: at the launch, or at a replay of their graph. Kernels that
+are launched in `World.hold` run at its end, in an order that the streams allow and that shows missing waits. Until then
+a call that waits for the device is a complaint, because kernels may wait for a peer. A freed tensor of `World.tensor`
+is overwritten as soon as the allocator could give its memory to the next kernel.
 """
 
 from __future__ import annotations
@@ -9,67 +12,23 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from tests.kernels.fake_launch import FakeGpu, Result
+from tests.kernels.fake_streams import Block, FakeEvent, FakeStream, Lease
 from tricomm.core.runtime import Processes
 from tricomm.gpu import Gpu
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 
 _names = itertools.count()
-
-
-class FakeStream:
-    """`torch.cuda.Stream`. `passed` is what has run on it."""
-
-    def __init__(self, world: World, device: int, handle: int) -> None:
-        self.world, self.device, self.cuda_stream = world, torch.device("cuda", device), handle
-        self.capture: list[Callable[[], None]] | None = None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FakeStream) and (self.device, self.cuda_stream) == (other.device, other.cuda_stream)
-
-    def __hash__(self) -> int:
-        return hash((self.device, self.cuda_stream))
-
-    def wait_stream(self, other: FakeStream) -> None:
-        self.world.log.append(f"{self} waits for {other}")
-
-    def query(self) -> bool:
-        return True
-
-    def __repr__(self) -> str:
-        return f"stream {self.cuda_stream} of {self.device}"
-
-
-class FakeEvent:
-    """`torch.cuda.Event`."""
-
-    world: World
-
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.stream: FakeStream | None = None
-
-    def record(self, stream: FakeStream | None = None) -> None:
-        self.stream = stream or self.world.current_stream()
-        self.world.log.append(f"event on {self.stream}")
-
-    def wait(self, stream: FakeStream) -> None:
-        self.world.log.append(f"{stream} waits for an event on {self.stream}")
-
-    def query(self) -> bool:
-        if any(s.capture is not None for s in self.world.streams.values()):
-            raise self.world.complain("an event was asked for while a graph was captured")
-        return True
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        return 1.0
 
 
 class World:
@@ -82,6 +41,9 @@ class World:
         self.queries: Counter[str] = Counter()  # what torch was asked for, by name
         self.used: set[int] = set()  # devices with a primary context
         self.streams: dict[tuple[int, int], FakeStream] = {}
+        self.held = self.newest_first = False
+        self.blocks: list[Block] = []
+        self.ran: list[int] = []  # numbers of the calls whose kernels have run, but for graphs
         self._here = threading.local()
         self._handles = itertools.count(1)
 
@@ -99,6 +61,7 @@ class World:
             "_cuda_hasPrimaryContext": lambda index: index in self.used,
             "_cuda_getCurrentRawStream": lambda index: self.current_stream(index).cuda_stream,
         }
+        patch.setattr(torch.Tensor, "record_stream", lambda x, stream: self.record_stream(x, stream))
         for name, value in functions.items():
             patch.setattr(torch.cuda, name, self.counted(name, value))
         for name, value in private.items():
@@ -193,6 +156,7 @@ class World:
             self.bind()
             if any(s.capture is not None for s in self.streams.values()):
                 raise self.complain("synchronized while a graph was captured")
+            self.check_idle(self.get_device(), "synchronize")
 
     def capturing(self) -> bool:
         """Asks the runtime, so that a device that was not in use is from then on."""
@@ -213,6 +177,72 @@ class World:
             finally:
                 stream.capture = None
 
+    # Kernels that are pending, and memory that they use
+
+    @contextmanager
+    def hold(self, newest_first: bool) -> Iterator[None]:
+        """Inside, all that is enqueued stays pending. Then the streams run: each as far as it can before the next one,
+        the newest or the oldest first."""
+        self.held, self.newest_first = True, newest_first
+        try:
+            yield
+        finally:
+            self.held = False
+            self._run()
+        assert not any(stream.queue for stream in self.streams.values()), "streams wait for each other"
+
+    def kernel(self, run: Callable[[], Any]) -> None:
+        """Launch `run` on the current stream, as a user's kernel."""
+        self.enqueue(self.current_stream(), run)
+
+    def enqueue(self, stream: FakeStream, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
+        stream.queue.append((ready, run))
+        if not self.held:
+            self._run()
+
+    def _run(self) -> None:
+        streams = list(self.streams.values())
+        if self.newest_first:
+            streams.reverse()
+        while True:
+            stream = next((s for s in streams if s.queue and s.queue[0][0]()), None)
+            if stream is None:
+                return
+            stream.queue.popleft()[1]()
+
+    def check_idle(self, index: int, call: str) -> None:
+        """`call` waits for all work of a device: it never returns if that is pending."""
+        if any(s.queue for (device, _), s in self.streams.items() if device == index):
+            raise self.complain(f"{call} waits for kernels of cuda:{index}, which may wait for a peer")
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor of the allocator's, of the current stream."""
+        memory = np.empty(values.nbytes, np.uint8)
+        block = Block(memory, self.current_stream())
+        lease = memory.view(Lease)
+        weakref.finalize(lease, self._freed, block)
+        self.blocks.append(block)
+        return torch.from_numpy(lease).view(values.dtype).view(values.shape).copy_(values)
+
+    def borrowed(self, x: torch.Tensor) -> torch.Tensor:
+        """The same memory, as a kernel has it: by its address, which keeps nothing alive."""
+        return x if self._block_of(x) is None else _memory(x.data_ptr(), x.dtype, x.shape)
+
+    def record_stream(self, x: torch.Tensor, stream: FakeStream) -> None:
+        block = self._block_of(x)
+        if block is not None:
+            block.others.add(stream)
+
+    def _block_of(self, x: torch.Tensor) -> Block | None:
+        inside = ((b, x.data_ptr() - b.memory.ctypes.data) for b in self.blocks)
+        return next((b for b, offset in inside if 0 <= offset < len(b.memory)), None)
+
+    def _freed(self, block: Block) -> None:
+        """The next kernel of its stream gets the memory, after all that `others` have now."""
+        for other in block.others:
+            block.stream.after(other.mark())
+        self.enqueue(block.stream, lambda: block.memory.fill(0xA5))
+
 
 class FakeDevice(FakeGpu):
     """One device, for `tricomm.kernels.launch.cuda_launcher`. Modules and functions are of its primary context."""
@@ -232,6 +262,11 @@ class FakeDevice(FakeGpu):
 
     def cuCtxPopCurrent(self) -> tuple[Any, ...]:
         return Result.CUDA_SUCCESS, self.world.contexts.pop()
+
+    def _load(self, name: str) -> Result:
+        self.world.check_idle(self.index, name)
+        self.capturing = any(stream.capture is not None for stream in self.world.streams.values())
+        return super()._load(name)
 
     def _begins(self, name: str) -> Result:
         self.current = True
@@ -270,12 +305,13 @@ class OnFakeGpu(Processes):
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
             to_driver(x, y, count, call, rows)
-            launched(lambda: interpreted(x, y, count, call, rows))
+            own, out = self.world.borrowed(x), self.world.borrowed(y)
+            launched(call >> 32, lambda: interpreted(own, out, count, call, rows))
 
-        def launched(kernel: Callable[[], None]) -> None:
+        def launched(number: int, kernel: Callable[[], None]) -> None:
             stream = self.world.streams[self.index, self.fake.launches[-1].stream]
             if stream.capture is None:
-                kernel()
+                self.world.enqueue(stream, lambda: (self.world.ran.append(number), kernel()))
             else:
                 stream.capture.append(kernel)
 
@@ -285,7 +321,7 @@ class OnFakeGpu(Processes):
             def run_again(address: int, number: int, stream: int) -> None:
                 again(address, number, stream)
                 x = _memory(address, torch.int8, (count * bits // 8,))
-                launched(lambda: interpreted(x, x, count, number << 32 | facts, ()))
+                launched(number, lambda: interpreted(x, x, count, number << 32 | facts, ()))
 
             return run_again
 
@@ -299,7 +335,7 @@ class OnFakeGpu(Processes):
                 results = list(operands)
                 for (at, dtype, shape), address in zip(tensors, addresses[2:], strict=True):
                     results[at] = _memory(address, dtype, shape)
-                launched(lambda: interpreted(x, y, count, number << 32 | facts, (tuple(results),)))
+                launched(number, lambda: interpreted(x, y, count, number << 32 | facts, (tuple(results),)))
 
             return run_again
 
@@ -312,6 +348,6 @@ class OnFakeGpu(Processes):
         def run() -> None:  # Triton launches on the current device, whatever the tensors say
             if self.world.bind() != self.index:
                 self.world.complain(f"a user's kernel ran on cuda:{self.world.get_device()}")
-            interpreted()
+            self.world.kernel(interpreted)
 
         return run

@@ -9,16 +9,20 @@ import time
 import types
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests import ranks
 from tests.c10d.bodies import nccl_backend_bodies as nccl
+from tests.fake_cuda import World
+from tests.kernels import fake_streams as fakes
 from tricomm import errors
 from tricomm.c10d import streams, work_handles
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork
+from tricomm.gpu import Gpu
 
 DEVICE = torch.device("cuda", 0)
 
@@ -126,6 +130,68 @@ def cuda(monkeypatch):
     return fake
 
 
+@pytest.fixture
+def world(monkeypatch):
+    made = World()
+    made.install(monkeypatch)
+    made.used.add(0)
+    monkeypatch.setattr(streams, "Future", WithoutEvents)
+    yield made
+    made.verify()
+
+
+class WithoutEvents(FakeFuture):
+    def set_result(self, value):
+        self.value = value
+
+
+def overlapped(world, newest_first):
+    """A user's kernel, a call that reads its result, and a kernel that reads the call's, all pending; then the same
+    call, whose handle and tensors are dropped before it runs. Returns the numbers that the call and the last kernel
+    read. The call replaces its tensor by fives."""
+    own = streams.GroupStream(SimpleNamespace(gpu=Gpu(DEVICE), check=lambda: None))
+    total, seen = torch.zeros(8), torch.zeros(8)
+
+    def made():
+        x = world.tensor(torch.zeros(8))
+        memory = world.borrowed(x)
+
+        def kernel():
+            total.copy_(memory)
+            memory.fill_(5.0)
+
+        world.kernel(lambda: memory.fill_(3.0))
+        call = GroupCall("broadcast", x, x, result=[x], async_op=True, device=DEVICE, keep=[x])
+        return own.run(lambda: world.kernel(kernel), [call], None), memory
+
+    with world.hold(newest_first):
+        work, memory = made()
+        assert not work.is_completed()
+        work.wait()
+        world.kernel(lambda: seen.copy_(memory))
+        assert not work.is_completed(), "the host has not waited"
+        work = made()[0]  # and is dropped before it has run
+        del work
+    return total.tolist() + seen.tolist()
+
+
+RIGHT = [3.0] * 8 + [5.0] * 8
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+def test_streams_in_any_order_read_written_memory_and_keep_it_until_then(newest_first, world):
+    assert overlapped(world, newest_first) == RIGHT
+
+
+@pytest.mark.parametrize(
+    ("where", "protection"),
+    [(fakes.FakeStream, "wait_stream"), (fakes.FakeEvent, "wait"), (torch.Tensor, "record_stream")],
+)
+def test_without_a_protection_another_order_is_seen(where, protection, world, monkeypatch):
+    monkeypatch.setattr(where, protection, lambda *arguments: None)
+    assert [overlapped(world, newest_first) for newest_first in (False, True)] != [RIGHT] * 2
+
+
 def run(cuda, own, async_op, timeout=None):
     call = GroupCall("all_reduce", result=[1], keep=[Kept(cuda)], async_op=async_op)
     return own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), [call], timeout)
@@ -161,6 +227,16 @@ def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
         work.wait()
     cuda.done = True
     assert work.wait() and work.is_success()
+
+
+def test_a_barrier_blocks_the_host_when_it_is_waited_for_and_not_before(cuda):
+    cuda.done, own = False, streams.GroupStream(FakeComm(cuda))
+    call = GroupCall("barrier", async_op=True)
+    work = own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), [call], timedelta(seconds=0.01))
+    with pytest.raises(errors.CollectiveTimeout, match="barrier: timeout after 0.01 s"):
+        work.wait()
+    cuda.done = True
+    assert work.wait()
 
 
 def test_a_fault_of_the_group_comes_out_of_wait(cuda):

@@ -50,7 +50,7 @@ _COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
     "gather": lambda comm, call: comm.gather(call.x, call.root, out=call.out),
     "scatter": lambda comm, call: comm.scatter(call.x, call.root, out=call.out),
     "all_to_all_v": lambda comm, call: comm.all_to_all_v(call.x, *(call.splits or ()), out=call.out),
-    "barrier": lambda comm, call: comm.barrier(),
+    "barrier": lambda comm, call: comm.barrier(async_op=call.async_op),
 }
 
 

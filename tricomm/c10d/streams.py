@@ -24,7 +24,7 @@ _POLL = 5e-5
 class CudaWork(Work):
     """A call on the group's stream. `wait` orders the current stream after it and does not block the host.
 
-    With a timeout, or with TRICOMM_BLOCKING_WAIT=1, the host waits too.
+    With a timeout, or with TRICOMM_BLOCKING_WAIT=1, the host waits too, and for a barrier always.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class CudaWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._event.wait(self._gpu.stream())
         limit = limit_seconds(timeout)
-        if limit is not None or env.flag("TRICOMM_BLOCKING_WAIT"):
+        if limit is not None or self._what == "barrier" or env.flag("TRICOMM_BLOCKING_WAIT"):
             try:
                 self._on_host(limit or self._limit)
             except TricommError:

@@ -20,10 +20,11 @@ class Work:
         self._faults, self._guard, self._gpu = faults, guard, faults.group.gpu
         self._output = output
         self._event = event
+        self._captured = self._gpu is not None and self._gpu.capturing()
 
     def is_completed(self) -> bool:
-        """True once the call has run. Never blocks."""
-        return self._event is None or bool(self._event.query())
+        """True once the call has run, or if it was captured: a replay has no handle. Never blocks."""
+        return self._event is None or self._captured or bool(self._event.query())
 
     @guarded
     def wait(self, timeout: float | None = None) -> Any:
@@ -36,7 +37,8 @@ class Work:
 
     def _wait_for(self, timeout: float | None) -> Any:
         if self._event is not None and self._gpu is not None:
-            self._event.wait(self._gpu.stream())
+            if not self._captured or self._gpu.capturing():  # outside of its capture an event means nothing
+                self._event.wait(self._gpu.stream())
             if timeout is not None:
                 self._wait_on_host(timeout)
         self._faults.check()

@@ -1,0 +1,96 @@
+"""Calls while kernels are pending on two fake GPUs: nothing waits for the device, and streams may run in any order."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.core.gpu.conftest import MINE
+from tests.kernels.fake_streams import FakeStream
+from tricomm.c10d import dispatch, streams
+from tricomm.c10d.group_calls import GroupCall
+
+ORDERS = pytest.mark.parametrize("newest_first", [False, True])
+CALLS = {
+    "all_reduce": lambda comm, x, y: comm.all_reduce(x),
+    "out of place": lambda comm, x, y: comm.all_reduce(x, out=y),
+    "asynchronous": lambda comm, x, y: comm.all_reduce(x, async_op=True).wait(),
+    "all_gather": lambda comm, x, y: comm.all_gather(x, out=y),
+    "reduce_scatter": lambda comm, x, y: comm.reduce_scatter(x, out=y),
+    "broadcast": lambda comm, x, y: comm.broadcast(x, 0),
+    "reduce": lambda comm, x, y: comm.reduce(x, 0),
+    "gather": lambda comm, x, y: comm.gather(x, 0, out=y),
+    "scatter": lambda comm, x, y: comm.scatter(x, 0, out=y),
+    "all_to_all": lambda comm, x, y: comm.all_to_all(x, out=y),
+    "uneven": lambda comm, x, y: comm.all_to_all_v(x, [8], [8], out=y),
+    "barrier": lambda comm, x, y: comm.barrier(async_op=True),
+}
+
+
+def made_on_two_streams(comm, world, newest_first):
+    """Each call twice, on changing streams, over a tensor that a kernel before it writes. Returns tensor and
+    output of each."""
+    streams = [world.new_stream(torch.device("cuda", MINE)) for _ in range(2)]
+    for call in CALLS.values():
+        call(comm, torch.ones(8), torch.ones(8))  # compiled and loaded
+    results = {}
+    with world.hold(newest_first):
+        for turn, stream in enumerate(streams):
+            for number, (name, call) in enumerate(CALLS.items()):
+                x, y = torch.full((8,), -1.0), torch.full((8,), -2.0)
+                with world.stream(stream):
+                    world.kernel(lambda x=x, n=number: x.fill_(n))
+                    call(comm, x, y)
+                results[name, turn] = x, y
+        assert comm._monitor.fault is None and results["out of place", 1][1][0] == -2.0
+    return results
+
+
+@ORDERS
+def test_no_call_that_is_known_waits_for_the_device(newest_first, comm, world):
+    results = made_on_two_streams(comm, world, newest_first)
+    comm.check()
+    assert world.ran == sorted(world.ran)
+    for number, name in enumerate(CALLS):
+        want = torch.full((8,), float(number))
+        in_place = name in ("all_reduce", "asynchronous", "broadcast", "reduce", "barrier")
+        for turn in (0, 1):
+            x, y = results[name, turn]
+            assert torch.equal(x, want) and torch.equal(y, torch.full((8,), -2.0) if in_place else want), name
+
+
+def test_without_the_order_of_streams_calls_overtake_each_other(comm, world, monkeypatch):
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: None)
+    made_on_two_streams(comm, world, True)
+    assert world.ran != sorted(world.ran)
+
+
+def test_a_kernel_that_is_new_is_loaded_and_that_waits(comm, world):
+    """The first call of a kind must be made before kernels wait for each other: the fake sees one that is not."""
+    with world.hold(False):
+        comm.all_reduce(torch.ones(8))
+        with pytest.raises(AssertionError, match=r"cuModuleLoadData waits for kernels of cuda:1"):
+            comm.all_reduce(torch.ones(8, dtype=torch.int32), op="max")
+    world.complaints.clear()
+
+
+def test_an_asynchronous_barrier_under_torch_returns_before_it_has_run(comm, world, monkeypatch):
+    monkeypatch.setattr(streams, "Future", lambda devices: SimpleNamespace(set_result=lambda value: None))
+    comm.barrier()
+    own, call = streams.GroupStream(comm), GroupCall("barrier", async_op=True)
+    with world.hold(False):
+        barrier = dispatch._COMMUNICATOR_CALLS["barrier"]
+        work = own.run(lambda: barrier(comm, call), [call], timedelta(seconds=60))
+        assert not work.is_completed()
+    assert work.wait() and work.is_completed()
+
+
+def test_a_captured_call_has_nothing_to_ask_and_is_ordered_inside_of_its_capture_alone(comm, world):
+    side, x = world.new_stream(torch.device("cuda", MINE)), torch.ones(8)
+    with world.capture(side) as graph:
+        work = comm.all_reduce(x, async_op=True)
+        assert work.is_completed() and work.wait(timeout=5.0) is x
+    assert len(graph) == 1 and work.is_completed() and work.wait(timeout=5.0) is x
