@@ -10,9 +10,11 @@ import pytest
 from devtools import call_order_model
 from devtools.call_order_model import __main__ as command
 from devtools.call_order_model.events import Case, explore
+from devtools.call_order_model.random_programs import random_program
 from devtools.call_order_model.ranks import DEADLOCK, MISMATCH, WRONG, Call, Rank, Rules, Then, Wait
 from devtools.call_order_model.scenarios import PROGRAMS, program, sync, taken_away
 from devtools.every_order import SAFE
+from tests.marks import some
 
 CASES = call_order_model.cases()
 
@@ -36,6 +38,12 @@ def test_each_rule_is_taken_away_in_each_way():
     }
     seen = {(rule, value) for case in taken_away() for rule, value in case.rules._asdict().items() if case.want != SAFE}
     assert ways <= seen
+
+
+@pytest.mark.parametrize("seed", some(range(120), keep=8))
+def test_random_programs_are_safe_in_every_order(seed):
+    each = random_program(seed, calls=5, callbacks=3)
+    assert explore(Case("", SAFE, (each, each), {"g": (0, 1)}), SAFE)[0] == SAFE
 
 
 def names(scenario):
