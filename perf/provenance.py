@@ -16,6 +16,7 @@ import triton
 
 import tricomm
 from tricomm import Communicator
+from tricomm.perf import box
 
 
 def guarded(probe: Callable[[], Any]) -> Any:
@@ -91,5 +92,6 @@ def header(comm: Communicator) -> dict[str, Any]:
         "ranks": comm.world_size,
         "kind": comm.kind,
         "simulated": comm.simulated,
+        "box": box.dumps(comm),
         "versions": versions(),
     }

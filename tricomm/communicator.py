@@ -43,7 +43,8 @@ from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
 from tricomm.policy import user_tables
-from tricomm.policy.backend_choice import BackendChoice
+from tricomm.policy.backend_choice import BackendChoice, GroupFacts
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, RankState
@@ -281,6 +282,8 @@ class Communicator:
         "int64 tensor that `tricomm.kernels.primitives` take as `group`: this rank's number, and its peers' memory.",
     )
     reachable: bool = fact(lambda comm: comm._group.reachable, "Whether every rank's memory is mapped on every other.")
+    site: SelectionFacts = fact(lambda comm: comm._planner.site, "The facts that decide between the kernels.")
+    routes: GroupFacts = fact(lambda comm: comm._planner.routes, "The facts that decide between the kernels and NCCL.")
     switch: bool = fact(lambda comm: comm._planner.routes.switch, "Whether calls may go through a switch that adds.")
 
     @property

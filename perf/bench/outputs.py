@@ -68,8 +68,8 @@ class Files:
 
     def header(self, header: WorkerMessage) -> None:
         """Take the facts that all rows of the history share."""
-        facts = {"device": header["device"], "topology": header["topology"], "world_size": header["ranks"]}
-        self._run = schema.Run(database.now(), **facts, versions=header["versions"], commit=provenance.commit())
+        facts = {name: header[name] for name in ("device", "topology", "versions", "box")}
+        self._run = schema.Run(database.now(), **facts, world_size=header["ranks"], commit=provenance.commit())
 
     def row(self, rows: Rows) -> None:
         """Write the merged rows of a call."""

@@ -9,27 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from operator import attrgetter
 from statistics import median
 from typing import Any
 
-import torch
-
-from tricomm.core.fused.fused_call import FUSED
-from tricomm.errors import TricommError
-from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.metrics.publish import JobStatistics
-from tricomm.options import Options
-from tricomm.perf import bench_row, row_calls, units
+from tricomm.perf import bench_row, units
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
-from tricomm.perf.dashboard import change_points
+from tricomm.perf.dashboard import change_points, picks
 from tricomm.perf.history.database import Entry, now
-from tricomm.policy import row_shapes, selection, user_tables
-from tricomm.policy.selection_facts import SelectionFacts
-from tricomm.policy.tuning_tables import TableRow
 
 _OF_RUN = ("device", "topology", "world_size")
 _OF_ROW = bench_row.chart_keys(bench_row.SCENE)
@@ -48,12 +38,14 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), sour
     """All data of a page as plain JSON values. Times in microseconds, to four digits."""
     runs: dict[tuple[str, str], int] = {}
     scenes: dict[_Key, dict[_Key, dict[int, _Point]]] = {}
+    boxes: dict[_Key, tuple[str, str]] = {}  # the latest run's date and facts
     count = 0
     for entry in entries:
         run, row = entry.run, entry.measurement
         count += 1
         number = runs.setdefault((run.date, run.commit), len(runs))
         scene = (*_run_key(run), *_row_key(row))
+        boxes[scene] = max(boxes.get(scene, ("", "")), (run.date, run.box))
         sizes = scenes.setdefault(scene, {}).setdefault(_line_key(row), {})
         sizes.setdefault(row.nbytes, {}).setdefault(number, []).append(entry)
     dates = [date for date, _ in runs]
@@ -62,21 +54,22 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), sour
         "source": source,
         "rows": count,
         "runs": list(runs),
-        "scenes": [_scene(key, lines, dates) for key, lines in scenes.items()],
+        "scenes": [_scene(key, lines, dates, boxes[key][1]) for key, lines in scenes.items()],
         "jobs": [row for job in jobs for row in _job(job)][:_LIVE],
     }
     return data | {"unjudged": unjudged(data)}
 
 
-def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str]) -> Record:
+def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str], box: str) -> Record:
     scene = dict(zip(SCENE, key, strict=True))
+    pick = picks.of(scene, box)
     gpu = None if scene["simulated"] else machine(scene["device"])
     sizes = sorted({size for line in lines.values() for size in line})
     known = scene["world_size"] >= 1
     return scene | {
         "bus": units.bus_factor(scene["collective"], scene["world_size"]) if known else 1.0,
         "link_gbs": gpu.links if gpu is not None else None,
-        "picks": {str(size): kernel for size in sizes if (kernel := pick(scene, size)) is not None},
+        "picks": {str(size): kernel for size in sizes if (kernel := pick(size)) is not None},
         "lines": [_line(scene, line, points, dates) for line, points in lines.items()],
     }
 
@@ -135,70 +128,10 @@ def _job(job: JobStatistics) -> list[Record]:
     return rows + [owner | asdict(routed) for routed in job.routed]
 
 
-# The choices of selection on the machines in the history, and the bandwidth of their links
-
-
 def machine(device: str) -> MachineSpec | None:
     """The GPU generation in a device's name; None if there is none that is known."""
     words = device.lower().replace("-", " ").split()
     return next((m for name, m in MACHINES.items() if name in words), None)
-
-
-@cache
-def _site(device: str, simulated: bool, world_size: int) -> SelectionFacts | None:
-    """The facts that selection would have there. The history has no links, so all pairs count as linked."""
-    known = machine(device)
-    kind = "cpu" if simulated else known.architecture if known is not None else ""
-    if not kind or kind == "any":
-        return None
-    name, rows = _own("" if simulated else device, world_size)
-    memory = layout.plan(world_size, Options().arena_bytes)
-    return SelectionFacts(kind, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name=name)
-
-
-def _own(gpu: str, world_size: int) -> tuple[str, tuple[TableRow, ...]]:
-    """The user's latest table for such a machine."""
-    files = sorted(user_tables.found(), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files:
-        try:
-            table = user_tables.read(file)
-        except TricommError:  # `tricomm doctor` names it
-            continue
-        if (table.fingerprint.gpu, table.fingerprint.world_size) == (gpu, world_size):
-            return table.name, table.rows
-    return "", ()
-
-
-def pick(scene: dict[str, Any], size: int) -> str | None:
-    """`algorithm/protocol` for a row of the history of `size` bytes; None if that is not known."""
-    world_size, collective = scene["world_size"], scene["collective"]
-    dtype = getattr(torch, scene["dtype"], None)
-    if not isinstance(dtype, torch.dtype) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
-        return None
-    site = _site(scene["device"], scene["simulated"], world_size)
-    mode = "eager" if scene["mode"] == "eager" else "graph"
-    if site is not None and collective == FUSED:
-        return _pick_rows(site, scene["op"], size, dtype, mode)
-    if site is None or collective not in units.DATA_COLLECTIVES:
-        return None
-    elements = units.row_elements(collective, size, dtype.itemsize, world_size)
-    nbytes = units.input_bytes(collective, elements, dtype.itemsize, world_size)
-    try:
-        choice = selection.choose(site, collective, nbytes, mode=mode, bits=8 * dtype.itemsize)
-    except TricommError:
-        return None
-    return f"{choice.algorithm}/{choice.protocol}"
-
-
-def _pick_rows(site: SelectionFacts, name: str, size: int, dtype: torch.dtype, mode: str) -> str | None:
-    """The choice for a fused call, whose operation is named like `norm@8192`."""
-    try:
-        form = row_calls.parse(name)
-    except TricommError:
-        return None
-    facts = (FUSED, 8 * dtype.itemsize, form.hidden, form.rows(size, dtype.itemsize), (None, None), form.quantize, mode)
-    choice = row_shapes.choose(site, *facts)
-    return None if isinstance(choice, str) else f"{choice.algorithm}/{choice.protocol}"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ _TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL", "
 
 @dataclass(frozen=True)
 class Run:
-    """The facts that the rows of one run share. `versions` and `commit` are of the loaded code, `date` is UTC."""
+    """The facts that the rows of one run share. `versions` and `commit` are of the loaded code, `date` is UTC; `box` is
+    what selection knows (`tricomm.perf.box`), and is empty if that was not recorded."""
 
     date: str
     device: str
@@ -28,6 +29,7 @@ class Run:
     world_size: int
     versions: dict[str, str]
     commit: str = ""
+    box: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,14 @@ class ActivityRow:
 
 @dataclass(frozen=True)
 class SqlTable:
-    """A table with a column for each field of `row`, after the columns `first`; `last` are its constraints."""
+    """A table with a column for each field of `row`, after the columns `first`; `last` are its constraints. A step adds
+    the columns `later` to it."""
 
     name: str
     row: type[Any]
     first: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
+    later: tuple[str, ...] = ()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -76,7 +80,7 @@ class SqlTable:
 
     @property
     def create(self) -> str:
-        columns = [f'"{f.name}" {_declared(f.type)}' for f in fields(self.row)]
+        columns = [f'"{f.name}" {_declared(f.type)}' for f in fields(self.row) if f.name not in self.later]
         return f"CREATE TABLE {self.name} ({', '.join((*self.first, *columns, *self.last))}) STRICT;"
 
     @cached_property
@@ -100,12 +104,12 @@ def _declared(annotation: Any) -> str:
     return _TYPES[kind] + ("" if optional else " NOT NULL")
 
 
-RUN = SqlTable("runs", Run, ("id INTEGER PRIMARY KEY",))
+RUN = SqlTable("runs", Run, ("id INTEGER PRIMARY KEY",), later=("box",))
 MEASUREMENT = SqlTable("measurements", Measurement, ("run INTEGER NOT NULL REFERENCES runs",))
 _KEY = 'PRIMARY KEY (job, "group", rank, route, collective, algorithm, protocol, bucket)'
 ACTIVITY = SqlTable("activity", ActivityRow, (), (_KEY,))
-# A column that is added later needs a step of its own, and must not be in the step that made its table.
-_STEPS = (RUN.create + MEASUREMENT.create, ACTIVITY.create)
+_BOX = "ALTER TABLE runs ADD COLUMN box TEXT NOT NULL DEFAULT '';"
+_STEPS = (RUN.create + MEASUREMENT.create, ACTIVITY.create, _BOX)
 VERSION = len(_STEPS)
 
 COLUMN = {

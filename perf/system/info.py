@@ -223,10 +223,12 @@ def _ranges_of(collective: str, site: SelectionFacts) -> list[dict[str, Any]]:
 
 def _site(world_size: int) -> SelectionFacts:
     """The facts that selection would have in a communicator of the first `world_size` devices."""
-    kind, device, topology = "cpu", torch.device("cpu"), None
+    kind, device, topology, no_multicast = "cpu", torch.device("cpu"), None, "there is no GPU"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         kind, device, topology = f"sm_{major}{minor}", torch.device("cuda"), discovery.read().topology
+        refusal = no_multicast_expected(min(world_size, torch.cuda.device_count()))
+        no_multicast = selection.why_not_multicast(kind, refusal)
     if topology is not None:
         topology = topology.of(range(world_size)) if world_size <= len(topology) else None
     mine = user_tables.load(user_tables.fingerprint(kind, device, world_size, topology))
@@ -239,4 +241,5 @@ def _site(world_size: int) -> SelectionFacts:
         tuned=mine.rows if mine is not None else (),
         tuned_name=mine.name if mine is not None else "",
         batch_invariant=env.batch_invariant(),
+        no_multicast=no_multicast,
     )

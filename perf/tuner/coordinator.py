@@ -38,7 +38,7 @@ class Coordinator:
         self._cpu, self._world_size, self._fingerprint = comm.simulated, comm.world_size, comm.fingerprint
         self._points = request.points(self._cpu)
         self._in_force = {point: _in_force(comm, point) for point in self._points}
-        self._site = SelectionFacts(self._fingerprint.device, comm.world_size, comm.arena_layout, comm.most_blocks)
+        self._site = comm.site
         self._machine = _similar_machine(self._fingerprint.device, self._fingerprint.topology)
         self._times = CheckedTimes(emit, worker)
         key = request.key(self._fingerprint.digest, tuning_tables.KERNELS, provenance.versions())

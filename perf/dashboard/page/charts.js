@@ -101,8 +101,14 @@ function speedup(scene, lines) {
   };
 }
 
+// The lines between which selection chooses here: NCCL is one where it picks NCCL for some size.
+function candidates(scene) {
+  const nccl = Object.values(scene.picks).includes("nccl");
+  return scene.lines.filter((line) => line.library === "tricomm" || (nccl && line.library === "nccl"));
+}
+
 function fastest(scene, size) {
-  const ours = scene.lines.filter((line) => line.library === "tricomm" && at(line, size) !== null);
+  const ours = candidates(scene).filter((line) => at(line, size) !== null);
   return ours.sort((a, b) => at(a, size) - at(b, size))[0];
 }
 
@@ -120,16 +126,17 @@ function picks(scene) {
     if (!picked) continue;
     known += 1;
     put(picked, size, "picked");
-    const line = scene.lines.find((l) => l.library === "tricomm" && l.kernel === picked);
+    const line = candidates(scene).find((l) => l.kernel === picked);
     const cost = line && at(line, size) !== null ? at(line, size) / at(best, size) - 1 : null;
     if (best && best.kernel !== picked) {
       apart.x.push(size);
       apart.text.push(cost === null ? "?" : `+${Math.round(cost * 100)} %`);
     }
   }
-  const number = (kernel) => scene.lines.findIndex((line) => line.kernel === kernel);
+  const measured = scene.lines.map((line) => line.kernel);
+  const names = [...measured, ...[...rows.keys()].filter((kernel) => !measured.includes(kernel))];
   const traces = [...rows].map(([kernel, { x, y }]) => {
-    const { colour, symbol } = style(number(kernel) < 0 ? scene.lines.length : number(kernel));
+    const { colour, symbol } = style(names.indexOf(kernel));
     return {
       type: "scatter", mode: "markers", name: plain(kernel), x, y, marker: { color: colour, symbol, size: 14 },
       customdata: x.map(bytes), hovertemplate: "%{customdata}",
@@ -143,8 +150,8 @@ function picks(scene) {
   }
   return {
     traces, layout: { xaxis: axis, yaxis: { type: "category", categoryarray: ["fastest", "picked", "differs"], categoryorder: "array", range: [-0.5, 2.5], automargin: true } },
-    note: known ? `Selection picks another kernel than the fastest measured at ${apart.x.length} of ${known} sizes; how much slower that is stands above them. tricomm tune moves the picks.`
-      : "What selection picks on this device is not known here.",
+    note: known ? `Selection picks another kernel than the fastest measured at ${apart.x.length} of ${known} sizes; how much slower that is stands above them (?: the picked one was not measured). tricomm tune moves the picks between kernels.`
+      : "What selection picks on this box is not known: the history has no facts of it. tricomm bench writes them.",
   };
 }
 

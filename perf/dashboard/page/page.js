@@ -182,7 +182,8 @@ function showChanges() {
   const [few, points] = page.data.unjudged;
   section.hidden = found.length === 0 && few === 0;
   find("p", section).textContent = `${found.length ? "Every point of the history whose level has changed, largest step first. A button shows it. " : ""}A step shows about 7 runs after it.${few ? ` ${few} of ${points} points of the latest runs have too few runs to judge.` : ""}`;
-  find("h2", section).textContent = `Changes${mark(page.scene)}: ${found.filter((c) => c.step > 1).length} slower, ${found.filter((c) => c.step <= 1).length} faster${found.length > 100 ? "; the 100 largest" : ""}`;
+  find(".wide", section).hidden = found.length === 0;
+  find("h2", section).textContent = !found.length ? `Changes${mark(page.scene)}: none found` : `Changes${mark(page.scene)}: ${found.filter((c) => c.step > 1).length} slower, ${found.filter((c) => c.step <= 1).length} faster${found.length > 100 ? "; the 100 largest" : ""}`;
   const cells = found.slice(0, 100).map((c) => {
     const percent = element("td", Number.isFinite(c.step) ? `${c.step > 1 ? "+" : ""}${((c.step - 1) * 100).toFixed(1)} %` : "from 0", { className: c.step > 1 ? "slower" : "" });
     return [jump(c.scene, c.number, c.size), percent, c.before, c.after, c.run[0], c.run[1] || "-", `${c.scene.collective} ${c.scene.dtype}`, c.line.kernel, bytes(c.size), value(c.scene, "device"), c.scene.world_size];

@@ -7,9 +7,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import msgspec
+
 from tricomm.perf.bench_row import Measurement
+from tricomm.perf.box import Box
 from tricomm.perf.history.database import Entry, open_history
 from tricomm.perf.history.schema import Run
+from tricomm.policy.backend_choice import GroupFacts
+from tricomm.policy.tuning_tables import Fingerprint
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 _LINES = (
@@ -19,6 +24,18 @@ _LINES = (
     ("tricomm", "two_shot", "simple"),
     ("nccl", "nccl", "nccl"),
 )
+CPU, H100 = "a CPU", "NVIDIA H100 80GB HBM3"
+
+
+def facts(device: str = H100, no_multicast: str = "no switch", **routes: object) -> str:
+    """The facts of a box of eight such devices."""
+    kind, gpu = ("cpu", "") if device == CPU else ("sm_90", device)
+    found = {"device": "cpu" if device == CPU else "cuda", "world_size": 8, "nodes": 1, "no_kernels": None}
+    group = GroupFacts(**{**found, "fallback": None, **routes})  # type: ignore[arg-type]
+    links = Fingerprint(kind, gpu, 8, "" if device == CPU else "nvswitch")
+    return msgspec.json.encode(Box(links, 64 << 20, 64, no_multicast, group)).decode()
+
+
 _BEGAN = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -26,16 +43,19 @@ def entries(
     runs: int,
     step_at: int | None = None,
     sizes: Sequence[int] = SIZES,
-    device: str = "NVIDIA H100 80GB HBM3",
+    device: str = H100,
     simulated: bool = False,
     dtype: str = "float32",
+    box: str | None = None,
 ) -> list[Entry]:
     """`runs` runs of five lines; from `step_at` on, one_shot/simple takes a tenth longer."""
     draw = random.Random(0)
     rows = []
     for number in range(runs):
         date = (_BEGAN + timedelta(hours=number)).isoformat(timespec="seconds")
-        run = Run(date, device, "8 GPUs", 8, {"tricomm": "0.1.0"}, f"{number:07x}")
+        run = Run(
+            date, device, "8 GPUs", 8, {"tricomm": "0.1.0"}, f"{number:07x}", facts(device) if box is None else box
+        )
         for place, (library, algorithm, protocol) in enumerate(_LINES):
             if simulated and library != "tricomm":
                 continue

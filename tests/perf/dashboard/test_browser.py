@@ -22,7 +22,7 @@ from tricomm.perf.history.database import Entry
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
 CHARTS = ("latency", "bandwidth", "speedup", "picks", "past", "skew", "bytes")
-SHOTS = Path(__file__).resolve().parents[2] / "screenshots"
+SHOTS = Path(__file__).resolve().parents[3] / "screenshots"
 _PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
 _CHOOSE = "const s = document.querySelector(arguments[0]); s.value = arguments[1]; s.dispatchEvent(new Event('change'))"
 _TRACES = "return document.querySelector('#' + arguments[0] + ' .chart').data"
@@ -127,6 +127,23 @@ def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
     assert len(page.traces("speedup")[0]["y"]) == 5 and "baseline is nccl" in page.text("#speedup p")
     assert page.text("#changes h2").startswith("Changes: 4 slower, 0 faster")
     assert page.requests() == []
+
+
+def test_the_chart_of_picks_says_what_is_known(page: Page, tmp_path: Path) -> None:
+    def picked() -> list[str]:
+        return [t["name"] for t in page.traces("picks") if "picked" in t["y"]]
+
+    page.open(_file(tmp_path, dashboard_data.entries(2, box="")))
+    assert picked() == [] and "is not known" in page.text("#picks p") and "tune" not in page.text("#picks p")
+    through_switch = dashboard_data.facts(no_multicast="", switch=True, fallback="nccl")
+    page.open(_file(tmp_path, dashboard_data.entries(2, sizes=(1 << 14, 1 << 24, 1 << 26), box=through_switch)))
+    assert set(picked()) == {"one_shot/ll128", "multicast/simple", "nccl"} and "of 3 sizes" in page.text("#picks p")
+
+
+def test_too_few_runs_are_said(page: Page, tmp_path: Path) -> None:
+    page.open(_file(tmp_path, dashboard_data.entries(3)))
+    assert "20 of 20 points of the latest runs have too few runs to judge" in page.text("#changes p")
+    assert page.text("#changes h2") == "Changes: none found"
 
 
 def test_filters_choose_and_simulated_is_marked(page: Page, tmp_path: Path) -> None:

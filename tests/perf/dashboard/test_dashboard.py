@@ -24,7 +24,6 @@ from tests.perf.dashboard import dashboard_data
 from tests.perf.dashboard.test_jobs import job_file
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.kernels.wide_words import why_not
 from tricomm.perf.dashboard import collect, render, serve
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history import schema
@@ -35,7 +34,6 @@ from tricomm.perf.history.database import open_history
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRICOMM_STATS_DIR", str(tmp_path / "live"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    collect._site.cache_clear()
 
 
 def _unpacked(text: str) -> Any:
@@ -83,27 +81,6 @@ def test_a_long_past_is_cut_and_its_changes_stay_where_they_are() -> None:
     line = next(x for x in scene["lines"] if x["kernel"] == "one_shot/simple")
     assert len(line["past"][0]) == len(line["run"][0]) == 256 and line["run"][0][-1] == 299
     assert [c[0] for c in line["changes"][0]] == [290 - (300 - 256)]
-
-
-def test_what_selection_picks() -> None:
-    scene = {
-        "device": "NVIDIA H100 80GB HBM3",
-        "simulated": False,
-        "world_size": 8,
-        "collective": "all_reduce",
-        "dtype": "float32",
-        "mode": "eager",
-    }
-    short = "one_shot/ll" if why_not(90) else "one_shot/ll128"
-    assert collect.pick(scene, 1024) == short and collect.pick(scene, 1 << 26) == "two_shot/simple"
-    for change in ({"device": "a box"}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 99}):
-        assert collect.pick(scene | change, 1024) is None
-    assert collect.pick(scene | {"device": "a box", "simulated": True}, 1024) is not None
-    rows = scene | {"collective": "all_reduce_rms_norm", "op": "fp8@8192", "dtype": "bfloat16"}
-    assert collect.pick(rows, 1 << 16) == "two_shot/ll" and collect.pick(rows, 1 << 26) is None
-    assert collect.pick(rows | {"op": "sum"}, 1 << 16) is None
-    names = {n: m.name for n in ("NVIDIA GB200", "NVIDIA B200", "Tesla V100-SXM2-16GB") if (m := collect.machine(n))}
-    assert names == {"NVIDIA GB200": "gb200", "NVIDIA B200": "b200", "Tesla V100-SXM2-16GB": "v100"}
 
 
 def test_odd_rows_are_shown_and_not_stumbled_over() -> None:

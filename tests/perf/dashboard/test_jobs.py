@@ -176,7 +176,7 @@ def test_any_name_survives_the_exposition_format(name: str) -> None:
 def test_a_history_of_the_first_version_gets_the_table_and_keeps_its_rows(tmp_path: Path) -> None:
     path = dashboard_data.written(tmp_path / "history.sqlite", dashboard_data.entries(1))
     with closing(sqlite3.connect(path)) as database, database:
-        database.execute("DROP TABLE activity")
+        database.executescript("DROP TABLE activity; ALTER TABLE runs DROP COLUMN box;")
         database.execute("PRAGMA user_version = 1")
     history = open_history(path)
     assert history is not None

@@ -1,0 +1,60 @@
+"""The facts of a box on which selection depends, as the history keeps them with each run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from tricomm import Communicator
+from tricomm.errors import TricommError
+from tricomm.kernels import layout
+from tricomm.metrics.counters import NCCL
+from tricomm.policy.backend_choice import GroupFacts
+from tricomm.policy.selection_facts import SelectionFacts
+from tricomm.policy.tuning_tables import Fingerprint, TunedTable
+
+
+@dataclass(frozen=True)
+class Box:
+    """What selection knows of a group with default options, apart from its tuning table."""
+
+    fingerprint: Fingerprint
+    arena_bytes: int
+    most_blocks: int
+    no_multicast: str
+    routes: GroupFacts
+
+    @property
+    def simulated(self) -> bool:
+        return self.fingerprint.device == "cpu"
+
+    def site(self, tuned: TunedTable | None) -> SelectionFacts:
+        """The facts for selection, with this table. Raises `InvalidArgument` for an arena that is too small."""
+        links, ranks = self.fingerprint, self.fingerprint.world_size
+        return SelectionFacts(
+            links.device, ranks, layout.plan(ranks, self.arena_bytes), self.most_blocks, topology=links.topology,
+            reachable=self.routes.reachable, tuned=tuned.rows if tuned is not None else (),
+            tuned_name=tuned.name if tuned is not None else "", batch_invariant=self.routes.batch_invariant,
+            no_multicast=self.no_multicast,
+        )  # fmt: skip
+
+
+def dumps(comm: Communicator) -> str:
+    """The facts of the box that `comm` runs on, as JSON."""
+    routes = comm.routes
+    if comm.gpu is not None:  # a benchmark's group is made without NCCL
+        routes = replace(routes, fallback=NCCL, missing="")
+    facts = Box(comm.fingerprint, comm.options.arena_bytes, comm.most_blocks, comm.site.no_multicast, routes)
+    return msgspec.json.encode(facts).decode()
+
+
+def loads(text: str) -> Box | None:
+    """The facts in JSON `text`; None if it has none, or impossible ones."""
+    try:
+        box = msgspec.json.decode(text, type=Box)
+        possible = 1 <= box.most_blocks <= layout.MAX_BLOCKS and box.fingerprint.world_size == box.routes.world_size
+        device = box.fingerprint.device.removeprefix("sm_")
+        return box if possible and (device.isdecimal() or device in ("cpu", "cuda")) and box.site(None) else None
+    except (msgspec.DecodeError, TricommError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,76 @@
+"""The choices of selection on the boxes in the history: those that `explain` gives in a group with default options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tricomm import arguments
+from tricomm.core.fused.fused_call import FUSED
+from tricomm.errors import TricommError
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.metrics.counters import KERNELS, NCCL
+from tricomm.perf import box, row_calls, units
+from tricomm.perf.box import Box
+from tricomm.policy import backend_choice, row_shapes, selection, user_tables
+from tricomm.policy.selection_facts import SelectionFacts
+
+Pick = Callable[[int], str | None]
+
+
+def of(scene: dict[str, Any], facts: str) -> Pick:
+    """For a scene of the page, and the facts of its latest run: `algorithm/protocol`, or nccl, by the bytes of a row.
+
+    It gives None for what is not known: the history of an older tricomm has no facts of its boxes.
+    """
+    known = box.loads(facts)
+    dtype = getattr(torch, scene["dtype"], None)
+    if known is None or not isinstance(dtype, torch.dtype):
+        return lambda size: None
+    if known.fingerprint.world_size != scene["world_size"] or known.simulated != scene["simulated"]:
+        return lambda size: None  # another library's times on a CPU are not simulated, and selection picks none of them
+    site = known.site(user_tables.load(known.fingerprint))
+    mode = "eager" if scene["mode"] == "eager" else "graph"
+
+    def pick(size: int) -> str | None:
+        try:
+            if scene["collective"] == FUSED:
+                return _fused(known, site, scene["op"], size, dtype, mode)
+            if scene["collective"] in units.DATA_COLLECTIVES:
+                elements = units.row_elements(scene["collective"], size, dtype.itemsize, site.world_size)
+                nbytes = units.input_bytes(scene["collective"], elements, dtype.itemsize, site.world_size)
+                return _plain(known, site, scene["collective"], scene["op"], nbytes, dtype, mode)
+        except TricommError:
+            pass
+        return None
+
+    return pick
+
+
+def _plain(
+    known: Box, site: SelectionFacts, collective: str, op: str, nbytes: int, dtype: torch.dtype, mode: str
+) -> str | None:
+    reduces, uneven = COLLECTIVES[collective].reduces, COLLECTIVES[collective].uneven
+    facts = (collective, dtype, op if reduces else "none", None if uneven else nbytes)
+    backend = backend_choice.decide(known.routes, *facts).backend
+    if backend != KERNELS:
+        return NCCL if backend == NCCL else None
+    if reduces and dtype in arguments.DTYPES:
+        site = selection.for_reduction(site, collective, arguments.DTYPES[dtype], op)
+    choice = selection.choose(site, collective, nbytes, mode=mode, bits=8 * dtype.itemsize)
+    return f"{choice.algorithm}/{choice.protocol}"
+
+
+def _fused(known: Box, site: SelectionFacts, name: str, size: int, dtype: torch.dtype, mode: str) -> str | None:
+    """The choice for a fused call, whose operation is named like `norm@8192`."""
+    form = row_calls.parse(name)
+    rows, bits = form.rows(size, dtype.itemsize), 8 * dtype.itemsize
+    nbytes = rows * form.hidden * dtype.itemsize
+    if backend_choice.decide(known.routes, "all_reduce", dtype, "sum", nbytes).backend == KERNELS:
+        choice = row_shapes.choose(site, FUSED, bits, form.hidden, rows, (None, None), form.quantize, mode)
+        if isinstance(choice, selection.Choice):
+            return f"{choice.algorithm}/{choice.protocol}"
+    plain = _plain(known, site, "all_reduce", "sum", nbytes, dtype, mode)
+    return f"unfused_{plain}" if plain is not None and plain != NCCL else plain
