@@ -36,8 +36,8 @@ _BLOCK = 32768  # elements: they stay in the cache, and torch starts no threads 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """A contiguous 1-dimensional tensor's memory as bytes."""
-    # One element is contiguous with any stride, but `view` looks at the stride.
-    return (x.as_strided((1,), (1,)) if x.numel() == 1 else x).view(torch.uint8)
+    # One element, or none, is contiguous with any stride, but `view` looks at the stride.
+    return (x.as_strided((x.numel(),), (1,)) if x.numel() <= 1 else x).view(torch.uint8)
 
 
 def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:

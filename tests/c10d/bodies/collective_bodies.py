@@ -125,9 +125,11 @@ def premultiplied(rank, world_size, tell, url, route):
 
 
 def one_element(rank, world_size, tell, url, route):
-    """One element is contiguous with any stride."""
+    """One element, or none, is contiguous with any stride."""
     wrong = []
     with default_group(rank, world_size, url, route):
+        dist.all_reduce(torch.ones(3, 4)[:0, 1])
+        dist.all_gather([torch.ones(3, 4)[:0, 1] for _ in range(world_size)], torch.ones(3, 4)[:0, 1])
         total = torch.tensor([sum(range(1, world_size + 1))])
         for dtype in (torch.float32, torch.int16, torch.bool, torch.uint64, torch.complex64):
             x = torch.full((3, 4), rank + 1).to(dtype)
