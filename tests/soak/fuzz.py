@@ -1,0 +1,187 @@
+"""Random calls of torch.distributed against results that are computed here: `python -m tests.soak.fuzz --calls 20000`.
+
+Every kind of call, type and operation, over the default group and overlapping ones, synchronous, asynchronous, and in
+callbacks of futures, with random delays at every await on every rank. A call's choices and data follow from its path:
+its place in the program, or its parent's path and its place among the parent's children. So all ranks agree on them
+whenever and on whichever thread the call is made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import ranks
+from tests.c10d.bodies.groups import default_group, poisoned, same
+from tests.soak.calls import Pairs
+from tests.soak.fuzz_calls import KINDS, Turn
+
+CALLBACKS = ("none", "early", "late", "all")
+OUTSTANDING = 12  # works that wait for their `wait` at once
+DEPTH = 2  # callbacks inside of callbacks
+LIMIT = 60.0  # seconds of a call
+
+
+class Fuzz:
+    """One rank's part of the program."""
+
+    def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: str, inject: str) -> None:
+        self._rank, self._groups, self._seed, self._inject = rank, groups, seed, inject
+        self._attach = {"none": (), "all": ("early", "late")}.get(callbacks, (callbacks,))
+        self._delays = random.Random(f"{seed} delays of {rank}")
+        self._lock = threading.Lock()
+        self._pending: list[tuple[str, Any, Pairs]] = []
+        self.calls: Counter[str] = Counter()
+        self.wrong: list[str] = []
+
+    def play(self, calls: int) -> None:
+        for number in itertools.count():
+            if number % 50 == 0 and self._all_have(calls):
+                break
+            choices = random.Random(f"{self._seed} {number}")
+            group, members = choices.choice(self._groups)
+            if self._rank in members and not (self._inject == "skip" and number == 40 and self._rank == 1):
+                self._call(group, members, (number,))
+            while self._delays.random() < 0.2 or len(self._pending) > OUTSTANDING:
+                if not self._wait_for_one():
+                    break
+            if self.wrong:
+                return
+        while self._wait_for_one():
+            pass
+
+    def _all_have(self, calls: int) -> bool:
+        """Whether every rank has made `calls`."""
+        made = torch.tensor([sum(self.calls.values())])
+        dist.all_reduce(made, dist.ReduceOp.MIN)
+        return bool(made.item() >= calls)
+
+    def pause(self) -> None:
+        chance = self._delays.random()
+        if chance < 0.05:
+            time.sleep(self._delays.random() * (0.03 if chance < 0.003 else 0.002))
+
+    def _call(self, group: Any, members: list[int], path: tuple[int, ...]) -> None:
+        """Make the call of `path`. If it is asynchronous, `play` waits for it."""
+        turn = Turn(group, members, members.index(self._rank), path, self._seed)
+        kind = turn.choices.choice(KINDS)
+        made = kind(turn)
+        name = f"{kind.__name__} {path} of {members}"
+        with self._lock:
+            self.calls[kind.__name__] += 1
+            if self._inject == "wrong" and self._rank == 1 and sum(self.calls.values()) > 30 and made.pairs:
+                made.pairs.append((made.pairs[0][0], poisoned((1,))))
+        how = turn.choices.choice(("sync", "async", *(self._attach if made.future and len(path) <= DEPTH else ())))
+        self.pause()
+        if how == "sync":
+            made.start(False)
+            self._compare(name, made.pairs)
+            return
+        work = made.start(True)
+        if how in ("early", "late"):
+            work = self._with_children(how, work, turn, (name, made.pairs))
+        with self._lock:
+            self._pending.append((name, work, made.pairs))
+
+    def _with_children(self, how: str, work: Any, turn: Turn, parent: tuple[str, Pairs]) -> Any:
+        """The future of a callback that makes calls; attached at once, or when the work is over on this rank."""
+        children = turn.choices.choice((1, 1, 2, 3))
+
+        def callback(future: Any) -> None:
+            future.value()
+            self._compare(*parent)
+            for child in range(children):
+                self.pause()
+                self._call(turn.group, turn.members, (*turn.path, child))
+
+        if how == "late":
+            work.wait()
+        self.pause()
+        future = work if isinstance(work, torch.futures.Future) else work.get_future()  # a coalesced call's is one
+        return future.then(callback)
+
+    def _wait_for_one(self) -> bool:
+        with self._lock:
+            if not self._pending:
+                return False
+            name, work, pairs = self._pending.pop(self._delays.randrange(len(self._pending)))
+        self.pause()
+        if work is not None:
+            work.wait()
+        self._compare(name, pairs)
+        return True
+
+    def _compare(self, name: str, pairs: Pairs) -> None:
+        for got, want in pairs:
+            if not same(got, want):
+                with self._lock:
+                    found, right = (x.flatten()[:5].tolist() for x in (got, want))
+                    self.wrong.append(f"seed {self._seed}, rank {self._rank}: {name}: {found} instead of {right}")
+
+
+def body(
+    rank: int, world_size: int, tell: Any, url: str, route: str, calls: int, seed: int, callbacks: str, inject: str
+) -> tuple[dict[str, int], list[str]]:
+    """A rank's calls by kind, and its wrong results and errors."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    with default_group(rank, world_size, url, route, timeout=5.0 if inject else LIMIT):
+        everyone = list(range(world_size))
+        asked = [everyone, everyone, *(list(pair) for pair in itertools.combinations(everyone, 2))]
+        groups = [(dist.new_group(members), members) for members in asked]
+        fuzz = Fuzz(rank, [(dist.group.WORLD, everyone), *groups], seed, callbacks, inject)
+        try:
+            fuzz.play(calls)
+        except Exception as error:
+            fuzz.wrong.append(f"seed {seed}, rank {rank}: {type(error).__name__}: {error}")
+        return dict(fuzz.calls), fuzz.wrong
+
+
+def run(
+    url: str, route: str, calls: int, seed: int, callbacks: str = "all", world_size: int = 3, inject: str = ""
+) -> tuple[Counter[str], list[str]]:
+    """The calls of all ranks by kind, and the wrong results and errors. Raises if a rank did not end."""
+    per_call = 1.0 if route == "kernels" else 0.2
+    made, wrong = Counter[str](), []
+    for counted, found in ranks.run(
+        world_size, body, url, route, calls, seed, callbacks, inject, timeout=120 + calls * per_call
+    ):
+        made.update(counted)
+        wrong += found
+    return made, wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.fuzz", description=__doc__)
+    add = parser.add_argument
+    add("--calls", type=int, default=20_000, help="of each rank, on each route (default 20000)")
+    add("--seed", type=int, help="repeats the same calls; their moments depend on the machine")
+    add("--routes", default="gloo,kernels")
+    add("--ranks", type=int, default=3)
+    add("--callbacks", choices=CALLBACKS, default="all", help="which callbacks make calls, by when they are attached")
+    given = parser.parse_args(arguments)
+    seed = random.SystemRandom().randrange(1 << 31) if given.seed is None else given.seed
+    bad = 0
+    for route in given.routes.split(","):
+        with tempfile.TemporaryDirectory(prefix="tricomm-fuzz-") as folder:
+            began = time.monotonic()
+            made, wrong = run(f"file://{folder}/store", route, given.calls, seed, given.callbacks, given.ranks)
+            print(f"{route}, seed {seed}: {made.total()} calls in {time.monotonic() - began:.0f} s, {len(wrong)} wrong")
+            print("\n".join(wrong[:10]), file=sys.stderr)
+            bad += len(wrong)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
