@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
+_UNKNOWN = "?"  # for a callback that attached another one, in a group whose ranks do not all know it
 WRONG, DEADLOCK, MISMATCH = "combines different calls", "deadlock", "a named error"
 
 
@@ -180,7 +181,7 @@ class Rank:
             counted = f"all in {context}" if rules.counted == "callback" and context else f"{group} {context}".rstrip()
             identity = f"{context}{'/' * bool(context)}{self._count(counted)}"
         seen = self._seen_by(group, identity)
-        if seen is None:
+        if seen is None or _UNKNOWN in seen:
             return MISMATCH
         slot = seen if rules.match == "identity" and rules.begins != "gives up" else ""
         self.calls[name] = Queued(group, line, self._count(f"line {line}"), seen, "queued", slot)
@@ -283,10 +284,8 @@ class Rank:
         if not identity:
             return ""
         by = self._seen_by(identity[1:].split("}")[0], attacher)
-        if by is None:
-            raise ValueError(f"{future}: attached by a callback of a group that not all ranks know; this has no model")
-        foreign = f"({by or 'program'})"
-        foreign = foreign if self._rules.places == "line" and attacher != line else ""
+        by = _UNKNOWN if by is None else by or "program"
+        foreign = f"({by})" if self._rules.places == "line" and attacher != line else ""
         callback = f"{identity}{'.' if chained else '/'}{foreign}"
         return f"{callback}{self._count(f'callbacks {callback}')}"
 

@@ -153,6 +153,10 @@ def taken_away() -> Iterator[Case]:
 def limits() -> Iterator[Case]:
     """Programs beyond the rules: they get a named error, except for messages."""
     yield two_levels()
+    inner = program(_A, Call("p", "part"), Then("p", "w", "fw"), Wait("fw"), w=attached("x"))
+    outer = program(_A, *attached("x"))
+    name = "a callback of a part of the ranks attaches one to a call of all"
+    yield Case(name, MISMATCH, (inner, outer), {"g": (0, 1), "part": (0,)})
     right = PROGRAMS["a slow callback"]
     logs = program(Call("a"), *attached("log", "x"), log=())
     yield Case("rank 0 alone attaches one more callback", MISMATCH, (logs, right), {"g": (0, 1)})
