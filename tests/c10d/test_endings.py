@@ -28,12 +28,17 @@ slow = None if rank else Slow()
 time.sleep(0.5 * rank)
 """,
     "a call joined late": "time.sleep(0.7 * rank); work = dist.all_reduce(x, async_op=True); rank and work.wait()",
+    "destroyed in a callback": """
+done = dist.all_reduce(x, async_op=True).get_future().then(lambda f: dist.destroy_process_group())
+rank or done.wait()
+""",
     "an exception": "dist.barrier(); raise SystemExit(0)",
 }
 
 # What may end in a way of its own, one of it on both routes.
 QUICK = {
     ("handles dropped", "kernels"), ("destroyed under way", "gloo"), ("a call nobody joins", "gloo"),
+    ("destroyed in a callback", "kernels"),
 }  # fmt: skip
 
 
