@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import msgspec
 
@@ -49,6 +50,7 @@ def dumps(comm: Communicator) -> str:
     return msgspec.json.encode(facts).decode()
 
 
+@lru_cache(maxsize=256)
 def loads(text: str) -> Box | None:
     """The facts in JSON `text`; None if it has none, or impossible ones."""
     try:

@@ -1,7 +1,7 @@
-"""Files that tricomm finds by their names, in directories to which other users may write, too.
+"""Files that tricomm finds by their names, in directories to which other users may write as well.
 
-What is opened here is a regular file of this user (or of root, if that is asked for) under the very name, so that
-nobody else's link, FIFO or content is taken for it. A file that a command line names is opened as any program does it.
+Opened is only a regular file of this user (or of root, where a caller allows it) under the very name: no link, no FIFO
+and no content of another user. A file that a command line names is opened as any program opens it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PAUSE_SECONDS = 0.02
 def check_directory(path: str | Path) -> None:
     """Raise `OSError` unless `path` is a directory in which no user but this one and root can replace files.
 
-    The sticky bit is enough, because it leaves files to their owners: the files are then looked at one by one.
+    The sticky bit is enough, because it leaves files to their owners, and each file is checked when it is opened.
     """
     for status in (os.lstat(path), found := os.stat(path)):  # a link there may be another user's, too
         owned = status.st_uid in (0, os.geteuid()) or process.outside_user(status.st_uid)
@@ -97,7 +97,7 @@ def replace(path: str | Path, content: bytes) -> None:
         kind = os.lstat(path).st_mode
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
             raise OSError(errno.EINVAL, "a device is not replaced by a file", str(path))
-    partial_file = f"{path}.{secrets.token_hex(8)}.part"  # nobody can have placed a link of that name
+    partial_file = f"{path}.{secrets.token_hex(8)}.part"  # no link of that name can be there
     try:
         with open(partial_file, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o644)) as file:
             file.write(content)
