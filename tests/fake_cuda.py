@@ -315,13 +315,13 @@ class OnFakeGpu(Processes):
             else:
                 stream.capture.append(kernel)
 
-        def in_place(count: int, facts: int) -> kernel_launch.InPlace:
-            again = to_driver.in_place(count, facts)
+        def repeat(count: int, facts: int) -> kernel_launch.Again:
+            again = to_driver.repeat(count, facts)
 
-            def run_again(address: int, number: int, stream: int) -> None:
-                again(address, number, stream)
-                x = _memory(address, torch.int8, (count * bits // 8,))
-                launched(number, lambda: interpreted(x, x, count, number << 32 | facts, ()))
+            def run_again(addresses: Any, number: int, stream: int) -> None:
+                again(addresses, number, stream)
+                x, y = (_memory(address, torch.int8, (count * bits // 8,)) for address in addresses)
+                launched(number, lambda: interpreted(x, y, count, number << 32 | facts, ()))
 
             return run_again
 
@@ -339,7 +339,7 @@ class OnFakeGpu(Processes):
 
             return run_again
 
-        run.in_place, run.with_operands = in_place, with_operands
+        run.repeat, run.with_operands = repeat, with_operands
         return run
 
     def prepare(self, kernel, grid, args, constexprs, device, timeout):  # type: ignore[no-untyped-def]

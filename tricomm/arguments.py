@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._dynamo.guards import TensorGuards
 
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.dtypes import DTYPES as _NAMED
 from tricomm.kernels.dtypes import OPS
 
@@ -68,6 +69,30 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
         raise InvalidArgument(
             f"{what}: the tensor requires grad and collectives are not differentiable; pass x.detach()"
         )
+
+
+def look(*tensors: torch.Tensor) -> Callable[..., bool]:
+    """A check of other tensors, in one call of C: whether they are like `tensors`, which have passed the checks of this
+    module, in type, dtype, device, shape, strides, kind (sparse, negated, wrapped, of inference) and whether they
+    require grad, in the same modes of the caller. It sees neither how much memory there is nor where it is."""
+    shapes: list[Any] = [list(t.shape) for t in tensors]
+    strides: list[Any] = [list(t.stride()) for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+
+
+def allocated(what: str, make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
+    """`make(*args, **options)`, memory of a call that is not sent yet. Raises `ResourceError` if there is none: the
+    group goes on, and a corrected call of this rank joins the peers that wait."""
+    try:
+        return make(*args, **options)
+    except (RuntimeError, MemoryError) as error:
+        trace = error.__traceback__
+        if trace is not None and trace.tb_next is not None:  # a signal handler's
+            raise
+        raise ResourceError(
+            f"{what}: torch cannot allocate memory: {str(error).splitlines()[0]}; nothing was sent, so the group goes "
+            "on: make room, or pass smaller tensors"
+        ) from error
 
 
 def check_writable(x: torch.Tensor, what: str) -> None:

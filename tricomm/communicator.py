@@ -26,7 +26,6 @@ from tricomm.core.entry_guard import by_hand, entry, fact, guarded, set_up
 from tricomm.core.fused.fused_collectives import FusedCollectives
 from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import PlansOfShape
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.levels.opening import Whole, open_levels
 from tricomm.core.levels.two_level import Inside
@@ -166,6 +165,7 @@ class Communicator:
     all_to_all_v = entry(Collectives.all_to_all_v, "_collectives")
     barrier = entry(Collectives.barrier, "_collectives")
     repeat = entry(Collectives.repeat, "_collectives")
+    remember = entry(Collectives.remember, "_collectives")
     send = entry(PointToPoint.send, "_messages")
     recv = entry(PointToPoint.recv, "_messages")
     unread = entry(PointToPoint.unread, "_messages")
@@ -181,10 +181,6 @@ class Communicator:
     explain = entry(Planner.explain, "_planner")
     use_table = entry(Planner.use_table, "_planner")
     time_calls = entry(Planner.time_calls, "_planner")
-
-    def known(self, op: str, dtype: torch.dtype, count: int) -> PlansOfShape | None:
-        """What `repeat` takes for an all_reduce in place that has been made; None before its first call."""
-        return self._collectives.known(op, dtype, count)
 
     def side_by_side(self, *functions: Callable[[], Any]) -> list[Any]:
         """Run `functions` at once and return their results: each on a stream of its own, on a CPU in a thread.

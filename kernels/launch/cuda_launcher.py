@@ -95,10 +95,10 @@ def make_launcher(
     `group` (`layout.group_argument`) and `more`, the last arguments, are the same in every launch. All others belong to
     one launch alone: the driver has copied them, also into a graph, when `run` returns.
 
-    `run.in_place(count, facts)` gives `again(address, number, stream)`, which launches the call `number << 32 | facts`
-    over `count` elements at `address`, in place, on the current `stream`; everything else stays as prepared.
-    `run.with_operands(count, facts, operands)` gives the same for a kernel with an epilogue: `again(addresses, number,
-    stream)`, with the addresses of x, y and the tensors among `operands`, whose numbers stay.
+    `run.repeat(count, facts)` gives `again(addresses, number, stream)`, which launches the call `number << 32 | facts`
+    over `count` elements, with the addresses of x and y, on the current `stream`; everything else stays as prepared.
+    `run.with_operands(count, facts, operands)` gives the same for a kernel with an epilogue: after the addresses of x
+    and y come those of the tensors among `operands`, whose numbers stay.
 
     Raises `ResourceError` if Triton cannot compile the kernel or the driver refuses it.
     """
@@ -151,12 +151,12 @@ def make_launcher(
                 (result,) = launch()
         _check(device, "cuLaunchKernel", (result,))
 
-    def in_place(count: int, facts: int) -> Callable[[int, int, int], None]:
+    def repeat(count: int, facts: int) -> Callable[[Sequence[int], int, int], None]:
         half = memoryview(words).cast("B").cast("I")  # little endian, as on every host of a GPU
         word[count_at], half[2 * call_at], number_at = count, facts, 2 * call_at + 1
 
-        def again(address: int, number: int, stream: int) -> None:
-            word[0] = word[1] = address
+        def again(addresses: Sequence[int], number: int, stream: int) -> None:
+            word[0], word[1] = addresses
             half[number_at] = number
             if stream != used:
                 follow(stream)
@@ -189,7 +189,7 @@ def make_launcher(
         return again
 
     run.tables = more  # type: ignore[attr-defined]  # they live as long as what is launched with them
-    run.in_place = in_place  # type: ignore[attr-defined]
+    run.repeat = repeat  # type: ignore[attr-defined]
     run.with_operands = with_operands  # type: ignore[attr-defined]
     return run
 

@@ -19,8 +19,8 @@ GroupArgument = tuple[Any, ...]  # `layout.group_argument`
 Rows = tuple[tuple[Any, ...], ...]
 
 
-# Launches a compiled kernel in place: takes the address, the call's number and the handle of the stream.
-InPlace = Callable[[int, int, int], None]
+# Launches a compiled kernel again: takes the addresses of its tensors, the call's number and the stream's handle.
+Again = Callable[[Sequence[int], int, int], None]
 
 
 class BoundKernel(Protocol):

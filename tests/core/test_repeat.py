@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import tricomm
-from tricomm.core import collectives
-from tricomm.core.collectives import Collectives
+from tricomm.core import prepared_calls
+from tricomm.core.planner import Planner
+from tricomm.core.prepared_calls import PreparedCalls
 from tricomm.errors import InvalidArgument
 
 SHAPE = (4, 6)
@@ -60,28 +61,106 @@ def test_arguments_that_the_first_call_refuses(comm, kwargs, words):
         comm.all_reduce(torch.ones(SHAPE), **kwargs)
 
 
-LOOKS = {  # a line of `repeat`, and what gets through without it
-    "and x.device == self._device": BAD["meta"][0],
-    "and not x.is_nested": BAD["nested"][0],
-    "and x.is_contiguous()": lambda: torch.ones(48)[::2],
-    "and not x.requires_grad": BAD["grad"][0],
-    "and not x.is_neg()": lambda: torch._neg_view(torch.ones(SHAPE)),
-    "and len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes": freed,
+LOOKS = {  # what gets through without the look at a tensor, or without the one at its storage
+    "meta": BAD["meta"][0],
+    "gaps": lambda: torch.ones(4, 12)[:, ::2],
+    "grad": BAD["grad"][0],
+    "negated": lambda: torch._neg_view(torch.ones(SHAPE)),
+    "another type": lambda: torch.nn.Parameter(torch.ones(SHAPE)),
+    "freed": freed,
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("line", LOOKS)
-def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(comm, monkeypatch, line):
-    source = textwrap.dedent(inspect.getsource(Collectives.repeat))
-    assert source.count(line) == 1
-    names = dict(vars(collectives))
-    exec("from __future__ import annotations\n" + source.replace(line, ""), names)
-    launched = []
-    monkeypatch.setattr(comm._collectives, "_launch", lambda *call: launched.append(call))
-    known = comm.known("sum", torch.float32, 24)
-    assert not comm.repeat(known, LOOKS[line]()) and launched == []
-    assert names["repeat"](comm._collectives, known, LOOKS[line]()) and len(launched) == 1
+@pytest.mark.parametrize("what", LOOKS)
+def test_without_the_looks_a_tensor_gets_through_that_must_not(comm, monkeypatch, what):
+    source = textwrap.dedent(inspect.getsource(PreparedCalls.repeat))
+    look, storage = (
+        "like = known.look(x) or known.seen(x)",
+        "not like or len(x.untyped_storage()) < x.storage_offset() * known.itemsize + known.nbytes",
+    )
+    assert source.count(look) == source.count(storage) == 1
+    names = dict(vars(prepared_calls))
+    mutant = source.replace(storage, "not like") if what == "freed" else source.replace(look, "like = True")
+    exec("from __future__ import annotations\n" + mutant, names)
+    launched, calls = [], comm._collectives._prepared
+    monkeypatch.setattr(calls, "_launch", lambda *call: launched.append(call))
+    assert not comm.repeat("sum", LOOKS[what]()) and launched == []
+    assert names["repeat"](calls, ("all_reduce", "sum", None, None, -1, True), LOOKS[what]()) is not None
+    assert len(launched) == 1
+
+
+WAYS = {  # a call over one rank, and what it gives
+    "all_reduce": lambda comm, x, y: comm.all_reduce(x, out=y),
+    "all_gather": lambda comm, x, y: comm.all_gather(x, out=y),
+    "reduce_scatter": lambda comm, x, y: comm.reduce_scatter(x, out=y),
+    "all_to_all": lambda comm, x, y: comm.all_to_all(x, out=y),
+    "gather": lambda comm, x, y: comm.gather(x, 0, out=y),
+    "scatter": lambda comm, x, y: comm.scatter(x, 0, out=y),
+    "broadcast": lambda comm, x, y: y.copy_(comm.broadcast(x, 0)),
+    "reduce": lambda comm, x, y: y.copy_(comm.reduce(x, 0)),
+    "allocated": lambda comm, x, y: y.copy_(comm.all_gather(x)),
+}
+
+
+@pytest.mark.parametrize("collective", WAYS)
+def test_every_collective_is_repeated_without_a_plan(comm, monkeypatch, collective):
+    call, x = WAYS[collective], torch.arange(24.0).view(SHAPE)
+    call(comm, x, torch.empty(SHAPE))
+    with torch.inference_mode():  # another mode: one more closer look
+        call(comm, x, torch.empty(SHAPE))
+    monkeypatch.setattr(Planner, "plan", lambda *request: pytest.fail("planned again"))
+    for mode in (torch.enable_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            y = torch.full(SHAPE, torch.nan)
+            call(comm, x, y)
+        assert torch.equal(y, x)
+
+
+OUTS = {
+    "shape": (lambda x: torch.empty(24), "expected"),
+    "dtype": (lambda x: torch.empty(SHAPE, dtype=torch.float64), "dtype"),
+    "gaps": (lambda x: torch.empty(4, 12)[:, ::2], "not contiguous"),
+    "grad": (lambda x: torch.empty(SHAPE, requires_grad=True), "requires grad"),
+    "freed": (lambda x: freed(), "freed or shrunk"),
+    "overlap": (lambda x: x.view(-1).as_strided(SHAPE, (6, 1), 1), "overlaps"),
+    "no tensor": (lambda x: 3, "a torch.Tensor is needed"),
+}
+
+
+@pytest.mark.parametrize(
+    "collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"]
+)
+@pytest.mark.parametrize("what", OUTS)
+def test_a_bad_output_is_refused_by_a_repeated_call_too(comm, collective, what):
+    call, (make, words) = WAYS[collective], OUTS[what]
+    x = torch.arange(48.0)[:24].view(SHAPE)
+    call(comm, x, torch.empty(SHAPE))
+    sequence = comm._launcher.sequence
+    with pytest.raises(InvalidArgument, match=words):
+        call(comm, x, make(x))
+    assert comm._launcher.sequence == sequence
+    y = torch.empty(SHAPE)
+    call(comm, x, y)
+    assert torch.equal(y, x)
+
+
+@pytest.mark.parametrize("root", [True, 0.0, False])
+def test_a_root_that_is_no_number_is_refused_by_a_repeated_call_too(comm, root):
+    x = torch.ones(SHAPE)
+    comm.broadcast(x, 0)
+    with pytest.raises(InvalidArgument, match="a rank from 0 to 0"):
+        comm.broadcast(x, root)
+
+
+def test_in_place_by_an_output_that_is_the_input(comm):
+    x = torch.arange(24.0).view(SHAPE)
+    for _ in range(3):
+        assert comm.all_gather(x, out=x) is x and comm.all_reduce(x, out=x) is x
+        assert comm.reduce_scatter(x, out=x) is x
+        with pytest.raises(InvalidArgument, match="overlaps"):
+            comm.all_to_all(x, out=x)
+        comm.all_to_all(x, out=torch.empty(SHAPE))
+    assert torch.equal(x, torch.arange(24.0).view(SHAPE))
 
 
 def test_every_way_to_lie_in_memory(comm):
@@ -98,9 +177,9 @@ def test_repeats_are_counted_and_announced(comm):
     x = torch.ones(SHAPE)
     for _ in range(3):
         comm.all_reduce(x)
-    known = comm.known("sum", x.dtype, 24)
-    assert known is not None and comm.known("max", x.dtype, 24) is None
-    assert comm.repeat(known, x)  # as a c10d group does
+    assert comm.repeat("sum", x) and not comm.repeat("max", x)  # as a c10d group does
+    flat = torch.ones(24)
+    assert not comm.repeat("sum", flat) and comm.remember("sum", flat) and not comm.remember("max", flat)
     assert tricomm.stats()["kernels"]["all_reduce"] == before + 4 and comm._launcher.sequence == sequence + 4
 
 
@@ -118,11 +197,4 @@ def test_a_call_that_has_not_run_is_not_captured_and_the_group_goes_on(comm, mon
             call()
     monkeypatch.undo()
     assert not comm._launcher.captured, "a call that was refused is in no graph"
-    assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))
-
-
-def test_what_known_has_not_returned_is_refused_and_the_group_goes_on(comm):
-    for wrong, name in ((None, "NoneType"), ("sum", "str")):
-        with pytest.raises(InvalidArgument, match=f"repeat: known={name}: what known"):
-            comm.repeat(wrong, torch.ones(SHAPE))
     assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))

@@ -241,28 +241,28 @@ def test_much_shared_memory_is_asked_for(monkeypatch):
     assert list(device.attributes.values()) == [100_000] and device.launches[0].shared == 100_000
 
 
-def test_a_launch_in_place_writes_what_changes_and_nothing_else():
+def test_a_repeated_launch_writes_what_changes_and_nothing_else():
     device = gpu()
     run = bind(registry.KERNELS[0], device)
     x, y = torch.zeros(8), torch.zeros(16)
-    again = run.in_place(8, 0xFEDCBA98)
-    for number, (at, stream) in enumerate([(x, 7), (y, 7), (x, 0)], start=(1 << 31) - 3):
-        again(at.data_ptr(), number, stream)
+    again = run.repeat(8, 0xFEDCBA98)
+    for number, (at, into, stream) in enumerate([(x, x, 7), (y, x, 7), (x, y, 0)], start=(1 << 31) - 3):
+        again((at.data_ptr(), into.data_ptr()), number, stream)
         last = device.launches[-1]
-        want = [at.data_ptr(), at.data_ptr(), *group_parameters(2), 8, number << 32 | 0xFEDCBA98, 0, 0]
+        want = [at.data_ptr(), into.data_ptr(), *group_parameters(2), 8, number << 32 | 0xFEDCBA98, 0, 0]
         assert last.words == want and last.stream == stream
     device.raw = 0
     run(x, y, 8, 5 << 32 | 0xFEDCBA98)
-    again(y.data_ptr(), 6, 0)
+    again((y.data_ptr(), y.data_ptr()), 6, 0)
     assert [launch.words[:2] for launch in device.launches[-2:]] == [[x.data_ptr(), y.data_ptr()], [y.data_ptr()] * 2]
     assert device.launches[-1].words[-3] == 6 << 32 | 0xFEDCBA98
 
 
-def test_a_launch_in_place_is_refused_and_repeated_as_any_other():
+def test_a_repeated_launch_is_refused_and_made_again_as_any_other():
     device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
-    again = bind(registry.KERNELS[0], device).in_place(1, 1)
+    again = bind(registry.KERNELS[0], device).repeat(1, 1)
     with pytest.raises(ResourceError, match="cuLaunchKernel on fake .* failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        again(GROUP.data_ptr(), 1, 0)
+        again((GROUP.data_ptr(), GROUP.data_ptr()), 1, 0)
     device.current = False
-    again(GROUP.data_ptr(), 2, 0)
+    again((GROUP.data_ptr(), GROUP.data_ptr()), 2, 0)
     assert len(device.launches) == 1 and not device.current

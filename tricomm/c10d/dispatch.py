@@ -263,8 +263,8 @@ class Dispatcher:
         if streams is None:
             streams = self._streams[first.device] = GroupStream(comm)
         work = streams.run(action, batch, first.timeout or self._config.timeout)
-        if first.collective == "all_reduce" and not first.async_op and len(batch) == 1 and first.x is not None:
-            self.fast_path.learn(comm, first.x, first.op)
+        if first.collective == "all_reduce" and not first.async_op and len(batch) == 1 and first.fused is None:
+            self.fast_path.learn(comm, first.result[0], first.op)
         return work
 
     @staticmethod

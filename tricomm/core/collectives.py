@@ -18,17 +18,17 @@ from tricomm import arguments
 from tricomm.core import rows
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import READ_IN_PLACE, PlansOfShape, Request
+from tricomm.core.launch_plan import READ_IN_PLACE, Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
+from tricomm.core.prepared_calls import PreparedCalls
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
-from tricomm.kernels import collective_specs, layout
+from tricomm.kernels import collective_specs
 
 Tensor = torch.Tensor | Symmetric
 Tensors = Tensor | Sequence[torch.Tensor]
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
-_STATUS = layout.STATUS
 _BARRIER = Request("barrier")
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce"})  # if no output is given
 
@@ -42,8 +42,9 @@ class Collectives:
 
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
         self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
-        self._rank, self._world_size, self._device, self._gpu = group.rank, group.world_size, group.device, group.gpu
-        self._repeated, self._launch, self._monitor = planner.repeated, launcher.launch, faults.monitor
+        self._rank, self._world_size, self._device = group.rank, group.world_size, group.device
+        self._prepared = PreparedCalls(group, faults, planner, launcher)
+        self._launch, self._repeat = launcher.launch, self._prepared.repeat
 
     def all_reduce(
         self, x: Tensors, op: Any = "sum", out: Outputs = None, *,
@@ -54,55 +55,22 @@ class Collectives:
         In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max, prod, band, bor or bxor, or a
         `ReduceOp`. Types narrower than 32 bits are accumulated in 32 and rounded once.
         """
-        if out is None:
-            try:
-                name = op if algorithm is None and protocol is None else (op, algorithm, protocol)
-                known = self._repeated[name][x.dtype][x.numel()]  # type: ignore[union-attr]
-            except (KeyError, TypeError, AttributeError):  # never made, or no tensor: what is wrong is said below
-                known = None
-            if known is not None and self.repeat(known, x):  # type: ignore[arg-type]
-                return self._launcher.finish(x, True) if async_op else x
+        y = self._repeat(("all_reduce", op, algorithm, protocol, -1, out is None), x, out)
+        if y is not None:
+            return self._launcher.finish(y, True) if async_op else y
         request = Request("all_reduce", arguments.operation(op), algorithm, protocol)
         return self._call(request, x, out, async_op)
 
-    def known(self, op: str, dtype: torch.dtype, count: int) -> PlansOfShape | None:
-        """The argument for `repeat` of an all_reduce in place; None before the first such call."""
-        return self._repeated.get(op, {}).get(dtype, {}).get(count)
+    def repeat(self, op: str, x: torch.Tensor) -> bool:
+        """Make an all_reduce in place again; False, with nothing done, if it is new or `x` needs a closer look."""
+        return self._repeat(("all_reduce", op, None, None, -1, True), x) is not None
 
-    def repeat(self, known: PlansOfShape, x: torch.Tensor) -> bool:
-        """Make an all_reduce in place again; False, with nothing done, if `x` needs a closer look than this.
-
-        Built for speed: what the call's shape decides is known, so only this tensor's own properties are checked.
-        `arguments.check_tensor` and `check_writable` accept whatever this accepts, and take several times as long.
-        """
-        try:
-            if not (
-                type(x) is torch.Tensor
-                and x.device == self._device
-                and not x.is_nested
-                and x.is_contiguous()
-                and not x.requires_grad
-                and not x.is_neg()
-                and len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes
-            ):
-                return False
-        except (RuntimeError, NotImplementedError):  # one without storage: sparse, or wrapped by vmap or grad
+    def remember(self, op: str, x: torch.Tensor) -> bool:
+        """Let `repeat` make all_reduces of tensors like `x`, after one of as many elements in another shape; False if
+        that needs a closer look."""
+        if type(x) is not torch.Tensor or x.requires_grad or not x.is_contiguous():
             return False
-        except AttributeError:
-            raise InvalidArgument(f"repeat: known={type(known).__name__}: what known() returns is needed") from None
-        captured = (gpu := self._gpu) is not None and gpu.capturing()
-        address = x.data_ptr()
-        entry = (known.captured if captured else known.eager)[address % 16 == 0]
-        if entry is None:
-            return False
-        group = self._group
-        if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:  # in a forked child it refuses
-            self._faults.check_usable()
-        if captured:
-            self._launcher.captured = True
-        plan, in_place = entry
-        self._launch(plan, x, x, (), in_place, address)
-        return True
+        return self._prepared.learn(Request("all_reduce", op), x, None, x, x.numel())
 
     def all_gather(
         self, x: Tensors, out: Outputs | Symmetric = None, *,
@@ -114,6 +82,9 @@ class Collectives:
         size (a scalar counts as one element). In place if `x` is this rank's row of `out`; if `out` is then a
         symmetric handle, the peers read that row in place.
         """
+        y = self._repeat(("all_gather", "none", algorithm, protocol, -1, out is None), x, out)
+        if y is not None:
+            return self._launcher.finish(y, True) if async_op else y
         return self._call(Request("all_gather", "none", algorithm, protocol), x, out, async_op)
 
     def reduce_scatter(
@@ -125,6 +96,9 @@ class Collectives:
         Dimension 0 of `x` is a multiple of the world size; `out` has its shape with dimension 0 divided by it. In
         place if `out` is this rank's row of `x`.
         """
+        y = self._repeat(("reduce_scatter", op, algorithm, protocol, -1, out is None), x, out)
+        if y is not None:
+            return self._launcher.finish(y, True) if async_op else y
         request = Request("reduce_scatter", arguments.operation(op), algorithm, protocol)
         return self._call(request, x, out, async_op)
 
@@ -136,6 +110,9 @@ class Collectives:
 
         Dimension 0 of `x` is a multiple of the world size. `out` does not overlap `x`.
         """
+        y = self._repeat(("all_to_all", "none", algorithm, protocol, -1, out is None), x, out)
+        if y is not None:
+            return self._launcher.finish(y, True) if async_op else y
         return self._call(Request("all_to_all", "none", algorithm, protocol), x, out, async_op)
 
     def all_to_all_v(
@@ -160,12 +137,12 @@ class Collectives:
         rows.check_uneven(source, *splits, self._rank)
         shape = (sum(splits[1]), *source.shape[1:])
         if out is None:
-            out = torch.empty(shape, dtype=source.dtype, device=source.device)
+            out = arguments.allocated(what, torch.empty, shape, dtype=source.dtype, device=source.device)
         else:
             self._input(out, f"{what} out")
             arguments.check_output(out, shape, source, what)
             arguments.check_apart(source, out, what, None)
-        source = source.contiguous()
+        source = arguments.allocated(what, source.contiguous)
         count = math.prod(source.shape[1:])
         aligned = (source.data_ptr() | out.data_ptr()) % 16 == 0
         plan = self._planner.plan(Request(what, None, algorithm, protocol), source.dtype, count, aligned)
@@ -178,6 +155,9 @@ class Collectives:
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Give every rank the `x` of rank `src`, in place."""
+        y = self._repeat(("broadcast", "none", algorithm, protocol, src if type(src) is int else None, True), x)
+        if y is not None:
+            return self._launcher.finish(y, True) if async_op else y
         check_root(src, self._world_size, "broadcast src")
         return self._call(Request("broadcast", "none", algorithm, protocol, src), x, None, async_op)
 
@@ -186,6 +166,10 @@ class Collectives:
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Reduce `x` over all ranks as `all_reduce` does, in place on rank `dst`; others keep theirs and get None."""
+        y = self._repeat(("reduce", op, algorithm, protocol, dst if type(dst) is int else None, True), x)
+        if y is not None:
+            y = y if self._rank == dst else None
+            return self._launcher.finish(y, True) if async_op else y
         check_root(dst, self._world_size, "reduce dst")
         request = Request("reduce", arguments.operation(op), algorithm, protocol, dst)
         return self._call(request, x, None, async_op)
@@ -195,6 +179,12 @@ class Collectives:
         algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
     ) -> Any:  # fmt: skip
         """Concatenate every rank's `x` along dimension 0 on rank `dst`, into `out` or a new tensor; others get None."""
+        y = self._repeat(
+            ("gather", "none", algorithm, protocol, dst if type(dst) is int else None, out is None), x, out
+        )
+        if y is not None:
+            y = y if self._rank == dst else None
+            return self._launcher.finish(y, True) if async_op else y
         check_root(dst, self._world_size, "gather dst")
         if out is not None and self._rank != dst:
             raise InvalidArgument(f"gather: out is for rank {dst}, this is rank {self._rank}; pass None")
@@ -209,6 +199,11 @@ class Collectives:
         Dimension 0 of `x` is a multiple of the world size. Ranks other than `src` pass their `out`, or an `x` that
         only gives shape and dtype; its values are not read.
         """
+        y = self._repeat(
+            ("scatter", "none", algorithm, protocol, src if type(src) is int else None, out is None), x, out
+        )
+        if y is not None:
+            return self._launcher.finish(y, True) if async_op else y
         check_root(src, self._world_size, "scatter src")
         if x is None:
             if self._rank == src:
@@ -258,7 +253,7 @@ class Collectives:
         elif whole is not None and collective == "all_gather" and not many:
             self._gather_rows(request, whole, sources[0])
         else:
-            self._through(request, form, sources, targets)
+            self._through(request, form, sources, targets, out)
         return self._launcher.finish(result if gets else None, async_op)
 
     def _zero_copy(self, request: Request, x: Symmetric, y: torch.Tensor, whole: Symmetric | None) -> None:
@@ -293,36 +288,35 @@ class Collectives:
 
     def _through(
         self, request: Request, form: collective_specs.Collective, sources: list[torch.Tensor],
-        targets: list[torch.Tensor],
+        targets: list[torch.Tensor], out: Any,
     ) -> None:  # fmt: skip
         """Run over contiguous memory: the tensors' own, or a copy's if they are several or have gaps."""
         rows_in, rows_out = form.rows_in(self._world_size), form.rows_out(self._world_size)
         if len(sources) == 1:
-            source = sources[0].contiguous()
+            source = arguments.allocated(form.name, sources[0].contiguous)
             into = targets[0] if targets and targets[0].is_contiguous() else None
         else:
-            source, into = rows.pack(sources, rows_in), None
+            source, into = rows.pack(sources, rows_in, form.name), None
         count = source.numel() // rows_in
         if into is None:
             into = source
             if targets and (rows_in != rows_out or form.name == "all_to_all"):
-                into = torch.empty(count * rows_out, dtype=source.dtype, device=source.device)
+                size = count * rows_out
+                into = arguments.allocated(form.name, torch.empty, size, dtype=source.dtype, device=source.device)
         self.run(request, source, into, count)
         if targets and into is not targets[0]:
             rows.unpack(into, targets, rows_out)
+        elif count and len(sources) == 1 and source is sources[0]:
+            self._prepared.learn(request, source, out, into, count)
 
     def run(self, request: Request, x: torch.Tensor, y: torch.Tensor, count: int) -> None:
         """Plan and launch a call of contiguous tensors that have been checked, with `count` elements a row."""
         aligned = (x.data_ptr() | y.data_ptr()) % 16 == 0
-        in_rows = request.collective != "all_reduce"
-        if in_rows:  # which may begin anywhere
+        if request.collective != "all_reduce":  # rows may begin anywhere
             aligned = aligned and count * x.itemsize % 16 == 0
         plan = self._planner.plan(request, x.dtype, count, aligned)
-        if not count:  # zero elements: nothing is launched and nothing is consumed, on any rank
-            return
-        if not in_rows and x is y and request.handle is None and not x.is_complex():
-            self._planner.repeatable(request, x.dtype, count, aligned)
-        self._launch(plan, x, y)
+        if count:  # zero elements: nothing is launched and nothing is consumed, on any rank
+            self._launch(plan, x, y)
 
     def _outputs(
         self, form: collective_specs.Collective, sources: list[torch.Tensor], out: Any, many: bool
@@ -331,7 +325,10 @@ class Collectives:
         what = form.name
         shapes = [self._shape_out(form, t) for t in sources]
         if out is None:
-            return [torch.empty(s, dtype=t.dtype, device=t.device) for s, t in zip(shapes, sources, strict=True)]
+            return [
+                arguments.allocated(what, torch.empty, shape, dtype=t.dtype, device=t.device)
+                for shape, t in zip(shapes, sources, strict=True)
+            ]
         outs = list(out) if many and isinstance(out, list | tuple) else [out]
         if len(outs) != len(sources):
             raise InvalidArgument(f"{what}: {len(sources)} tensors were given and {len(outs)} outputs")
@@ -370,7 +367,8 @@ def _rows_of(out: Any, world_size: int) -> Any:
     """A stand-in for the source's input, of its shape and dtype, on a rank that has only its output."""
     if not isinstance(out, torch.Tensor):
         return out
-    return out.new_empty((world_size * out.shape[0] if out.dim() else world_size, *out.shape[1:]))
+    shape = (world_size * out.shape[0] if out.dim() else world_size, *out.shape[1:])
+    return arguments.allocated("scatter", out.new_empty, shape)
 
 
 def check_root(root: Any, world_size: int, what: str) -> None:

@@ -15,7 +15,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras
-from tricomm.kernels.launch.kernel_launch import BoundKernel, InPlace
+from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.kernels.layout import MAX_WORLD_SIZE
 from tricomm.metrics.counters import Tally
 from tricomm.policy.compact_forms import MOST_REGISTERS
@@ -86,18 +86,6 @@ class LaunchPlan:
     mode: str = "eager"
     tally: Tally = field(default_factory=Tally)
     weight: int = 0
-
-
-class PlansOfShape:
-    """The plans of an all_reduce in place: `eager[aligned]` and `captured[aligned]`, each with its kernel's in-place
-    launch if it has one, and the bytes of one element and of all."""
-
-    __slots__ = ("captured", "eager", "itemsize", "nbytes")
-
-    def __init__(self, itemsize: int, count: int) -> None:
-        self.itemsize, self.nbytes = itemsize, itemsize * count
-        self.eager: list[tuple[LaunchPlan, InPlace | None] | None] = [None, None]
-        self.captured: list[tuple[LaunchPlan, InPlace | None] | None] = [None, None]
 
 
 def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind) -> LaunchPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
-from tricomm.kernels.launch.kernel_launch import InPlace, Rows
+from tricomm.kernels.launch.kernel_launch import Again, Rows
 from tricomm.store.control import PackedDescriptor
 
 LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has messages to take, NCCL's end
@@ -48,11 +48,11 @@ class Launcher:
         self._raw_stream: int | None = None
 
     def launch(
-        self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = (), in_place: InPlace | None = None,
-        address: Any = 0,
+        self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = (), again: Again | None = None,
+        addresses: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Announce the call to the peers, then run it: through `in_place` if there is one, over the memory of `x` at
-        `address`, or over the addresses of a fused call. Threads that share a group take turns.
+        """Announce the call to the peers, then run it: through `again` if there is one, over the memory at `addresses`.
+        Threads that share a group take turns.
 
         Built for speed: on a GPU this is most of what a small collective costs the host.
         """
@@ -74,10 +74,10 @@ class Launcher:
                 self._faults.raise_lost(lost)
             try:
                 number = sequence & 0x7FFFFFFF
-                if in_place is None:
+                if again is None:
                     plan.run(x, y, plan.numel, number << 32 | plan.fingerprint, rows)
                 else:
-                    in_place(address, number, stream)
+                    again(addresses, number, stream)
             except BaseException as error:
                 self._faults.not_launched(error)
                 raise

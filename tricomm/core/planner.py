@@ -17,7 +17,7 @@ from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_checks, fused_kernels
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, Epilogue
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import READ_IN_PLACE, LaunchPlan, PlansOfShape, Request
+from tricomm.core.launch_plan import READ_IN_PLACE, LaunchPlan, Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.levels.two_level import TwoLevel
 from tricomm.core.monitor import Monitor
@@ -45,9 +45,7 @@ class Planner:
     site      the facts that selection needs
     routes    the facts that decide between the kernels and NCCL, and why not the kernels if they cannot be used
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
-    repeated  plans of all_reduce in place, by op (with algorithm and protocol if they are forced), dtype and count:
-              three small look-ups take less time than one of a tuple
-    repeated_fused  known calls of all_reduce with an epilogue; `core.fused.fused_repeat` makes the keys
+    prepared  calls that were made and can be repeated, of `core.prepared_calls` and `core.fused.fused_repeat`
     nccl      NCCL's communicator, made by the first call that goes there
     levels    an all_reduce in two levels; None if the group has none
     others    the planners of the communicator's other channels, which have the same table
@@ -71,9 +69,7 @@ class Planner:
         switch = not (self.site.no_multicast or self.site.batch_invariant or self.site.beside)
         self.routes = replace(group.routes, switch=switch)
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
-        self.repeated: dict[Any, dict[torch.dtype, dict[int, PlansOfShape]]] = {}
-        self.repeated_fused: dict[Any, Any] = {}
-        self._repeats = 0
+        self.prepared: dict[Any, Any] = {}
         self.nccl: nccl.Nccl | None = None
         self.levels: TwoLevel | None = None
         self.others: Sequence[Planner] = ()
@@ -96,26 +92,11 @@ class Planner:
         self._launcher.captured |= capturing
         return plan
 
-    def repeatable(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> None:
-        """Keep the plans of an all_reduce in place, which has just been planned, for `repeated`."""
-        self._repeats += 1
-        if self._repeats > _MOST_PLANS:
-            self.repeated.clear()
-            self._repeats = 0
-        name = (request.op, request.algorithm, request.protocol) if request.forced else request.op
-        shapes = self.repeated.setdefault(name, {}).setdefault(dtype, {})
-        known = shapes.setdefault(elements, PlansOfShape(dtype.itemsize, elements))
-        for mode, plans in ((False, known.eager), (True, known.captured)):
-            plan = self.plans.get((request, dtype, elements, aligned, mode))
-            if plan is not None:
-                in_place = getattr(plan.run, "in_place", None)  # interpreted, timed and watched kernels have none
-                plans[aligned] = plan, in_place and in_place(plan.numel, plan.fingerprint)
-
-    def keep_fused(self, key: Any, known: Any) -> None:
-        """Keep a fused call, which has just been planned, in `repeated_fused`."""
-        if len(self.repeated_fused) >= _MOST_PLANS:
-            self.repeated_fused.clear()
-        self.repeated_fused[key] = known
+    def keep(self, key: Any, known: Any) -> None:
+        """Keep a call, which has just been planned, in `prepared`."""
+        if len(self.prepared) >= _MOST_PLANS:
+            self.prepared.clear()
+        self.prepared[key] = known
 
     def planned(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> list[LaunchPlan]:
         """The plans of a call that `plan` has planned, of each mode."""
@@ -125,8 +106,7 @@ class Planner:
     def forget(self) -> None:
         """Drop all plans, so that they are made anew."""
         self.plans.clear()
-        self.repeated.clear()
-        self.repeated_fused.clear()
+        self.prepared.clear()
 
     def _new(self, asked: Request, request: Request, aligned: bool, capturing: bool) -> LaunchPlan:
         collective, group = request.collective, self._group

@@ -91,7 +91,7 @@ class PointToPoint:
         and while a CUDA graph is captured.
         """
         self._check_peer(dst, "send dst")
-        self._message("send", self._input(x, "send").contiguous(), dst, tag, protocol)
+        self._message("send", arguments.allocated("send", self._input(x, "send").contiguous), dst, tag, protocol)
         return self.launcher.finish(None, async_op)
 
     def recv(
@@ -112,7 +112,9 @@ class PointToPoint:
             self._check_peer(src, "recv src")
         target = self._input(x, "recv")
         arguments.check_writable(target, "recv")
-        into = target if target.is_contiguous() else torch.empty_like(target, memory_format=torch.contiguous_format)
+        into = target
+        if not target.is_contiguous():
+            into = arguments.allocated("recv", torch.empty_like, target, memory_format=torch.contiguous_format)
         number = self._message("recv", into, -1 if src is None else src, tag, protocol)
         if into is not target:
             target.copy_(into)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tricomm import arguments
 from tricomm.errors import InvalidArgument
 
 _MOST = (1 << 32) - 1  # elements: a header has 32 bits for them
@@ -24,9 +25,10 @@ def check_list(xs: Sequence[torch.Tensor], what: str) -> None:
         )
 
 
-def pack(xs: Sequence[torch.Tensor], rows: int) -> torch.Tensor:
-    """All tensors in one: [rows, elements of a row of each tensor in turn], flattened."""
-    return torch.cat([x.reshape(rows, -1) for x in xs], dim=1).reshape(-1)
+def pack(xs: Sequence[torch.Tensor], rows: int, what: str) -> torch.Tensor:
+    """All tensors in one: [rows, elements of a row of each tensor in turn], flattened. Raises as `allocated` does."""
+    parts = [arguments.allocated(what, x.reshape, rows, -1) for x in xs]
+    return arguments.allocated(what, torch.cat, parts, dim=1).reshape(-1)
 
 
 def unpack(packed: torch.Tensor, into: Sequence[torch.Tensor], rows: int) -> None:

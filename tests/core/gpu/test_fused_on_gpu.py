@@ -155,7 +155,7 @@ def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(known, mon
     other = "if False:" if line.startswith("if") else "True" if line.startswith("type") else ""
     names = dict(vars(fused_repeat))
     exec("from __future__ import annotations\n" + source.replace(line, other), names)
-    ((_, call_known),) = known._planner.repeated_fused.items()
+    (call_known,) = (each for each in known._planner.prepared.values() if isinstance(each, fused_repeat.KnownCall))
     x, residual, weight, norm_out, residual_out = LOOKS[line](tensors())
     given = (x, residual_out, weight, residual, norm_out, None, None, None)
     repeats = known._fused._repeats

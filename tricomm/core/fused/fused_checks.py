@@ -149,7 +149,7 @@ def _static(scale: Any, device: torch.device) -> torch.Tensor:
                 f"{FUSED}: scale={scale!r} is new, and cannot be copied to the GPU in a capture; run this call once "
                 "before it, or pass a tensor"
             )
-        made = torch.tensor([scale], dtype=torch.float32, device=device)
+        made = arguments.allocated(FUSED, torch.tensor, [scale], dtype=torch.float32, device=device)
         if len(_scales) < _MOST_SCALES:
             _scales[scale, device] = made
     return made
@@ -165,7 +165,7 @@ def scale_shape(rows: int, hidden: int, layout: str) -> tuple[int, int]:
 
 def _output(given: Any, name: str, x: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> Any:
     if given is None:
-        return torch.empty(shape, dtype=dtypes[0], device=x.device)
+        return arguments.allocated(f"{FUSED} {name}", torch.empty, shape, dtype=dtypes[0], device=x.device)
     _check(given, name, x.device, shape, dtypes)
     return given
 
@@ -173,7 +173,7 @@ def _output(given: Any, name: str, x: torch.Tensor, shape: tuple[int, ...], dtyp
 def _bytes(given: Any, name: str, x: torch.Tensor, shape: tuple[int, ...], exact: bool) -> torch.Tensor:
     """An output as bytes of `shape`; unless `exact`, its own shape may differ, because frameworks have their own."""
     if given is None:  # zeroed, because matrix multiplications read the padding of the scales
-        return torch.zeros(shape, dtype=torch.uint8, device=x.device)
+        return arguments.allocated(f"{FUSED} {name}", torch.zeros, shape, dtype=torch.uint8, device=x.device)
     arguments.check_tensor(given, x.device, f"{FUSED} {name}")
     needed = math.prod(shape)
     if given.dtype not in _BYTES or given.nbytes != needed or (exact and given.shape[:-1] != shape[:-1]):

@@ -1,6 +1,6 @@
 """Repeats a known fused call: what its shape decides is known, so only its tensors' own properties are checked.
 
-Built for speed, like `Collectives.repeat`: `fused_checks` accepts whatever this accepts, and takes several times as
+Built for speed, like `PreparedCalls.repeat`: `fused_checks` accepts whatever this accepts, and takes several times as
 long. Any other call goes to `fused_checks`, which says what is wrong. Only compiled kernels are repeated.
 """
 
@@ -19,6 +19,7 @@ from tricomm.core.launch_plan import LaunchPlan
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
 from tricomm.kernels import layout
+from tricomm.kernels.launch.kernel_launch import Again
 
 # The tensors of a call, by their places in the tuples here: in the kernel's order.
 X, RESIDUAL_OUT, WEIGHT, RESIDUAL, NORM_OUT, SCALE, QUANT_OUT, SCALE_OUT = range(8)
@@ -28,7 +29,6 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _STATUS = layout.STATUS
 
 Tensors = Sequence[torch.Tensor | None]
-Again = Callable[[Any, int, int], None]
 
 
 class KnownCall:
@@ -86,7 +86,7 @@ class FusedRepeats:
         """
         x: Any = given[X]
         try:
-            known = self._planner.repeated_fused[x.dtype, x.shape, key]
+            known = self._planner.prepared[x.dtype, x.shape, key]
             looked_at = self._looked_at(known, given)
         except (KeyError, TypeError, AttributeError, RuntimeError, NotImplementedError):
             return None  # never made, or a tensor without storage: sparse, or wrapped by vmap or grad
@@ -144,11 +144,11 @@ class FusedRepeats:
         """Keep the `plans` of a fused call that has just been made, one for each mode, for `repeat`."""
         x: Any = results[X]
         key = (x.dtype, x.shape, key)
-        known = self._planner.repeated_fused.get(key) or KnownCall(given, call, results)
+        known = self._planner.prepared.get(key) or KnownCall(given, call, results)
         for plan in plans:
             with_operands = getattr(plan.run, "with_operands", None)  # interpreted, timed and watched kernels have none
             if with_operands is None:
                 return
             again = with_operands(plan.numel, plan.fingerprint, fused_kernels.operands(call))
             known.plans[2 * (plan.mode == "graph") + fused_kernels.aligned(call)] = plan, again
-        self._planner.keep_fused(key, known)
+        self._planner.keep(key, known)

@@ -46,7 +46,7 @@ class RowCollectives:
         if not x.dim() or x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise InvalidArgument(f"{_WHAT}: rows of fp16, bf16 or fp32 are needed, found {x.dtype} {tuple(x.shape)}")
         kinds = tuple(self._kind(n, value) for n, value in enumerate(operands))
-        source = x.detach().contiguous()
+        source = arguments.allocated(_WHAT, x.detach().contiguous)
         tensors = [source, *(value for value in operands if isinstance(value, torch.Tensor))]
         aligned = not any(t.data_ptr() % 16 for t in tensors)
         own = UserEpilogue(x.shape[-1], epilogue, prepare or nothing, kinds)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from tricomm.core.fused.fused_call import FP8_MAX, LEAST_FP8_SCALE, NVFP4_BLOCK, Epilogue, FusedCall
+from tricomm import arguments
+from tricomm.core.fused.fused_call import FP8_MAX, FUSED, LEAST_FP8_SCALE, NVFP4_BLOCK, Epilogue, FusedCall
 
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 _NAN_CODE = 7  # what a GPU converts a NaN to
@@ -20,7 +21,7 @@ def total_of(call: FusedCall) -> torch.Tensor:
     """Memory for the sum over the ranks: an output of the call, unless a later step reads it as an input."""
     if call.residual is None or call.residual_out.data_ptr() != call.residual.data_ptr():
         return call.residual_out
-    return torch.empty_like(call.x) if call.norm_out is None else call.norm_out
+    return arguments.allocated(FUSED, torch.empty_like, call.x) if call.norm_out is None else call.norm_out
 
 
 def finish(call: FusedCall, total: torch.Tensor) -> None:
