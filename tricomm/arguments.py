@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -86,8 +87,8 @@ def allocated(what: str, make: Callable[..., torch.Tensor], *args: Any, **option
     try:
         return make(*args, **options)
     except (RuntimeError, MemoryError) as error:
-        trace = error.__traceback__
-        if trace is not None and trace.tb_next is not None:  # a signal handler's
+        codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
+        if codes - {allocated.__code__, getattr(make, "__code__", None)}:  # a signal handler's
             raise
         raise ResourceError(
             f"{what}: torch cannot allocate memory: {str(error).splitlines()[0]}; nothing was sent, so the group goes "

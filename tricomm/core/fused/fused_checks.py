@@ -149,7 +149,7 @@ def _static(scale: Any, device: torch.device) -> torch.Tensor:
                 f"{FUSED}: scale={scale!r} is new, and cannot be copied to the GPU in a capture; run this call once "
                 "before it, or pass a tensor"
             )
-        made = arguments.allocated(FUSED, torch.tensor, [scale], dtype=torch.float32, device=device)
+        made = arguments.allocated(FUSED, lambda: torch.tensor([scale], dtype=torch.float32, device=device))
         if len(_scales) < _MOST_SCALES:
             _scales[scale, device] = made
     return made
