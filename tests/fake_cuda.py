@@ -193,7 +193,8 @@ class World:
 
     def kernel(self, run: Callable[[], Any]) -> None:
         """Launch `run` on the current stream, as a user's kernel."""
-        self.enqueue(self.current_stream(), run)
+        stream = self.current_stream()
+        stream.capture.append(run) if stream.capture is not None else self.enqueue(stream, run)
 
     def enqueue(self, stream: FakeStream, run: Callable[[], Any], ready: Callable[[], bool] = lambda: True) -> None:
         stream.queue.append((ready, run))

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tricomm.core import topology_agreement
 from tricomm.core.bootstrap import Shared
 from tricomm.core.runtime import Runtime
+from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import GroupArgument
@@ -105,6 +106,12 @@ class Group:
         group.routes = replace(self.routes, fallback=None, missing=missing, across="")
         _groups.add(group)
         return group
+
+    def captured(self, what: str) -> InvalidArgument | None:
+        """Why `what`, which takes memory or gives it back, is refused; None unless a graph is being captured."""
+        if self.gpu is None or not self.gpu.capturing():
+            return None
+        return InvalidArgument(f"{what}: the current stream captures a CUDA graph; {what} before or after the capture")
 
     def begin(self) -> None:
         """Write what kernels expect before the first call into zeroed memory and the control words: tables, and message

@@ -78,7 +78,7 @@ class Suspension:
             raise InvalidArgument(f"{group}: not suspended, so there is nothing to resume; suspend() comes first")
         self._faults.check()
         with self._channels.held(while_suspended=True), self._faults.abort_on_error("resume"):
-            group.control.agree(None, "resume", group.timeout, abort_on_fault=True)
+            group.control.agree(group.captured("resume"), "resume", group.timeout, abort_on_fault=True)
             self._require_same_handles("resume")
             self._take_again()
 
@@ -88,9 +88,7 @@ class Suspension:
             for arena in each.live_arenas().values():
                 if arena.no_suspend:
                     return InvalidArgument(f"suspend: {arena.no_suspend}")
-        if group.gpu is not None and group.gpu.capturing():
-            return InvalidArgument("suspend: the current stream captures a CUDA graph; suspend after the capture")
-        return None
+        return group.captured("suspend")
 
     def _sharing(self) -> list[Group]:
         """The groups whose ranks share memory: this one, if its ranks do, and those of its levels."""

@@ -44,7 +44,7 @@ class UserKernels:
             raise InvalidArgument(f"symmetric: {_unreachable(group)}")
         sizes, error = check_shape(shape, dtype)
         with self._launcher.held(), self._faults.abort_on_error("symmetric"):
-            group.control.agree(error, "symmetric", group.timeout, abort_on_fault=True)
+            group.control.agree(error or group.captured("symmetric"), "symmetric", group.timeout, abort_on_fault=True)
             said = repr((sizes, dtype)) + ", multicast=False" * (not multicast)
             group.control.require_equal(said, "symmetric", group.timeout, abort_on_fault=True)
             wanted = bool(multicast) and group.arena.multicast != 0
@@ -79,7 +79,7 @@ class UserKernels:
             raise InvalidArgument(f"register: {own.runtime.no_symmetric or _unreachable(own)}")
         error = _registrable(tensor, own.device)
         with self._launcher.held(), self._faults.abort_on_error("register"):
-            own.control.agree(error, "register", own.timeout, abort_on_fault=True)
+            own.control.agree(error or own.captured("register"), "register", own.timeout, abort_on_fault=True)
             said = f"{tensor.dtype} of shape {list(tensor.shape)}" + " in torch's symmetric memory" * (
                 group is not None
             )

@@ -7,9 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
+from tests.core.bodies import right_device_bodies as bodies
 from tests.core.gpu.conftest import MINE
 from tests.kernels.fake_streams import FakeStream
+from tricomm import InvalidArgument
 from tricomm.c10d import dispatch, streams
 from tricomm.c10d.group_calls import GroupCall
 
@@ -94,3 +97,24 @@ def test_a_captured_call_has_nothing_to_ask_and_is_ordered_inside_of_its_capture
         work = comm.all_reduce(x, async_op=True)
         assert work.is_completed() and work.wait(timeout=5.0) is x
     assert len(graph) == 1 and work.is_completed() and work.wait(timeout=5.0) is x
+
+
+def test_memory_is_neither_taken_nor_given_back_in_a_capture(comm, world):
+    """CUDA would refuse it, and the capture would be lost. A user's kernel is captured."""
+    x, comm._store = torch.ones(8), HashStore()
+    refused = {
+        "symmetric": lambda: comm.symmetric((8,), torch.float32),
+        "register": lambda: comm.register(torch.ones(64).share_memory_()),
+        "split": lambda: comm.split([0]), "suspend": comm.suspend,
+    }  # fmt: skip
+    with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
+        for name, call in refused.items():
+            with pytest.raises(InvalidArgument, match=f"{name}: the current stream captures a CUDA graph"):
+                call()
+        comm.launch(bodies.fill, 1, x, N=8)
+        comm.all_reduce(x)
+    assert x[0] == 1.0 and len(graph) == 2
+    for node in graph:
+        node()
+    assert torch.equal(x, torch.full((8,), 7.0))
+    assert torch.equal(comm.symmetric((8,), torch.float32).local, torch.zeros(8))
