@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 from torch.distributed.distributed_c10d import Store
@@ -22,6 +23,7 @@ from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError
 
 JOIN_SECONDS = 0.2
+_ABSENT = "\0tricomm: no such key"  # no value in a store
 
 _T = TypeVar("_T")
 _Job = tuple["Future[Any]", Callable[[], Any]]
@@ -121,8 +123,35 @@ class BoundedStore:
         return bool(self._call("check", keys[0], lambda: self._store.check(list(keys))))
 
     def read(self, key: str) -> bytes | None:
-        """The value of the key, or None if it does not exist; does not wait for it."""
-        return self.get(key) if self.check(key) else None
+        """The value of the key, or None if it does not exist; never waits for it, not even if it is just deleted."""
+
+        def action() -> bytes | None:
+            try:
+                value = bytes(self._store.compare_set(key, _ABSENT, _ABSENT))  # changes nothing
+            except (AttributeError, RuntimeError):  # a Store in Python may have no such call
+                return bytes(self._store.get(key)) if self._store.check([key]) else None
+            return None if value == _ABSENT.encode() else value
+
+        return self._call("read", key, action)
+
+    def delete(self, key: str) -> None:
+        """Delete the key if it exists; a store that cannot delete keeps it."""
+
+        def action() -> None:
+            with suppress(AttributeError, RuntimeError):
+                self._store.delete_key(key)
+
+        self._call("delete", key, action)
+
+    def keys(self) -> list[str]:
+        """The names of all keys; none if the store cannot list them."""
+
+        def action() -> list[str]:
+            with suppress(AttributeError, RuntimeError):
+                return [str(key) for key in self._store.list_keys()]
+            return []
+
+        return self._call("list_keys", "", action)
 
     @property
     def usable(self) -> bool:

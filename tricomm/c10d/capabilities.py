@@ -8,11 +8,9 @@ is made.
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,19 +19,16 @@ from torch._C._distributed_c10d import Store
 
 from tricomm import env
 from tricomm.c10d.work_handles import limit_seconds
-from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.options import Options
 from tricomm.policy.levels import Parts
 from tricomm.store import process
-from tricomm.store.bounded_store import BoundedStore
-from tricomm.store.gather import Arrived, Gathering, missing
-from tricomm.store.records import B, Capabilities, ExchangeMessage, StoreRecord
+from tricomm.store.generation import Generation
+from tricomm.store.records import Capabilities
 
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE, _BATCH_INVARIANT = 1, 2, 4, 8, 16
-_GRACE_SECONDS = 0.5
 # A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
 _CPU_ARENA_BYTES = 4 << 20
@@ -59,13 +54,15 @@ class GroupCapabilities:
     """The conclusion, equal on all ranks.
 
     `members` are the ranks' processes; `no_kernels` says by device type why no kernel runs there; `check` is
-    TRICOMM_CHECK; `batch_invariant`: whether reductions may depend on rank order alone.
+    TRICOMM_CHECK; `generation` has the store for all that the group writes; `batch_invariant`: whether reductions may
+    depend on rank order alone.
     """
 
     members: tuple[Capabilities, ...]
     nodes: int
     check: bool
     no_kernels: dict[str, str | None]
+    generation: Generation = field(compare=False)
     batch_invariant: bool = False
 
     def one_level(self, options: Options | None) -> str | None:
@@ -79,42 +76,25 @@ class GroupCapabilities:
 
 def exchange_capabilities(
     store: Any, rank: int, world_size: int, timeout: float, batch_invariant: bool | Callable[[], bool] = False,
+    known: Mapping[int, Capabilities] | None = None,
 ) -> GroupCapabilities:  # fmt: skip
-    """Exchange capabilities; every rank of the group calls it, with the same `batch_invariant`.
+    """Exchange capabilities, and agree on a generation of the group; every rank of the group calls it, with the same
+    `batch_invariant`. `known` are processes of ranks that are known before these come.
 
     A rank whose settings make no sense must not keep the others waiting: if `batch_invariant` is a function, it reads
     them, and what it raises is raised here and named to all ranks at once.
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
-    record and what is wrong with it. Under TRICOMM_TOKEN the ranks also confirm that all of them read the same
-    records, and that these were written for this group and not before. So a writer to the store that has no token can
-    make the set-up of a group fail, but cannot change it.
+    record and what is wrong with it; `PeerDied` if the process of a rank ends meanwhile. All ranks read the same
+    records, and these were written for this group and not before. So under TRICOMM_TOKEN a writer to the store that
+    has no token can make the set-up of a group fail, but cannot change it.
     """
-    deadline = Deadline(timeout)
-    bounded = BoundedStore(store, timeout + _GRACE_SECONDS)
-    gathering = Gathering(bounded, "capabilities", rank, world_size)
-    try:
-        gathering.begin()
-        invariant = batch_invariant() if callable(batch_invariant) else batch_invariant
-        ranks = _gather(gathering, "rank", _own_capabilities(invariant), deadline, timeout)
-        token = env.token()
-        if token is not None:
-            _confirm(gathering, ranks, token, deadline, timeout)
-    except BaseException as error:
-        if gathering.generation:
-            _abort(gathering, error)
-        raise
-    finally:
-        bounded.close()
-    return _conclude([record.body for record in ranks])
+    generation = Generation(store, "capabilities", rank, world_size, timeout, known)
 
+    def own() -> Capabilities:
+        return _own_capabilities(batch_invariant() if callable(batch_invariant) else batch_invariant)
 
-def _abort(gathering: Gathering, error: BaseException) -> None:
-    """Publish why this rank ends the making of the group, so that no rank waits for it."""
-    with suppress(RendezvousError):  # the store is gone; the caller's own error matters more
-        gathering.store.extend(_GRACE_SECONDS)
-        if gathering.store.usable:
-            gathering.abort(RendezvousError.__name__, f"{type(error).__name__}: {error}")
+    return _conclude(generation.agree(own), generation)
 
 
 def _own_capabilities(batch_invariant: bool = False) -> Capabilities:
@@ -139,43 +119,7 @@ def calls_are_compared() -> bool:
     return env.text("TRICOMM_CHECK") is None or env.flag("TRICOMM_CHECK")
 
 
-def _gather(gathering: Gathering, what: str, body: B, deadline: Deadline, timeout: float) -> list[StoreRecord[B]]:
-    world_size = gathering.world_size
-    who = f"rank {gathering.rank} of {world_size}"
-
-    def late(arrived: Arrived[B]) -> RendezvousError:
-        return RendezvousError(
-            f"{who}: timeout after {timeout:g} s: rank(s) {missing(arrived, world_size)} did not come to make the "
-            "group; do all of its ranks run, and make their groups in the same order?"
-        )
-
-    def check(record: StoreRecord[B]) -> None:
-        if record.world_size != world_size:
-            raise RendezvousError(
-                f"rank {record.rank} says that the world size is {record.world_size}, {who} says {world_size}: "
-                "one store for one group"
-            )
-
-    return gathering.exchange(
-        what, body, deadline, late, check, lambda arrived: gathering.raise_if_aborted("making the group")
-    )
-
-
-def _confirm(
-    gathering: Gathering, ranks: list[StoreRecord[Capabilities]], token: bytes, deadline: Deadline, timeout: float
-) -> None:
-    """Check that all ranks have read the same records. These contain every rank's fresh nonce, so none can be old."""
-    digest = hashlib.sha256(b"".join(record.pack(token) for record in ranks)).digest()
-    mine = ExchangeMessage(1, "c10d group", digest)
-    for record in _gather(gathering, "confirmed", mine, deadline, timeout):
-        if record.body != mine:
-            raise RendezvousError(
-                f"rank {record.rank} read other records of this group than rank {gathering.rank}: an old record, or "
-                "one that was exchanged; which other program writes to this store?"
-            )
-
-
-def _conclude(said: list[Capabilities]) -> GroupCapabilities:
+def _conclude(said: list[Capabilities], generation: Generation) -> GroupCapabilities:
     common = ~0
     for one in said:
         common &= one.switches
@@ -192,7 +136,8 @@ def _conclude(said: list[Capabilities]) -> GroupCapabilities:
     cuda: str | None = "on some rank TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE or TRITON_INTERPRET is set"
     cuda = None if common & _CUDA_KERNELS else cuda
     nodes = len({one.node for one in said})
-    return GroupCapabilities(tuple(said), nodes, bool(common & _CHECK), {"cpu": cpu, "cuda": cuda}, bool(invariant))
+    no_kernels = {"cpu": cpu, "cuda": cuda}
+    return GroupCapabilities(tuple(said), nodes, bool(common & _CHECK), no_kernels, generation, bool(invariant))
 
 
 def torch_backend(device: str) -> str | None:

@@ -146,9 +146,10 @@ class CpuCalls:
         store = PrefixStore("wrapped", config.store)
         try:
             limit = config.timeout.total_seconds()
-            agreed = exchange_capabilities(store, config.rank, config.world_size, limit, self._agreed.batch_invariant)
+            invariant, known = self._agreed.batch_invariant, self._agreed.generation.members
+            agreed = exchange_capabilities(store, config.rank, config.world_size, limit, invariant, known)
         except RendezvousError as error:
             if "timeout" not in str(error):
                 raise
             raise CollectiveTimeout(f"{config}, call {turn}: timeout: {error}") from error
-        return fallback_backends.connect(store, config, agreed.members, self._options)
+        return fallback_backends.connect(config, agreed, self._options)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
-from tricomm.c10d.capabilities import GroupConfig, torch_backend
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, torch_backend
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import CombinedWork
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
-from tricomm.store.records import Capabilities
+from tricomm.store.generation import Generation
 
 _STALL = 30.0
 # With one type for two devices, torch would use the first backend for both.
@@ -26,14 +26,16 @@ _TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.B
 class Backends:
     """The backends of one group beside the kernels, by type of device.
 
-    native     torch's own backend objects, by device type
-    transport  the group's own connections; a CPU that they serve has no native backend
-    owned      whether the backends end with the group; those of a wrapped group do not
+    native      torch's own backend objects, by device type
+    transport   the group's own connections; a CPU that they serve has no native backend
+    owned       whether the backends end with the group; those of a wrapped group do not
+    generation  what the group keeps in the store, which ends with it; None: it is another group's
     """
 
     native: dict[str, Any]
     transport: Transport | None = None
     owned: bool = True
+    generation: Generation | None = None
 
     @property
     def devices(self) -> list[str]:
@@ -53,10 +55,12 @@ class Backends:
         group._set_default_backend(_TYPES["cuda" if "cuda" in self.native else "cpu"])
 
     def shutdown(self) -> None:
-        """Shut down the native backends if the group owns them, once their calls have run."""
+        """Shut down the native backends if the group owns them, once their calls have run, and leave the store."""
         if self.owned:
             for backend in self.native.values():
                 backend.shutdown()
+        if self.generation is not None:
+            self.generation.end()
 
     def abort(self) -> None:
         """Abort NCCL in the middle of its calls, if the group owns it."""
@@ -115,28 +119,33 @@ class CallBlock:
         return None if backend is None else backend._end_coalescing()
 
 
-def make(config: GroupConfig, members: Sequence[Capabilities], options: Options | None) -> Backends:
+def make(config: GroupConfig, agreed: GroupCapabilities, options: Options | None) -> Backends:
     """Make the backends for every device type that this process has; called by all ranks together, which connect.
 
-    Raises `ResourceError` on all ranks if one has too few descriptors, `RendezvousError` if they do not connect.
+    Raises `ResourceError` on all ranks if one has too few descriptors, and if they do not connect as `Transport` does.
     """
-    made = Backends({})
+    made = Backends({}, generation=agreed.generation)
     if torch_backend("cpu") is not None:
-        made.transport = connect(config.store, config, members, options)
+        made.transport = connect(config, agreed, options)
     if torch.cuda.is_available() and torch_backend("cuda") == NCCL:
         nccl: Any = c10d.ProcessGroupNCCL.Options()
         nccl._timeout, nccl.global_ranks_in_group, nccl.group_name = config.timeout, config.ranks, config.name
-        store = PrefixStore("nccl", config.store)
+        store = PrefixStore("nccl", agreed.generation.store)
         made.native["cuda"] = c10d.ProcessGroupNCCL(store, config.rank, config.world_size, nccl)
         made.native["cuda"]._set_sequence_number_for_group()
     return made
 
 
-def connect(store: Store, config: GroupConfig, members: Sequence[Capabilities], options: Options | None) -> Transport:
+def connect(config: GroupConfig, agreed: GroupCapabilities, options: Options | None) -> Transport:
     """The connections of a group; all its ranks call it together. Raises as `make` does."""
     stall = options.stall_timeout if options is not None else min(_STALL, config.timeout.total_seconds())
-    name = f"c10d group {config.name!r}"
-    return Transport(PrefixStore("cpu", store), config.rank, config.world_size, members, name, stall, config.timeout)
+    try:
+        transport = Transport(agreed.generation, f"c10d group {config.name!r}", stall)
+    except BaseException as error:
+        agreed.generation.give_up(error)
+        raise
+    agreed.generation.settle()
+    return transport
 
 
 def _stand_in(rank: int, world_size: int) -> Any:

@@ -15,9 +15,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import socket
-import stat
-import struct
 import threading
 import time
 import weakref
@@ -26,16 +23,18 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from tricomm.c10d import gloo_faults
 from tricomm.c10d.call_futures import Loss
 from tricomm.c10d.gloo_faults import Wait
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
-from tricomm.store import process
+from tricomm.store import process, sockets
 from tricomm.store.bounded_store import first_line
+from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
+from tricomm.store.sockets import Address, inode, tcp_sockets
 from tricomm.threads import HelperTask
 
 FIRST_OWN_TAG = 1 << 30  # a user's tags are below
@@ -47,7 +46,8 @@ _CONNECT_SECONDS = 30.0  # the ranks have just met over the store
 
 Part = tuple[int, torch.Tensor]  # a rank, and the contiguous tensor that goes there or comes from there
 
-_connecting = threading.Lock()  # two groups that connect at once would take each other's descriptors for theirs
+_connecting = threading.Lock()  # two groups that connect at once would take each other's connections for theirs
+_making_device = threading.Lock()
 _device: Any = None
 _transports: weakref.WeakSet[Transport] = weakref.WeakSet()
 
@@ -59,34 +59,23 @@ class Transport:
     raises the cause of the group's loss.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, members: Sequence[Capabilities], name: str, stall: float,
-        timeout: timedelta,
-    ) -> None:  # fmt: skip
-        self.rank, self.world_size, self.members, self.name, self.stall = rank, world_size, members, name, stall
-        self.others = [r for r in range(world_size) if r != rank]
+    def __init__(self, generation: Generation, name: str, stall: float) -> None:
+        """`generation` is the group's, whose ranks have agreed on it, and whose deadline is that of the connections.
+
+        Raises `ResourceError` if a rank has too few descriptors, and as `Generation.look` and `exchange` do;
+        `RendezvousError` if the ranks cannot connect.
+        """
+        self.rank, self.world_size, self.name, self.stall = generation.rank, generation.world_size, name, stall
+        self.members: Sequence[Capabilities] = [generation.members[r] for r in range(self.world_size)]
+        self.others = [r for r in range(self.world_size) if r != self.rank]
         here = process.node_id(), process.pid_namespace()
-        self.visible = {r for r, m in enumerate(members) if r != rank and (m.node, m.pid_namespace) == here}
+        self.visible = {r for r in self.others if (self.members[r].node, self.members[r].pid_namespace) == here}
         self._loss = Loss()
         self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
-        self.store = PrefixStore("lost", store)
+        self.store = PrefixStore("lost", generation.store)
         self._sockets: dict[int, tuple[int, int]] = {}  # by rank: descriptor, inode
-        _check_descriptors(members, name)
-        seconds = min(timeout.total_seconds(), _CONNECT_SECONDS)
-        with _connecting:
-            before = _inodes()
-            try:
-                self._native = _context(PrefixStore("gloo", store), rank, world_size, seconds)
-            except RuntimeError as error:
-                ended = [r for r in sorted(self.visible) if not process.alive(members[r].pid, members[r].start_time)]
-                raise RendezvousError(
-                    f"{name}, rank {rank} of {world_size}: the ranks could not connect (limit {seconds:g} s): "
-                    + (f"the process of rank(s) {ended} has ended; " if ended else "")
-                    + f"{first_line(error)}; GLOO_SOCKET_IFNAME names the interface if it is not the host name's"
-                ) from error
-            mine = {fd: inode for fd, inode in _inodes().items() if before.get(fd) != inode}
-        _transports.add(self)
-        self._identify(mine, time.monotonic() + seconds)
+        _check_descriptors(self.members, name)
+        self._native = self._connect(generation)
 
     # Messages
 
@@ -236,43 +225,82 @@ class Transport:
         for peer in range(self.world_size) if rank is None else (rank,):
             entry = self._sockets.get(peer)
             if entry is not None:
-                _shut_down_socket(*entry)
+                sockets.shut_down(*entry)
         if rank is None:
             gloo_faults.wake(self)
 
     def connected(self, rank: int) -> bool:
         """False once Gloo has closed the connection to `rank`."""
         entry = self._sockets.get(rank)
-        return entry is None or _inode(entry[0]) == entry[1]
+        return entry is None or inode(entry[0]) == entry[1]
 
-    def _identify(self, mine: dict[int, int], deadline: float) -> None:
-        """Find out which socket leads to which rank: each rank tells the others the ports at both ends of its sockets.
+    # Connecting
 
-        Sockets that other threads of this process opened meanwhile match none.
-        """
-        ports = {fd: _ports(fd) for fd in mine}
-        table = struct.Struct(f"<{4 * self.world_size}H")
-        flat = [port for pair in ports.values() for port in pair][: 4 * self.world_size]
-        said = torch.frombuffer(
-            bytearray(table.pack(*flat, *[0] * (4 * self.world_size - len(flat)))), dtype=torch.uint8
-        )
-        heard = {r: torch.empty_like(said) for r in self.others}
-        sends = [(r, said) for r in self.others]
-        self.exchange(sends, list(heard.items()), deadline, lambda: f"{self.name}: first exchange", _HANDSHAKE)
-        for rank, text in heard.items():
-            theirs = table.unpack(text.numpy().tobytes())
-            ends = {(theirs[i + 1], theirs[i]) for i in range(0, len(theirs), 2)}
-            for fd, pair in ports.items():
-                if pair in ends and pair != (0, 0):
-                    self._sockets[rank] = (fd, mine[fd])
+    def _connect(self, generation: Generation) -> Any:
+        """The connections. Gloo's constructor has no limit of its own and cannot be interrupted: it runs on a thread
+        that can be left, and gets the addresses of the others from here."""
+        global _device
+        generation.limit(_CONNECT_SECONDS)
+        rank, world_size, seconds = self.rank, self.world_size, generation.deadline.left
+        book, made = sockets.AddressBook(seconds), []
+        try:
+            job = HelperTask(lambda: made.append(_context(book, rank, world_size, seconds)))
+            generation.wait(lambda tick: book.asked.wait(tick) or job.wait(0.0), "Gloo has no address")
+            here, page = book.page()
+            listeners = book.read(generation.gather("addresses", page))
+            # Who initiates a connection waits for nobody else's turn: so two groups of these processes that connect in
+            # another order on each rank do not wait for each other.
+            generation.wait(lambda tick: _connecting.acquire(timeout=tick), "other groups of this process connect")
+            try:
+                book.filled.set()
+                generation.wait(job.wait, "the ranks do not connect")
+                job.result()
+                self._find_initiated(listeners)
+            finally:
+                _connecting.release()
+        except BaseException as error:
+            book.filled.set()
+            _device = None  # an abandoned constructor may still connect over it
+            if not isinstance(error, RuntimeError):
+                raise
+            raise RendezvousError(
+                f"{self.name}, rank {rank} of {world_size}: the ranks could not connect: {first_line(error)}; "
+                "GLOO_SOCKET_IFNAME names the interface if it is not the host name's"
+            ) from error
+        self._native = made.pop()
+        self._find_accepted(here, time.monotonic() + generation.deadline.left)
+        return self._native
+
+    def _find_initiated(self, listeners: Sequence[Address | None]) -> None:
+        """Of each pair of ranks one initiates the connection: to the address at which the other's Gloo listens."""
+        taken = {entry for other in list(_transports) for entry in other._sockets.values()}
+        for one in tcp_sockets():
+            if one.there is not None and (one.fd, one.inode) not in taken:
+                for rank in self.others:
+                    if one.there == listeners[rank]:
+                        self._sockets[rank] = (one.fd, one.inode)
+        _transports.add(self)
+
+    def _find_accepted(self, here: Address | None, deadline: float) -> None:
+        """The other rank of each pair hears from the first one which address its end of the connection has."""
+        ends = {(one.fd, one.inode): one.here for one in tcp_sockets()}
+        said = {rank: sockets.pack(ends.get(self._sockets.get(rank, (-1, 0)))) for rank in self.others}
+        sends = [(rank, torch.frombuffer(bytearray(end), dtype=torch.uint8)) for rank, end in said.items()]
+        heard = [(rank, torch.empty_like(end)) for rank, end in sends]
+        self.exchange(sends, heard, deadline, lambda: f"{self.name}: first exchange", _HANDSHAKE)
+        accepted = {one.there: (one.fd, one.inode) for one in tcp_sockets() if one.here == here}
+        for rank, text in heard:
+            end = sockets.unpack(text.numpy().tobytes())
+            if end is not None and end in accepted:
+                self._sockets[rank] = accepted[end]
 
     def _forked(self) -> None:
         """In a child: its copies of the sockets would keep the connections open when the parent closes them, and
         Gloo's destructors would wait for a thread that the child does not have."""
         _leak(self._native)
         self._errors = [GroupAborted(f"{self.name} belongs to the parent of this process; make a new group here")]
-        for fd, inode in self._sockets.values():
-            if _inode(fd) == inode:
+        for fd, number in self._sockets.values():
+            if inode(fd) == number:
                 os.close(fd)
         self._sockets = {}
 
@@ -292,10 +320,12 @@ def _check_descriptors(members: Sequence[Capabilities], name: str) -> None:
 
 def _context(store: Any, rank: int, world_size: int, seconds: float) -> Any:
     global _device
-    if _device is None:
-        _device = _new_device()
+    with _making_device:
+        device = _device
+        if device is None:
+            device = _device = _new_device()
     options = c10d.ProcessGroupGloo._Options()
-    options._devices, options._threads, options._timeout = [_device], 0, timedelta(seconds=seconds)
+    options._devices, options._threads, options._timeout = [device], 0, timedelta(seconds=seconds)
     return c10d.ProcessGroupGloo(store, rank, world_size, options)
 
 
@@ -313,64 +343,19 @@ def _user_tag(tag: int) -> int:
     return tag
 
 
-def _inodes() -> dict[int, int]:
-    """The sockets of this process: descriptor, inode."""
-    descriptors = map(int, os.listdir("/proc/self/fd"))
-    return {fd: inode for fd in descriptors if (inode := _inode(fd)) is not None}
-
-
-def _inode(fd: int) -> int | None:
-    try:
-        seen = os.fstat(fd)
-    except OSError:
-        return None
-    return seen.st_ino if stat.S_ISSOCK(seen.st_mode) else None
-
-
-def _ports(fd: int) -> tuple[int, int]:
-    """The ports here and there; (0, 0) if it is no TCP connection."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as copy:
-            if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.type != socket.SOCK_STREAM:
-                return 0, 0
-            return copy.getsockname()[1], copy.getpeername()[1]
-    except OSError:
-        return 0, 0
-
-
-def _shut_down_socket(fd: int, inode: int) -> None:
-    # Through a duplicate: `fd` may name another file by the time of the call, but a duplicate's file cannot change.
-    try:
-        copy = os.dup(fd)
-    except OSError:  # closed, which the inode shows, or no descriptor is left
-        copy = fd
-    try:
-        if _inode(copy) == inode:
-            held = socket.socket(fileno=copy)
-            try:
-                held.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the other side was first
-                pass
-            finally:
-                held.detach()
-    finally:
-        if copy != fd:
-            os.close(copy)
-
-
 def _leak(thing: Any) -> None:
     """Keep `thing` from ever being destroyed."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
 def _in_forked_child() -> None:
-    global _device, _connecting
+    global _device, _connecting, _making_device
     for transport in list(_transports):
         transport._forked()
     if _device is not None:
         _leak(_device)
         _device = None
-    _connecting = threading.Lock()
+    _connecting, _making_device = threading.Lock(), threading.Lock()
 
 
 @atexit.register

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +22,7 @@ from tricomm.c10d.torch_names import c10d
 from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument
 from tricomm.options import Options, with_environment
+from tricomm.store.records import Capabilities
 
 _wrapped: weakref.WeakKeyDictionary[Any, TricommGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -114,7 +116,8 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     store = c10d.PrefixStore(name, world.pg_map[group][1])
     config = GroupConfig(store, group.rank(), group.size(), timeout, ranks, name)
     agreed = _agree(config, options)
-    wrapped = WrappedGroup(config, agreed, Backends(backends, owned=False), options)
+    own = Backends(backends, owned=False, generation=agreed.generation)
+    wrapped = WrappedGroup(replace(config, store=agreed.generation.store), agreed, own, options)
     world.pg_map[wrapped] = ("tricomm", store)
     world.pg_names[wrapped] = name
     world.pg_group_ranks[wrapped] = dict(world.pg_group_ranks[group])
@@ -149,16 +152,21 @@ def create(opts: Any, pg_options: Any) -> TricommGroup:
     ranks = list(opts.global_ranks_in_group) or list(range(opts.group_size))
     name = str(opts.group_id)
     store = c10d.PrefixStore("tricomm", opts.store)
-    return make(GroupConfig(store, opts.group_rank, opts.group_size, opts.timeout, ranks, name), pg_options)
+    config = GroupConfig(store, opts.group_rank, opts.group_size, opts.timeout, ranks, name)
+    return make(config, pg_options, _processes(ranks))
 
 
-def make(config: GroupConfig, options: Options | None) -> TricommGroup:
-    """Agree with the other members over the group's store; make this rank's group and the backends that it needs."""
-    agreed = _agree(config, options)
-    return TricommGroup(config, agreed, fallback_backends.make(config, agreed.members, options), options)
+def make(config: GroupConfig, options: Options | None, known: Mapping[int, Capabilities] | None = None) -> TricommGroup:
+    """Agree with the other members over the group's store; make this rank's group and the backends that it needs.
+    `known` are members whose processes are known already."""
+    agreed = _agree(config, options, known)
+    backends = fallback_backends.make(config, agreed, options)
+    return TricommGroup(replace(config, store=agreed.generation.store), agreed, backends, options)
 
 
-def _agree(config: GroupConfig, options: Options | None) -> GroupCapabilities:
+def _agree(
+    config: GroupConfig, options: Options | None, known: Mapping[int, Capabilities] | None = None
+) -> GroupCapabilities:
     if options is not None and options.channels > 1:
         raise InvalidArgument(
             f"Options.channels={options.channels}: a process group has one order of calls, whatever the stream; for "
@@ -166,5 +174,14 @@ def _agree(config: GroupConfig, options: Options | None) -> GroupCapabilities:
         )
     limit = config.timeout.total_seconds()
     return exchange_capabilities(
-        config.store, config.rank, config.world_size, limit, lambda: with_environment(options).batch_invariant
-    )
+        config.store, config.rank, config.world_size, limit, lambda: with_environment(options).batch_invariant,
+        known,
+    )  # fmt: skip
+
+
+def _processes(ranks: list[int]) -> dict[int, Capabilities]:
+    """The processes of the global `ranks`, by place in the list, if the job's default group is tricomm's."""
+    world = dist.group.WORLD
+    generation = world._backends.generation if isinstance(world, TricommGroup) else None
+    known = generation.members if generation is not None else {}
+    return {place: known[rank] for place, rank in enumerate(ranks) if rank in known}
