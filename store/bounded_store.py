@@ -132,7 +132,7 @@ class BoundedStore:
                 return bytes(self._store.get(key)) if self._store.check([key]) else None
             return None if value == _ABSENT.encode() else value
 
-        return self._call("read", key, action)
+        return self._call("get", key, action)
 
     def delete(self, key: str) -> None:
         """Delete the key if it exists; a store that cannot delete keeps it."""

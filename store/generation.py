@@ -3,8 +3,8 @@
     set  tricomm/<name>/rank/<rank>       this rank's process, with a fresh nonce; empty once it has given up
     set  tricomm/<name>/agreed/<rank>     a digest of the records of all ranks, as this rank has read them
     set  tricomm/<name>/met/<rank>        the nonces that this rank knew when it gave up
-    set  tricomm/<name>/failed/<rank>     why it gave up
-    set  tricomm/<name>/failing           the nonce of the rank that gave up last
+    set  tricomm/<name>/failed/<rank>     why it gave up, if the others cannot see that
+    set  tricomm/<name>/failing           the nonce of the rank that wrote such a reason last
     set  tricomm/<name>/generation        the generation that was set up last, so that its keys can be deleted
     ...  tricomm/<name>/<generation>/...  what the group writes
 
@@ -73,6 +73,7 @@ class Generation:
         self._agreed: dict[int, bytes] = {}  # the digests that the others have written
         self._digest = b""
         self._gone: dict[int, float] = {}  # rank: when its process was seen to have ended
+        self._noticed: dict[int, bytes] = {}  # the nonces of the ranks that were there then
         self._earlier: set[bytes] = set()  # nonces that an earlier process of this rank knew
         self._old: dict[bytes, str] = {}  # nonces of earlier groups that are still in the store, and whose they are
         self._failing: bytes | None = None
@@ -150,12 +151,13 @@ class Generation:
                 self._gone.pop(rank, None)
 
     def _late(self) -> RendezvousError:
-        missing = self._unconfirmed()
-        seen = {r: self._seen[r].body for r in missing if r in self._seen}
+        seen = {r: self._seen[r].body for r in self._unconfirmed() if r in self._seen}
+        missing = [r for r in self._others if r not in self._seen] or list(seen)
         words = [f"pid {m.pid}, rank {r}, is stopped" for r, m in seen.items() if self._state(m) == process.STOPPED]
+        words += filter(None, self._old.values())
         return RendezvousError(
             f"rank {self.rank} of {self.world_size}: timeout after {self._timeout:g} s: rank(s) {missing} did not come "
-            f"to make the group{''.join(f' ({word})' for word in [*words, *self._old.values()])}; do all of its ranks "
+            f"to make the group{''.join(f' ({word})' for word in words)}; do all of its ranks "
             "run, and make their groups in the same order?"
         )
 
@@ -200,7 +202,7 @@ class Generation:
                 raise RendezvousError(f"{self._who}: timeout after {self._timeout:g} s: {what}")
 
     def look(self) -> None:
-        """Raises `PeerDied` if the process of a rank has ended, `RendezvousError` if a rank has given up."""
+        """Raises `PeerDied` if the process of a rank has ended, `RendezvousError` that says why a rank has given up."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -208,12 +210,22 @@ class Generation:
         self._raise_if_failed()
         processes = self.members | {rank: record.body for rank, record in self._seen.items()}
         for rank in self._others:
-            if rank in processes and self._state(processes[rank]) == process.ENDED:
-                self._gone.setdefault(rank, now)
+            if rank in processes and self._state(processes[rank]) == process.ENDED and rank not in self._gone:
+                self._gone[rank] = now
+                self._noticed = {r: record.nonce for r, record in self._seen.items()}
         gone = sorted(rank for rank, since in self._gone.items() if now - since >= _GRACE_SECONDS)
         if gone:
             pids = ", ".join(str(processes[rank].pid) for rank in gone)
             raise PeerDied(f"{self._who}: the process of rank(s) {gone} (pid {pids}) has ended")
+
+    def explain(self) -> None:
+        """After a failure: raises as `look` does, for what shows a moment later."""
+
+        def looked() -> bool:
+            self.look()
+            return False
+
+        poll(looked, 2 * _GRACE_SECONDS, _LOOK_SECONDS)
 
     @staticmethod
     def _state(one: Capabilities) -> str | None:
@@ -221,22 +233,31 @@ class Generation:
         return process.state(one.pid, one.start_time) if near else None
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks why this one does not go on; idempotent."""
+        """Tell the other ranks why this one does not go on, if they cannot see it themselves; idempotent.
+
+        Before the ranks have agreed, a rank that has not come in time is no reason for the others: they have limits of
+        their own, and both may come again. Nor is what this rank has itself been told.
+        """
         if self._given_up or not self._calls.usable:
             return
         self._given_up = True
-        alone = not isinstance(error, _COMMON)
+        alone, agreed = not isinstance(error, _COMMON), hasattr(self, "name")
         with suppress(*_GONE):  # the caller's own error matters more
             self._calls.extend(_GRACE_SECONDS)
-            with suppress(*_GONE):
-                self._read_records(self._others)  # those that have come meanwhile
-            nonces = {r: record.nonce for r, record in self._seen.items()} | {self.rank: self._nonce}
-            met = [*(nonces.get(r, _NOBODY) for r in range(self.world_size)), *self._old]
+            known = {r: record.nonce for r, record in self._seen.items()} | {self.rank: self._nonce}
+            if alone and not agreed:
+                with suppress(RendezvousError):
+                    for rank, data in self._read("rank", [r for r in self._others if r not in known]):
+                        known[rank] = self._parse(data, Capabilities, rank).nonce
+            told = self._noticed | {self.rank: self._nonce} if isinstance(error, PeerDied) and not agreed else known
+            met = [told.get(r, _NOBODY) for r in range(self.world_size)]
+            met += {*known.values(), *self._old} - {*met}
             sealed = self._header("met", self.rank).seal(bytes([alone]) + b"".join(met), self._token)
-            failure = Failure(os.getpid(), type(error).__name__, f"{type(error).__name__}: {error}")
             self._calls.set(self._key("met", self.rank), sealed)
-            self._calls.set(self._key("failed", self.rank), self._record(failure).pack(self._token))
-            self._calls.set("failing", self._nonce)
+            if alone or agreed or isinstance(error, PeerDied):
+                failure = Failure(os.getpid(), type(error).__name__, f"{type(error).__name__}: {error}")
+                self._calls.set(self._key("failed", self.rank), self._record(failure).pack(self._token))
+                self._calls.set("failing", self._nonce)
             mine = self._seen.get(self.rank)
             if mine is not None and self._calls.read(self._key("rank", self.rank)) == mine.pack(self._token):
                 self._calls.set(self._key("rank", self.rank), b"")
@@ -252,7 +273,8 @@ class Generation:
                 with suppress(RendezvousError):  # it is of a group with another token
                     failed = self._parse(data, Failure, rank)
                     if self._concerns(failed):
-                        told = RendezvousError(
+                        kind = PeerDied if failed.body.kind == PeerDied.__name__ else RendezvousError
+                        told = kind(
                             f"{self._who} was aborted by rank {rank} of {self.world_size} (pid {failed.body.pid}): "
                             f"{failed.body.text}"
                         )

@@ -263,6 +263,7 @@ class Transport:
             _device = None  # an abandoned constructor may still connect over it
             if not isinstance(error, RuntimeError):
                 raise
+            generation.explain()
             raise RendezvousError(
                 f"{self.name}, rank {rank} of {world_size}: the ranks could not connect: {first_line(error)}; "
                 "GLOO_SOCKET_IFNAME names the interface if it is not the host name's"

@@ -1,0 +1,215 @@
+"""Rank bodies that make groups over one store again and again, while ranks die in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import tricomm
+from tests.c10d.bodies.groups import default_group
+from tests.core.bodies.common_bodies import attempt
+from tricomm.c10d import capabilities, fallback_backends, gloo_transport
+from tricomm.c10d.process_group import TricommGroup
+from tricomm.core import bootstrap
+from tricomm.store import handshake, sockets
+from tricomm.store.generation import Generation
+
+VICTIM = 1
+# Where a rank dies: just before this call of its, in this order. Before the first of `UNKNOWN`, nobody knows who it is.
+UNKNOWN = {
+    "before it has read the store": (Generation, "agree", 1),
+    "before it has a record": (capabilities, "_own_capabilities", 1),
+}
+STEPS = UNKNOWN | {
+    "with a record": (Generation, "_complete", 1),
+    "with a digest": (Generation, "_unconfirmed", 2),
+    "when all agree": (fallback_backends, "connect", 1),
+    "before Gloo's constructor": (gloo_transport, "_context", 1),
+    "with an address": (sockets.AddressBook, "page", 1),
+    "with all addresses": (sockets.AddressBook, "read", 1),
+    "before its turn to connect": (Generation, "wait", 2),
+    "while it connects": (Generation, "wait", 3),
+    "when it is connected": (gloo_transport.Transport, "_find_initiated", 1),
+    "before its sockets are known": (gloo_transport.Transport, "_find_accepted", 1),
+    "in the first exchange": (gloo_transport.Wait, "run", 1),
+    "before it deletes its keys": (Generation, "settle", 1),
+    "when it is set up": (TricommGroup, "__init__", 1),
+}
+KERNELS = {
+    "before the kernels' handshake": (bootstrap, "handshake", 1),
+    "in the handshake": (handshake._Handshake, "_introduce", 1),
+    "when it knows the others": (handshake._Handshake, "_meet", 1),
+    "before the handshake is confirmed": (handshake._Handshake, "_confirm", 1),
+    "before it has memory": (bootstrap, "open_arena", 1),
+}
+
+
+def make(store, rank, world_size, timeout):
+    """A group over `store` whose first call has run; shut down again."""
+    group = tricomm.c10d.group_over(store, rank, world_size, timedelta(seconds=timeout))
+    try:
+        x = torch.full((3,), rank + 1.0)
+        group.allreduce([x]).wait()
+        group.barrier().wait()
+    finally:
+        group.shutdown()
+    return x.tolist()
+
+
+def connect(port, route):
+    os.environ["TRICOMM_CPU"], os.environ["TRICOMM_ARENA_BYTES"] = route, str(256 * 1024)
+    return dist.TCPStore("127.0.0.1", port, None, False)
+
+
+def survives(place, _, tell, port, route, folder, steps, watched=True):
+    """Rank 0 or 2: in each step the others make a group, the victim dies, and the group is made again."""
+    store, rank, seen = connect(port, route), 2 * place, []
+    if not watched:
+        Generation.look = Generation.explain = lambda generation: None
+    for step in steps:
+        limit = 4.0 if step in UNKNOWN or not watched else 30.0
+        began = time.monotonic()
+        kind, text, _ = attempt(lambda limit=limit: make(store, rank, 3, limit))
+        died = float((Path(folder) / step).read_text()) if (Path(folder) / step).exists() else began
+        seen.append((step, kind, text, time.monotonic() - (began if step in UNKNOWN else died)))
+        tell((step, kind, text))
+        seen.append((step, "again", "", make(store, rank, 3, 40.0)))
+    return seen
+
+
+def dies(_, __, tell, port, route, folder, before, step):
+    """The victim: it makes the group again after an earlier one has died, and dies at `step`."""
+    store = connect(port, route)
+    if before:
+        make(store, VICTIM, 3, 40.0)
+    if step:
+        owner, name, number = (STEPS | KERNELS)[step]
+        real, left = getattr(owner, name), [number]
+
+        def last(*args, **kwargs):
+            left[0] -= 1
+            if not left[0]:
+                (Path(folder) / step).write_text(str(time.monotonic()))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **kwargs)
+
+        setattr(owner, name, last)
+        make(store, VICTIM, 3, 40.0)
+        return "it lives"
+
+
+def restarted(rank, world_size, tell, port, route):
+    """One process of a job that is restarted: it begins, calls, and ends."""
+    store = connect(port, route)
+    dist.init_process_group("tricomm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    x = torch.full((3,), rank + 1.0)
+    dist.all_reduce(x)
+    dist.barrier()
+    dist.destroy_process_group()
+    return x.tolist()
+
+
+def begins_again(rank, world_size, tell, port, route, times):
+    """The keys in the store after the first group of the process, and after the last one."""
+    store, keys = connect(port, route), []
+    for turn in range(times):
+        dist.init_process_group("tricomm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        for _ in range(2):
+            group = dist.new_group()
+            x = torch.full((3,), rank + 1.0)
+            dist.all_reduce(x, group=group)
+            assert x.tolist() == [3.0] * 3
+            dist.destroy_process_group(group)
+        dist.destroy_process_group()
+        store.add(f"turn/{turn}", 1)
+        while store.add(f"turn/{turn}", 0) < world_size:  # all have ended it
+            time.sleep(0.002)
+        if turn in (0, times - 1):
+            keys.append(sorted(key for key in store.list_keys() if "turn" not in key))
+        store.add(f"return/{turn}", 1)
+        while store.add(f"return/{turn}", 0) < world_size:
+            time.sleep(0.002)
+    return keys
+
+
+def stops(rank, world_size, tell, port, limit):
+    """Rank 1 is stopped just before Gloo's constructor, until the others have given up."""
+    store = connect(port, "gloo")
+    real = gloo_transport._context
+
+    def stopped(*args):
+        pid = os.getpid()
+        subprocess.Popen(["sh", "-c", f"sleep {limit + 3}; kill -CONT {pid}"])
+        os.kill(pid, signal.SIGSTOP)
+        return real(*args)
+
+    if rank == 1:
+        gloo_transport._context = stopped
+    began = time.monotonic()
+    kind, text, seconds = attempt(lambda: make(store, rank, world_size, limit))
+    return (kind, text, seconds if rank != 1 else time.monotonic() - began - 3)
+
+
+def ends_before_new_group(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, timeout=60.0):
+        dist.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return attempt(dist.new_group)
+
+
+def opens_sockets(rank, world_size, tell, port):
+    """While the ranks connect, other threads connect ranks 1 and 2 ten times; then rank 0 dies in a call."""
+    store, kept = connect(port, "gloo"), []
+    real = gloo_transport._context
+
+    def open_some():
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            store.set(f"at{rank}", str(server.getsockname()[1]))
+            there = int(store.get(f"at{3 - rank}"))
+            for _ in range(5):
+                kept.append(socket.create_connection(("127.0.0.1", there)))
+                kept.append(server.accept()[0])
+
+    def context(*args):
+        if rank:
+            thread = threading.Thread(target=open_some)
+            thread.start()
+            thread.join()
+        return real(*args)
+
+    gloo_transport._context = context
+    dist.init_process_group("tricomm", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    dist.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    outcome = attempt(lambda: dist.all_reduce(torch.ones(3)))
+    dist.destroy_process_group()
+    for one in kept:
+        one.sendall(b"x")
+    return outcome, sum(one.recv(1) == b"x" for one in kept)
+
+
+def crosswise(rank, world_size, tell, port):
+    """Two threads make a group each, and begin in another order on each rank."""
+    store, results = connect(port, "gloo"), {}
+
+    def one(name):
+        results[name] = make(dist.PrefixStore(name, store), rank, world_size, 30.0)
+
+    threads = [threading.Thread(target=one, args=(name,)) for name in ("ab" if rank else "ba")]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.2)
+    for thread in threads:
+        thread.join()
+    return [results["a"], results["b"]]
