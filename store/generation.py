@@ -34,13 +34,13 @@ from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.records import NONCE_BYTES, B, Capabilities, ExchangeMessage, Failure, MessageHeader, StoreRecord
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 0.02
-_EACH_SECONDS = 0.05  # after which the keys are asked for one by one: some may exist
+_EACH_SECONDS = 0.05  # between reads of single keys: some may exist before all do
 _LOOK_SECONDS = 0.1
 _GRACE_SECONDS = 0.5  # for what an ended process wrote just before, and to tell the others of a failure
 _END_SECONDS = 1.0
 _NOBODY = bytes(NONCE_BYTES)
 _GONE = (RendezvousError, ResourceError)  # the store does not answer, or no thread can ask it
-# Errors that the other ranks see as well, if they are there. Any other is a reason of one rank alone.
+# Errors that all ranks of a group see. Any other concerns one rank alone.
 _COMMON = (RendezvousError, PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
 
@@ -85,12 +85,12 @@ class Generation:
     def agree(self, own: Callable[[], Capabilities]) -> list[Capabilities]:
         """The processes of all ranks, by rank, once these agree on the generation; each rank calls it.
 
-        What `own` raises is raised here, and named to all ranks at once. Raises `RendezvousError` if a rank does not
-        come in time or is not of this group, and as `look` does.
+        An error of `own` is raised here, and told to all ranks at once. Raises `RendezvousError` if a rank is late or
+        is not of this group, and as `look` does.
         """
         try:
             self._earlier.update(self._met(self.rank)[1])
-            # Of a process that has ended: is this group its own? Not if this rank had an earlier process, too.
+            # If this rank had an earlier process, others that have ended were in its group and not in this one.
             replaces = bool(self._calls.read(self._key("rank", self.rank)))
             self._read_records(self._others, lambda record: replaces or record.nonce in self._earlier)
             mine = self._seen[self.rank] = self._record(own())
@@ -166,7 +166,7 @@ class Generation:
     def gather(self, what: str, data: bytes) -> list[bytes]:
         """The `data` of all ranks, by rank, under the generation; each rank calls it.
 
-        Raises as `look` does, and `RendezvousError` that names the ranks whose data did not come in time.
+        Raises as `look` does, and `RendezvousError` that names the ranks whose data is late.
         """
         heard = {self.rank: data}
         prefix, purpose = f"{self.name}/{what}", f"{self.name} {what}"
@@ -235,8 +235,8 @@ class Generation:
     def give_up(self, error: BaseException) -> None:
         """Tell the other ranks why this one does not go on, if they cannot see it themselves; idempotent.
 
-        Before the ranks have agreed, a rank that has not come in time is no reason for the others: they have limits of
-        their own, and both may come again. Nor is what this rank has itself been told.
+        If a rank is late before the ranks have agreed, the others are not told: each has its own limit, and may try
+        again. Nor are they told by a rank that has been told itself.
         """
         if self._given_up or not self._calls.usable:
             return
@@ -285,7 +285,7 @@ class Generation:
         raise told
 
     def _concerns(self, failed: StoreRecord[Failure]) -> bool:
-        """Whether a rank that has given up knew this process, or would have if this process had come before."""
+        """Whether a rank that has given up knew this process, or would have if this process had been first."""
         alone, met = self._met(failed.rank)
         if failed.world_size != self.world_size or len(met) < self.world_size or met[failed.rank] != failed.nonce:
             return False
@@ -296,8 +296,8 @@ class Generation:
         return alone and mine == _NOBODY and failed.nonce not in self._earlier
 
     def _met(self, rank: int) -> tuple[bool, list[bytes]]:
-        """Of the latest process of `rank` that has given up: whether for a reason of its own, and the nonces that it
-        knew: those of the ranks of its group, by rank, and then those of earlier groups."""
+        """Of the latest process of `rank` that has given up: whether the reason concerned that rank alone, and the
+        nonces that it knew: one for each rank of its group, by rank, and then nonces of earlier groups."""
         with suppress(RendezvousError):  # of a group with another token or world size
             data = self._header("met", rank).open(self._calls.read(self._key("met", rank)) or b"", self._token)
             return data[:1] != b"\0", [data[i : i + NONCE_BYTES] for i in range(1, len(data), NONCE_BYTES)]

@@ -25,16 +25,17 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from tricomm import sockets
 from tricomm.c10d import gloo_faults
 from tricomm.c10d.call_futures import Loss
 from tricomm.c10d.gloo_faults import Wait
 from tricomm.c10d.torch_names import c10d
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
-from tricomm.store import process, sockets
+from tricomm.sockets import Address, inode, tcp_sockets
+from tricomm.store import process
 from tricomm.store.bounded_store import first_line
 from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
-from tricomm.store.sockets import Address, inode, tcp_sockets
 from tricomm.threads import HelperTask
 
 FIRST_OWN_TAG = 1 << 30  # a user's tags are below
@@ -60,7 +61,7 @@ class Transport:
     """
 
     def __init__(self, generation: Generation, name: str, stall: float) -> None:
-        """`generation` is the group's, whose ranks have agreed on it, and whose deadline is that of the connections.
+        """The ranks have agreed on `generation`; its deadline also limits the connections.
 
         Raises `ResourceError` if a rank has too few descriptors, and as `Generation.look` and `exchange` do;
         `RendezvousError` if the ranks cannot connect.
@@ -237,8 +238,8 @@ class Transport:
     # Connecting
 
     def _connect(self, generation: Generation) -> Any:
-        """The connections. Gloo's constructor has no limit of its own and cannot be interrupted: it runs on a thread
-        that can be left, and gets the addresses of the others from here."""
+        """The connections. Gloo's constructor exceeds its limit and cannot be interrupted: it runs on a thread that can
+        be abandoned, and gets the addresses of the other ranks from here."""
         global _device
         generation.limit(_CONNECT_SECONDS)
         rank, world_size, seconds = self.rank, self.world_size, generation.deadline.left
@@ -248,8 +249,8 @@ class Transport:
             generation.wait(lambda tick: book.asked.wait(tick) or job.wait(0.0), "Gloo has no address")
             here, page = book.page()
             listeners = book.read(generation.gather("addresses", page))
-            # Who initiates a connection waits for nobody else's turn: so two groups of these processes that connect in
-            # another order on each rank do not wait for each other.
+            # The rank that initiates a connection does not wait for the other one's turn. So groups that connect in a
+            # different order on each rank do not wait for each other.
             generation.wait(lambda tick: _connecting.acquire(timeout=tick), "other groups of this process connect")
             try:
                 book.filled.set()

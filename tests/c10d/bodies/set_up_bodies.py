@@ -17,14 +17,15 @@ import torch.distributed as dist
 import tricomm
 from tests.c10d.bodies.groups import default_group
 from tests.core.bodies.common_bodies import attempt
+from tricomm import sockets
 from tricomm.c10d import capabilities, fallback_backends, gloo_transport
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.core import bootstrap
-from tricomm.store import handshake, sockets
+from tricomm.store import handshake
 from tricomm.store.generation import Generation
 
 VICTIM = 1
-# Where a rank dies: just before this call of its, in this order. Before the first of `UNKNOWN`, nobody knows who it is.
+# A rank dies just before such a call. At the steps of `UNKNOWN` the others do not know its process.
 UNKNOWN = {
     "before it has read the store": (Generation, "agree", 1),
     "before it has a record": (capabilities, "_own_capabilities", 1),

@@ -18,7 +18,7 @@ def server():
 
 
 def walk(server, folder, route, steps):
-    """What the survivors see when rank 1 dies at each of `steps` and the group is made again with a new process."""
+    """The errors of the survivors if rank 1 dies at each of `steps`, and the group is made again with a new process."""
     with ranks.start(2, bodies.survives, server.port, route, str(folder), list(steps), timeout=300.0) as others:
         before = ""
         for step in [*steps, ""]:
@@ -59,7 +59,7 @@ def test_a_death_at_every_step_is_named_and_the_group_made_again(route, server, 
     check(walk(server, tmp_path, route, KERNELS if route == "kernels" else [s for s in STEPS if s not in SHORT]))
 
 
-def test_without_a_look_at_processes_gloos_own_limit_ends_the_wait(server, tmp_path):
+def test_without_a_look_at_processes_a_death_is_not_named(server, tmp_path):
     with ranks.start(2, bodies.survives, server.port, "gloo", str(tmp_path), SHORT[1:2], False) as others:
         with ranks.start(1, bodies.dies, server.port, "gloo", str(tmp_path), "", SHORT[1]) as victim:
             victim.results()

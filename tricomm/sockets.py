@@ -51,7 +51,7 @@ def pack(address: Address | None) -> bytes:
 
 
 def unpack(data: bytes) -> Address | None:
-    """What `pack` has packed. Raises `RendezvousError` if `data` is too short."""
+    """The reverse of `pack`. Raises `RendezvousError` if `data` is too short."""
     if len(data) < _ADDRESS.size:
         raise RendezvousError(f"an address of {len(data)} bytes, expected {_ADDRESS.size}")
     host, port = _ADDRESS.unpack_from(data)
@@ -59,8 +59,8 @@ def unpack(data: bytes) -> Address | None:
 
 
 class AddressBook(Store):
-    """The store that the constructor of a `ProcessGroupGloo` sees: it takes this rank's entry, and waits here for those
-    of the others, for `seconds` at most.
+    """The store that the constructor of a `ProcessGroupGloo` sees: it sets this rank's entry, and waits here for the
+    entries of other ranks, for `seconds` at most.
 
     asked    the constructor needs the other entries
     filled   it may look for them; without them it then fails
@@ -85,7 +85,7 @@ class AddressBook(Store):
             self._entries[key.decode(errors="replace")] = value
         return [unpack(page) for page in pages]
 
-    # What the constructor calls
+    # For the constructor
 
     def set(self, key: str, value: Any) -> None:
         self._entries[key] = bytes(value)
