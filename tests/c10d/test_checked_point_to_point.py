@@ -33,6 +33,11 @@ def test_many_at_once(route, url):
     assert ranks.run(2, bodies.many, url, route, timeout=120) == [[], []]
 
 
+@pytest.mark.parametrize("headed", [True, False])
+def test_a_message_makes_progress_without_a_wait(headed, url):
+    assert ranks.run(2, bodies.progress, url, headed) == [True, True]
+
+
 def test_without_heads_gloo_ends_the_receiver(url):
     with ranks.start(2, bodies.bare, url) as started:
         sender, receiver = started.results()

@@ -21,7 +21,8 @@ from tricomm.c10d.call_futures import told
 from tricomm.c10d.dtype_emulation import as_bytes
 from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.work_handles import limit_seconds
-from tricomm.errors import CollectiveMismatch, ResourceError, TricommError
+from tricomm.errors import CollectiveMismatch, CollectiveTimeout, ResourceError
+from tricomm.threads import HelperTask
 
 LONGEST_EXCESS = 1 << 30  # bytes by which a message may be too long before it ends the process instead of being refused
 _HEAD = struct.Struct("<8sQ24s")  # magic, elements, dtype
@@ -66,7 +67,8 @@ class CheckedPointToPoint:
 
 
 class MessageWork(Work):
-    """A message under way. `wait` copies one that is received with a header into its tensor."""
+    """A message in flight. `wait` copies one that is received with a header into its tensor; so does a thread once
+    `is_completed` has been asked."""
 
     def __init__(
         self, points: CheckedPointToPoint, handle: Any, x: torch.Tensor, peer: int | None, what: str, tag: int,
@@ -76,6 +78,7 @@ class MessageWork(Work):
         self._points, self._handle, self._x, self._peer, self._what, self._tag = points, handle, x, peer, what, tag
         self._headed = headed
         self._done = False
+        self._task: HelperTask | None = None
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -84,27 +87,33 @@ class MessageWork(Work):
         Raises `CollectiveTimeout` after `timeout` (default: the group's), `PeerDied` or `PeerStalled`; the group is
         then lost.
         """
+        seconds = limit_seconds(timeout) or self._points.limit.total_seconds()
+        if self._task is None:
+            self._finish(seconds)
+        else:
+            self._points.transport.interruptible(lambda: self._join(seconds))
         if self._error is not None:
+            told(self._error)
             raise self._error
-        if not self._done:
-            limit = timeout if limit_seconds(timeout) else self._points.limit
-            try:
-                self._points.transport.wait(
-                    self._handle,
-                    self._peer,
-                    time.monotonic() + limit.total_seconds(),
-                    self._words,
-                    sent=self._what.startswith("send"),
-                )
-                self._done = True
-                if self._headed is not None:
-                    message, self._headed = self._headed, None
-                    self._deliver(message)
-            except TricommError as error:
-                self._error = error
-                told(error)
-                raise
         return True
+
+    def _finish(self, seconds: float) -> None:
+        if self._done or self._error is not None:
+            return
+        sent, end = self._what.startswith("send"), time.monotonic() + seconds
+        try:
+            self._points.transport.wait(self._handle, self._peer, end, self._words, sent)
+            if self._headed is not None:
+                message, self._headed = self._headed, None
+                self._deliver(message)
+            self._done = True
+        except Exception as error:
+            self._error = error
+
+    def _join(self, seconds: float) -> None:
+        """Wait for the thread that finishes the message."""
+        if self._task is not None and not self._task.wait(seconds):
+            raise CollectiveTimeout(f"{self._words()}: timeout after {seconds:g} s of wait()")
 
     def _words(self) -> str:
         x = self._x
@@ -120,13 +129,16 @@ class MessageWork(Work):
                 f"{self._tag}: rank {self._source_rank()} sent "
                 f"{sent if magic == _MAGIC else 'no message of this group'}; give recv a tensor of what is sent"
             )
-        as_bytes(x.data.view(-1)).copy_(message[_HEAD.size : _HEAD.size + x.nbytes])
+        with torch.inference_mode(x.is_inference()):
+            as_bytes(x.data.view(-1)).copy_(message[_HEAD.size : _HEAD.size + x.nbytes])
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._done or bool(self._handle.is_completed())
+        if self._task is None and not self._done and self._error is None:
+            self._task = HelperTask(lambda: self._finish(self._points.limit.total_seconds()))
+        return self._done or self._error is not None
 
     def is_success(self) -> bool:
         return self._done and self._error is None

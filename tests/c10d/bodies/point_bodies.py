@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import time
 from datetime import timedelta
 
 import torch
@@ -13,6 +14,21 @@ import tricomm
 from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
 
 LATE = timedelta(seconds=30)
+
+
+def progress(rank, world_size, tell, url, headed):
+    """A message that is there after `is_completed` alone, in a tensor made under inference mode."""
+    os.environ["TRICOMM_CHECK"] = "1" if headed else "0"
+    with default_group(rank, world_size, url):
+        with torch.inference_mode():
+            x, y = of(0, (9,)), poisoned((9,))
+        work = dist.isend(x, 1) if rank == 0 else dist.irecv(y, 0)
+        end = time.monotonic() + 30
+        while not work.is_completed() and time.monotonic() < end:
+            time.sleep(0.01)
+        done = work.is_completed() and work.is_success() and (rank == 0 or same(y.clone(), x.clone()))
+        work.wait()
+        return done
 
 
 def misfits(rank, world_size, tell, url, route):
