@@ -77,6 +77,8 @@ class FakeEvent:
         return bool(self.passed)
 
     def elapsed_time(self, other: FakeEvent) -> float:
+        if self.captured or other.captured or not (self.passed and other.passed):
+            raise self.world.complain("a time was asked for from an event that is captured, or has not passed")
         return 1.0
 
 

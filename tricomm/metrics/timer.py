@@ -36,8 +36,8 @@ class Clock:
         self._spans: deque[Span] = deque(maxlen=_MOST)
         self._pending: deque[tuple[Any, Any, Took, Name]] = deque(maxlen=_MOST)
         self._lock = threading.Lock()
-        self._gpu, self._began = gpu, time.time() * 1e6
-        self._mark = gpu.recorded(timing=True) if gpu is not None else None
+        self._gpu, self._began = gpu, 0.0
+        self._mark: Any = None  # recorded by the first timed call at `_began`: now a graph may be being captured
 
     def timed(self, run: Callable[..., Any], of: Callable[[Any], tuple[Took, Name]]) -> Callable[..., Any]:
         """`run`, with every `every`th of its calls timed. `of` gives, for a call's input, the function that gets its
@@ -84,6 +84,8 @@ class Clock:
 
     def _by_events(self, run: Callable[..., Any], arguments: Any, took: Took, name: Name) -> Any:
         assert self._gpu is not None, "calls are timed by events on a GPU only"
+        if self._mark is None:
+            self._began, self._mark = time.time() * 1e6, self._gpu.recorded(timing=True)
         self.collect()
         begin = self._gpu.recorded(timing=True)
         result = run(*arguments)

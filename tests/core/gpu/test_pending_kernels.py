@@ -118,3 +118,15 @@ def test_memory_is_neither_taken_nor_given_back_in_a_capture(comm, world):
         node()
     assert torch.equal(x, torch.full((8,), 7.0))
     assert torch.equal(comm.symmetric((8,), torch.float32).local, torch.zeros(8))
+
+
+def test_times_that_are_asked_for_in_a_capture_are_those_of_later_calls(comm, world):
+    x = torch.ones(8)
+    with world.capture(world.new_stream(torch.device("cuda", MINE))):
+        comm.time_calls(1)
+        comm.stats()
+    for _ in range(2):
+        comm.all_reduce(x)
+        with world.capture(world.new_stream(torch.device("cuda", MINE))):
+            comm.all_reduce(x)
+    assert sum(row.timed for row in comm.stats().calls) == 2
