@@ -39,12 +39,19 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
     CUDA_ERROR_ILLEGAL_INSTRUCTION = 715
     CUDA_ERROR_LAUNCH_FAILED = 719
+    CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
     CUDA_ERROR_UNKNOWN = 999
 
 
 # Faults of a kernel cost the process its context: every later call that needs one gives the same error.
 STICKY = {"CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "CUDA_ERROR_LAUNCH_FAILED"}
 _WITHOUT_CONTEXT = ("cuInit", "cuDevice", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchange")
+
+
+# CUDA refuses these in a thread of the global capture mode while any stream is captured, and the capture is lost.
+_NOT_IN_A_CAPTURE = {
+    "cuMemAlloc", "cuMemFree", "cuMemcpyDtoH", "cuMemcpyHtoD", "cuMemsetD8", "cuCtxSynchronize", "cuModuleLoadData"
+}  # fmt: skip
 
 
 class _Refused(Exception):
@@ -70,6 +77,8 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
                 self.sticky = failure
             if self.sticky and not name.startswith(_WITHOUT_CONTEXT):
                 return (CUresult[self.sticky],) + (None,)
+            if self.capturing and self.capture_mode == 0 and name in _NOT_IN_A_CAPTURE:
+                return (CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,) + (None,)
             # Popping reports earlier errors, but it pops.
             if failure and name != "cuCtxPopCurrent":
                 return (CUresult[failure],) + (None,)
@@ -116,7 +125,7 @@ class Bindings:
         self.sticky: str | None = None
         self.loses_writes_to_peers = False
         self.kernel_running = False
-        self.capture_mode = 0  # global
+        self.capture_mode, self.capturing = 0, False  # global
         self._initialised = False
         self._retained: Counter[int] = Counter()
         self._stack = threading.local()

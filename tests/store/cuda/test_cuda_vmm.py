@@ -181,6 +181,14 @@ def test_the_oldest_supported_driver_shares_by_descriptors_and_has_no_switch(mon
     job.verify()
 
 
+def test_memory_that_one_rank_asks_for_in_a_capture_is_refused_on_all_ranks() -> None:
+    job = two_gpus(open_cuda)
+    job.drivers[1].process.capturing = True
+    outcomes = in_threads(job.size, job.open)
+    refused(outcomes, ResourceError, "rank 1: ", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
+    job.verify()
+
+
 def test_a_gpu_without_the_means_and_a_rank_that_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
     job = two_gpus(open_cuda)
     job.drivers[1].process.vmm.supported = False
