@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests import ranks
-from tests.c10d.bodies import nccl_backend_bodies as nccl
+from tests.core.bodies import torch_nccl_bodies as nccl
 from tests.fake_cuda import World
 from tests.kernels import fake_streams as fakes
 from tricomm import errors
