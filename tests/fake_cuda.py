@@ -53,7 +53,7 @@ class World:
             "device": self.device, "stream": self.stream, "current_stream": self.current_stream, "Event": event,
             "current_device": self.get_device, "device_count": lambda: self.devices, "Stream": self.new_stream,
             "is_current_stream_capturing": self.capturing, "synchronize": self.synchronize,
-            "is_available": lambda: True,
+            "is_available": lambda: True, "empty_cache": lambda: self.check_idle(self.get_device(), "empty_cache"),
         }  # fmt: skip
         private = {
             "_cuda_getDevice": self.get_device,
