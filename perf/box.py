@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-
-import msgspec
 
 from tricomm import Communicator
 from tricomm.errors import TricommError
@@ -47,12 +46,14 @@ def dumps(comm: Communicator) -> str:
     if comm.gpu is not None:  # a benchmark's group is made without NCCL
         routes = replace(routes, fallback=NCCL, missing="")
     facts = Box(comm.fingerprint, comm.options.arena_bytes, comm.most_blocks, comm.site.no_multicast, routes)
-    return msgspec.json.encode(facts).decode()
+    return json.dumps(asdict(facts))
 
 
 @lru_cache(maxsize=256)
 def loads(text: str) -> Box | None:
     """The facts in JSON `text`; None if it has none, or impossible ones."""
+    import msgspec  # not at the top: what runs from a plain checkout imports `dumps`
+
     try:
         box = msgspec.json.decode(text, type=Box)
         possible = 1 <= box.most_blocks <= layout.MAX_BLOCKS and box.fingerprint.world_size == box.routes.world_size

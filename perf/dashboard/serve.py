@@ -43,12 +43,12 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # a full queue costs the next client a second
 
     def __init__(
-        self, port: int, page: Callable[[], str], data: Callable[[], str], metrics: Callable[[], bytes],
+        self, port: int, page: Callable[[], bytes], data: Callable[[], bytes], metrics: Callable[[], bytes],
         connections: int = CONNECTIONS, each: int = EACH, seconds: float = SECONDS,
     ) -> None:  # fmt: skip
         self.answers: dict[str, tuple[str, Callable[[], bytes]]] = {
-            "/": (_HTML, lambda: page().encode()),
-            "/data": (_DATA, lambda: data().encode()),
+            "/": (_HTML, page),
+            "/data": (_DATA, data),
             "/metrics": (_METRICS, metrics),
         }
         self.seconds, self._most, self._each = seconds, connections, each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -98,9 +99,13 @@ def _serve(source: Any, port: int | None) -> None:
     from tricomm.perf.dashboard import render, serve
 
     wanted = serve.PORT if port is None else port
-    with serve.Server(
-        wanted, lambda: render.page(source.packed(), serve.RENEW), source.packed, source.metrics
-    ) as server:
+
+    @lru_cache(maxsize=1)  # several MB, made once for the same data
+    def page(data: str) -> bytes:
+        return render.page(data, serve.RENEW).encode()
+
+    pages, data = lambda: page(source.packed()), lambda: source.packed().encode()
+    with serve.Server(wanted, pages, data, source.metrics) as server:
         render.page("")  # raises now, and not at the first request, if Plotly is missing
         click.echo(f"{server.url} until you press Ctrl-C")
         server.serve_forever()

@@ -255,7 +255,8 @@ def test_a_served_page_is_renewed(page: Page, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("TRICOMM_STATS_DIR", str(tmp_path / "live"))
     path = dashboard_data.written(tmp_path / "history.sqlite", [])
     source = Source(path, print)
-    with serve.Server(0, lambda: render.page(source.packed(), 0.3), source.packed, source.metrics) as server:
+    pages, data = lambda: render.page(source.packed(), 0.3).encode(), lambda: source.packed().encode()
+    with serve.Server(0, pages, data, source.metrics) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         try:

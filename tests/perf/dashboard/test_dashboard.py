@@ -112,7 +112,7 @@ def server() -> Iterator[serve.Server]:
     def broken() -> bytes:
         raise ResourceError("no client <here>")
 
-    with serve.Server(0, lambda: "<p>page</p>", lambda: "data", broken) as server:
+    with serve.Server(0, lambda: b"<p>page</p>", lambda: b"data", broken) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
@@ -149,7 +149,7 @@ def test_a_busy_port_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ResourceError, match=f"port {port} on 127.0.0.1: Address already in use; --port"):
-            serve.Server(port, str, str, bytes)
+            serve.Server(port, bytes, bytes, bytes)
         done = _dashboard("--serve", "--port", str(port))
     assert done.exit_code == 3 and f"port {port}" in done.output
 

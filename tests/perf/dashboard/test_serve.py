@@ -14,13 +14,13 @@ import pytest
 
 from tricomm.perf.dashboard import serve
 
-_BIG = "x" * (32 << 20)  # more than the buffers of a connection take
+_BIG = b"x" * (32 << 20)  # more than the buffers of a connection take
 
 
 @contextmanager
 def _served(connections: int = 4, seconds: float = 1.0, each: int = serve.EACH) -> Iterator[serve.Server]:
     limits = {"connections": connections, "each": each, "seconds": seconds}
-    with serve.Server(0, lambda: _BIG, lambda: "data", bytes, **limits) as server:  # type: ignore[arg-type]
+    with serve.Server(0, lambda: _BIG, lambda: b"data", bytes, **limits) as server:  # type: ignore[arg-type]
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield server
@@ -145,12 +145,12 @@ def test_many_clients_of_an_address_cost_those_of_others_nothing(each: int, stay
 def test_who_comes_while_all_places_are_at_work_is_told() -> None:
     go, at_work = threading.Event(), []
 
-    def page() -> str:
+    def page() -> bytes:
         at_work.append(1)
         go.wait(60)
-        return "page"
+        return b"page"
 
-    with serve.Server(0, page, lambda: "data", bytes, connections=2, seconds=5.0) as server, ExitStack() as stack:
+    with serve.Server(0, page, lambda: b"data", bytes, connections=2, seconds=5.0) as server, ExitStack() as stack:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         busy = [_connect(server, stack, _ASKS_FOR_THE_PAGE) for _ in range(2)]
         _until(lambda: len(at_work) == 2)
