@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.group import control_of, peer_addresses, rank_of, table_of
@@ -132,7 +133,7 @@ def signal(pointer, value, mask, RELEASE: tl.constexpr, PTX: tl.constexpr):
     """Store `value` (int64) into the peers' words at `pointer` (int64* tile), `.sys`; release or relaxed.
 
     Release publishes this thread's earlier accesses; a `tl.debug_barrier()` before it makes them the whole block's.
-    Pairs with `wait_equal` (acquire) on the peer.
+    Pairs with `acquire` on the peer; `set_flag` is the form for a kernel's own flags.
     """
     if PTX:
         asm: tl.constexpr = _RELEASE if RELEASE else _RELAXED
@@ -158,6 +159,48 @@ def acquire(pointer, mask, PTX: tl.constexpr):
     else:
         seen = tl.atomic_add(pointer, tl.zeros(pointer.shape, tl.int64), mask=mask, sem="acquire", scope="sys")
     return seen
+
+
+@triton.jit
+def set_flag(pointer, value):
+    """Store `value` into the int64 word at `pointer`, on any rank, after all earlier accesses of this block. Pairs with
+    `wait_flag` on the rank whose word it is. A word has one writer, which stores larger and larger values.
+    """
+    store_flag(pointer, value, cuda.num_threads(), True)
+
+
+@triton.jit
+def wait_flag(group, pointer, value):
+    """Wait until this rank's own int64 word at `pointer` is `value` or more. Returns the status. 0: all later accesses
+    of this block are ordered after the accesses before the `set_flag`. Not 0: a peer is gone or the time is up; the
+    kernel has to leave, and the host raises the error. `group` is `Communicator.group_table`.
+    """
+    return await_flag(group, pointer, value, cuda.num_threads(), True)
+
+
+@triton.jit
+def store_flag(pointer, value, LANES: tl.constexpr, PTX: tl.constexpr):
+    """`set_flag` of a block of LANES threads."""
+    tl.static_assert(pointer.dtype.element_ty == tl.int64, "a flag is an int64 word")
+    lane = tl.arange(0, LANES)
+    tl.debug_barrier()
+    signal(pointer + lane * 0, tl.zeros([LANES], tl.int64) + value, lane == 0, True, PTX)
+
+
+@triton.jit
+def await_flag(group, pointer, value, LANES: tl.constexpr, PTX: tl.constexpr):
+    """`wait_flag` of a block of LANES threads."""
+    tl.static_assert(pointer.dtype.element_ty == tl.int64, "a flag is an int64 word")
+    lane = tl.arange(0, LANES)
+    missing = 1
+    spins = 0
+    while missing == 1:
+        late = (lane == 0) & (acquire(pointer + lane * 0, lane == 0, PTX) < value)
+        missing = tl.max(late.to(tl.int32) | look(group, spins, late, PTX), axis=0)
+        spins += 1
+        pause(spins)
+    tl.debug_barrier()
+    return missing & 2
 
 
 @triton.jit
@@ -306,17 +349,6 @@ def read_epoch(group):
 
 
 @triton.jit
-def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
-    """Say that this launch runs: to the host, and to another launch of this communicator, in the busy word. That is a
-    strong store, because other threads may still read it; only the reading of the thread that stores it counts.
-    """
-    if tl.program_id(0) == 0:
-        tl.store(control_of(group) + STARTED, epoch)
-    lane = tl.arange(0, LANES)
-    signal(table_of(group) + BUSY + lane * 0, call + lane * 0, lane == 0, False, PTX)
-
-
-@triton.jit
 def enter(group, call):
     """Start of a launch: (epoch, owner). `owner` is the previous busy word: 0 unless another launch is running.
 
@@ -366,35 +398,3 @@ def finish(group, epoch, chunks, status):
             tl.store(table + BUSY, 0)
             tl.store(table + EPOCH, advance(epoch, chunks))
             tl.store(control_of(group) + ENDED, advance(epoch, chunks))
-
-
-@triton.jit
-def arrive(group, LANES: tl.constexpr):
-    """What `finish` does of a block's end, early: how many blocks of this launch came here before (int32 [LANES], in
-    lane 0), for `depart`. Once a block, behind all that it reads of mailboxes, headers, epoch and busy word.
-
-    A tile and not one number, which all threads would wait for: the answer comes while the block goes on.
-    """
-    lane = tl.arange(0, LANES)
-    before = tl.zeros([LANES], tl.int64)
-    tl.debug_barrier()  # the block's other threads have read the words that one stores
-    if tl.num_programs(0) > 1:
-        # acq_rel: the last arrival comes after what every other block has read.
-        at = table_of(group) + ARRIVALS + lane * 0
-        before = tl.atomic_add(at, before + 1, mask=lane == 0, sem="acq_rel", scope="gpu")
-    return before.to(tl.int32)
-
-
-@triton.jit
-def depart(group, epoch, chunks, before, LANES: tl.constexpr):
-    """End of a launch whose blocks have called `arrive`: the one that came last, and only it, advances the epoch."""
-    lane = tl.arange(0, LANES)
-    tl.debug_barrier()  # whichever threads store now, one has acquired before
-    last = (lane == 0) & (before == tl.num_programs(0) - 1)
-    table = table_of(group) + lane * 0
-    zeros = tl.zeros([LANES], tl.int64)
-    tl.store(table + ARRIVALS, zeros, mask=last)
-    tl.store(table + BUSY, zeros, mask=last)
-    later = zeros + advance(epoch, chunks)
-    tl.store(table + EPOCH, later, mask=last)
-    tl.store(control_of(group) + ENDED + lane * 0, later, mask=last)

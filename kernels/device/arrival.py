@@ -1,4 +1,4 @@
-"""LL: wait until words have arrived, and until they are safe to use.
+"""LL: wait until words have arrived, and until they are safe to use; tell the beginning and the end of a launch.
 
 One loop polls everything at once: the words of a tile, from several ranks; this block's header from every peer; and the
 busy word, which shows another launch of this communicator. All loads of a round are in flight together, and one
@@ -16,10 +16,24 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import table_of
+from tricomm.kernels.device.group import control_of, table_of
 from tricomm.kernels.device.halves import halves, joined
 from tricomm.kernels.device.planes import no_tile
-from tricomm.kernels.primitives import BUSY, LOW, acquire, look, pause, report_mismatch, report_overlap
+from tricomm.kernels.primitives import (
+    ARRIVALS,
+    BUSY,
+    ENDED,
+    EPOCH,
+    LOW,
+    STARTED,
+    acquire,
+    advance,
+    look,
+    pause,
+    report_mismatch,
+    report_overlap,
+    signal,
+)  # fmt: skip
 from tricomm.kernels.wide_words import plane_words, see_wide
 
 HEADERS = tl.constexpr(layout.HEADERS)
@@ -115,3 +129,46 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
     if (SPEC.LANES == 32) & (BLOCK > 32):
         tl.debug_barrier()
     return words, tl.minimum(code, 2)
+
+
+@triton.jit
+def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
+    """Say that this launch runs: to the host, and to another launch of this communicator, in the busy word. That is a
+    strong store, because other threads may still read it; only the reading of the thread that stores it counts.
+    """
+    if tl.program_id(0) == 0:
+        tl.store(control_of(group) + STARTED, epoch)
+    lane = tl.arange(0, LANES)
+    signal(table_of(group) + BUSY + lane * 0, call + lane * 0, lane == 0, False, PTX)
+
+
+@triton.jit
+def arrive(group, LANES: tl.constexpr):
+    """What `finish` does of a block's end, early: how many blocks of this launch came here before (int32 [LANES], in
+    lane 0), for `depart`. Once a block, behind all that it reads of mailboxes, headers, epoch and busy word.
+
+    A tile and not one number, which all threads would wait for: the answer comes while the block goes on.
+    """
+    lane = tl.arange(0, LANES)
+    before = tl.zeros([LANES], tl.int64)
+    tl.debug_barrier()  # the block's other threads have read the words that one stores
+    if tl.num_programs(0) > 1:
+        # acq_rel: the last arrival comes after what every other block has read.
+        at = table_of(group) + ARRIVALS + lane * 0
+        before = tl.atomic_add(at, before + 1, mask=lane == 0, sem="acq_rel", scope="gpu")
+    return before.to(tl.int32)
+
+
+@triton.jit
+def depart(group, epoch, chunks, before, LANES: tl.constexpr):
+    """End of a launch whose blocks have called `arrive`: the one that came last, and only it, advances the epoch."""
+    lane = tl.arange(0, LANES)
+    tl.debug_barrier()  # whichever threads store now, one has acquired before
+    last = (lane == 0) & (before == tl.num_programs(0) - 1)
+    table = table_of(group) + lane * 0
+    zeros = tl.zeros([LANES], tl.int64)
+    tl.store(table + ARRIVALS, zeros, mask=last)
+    tl.store(table + BUSY, zeros, mask=last)
+    later = zeros + advance(epoch, chunks)
+    tl.store(table + EPOCH, later, mask=last)
+    tl.store(control_of(group) + ENDED + lane * 0, later, mask=last)

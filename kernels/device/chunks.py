@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from tricomm.kernels.device.arrival import announce, depart
 from tricomm.kernels.device.group import RANK, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.push import open_epoch, synchronize
-from tricomm.kernels.primitives import advance, announce, depart, enter, finish, leave, read_epoch
+from tricomm.kernels.primitives import advance, enter, finish, leave, read_epoch
 
 
 class Chunk(NamedTuple):

@@ -38,7 +38,9 @@ _GIVEN_AWAY_SECONDS = 2e-4
 _lock = threading.RLock()
 _waiting: set[object] = set()  # one for each thread that waits for the interpreter
 _launched: set[object] = set()  # one for each launch that has begun and not ended: it needs the patches
-_current: tuple[Program, float] | None = None  # the running block, and the timeout of its launch for the interpreter
+# The running block, the timeout of its launch for the interpreter, and what it calls again and again.
+_Running = tuple["Program", float, Callable[[], None] | None]
+_current: _Running | None = None
 
 
 def supported() -> str | None:
@@ -66,13 +68,16 @@ def substitute(function: Any, python: Callable[..., Any]) -> None:
     triton_adapter.substitutes[function.fn] = python
 
 
-def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
+def interpret(
+    blocks: Sequence[Program], timeout: float = 600.0, interrupt: Callable[[], None] | None = None
+) -> None:  # fmt: skip
     """Run the `programs` of a launch, one after another.
+
+    `interrupt` is called at each access and each branch of the kernel; an error that it raises ends the launch.
 
     Raises `InvalidArgument` for a kernel that the interpreter cannot run; `CollectiveTimeout` if another thread of
     this process holds the interpreter for `timeout` seconds. Errors inside the kernel are raised unchanged.
     """
-    global _current
     nested = _held()  # by this thread itself: a signal handler runs a kernel in the middle of another one
     outer = _current if nested else None
     interrupts, launch = Interrupts(), object()
@@ -85,8 +90,7 @@ def interpret(blocks: Sequence[Program], timeout: float = 600.0) -> None:
             triton_adapter.patch()
         interrupts.let_through()
         for block in blocks:
-            _current = block, timeout
-            block.select()
+            _resume((block, timeout, interrupt))
             block()
         interrupts.raising = False
         _leave(launch, nested, outer)
@@ -104,9 +108,8 @@ def _held() -> bool:
     return bool(_lock._is_owned())  # type: ignore[attr-defined]
 
 
-def _leave(launch: object, nested: bool, outer: tuple[Program, float] | None) -> None:
+def _leave(launch: object, nested: bool, outer: _Running | None) -> None:
     """Give the interpreter back, if this launch has taken it, or to `outer`, in the middle of which it ran."""
-    global _current
     if nested:
         _resume(outer)
         return
@@ -116,16 +119,16 @@ def _leave(launch: object, nested: bool, outer: tuple[Program, float] | None) ->
         return
     if not _launched:
         triton_adapter.restore()
-    _current = None  # it would keep the tensors of a launch alive
+    _resume(None)  # it would keep the tensors of a launch alive
     while _held():
         _lock.release()
 
 
-def _resume(block: tuple[Program, float] | None) -> None:
+def _resume(running: _Running | None) -> None:
     global _current
-    _current = block
-    if block is not None:
-        block[0].select()
+    _current, triton_adapter.interrupt = running, running[2] if running is not None else None
+    if running is not None:
+        running[0].select()
 
 
 def _give_way() -> bool:
@@ -134,7 +137,7 @@ def _give_way() -> bool:
     mine = _current
     if not _waiting or mine is None or not _held():
         return False
-    program, timeout = mine
+    program, timeout, _ = mine
     _lock.release()
     time.sleep(_GIVEN_AWAY_SECONDS)
     _take_lock(program.kernel.fn.__name__, timeout, lambda: None)
@@ -185,7 +188,7 @@ def engage(director: Director, timeout: float) -> None:
     """
     _take_lock("under a schedule", timeout, lambda: None)
     triton_adapter.patch()
-    triton_adapter.director = director
+    triton_adapter.director, triton_adapter.interrupt = director, None
 
 
 def disengage() -> None:
@@ -232,7 +235,7 @@ def _take_lock(name: str, timeout: float, meanwhile: Callable[[], None]) -> None
 def _after_fork() -> None:
     """In a child: another thread of the parent may have been interpreting; here no thread is."""
     global _lock
-    _lock, triton_adapter.director = threading.RLock(), None
+    _lock, triton_adapter.director, triton_adapter.interrupt = threading.RLock(), None, None
     _waiting.clear()
     _launched.clear()
     triton_adapter.restore()

@@ -29,7 +29,13 @@ class BoundKernel(Protocol):
     def __call__(self, x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None: ...
 
 
+_LANES = 1  # the interpreter has no threads
+
 interpreter.substitute(primitives.pause, triton_adapter.yield_to_others)
+interpreter.substitute(primitives.set_flag, lambda pointer, value: primitives.store_flag(pointer, value, _LANES, False))
+interpreter.substitute(
+    primitives.wait_flag, lambda group, pointer, value: primitives.await_flag(group, pointer, value, _LANES, False)
+)
 interpreter.substitute(wide_words.store_wide, interpreted_wide.store)
 interpreter.substitute(wide_words.load_wide, interpreted_wide.load)
 
@@ -40,17 +46,19 @@ _GPU_ONLY = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion
 def prepare(
     kernel: Any, grid: int | Sequence[int] | Callable[[dict[str, Any]], Any], args: Sequence[Any],
     constexprs: dict[str, Any], device: torch.device, timeout: float = 600.0,
+    interrupt: Callable[[], None] | None = None,
 ) -> Callable[[], None]:  # fmt: skip
     """Check a launch and return a function that runs it; raises `InvalidArgument` if grid or arguments do not fit.
 
     `constexprs` may hold launch options such as `num_warps`, which the interpreter ignores. The returned function
-    enqueues on the current stream of a GPU; on a CPU it returns when all blocks have run.
+    enqueues on the current stream of a GPU; on a CPU it returns when all blocks have run, or when `interrupt`, which it
+    calls at each access and branch, has raised an error.
     """
     if device.type == "cuda":
         size = grid_size(grid, constexprs)
         return lambda: _compiled(kernel, size, args, constexprs, device)
     blocks = programs(kernel, grid, args, constexprs)
-    return lambda: interpreter.interpret(blocks, timeout)
+    return lambda: interpreter.interpret(blocks, timeout, interrupt)
 
 
 def bind(

@@ -31,6 +31,7 @@ _JITTED = (JITFunction, *([_triton.InterpretedFunction] if hasattr(_triton, "Int
 
 director: Director | None = None
 give_way: Callable[[], bool] | None = None  # set by the interpreter: lets another thread's kernel run
+interrupt: Callable[[], None] | None = None  # set by the interpreter: what it raises ends the running kernel
 observers: list[Observer] = []
 substitutes: dict[Any, Callable[..., Any]] = {}
 patches: list[tuple[Any, str, Any, Any]] = []
@@ -172,6 +173,7 @@ def _collect() -> None:
         changes = [
             (owner, name, old, triton_shortcuts.direct(getattr(owner, name))) for owner, name, old in first.values()
         ]
+        changes.append((tl.core.tensor, "__bool__", _MISSING, _decided(tl.core.tensor.__bool__)))
         scope.restore()
     except BaseException:
         if scope is not None:
@@ -275,7 +277,20 @@ def _accessed(
     return done[-1] if done else None
 
 
+def _decided(original: Callable[..., bool]) -> Callable[..., bool]:
+    """A branch, or a round of a loop, of a kernel. A loop that waits for another rank may never end by itself."""
+
+    def decided(self: Any) -> bool:
+        if interrupt is not None:
+            interrupt()
+        return original(self)
+
+    return decided
+
+
 def _unobserved() -> bool:
+    if interrupt is not None:
+        interrupt()
     return director is None and not observers
 
 

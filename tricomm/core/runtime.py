@@ -38,7 +38,7 @@ class Runtime(Protocol):
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
-        timeout: float,
+        timeout: float, interrupt: Callable[[], None] | None = None,
     ) -> Callable[[], None]:  # fmt: skip
         """See `kernel_launch.prepare`."""
 

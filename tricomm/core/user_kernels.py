@@ -101,8 +101,9 @@ class UserKernels:
 
         Positional arguments are runtime values (tensors, tuples of tensors, numbers), keywords constexprs and launch
         options. `grid` is a number, a tuple of up to three, or a function of the constexprs. On a CPU the kernel is
-        interpreted and has run on return. Waits that use `primitives` end when a peer is gone or the time is up; this
-        call then raises the fault (on a GPU the next call or `synchronize()` does).
+        interpreted and has run on return; when a peer is gone or the time is up, it is ended wherever it is, and this
+        call raises the fault. On a GPU the next call or `synchronize()` raises it, and only waits that use `primitives`
+        end: a kernel that polls by its own loads runs until its process ends.
 
         Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
         """
@@ -110,7 +111,8 @@ class UserKernels:
         self._faults.check_usable()
         if not triton_adapter.is_kernel(kernel):
             raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
-        run = group.runtime.prepare(kernel, grid, args, constexprs, group.device, group.timeout)
+        device, limit = group.device, group.timeout
+        run = group.runtime.prepare(kernel, grid, args, constexprs, device, limit, self._faults.check)
         launcher.captured |= group.gpu is not None and group.gpu.capturing()
         with launcher.held(), self._monitor.user_call(group.gpu):
             launcher.run(run)

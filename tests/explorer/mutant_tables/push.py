@@ -51,7 +51,7 @@ _SIGNAL_ONLY = """\
             else:
                 status = synchronize(ahead, 0, SPEC)
         number"""
-_IMPORT = "from tricomm.kernels.primitives import advance, announce, depart, enter, finish, leave, read_epoch"
+_IMPORT = "from tricomm.kernels.primitives import advance, enter, finish, leave, read_epoch"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half\n        words"
 _BARRIER = "        status = barrier(group, epoch, call, PHASE, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX, SPEC.SWITCH)\n"

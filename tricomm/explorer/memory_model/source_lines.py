@@ -15,7 +15,14 @@ import torch
 import triton
 
 from tricomm import kernels
-from tricomm.kernels.launch import interpreted_wide, interpreter, memory_access, triton_adapter, triton_shortcuts
+from tricomm.kernels.launch import (
+    interpreted_wide,
+    interpreter,
+    kernel_launch,
+    memory_access,
+    triton_adapter,
+    triton_shortcuts,
+)  # fmt: skip
 
 # An environment may be reached through a symbolic link; code then names the files by that link.
 _HIDDEN = tuple(
@@ -24,7 +31,7 @@ _HIDDEN = tuple(
     for path in (Path(m.__file__ or ""), Path(m.__file__ or "").resolve())
 ) + tuple(
     str(Path(m.__file__ or ""))
-    for m in (memory_access, triton_adapter, triton_shortcuts, interpreter, interpreted_wide)
+    for m in (memory_access, triton_adapter, triton_shortcuts, interpreter, interpreted_wide, kernel_launch)
 )
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _HERE = str(Path(__file__).parent)

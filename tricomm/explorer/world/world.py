@@ -303,7 +303,7 @@ class RankRuntime:
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
-        timeout: float,
+        timeout: float, interrupt: Callable[[], None] | None = None,
     ) -> Callable[[], None]:  # fmt: skip
         blocks = kernel_launch.programs(kernel, grid, args, constexprs)
         private = [_region(self._rank, tensor) for tensor in _tensors(args) if tensor.numel()]
