@@ -177,7 +177,7 @@ def test_every_finding_has_a_row_and_every_test_that_it_names_exists():
     ("old", "new", "words"),
     [
         ("| C5 |", "| X5 |", "C5 has no row"),
-        ("test_uneven.py::test_on_a_gpu", "test_uneven.py::test_on_gpus", "C8: there is no tests/core/test_uneven"),
+        ("test_uneven_gpu.py::test_on_a_gpu", "test_uneven_gpu.py::test_on_gpus", "C8: there is no tests/gpu"),
         ("store/test_host_words.py", "store/test_words.py", "C2: there is no tests/store/test_words.py"),
     ],
 )  # fmt: skip

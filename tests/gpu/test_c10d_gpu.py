@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.c10d.bodies import gpu_bodies as bodies
+from tests.gpu import c10d_bodies as bodies
 
 NCCL = torch.cuda.nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else (0,)
 pytestmark = [

@@ -15,7 +15,7 @@ import torch
 
 import tricomm
 from tests import ranks
-from tests.gpu_limits import within
+from tests.gpu.gpu_limits import within
 from tricomm.kernels import layout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests import gpu_limits, ranks
+from tests import ranks
+from tests.gpu import gpu_limits
 
 
 @pytest.mark.parametrize("slowest", [0.001, 0.25])

@@ -9,11 +9,10 @@ import torch
 
 import tricomm
 from tests import ranks
-from tests.gpu_limits import within
+from tests.gpu.gpu_limits import within
 from tests.kernels.arenas import expected, inputs, poisoned
 from tests.marks import compiles
 from tricomm.kernels.collectives import registry
-from tricomm.perf.evidence.stages import processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -67,6 +66,9 @@ def test_processes_over_cuda_ipc(url, monkeypatch):
 @pytest.mark.parametrize("task", ["fused", "memory"])
 def test_tasks_of_the_evidence_kit(task):
     """Fused calls; users' own tensors, and memory that is given back and taken again under a graph."""
+    pytest.importorskip("msgspec")
+    from tricomm.perf.evidence.stages import processes
+
     asked = {"tasks": [task], "kernel": task, "dry_run": False}
     assert processes.run(asked, 2)["kind"] == "cuda_vmm"
 
