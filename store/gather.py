@@ -120,10 +120,11 @@ class Gathering:
         """A record of this rank in this generation."""
         return StoreRecord(self.rank, self.world_size, self.generation, self.nonce, body)
 
-    def earlier(self, what: str, kind: type[B], generation: int) -> StoreRecord[B] | None:
-        """The record that a process of this rank wrote in an earlier `generation`, if there is one."""
-        data = self.store.read(self.key(what, self.rank, generation))
-        return records.parse(data, kind, generation, self.rank, self._token) if data else None
+    def earlier(self, what: str, kind: type[B], generation: int, rank: int | None = None) -> StoreRecord[B] | None:
+        """The record that a process of `rank` (None: this one) has written in `generation`, if there is one."""
+        rank = self.rank if rank is None else rank
+        data = self.store.read(self.key(what, rank, generation))
+        return records.parse(data, kind, generation, rank, self._token) if data else None
 
     def counter(self, rank: int) -> str:
         return f"{self._keys}/{rank}/generation"

@@ -156,6 +156,23 @@ class _Handshake:
                 f"rank {self._rank} is not in 0..{self._world_size - 1}: give each rank its own number"
             )
         self._gathering.begin()
+        while self._is_over():
+            self._gathering.begin()
+
+    def _is_over(self) -> bool:
+        """Whether processes that have ended were in this generation, with one of this rank that came before this one.
+
+        It is so if a process of this rank ended before it began: then ranks have begun a different number of times, and
+        would never be in the same generation again.
+        """
+        generation = self._gathering.generation
+        if generation == 1 or self._claimant(generation - 1) is not None:
+            return False
+        return any(self._has_ended(rank) for rank in range(self._world_size) if rank != self._rank)
+
+    def _has_ended(self, rank: int) -> bool:
+        record = self._gathering.earlier(_WHAT, RankRecord, self._gathering.generation, rank)
+        return record is not None and not _runs(record.body)
 
     def _current_generation(self) -> int:
         """The handshake that rank 0 is in or will enter next; a process with an impossible rank makes that one fail."""

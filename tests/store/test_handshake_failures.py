@@ -307,3 +307,15 @@ def test_the_group_works_on_when_the_server_dies():
             os.kill(server.pids[0], signal.SIGKILL)
             for outcome in group.results():
                 assert outcome.value == [[b"%d" % step] * 2 for step in range(20)], outcome.text
+
+
+def test_ranks_meet_again_after_one_ended_before_it_began(tmp_path):
+    """Ranks have then begun a different number of times. Over a store that outlives them they meet at the third try."""
+    with ranks.start(1, serve) as server:
+        url = f"tcp://127.0.0.1:{server.message(0)}"
+        meetings = []
+        for present, timeout in (([0], 1.0), ([0, 1], 2.0), ([0, 1], 20.0)):
+            claims = [{"rank": rank, "world": 2} for rank in present]
+            with ranks.start(len(claims), connect_as, url, claims, timeout) as group:
+                meetings.append([name for name, _, _ in results(group)])
+    assert meetings[0] == ["RendezvousError"] and meetings[2] == ["ok", "ok"], meetings
