@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import torch
@@ -132,7 +134,35 @@ def backward(group: Any, turn: Turn) -> Pairs:
     return [(layer.weight.grad, grad) for layer, grad in zip(layers, want, strict=True)]
 
 
+def in_callbacks(group: Any, turn: Turn) -> Pairs:
+    """Calls of one shape, which the program and callbacks make; a rank may attach the callbacks late, or run them
+    slowly."""
+    parts = [turn.parts((turn.count(),), torch.float32, 0)]
+    parts += [turn.parts(tuple(parts[0][0].shape), torch.float32, which) for which in range(1, 5)]
+    xs = [p[turn.rank].clone() for p in parts]
+    alone = random.Random(turn.number * 16 + turn.rank)
+    late, slow = alone.random() < 0.5, alone.random() * 0.02
+
+    def call(which: int) -> Any:
+        def callback(future: Any) -> None:
+            time.sleep(slow)
+            dist.all_reduce(xs[which])
+
+        return callback
+
+    first, second = (dist.all_reduce(x, async_op=True) for x in xs[:2])
+    if late:
+        second.wait()
+    chain = first.get_future().then(call(2)).then(call(3))
+    both = torch.futures.collect_all([second.get_future(), first.get_future()]).then(call(4))
+    for future in (chain, both):
+        future.wait()
+    for work in (first, second):
+        work.wait()
+    return [(x, sums(p, "sum")) for x, p in zip(xs, parts, strict=True)]
+
+
 CALLS: tuple[Call, ...] = (
     all_reduce, several_at_once, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, messages,
-    backward, barrier,
+    backward, barrier, in_callbacks,
 )  # fmt: skip

@@ -101,10 +101,14 @@ class OnC10d:
         os.environ["TRICOMM_CPU"] = where.route
         os.environ["TRICOMM_ARENA_BYTES"] = str(256 * 1024)
         self._store, limit = where.store(where.timeout), timedelta(seconds=where.timeout)
-        dist.init_process_group(
-            "tricomm", store=self._store, rank=where.rank, world_size=where.world_size, timeout=limit,
-            pg_options=where.options(),
-        )  # fmt: skip
+        for turn in range(2):  # made again over the same store
+            dist.init_process_group(
+                "tricomm", store=self._store, rank=where.rank, world_size=where.world_size, timeout=limit,
+                pg_options=where.options(),
+            )  # fmt: skip
+            if turn == 0:
+                dist.all_reduce(torch.ones(3))
+                dist.destroy_process_group()
         self._parts = [
             dist.new_group(ranks, timeout=limit, pg_options=where.options()) for ranks in halves(where.world_size)
         ]
