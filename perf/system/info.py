@@ -223,7 +223,7 @@ def _ranges_of(collective: str, site: SelectionFacts) -> list[dict[str, Any]]:
 
 def _site(world_size: int) -> SelectionFacts:
     """The facts that selection would have in a communicator of the first `world_size` devices."""
-    kind, device, topology, no_multicast = "cpu", torch.device("cpu"), None, "there is no GPU"
+    kind, device, topology, no_multicast = "cpu", torch.device("cpu"), None, ""
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         kind, device, topology = f"sm_{major}{minor}", torch.device("cuda"), discovery.read().topology

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,11 +49,14 @@ def test_the_whole_table() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "sm_70", "sm_90"])
-def test_ranges_are_what_is_selected(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tuned", [False, True])
+def test_ranges_are_what_is_selected(device: str, tuned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends of each range, in the middle of it, and one byte beyond it."""
+    rows = (TableRow("all_reduce", 8, 5000, "two_shot", "simple", min_bytes=2000),) if tuned else ()
 
     def site(world_size: int) -> SelectionFacts:
-        return SelectionFacts(device, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
+        memory = layout.plan(world_size, 64 << 20)
+        return SelectionFacts(device, world_size, memory, layout.MAX_BLOCKS, tuned=rows, tuned_name="tuned")
 
     monkeypatch.setattr(info, "_site", site)
     result = info._ranges()
@@ -66,7 +70,19 @@ def test_ranges_are_what_is_selected(device: str, monkeypatch: pytest.MonkeyPatc
             assert one["to"] is None
         else:
             assert other["from"] == one["to"] + 1
-    assert len(info_table.ranges(result)) <= 20  # none is cut
+    assert tuned is ({(row["from"], row["to"]) for row in result if row["table"] == "tuned"} == {(2000, 5000)})
+    assert len(info_table.ranges(result)) <= 20 + 2 * tuned  # none is cut
+
+
+@pytest.mark.parametrize("refusal", ["", "there is no fabric manager"])
+def test_selection_of_gpus_knows_whether_there_is_a_switch(refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = {"is_available": True, "get_device_capability": (9, 0), "device_count": 8, "get_device_name": "a GPU"}
+    for name, answer in answers.items():
+        monkeypatch.setattr(info.torch.cuda, name, lambda *device, answer=answer: answer)
+    monkeypatch.setattr(info.discovery, "read", lambda: SimpleNamespace(topology=None))
+    monkeypatch.setattr(info, "no_multicast_expected", lambda gpus: refusal)
+    through_switch = selection.choose(info._site(8), "all_reduce", 16 << 20).algorithm == "multicast"
+    assert info._site(8).no_multicast == refusal and through_switch is (refusal == "")
 
 
 def test_a_table_of_many_rows_is_cut_with_a_word() -> None:
