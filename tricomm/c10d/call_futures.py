@@ -49,7 +49,7 @@ def told(error: BaseException) -> None:
 
 @dataclass(eq=False)
 class Origin:
-    """A callback: that of the call `work` (a `PendingWork`), at `place` among its callbacks.
+    """A callback of the call `work` (a `PendingWork`), at `place` among the call's callbacks.
 
     `lines` are the calls that it makes.
     """
@@ -79,7 +79,7 @@ def _running(origin: Origin) -> Iterator[None]:
 
 
 class _Modes:
-    """The thread-local modes of torch that a callback finds: those of the thread that attached it."""
+    """The thread-local modes of torch in the thread that attaches a callback; the callback runs in them."""
 
     def __init__(self) -> None:
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
@@ -168,7 +168,7 @@ class CallFuture(Future[Any]):
         super().set_result(result)
 
     def complete_by(self, call: Callable[[], Any]) -> None:
-        """Complete the future with what `call` returns or raises."""
+        """Complete the future with the result or the error of `call`."""
         try:
             result, error = call(), None
         except Exception as failure:
@@ -217,8 +217,10 @@ class CallFuture(Future[Any]):
         return bool(self._callbacks)
 
     def run_callbacks(self) -> None:
-        """Run the callbacks that no other thread has begun, each on a thread of its own: one may wait for what another
-        one does. The future is complete."""
+        """Run the callbacks that no other thread has begun, each on its own thread, because one may wait for another.
+
+        The future is complete.
+        """
         while True:
             try:
                 callback = self._callbacks.popleft()

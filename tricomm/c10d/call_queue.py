@@ -11,8 +11,8 @@ waits for another, so it does not matter when a callback is attached, on which t
 The name of a call ("2/1/1") follows from the program alone. Ranks match calls by it: a line has a tag for its messages,
 and each record on it carries line and number. `docs/c10d.md` has the rule, `devtools.call_order_model` its proof.
 
-A thread runs the calls of a line as long as there are any. If a call has callbacks, another thread goes on with the
-line, because a callback may wait for a later call. Nothing here takes a lock: an interrupt in the caller's thread could
+A thread runs the calls of a line as long as there are any. If a call has callbacks, another thread takes over the line,
+because a callback may wait for a later call. Nothing here takes a lock: an interrupt in the caller's thread could
 leave it taken.
 """
 
@@ -107,7 +107,7 @@ class Line:
             _busy.discard(busy)
 
     def _next(self) -> _QueuedCall | None:
-        """The next call; if there is none, this thread gives the line back."""
+        """The next call; if there is none, this thread returns the line."""
         while True:
             try:
                 return self._calls.popleft()
@@ -122,8 +122,8 @@ class Line:
             return None
 
     def _hand_over(self) -> bool:
-        """Let another thread go on with the line. False if none can be started: then this one goes on, and the
-        callbacks come after the calls in the queue."""
+        """Let another thread go on with the line. False if none can be started: then this one continues,
+        and runs the callbacks after the calls in the queue."""
         if not self._calls:
             self._idle.append(True)
             try:

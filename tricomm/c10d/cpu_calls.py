@@ -2,8 +2,8 @@
 
     CpuCalls.run -> CallQueue -> worker thread: compare -> the kernels, or messages over the group's connections
 
-A call that a callback makes goes by messages, also if the kernels run the program's calls: the order in which messages
-arrive does not matter, and the order in which callbacks run may differ between ranks.
+Messages carry the calls of callbacks, also if the kernels run the program's calls: callbacks may run in a different
+order on each rank, and the order in which messages arrive does not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Owner(Protocol):
     """The part of a `Dispatcher` that its calls use. Only a call holds it: a circle of references would keep a dropped
     group's connections open.
 
-    run_by_kernels  runs a call by the kernels if it goes to them; returns whether it has
+    run_by_kernels  runs a call by the kernels if they cover it; returns whether they do
     check_usable    raises if the group is closed or lost
     interrupted     gives the group up
     """

@@ -47,7 +47,7 @@ class CallContext:
     """The context of one call over the connections: its `deadline` (of `time.monotonic()`), and `what` describes it.
 
     Messages have the tag of the call's line, so calls of several lines may be in flight. `inputs` are the ranks'
-    inputs, if they came with the records.
+    inputs, if the records contained them.
     """
 
     transport: Transport
