@@ -133,6 +133,8 @@ def batches(rank, world_size, tell, url):
         fake = over_nccl(group)
         for call in range(3):
             ops, out, want = ring(group, call)
+            for op in ops:
+                op.group = group if call else None  # the default group
             works = dist.batch_isend_irecv(ops)
             assert len(works) == 1, "one handle for NCCL's group, as of torch's own groups"
             works[0].wait()
