@@ -20,6 +20,7 @@ from tests.fake_cuda import World
 from tests.kernels import fake_streams as fakes
 from tricomm import errors
 from tricomm.c10d import streams, work_handles
+from tricomm.c10d.fallback_backends import CallBlock
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork
 from tricomm.gpu import Gpu
@@ -322,3 +323,20 @@ def test_a_call_for_which_nccl_has_no_handle_is_left_out():
     work.synchronize()
     assert work.wait() and work.is_completed() and work.is_success() and work.exception() is None
     assert [future.value() for future in work.get_future().wait()] == [[1]]
+
+
+@pytest.mark.parametrize("two_levels", [False, True])
+def test_over_nodes_only_messages_are_a_group_because_kernels_need_nccls_results(two_levels):
+    log = []
+    backend = SimpleNamespace(
+        supports_coalescing=True,
+        _start_coalescing=lambda: log.append("start"),
+        _end_coalescing=lambda: log.append("end"),
+    )
+    block = CallBlock(two_levels)
+    block.begin()
+    assert block.entered(backend) is backend
+    block.end()
+    assert log == ([] if two_levels else ["start", "end"])
+    log.clear()
+    assert block.together(lambda: [block.entered(backend)]) == [backend] and log == ["start", "end"]
