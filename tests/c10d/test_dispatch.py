@@ -82,7 +82,7 @@ def member(node=b"n" * 16, flags=0b1111, pid=1):
 )
 def test_one_conclusion_of_what_all_ranks_say(said, nodes, cpu, cuda, check):
     for order in (said, said[::-1]):
-        agreed = capabilities._conclude(order)
+        agreed = capabilities._conclude(order, None)
         assert (agreed.nodes, agreed.check) == (nodes, check)
         assert (agreed.no_kernels["cpu"] is None, agreed.no_kernels["cuda"] is None) == (cpu, cuda)
 
