@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from tests.c10d.bodies.groups import default_group, poisoned, same
 from tests.soak.calls import Pairs
 from tests.soak.fuzz_calls import KINDS, Turn
 
-CALLBACKS = ("none", "early", "late", "all")
+CALLBACKS = ("none", "early", "late", "after", "all")  # late: when other calls have been made; after: after the wait
 OUTSTANDING = 12  # works that wait for their `wait` at once
 DEPTH = 2  # callbacks inside of callbacks
 LIMIT = 60.0  # seconds of a call
@@ -38,19 +39,27 @@ class Fuzz:
 
     def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: str, inject: str) -> None:
         self._rank, self._groups, self._seed, self._inject = rank, groups, seed, inject
-        self._attach = {"none": (), "all": ("early", "late")}.get(callbacks, (callbacks,))
+        self._attach = {"none": (), "all": ("early", "late", "after")}.get(callbacks, (callbacks,))
         self._delays = random.Random(f"{seed} delays of {rank}")
         self._lock = threading.Lock()
         self._pending: list[tuple[str, Any, Pairs]] = []
+        self._late: list[tuple[int, Callable[[], None]]] = []
         self.calls: Counter[str] = Counter()
         self.wrong: list[str] = []
 
     def play(self, calls: int) -> None:
+        group, members = self._groups[0]
         for number in itertools.count():
             if number % 50 == 0 and self._all_have(calls):
                 break
             choices = random.Random(f"{self._seed} {number}")
-            group, members = choices.choice(self._groups)
+            if choices.random() < 0.3:  # else another call of the same group, which may be in flight
+                group, members = choices.choice(self._groups)
+            for due, attach in list(self._late):
+                if due <= number:
+                    self._late.remove((due, attach))
+                    self.pause(0.3)  # on some ranks the call is over by now
+                    attach()
             if self._rank in members and not (self._inject == "skip" and number == 40 and self._rank == 1):
                 self._call(group, members, (number,))
             while self._delays.random() < 0.2 or len(self._pending) > OUTSTANDING:
@@ -58,6 +67,8 @@ class Fuzz:
                     break
             if self.wrong:
                 return
+        for _, attach in self._late:
+            attach()
         while self._wait_for_one():
             pass
 
@@ -67,10 +78,10 @@ class Fuzz:
         dist.all_reduce(made, dist.ReduceOp.MIN)
         return bool(made.item() >= calls)
 
-    def pause(self) -> None:
+    def pause(self, often: float = 0.03) -> None:
         chance = self._delays.random()
-        if chance < 0.05:
-            time.sleep(self._delays.random() * (0.03 if chance < 0.003 else 0.002))
+        if chance < 2 * often:
+            time.sleep(self._delays.random() * (0.02 if chance < often else 0.002))
 
     def _call(self, group: Any, members: list[int], path: tuple[int, ...]) -> None:
         """Make the call of `path`. If it is asynchronous, `play` waits for it."""
@@ -82,20 +93,31 @@ class Fuzz:
             self.calls[kind.__name__] += 1
             if self._inject == "wrong" and self._rank == 1 and sum(self.calls.values()) > 30 and made.pairs:
                 made.pairs.append((made.pairs[0][0], poisoned((1,))))
-        how = turn.choices.choice(("sync", "async", *(self._attach if made.future and len(path) <= DEPTH else ())))
-        self.pause()
+        attached = self._attach if made.future and len(path) <= DEPTH else ()
+        how = turn.choices.choice(("sync", "async", "async", *attached))
+        self.pause(0.2 if how == "late" else 0.03)
         if how == "sync":
             made.start(False)
             self._compare(name, made.pairs)
             return
         work = made.start(True)
-        if how in ("early", "late"):
-            work = self._with_children(how, work, turn, (name, made.pairs))
-        with self._lock:
-            self._pending.append((name, work, made.pairs))
+        if how == "late" and len(path) == 1:
+            due = path[0] + turn.choices.choice((2, 2, 3, 5))
+            self._late.append((due, lambda: self._keep(name, self._with_children(work, turn, (name, made.pairs)), [])))
+            return
+        if how == "after":
+            work.wait()
+        if how in ("early", "late", "after"):
+            self.pause()
+            work = self._with_children(work, turn, (name, made.pairs))
+        self._keep(name, work, made.pairs)
 
-    def _with_children(self, how: str, work: Any, turn: Turn, parent: tuple[str, Pairs]) -> Any:
-        """The future of a callback that makes calls; attached at once, or when the work is over on this rank."""
+    def _keep(self, name: str, work: Any, pairs: Pairs) -> None:
+        with self._lock:
+            self._pending.append((name, work, pairs))
+
+    def _with_children(self, work: Any, turn: Turn, parent: tuple[str, Pairs]) -> Any:
+        """The future of a callback that makes calls."""
         children = turn.choices.choice((1, 1, 2, 3))
 
         def callback(future: Any) -> None:
@@ -105,9 +127,6 @@ class Fuzz:
                 self.pause()
                 self._call(turn.group, turn.members, (*turn.path, child))
 
-        if how == "late":
-            work.wait()
-        self.pause()
         future = work if isinstance(work, torch.futures.Future) else work.get_future()  # a coalesced call's is one
         return future.then(callback)
 
