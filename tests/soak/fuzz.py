@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.c10d.bodies.groups import default_group, poisoned, same
 from tests.soak.calls import Pairs
-from tests.soak.fuzz_calls import KINDS, Turn
+from tests.soak.fuzz_calls import KINDS, Turn, manager
 
 CALLBACKS = ("none", "early", "late", "after", "all")  # late: when other calls have been made; after: after the wait
 OUTSTANDING = 12  # works that wait for their `wait` at once
@@ -40,6 +41,8 @@ class Fuzz:
     def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: str, inject: str) -> None:
         self._rank, self._groups, self._seed, self._inject = rank, groups, seed, inject
         self._attach = {"none": (), "all": ("early", "late", "after")}.get(callbacks, (callbacks,))
+        # torch's manager is not thread-safe: it takes the calls of a group's callbacks, too.
+        self._kinds = [kind for kind in KINDS if not self._attach or kind is not manager]
         self._delays = random.Random(f"{seed} delays of {rank}")
         self._lock = threading.Lock()
         self._pending: list[tuple[str, Any, Pairs]] = []
@@ -86,7 +89,7 @@ class Fuzz:
     def _call(self, group: Any, members: list[int], path: tuple[int, ...]) -> None:
         """Make the call of `path`. If it is asynchronous, `play` waits for it."""
         turn = Turn(group, members, members.index(self._rank), path, self._seed)
-        kind = turn.choices.choice(KINDS)
+        kind = turn.choices.choice(self._kinds)
         made = kind(turn)
         name = f"{kind.__name__} {path} of {members}"
         with self._lock:
@@ -155,10 +158,11 @@ def body(
     """A rank's calls by kind, and its wrong results and errors."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with default_group(rank, world_size, url, route, timeout=5.0 if inject else LIMIT):
+    limit = 5.0 if inject else LIMIT
+    with default_group(rank, world_size, url, route, timeout=limit):
         everyone = list(range(world_size))
         asked = [everyone, everyone, *(list(pair) for pair in itertools.combinations(everyone, 2))]
-        groups = [(dist.new_group(members), members) for members in asked]
+        groups = [(dist.new_group(members, timedelta(seconds=limit)), members) for members in asked]
         fuzz = Fuzz(rank, [(dist.group.WORLD, everyone), *groups], seed, callbacks, inject)
         try:
             fuzz.play(calls)
