@@ -41,7 +41,7 @@ class Fuzz:
     def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: str, inject: str) -> None:
         self._rank, self._groups, self._seed, self._inject = rank, groups, seed, inject
         self._attach = {"none": (), "all": ("early", "late", "after")}.get(callbacks, (callbacks,))
-        # torch's manager is not thread-safe: it takes the calls of a group's callbacks, too.
+        # torch's manager is not thread-safe: it also takes the calls of a group's callbacks.
         self._kinds = [kind for kind in KINDS if not self._attach or kind is not manager]
         self._delays = random.Random(f"{seed} delays of {rank}")
         self._lock = threading.Lock()

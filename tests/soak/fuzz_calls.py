@@ -195,7 +195,10 @@ def messages(t: Turn) -> Made:
 
     def start(async_op: bool) -> Any:
         if way == "batch":
-            ops = [dist.P2POp(dist.isend, x, following, t.group), dist.P2POp(dist.irecv, got, before, t.group)]
+            ops = [
+                dist.P2POp(dist.isend, x, following, t.group, t.number),
+                dist.P2POp(dist.irecv, got, before, t.group, t.number),
+            ]
             works = Works(dist.batch_isend_irecv(ops))
         else:
             source = None if way == "any source" else before
