@@ -328,5 +328,5 @@ def fails_early(rank, world_size, tell, url, backend, route):
     with default_group(rank, world_size, url, route, backend):
         for name, call in EARLY.items():
             found[name] = _caught(call), _total()
-        found["of one rank"] = _caught(_too_large) if rank == 1 else "RuntimeError", _total()
+        found["of one rank"] = _caught(_under_a_mode) if rank == 1 else "RuntimeError", _total()
     return found
