@@ -16,7 +16,7 @@ import resource
 import stat
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store import process
@@ -156,18 +156,38 @@ class Segment:
 
 
 def available_memory() -> int:
-    """Bytes that can still be allocated here: the machine's, or the container's if that is less."""
+    """Bytes that can still be allocated here: the machine's, or those of a control group if that is less.
+
+    Raises `ResourceError` without /proc, `OSError` if it cannot be read now."""
     free = MAX_NBYTES
-    for line in process.read("/proc/meminfo").splitlines():
-        if line.startswith(b"MemAvailable:"):
-            free = int(line.split()[1]) * 1024
     try:
-        limit = process.read("/sys/fs/cgroup/memory.max").strip()
-        if limit != b"max":
-            free = min(free, int(limit) - int(process.read("/sys/fs/cgroup/memory.current")))
-    except OSError:
-        pass  # no cgroup v2 here
+        for line in process.read("/proc/meminfo").splitlines():
+            if line.startswith(b"MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+        places = [place for line in process.read("/proc/self/cgroup").splitlines() for place in _memory_groups(line)]
+    except FileNotFoundError as error:
+        raise ResourceError(f"{error.filename} cannot be read: mount /proc in this container") from error
+    for folder, limit, used, reclaimable in places:
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError, ValueError):  # not visible, or no limit
+            left = int(process.read(f"{folder}/{limit}")) - int(process.read(f"{folder}/{used}"))
+            kept = dict(line.split() for line in process.read(f"{folder}/memory.stat").splitlines())
+            free = min(free, left + int(kept.get(reclaimable, 0)))
     return max(free, 0)
+
+
+def _memory_groups(line: bytes) -> Iterator[tuple[str, str, str, bytes]]:
+    """The control groups that limit the memory of this process, by a line of /proc/self/cgroup: its own and those
+    around it. Of each the folder, and the names of its limit, of its use, and of the part that is cached files."""
+    _, controllers, path = line.decode(errors="surrogateescape").split(":", 2)
+    if controllers == "":
+        names = "/sys/fs/cgroup", "memory.max", "memory.current", b"inactive_file"
+    elif "memory" in controllers.split(","):
+        names = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", b"total_inactive_file"
+    else:
+        return
+    parts = [part for part in path.split("/") if part not in ("", "..")]  # "..": outside of this cgroup namespace
+    for depth in range(len(parts), -1, -1):
+        yield "/".join([names[0], *parts[:depth]]), *names[1:]
 
 
 def _memfd(name: str) -> int:
