@@ -368,10 +368,9 @@ def _check_folder(folder: str, rank: int) -> None:
 
 
 def _remove(folder: str) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(f"{folder}/{_SOCKET}")
-    with suppress(FileNotFoundError):
-        os.rmdir(folder)
+    for remove, path in ((os.unlink, f"{folder}/{_SOCKET}"), (os.rmdir, folder)):
+        with suppress(OSError):  # gone, or a file system keeps something there: NFS does for an open socket
+            remove(path)
 
 
 @cache

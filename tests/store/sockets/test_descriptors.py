@@ -352,6 +352,19 @@ def test_what_a_killed_job_leaves_the_next_one_removes(folder):
         (folder / foreign).rmdir()  # not ours, so it is there
 
 
+def test_a_foreign_file_in_its_directory_does_not_disturb(folder):
+    """As NFS leaves one in the place of a file that is removed while it is open."""
+    passing = DescriptorSocket()
+    passing.bind()
+    [made] = os.listdir(folder)
+    foreign = folder / made / ".nfs0000"
+    foreign.touch()
+    passing.close()
+    assert os.listdir(folder / made) == [foreign.name]
+    foreign.unlink()
+    foreign.parent.rmdir()
+
+
 @pytest.mark.parametrize("locked", [True, False])
 def test_a_directory_in_use_is_not_removed(locked, folder, monkeypatch):
     """Its lock says that it is in use; without locks it would be removed."""
