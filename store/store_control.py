@@ -9,6 +9,7 @@ The Store stays in use for everything that the ranks have to agree on.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import struct
@@ -47,7 +48,8 @@ def open_store_control(
     exchanges = _Exchanges(store, gathering)
     facts = _FACTS.pack(gathering.nonce, process.node_id(), agreed)
     try:
-        answers = [_FACTS.unpack(answer) for answer in exchanges.gather(ExchangeMessage(0, "facts", facts), timeout)]
+        said = exchanges.gather(ExchangeMessage(0, "facts", facts), timeout)
+        answers = [_FACTS.unpack(answer) for answer in said]
     except (CollectiveMismatch, CollectiveTimeout, struct.error) as error:
         raise RendezvousError(str(error)) from error
     different = [r for r, (_, _, theirs) in enumerate(answers) if theirs != agreed]
@@ -56,7 +58,8 @@ def open_store_control(
             f"rank(s) {different} have other options than rank {rank}: use the same tricomm, device kind, options and "
             "TRICOMM_* variables on every rank"
         )
-    exchanges.nonce = answers[0][0]
+    # Of what all ranks have said: a rank that has read an old record, or another one, is in another group from now on.
+    exchanges.nonce = hashlib.sha256(b"".join(said)).digest()[: records.NONCE_BYTES]
     return _page(rank, world_size, exchanges), [node for _, node, _ in answers]
 
 

@@ -246,11 +246,19 @@ def test_who_does_not_come_is_named_when_the_time_is_up():
 def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monkeypatch):
     """Ranks of the Gloo route write into the store why they give a group up."""
     store = HashStore()
-    transports = [SimpleNamespace(store=store, rank=rank, world_size=2, others=[1 - rank]) for rank in range(2)]
+    transports = [
+        SimpleNamespace(store=store, rank=rank, world_size=3, others=[1, 2], generation="now") for rank in range(3)
+    ]
     reasons = gloo_faults._PublishedReasons(transports[0])
     gloo_faults.publish_reason(transports[1], PeerDied("rank 7 has ended"))
     results = reasons.read()
     assert [(rank, type(error), str(error)) for rank, error in results.items()] == [(1, PeerDied, "rank 7 has ended")]
+    old = SimpleNamespace(**{**vars(transports[1]), "generation": "before"})
+    gloo_faults.publish_reason(old, PeerDied("rank 0 has ended"))  # with the token, for another group
+    assert gloo_faults._PublishedReasons(transports[0]).read() == {}
+    gloo_faults.publish_reason(transports[2], PeerDied("rank 7 has ended"))  # another's hides no reason
+    assert list(gloo_faults._PublishedReasons(transports[0]).read()) == [2]
+    store.delete_key("2")
     monkeypatch.delenv("TRICOMM_TOKEN")
     gloo_faults.publish_reason(transports[1], GroupAborted("forged"))  # whoever writes has no token
     assert gloo_faults._PublishedReasons(transports[0]).read()  # nor has the reader: the same bytes are believed

@@ -1,5 +1,6 @@
 """Ranks that share no memory and exchange through the Store: exchanges, bounds, records of others, tokens."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -136,6 +137,28 @@ def test_a_record_of_another_group_is_refused():
 
     outcomes = everywhere(2, body)
     assert isinstance(outcomes[0], errors.RendezvousError) and "in another group" in str(outcomes[0])
+
+
+def test_an_old_record_of_a_rank_is_refused_before_it_is_used(monkeypatch):
+    """It was sealed with the token, so only what the ranks say to each other afterwards can show it."""
+    monkeypatch.setenv("TRICOMM_TOKEN", "secret")
+    monkeypatch.setenv("TRICOMM_NODE_ID", "another")
+    old = HashStore()
+    everywhere(2, lambda rank, store: open_store_control(store, rank, 2, 10.0, 1)[0].close(), old)
+    monkeypatch.delenv("TRICOMM_NODE_ID")
+    now = HashStore()
+    now.set("tricomm/control/1/0/1", old.get("tricomm/control/1/0/1"))
+    read = threading.Event()
+
+    def body(rank, store):
+        if rank:
+            read.wait(10)
+        control, nodes = open_store_control(store, rank, 2, 10.0, 1)
+        read.set()
+        return control.exchange(b"", "the first step", 10.0), nodes
+
+    outcomes = everywhere(2, body, now)
+    assert all(isinstance(each, errors.RendezvousError) and "another group" in str(each) for each in outcomes), outcomes
 
 
 def test_nothing_is_known_of_the_others():

@@ -48,7 +48,8 @@ _watcher: threading.Thread | None = None
 class Connections(Protocol):
     """The part of a `Transport` that a wait uses.
 
-    `visible` are the ranks whose processes this one can look at; `stall` is in seconds.
+    `visible` are the ranks whose processes this one can look at; `stall` is in seconds; `generation` is the name of the
+    group's.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class Connections(Protocol):
     others: list[int]
     members: Sequence[Capabilities]
     visible: set[int]
+    generation: str
     stall: float
     store: Any
 
@@ -338,17 +340,18 @@ _KINDS = {
 
 def publish_reason(transport: Connections, error: TricommError) -> None:
     """Write into the store why this rank gives the group up; does nothing if the store does not answer."""
-    text = f"{type(error).__name__}\n{error}".encode()[:_LONGEST_REASON]
-    with suppress(RendezvousError), closing(BoundedStore(transport.store, _STORE_SECONDS)) as bounded:
+    text = f"{type(error).__name__}\n{error}".encode(errors="replace")[:_LONGEST_REASON]
+    with suppress(TricommError), closing(BoundedStore(transport.store, _STORE_SECONDS)) as bounded:
         bounded.set(str(transport.rank), _header(transport, transport.rank).seal(text, env.token()))
 
 
 def _header(transport: Connections, rank: int) -> MessageHeader:
-    return MessageHeader(rank, transport.world_size, 1, "lost")
+    return MessageHeader(rank, transport.world_size, 1, f"lost {transport.generation}")
 
 
 class _PublishedReasons:
-    """The reasons in the store why other ranks gave the group up. A record that is not theirs is ignored."""
+    """The reasons in the store why other ranks gave the group up. A record that is not theirs, or of another generation
+    of the group, is ignored."""
 
     def __init__(self, transport: Connections) -> None:
         self._transport, self._token = transport, env.token()
@@ -362,11 +365,11 @@ class _PublishedReasons:
         try:
             for rank in self._others:
                 data = self._store.read(str(rank))
-                if data is not None:
-                    said = _header(self._transport, rank).open(data, self._token)
+                with suppress(RendezvousError):
+                    said = _header(self._transport, rank).open(data or b"", self._token)
                     kind, _, text = said[:_LONGEST_REASON].decode(errors="replace").partition("\n")
                     reasons[rank] = _KINDS.get(kind, GroupAborted)(text)
-        except RendezvousError:  # the store is gone as well, or something else writes to it
+        except TricommError:  # the store is gone as well, or no thread can start
             self.close()
         return reasons
 

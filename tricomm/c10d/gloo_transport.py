@@ -73,7 +73,7 @@ class Transport:
         self.visible = {r for r in self.others if (self.members[r].node, self.members[r].pid_namespace) == here}
         self._loss = Loss()
         self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
-        self.store = PrefixStore("lost", generation.store)
+        self.store, self.generation = PrefixStore("lost", generation.store), generation.name
         self._sockets: dict[int, tuple[int, int]] = {}  # by rank: descriptor, inode
         _check_descriptors(self.members, name)
         self._native = self._connect(generation)
