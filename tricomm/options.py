@@ -3,7 +3,6 @@ them."""
 
 from __future__ import annotations
 
-import math
 import zlib
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -15,7 +14,7 @@ from tricomm.kernels import layout
 from tricomm.policy.compact_forms import BESIDE_BLOCKS, COMPACT_REGISTERS, MOST_REGISTERS
 from tricomm.topology.model import Topology
 
-_YEAR = 365 * 86400.0  # what the system's own waits can take without overflow
+_LONGEST = 365 * 86400.0  # seconds; the system's own waits overflow some time later
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Options:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):
-            seconds(getattr(self, name), f"Options.{name}")
+            object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
         self._whole("arena_bytes", layout.MIN_ARENA, 1 << 40)
         self._whole("channels", 1, layout.MAX_CHANNELS)
         self._whole("max_blocks", 1, layout.MAX_BLOCKS)
@@ -105,8 +104,10 @@ def with_environment(options: Options | None) -> Options:
 
 
 def seconds(value: float | timedelta, name: str) -> float:
-    """`value` in seconds, a year at most; raises `InvalidArgument` unless it is a positive number or timedelta."""
+    """`value` in seconds; raises `InvalidArgument` unless it is a positive number or timedelta, of a year at most."""
     number = value.total_seconds() if isinstance(value, timedelta) else value
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number) or number <= 0:
-        raise InvalidArgument(f"{name}={value!r}: a positive number of seconds (or a timedelta) is needed")
-    return min(float(number), _YEAR)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number <= _LONGEST:
+        raise InvalidArgument(
+            f"{name}={value!r}: a positive number of seconds (or a timedelta) is needed, a year at most"
+        )
+    return float(number)

@@ -1,6 +1,7 @@
 """Arguments: what no kernel can take is refused by name, before anything is sent."""
 
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -129,6 +130,9 @@ def test_fingerprints_differ_in_every_fact():
     [
         ({"timeout": 0}, "timeout=0"),
         ({"stall_timeout": float("nan")}, "stall_timeout=nan"),
+        ({"timeout": 1e300}, r"Options.timeout=1e\+300: .*a year at most"),
+        ({"stall_timeout": timedelta.max}, "Options.stall_timeout=datetime.timedelta"),
+        ({"timeout": timedelta(seconds=-1)}, "Options.timeout=datetime.timedelta"),
         ({"arena_bytes": 100}, "from 65536"),
         ({"arena_bytes": 1e8}, "an integer"),
         ({"blocks": True}, "an integer"),
@@ -142,7 +146,7 @@ def test_options_out_of_range(bad, words):
         Options(**bad)
 
 
-@pytest.mark.parametrize("value", [0, -1, float("inf"), "5", True, None])
+@pytest.mark.parametrize("value", [0, -1, float("inf"), "5", True, None, 1e300, timedelta.max])
 def test_a_timeout_is_a_positive_number_of_seconds(value):
     with pytest.raises(InvalidArgument, match="positive number of seconds"):
         seconds(value, "timeout")
