@@ -52,12 +52,15 @@ class CollectiveStages:
         except Exception as error:
             # The peers wait in `meet`: every kind of error has to reach them.
             known = error if isinstance(error, TricommError) else ResourceError(f"{type(error).__name__}: {error}")
-            if isinstance(error, _EXPECTED):
-                meet(known, (), what)
-                raise known from error
-            with suppress(TricommError):  # raised on the other ranks; this one raises a signal handler's error itself
-                meet(known, (), what)
-            raise
+            try:
+                if isinstance(error, _EXPECTED):
+                    meet(known, (), what)
+                    raise known from error
+                with suppress(TricommError):  # raised on the others; this rank raises a signal handler's error itself
+                    meet(known, (), what)
+                raise
+            finally:
+                del known  # an error that refers to itself through this frame would keep memory mapped
         return meet(None, (result,), what)
 
 

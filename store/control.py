@@ -194,7 +194,7 @@ class ControlPage:
         """Every rank's `payload` (at most 1024 bytes), in rank order. All ranks call it in the same order.
 
         Raises within `timeout` seconds: `PeerDied` if a rank that has not come to this exchange has ended or closed
-        the group (`GroupAborted` if its fault says that it was stopped), `CollectiveTimeout` that names the missing
+        the group (if it has left a fault: an error of that class and text), `CollectiveTimeout` that names the missing
         ranks, `CollectiveMismatch` if a rank is at another exchange than `what`, `GroupAborted` if a rank has gone on
         without this one. With `abort_on_fault` also `GroupAborted` if a missing rank has aborted the group, and
         `CollectiveMismatch` if it is in a call that this rank has not made.
@@ -298,8 +298,7 @@ class ControlPage:
             if lost := [rank for rank in late if rank in gone]:
                 text = f"{self._prefix(mine.what)}: {'; '.join(gone[rank] for rank in lost)}"
                 fault = self.fault(lost[0])
-                stopped = fault is not None and fault.kind == GroupAborted.__name__
-                raise GroupAborted(text) if stopped else PeerDied(text)
+                raise (PeerDied if fault is None else _kind(fault.kind.encode()))(text)
             return not late
 
         if not poll(complete, timeout, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, clock=self._host):
@@ -312,7 +311,7 @@ class ControlPage:
         """Raise this rank's own fault, if it has one; the other ranks' faults cannot be seen."""
         fault = self.fault(self.rank)
         if fault is not None:
-            raise getattr(errors, fault.kind, GroupAborted)(fault.text)
+            raise _kind(fault.kind.encode())(fault.text)
 
     def _refuse_diverged(self, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:

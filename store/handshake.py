@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 
 from torch.distributed.distributed_c10d import Store
 
@@ -67,6 +67,17 @@ def handshake(
             if isinstance(error, TricommError):
                 raise type(error)(f"rank {rank} of {world_size} (pid {os.getpid()}): {error}") from error
             raise
+
+
+def refuse(store: Store, rank: int, world_size: int, timeout: float, error: TricommError) -> None:
+    """Tell the ranks that wait in a handshake over `store` why this one does not come; -1 for a `rank` that is unknown.
+
+    Does nothing if the store does not answer within `timeout` seconds."""
+    with suppress(TricommError), closing(BoundedStore(store, timeout)) as bounded:
+        attempt = _Handshake(Gathering(bounded, "handshake", rank, world_size), timeout, 0, lambda: None)
+        with suppress(RendezvousError):  # an impossible rank makes the handshake fail that is under way
+            attempt._begin()
+        attempt.abort(error)
 
 
 def _check_arguments(rank: int, world_size: int, timeout: float) -> None:
@@ -132,8 +143,9 @@ class _Handshake:
         text = str(error) if ours else f"rank {self._rank} was stopped by {type(error).__name__}: {error}"
         if self._store.usable:
             self._store.extend(_GRACE_SECONDS)
-            with suppress(RendezvousError):  # the store is gone; the error that brought us here matters more
-                if not ours and not self._gathering.generation:  # an interrupt before the first record
+            with suppress(TricommError):  # the store is gone; the error that brought us here matters more
+                # An interrupt before the first record, or no thread for the store.
+                if not self._gathering.generation and not isinstance(error, RendezvousError):
                     self._gathering.aborted()  # waits for a store call that may still be under way
                     if not self._gathering.generation:
                         self._begin()

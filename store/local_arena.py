@@ -197,7 +197,7 @@ class _HostBlocks(_Blocks):
 
     def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._blocks[rank], dtype=dtype, count=numel, offset=offset)
 
     def give_back(self, rank: int) -> None:

@@ -69,7 +69,7 @@ class PosixShmArena:
             raise GroupAborted("this posix_shm arena is closed")
         numel = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
         if numel == 0:
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         flat = torch.frombuffer(self._segments[rank].buffer, dtype=dtype, count=numel, offset=offset)
         return flat.view(tuple(shape))
 

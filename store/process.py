@@ -13,6 +13,7 @@ import weakref
 from pathlib import Path
 
 from tricomm import env
+from tricomm.errors import ResourceError
 
 _STATE_FIELD, _CPU_FIELDS, _START_FIELD = 3, (14, 15), 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
 _FIRST_FIELD_AFTER_NAME = 3
@@ -164,26 +165,35 @@ def alive(pid: int, started: int) -> bool:
 
 
 def descriptors_left() -> int:
-    """How many more descriptors this process may open: its soft limit less those that are open."""
+    """How many more descriptors this process may open: its soft limit less those that are open. Raises `ResourceError`
+    without /proc."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _MANY
-    return max(0, soft - len(os.listdir("/proc/self/fd")) + 1)
+    try:
+        return max(0, soft - len(os.listdir("/proc/self/fd")) + 1)
+    except FileNotFoundError as error:
+        raise ResourceError("/proc/self/fd cannot be read: mount /proc in this container") from error
+    except OSError:  # not even one for the list
+        return 0
 
 
 @functools.cache
 def boot_id() -> bytes:
-    """16 bytes that tell this boot of this host from every other."""
+    """16 bytes that tell this boot of this host from every other. Raises `ResourceError` if they cannot be read now."""
+    path = "/proc/sys/kernel/random/boot_id"
     try:
-        return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
-    except (OSError, ValueError):  # a sandbox without it: the host's name is the next best
+        return uuid.UUID(Path(path).read_text().strip()).bytes
+    except (FileNotFoundError, PermissionError, ValueError):  # a sandbox without it: the host's name is the next best
         return hashlib.sha256(socket.gethostname().encode()).digest()[:16]
+    except OSError as error:  # not the host's name: it would be another node than the other ranks' from now on
+        raise ResourceError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def node_id() -> bytes:
     """16 bytes that are equal exactly for the processes of one node: TRICOMM_NODE_ID, else the boot."""
     name = env.text("TRICOMM_NODE_ID")
-    return boot_id() if name is None else hashlib.sha256(name.encode()).digest()[:16]
+    return boot_id() if name is None else hashlib.sha256(os.fsencode(name)).digest()[:16]
 
 
 def pid_namespace() -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -87,9 +88,9 @@ class Communicator:
         decided: BackendChoice | None = None,
     ) -> None:
         # An owner that decides the routes looked at the environment when it agreed with the other ranks.
-        options = with_environment(options) if decided is None else options or Options()
-        limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         check_rank(rank, world_size)
+        options = bootstrap.settings(store, rank, world_size, options) if decided is None else options or Options()
+        limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         device = pick_device(device)
         memory = bootstrap.layout_of(world_size, device, options)
         wait = meeting_timeout or limit
@@ -101,6 +102,10 @@ class Communicator:
             if shared.parts is not None:
                 whole = Whole(self._group, self._faults, self._monitor, self._launcher, store)
                 self._planner.use_levels(open_levels(undo, whole, shared.parts, shared.across, part, wait))
+            elif self._gpu is None:  # a GPU may still run kernels
+                release = partial(self._group.drop, self._monitor.stop)
+                weakref.finalize(self._channels, self._monitor.abandon, release).atexit = False
+            shared.control.exchange(b"", "the communicator", limit)  # every rank has it, or none
 
         def part(store: Store, rank: int, size: int, options: Options) -> Inside:
             comm = Communicator(store, rank, size, device, limit, options, meeting_timeout=wait)
@@ -377,6 +382,10 @@ def init(
     limit = (options or Options()).timeout if timeout is None else seconds(timeout, "timeout")
     chosen = pick_device(device)  # a mistake here is told before the rendezvous
     began = time.monotonic()
-    store, rank, world_size = open_store(url, rank, world_size, limit)
+    try:
+        store, rank, world_size = open_store(url, rank, world_size, limit)
+    except InvalidArgument as error:
+        bootstrap.refuse_at(url, error)
+        raise
     left = max(0.1, limit - (time.monotonic() - began))
     return Communicator(store, rank, world_size, chosen, timeout, options, meeting_timeout=left)

@@ -121,4 +121,4 @@ def batch_invariant() -> bool:
 def token() -> bytes | None:
     """Shared secret that authenticates the records of the rendezvous, or None."""
     value = text("TRICOMM_TOKEN")
-    return value.encode() if value is not None else None
+    return os.fsencode(value) if value is not None else None

@@ -178,7 +178,7 @@ def test_the_grid_of_a_long_message_is_that_of_equal_chunks():
 
 
 def test_the_shipped_table_is_sound():
-    for table in selection._shipped():
+    for table in selection.shipped_tables():
         for collective in set(COLLECTIVES) - {"barrier"}:
             last = [r for r in table.rows if r.collective == collective][-1]
             assert last.max_bytes is None
@@ -214,7 +214,7 @@ def test_the_runner_up_is_named():
 
 def test_a_row_may_be_for_graphs_only(monkeypatch):
     rows = (TableRow(*_ANY, "one_shot", "simple", mode="graph"), TableRow(*_ANY, "one_shot", "ll"))
-    monkeypatch.setattr(selection, "_shipped", lambda: (ShippedTable("mine", "cpu", rows),))
+    monkeypatch.setattr(selection, "shipped_tables", lambda: (ShippedTable("mine", "cpu", rows),))
     results = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
     assert results == ["simple", "ll"]
 

@@ -124,7 +124,7 @@ def test_the_shipped_tables_keep_to_what_a_users_file_must() -> None:
     raw = json.loads(file.read_bytes())
     assert set(raw) == {"schema", "version", "source", "tables"} and raw["schema"] == 2
     form = tuning_tables.forms("here").row
-    for read, written in zip(selection._shipped(), raw["tables"], strict=True):
+    for read, written in zip(selection.shipped_tables(), raw["tables"], strict=True):
         assert read.rows and all(isinstance(name, str) for name in (read.name, read.device, read.topology or ""))
         for row, said in zip(read.rows, written["rows"], strict=True):
             assert TableRow(**msgspec.structs.asdict(msgspec.convert(said, form))) == row

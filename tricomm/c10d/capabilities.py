@@ -22,7 +22,9 @@ from tricomm.c10d.work_handles import limit_seconds
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
+from tricomm.metrics import publish
 from tricomm.options import Options
+from tricomm.policy import backend_choice, selection
 from tricomm.policy.levels import Parts
 from tricomm.store import process
 from tricomm.store.generation import Generation
@@ -98,6 +100,11 @@ def exchange_capabilities(
 
 
 def _own_capabilities(batch_invariant: bool = False) -> Capabilities:
+    # What is first read when a group needs it must not fail then, on this rank alone.
+    options_for(None, timedelta(0), "cpu")
+    publish.interval()
+    selection.shipped_tables()
+    backend_choice.limits()
     switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * calls_are_compared()
     switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiler.refused() is None)
     switches |= _CPU_POSSIBLE * (interpreter.supported() is None) | _BATCH_INVARIANT * batch_invariant
@@ -154,6 +161,8 @@ def options_for(given: Options | None, timeout: timedelta, device: str) -> Optio
     limit = limit_seconds(timeout)
     options = Options(nccl=False) if limit is None else Options(timeout=limit, nccl=False)
     nbytes = env.integer("TRICOMM_ARENA_BYTES")
-    if nbytes is None and device == "cpu":
-        nbytes = _CPU_ARENA_BYTES
-    return options if nbytes is None else replace(options, arena_bytes=nbytes)
+    try:
+        given = options if nbytes is None else replace(options, arena_bytes=nbytes)
+    except InvalidArgument as error:
+        raise InvalidArgument(f"TRICOMM_ARENA_BYTES={nbytes}: {error}") from None
+    return replace(given, arena_bytes=_CPU_ARENA_BYTES) if nbytes is None and device == "cpu" else given

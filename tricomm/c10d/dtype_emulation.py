@@ -148,7 +148,7 @@ def _extreme(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         if zero.any():
             signs = torch.signbit(a), torch.signbit(b)
             negative = signs[0] | signs[1] if op == "min" else signs[0] & signs[1]
-            nought = torch.zeros((), dtype=a.dtype)
+            nought = torch.zeros((), dtype=a.dtype, device=a.device)
             result = torch.where(zero, torch.where(negative, -nought, nought), result)
     return result
 

@@ -222,10 +222,10 @@ def _receive_buffers(context: CallContext, mine: torch.Tensor) -> list[torch.Ten
 def _scratch(nbytes: int) -> torch.Tensor:
     """`nbytes` of memory for one call; this thread keeps it for the next."""
     if nbytes > _SCRATCH_BYTES:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     kept: torch.Tensor | None = getattr(_thread, "scratch", None)
     if kept is None or len(kept) < nbytes:
-        kept = _thread.scratch = torch.empty(nbytes, dtype=torch.uint8)
+        kept = _thread.scratch = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     return kept[:nbytes]
 
 
@@ -299,7 +299,7 @@ def _all_to_all_v(context: CallContext, call: GroupCall) -> None:
 
 
 def _barrier(context: CallContext, call: GroupCall) -> None:
-    word = torch.zeros(1, dtype=torch.uint8)
+    word = torch.zeros(1, dtype=torch.uint8, device="cpu")
     _swap_rows(context, [word] * context.world_size, [torch.empty_like(word) for _ in range(context.world_size)])
 
 
@@ -307,7 +307,9 @@ def _all_reduce_sparse(context: CallContext, call: GroupCall) -> None:
     """The sum of COO tensors, in rank order, into the caller's own; ranks may have any number of elements."""
     (x,) = call.result
     mine = x.detach().coalesce()
-    head = torch.tensor([mine._nnz(), mine.sparse_dim(), mine.dense_dim(), *_shape(mine)], dtype=torch.int64)
+    head = torch.tensor(
+        [mine._nnz(), mine.sparse_dim(), mine.dense_dim(), *_shape(mine)], dtype=torch.int64, device="cpu"
+    )
     heads = [torch.empty_like(head) for _ in range(context.world_size)]
     _exchange_rows(context, head, [as_bytes(row) for row in heads])
     if any(row[1:].tolist() != head[1:].tolist() for row in heads):
@@ -342,7 +344,7 @@ def _gather_uneven(context: CallContext, x: torch.Tensor, counts: list[int]) -> 
     """All ranks' tensors: dimension 0 of rank r's is `counts[r]` long, the other dimensions are equal."""
     x = x.contiguous()
     row = math.prod(x.shape[1:])
-    flat = torch.empty(sum(counts) * row, dtype=x.dtype)
+    flat = torch.empty(sum(counts) * row, dtype=x.dtype, device=x.device)
     ends = list(accumulate(counts, initial=0))
     _exchange_rows(context, x.view(-1), _rows(flat, [n * row for n in counts]))
     return [flat[a * row : b * row].view(b - a, *x.shape[1:]) for a, b in zip(ends, ends[1:], strict=False)]

@@ -20,8 +20,10 @@ from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
 from tricomm.communicator import Communicator
-from tricomm.errors import InvalidArgument
-from tricomm.options import Options, with_environment
+from tricomm.core.entry_guard import name_refusal
+from tricomm.errors import GroupAborted, InvalidArgument
+from tricomm.options import Options, seconds, with_environment
+from tricomm.store.bounded_store import first_line
 from tricomm.store.records import Capabilities
 
 _wrapped: weakref.WeakKeyDictionary[Any, TricommGroup] = weakref.WeakKeyDictionary()
@@ -159,9 +161,16 @@ def create(opts: Any, pg_options: Any) -> TricommGroup:
 def make(config: GroupConfig, options: Options | None, known: Mapping[int, Capabilities] | None = None) -> TricommGroup:
     """Agree with the other members over the group's store; make this rank's group and the backends that it needs.
     `known` are members whose processes are known already."""
-    agreed = _agree(config, options, known)
-    backends = fallback_backends.make(config, agreed, options)
-    return TricommGroup(replace(config, store=agreed.generation.store), agreed, backends, options)
+    backends = Backends({})
+    try:
+        agreed = _agree(config, options, known)
+        backends = fallback_backends.make(config, agreed, options)
+        return TricommGroup(replace(config, store=agreed.generation.store), agreed, backends, options)
+    except BaseException as error:
+        if backends.transport is not None:  # the others are connected, and tell by that alone that this rank has left
+            backends.transport.fail(GroupAborted(f"rank {config.rank} was stopped by {first_line(error)}"))
+        name_refusal(error)
+        raise
 
 
 def _agree(
@@ -172,7 +181,7 @@ def _agree(
             f"Options.channels={options.channels}: a process group has one order of calls, whatever the stream; for "
             "calls side by side make another group with dist.new_group, which has memory of its own"
         )
-    limit = config.timeout.total_seconds()
+    limit = seconds(config.timeout, "timeout")
     return exchange_capabilities(
         config.store, config.rank, config.world_size, limit, lambda: with_environment(options).batch_invariant,
         known,

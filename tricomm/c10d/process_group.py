@@ -23,6 +23,7 @@ from tricomm.c10d.fallback_backends import Backends, CallBlock
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.torch_names import AnsweringGroup, c10d
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork, in_backward, limit_seconds, raise_in_backward
+from tricomm.core.entry_guard import name_refusal
 from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.options import Options
 from tricomm.policy import backend_choice
@@ -278,8 +279,9 @@ class TricommGroup(AnsweringGroup):
         self._backends.abort()
 
     def interrupted(self, error: BaseException) -> None:
-        """Give the group up: a foreign exception has left one of its calls."""
+        """Give the group up: a foreign exception has left a call. Raises `ResourceError` if the system refused."""
         self._dispatcher.interrupted(error)
+        name_refusal(error)
 
     def _submit(self, batch: list[GroupCall], opts: Any, names: tuple[str, ...], *args: Any) -> Any:
         if not batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -23,16 +23,18 @@ from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, Resou
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import GLOO, KERNELS, NCCL
-from tricomm.options import Options
+from tricomm.options import Options, with_environment
 from tricomm.policy import backend_choice, launch_shapes
 from tricomm.policy.levels import ISLANDS, Parts
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
-from tricomm.store.handshake import SpansNodes, handshake
+from tricomm.store.handshake import SpansNodes, handshake, refuse
+from tricomm.store.rendezvous import open_store
 from tricomm.store.store_control import open_store_control
 from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
+_TELL_SECONDS = 2.0  # to tell the other ranks that this one does not come
 _ALONE = "there is no other backend behind the kernels here"
 _GLOO = 'the backend "tricomm" of torch.distributed has Gloo behind it'
 
@@ -95,6 +97,23 @@ class NoArena:
 
     def keep(self) -> None:
         pass
+
+
+def settings(store: Store, rank: int, world_size: int, options: Options | None) -> Options:
+    """`options`, or the defaults, with what the environment asks of every group. If that makes no sense, raises
+    `InvalidArgument`, and tells the other ranks."""
+    try:
+        return with_environment(options)
+    except InvalidArgument as error:
+        refuse(store, rank, world_size, _TELL_SECONDS, error)
+        raise
+
+
+def refuse_at(url: str, error: InvalidArgument) -> None:
+    """Tell the ranks that a launcher has started, and that meet at `url`, that this one does not know its place."""
+    if env.text("RANK") or env.text("WORLD_SIZE"):
+        with suppress(TricommError):  # as a rank that hosts no store
+            refuse(open_store(url, 1, 2, _TELL_SECONDS)[0], -1, 1, _TELL_SECONDS, error)
 
 
 def fallback(device: torch.device, options: Options) -> tuple[str | None, str]:
@@ -228,10 +247,12 @@ def _across(terms: Terms, native: str | None, parts: Parts) -> tuple[str, str]:
 def _leave(
     control: ControlPage, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
-    """Close the page of a set-up that has failed; the other ranks are told what has stopped this one."""
-    if error is not None and not isinstance(error, TricommError):
+    """Close the page of a set-up that has failed; the other ranks are told what has stopped this one, and raise an
+    error of the same class if it is tricomm's own."""
+    if error is not None:
+        named = type(error) if isinstance(error, TricommError) else GroupAborted
         text = f"rank {control.rank} was stopped by {type(error).__name__}: {error}"
-        control.raise_fault(Fault(GroupAborted.__name__, control.rank, 0, text))
+        control.raise_fault(Fault(named.__name__, control.rank, 0, text))
     control.close()
 
 

@@ -17,7 +17,10 @@ from contextlib import ExitStack
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
-from tricomm.errors import TricommError
+import torch
+
+from tricomm.errors import ResourceError, TricommError
+from tricomm.store.bounded_store import first_line
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -65,7 +68,7 @@ class Guard:
         self.beside: Sequence[Guard] = ()  # of other locks that the calls take, too
 
     def unwound(self, error: BaseException) -> None:
-        """`error` leaves a guarded call."""
+        """`error` leaves a guarded call; raises a `ResourceError` for what the system has refused."""
         try:
             if not isinstance(error, TricommError):
                 self._interrupted(error)
@@ -73,6 +76,7 @@ class Guard:
             for guard in (self,) if isinstance(error, TricommError) else (self, *self.beside):
                 if not guard._nested():
                     guard._lock.release_all()
+        name_refusal(error)
 
     def _nested(self) -> bool:
         """True if the guarded call that is being left was made inside another one of the same communicator, by this
@@ -149,9 +153,25 @@ def by_hand(method: _Method) -> _Method:
 
 
 def set_up(make: Callable[[ExitStack], None]) -> None:
-    """Run `make`; if it raises, undo what it has put on the stack."""
+    """Run `make`; if it raises, undo what it has put on the stack. Raises a `ResourceError` for what the system has
+    refused."""
     undo = ExitStack()
-    try: make(undo)  # noqa: E701  # fmt: skip
+    try: _named(make, undo)  # noqa: E701  # fmt: skip
     except BaseException as error:
         undo.__exit__(type(error), error, error.__traceback__)
         raise
+
+
+def _named(make: Callable[[ExitStack], None], undo: ExitStack) -> None:
+    try: make(undo)  # noqa: E701  # fmt: skip
+    except Exception as error:
+        name_refusal(error)
+        raise
+
+
+def name_refusal(error: BaseException) -> None:
+    """Raises `ResourceError` if the system or torch's allocator has raised `error`, because it refuses something."""
+    memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    if (isinstance(error, OSError) or memory) and not isinstance(error, TricommError):
+        # Without a variable for the new error: it would refer to this frame, and the frame to it and to all memory.
+        raise ResourceError(f"{first_line(error)}: the limits of this process, or the machine's, are met") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
@@ -26,7 +28,8 @@ from tricomm.store.arena import Arena
 from tricomm.store.control import RankState
 from tricomm.store.process import forks
 
-_NO_TABLE: tuple[torch.Tensor, GroupArgument] = (torch.empty(0), ())
+log = logging.getLogger("tricomm")
+_NO_TABLE: tuple[torch.Tensor, GroupArgument] = (torch.empty(0, device="cpu"), ())
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
@@ -133,8 +136,8 @@ class Group:
             control + 8 * layout.control_words(self.channel).start, memory, self.topology, self.options.first_epoch,
         )  # fmt: skip
         values[layout.MULTICAST] = arena.multicast and arena.multicast + start
-        table.copy_(torch.tensor(values, dtype=torch.int64))
-        counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64)
+        table.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
+        counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64, device="cpu")
         arena.tensor(self.rank, start + memory.queue_states, tuple(counters.shape), torch.int64).copy_(counters)
         return table, layout.group_argument(table, values, self.world_size)
 
@@ -180,6 +183,16 @@ class Group:
             undo.callback(self.arena.close)
         for arena in (*self.owned.values(), *(arena for arena, _ in self.registered.values())):
             undo.callback(arena.close)
+
+    def drop(self, stop: Callable[[], None]) -> None:
+        """Give everything back after the communicator was collected without `close`, and `stop` its monitor; the other
+        ranks see that it closed."""
+        log.warning("%s was dropped without close()", self)
+        self.close()
+        with ExitStack() as undo:
+            self.release(undo, acknowledged=True)
+            undo.callback(stop)
+            self.forget_views()
 
     def forget_views(self) -> None:
         """Drop the tensors and views that keep mappings alive; the words keep their values."""

@@ -66,6 +66,7 @@ class Monitor:
         self._spread = False
         self.stopped, self.looked = False, 0.0  # the watcher's
         self.suspended = False
+        self._release: Callable[[], None] | None = None
         self._beats: dict[int, tuple[int, float]] = {}
         self._ticks: dict[int, int] = {}
         self._absent: dict[int, float] = {}
@@ -89,6 +90,11 @@ class Monitor:
         for channel in self.channels:
             channel.forget()
         self._describe = str
+
+    def abandon(self, release: Callable[[], None]) -> None:
+        """Unless it is stopped, call `release`, which raises nothing, at the next look and on the watcher's thread: the
+        communicator was collected, at a moment when this thread may hold any lock."""
+        self._release = None if self.stopped else release
 
     def abort(self, fault: Fault) -> Fault:
         """Record `fault` unless there is one already, tell the peers, and make the kernels leave. Returns the first."""
@@ -144,6 +150,9 @@ class Monitor:
 
     def look(self, tick: float) -> None:
         """Look at the peers, `tick` seconds after the last look. An error in it costs this group only."""
+        if self._release is not None:
+            self._release()
+            return
         if self.fault is not None:
             self._abort_backends()
             return

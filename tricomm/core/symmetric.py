@@ -115,7 +115,7 @@ class Symmetric:
         if not self._closed:
             self._closed = True
             self._peers, self._rows = (), None
-            self._local = self._addresses = self._table = torch.empty(0)
+            self._local = self._addresses = self._table = torch.empty(0, device="cpu")
             self._given = None
             try:
                 self._arena.close()

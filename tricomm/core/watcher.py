@@ -84,6 +84,8 @@ class Watcher:
         self._watched.pop(id(monitor), None)
         thread = self._thread
         if thread is threading.current_thread():
+            if not self._watched:
+                self._wake.set()
             return
         deadline = Deadline(_STOP_SECONDS)
         poll(lambda: self._current is not monitor, deadline.left, 1e-4)

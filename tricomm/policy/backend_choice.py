@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from tricomm.kernels.dtypes import reduction
 from tricomm.metrics.counters import KERNELS, NCCL
 from tricomm.policy import levels
 from tricomm.policy.levels import TWO_LEVEL
+from tricomm.policy.tuning_tables import read_table
 
 POINT_TO_POINT = frozenset({"send", "recv"})
 _OF_NCCL = frozenset({"sum", "avg", "min", "max", "prod"})
@@ -229,7 +229,7 @@ def threshold_of(facts: GroupFacts, collective: str, dtype: torch.dtype | None, 
 
 def nccl_threshold(device: str, collective: str, world_size: int) -> int | None:
     """`threshold_of` by `tables/nccl_threshold.json`. `device`: cpu, cuda, or switch for what an NVSwitch adds."""
-    for row in _limits():
+    for row in limits():
         if row["device"] == device and row["collective"] in (collective, "any") and world_size <= row["world_size"]:
             limit: int | None = row["max_bytes"]
             return limit
@@ -237,8 +237,9 @@ def nccl_threshold(device: str, collective: str, world_size: int) -> int | None:
 
 
 @cache
-def _limits() -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = json.loads(files("tricomm").joinpath("tables/nccl_threshold.json").read_text())["rows"]
+def limits() -> list[dict[str, Any]]:
+    """The rows of `tables/nccl_threshold.json`. Raises `ResourceError` if it cannot be read."""
+    rows: list[dict[str, Any]] = json.loads(read_table("nccl_threshold"))["rows"]
     return rows
 
 

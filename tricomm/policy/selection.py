@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
@@ -19,7 +18,7 @@ from tricomm.kernels.dtypes import Dtype, reduction
 from tricomm.policy.compact_forms import MOST_REGISTERS, has_compact_form
 from tricomm.policy.launch_shapes import registers_of, shape_of
 from tricomm.policy.selection_facts import SelectionFacts
-from tricomm.policy.tuning_tables import ShippedTable, TableRow, shipped
+from tricomm.policy.tuning_tables import ShippedTable, TableRow, read_table, shipped
 
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
 _SEVERAL = "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
@@ -318,7 +317,7 @@ def table_rows(
     """
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
     tables, kind = [(facts.tuned_name, facts.tuned)], _SAME_LINKS.get(facts.device, facts.device)
-    for table in _shipped():
+    for table in shipped_tables():
         device = table.device == kind or (table.device == "cuda" and facts.device != "cpu")
         if device and table.topology in (None, facts.topology):
             tables.append((table.name, table.rows))
@@ -335,5 +334,6 @@ def table_rows(
 
 
 @cache
-def _shipped() -> tuple[ShippedTable, ...]:
-    return shipped(files("tricomm").joinpath("tables/default.json").read_bytes())
+def shipped_tables() -> tuple[ShippedTable, ...]:
+    """The tables that come with tricomm. Raises `ResourceError` if they cannot be read."""
+    return shipped(read_table("default"))

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from functools import cache
+from importlib.resources import files
 from typing import Annotated, Any, Literal, get_type_hints
 
 from tricomm.errors import InvalidArgument, ResourceError
@@ -85,6 +86,14 @@ class ShippedTable:
     device: str
     rows: tuple[TableRow, ...]
     topology: str | None = None
+
+
+def read_table(name: str) -> bytes:
+    """A table that comes with tricomm. Raises `ResourceError` if it cannot be read."""
+    try:
+        return files("tricomm").joinpath(f"tables/{name}.json").read_bytes()
+    except OSError as error:
+        raise ResourceError(f"tricomm's table {name}.json cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,8 @@ class Channel:
     Arguments, results and errors are the communicator's. A fault of one channel is the group's.
     """
 
+    channels: Channels
+
     def __init__(
         self, group: Group, monitor: Monitor, activity: Activity, tuned: TunedTable | None,
         decided: BackendChoice | None = None,
@@ -104,6 +106,7 @@ class Channels:
             )
         if number and (why := self._group.routes.no_kernels) is not None:
             raise InvalidArgument(f"channel {number}: no kernel can run, and NCCL is behind channel 0 alone: {why}")
+        self._all[number].channels = self  # for the user, who may keep nothing else of the communicator
         return self._all[number]
 
     def side_by_side(self, functions: Functions) -> list[Any]:

@@ -1,0 +1,73 @@
+"""A thread, a file, a descriptor, memory or a tensor is refused at any call of the library: all ranks get a named error
+in time, the processes go on, and a new group works."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests import ranks
+from tests.core.bodies import refusal_bodies as bodies
+
+
+def run(folder, *case):
+    folder.mkdir(mode=0o700)
+    return ranks.run(2, bodies.scenario, str(folder), *case, timeout=60)
+
+
+def places(folder, route):
+    """(rank, kind, place) of each call that both ranks' scenario makes over `route`."""
+    recorded = run(folder, route)
+    assert all(first[0] == again[0] == "" and left == [] for first, again, left, _, _ in recorded), recorded
+    return [(rank, kind, place) for rank, (*_, seen, _) in enumerate(recorded) for kind, place in seen]
+
+
+def wrong(results):
+    """What is not as promised."""
+    found = []
+    for rank, ((kind, text, slowest), (_, again), left, _, _) in enumerate(results):
+        found += [f"rank {rank}: {text}"] * kind.startswith("bare")
+        found += [f"rank {rank}: {slowest:.1f} s: {text}"] * (slowest > bodies.LIMIT + 1.0 + ranks.BUSY)
+        found += [f"rank {rank}, another group: {again}"] * (again != "")
+        found += [f"rank {rank}: left behind: {left}"] * (left != [])
+    return found
+
+
+def check(folder, route, cases):
+    """Each case in processes of its own, two at a time."""
+
+    def one(numbered):
+        number, (rank, kind, place, lasting) = numbered
+        return [f"{kind} {place} {lasting}: {text}" for text in wrong(
+            run(folder / str(number), route, kind, place, rank, lasting)
+        )]  # fmt: skip
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [text for found in pool.map(one, enumerate(cases)) for text in found] == []
+
+
+@pytest.mark.parametrize("route", ["communicator", "gloo", "kernels"])
+def test_some_refusals_on_one_rank_are_named_on_both(route, tmp_path):
+    found = places(tmp_path / "first", route)
+    starts = [place for place in found if place[1] == "thread" and place[0] == 1]
+    assert len(found) > 30 and len(starts) > 1
+    chosen = [*starts, *random.Random(7).sample(found, 4)]
+    check(tmp_path, route, [(*place, number % 2 == 1) for number, place in enumerate(chosen)])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("route", ["communicator", "gloo", "kernels"])
+def test_every_refusal_on_one_rank_is_named_on_both(route, lasting, tmp_path):
+    check(tmp_path, route, [(*place, lasting) for place in places(tmp_path / "first", route)])
+
+
+@pytest.mark.parametrize("without, kind, at, seen", [
+    ("names", "tensor", "core.group", "[init] RuntimeError"),
+    ("last exchange", "thread", "core.watcher", "[all_reduce] GroupAborted"),
+])  # fmt: skip
+def test_without_the_protection_it_shows(without, kind, at, seen, tmp_path):
+    place = next(p for r, k, p in places(tmp_path / "first", "communicator") if r == 1 and k == kind and at in p)
+    results = run(tmp_path / "hurt", "communicator", kind, place, 1, False, without)
+    assert any(seen in text for (_, text, _), *_ in results), results
