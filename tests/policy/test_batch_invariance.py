@@ -166,7 +166,7 @@ def test_a_c10d_call_on_a_gpu_is_refused_before_nccl_or_the_kernels_memory(batch
     monkeypatch.setattr(dispatch.Dispatcher, "_communicator", lambda self, device: made.append("memory"))
     device, made = torch.device("cuda", 0), []
     config = GroupConfig(None, 0, 2, timedelta(seconds=9), [0, 1], "g")
-    agreed = GroupCapabilities((), 1, True, {"cuda": None}, batch_invariant)
+    agreed = GroupCapabilities((), 1, True, {"cuda": None}, None, batch_invariant)
     calls = dispatch.Dispatcher(config, agreed, Backends({}), None)
     batch = [
         GroupCall("all_reduce", torch.ones(2, dtype=t), op="sum", device=device) for t in (torch.int32, torch.uint16)
