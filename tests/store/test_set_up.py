@@ -1,5 +1,6 @@
 """Groups that are made over one store for ever: after restarts, after faults, and after a death at any step."""
 
+import random
 import signal
 
 import pytest
@@ -17,9 +18,9 @@ def server():
     return dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
 
 
-def walk(server, folder, route, steps):
+def walk(server, folder, route, steps, timeout=300.0):
     """The errors of the survivors if rank 1 dies at each of `steps`, and the group is made again with a new process."""
-    with ranks.start(2, bodies.survives, server.port, route, str(folder), list(steps), timeout=300.0) as others:
+    with ranks.start(2, bodies.survives, server.port, route, str(folder), list(steps), timeout=timeout) as others:
         before = ""
         for step in [*steps, ""]:
             with ranks.start(1, bodies.dies, server.port, route, str(folder), before, step, timeout=60.0) as victim:
@@ -57,6 +58,23 @@ def test_a_death_in_the_set_up_is_named_and_the_group_made_again(server, tmp_pat
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_death_at_every_step_is_named_and_the_group_made_again(route, server, tmp_path):
     check(walk(server, tmp_path, route, KERNELS if route == "kernels" else [s for s in STEPS if s not in SHORT]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_death_at_any_moment_is_named_and_the_group_made_again(route, server, tmp_path):
+    chance = random.Random(1)
+    longest = 0.1 if route == "gloo" else 0.4
+    moments = list(dict.fromkeys(f"{chance.uniform(0, longest):.5f} s" for _ in range(100)))
+    for outcome in walk(server, tmp_path, route, moments, 1200.0):
+        assert outcome.error is None, outcome
+        for moment, kind, text, seen in outcome.value:
+            if kind == "again":
+                assert seen == [6.0] * 3, moment
+            elif kind != "nothing":  # the calls of the group had ended
+                unknown = "rank(s) [1] did not come" in text
+                assert unknown or "rank(s) [1] (pid" in text or "rank 1 (pid" in text, (moment, kind, text)
+                assert seen < (5.0 if unknown else 2.0) + ranks.BUSY, (moment, text, seen)
 
 
 def test_without_a_look_at_processes_a_death_is_not_named(server, tmp_path):
