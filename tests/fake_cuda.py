@@ -343,8 +343,8 @@ class OnFakeGpu(Processes):
         run.repeat, run.with_operands = repeat, with_operands
         return run
 
-    def prepare(self, kernel, grid, args, constexprs, device, timeout):  # type: ignore[no-untyped-def]
-        interpreted = super().prepare(kernel, grid, args, constexprs, device, timeout)
+    def prepare(self, *launch):  # type: ignore[no-untyped-def]
+        interpreted = super().prepare(*launch)
 
         def run() -> None:  # Triton launches on the current device, whatever the tensors say
             if self.world.bind() != self.index:
