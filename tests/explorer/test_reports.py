@@ -18,7 +18,7 @@ from tests.marks import some
 from tricomm import explorer
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.explorer import campaign, selftest, shipped
+from tricomm.explorer import campaign, selftest, shipped, subjects
 from tricomm.explorer.report.findings import Execution
 from tricomm.explorer.report.report import Report, digest
 from tricomm.explorer.schedule import shrinking
@@ -145,6 +145,50 @@ def test_a_file_that_is_no_report_is_refused(tmp_path, text):
     (tmp_path / "no.json").write_text(text)
     with pytest.raises(InvalidArgument, match="no report of tricomm check"):
         Report.load(tmp_path / "no.json")
+
+
+def changed(report, path, value):
+    """`report` as JSON, with `value` at `path`; without it if that is ...."""
+    *within, last = path
+    target = report
+    for key in within:
+        target = target[key]
+    if value is ...:
+        del target[last]
+    else:
+        target[last] = value
+    return json.dumps(report)
+
+
+EXECUTION = ("findings", 0, "execution")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ((*EXECUTION, "patience"), 2**70), ((*EXECUTION, "patience"), 10**400), ((*EXECUTION, "seed"), 10**400),
+        ((*EXECUTION, "choices"), [[10**400, "r0b0"]]), ((*EXECUTION, "choices"), [[1, None]]),
+        ((*EXECUTION, "fault"), ["drop", 7, 3]), ((*EXECUTION, "fault"), ["burn", 0, 3]), ((*EXECUTION, "seed"), ...),
+        (("findings", 0, "where"), [None]), (("findings", 0, "where"), None), (("findings", 0, "text"), "\0"),
+        (("findings", 0, "events", 0, "chain"), 3), (("findings", 0, "events", 0, "rank"), ...),
+        (("subject", "file"), "\0"), (("subject", "function"), ["x"]), (("subject", "function"), ...),
+        (("subject",), {"kernel": "barrier", "sizes": [10**400]}), (("subject",), {"kernel": "barrier"}),
+        (("seconds",), 10**400), (("seed",), None), (("world_size",), 10**400), (("options", "timeout"), 10**400),
+    ],
+    ids=lambda v: f"{v!r:.20}",
+)  # fmt: skip
+def test_a_changed_report_is_refused_by_name(users_file, tmp_path, path, value):
+    report = tricomm.check(subjects.from_file(f"{users_file}:racy"), 2, schedules=5).as_json()
+    (tmp_path / "changed.json").write_text(changed(report, path, value))
+    done = command("--replay", tmp_path / "changed.json", "--timeline", tmp_path / "picture.svg")
+    assert done.exit_code == 2 and "Error: " in done.output, done.exception
+
+
+def test_a_report_with_odd_accesses_is_still_drawn(users_file, tmp_path):
+    report = tricomm.check(subjects.from_file(f"{users_file}:racy"), 2, schedules=5).as_json()
+    (tmp_path / "changed.json").write_text(changed(report, ("findings", 0, "accesses"), [{}, {"step": None}]))
+    done = command("--replay", tmp_path / "changed.json", "--timeline", tmp_path / "picture.svg")
+    assert done.exit_code == 1 and "<svg" in (tmp_path / "picture.svg").read_text()
 
 
 def command(*arguments):

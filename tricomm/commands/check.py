@@ -112,8 +112,9 @@ def _replay(path: Path, options: dict[str, Any]) -> bool:
     if options["as_json"]:
         click.echo(json.dumps([[f.as_json() for f in findings] for findings in again], indent=1))
     else:
-        if digest(report.subject.get("file")) != report.subject.get("sha256"):
-            click.echo(f"{report.subject['file']} has changed since: steps and lines may have moved")
+        file = report.subject.get("file")
+        if digest(file) != report.subject.get("sha256"):
+            click.echo(f"{file} has changed since: steps and lines may have moved")
         for number, (before, findings) in enumerate(zip(report.findings, again, strict=True), 1):
             click.echo(f"{number}. {_compared(before, findings)}")
     _write([report], options)

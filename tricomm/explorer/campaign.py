@@ -122,7 +122,9 @@ def _plan(
     if schedules is None and strategy != "exhaustive":
         raise InvalidArgument(f"schedules=None: {strategy} has no end of its own; a number is needed")
     for name, value, least in (("schedules", schedules, 1), ("preemptions", preemptions, 0), ("seed", seed, 0)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+        if name == "schedules" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise InvalidArgument(f"{name}={value!r}: an integer from {least} on is needed")
     if seed >= 1 << 32:
         raise InvalidArgument(f"seed={seed}: less than 2**32 is needed")

@@ -47,9 +47,10 @@ def of_report(report: Report) -> Callable[[Any], Any]:
         if kernel is None:
             raise InvalidArgument(f"the report is about {subject['kernel']}, which is no shipped kernel any more")
         return shipped.body(kernel, subject["sizes"])
-    if not subject.get("file") or not str(subject.get("function")).isidentifier():
+    function = subject.get("function") or "no function"
+    if not subject.get("file") or not function.isidentifier():
         raise InvalidArgument(
-            f"the report is about {subject.get('function')}, which is not at the top level of a file: replay it from "
+            f"the report is about {function}, which is not at the top level of a file: replay it from "
             "Python, tricomm.explorer.replay(report, fn)"
         )
-    return from_file(f"{subject['file']}:{subject['function']}")
+    return from_file(f"{subject['file']}:{function}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,20 @@ KINDS = (
     "race", "scope", "deadlock", "out_of_bounds", "uninitialised", "wrong_result", "rank_mismatch", "leftover",
     "exception",
 )  # fmt: skip
+
+
+MOST_PATIENCE = 64
+_LIMIT = 1 << 63
+
+
+def checked(value: Any, kind: type, among: Container[Any] | None = None) -> Any:
+    """`value` of a stored report if it is of this `kind`: a number from 0 that fits 63 bits, a text without NUL; and
+    `among` the possible ones. Raises `ValueError` otherwise."""
+    fits = type(value) is kind and (among is None or value in among)
+    fits = fits and (kind is not int or 0 <= value < _LIMIT) and (kind is not str or "\0" not in value)
+    if not fits:
+        raise ValueError(f"{value!r:.60} where {kind.__name__} of a report is expected")
+    return value
 
 
 @dataclass(slots=True)
@@ -45,6 +60,16 @@ class Record:
     def as_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in self.__slots__ if name != "site"}
         return {**values, "where": self.site.where, "chain": self.site.text}
+
+
+def _check_event(event: dict[str, Any]) -> None:
+    """Raises `ValueError` or `KeyError` unless it is a `Record` as JSON."""
+    for name in ("step", "rank", "block", "launch", "count", "itemsize", "owner"):
+        checked(event[name] if event[name] != -1 else 0, int)  # -1: host code, or nobody's memory
+    for name in ("kind", "place", "where", "chain"):
+        checked(event[name], str)
+    for name in [name for name in ("sem", "scope") if event[name] is not None]:
+        checked(event[name], str)
 
 
 @dataclass(frozen=True)
@@ -100,15 +125,25 @@ class Finding:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
-        execution = dict(values["execution"])
-        execution["choices"] = tuple((int(s), str(t)) for s, t in execution["choices"])
-        if execution["fault"] is not None:
-            kind, rank, step = execution["fault"]
-            if kind not in ("stop", "drop") or not isinstance(rank, int) or not isinstance(step, int):
-                raise ValueError(f"fault {execution['fault']!r}")
-            execution["fault"] = kind, rank, step
-        lists = {n: tuple(values[n]) for n in ("ranks", "where", "accesses", "events")}
-        return cls(**{**values, **lists, "execution": Execution(**execution)})
+        """What `as_json` gave. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        given = values["execution"]
+        choices = tuple((checked(step, int), checked(task, str)) for step, task in given["choices"])
+        fault = None
+        if given["fault"] is not None:
+            kind, rank, step = given["fault"]
+            fault = checked(kind, str, ("stop", "drop")), checked(rank, int), checked(step, int)
+        delays = None if given["delays"] is None else checked(given["delays"], int)
+        numbers = {"seed": checked(given["seed"], int), "first_epoch": checked(given["first_epoch"], int)}
+        patience = checked(given["patience"], int, range(1, MOST_PATIENCE + 1))
+        execution = Execution(**{**given, **numbers, "delays": delays, "fault": fault, "choices": choices,
+                                 "patience": patience})  # fmt: skip
+        kinds = {"ranks": int, "where": str, "accesses": dict, "events": dict}
+        lists = {name: tuple(checked(v, kind) for v in checked(values[name], list)) for name, kind in kinds.items()}
+        for event in lists["events"]:
+            _check_event(event)
+        plain = {name: checked(values[name], str) for name in ("kind", "text", "advice")}
+        plain |= {name: checked(values[name], int) for name in ("seed", "schedule")}
+        return cls(**{**values, **plain, **lists, "execution": execution})
 
     def __str__(self) -> str:
         where = " and ".join(dict.fromkeys(_short(w) for w in self.where if w != "?")) or "?"

@@ -66,7 +66,7 @@ def _marked(finding: Finding) -> list[int]:
     lines = []
     for access in finding.accesses:
         same = ("rank", "block", "where", *(("step", "kind") if "step" in access else ()))
-        at = [n for n, e in enumerate(finding.events) if all(e[name] == access[name] for name in same)]
+        at = [n for n, e in enumerate(finding.events) if all(e[name] == access.get(name) for name in same)]
         lines += at[-1:]
     return lines
 

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.report.findings import Finding
+from tricomm.explorer.report.findings import Finding, checked
 from tricomm.explorer.world.execution import Subject
 from tricomm.options import Options
 
@@ -101,14 +101,22 @@ class Report:
             values = json.loads(Path(path).read_text())
             if values["schema"] != SCHEMA or values["tool"] != "tricomm check":
                 raise ValueError(f"schema {values['schema']!r} of {values['tool']!r}")
-            findings = [Finding.from_json(f) for f in values["findings"]]
+            world_size, subject = checked(values["world_size"], int), checked(values["subject"], dict)
+            findings = [Finding.from_json(f) for f in checked(values["findings"], list)]
+            for fault in [f.execution.fault for f in findings if f.execution.fault is not None]:
+                checked(fault[1], int, range(world_size))
             Options(**values["options"])
-            if not isinstance(values["subject"], dict):
-                raise TypeError(f"subject {values['subject']!r}")
+            for name in [name for name in ("file", "function", "sha256", "kernel") if subject.get(name) is not None]:
+                checked(subject[name], str)
+            for size in checked(subject["sizes"], list) if "kernel" in subject else ():
+                checked(int(size), int, range(1 << 30))
+            for name in ("ran", "steps"):
+                checked(values[name], int)
+            checked(values["seconds"], float)
             values.setdefault("compiled", None)
             fields = {n: values[n] for n in cls.__dataclass_fields__ if n not in ("findings", "faults")}
             return cls(**fields, findings=findings, faults=tuple(values["faults"]))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise InvalidArgument(f"{path}: no report of tricomm check ({type(error).__name__}: {error})") from None
 
     def __str__(self) -> str:
