@@ -74,7 +74,7 @@ def _name(node: ast.AST, where: str) -> str | None:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
         return None
     dotted = ast.unparse(node.func)
-    if dotted in MAKERS and any(keyword.arg == "device" for keyword in node.keywords):
+    if dotted in MAKERS and any(k.arg == "device" and ast.unparse(k.value) != "'cpu'" for k in node.keywords):
         return dotted
     method = node.func.attr in METHODS and not dotted.startswith("torch.")
     moved = "c10d" in where and node.func.attr == "copy_"  # from one tensor of a call to another, on its device
