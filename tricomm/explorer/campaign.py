@@ -76,9 +76,9 @@ def check(
     their PTX is executed, warp by warp, with the memory model of PTX for every thread; a finding names the Python
     lines and the PTX instruction. The default `options` then have room for a GPU's tiles.
 
-    Raises `InvalidArgument` for bad arguments, for a function that takes no communicator or blocks outside of tricomm,
-    and for a kernel that the interpreter cannot run. Sources of the method: CHESS (bounded preemptions), PCT
-    (priorities), HRF and the PTX memory model (scopes).
+    Raises `InvalidArgument` for bad arguments, for a function that takes no communicator, makes a call in another
+    thread or blocks outside of tricomm, and for a kernel that the interpreter cannot run. Sources of the method: CHESS
+    (bounded preemptions), PCT (priorities), HRF and the PTX memory model (scopes).
     """
     plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
     if options is None and compiled is None:

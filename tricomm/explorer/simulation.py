@@ -34,8 +34,9 @@ def simulate(
 
     An exception in a rank is raised with the rank named; to its peers that rank has died (`PeerDied`). A deadlock is
     seen at once, and ends as it would after `options.timeout`: with `CollectiveTimeout`, which says who waits for
-    what. Raises `InvalidArgument` for a function that takes no communicator, or that blocks outside of tricomm for
-    `options.stall_timeout` seconds (seen in the main thread only).
+    what. Raises `InvalidArgument` for a function that takes no communicator, that makes a call in another thread or
+    with another rank's communicator, or that blocks outside of tricomm for `options.stall_timeout` seconds (seen in the
+    main thread only).
 
     `compiled` is an architecture, such as "sm_90": then the kernels are compiled for it, launched as on a GPU, and
     their PTX is executed, with a block as the unit that takes turns. Its default `options` have an arena for a GPU's
