@@ -129,7 +129,7 @@ class World:
 
     # Streams
 
-    def new_stream(self, device: Any = None) -> FakeStream:
+    def new_stream(self, device: Any = None, priority: int = 0) -> FakeStream:
         index = self.get_device() if device is None else torch.device(device).index
         made = FakeStream(self, index, 1000 * (index + 1) + next(self._handles))
         self.streams[index, made.cuda_stream] = made

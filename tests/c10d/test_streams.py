@@ -41,7 +41,8 @@ class FakeCuda:
     def is_current_stream_capturing(self):
         return self.capturing
 
-    def Stream(self, device):
+    def Stream(self, device, priority):
+        assert priority == -1
         self.streams += 1
         return FakeStream(self, f"side{self.streams}")
 

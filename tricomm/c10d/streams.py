@@ -102,7 +102,7 @@ class GroupStream:
             action()
             return FinishedWork(result)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(gpu.device)
+            self._stream = torch.cuda.Stream(gpu.device, priority=-1)  # its blocks come before those of a long kernel
         self._stream.wait_stream(gpu.stream())
         with torch.cuda.stream(self._stream):
             action()

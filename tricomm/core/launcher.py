@@ -46,6 +46,8 @@ class Launcher:
         self._withdraw: Callable[[int], None] = lambda calls: None
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
+        self._several = False  # streams were used: from then on an event follows each eager call
+        self._last: Any = None  # that event; None if something may have been launched after it
 
     def launch(
         self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = (), again: Again | None = None,
@@ -82,6 +84,8 @@ class Launcher:
                 self._faults.not_launched(error)
                 raise
             plan.tally.total += plan.weight
+            if self._several and plan.mode == "eager" and gpu is not None:
+                self._last = gpu.recorded(self._stream)
         finally:
             lock.release()
         if self._simulated:
@@ -106,6 +110,7 @@ class Launcher:
                 self._faults.raise_refused()
             if self._gpu is not None and not self._gpu.capturing():
                 self._follow_stream(self._gpu)
+            self._last = None
             yield
         finally:
             self.lock.release()
@@ -122,10 +127,15 @@ class Launcher:
 
     def _follow_stream(self, gpu: Gpu) -> None:
         """Order this call, which is not captured, after the last one if the caller has changed streams, because a
-        channel has one pair of mailboxes."""
+        channel has one pair of mailboxes. It waits for that call alone, if an event follows it and no graph with calls
+        may have been replayed since; otherwise for all that is queued on the other stream."""
         stream = gpu.stream()
         if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
+            if self._last is None or self.captured:
+                stream.wait_stream(self._stream)
+            else:
+                self._last.wait(stream)
+            self._several = True
         self._stream, self._raw_stream = stream, gpu.raw_stream()
 
     def finish(self, result: Any, async_op: bool) -> Any:

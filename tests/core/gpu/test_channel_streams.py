@@ -42,7 +42,7 @@ def test_calls_of_two_channels_are_not_ordered_and_those_of_one_are(comm, world)
         comm.all_reduce(x)
     with world.stream(b):
         comm.channel(1).all_reduce(y)
-    assert waits(world) == [f"{b} waits for {a}"], "channel 1 has changed its stream"
+    assert waits(world) == [f"{b} waits for an event on {a}"], "channel 1 has changed its stream"
     world.log.clear()
     for _ in range(2):
         with world.stream(a):

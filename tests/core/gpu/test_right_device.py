@@ -153,7 +153,7 @@ def test_a_call_runs_on_the_devices_own_current_stream(comm, world, situation):
             with world.stream(world.new_stream(torch.device("cuda", OTHER))):
                 comm.all_reduce(torch.ones(8))
             assert device_of(comm).launches[-1].stream == 0
-            assert world.log[-1] == f"stream 0 of cuda:1 waits for {side}"
+            assert world.log[-2:] == [f"stream 0 of cuda:1 waits for an event on {side}", "event on stream 0 of cuda:1"]
 
     in_a_thread(call)
 
