@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from devtools import modelled_rows
 from devtools.modelled_rows import GROUPS, chosen_by, fastest, lacks, table_rows, worst
 from tricomm.perf.cost_model import from_code
+from tricomm.policy import selection
 
 LL, WIDE, PLAIN, SWITCH = ("one_shot", "ll"), ("one_shot", "ll128"), ("two_shot", "simple"), ("multicast", "simple")
 TIMES = {
@@ -71,6 +72,22 @@ def test_rows_choose_as_they_should_and_none_can_be_left_out(seed):
         zip(times, chosen, strict=True), [*zip(times, chosen, strict=True)][1:], strict=False
     ):
         assert before == after or times[more][before] >= 1.03 * times[more][after], (size, more)
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
+@pytest.mark.parametrize("world_size", [4, 8])
+@pytest.mark.parametrize("name", ["hopper", "ampere"])
+def test_a_shipped_table_takes_no_kernel_again_after_another_one(name, world_size, collective):
+    (table,) = (table for table in selection.shipped_tables() if table.name == name)
+    rows = [
+        (row.max_bytes, (row.algorithm, row.protocol))
+        for row in table.rows
+        if (row.collective, row.world_size, row.zero_copy) == (collective, world_size, False)
+    ]
+    for missing in GROUPS:
+        chosen = [chosen_by(rows, nbytes, missing) for nbytes in modelled_rows.SIZES]
+        runs = [family for family, before in zip(chosen, [None, *chosen], strict=False) if family != before]
+        assert len(set(runs)) == len(runs), (missing, runs)
 
 
 def test_rows_are_printed_as_tables_have_them(monkeypatch):
