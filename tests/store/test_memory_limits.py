@@ -1,4 +1,4 @@
-"""Memory that a process may still take: the machine's, or that of a control group around it, of either version."""
+"""Memory that a process may still take: limited by the machine and by control groups of either version."""
 
 import errno
 import os

@@ -23,7 +23,7 @@ def places(folder, route):
 
 
 def wrong(results):
-    """What is not as promised."""
+    """The promises that these results break."""
     found = []
     for rank, ((kind, text, slowest), (_, again), left, _, _) in enumerate(results):
         found += [f"rank {rank}: {text}"] * kind.startswith("bare")
@@ -34,7 +34,7 @@ def wrong(results):
 
 
 def check(folder, route, cases):
-    """Each case in processes of its own, two at a time."""
+    """Run each case in new processes, two cases at a time."""
 
     def one(numbered):
         number, (rank, kind, place, lasting) = numbered
