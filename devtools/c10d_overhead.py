@@ -38,7 +38,7 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
     A ratio is the median of the rounds' ratios, because the best times may come from different states of the machine.
     Rounds are shorter than a time slice, so that most of them pass undisturbed on a busy machine.
     """
-    x = torch.ones(count)
+    x, y = torch.ones(count), torch.ones(count)
     with (
         host_path.fake_backend(1), communicator() as comm, _group(comm, x) as group, _capturing(x) as captured
     ):  # fmt: skip
@@ -47,6 +47,9 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
             "c10d": lambda: dist.all_reduce(x, group=group),
             "communicator": lambda: comm.all_reduce(x),
             "captured": lambda: captured.all_reduce(x),
+            "out": lambda: comm.all_reduce(x, out=y),
+            "all_gather": lambda: comm.all_gather(x, out=y),
+            "reduce_scatter": lambda: comm.reduce_scatter(x, out=y),
         }
         if fused:
             calls_by_name["fused"] = _fused(comm, count)
@@ -57,6 +60,12 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
         f"{name}_over_fake": median(ours / fake for ours, fake in zip(took[name], took["fake"], strict=True))
         for name in took
         if name != "fake"
+    }
+    ratios |= {
+        f"{name}_over_in_place": median(
+            ours / base for ours, base in zip(took[name], took["communicator"], strict=True)
+        )
+        for name in ("out", "all_gather", "reduce_scatter")
     }
     ratios["counting_share"] = best["counting"] / best["communicator"]
     return {"count": count, "calls": calls, **{f"{name}_us": us for name, us in best.items()}, **ratios}
@@ -121,7 +130,9 @@ def main(count: int, calls: int, as_json: bool) -> None:
     rows = [("dist.all_reduce, fake backend", f"{times['fake_us']:.2f}", "")]
     for name, text in (
         ("c10d", "dist.all_reduce, tricomm"), ("communicator", "Communicator.all_reduce"),
-        ("captured", "Communicator.all_reduce, captured"), ("fused", "Communicator.all_reduce_rms_norm"),
+        ("captured", "Communicator.all_reduce, captured"), ("out", "Communicator.all_reduce, out="),
+        ("all_gather", "Communicator.all_gather, out="), ("reduce_scatter", "Communicator.reduce_scatter, out="),
+        ("fused", "Communicator.all_reduce_rms_norm"),
     ):  # fmt: skip
         rows.append((text, f"{times[f'{name}_us']:.2f}", f"{times[f'{name}_over_fake']:.2f} x"))
     share = f"{times['counting_share']:.2%}"
