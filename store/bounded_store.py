@@ -8,6 +8,7 @@ stuck in a call cannot be ended; it is left behind as a daemon and never used ag
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +17,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar, cast
 
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from tricomm import threads
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError
 
 JOIN_SECONDS = 0.2
+_PROBE_SECONDS = 0.5
 _ABSENT = "\0tricomm: no such key"  # no value in a store
 
 _T = TypeVar("_T")
@@ -182,6 +184,20 @@ class BoundedStore:
             waited = time.monotonic() - began
             raise RendezvousError(f"{what} failed after {waited:.1f} s: {first_line(error)}") from error
         return result[0]
+
+
+def server_is_gone(store: Any) -> bool:
+    """Whether `store` is a TCPStore whose server does not answer any more. A call of such a store would fail, and torch
+    would print a stack trace, although nothing is wrong: the rank that serves it may end first."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return False
+    try:
+        socket.create_connection((store.host, store.port), _PROBE_SECONDS).close()
+    except OSError:
+        return True
+    return False
 
 
 def first_line(error: BaseException) -> str:

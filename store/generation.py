@@ -30,7 +30,7 @@ from tricomm import env
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, ResourceError
 from tricomm.store import process, records
-from tricomm.store.bounded_store import BoundedStore
+from tricomm.store.bounded_store import BoundedStore, server_is_gone
 from tricomm.store.records import NONCE_BYTES, B, Capabilities, ExchangeMessage, Failure, MessageHeader, StoreRecord
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 0.02
@@ -324,6 +324,8 @@ class Generation:
         if self._left:
             return
         self._left = True
+        if server_is_gone(self._root):
+            return
         with suppress(*_GONE), closing(BoundedStore(self._root, _END_SECONDS)) as calls:
             if calls.add(f"{self.name}/left", 1) == self.world_size:
                 rest = (self.name,) if self._settled else (self.name, "rank", "agreed")

@@ -1,5 +1,7 @@
 """Processes that end without saying goodbye, and groups that are destroyed with calls under way."""
 
+import socket
+
 import pytest
 
 BEGIN = """
@@ -54,6 +56,15 @@ def test_a_process_ends_with_its_own_exit_code(how, route, fresh, tmp_path):
     for code, _, said in fresh.run(tmp_path, BEGIN + ENDS[how], f"file://{tmp_path}/store", route):
         assert code == 0, said
         assert "Traceback" not in said and "terminate" not in said, said
+
+
+def test_who_ends_after_the_server_of_the_store_sees_no_stack_trace(fresh, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    script = BEGIN + "time.sleep(1.5 * rank); dist.destroy_process_group()"
+    for code, _, said in fresh.run(tmp_path, script, f"tcp://127.0.0.1:{port}", "gloo"):
+        assert code == 0 and "TCPStore" not in said, said
 
 
 def test_a_communicator_that_is_not_closed_is_closed_at_the_end_which_is_said_in_one_line(fresh, tmp_path):
