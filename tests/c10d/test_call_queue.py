@@ -258,7 +258,7 @@ def test_after_close(calls):
 def test_calls_after_one_that_does_not_end_are_refused_by_close():
     calls, gate = CallQueue("stuck"), threading.Event()
     first = blocked(calls, gate)
-    while not first.name:
+    while not first.id.name:
         time.sleep(0.01)
     second = calls.run(lambda turn: None, "", [], True)
     calls.close(0.2)
@@ -335,7 +335,7 @@ def test_if_no_thread_can_start_callbacks_come_after_the_calls(calls, monkeypatc
     first = blocked(calls, gate)
     done = first.get_future().then(lambda f: record(calls, names))
     later = record(calls, names, async_op=True)
-    while not first.name:
+    while not first.id.name:
         time.sleep(0.01)
     with monkeypatch.context() as patch:
         patch.setattr("tricomm.threads._helpers", [])

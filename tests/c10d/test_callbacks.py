@@ -1,10 +1,24 @@
-"""Order never depends on time: calls in callbacks, in threads, and errors that one rank alone has."""
+"""Callbacks of futures: order never depends on time, a future does what torch's own do, and errors of one rank."""
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import weakref
+from datetime import timedelta
 
 import pytest
+import torch
 
 from tests import ranks
 from tests.c10d.bodies import callback_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
+from tricomm import threads
+from tricomm.c10d import register
+from tricomm.c10d.call_queue import CallQueue
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 
 both_routes = pytest.mark.parametrize("route", ROUTES)
 
@@ -66,3 +80,104 @@ def test_an_error_in_the_middle_ends_the_call_everywhere(url):
     outcomes = ranks.run(2, bodies.of_one_rank, url, "gloo", "during")
     assert all(error.startswith("GroupAborted") and "no room here" in error and soon for error, soon, _ in outcomes)
     assert [after for *_, after in outcomes] == ["GroupAborted"] * 2
+
+
+@pytest.fixture
+def calls():
+    made = CallQueue("test")
+    yield made
+    made.close()
+
+
+def blocked(calls, gate):
+    return calls.run(lambda turn: gate.wait(30) and None, "", [], True)
+
+
+def test_the_tensors_of_a_call_are_freed_without_a_collection_if_its_future_was_used(calls):
+    x = torch.ones(3)
+    gone = weakref.ref(x)
+    gc.collect()
+    gc.disable()
+    try:
+        work = calls.run(lambda turn: None, "", [x], True)
+        work.get_future().then(lambda f: f.value()[0] + 1).wait()
+        del x, work
+        end = time.monotonic() + 5
+        while gone() is not None and time.monotonic() < end:
+            time.sleep(0.01)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_a_callback_that_ends_its_thread_lets_later_ones_run(calls):
+    gate = threading.Event()
+    future = blocked(calls, gate).get_future()
+    ended = future.then(lambda f: sys.exit("from a callback"))
+    after = ended.then(lambda f: 5)
+    gate.set()
+    assert after.wait() == 5
+    with pytest.raises(SystemExit, match="from a callback"):
+        ended.wait()
+
+
+def test_collect_all_refuses_what_torch_refuses(calls):
+    register()
+    future = calls.run(lambda turn: None, "", [], True).get_future()
+    for wrong in ([future, None], [future, 5], None):
+        with pytest.raises((TypeError, RuntimeError)):
+            torch.futures.collect_all(wrong)
+    assert torch.futures.wait_all([future, future]) == [[], []] and torch.futures.collect_all([]).wait() == []
+    assert torch.futures.wait_all(f for f in (future, future)) == [[], []]
+
+
+def test_set_exception_refuses_what_is_no_exception(calls):
+    future = blocked(calls, gate := threading.Event()).get_future()
+    with pytest.raises(InvalidArgument, match="found str"):
+        future.set_exception("no")
+    assert not future.done()
+    gate.set()
+    assert future.wait() == []
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_calls(calls):
+    gate = threading.Event()
+    running, queued = blocked(calls, gate), calls.run(lambda turn: None, "", [], True)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        ended = [_error(work.wait) for work in (running, queued)] + [_error(running.get_future().wait)]
+        os._exit(0 if ended == [GroupAborted] * 3 else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    gate.set()
+    assert running.wait() and queued.wait()
+
+
+def _error(wait):
+    try:
+        wait()
+    except Exception as error:
+        return type(error)
+
+
+def test_if_no_thread_can_start_a_call_of_another_thread_is_refused_too(calls, monkeypatch):
+    def no_thread(*_):
+        """Another thread queues a call while this one's is refused."""
+        other = threading.Thread(target=lambda: later.append(named(True)))
+        other.start()
+        other.join()
+        raise ResourceError("no more threads")
+
+    def named(async_op):
+        return calls.run(lambda turn: names.append(str(turn)), "", [], async_op)
+
+    names, later = [], []
+    monkeypatch.setattr("tricomm.threads._helpers", [])
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "start", no_thread)
+        with pytest.raises(ResourceError):
+            named(False)
+    with pytest.raises(ResourceError):
+        later[0].wait(timedelta(seconds=20))
+    named(False)
+    assert names == ["1"]

@@ -48,18 +48,28 @@ def told(error: BaseException) -> None:
 
 
 @dataclass(eq=False)
-class Origin:
-    """A callback of the call `work` (a `PendingWork`), at `place` among the call's callbacks.
+class CallId:
+    """A call of the group of `queue`: `name` is its name there, once it runs; the callback `origin` has made it, or
+    (None) the program.
 
-    `lines` are the calls that it makes.
+    Futures keep this and not the call's handle, which keeps them: a circle would hold the tensors until a collection.
     """
 
-    work: Any
+    queue: Any
+    origin: Origin | None
+    name: str = ""
+
+
+@dataclass(eq=False)
+class Origin:
+    """A callback of `call`, at `place` among the call's callbacks. `lines` are the calls that it makes."""
+
+    call: CallId
     place: str
 
     def name_for(self, group: Any) -> str:
         """The callback's name in the group of the queue `group`. Raises `InvalidArgument` as `CallQueue.name_for`."""
-        return f"{self.work.name}{self.work.queue.name_for(group)}/{self.place}"
+        return f"{self.call.name}{self.call.queue.name_for(group)}/{self.place}"
 
     lines: dict[Any, Any] = field(default_factory=dict)  # by the group's queue
 
@@ -126,7 +136,7 @@ class _Callback:
             with self.modes.entered(), _running(self.origin):
                 self.action()
         except Exception:
-            log.exception("a callback of call %s has failed", self.origin.work.name)
+            log.exception("a callback of call %s has failed", self.origin.call.name)
 
 
 class CallFuture(Future[Any]):
@@ -136,16 +146,16 @@ class CallFuture(Future[Any]):
     let another one go on with the calls. A callback has the modes of torch of the thread that attached it.
     """
 
-    def __init__(self, work: Any, place: str = "") -> None:
+    def __init__(self, call: CallId, place: str = "") -> None:
         super().__init__()
-        self._work, self._place = work, place
+        self._call, self._place = call, place
         self._attached: defaultdict[Origin | None, itertools.count[int]] = defaultdict(lambda: itertools.count(1))
         self._callbacks: deque[_Callback] = deque()
 
     def then(self, callback: Callable[[Any], Any]) -> CallFuture:
         """As torch's, except that an error of `callback` keeps its class."""
         place = self.next_place()
-        child = CallFuture(self._work, place)
+        child = CallFuture(self._call, place)
         self._attach(place, lambda: child.complete_by(lambda: callback(self)))
         return child
 
@@ -157,6 +167,8 @@ class CallFuture(Future[Any]):
         self.run_callbacks()
 
     def set_exception(self, result: Any) -> None:
+        if not isinstance(result, BaseException):
+            raise InvalidArgument(f"set_exception: an exception is needed, found {type(result).__name__}")
         self.settle(result, None)
         self.run_callbacks()
 
@@ -169,15 +181,16 @@ class CallFuture(Future[Any]):
 
     def complete_by(self, call: Callable[[], Any]) -> None:
         """Complete the future with the result or the error of `call`."""
+        result: Any = None
+        error: BaseException | None = None
         try:
-            result, error = call(), None
-        except Exception as failure:
-            result, error = None, failure
+            result = call()
         except BaseException as failure:
-            self.settle(failure, None)
-            raise
+            error = failure
         self.settle(error, result)
         self.run_callbacks()
+        if error is not None and not isinstance(error, Exception):
+            raise error
 
     def next_place(self) -> str:
         """The place of the next callback: its number, after the place of the callback whose future this is.
@@ -186,9 +199,9 @@ class CallFuture(Future[Any]):
         order in which several attach may differ between ranks.
         """
         by, who = current_origin(), ""
-        if by is not self._work.origin:
+        if by is not self._call.origin:
             try:
-                who = "(program)" if by is None else f"({by.name_for(self._work.queue)})"
+                who = "(program)" if by is None else f"({by.name_for(self._call.queue)})"
             except InvalidArgument:
                 who = NAMELESS
         return f"{self._place}.{who}{next(self._attached[by])}".lstrip(".")
@@ -196,7 +209,7 @@ class CallFuture(Future[Any]):
     def combined(self, futures: list[Any]) -> CallFuture:
         """A future, at the next place of this one, whose value is `futures` once all of them are complete."""
         place = self.next_place()
-        made = CallFuture(self._work, place)
+        made = CallFuture(self._call, place)
         left = [True] * (len(futures) - 1)
 
         def one_more() -> None:
@@ -232,7 +245,7 @@ class CallFuture(Future[Any]):
             callback.run()
 
     def _attach(self, place: str, action: Callable[[], None]) -> None:
-        callback = _Callback(Origin(self._work, place), _Modes(), action)
+        callback = _Callback(Origin(self._call, place), _Modes(), action)
         self._callbacks.append(callback)
         if self.done():
             with suppress(ValueError):  # the thread that completed the future runs it
@@ -242,5 +255,8 @@ class CallFuture(Future[Any]):
 
 def collect_all(futures: list[Any]) -> Any:
     """`torch.futures.collect_all`, whose result knows its place if one of `futures` is a call's."""
-    first = next((future for future in futures if isinstance(future, CallFuture)), None)
-    return _collect_all(futures) if first is None else first.combined(list(futures))
+    given = list(futures)
+    first = next((future for future in given if isinstance(future, CallFuture)), None)
+    if first is None or not all(isinstance(future, torch._C.Future) for future in given):
+        return _collect_all(given)  # which refuses what is no future
+    return first.combined(given)

@@ -25,14 +25,15 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from tricomm import threads
-from tricomm.c10d.call_futures import NAMELESS, CallFuture, Origin, current_origin
+from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, current_origin
 from tricomm.c10d.work_handles import PendingWork
-from tricomm.errors import GroupAborted, InvalidArgument, TricommError
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.threads import HelperTask
 
 _DRAIN_SECONDS = 2.0
@@ -76,18 +77,35 @@ class Line:
         thread can be started; the call then has no number."""
         self._calls.append(call)
         try:
-            self._idle.pop()
+            if not self._take():
+                return
             if here:
                 self._run(call)
             else:
                 HelperTask(self._run)
-        except IndexError:  # another thread runs the line
-            return
-        except BaseException as error:
-            if isinstance(error, Exception):
-                self._calls.remove(call)
+        except ResourceError as error:
+            self._calls.remove(call)
+            while not self._give_back():  # another thread has queued a call meanwhile
+                self._end(self._calls.popleft(), error)
+            raise
+        except BaseException:
             self._idle.append(True)  # after Ctrl-C there may be two, in a group that is given up; none would be worse
             raise
+
+    def _take(self) -> bool:
+        """Take the right to run the line; False if another thread has it, which then also runs a call queued before."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return False
+
+    def _give_back(self) -> bool:
+        """Give the line back if it has no calls; False if this thread has to go on with it."""
+        while not self._calls:
+            self._idle.append(True)
+            if not self._calls or not self._take():
+                return True
+        return False
 
     def _run(self, last: _QueuedCall | None = None) -> None:
         """Run calls until there is none, or until after `last`, or until callbacks need this thread."""
@@ -107,35 +125,20 @@ class Line:
             _busy.discard(busy)
 
     def _next(self) -> _QueuedCall | None:
-        """The next call; if there is none, this thread returns the line."""
-        while True:
-            try:
+        """The next call; if there is none, this thread has given the line back."""
+        while not self._give_back():
+            with suppress(IndexError):  # two threads may run the line of a group that Ctrl-C has ended
                 return self._calls.popleft()
-            except IndexError:
-                self._idle.append(True)
-            try:
-                if self._calls:
-                    self._idle.pop()
-                    continue
-            except IndexError:  # whoever queued the call runs it
-                pass
-            return None
+        return None
 
     def _hand_over(self) -> bool:
         """Let another thread go on with the line. False if none can be started: then this one continues,
         and runs the callbacks after the calls in the queue."""
-        if not self._calls:
-            self._idle.append(True)
-            try:
-                if self._calls:
-                    self._idle.pop()
-                else:
-                    return True
-            except IndexError:
-                return True
+        if self._give_back():
+            return True
         try:
             HelperTask(self._run)
-        except (RuntimeError, TricommError):
+        except ResourceError:
             return False
         return True
 
@@ -143,7 +146,7 @@ class Line:
         """Run `call` and complete its handle; returns the futures whose callbacks have to run."""
         self._number += 1
         turn = Turn(self, self._number)
-        call.work.name = str(turn)
+        call.work.id.name = str(turn)
         error: BaseException | None = self.queue.refusal
         if error is None:
             try:
@@ -152,6 +155,9 @@ class Line:
                 error = failure
             except BaseException as failure:
                 error = GroupAborted(f"the call was ended by {type(failure).__name__}: {failure}")
+        return self._end(call, error)
+
+    def _end(self, call: _QueuedCall, error: BaseException | None) -> list[CallFuture]:
         self.queue.pending.discard(call.work)
         return call.work.finish(error)
 
@@ -178,7 +184,7 @@ class CallQueue:
             raise GroupAborted(f"{what}: the group was destroyed; make a new one")
         origin = current_origin()
         line = self._main if origin is None else self._line(origin)
-        work = PendingWork(self, origin, what, result, interrupted)
+        work = PendingWork(CallId(self, origin), what, result, interrupted)
         self.pending.add(work)
         try:
             line.submit(_QueuedCall(action, work), here=not async_op and threads.is_helper())
@@ -194,7 +200,7 @@ class CallQueue:
         line: Line | None = origin.lines.get(self)
         if line is None:
             if NAMELESS in origin.place:
-                raise self._unknown(origin.work.queue)
+                raise self._unknown(origin.call.queue)
             line = origin.lines[self] = Line(self, f"{origin.name_for(self)}/")
         return line
 
@@ -229,7 +235,7 @@ class CallQueue:
         """End the calls that have not begun, now and later, with `error`. Any thread may call it."""
         self.refusal = error
         for work in list(self.pending):
-            if not work.name:  # it has not begun
+            if not work.id.name:  # it has not begun
                 for future in work.finish(error):
                     future.run_callbacks()
 
@@ -238,6 +244,8 @@ def _in_forked_child() -> None:
     """A fork copies no threads. The groups are unusable here; nothing may wait for their calls."""
     for queue in list(_queues):
         queue._closed = True
+        for work in queue.pending:
+            work.forked(GroupAborted(f"{queue._text} belongs to the parent of this process; make a new group here"))
     _busy.clear()
 
 

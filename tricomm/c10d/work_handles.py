@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Work
 from torch.autograd import graph
 from torch.futures import Future
 
-from tricomm.c10d.call_futures import CallFuture, Origin, collect_all, told
+from tricomm.c10d.call_futures import CallFuture, CallId, collect_all, told
 from tricomm.errors import CollectiveTimeout
 
 _UNSET = timedelta(0)
@@ -81,20 +81,16 @@ class _Promise:
 
 
 class PendingWork(Work):
-    """A call of `queue` that another thread runs; a callback, `origin`, has made it, or (None) the program.
+    """The call `id`, which another thread runs.
 
     Dropping the handle is safe: the queue holds what the call needs.
 
-    `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait. `name` is the call's name in
-    its group, once it runs.
+    `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait.
     """
 
-    def __init__(
-        self, queue: Any, origin: Origin | None, what: str, result: list[Any],
-        interrupted: Callable[[BaseException], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, id: CallId, what: str, result: list[Any], interrupted: Callable[[BaseException], None]) -> None:
         super().__init__()
-        self.queue, self.origin, self.name, self.over = queue, origin, "", Latch()
+        self.id, self.over = id, Latch()
         self._what, self._result, self._interrupted = what, result, interrupted
         self._error: BaseException | None = None
         self._finished = False
@@ -114,10 +110,15 @@ class PendingWork(Work):
             try:
                 promise.keep()
             except Exception:  # its user has completed it
-                log.exception("the future of call %s could not be completed", self.name)
+                log.exception("the future of call %s could not be completed", self.id.name)
         self.over.open()
         futures = [promise.future for promise in promises]
         return [future for future in futures if isinstance(future, CallFuture) and future.has_callbacks]
+
+    def forked(self, error: BaseException) -> None:
+        """In a child that has no thread for the call: a wait raises `error`."""
+        self._error, self._finished = error, True
+        self.over.open()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         """Block until the call has run; raises the call's error, or `CollectiveTimeout` after `timeout`."""
@@ -165,7 +166,7 @@ class PendingWork(Work):
         return promise.future
 
     def _for_python(self) -> _Promise:
-        future = CallFuture(self)
+        future = CallFuture(self.id)
         return _Promise(future, lambda: future.settle(self._error, self._result))
 
     def _for_reducer(self) -> _Promise:
