@@ -8,6 +8,7 @@ told; and any exception that leaves the call releases the lock.
 
 from __future__ import annotations
 
+import errno
 import functools
 import inspect
 import sys
@@ -26,6 +27,8 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _codes: set[CodeType] = set()
+# Of what the system refuses at a limit: descriptors, memory, threads, space.
+_REFUSALS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.ENOBUFS}
 # The call is on the line of the `try`: then even an exception at the first instruction is inside of it.
 _METHOD = "_method if (gpu := self._gpu) is None or gpu.current_device() == gpu.index else gpu.under(_method)"
 _SOURCE = """
@@ -170,8 +173,12 @@ def _named(make: Callable[[ExitStack], None], undo: ExitStack) -> None:
 
 
 def name_refusal(error: BaseException) -> None:
-    """Raises `ResourceError` if the system or torch's allocator has raised `error`, because it refuses something."""
+    """Raises `ResourceError` if `error` says that the system or torch's allocator refuses something.
+
+    A signal's handler may raise any other `OSError`, for example a `TimeoutError`: it stays as it is.
+    """
     memory = isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-    if (isinstance(error, OSError) or memory) and not isinstance(error, TricommError):
+    refused = isinstance(error, OSError) and error.errno in _REFUSALS
+    if (refused or memory) and not isinstance(error, TricommError):
         # Without a variable for the new error: it would refer to this frame, and the frame to it and to all memory.
         raise ResourceError(f"{first_line(error)}: the limits of this process, or the machine's, are met") from error

@@ -8,6 +8,8 @@ import pytest
 
 from tests import ranks
 from tests.core.bodies import refusal_bodies as bodies
+from tricomm.core import entry_guard
+from tricomm.errors import ResourceError
 
 
 def run(folder, *case):
@@ -71,3 +73,14 @@ def test_without_the_protection_it_shows(without, kind, at, seen, tmp_path):
     place = next(p for r, k, p in places(tmp_path / "first", "communicator") if r == 1 and k == kind and at in p)
     results = run(tmp_path / "hurt", "communicator", kind, place, 1, False, without)
     assert any(seen in text for (_, text, _), *_ in results), results
+
+
+@pytest.mark.parametrize("error", [TimeoutError("alarm"), ConnectionResetError(104, "reset"), OSError("of a handler")])
+def test_an_error_that_a_signal_handler_may_raise_keeps_its_class(error):
+    assert entry_guard.name_refusal(error) is None
+
+
+@pytest.mark.parametrize("error", [OSError(24, "Too many open files"), OSError(12, "no memory"), MemoryError("none")])
+def test_a_refusal_of_the_system_is_named(error):
+    with pytest.raises(ResourceError, match="limits of this process"):
+        entry_guard.name_refusal(error)
