@@ -181,3 +181,23 @@ def test_if_no_thread_can_start_a_call_of_another_thread_is_refused_too(calls, m
         later[0].wait(timedelta(seconds=20))
     named(False)
     assert names == ["1"]
+
+
+def test_a_callback_may_call_another_group_while_a_thread_makes_groups(calls):
+    ends, interval = time.monotonic() + 2, sys.getswitchinterval()
+    other, kept = CallQueue("other"), [CallQueue("kept") for _ in range(300)]
+    sys.setswitchinterval(1e-6)
+
+    def make():
+        while time.monotonic() < ends:
+            CallQueue("made")
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    try:
+        while time.monotonic() < ends:
+            assert calls.name_for(other) == "@test" and len(kept) == 300
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
+        other.close()

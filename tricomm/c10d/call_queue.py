@@ -37,7 +37,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.threads import HelperTask
 
 _DRAIN_SECONDS = 2.0
-_queues: weakref.WeakSet[CallQueue] = weakref.WeakSet()
+_queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
 _busy: set[object] = set()  # one for each thread that runs a line or its callbacks
 
 
@@ -170,7 +170,7 @@ class CallQueue:
         self._main, self._closed = Line(self), False
         self.refusal: GroupAborted | None = None  # for the calls that are still in a line
         self.pending: set[PendingWork] = set()
-        _queues.add(self)
+        _queues[id(self)] = self
 
     def run(
         self, action: Callable[[Turn], None], what: str, result: list[Any], async_op: bool,
@@ -211,7 +211,7 @@ class CallQueue:
         """
         if other is self:
             return ""
-        if not other._ranks <= self._ranks or sum(q._name == self._name and not q._closed for q in list(_queues)) > 1:
+        if not other._ranks <= self._ranks or sum(q._name == self._name and not q._closed for q in _all()) > 1:
             raise other._unknown(self)
         return f"@{self._name}"
 
@@ -240,9 +240,14 @@ class CallQueue:
                     future.run_callbacks()
 
 
+def _all() -> list[CallQueue]:
+    """The queues of this process. Another thread may make one meanwhile, which an iteration would not survive."""
+    return [queue for reference in _queues.valuerefs() if (queue := reference()) is not None]
+
+
 def _in_forked_child() -> None:
     """A fork copies no threads. The groups are unusable here; nothing may wait for their calls."""
-    for queue in list(_queues):
+    for queue in _all():
         queue._closed = True
         for work in queue.pending:
             work.forked(GroupAborted(f"{queue._text} belongs to the parent of this process; make a new group here"))
@@ -256,7 +261,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 def _close_all() -> None:
     # A daemon thread that comes back from C++ into a finalized interpreter would take the process down.
     end = time.monotonic() + _DRAIN_SECONDS
-    for queue in list(_queues):
+    for queue in _all():
         queue.close(max(0.0, end - time.monotonic()))
     while _busy and time.monotonic() < end:
         time.sleep(0.005)
