@@ -60,7 +60,7 @@ def fastest(times: Mapping[int, Times]) -> dict[tuple[int, str], Family]:
         for nbytes in sorted(times):
             there = {family: time for family, time in times[nbytes].items() if not lacks(family, missing)}
             before = (chosen[nbytes, more] for more in GROUPS if (nbytes, more) in chosen)
-            taken = next((family for family in before if family in there), None)  # a row that comes first decides
+            taken = next((family for family in before if family in there), None)  # the first row that fits decides
             allowed[nbytes] = there if taken is None else {taken: there[taken]}
         chosen |= {(nbytes, missing): family for nbytes, family in zip(allowed, _path(allowed), strict=True)}
     return chosen

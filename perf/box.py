@@ -1,4 +1,4 @@
-"""The facts of a box on which selection depends, as the history keeps them with each run."""
+"""The facts of a box that selection depends on; the history keeps them with each run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tricomm.policy.tuning_tables import Fingerprint, TunedTable
 
 @dataclass(frozen=True)
 class Box:
-    """What selection knows of a group with default options, apart from its tuning table."""
+    """The facts that selection uses for a group with default options, except the tuning table."""
 
     fingerprint: Fingerprint
     arena_bytes: int
@@ -30,7 +30,7 @@ class Box:
         return self.fingerprint.device == "cpu"
 
     def site(self, tuned: TunedTable | None) -> SelectionFacts:
-        """The facts for selection, with this table. Raises `InvalidArgument` for an arena that is too small."""
+        """The facts for selection with the table `tuned`. Raises `InvalidArgument` for an arena that is too small."""
         links, ranks = self.fingerprint, self.fingerprint.world_size
         return SelectionFacts(
             links.device, ranks, layout.plan(ranks, self.arena_bytes), self.most_blocks, topology=links.topology,
@@ -51,7 +51,7 @@ def dumps(comm: Communicator) -> str:
 
 @lru_cache(maxsize=256)
 def loads(text: str) -> Box | None:
-    """The facts in JSON `text`; None if it has none, or impossible ones."""
+    """The facts in JSON `text`; None if there are none, or if their values are impossible."""
     import msgspec  # not at the top: what runs from a plain checkout imports `dumps`
 
     try:

@@ -1,7 +1,7 @@
-"""Files that tricomm finds by their names, in directories to which other users may write as well.
+"""Opens files safely in directories that other users may also write to.
 
-Opened is only a regular file of this user (or of root, where a caller allows it) under the very name: no link, no FIFO
-and no content of another user. A file that a command line names is opened as any program opens it.
+Only a regular file of this user is opened (or of root, if a caller allows it): no link, no FIFO and no file of another
+user. A file that is named on the command line is opened as in any other program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check_directory(path: str | Path) -> None:
 
     The sticky bit is enough, because it leaves files to their owners, and each file is checked when it is opened.
     """
-    for status in (os.lstat(path), found := os.stat(path)):  # a link there may be another user's, too
+    for status in (os.lstat(path), found := os.stat(path)):  # of a link, both the link and its target
         owned = status.st_uid in (0, os.geteuid()) or process.outside_user(status.st_uid)
         shared = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX
         if not owned or shared:
@@ -49,9 +49,8 @@ def make_directory(path: Path) -> None:
 
 
 def opened(path: str | Path, mode: str = "rb", root: bool = False) -> IO[bytes]:
-    """A file of this user's; `root`: or of root's. `mode` is one of `open`'s for bytes; a new file is the user's alone.
-
-    Raises `OSError` for a file of another user, a link, or what is no regular file.
+    """Open a file of this user, or with `root` also one of root. `mode` is a binary mode of `open`; a new file has
+    mode 0600. Raises `OSError` for a file of another user, a link, or a file that is not regular.
     """
     return open(path, mode, opener=partial(_own, (0, os.geteuid()) if root else (os.geteuid(),)))
 
@@ -83,7 +82,7 @@ def _whose(status: os.stat_result) -> str:
 
 
 def read(path: str | Path, most: int, root: bool = False) -> bytes:
-    """The content of a file that `opened` takes. Raises `OSError`, also if it has more than `most` bytes."""
+    """The content of a file that `opened` accepts. Raises `OSError` as it does, and for more than `most` bytes."""
     with opened(path, root=root) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -92,7 +91,7 @@ def read(path: str | Path, most: int, root: bool = False) -> bytes:
 
 
 def replace(path: str | Path, content: bytes) -> None:
-    """Write a file, whole or not at all, in the place of any file or link of that name. Raises `OSError`."""
+    """Write a file atomically; it replaces any file or link of that name. Raises `OSError`, as for a device."""
     with suppress(FileNotFoundError):
         kind = os.lstat(path).st_mode
         if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
@@ -110,7 +109,7 @@ def replace(path: str | Path, content: bytes) -> None:
 
 @contextmanager
 def locked(path: str | Path, seconds: float) -> Iterator[None]:
-    """Hold the lock of a file that is made for it. Raises `OSError`, `TimeoutError` if another process has it."""
+    """Hold the lock file `path`. Raises `OSError`; `TimeoutError` if another process holds it for `seconds`."""
     with opened(path, "ab") as file:
         if not poll(partial(_lock, file.fileno()), seconds, _PAUSE_SECONDS):
             raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {seconds:g} s", str(path))

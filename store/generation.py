@@ -3,14 +3,14 @@
     set  tricomm/<name>/rank/<rank>       this rank's process, with a fresh nonce; empty once it has given up
     set  tricomm/<name>/agreed/<rank>     a digest of the records of all ranks, as this rank has read them
     set  tricomm/<name>/met/<rank>        the nonces that this rank knew when it gave up
-    set  tricomm/<name>/failed/<rank>     why it gave up, if the others cannot see that
-    set  tricomm/<name>/failing           the nonce of the rank that wrote such a reason last
+    set  tricomm/<name>/failed/<rank>     why it gave up, if the others cannot find out
+    set  tricomm/<name>/failing           the nonce of the last rank that wrote such a reason
     set  tricomm/<name>/generation        the generation that was set up last, so that its keys can be deleted
     ...  tricomm/<name>/<generation>/...  what the group writes
 
-A process writes over what an earlier process of its rank has left. A rank reads until the digests of all ranks are
-equal to its own: who wrote such a digest has read this process's record. How often a rank has tried before does not
-matter, so ranks meet whatever earlier processes have left, and wherever these have ended.
+A process overwrites the record of an earlier process of its rank. A rank reads until the digests of all ranks equal
+its own: a rank that wrote an equal digest has read this process's record. How often a rank has tried before does not
+matter, so the ranks meet whatever keys earlier processes left, and at whatever step those ended.
 
 Until the ranks are connected, `look` tells a rank that a process has ended or that a rank has given up.
 """
@@ -40,7 +40,7 @@ _GRACE_SECONDS = 0.5  # for what an ended process wrote just before, and to tell
 _END_SECONDS = 1.0
 _NOBODY = bytes(NONCE_BYTES)
 _GONE = (RendezvousError, ResourceError)  # the store does not answer, or no thread can ask it
-# Errors that all ranks of a group see. Any other concerns one rank alone.
+# Errors that all ranks of a group see; any other error concerns one rank alone.
 _COMMON = (RendezvousError, PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
 
@@ -49,8 +49,8 @@ class Generation:
 
     rank, world_size   this rank, and how many there are
     deadline           the end of the set-up, `timeout` seconds from now
-    members            the ranks' processes, by rank; before the ranks have agreed those that are `known`, which are
-                       noticed if they end before they come
+    members            the ranks' processes, by rank; until the ranks have agreed, those in `known`, so that
+                       a process is noticed that ends before it has written its record
     name, store        once the ranks have agreed: the generation's name, and the store for the group's own keys
     """
 
@@ -83,10 +83,10 @@ class Generation:
     # Agreeing
 
     def agree(self, own: Callable[[], Capabilities]) -> list[Capabilities]:
-        """The processes of all ranks, by rank, once these agree on the generation; each rank calls it.
+        """The processes of all ranks, by rank, once they agree on the generation; each rank calls it.
 
         An error of `own` is raised here, and told to all ranks at once. Raises `RendezvousError` if a rank is late or
-        is not of this group, and as `look` does.
+        is not of this group; also raises as `look` does.
         """
         try:
             self._earlier.update(self._met(self.rank)[1])
@@ -128,7 +128,7 @@ class Generation:
     def _read_records(
         self, ranks: list[int], old: Callable[[StoreRecord[Capabilities]], bool] = lambda record: False
     ) -> None:
-        """Read who the `ranks` are; records of processes that have ended, and for which `old` is true, are ignored."""
+        """Read the records of `ranks`; ignore a record for which `old` is true and whose process has ended."""
         for rank, data in self._read("rank", ranks):
             record = self._parse(data, Capabilities, rank)
             pid = record.body.pid
@@ -145,7 +145,7 @@ class Generation:
                 if record.world_size != self.world_size:
                     raise RendezvousError(
                         f"rank {rank} says that the world size is {record.world_size}, rank {self.rank} of "
-                        f"{self.world_size} says {self.world_size}: one store for one group"
+                        f"{self.world_size} says {self.world_size}: give all ranks one size, each group its store"
                     )
                 self._seen[rank] = record
                 self._gone.pop(rank, None)
@@ -192,7 +192,7 @@ class Generation:
             self._timeout, self.deadline = seconds, Deadline(seconds)
 
     def wait(self, done: Callable[[float], bool], what: str) -> None:
-        """Return when `done`, which waits for the given number of seconds, is true.
+        """Return when `done(seconds)`, which waits for `seconds` at most, is true.
 
         Raises as `look` does, and `RendezvousError` that names `what` when the time is up.
         """
@@ -202,7 +202,8 @@ class Generation:
                 raise RendezvousError(f"{self._who}: timeout after {self._timeout:g} s: {what}")
 
     def look(self) -> None:
-        """Raises `PeerDied` if the process of a rank has ended, `RendezvousError` that says why a rank has given up."""
+        """Raises `PeerDied` if a rank's process has ended. If a rank has given up, raises its reason: `PeerDied` if
+        it was one there, else `RendezvousError`."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -219,7 +220,7 @@ class Generation:
             raise PeerDied(f"{self._who}: the process of rank(s) {gone} (pid {pids}) has ended")
 
     def explain(self) -> None:
-        """After a failure: raises as `look` does, for what shows a moment later."""
+        """After a failure: calls `look` for a second, because the cause may show a moment later."""
 
         def looked() -> bool:
             self.look()
@@ -233,10 +234,10 @@ class Generation:
         return process.state(one.pid, one.start_time) if near else None
 
     def give_up(self, error: BaseException) -> None:
-        """Tell the other ranks why this one does not go on, if they cannot see it themselves; idempotent.
+        """Tell the other ranks why this rank gives up, if they cannot find out themselves; idempotent.
 
         If a rank is late before the ranks have agreed, the others are not told: each has its own limit, and may try
-        again. Nor are they told by a rank that has been told itself.
+        again. A rank that was itself told the reason does not repeat it.
         """
         if self._given_up or not self._calls.usable:
             return
@@ -285,7 +286,8 @@ class Generation:
         raise told
 
     def _concerns(self, failed: StoreRecord[Failure]) -> bool:
-        """Whether a rank that has given up knew this process, or would have if this process had been first."""
+        """Whether this failure ends this process's set-up: the rank that gave up had read this process's record, or its
+        reason concerns that rank alone and it had read no record of this rank."""
         alone, met = self._met(failed.rank)
         if failed.world_size != self.world_size or len(met) < self.world_size or met[failed.rank] != failed.nonce:
             return False
@@ -306,8 +308,8 @@ class Generation:
     # Afterwards
 
     def settle(self) -> None:
-        """Delete the keys that were for the set-up alone, and what an earlier generation has left; all ranks are
-        connected, so none reads them any more."""
+        """Delete the keys that only the set-up needs, and those of an earlier generation; all ranks are connected, so
+        none reads them any more."""
         self._settled = True
         with suppress(*_GONE):
             for what in ("rank", "agreed", "met", "failed"):

@@ -91,8 +91,8 @@ def allocated(what: str, make: Callable[..., torch.Tensor], *args: Any, **option
         if codes - {allocated.__code__, getattr(make, "__code__", None)}:  # a signal handler's
             raise
         raise ResourceError(
-            f"{what}: torch cannot allocate memory: {str(error).splitlines()[0]}; nothing was sent, so the group goes "
-            "on: make room, or pass smaller tensors"
+            f"{what}: torch cannot allocate memory: {str(error).splitlines()[0]}; nothing was sent, so the group is "
+            "still usable: free memory, or pass smaller tensors"
         ) from error
 
 

@@ -32,13 +32,13 @@ class TcpSocket:
 
 
 def tcp_sockets() -> list[TcpSocket]:
-    """Those of this process."""
+    """The TCP sockets of this process."""
     found = (_tcp_socket(int(fd)) for fd in os.listdir("/proc/self/fd"))
     return [one for one in found if one is not None]
 
 
 def _listener_in(data: bytes) -> Address | None:
-    """The address of the socket of this process that listens and whose `sockaddr` is among the bytes of `data`."""
+    """The address of this process's listening socket whose `sockaddr` occurs in `data`; None if there is none."""
     for one in tcp_sockets():
         if one.there is None and one.here[1] and _sockaddr(one.here) in data:
             return one.here
@@ -122,7 +122,7 @@ def shut_down(fd: int, number: int) -> None:
     # Through a duplicate: `fd` may name another file by the time of the call, but a duplicate's file cannot change.
     try:
         copy = os.dup(fd)
-    except OSError:  # closed, which the inode shows, or no descriptor is left
+    except OSError:  # `fd` is closed (the inode shows that), or no descriptor is left
         copy = fd
     try:
         if inode(copy) == number:

@@ -1,4 +1,4 @@
-"""Threads of the library: daemons, a pool of them for tasks, and a named error if the system starts no more."""
+"""The library's threads: daemon threads, a pool for tasks, and a named error if the system refuses another one."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from tricomm.errors import ResourceError
 
-_SPARE = 2  # helpers that are kept although they have nothing to do
+_SPARE = 2  # idle helpers that are kept
 
-_helpers: list[queue.SimpleQueue[HelperTask]] = []  # of those that have nothing to do
+_helpers: list[queue.SimpleQueue[HelperTask]] = []  # queues of idle helpers
 _here = threading.local()
 
 
@@ -33,7 +33,7 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread
 
 
 class HelperTask:
-    """An action that a helper thread runs; `wait` may be interrupted by a signal's handler, the action is not.
+    """An action that a helper thread runs. A signal handler can interrupt `wait`, but not the action.
 
     The constructor raises `ResourceError` if no thread can start."""
 
@@ -81,7 +81,7 @@ def _help(jobs: queue.SimpleQueue[HelperTask]) -> None:
         job = jobs.get()
         job.run()
         del job
-        if len(_helpers) >= _SPARE:  # the threads of a busy moment are not kept for good
+        if len(_helpers) >= _SPARE:  # threads that a peak has started end again
             return
         _helpers.append(jobs)
 

@@ -1,14 +1,15 @@
-"""Explores every order of events that the calls of c10d groups on the CPU allow: none may combine different calls.
+"""Explores every order of events of CPU calls in c10d groups, for small programs: none may combine different calls.
 
-A rank has a program and callbacks: lists of statements, which make calls, attach callbacks to futures, wait, collect
-futures and destroy groups. It starts a thread for each callback of a future that completes; one that is attached later
-runs in the thread that attaches it. A call is queued in its line, begins after those before it, and is done on a rank
-some time after all members of its group have begun it. Each of these is an event, and all orders are explored.
+A rank has a program and callbacks. These are lists of statements, which make calls, attach callbacks to futures, wait,
+collect futures and destroy groups. When a future completes, each of its callbacks gets a thread; a callback that is
+attached later runs in the thread that attaches it. A call is queued in its line, begins when the calls before it are
+done, and is done on a rank some time after all members of its group have begun it. Each of these is an event.
 
-The program pairs calls of one name. The model may not use these names: ranks match by the identities that the rules
-of `docs/c10d.md` give ("Order of calls"). If an exchange joins calls of different names, it is WRONG. If nothing can
-move before the end, it is a MISMATCH (two ranks gave one call different identities, or one has ended without it), else
-a DEADLOCK. Each rule is also taken away, and then the model must fail. A rule changes here first, then in `c10d`.
+Calls of the same name on several ranks belong together. The modelled ranks do not see names: they match calls by
+identities, which follow from the rules in `docs/c10d.md` ("Order of calls"). The verdict is WRONG if ranks match calls
+of different names. It is MISMATCH if a call is refused, or if no event is possible before the end and two ranks gave
+one call different identities, or a rank has ended without it; any other stop before the end is a DEADLOCK. Each rule is
+also removed, and then the model must find a fault. Change a rule here first, then in `c10d`.
 
 Run: python -m devtools.call_order_model (seconds; exits with 1 if a verdict is not the expected one).
 """

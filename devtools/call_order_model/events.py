@@ -20,7 +20,7 @@ class Case(NamedTuple):
 
 
 class _End(NamedTuple):
-    """The end of a call of one rank, and the state of the rank that follows."""
+    """The end of a call on one rank, and the number of the rank's next state."""
 
     group: str
     slot: str
@@ -34,17 +34,17 @@ class _View(NamedTuple):
 
     moves: list[int | str]
     ends: list[_End]
-    begun: dict[tuple[str, str], tuple[str, str]]  # group and slot: name and identity
-    identities: dict[str, str]  # of all calls by name
+    begun: dict[tuple[str, str], tuple[str, str]]  # (group, slot) -> (name, identity)
+    identities: dict[str, str]  # of all calls: name -> identity
     no_threads: bool
     ended: bool
 
 
-State = tuple[int, ...]  # a number for the state of each rank
+State = tuple[int, ...]  # by rank, the number of its state
 
 
 class _Ranks:
-    """The states of each rank have numbers, and each is expanded once, however many states of the others it meets."""
+    """Numbers the states of each rank, so that each is expanded once, whatever the states of the other ranks."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -74,7 +74,7 @@ class _Ranks:
         return WRONG if any(call and call[0] != end.name for call in met) else None
 
     def _differ(self, views: list[_View]) -> bool:
-        """Whether a member will never make a call that another one has begun, under its identity."""
+        """Whether a rank has begun a call that another member gave a different identity, or will never make."""
         pairs = [(end, views[m]) for view in views for end in view.ends for m in self._case.groups[end.group]]
         return any(
             view.identities.get(e.name, "" if view.no_threads else e.identity) != e.identity for e, view in pairs

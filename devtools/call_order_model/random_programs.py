@@ -1,4 +1,4 @@
-"""Random programs that are right if each callback runs where it is attached: a statement uses earlier futures alone."""
+"""Random programs that work if each callback runs when it is attached: a statement uses only earlier futures."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from devtools.call_order_model.ranks import All, Call, Program, Statement, Then,
 
 
 def random_program(seed: int, calls: int, callbacks: int) -> Program:
-    """At most `calls` calls, two or more, and `callbacks` uses of Then and All; the program waits for all."""
+    """A program of 2 to `calls` calls, and `callbacks` statements Then or All; it waits for all futures."""
     return _Maker(random.Random(seed), calls, callbacks).made()
 
 
 class _Maker:
     def __init__(self, rng: random.Random, calls: int, callbacks: int) -> None:
         self._rng, self._calls, self._callbacks = rng, calls, callbacks
-        self._futures: list[str] = []  # in the order of a run in which each callback runs where it is attached
+        self._futures: list[str] = []  # in the order in which they exist if each callback runs when it is attached
         self._bodies: dict[str, tuple[Statement, ...]] = {}
 
     def made(self) -> Program:

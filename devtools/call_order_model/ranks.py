@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
-_UNKNOWN = "?"  # for a callback that attached another one, in a group whose ranks do not all know it
+_UNKNOWN = "?"  # the attaching callback, if not all ranks of the group know it
 WRONG, DEADLOCK, MISMATCH = "combines different calls", "deadlock", "a named error"
 
 
 class Call(NamedTuple):
-    """An asynchronous call; calls of one name are those that the program pairs. With a tag: a message."""
+    """An asynchronous call; calls of the same name on several ranks belong together. With a tag: a message."""
 
     name: str
     group: str = "g"
@@ -46,25 +46,25 @@ Groups = Mapping[str, tuple[int, ...]]  # the members, in the order of creation
 
 
 class Rules(NamedTuple):
-    """The rules; each other value takes one away."""
+    """The rules are the defaults; any other value removes a rule."""
 
     numbers: Literal["identity", "arrival"] = "identity"
     counted: Literal["group", "callback"] = "group"  # calls of a callback: for each group, or all together
     late: Literal["callback", "attacher"] = "callback"  # who makes the calls of a late callback
-    places: Literal["line", "all", "run"] = "line"  # counted for each line that attaches, for all together, at the run
+    places: Literal["line", "all", "run"] = "line"  # counted by attaching line; for all lines together; when run
     parents: Literal["name", "difference", "none"] = "name"  # how an identity names the group of the parent call
     chained: bool = True  # futures that `then` returned are tracked
-    collected: bool = True  # those of collect_all are
+    collected: bool = True  # futures of collect_all are tracked
     lines: Literal["callback", "call", "group"] = "callback"  # a line for each callback, or a coarser one
     begins: Literal["at once", "callbacks first", "gives up"] = "at once"  # the next call of a line
     threads: Literal["callback", "call", "one"] = "callback"  # a thread for each callback, each call, or all
     match: Literal["identity", "records", "group"] = "identity"  # "group": by the group's tag; "records": and compared
-    workers: int | None = None  # calls that run at once
+    workers: int | None = None  # most calls that run at the same time
     leaves: Literal["at once", "after callbacks"] = "at once"  # destroy
 
 
 class _Future(NamedTuple):
-    line: str  # in which its call was made
+    line: str  # the line in which its call was made
     identity: str  # "": untracked
     chained: bool
     done: bool = False
@@ -87,7 +87,7 @@ class Queued(NamedTuple):
     position: int
     identity: str
     state: Literal["queued", "begun", "done"]
-    slot: str  # by which the ranks' messages meet
+    slot: str  # calls of the same slot exchange messages
 
 
 Frozen = tuple[tuple[tuple[str, Any], ...], ...]
@@ -124,7 +124,7 @@ class Rank:
     # Events
 
     def moves(self) -> Iterator[Frozen | str]:
-        """The states after each event that needs no other rank, or the fault that it is."""
+        """The state after each event that needs no other rank, or the fault that the event is."""
         for thread in self.threads:
             if self._can_step(thread):
                 rank = self._copy()
@@ -143,7 +143,7 @@ class Rank:
                 yield rank.frozen()
 
     def finishes(self) -> Iterator[tuple[str, Frozen]]:
-        """The calls that have begun, and the state after the end of each; it needs that all members have begun it."""
+        """The calls that have begun, and the state after each ends. A call can end once all members have begun it."""
         for name, call in self.calls.items():
             if call.state == "begun":
                 rank = self._copy()
@@ -156,7 +156,7 @@ class Rank:
         return Rank(*self._made, self.frozen())
 
     def _settle(self) -> None:
-        """Take the events that nothing else can observe: waits that are over, ends of callbacks without callbacks."""
+        """Run the events that nothing else can observe: completed waits, and ends of callbacks that have none."""
         for thread in list(self.threads):
             while thread in self.threads and self._can_step(thread):
                 frame = self.threads[thread][-1]
@@ -189,7 +189,7 @@ class Rank:
         return None
 
     def _seen_by(self, group: str, identity: str) -> str | None:
-        """The identity of a call or callback, as part of one in `group`; None if not all of its ranks know it."""
+        """`identity` as ranks of `group` write it; None if not all of these ranks know the call or callback."""
         if not identity.startswith("{"):
             return identity
         parent, rest = identity[1:].split("}", 1)
@@ -222,7 +222,7 @@ class Rank:
         self.calls[name] = call._replace(state="begun", slot=slot)
 
     def _calls_back(self, name: str) -> bool:
-        """Whether callbacks of the call `name` run, and have not been given up."""
+        """Whether callbacks of the call `name` are running and have not been given up."""
         own = self._futures[name].identity + "/"
         running = [frame.context or "" for stack in self.threads.values() for frame in stack]
         return name not in self._marks and any(context.startswith(own) for context in running)

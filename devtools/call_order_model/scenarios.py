@@ -1,4 +1,4 @@
-"""Programs that are right if each callback runs where it is attached, and the rules under which they stay right."""
+"""Programs that work if each callback runs when it is attached; the rules keep them right in every other order."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def sync(name: str, group: str = "g") -> Body:
 
 
 def program(*main: Statement, **callbacks: Body) -> Program:
-    """Callbacks that are not given make one call of their name and wait for it."""
+    """A program; a callback that is not given makes one call, named like the callback, and waits for it."""
     named = {s.body: sync(s.body) for body in (main, *callbacks.values()) for s in body if isinstance(s, Then)}
     return {**named, **callbacks, "main": main}
 
 
 def attached(*futures: str, to: str = "a") -> Body:
-    """Callbacks x, y ... to `to`, then waits for what they return."""
+    """Attach the callbacks `futures` to the future `to`, then wait for the futures that this returns."""
     return *(Then(to, body, f"{body} of {to}") for body in futures), *(Wait(f"{body} of {to}") for body in futures)
 
 

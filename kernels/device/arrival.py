@@ -144,14 +144,14 @@ def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def arrive(group, LANES: tl.constexpr):
-    """What `finish` does of a block's end, early: how many blocks of this launch came here before (int32 [LANES], in
-    lane 0), for `depart`. Once a block, behind all that it reads of mailboxes, headers, epoch and busy word.
+    """The first half of `finish`, early: returns how many blocks of this launch have arrived before (int32 [LANES], in
+    lane 0), for `depart`. Once a block, after its last read of mailboxes, headers, epoch and busy word.
 
-    A tile and not one number, which all threads would wait for: the answer comes while the block goes on.
+    It returns a tile, because all threads would wait for a scalar: the atomic completes while the block goes on.
     """
     lane = tl.arange(0, LANES)
     before = tl.zeros([LANES], tl.int64)
-    tl.debug_barrier()  # the block's other threads have read the words that one stores
+    tl.debug_barrier()  # all threads have read before one of them stores
     if tl.num_programs(0) > 1:
         # acq_rel: the last arrival comes after what every other block has read.
         at = table_of(group) + ARRIVALS + lane * 0

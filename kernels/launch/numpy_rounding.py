@@ -16,7 +16,7 @@ _NANS: dict[np.dtype[Any], Any] = {
 
 
 def canonical(values: NDArray[Any]) -> NDArray[Any]:
-    """`values` with the one NaN of arithmetic for every NaN among them, whatever its sign and payload."""
+    """`values`, with each NaN replaced by the NaN that a GPU's arithmetic gives, whatever its sign and payload."""
     nan = _NANS.get(values.dtype)
     strange: NDArray[Any] = values != values
     return values if nan is None or not strange.any() else np.where(strange, nan, values)

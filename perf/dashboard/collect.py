@@ -160,8 +160,8 @@ def changes(data: dict[str, Any]) -> list[Changed]:
 
 
 def unjudged(data: dict[str, Any]) -> tuple[int, int]:
-    """Of the result of `page_data`: the points that have too few runs for a change to be found, of all points that the
-    latest run of their chart has measured; and how many these are."""
+    """Two counts over the points that the latest run of their chart has measured: those with too few runs for a change
+    to be found, and all. `data` is the result of `page_data`."""
     counts = []
     for scene in data["scenes"]:
         points = [runs for line in scene["lines"] for runs in line["run"]]

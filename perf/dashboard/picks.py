@@ -1,4 +1,4 @@
-"""The choices of selection on the boxes in the history: those that `explain` gives in a group with default options."""
+"""The kernels that selection picks on the boxes in the history: as `explain` does in a group with default options."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ Pick = Callable[[int], str | None]
 
 
 def of(scene: dict[str, Any], facts: str) -> Pick:
-    """For a scene of the page, and the facts of its latest run: `algorithm/protocol`, or nccl, by the bytes of a row.
+    """The picks for a scene of the page, by `facts`, the box of its latest run.
 
-    It gives None for what is not known: the history of an older tricomm has no facts of its boxes.
+    A pick takes the bytes of a row and returns `algorithm/protocol` or nccl; None if it is not known, as for rows of an
+    older tricomm, which have no facts.
     """
     known = box.loads(facts)
     dtype = getattr(torch, scene["dtype"], None)
@@ -64,7 +65,7 @@ def _plain(
 
 
 def _fused(known: Box, site: SelectionFacts, name: str, size: int, dtype: torch.dtype, mode: str) -> str | None:
-    """The choice for a fused call, whose operation is named like `norm@8192`."""
+    """The pick for a fused call; `name` is its operation, such as `norm@8192`."""
     form = row_calls.parse(name)
     rows, bits = form.rows(size, dtype.itemsize), 8 * dtype.itemsize
     nbytes = rows * form.hidden * dtype.itemsize

@@ -199,7 +199,7 @@ class CudaArena:
                 site.driver.synchronize()
         except ResourceError as error:
             raise GroupAborted(
-                f"{error}; this came with the probe of the multicast address ({self.no_multicast}): restart the "
+                f"{error}; the probe of the multicast address has caused this ({self.no_multicast}): restart the "
                 "processes with TRICOMM_MULTICAST=0"
             ) from error
 
@@ -224,7 +224,7 @@ class CudaArena:
     def _attach(self, driver: Driver | None, least: int) -> None:
         variable = env.peer_access_disabled()
         if variable is not None:
-            raise ResourceError(f"{variable} is set, so GPU peer access is not to be used; unset it, or use NCCL")
+            raise ResourceError(f"{variable} is set, which forbids GPU peer access; unset it, or use NCCL")
         self._check_arguments(least)
         self._at = GpuSite(driver or load_driver(), int(self.device.index))
         # Not this arena's to unregister: several arenas share the page, which lives as long as the group's host memory.

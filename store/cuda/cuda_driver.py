@@ -163,7 +163,7 @@ class Driver:
         return next((why for name in names if (why := self._lacks(ordinal, name)) is not None), None)
 
     def _lacks(self, ordinal: int, name: str) -> str | None:
-        """Why a GPU has not the property of this name; None if it has."""
+        """Why a GPU lacks the property of this name; None if it has it."""
         name = f"CU_DEVICE_ATTRIBUTE_{name}"
         attribute = getattr(self._bindings.CUdevice_attribute, name, None)
         if attribute is None:

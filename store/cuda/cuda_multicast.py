@@ -127,7 +127,9 @@ class Multicast:
                 driver.launch(self._modules[0], name, values)
                 driver.synchronize()
             except ResourceError as error:
-                raise ResourceError(f"{error}; TRICOMM_MULTICAST=0 on all ranks does without the switch") from error
+                raise ResourceError(
+                    f"{error}; set TRICOMM_MULTICAST=0 on all ranks to do without the switch"
+                ) from error
 
         def seen() -> None:
             words = struct.unpack(f"<{world_size}I", driver.read(own, WORD * world_size))

@@ -1,6 +1,6 @@
 """The futures of calls. Every callback knows which call it belongs to, and its place among the call's callbacks.
 
-The calls that a callback makes are named after that (`call_queue`), so their names do not depend on when the callback
+The names of the calls that a callback makes contain both (`call_queue`), so they do not depend on when the callback
 was attached, or on the thread that runs it.
 """
 
@@ -22,7 +22,7 @@ from tricomm.errors import InvalidArgument, ResourceError, TricommError
 from tricomm.threads import HelperTask
 
 NAMELESS = "(?)"  # in the place of a callback that may make no calls
-_LOSS = "tricomm_loss"  # attribute of an error by which a group was lost
+_LOSS = "tricomm_loss"  # attribute of an error that caused the loss of a group
 log = logging.getLogger("tricomm")
 _here = threading.local()
 _collect_all = torch._C._collect_all
@@ -30,7 +30,7 @@ _collect_all = torch._C._collect_all
 
 @dataclass
 class Loss:
-    """The loss of a group: whether an error that says its cause has been raised to the caller."""
+    """The loss of a group. `told`: an error that names the cause has been raised to the caller."""
 
     told: bool = False
 
@@ -41,7 +41,7 @@ class Loss:
 
 
 def told(error: BaseException) -> None:
-    """Note that `error` reaches the caller: it leaves a call, or a wait for one."""
+    """Record that `error` is raised to the caller, by a call or by a wait for one."""
     loss = getattr(error, _LOSS, None)
     if loss is not None:
         loss.told = True
@@ -52,7 +52,8 @@ class CallId:
     """A call of the group of `queue`: `name` is its name there, once it runs; the callback `origin` has made it, or
     (None) the program.
 
-    Futures keep this and not the call's handle, which keeps them: a circle would hold the tensors until a collection.
+    Futures refer to this and not to the call's handle, because that refers to them: a reference cycle would keep the
+    tensors until the garbage collector runs.
     """
 
     queue: Any
@@ -62,7 +63,7 @@ class CallId:
 
 @dataclass(eq=False)
 class Origin:
-    """A callback of `call`, at `place` among the call's callbacks. `lines` are the calls that it makes."""
+    """A callback of `call`, at `place` among the call's callbacks. `lines` has its lines by group."""
 
     call: CallId
     place: str
@@ -140,10 +141,10 @@ class _Callback:
 
 
 class CallFuture(Future[Any]):
-    """The future of a call, or of a callback of one; every callback knows its place.
+    """The future of a call, or one that `then` or `collect_all` returned; each of its callbacks has a place.
 
-    torch would run callbacks as part of completing the future. They run after that here, so that the thread can first
-    let another one go on with the calls. A callback has the modes of torch of the thread that attached it.
+    torch would run callbacks as part of completing the future. Here they run afterwards, so that the thread can first
+    hand over its line to another one. A callback runs in torch's modes of the thread that attached it.
     """
 
     def __init__(self, call: CallId, place: str = "") -> None:
@@ -173,7 +174,7 @@ class CallFuture(Future[Any]):
         self.run_callbacks()
 
     def settle(self, error: BaseException | None, result: Any) -> None:
-        """Complete the future, without its callbacks."""
+        """Complete the future without running its callbacks."""
         if error is not None:
             self._set_unwrap_func(_Failure.tell)
             result = _Failure(error)
@@ -193,10 +194,10 @@ class CallFuture(Future[Any]):
             raise error
 
     def next_place(self) -> str:
-        """The place of the next callback: its number, after the place of the callback whose future this is.
+        """The place of the next callback: a number, prefixed with the place of this future if it has one.
 
-        If another callback than the one that made the call attaches it, or the program, they count for themselves: the
-        order in which several attach may differ between ranks.
+        The code that made the call (a callback, or the program) needs no prefix. Any other code that attaches callbacks
+        has a prefix and its own count, because the order in which several attach may differ between ranks.
         """
         by, who = current_origin(), ""
         if by is not self._call.origin:
@@ -254,9 +255,9 @@ class CallFuture(Future[Any]):
 
 
 def collect_all(futures: list[Any]) -> Any:
-    """`torch.futures.collect_all`, whose result knows its place if one of `futures` is a call's."""
+    """`torch.futures.collect_all`, whose result has a place if one of `futures` is a call's."""
     given = list(futures)
     first = next((future for future in given if isinstance(future, CallFuture)), None)
     if first is None or not all(isinstance(future, torch._C.Future) for future in given):
-        return _collect_all(given)  # which refuses what is no future
+        return _collect_all(given)  # torch refuses anything that is no future
     return first.combined(given)

@@ -8,11 +8,12 @@ waits for another, so it does not matter when a callback is attached, on which t
     first callback of call 2          2/1/1   2/1/2 ...
     second callback of call 2         2/2/1 ...
 
-The name of a call ("2/1/1") follows from the program alone. Ranks match calls by it: a line has a tag for its messages,
-and each record on it carries line and number. `docs/c10d.md` has the rule, `devtools.call_order_model` its proof.
+The name of a call ("2/1/1") depends only on the program, and ranks match calls by it: each line has its own tag for
+messages, and each record carries line and number. `docs/c10d.md` states the rule, `devtools.call_order_model` explores
+every order of events for small programs.
 
-A thread runs the calls of a line as long as there are any. If a call has callbacks, another thread takes over the line,
-because a callback may wait for a later call. Nothing here takes a lock: an interrupt in the caller's thread could
+A thread runs the calls of a line until none is queued. If a call has callbacks, another thread takes over the line,
+because a callback may wait for a later call. The queue takes no lock, because an interrupt in the caller's thread could
 leave it taken.
 """
 
@@ -43,7 +44,7 @@ _busy: set[object] = set()  # one for each thread that runs a line or its callba
 
 @dataclass(frozen=True)
 class Turn:
-    """The place of a call that runs: `number` in `line`."""
+    """Names a running call: call `number` of `line`, counted from 1."""
 
     line: Line
     number: int
@@ -64,7 +65,7 @@ class Line:
     def __init__(self, queue: CallQueue, name: str = "") -> None:
         self.queue, self.name = queue, name
         self._calls: deque[_QueuedCall] = deque()
-        self._idle = [True]  # the right to run this line; popping it is atomic
+        self._idle = [True]  # one token: the thread that pops it runs the line; pop is atomic
         self._number = 0
 
     @cached_property
@@ -93,14 +94,14 @@ class Line:
             raise
 
     def _take(self) -> bool:
-        """Take the right to run the line; False if another thread has it, which then also runs a call queued before."""
+        """Take the token. False if another thread has it: that thread then also runs the calls queued until now."""
         try:
             return self._idle.pop()
         except IndexError:
             return False
 
     def _give_back(self) -> bool:
-        """Give the line back if it has no calls; False if this thread has to go on with it."""
+        """Return the token if no call is queued; False if this thread has to go on with the line."""
         while not self._calls:
             self._idle.append(True)
             if not self._calls or not self._take():
@@ -108,7 +109,7 @@ class Line:
         return False
 
     def _run(self, last: _QueuedCall | None = None) -> None:
-        """Run calls until there is none, or until after `last`, or until callbacks need this thread."""
+        """Run queued calls: until none is left, or `last` has run, or this thread has callbacks to run."""
         busy, kept = object(), list[CallFuture]()
         _busy.add(busy)
         try:
@@ -125,15 +126,15 @@ class Line:
             _busy.discard(busy)
 
     def _next(self) -> _QueuedCall | None:
-        """The next call; if there is none, this thread has given the line back."""
+        """The next call; None if there is none: then this thread no longer runs the line."""
         while not self._give_back():
             with suppress(IndexError):  # two threads may run the line of a group that Ctrl-C has ended
                 return self._calls.popleft()
         return None
 
     def _hand_over(self) -> bool:
-        """Let another thread go on with the line. False if none can be started: then this one continues,
-        and runs the callbacks after the calls in the queue."""
+        """Let another thread take over the line. False if none can be started: then this thread goes on,
+        and runs the callbacks after the queued calls."""
         if self._give_back():
             return True
         try:
@@ -163,7 +164,7 @@ class Line:
 
 
 class CallQueue:
-    """Runs the calls of the group `name` of `ranks`, which are global; `text` describes it in messages."""
+    """Runs the calls of the group `name`. `ranks` are its global ranks; error messages contain `text`."""
 
     def __init__(self, name: str, ranks: Iterable[int] = (0,), text: str = "") -> None:
         self._name, self._ranks, self._text = name, frozenset(ranks), text or name
@@ -205,7 +206,7 @@ class CallQueue:
         return line
 
     def name_for(self, other: CallQueue) -> str:
-        """The name of this group as part of names in `other`: nothing in itself.
+        """The prefix that stands for this group in names of calls in `other`; empty if they are the same.
 
         Raises `InvalidArgument` if not all ranks of `other` know this group by its name.
         """
@@ -217,12 +218,12 @@ class CallQueue:
 
     def _unknown(self, other: CallQueue) -> InvalidArgument:
         return InvalidArgument(
-            f"{self._text}: a callback of a future of {other._text} uses this group, and not all of its ranks know "
-            "that one by its name: wait for the future, and make the call outside of the callback"
+            f"{self._text}: a callback of a future of {other._text} makes a call in this group, and not all "
+            "ranks of this group know that one by its name: wait for the future, and call outside of the callback"
         )
 
     def close(self, seconds: float = _DRAIN_SECONDS) -> None:
-        """Take no more calls. Those under way get `seconds` to end; those in the queue are then refused. Idempotent."""
+        """Take no more calls. Wait `seconds` at most for those made before, then refuse those not begun. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -259,7 +260,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 @atexit.register
 def _close_all() -> None:
-    # A daemon thread that comes back from C++ into a finalized interpreter would take the process down.
+    # A daemon thread that returns from C++ into a finalized interpreter would crash the process.
     end = time.monotonic() + _DRAIN_SECONDS
     for queue in _all():
         queue.close(max(0.0, end - time.monotonic()))

@@ -1,9 +1,9 @@
-"""The CPU calls of a c10d group: each is compared with the other ranks' and then made, in its turn.
+"""The CPU calls of a c10d group: the ranks compare each call, and then make it, in its turn.
 
-    CpuCalls.run -> CallQueue -> worker thread: compare -> the kernels, or messages over the group's connections
+    CpuCalls.run -> CallQueue -> helper thread: compare -> the kernels, or messages over the group's connections
 
-Messages carry the calls of callbacks, also if the kernels run the program's calls: callbacks may run in a different
-order on each rank, and the order in which messages arrive does not matter.
+The calls of callbacks are exchanged as messages even if the kernels run the program's calls: callbacks may run in a
+different order on each rank, and messages are matched by tag, not by the order in which they arrive.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tricomm.options import Options
 
 
 class Owner(Protocol):
-    """The part of a `Dispatcher` that its calls use. Only a call holds it: a circle of references would keep a dropped
-    group's connections open.
+    """The part of a `Dispatcher` that its calls use. Only a call refers to it, because a reference cycle would keep the
+    connections of a dropped group open.
 
     run_by_kernels  runs a call by the kernels if they cover it; returns whether they do
     check_usable    raises if the group is closed or lost
@@ -53,10 +53,10 @@ class CpuCalls:
         self._text = str(config)
         self._queue = CallQueue(config.name, config.ranks, self._text)
         self._records = CallRecords(config.world_size)
-        self._connecting = threading.Lock()  # taken by worker threads only
+        self._connecting = threading.Lock()  # taken by helper threads only
 
     def run(self, batch: list[GroupCall], owner: Owner) -> Any:
-        """Run `batch` in its turn, on a worker thread; returns a handle for all of it."""
+        """Run `batch` in its turn, on a helper thread; returns a handle for all of it."""
         result = [x for call in batch for x in call.result]
         inference = torch.is_inference_mode_enabled() or any(
             x is not None and x.is_inference() for call in batch for x in (call.x, call.out, *call.keep)
@@ -103,7 +103,7 @@ class CpuCalls:
             try:
                 for call in batch:
                     call.finish()
-            except Exception as error:  # of this rank alone, after the last message
+            except Exception as error:  # on this rank alone, after the last message
                 setattr(error, NOTHING_SENT, True)
                 raise
 

@@ -24,7 +24,7 @@ _TYPES = {"cpu": c10d.ProcessGroup.BackendType.GLOO, "cuda": c10d.ProcessGroup.B
 
 @dataclass
 class Backends:
-    """The backends of one group beside the kernels, by type of device.
+    """The backends of one group other than the kernels, by device type.
 
     native      torch's own backend objects, by device type
     transport   the group's own connections; a CPU that they serve has no native backend

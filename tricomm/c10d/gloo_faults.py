@@ -70,10 +70,10 @@ class Connections(Protocol):
 
 
 class Wait:
-    """One wait for messages: for each (rank, handle of Gloo) in `todo` once, by one thread, and then for `sends`.
+    """One wait for messages: one thread waits for each (rank, handle of Gloo) in `todo`, and then for `sends`.
 
-    `in_callback`: for a call that a callback makes. With `any` it is for one message from any rank; the rank in `todo`
-    then means nothing.
+    `in_callback`: a callback makes the call. `any`: the wait is for one message from any rank, and the rank in `todo`
+    has no meaning.
     """
 
     def __init__(

@@ -267,7 +267,7 @@ class Transport:
             generation.explain()
             raise RendezvousError(
                 f"{self.name}, rank {rank} of {world_size}: the ranks could not connect: {first_line(error)}; "
-                "GLOO_SOCKET_IFNAME names the interface if it is not the host name's"
+                "set GLOO_SOCKET_IFNAME to the network interface if it is not that of the host name"
             ) from error
         self._native = made.pop()
         self._find_accepted(here, time.monotonic() + generation.deadline.left)

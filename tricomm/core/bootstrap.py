@@ -110,7 +110,7 @@ def settings(store: Store, rank: int, world_size: int, options: Options | None) 
 
 
 def refuse_at(url: str, error: InvalidArgument) -> None:
-    """Tell the ranks that a launcher has started, and that meet at `url`, that this one does not know its place."""
+    """If a launcher has started this rank, tell the ranks that meet at `url` that this one has no valid rank."""
     if env.text("RANK") or env.text("WORLD_SIZE"):
         with suppress(TricommError):  # as a rank that hosts no store
             refuse(open_store(url, 1, 2, _TELL_SECONDS)[0], -1, 1, _TELL_SECONDS, error)

@@ -66,8 +66,8 @@ class Collectives:
         return self._repeat(("all_reduce", op, None, None, -1, True), x) is not None
 
     def remember(self, op: str, x: torch.Tensor) -> bool:
-        """Let `repeat` make all_reduces of tensors like `x`, after one of as many elements in another shape; False if
-        that needs a closer look."""
+        """Let `repeat` make all_reduces of tensors like `x`, after a call with the same elements in another shape.
+        False if such tensors need the checks of a first call."""
         if type(x) is not torch.Tensor or x.requires_grad or not x.is_contiguous():
             return False
         return self._prepared.learn(Request("all_reduce", op), x, None, x, x.numel())

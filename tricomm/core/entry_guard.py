@@ -181,4 +181,4 @@ def name_refusal(error: BaseException) -> None:
     refused = isinstance(error, OSError) and error.errno in _REFUSALS
     if (refused or memory) and not isinstance(error, TricommError):
         # Without a variable for the new error: it would refer to this frame, and the frame to it and to all memory.
-        raise ResourceError(f"{first_line(error)}: the limits of this process, or the machine's, are met") from error
+        raise ResourceError(f"{first_line(error)}: a limit of this process or of the machine is reached") from error

@@ -126,9 +126,9 @@ class Launcher:
             raise CollectiveTimeout(f"{group}: timeout after {group.timeout:g} s: another thread's call still runs")
 
     def _follow_stream(self, gpu: Gpu) -> None:
-        """Order this call, which is not captured, after the last one if the caller has changed streams, because a
-        channel has one pair of mailboxes. It waits for that call alone, if an event follows it and no graph with calls
-        may have been replayed since; otherwise for all that is queued on the other stream."""
+        """Order this call, which is not captured, after the last one if the caller has changed streams, because the
+        calls of a channel share its mailboxes. It waits only for that call if an event follows it and no graph with
+        calls may have been replayed since; otherwise for all work that is queued on the other stream."""
         stream = gpu.stream()
         if self._stream is not None and self._stream != stream:
             if self._last is None or self.captured:

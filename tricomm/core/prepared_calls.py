@@ -1,9 +1,9 @@
-"""Calls that were made before: their shapes have been planned, so only their tensors' own properties are checked.
+"""Repeats calls. A call of the same shape has a plan already, so only the properties of its tensors are checked.
 
     all_reduce, all_gather ... -> repeat -> launch of a kernel that is bound already
-                                         -> None: the way of a first call, which says what is wrong
+                                         -> None: planned like a first call, which checks everything
 
-Built for speed: on a GPU this is most of what a small collective costs the host.
+Built for speed: on a GPU this is most of a small collective's host time.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _MOST_MODES = 4
 class PreparedCall:
     """A call of one contiguous tensor, or of an input and an output.
 
-    look      `arguments.look` of the given tensors, in the mode of the last call; `looks` has those of other modes
+    look      the check (`arguments.look`) in the modes of the last call; `looks` has the checks for other modes
     itemsize  bytes of an element; `nbytes` of the input, `out_nbytes` of the output
     rest      bytes of a row that may begin anywhere, else 0: its last four bits decide whether rows are aligned
-    apart     the distance at which the input may lie behind the beginning of an output that it overlaps, or None
+    apart     the only offset in bytes from the output at which the input may overlap it; None: at none
     made      shape of an output that each call allocates; None if it is given
-    plans     by 2 * captured + aligned: the plan and the repeated launch of its kernel, if it has one
+    plans     index 2 * captured + aligned: the plan, and its kernel's repeated launch if there is one
     """
 
     __slots__ = ("apart", "itemsize", "look", "looks", "made", "nbytes", "out_nbytes", "plans", "rest")
@@ -68,8 +68,8 @@ class PreparedCalls:
         )
 
     def repeat(self, kind: Any, x: Any, out: Any = None) -> torch.Tensor | None:
-        """Make the call `kind` again and return its output, which is `x` if it is in place; None, with nothing done, if
-        it is not known or if its tensors need a closer look than this.
+        """Make the call `kind` again and return its output, which is `x` if the call is in place. Returns None, and
+        does nothing, if the call is not known or if its tensors need the checks of a first call.
 
         `kind` is (collective, op, algorithm, protocol, root, whether no output is given).
         """
@@ -135,6 +135,6 @@ class PreparedCalls:
         return bool(plans)
 
     def _apart(self, request: Request, row: int) -> int | None:
-        """Where the input may be that overlaps the output: `arguments.check_apart` has the same rule."""
+        """The offset in the output at which an input may overlap it; the same rule as `arguments.check_apart`."""
         takes = {"reduce_scatter": -1, "scatter": -1, "all_to_all": None}.get(request.collective, 1)
         return None if takes is None else takes * self._group.rank * row

@@ -113,7 +113,7 @@ class GlooAcross:
             raise
         except Exception as error:
             raise ResourceError(
-                f"Gloo does not connect: {first_line(error)}; GLOO_SOCKET_IFNAME names the interface if it is not the "
+                f"Gloo does not connect: {first_line(error)}; set GLOO_SOCKET_IFNAME to the interface if it is not the "
                 "host name's"
             ) from error
 
