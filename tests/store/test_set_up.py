@@ -135,3 +135,9 @@ def test_sockets_of_other_threads_are_not_the_groups(server):
 
 def test_two_threads_make_groups_in_another_order_on_each_rank(server):
     assert ranks.run(2, bodies.crosswise, server.port) == [[[3.0] * 3] * 2] * 2
+
+
+def test_a_rank_without_a_usable_interface_says_so_and_the_others_hear_it(url):
+    own, other = ranks.run(2, bodies.wrong_interface, url)
+    assert own.startswith("RendezvousError") and "nosuch0" in own and "GLOO_SOCKET_IFNAME" in own
+    assert other.startswith("RendezvousError") and "rank 0" in other and "nosuch0" in other

@@ -247,6 +247,8 @@ class Transport:
         try:
             job = HelperTask(lambda: made.append(_context(book, rank, world_size, seconds)))
             generation.wait(lambda tick: book.asked.wait(tick) or job.wait(0.0), "Gloo has no address")
+            if job.wait(0.0):
+                job.result()  # the constructor may have failed before it asked
             here, page = book.page()
             listeners = book.read(generation.gather("addresses", page))
             # The rank that initiates a connection does not wait for the other one's turn. So groups that connect in a

@@ -223,3 +223,15 @@ def crosswise(rank, world_size, tell, port):
     for thread in threads:
         thread.join()
     return [results["a"], results["b"]]
+
+
+def wrong_interface(rank, world_size, tell, url):
+    """The error of a rank where GLOO_SOCKET_IFNAME names no interface, and that of the other one."""
+    if rank == 0:
+        os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
+    try:
+        with default_group(rank, world_size, url, timeout=20.0):
+            return "none"
+    except tricomm.TricommError as error:
+        time.sleep(2 * (rank == 0))  # it has the store
+        return f"{type(error).__name__}: {error}"
