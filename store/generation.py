@@ -75,7 +75,7 @@ class Generation:
         self._gone: dict[int, float] = {}  # rank: when its process was seen to have ended
         self._noticed: dict[int, bytes] = {}  # the nonces of the ranks that were there then
         self._earlier: set[bytes] = set()  # nonces that an earlier process of this rank knew
-        self._old: dict[bytes, str] = {}  # nonces of earlier groups that are still in the store, and whose they are
+        self._old: dict[bytes, str] = {}  # nonces of earlier groups that are still in the store: nonce -> whose it is
         self._failing: bytes | None = None
         self._each = self._next_look = 0.0
         self._given_up = self._settled = self._left = False
@@ -298,8 +298,8 @@ class Generation:
         return alone and mine == _NOBODY and failed.nonce not in self._earlier
 
     def _met(self, rank: int) -> tuple[bool, list[bytes]]:
-        """Of the latest process of `rank` that has given up: whether the reason concerned that rank alone, and the
-        nonces that it knew: one for each rank of its group, by rank, and then nonces of earlier groups."""
+        """For the last process of `rank` that gave up: whether its reason concerned that rank alone, and the nonces
+        that it knew. First one for each rank of its group, by rank, and then those of earlier groups."""
         with suppress(RendezvousError):  # of a group with another token or world size
             data = self._header("met", rank).open(self._calls.read(self._key("met", rank)) or b"", self._token)
             return data[:1] != b"\0", [data[i : i + NONCE_BYTES] for i in range(1, len(data), NONCE_BYTES)]
@@ -322,7 +322,7 @@ class Generation:
         self._release()
 
     def end(self) -> None:
-        """Delete all keys of the group if all other ranks have ended it; idempotent, takes a second at most."""
+        """End the group on this rank; the last rank deletes all its keys. Idempotent, takes a second at most."""
         if self._left:
             return
         self._left = True

@@ -172,10 +172,10 @@ class _Handshake:
             self._gathering.begin()
 
     def _is_over(self) -> bool:
-        """Whether processes that have ended were in this generation, with one of this rank that came before this one.
+        """Whether this generation belongs to processes that have ended, an earlier process of this rank among them.
 
-        It is so if a process of this rank ended before it began: then ranks have begun a different number of times, and
-        would never be in the same generation again.
+        It does if a process of this rank ended before this one began: then the ranks have begun a different number of
+        times, and would never be in the same generation again.
         """
         generation = self._gathering.generation
         if generation == 1 or self._claimant(generation - 1) is not None:

@@ -42,7 +42,7 @@ def integer(name: str) -> int | None:
 
 
 def foreign(name: str, unset: int = 0) -> int:
-    """Value of another library's variable, as C's `strtol` reads it: NCCL reads its own so. 0 for a value that does not
+    """Value of another library's variable, as C's `strtol` reads it, because NCCL does. 0 for a value that does not
     begin with an integer. Never raises: only that library can say what is right, and its variable costs no group."""
     value = text(name)
     if value is None:

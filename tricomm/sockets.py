@@ -118,7 +118,7 @@ def inode(fd: int) -> int | None:
 
 
 def shut_down(fd: int, number: int) -> None:
-    """Shut down the socket `number` if `fd` is still it: waits for it end on both sides."""
+    """Shut down the socket `number` if `fd` still refers to it; then reads and writes return on both sides."""
     # Through a duplicate: `fd` may name another file by the time of the call, but a duplicate's file cannot change.
     try:
         copy = os.dup(fd)

@@ -156,7 +156,7 @@ class Rank:
         return Rank(*self._made, self.frozen())
 
     def _settle(self) -> None:
-        """Run the events that nothing else can observe: completed waits, and ends of callbacks that have none."""
+        """Run the events that nothing else can observe: completed waits, and ends of callbacks with no chained ones."""
         for thread in list(self.threads):
             while thread in self.threads and self._can_step(thread):
                 frame = self.threads[thread][-1]

@@ -1,4 +1,4 @@
-"""LL: wait until words have arrived, and until they are safe to use; tell the beginning and the end of a launch.
+"""LL: wait until words have arrived, and until they are safe to use; announce the start and the end of a launch.
 
 One loop polls everything at once: the words of a tile, from several ranks; this block's header from every peer; and the
 busy word, which shows another launch of this communicator. All loads of a round are in flight together, and one
@@ -133,8 +133,8 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
 
 @triton.jit
 def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
-    """Say that this launch runs: to the host, and to another launch of this communicator, in the busy word. That is a
-    strong store, because other threads may still read it; only the reading of the thread that stores it counts.
+    """Announce that this launch runs: to the host, and in the busy word to another launch of this communicator. The
+    busy word gets a strong store, because other threads may read it now; only the read of the storing thread counts.
     """
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)
@@ -153,7 +153,7 @@ def arrive(group, LANES: tl.constexpr):
     before = tl.zeros([LANES], tl.int64)
     tl.debug_barrier()  # all threads have read before one of them stores
     if tl.num_programs(0) > 1:
-        # acq_rel: the last arrival comes after what every other block has read.
+        # acq_rel: the last arrival is ordered after the reads of all other blocks.
         at = table_of(group) + ARRIVALS + lane * 0
         before = tl.atomic_add(at, before + 1, mask=lane == 0, sem="acq_rel", scope="gpu")
     return before.to(tl.int32)
@@ -163,7 +163,7 @@ def arrive(group, LANES: tl.constexpr):
 def depart(group, epoch, chunks, before, LANES: tl.constexpr):
     """End of a launch whose blocks have called `arrive`: the one that came last, and only it, advances the epoch."""
     lane = tl.arange(0, LANES)
-    tl.debug_barrier()  # whichever threads store now, one has acquired before
+    tl.debug_barrier()  # one thread has acquired; the barrier orders the stores of all threads after that
     last = (lane == 0) & (before == tl.num_programs(0) - 1)
     table = table_of(group) + lane * 0
     zeros = tl.zeros([LANES], tl.int64)

@@ -204,8 +204,8 @@ def _word(value: Any) -> int:
 def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, device: Device) -> Any:
     """The driver's function and Triton's compiled kernel, once a process.
 
-    Devices of one architecture share a compiled kernel. Loading may wait for all work of the device, and that for a
-    rank of another thread: so no lock is held that another kernel, another device or a loaded kernel needs.
+    Devices of one architecture share a compiled kernel. Loading may wait for all work on the device, and that
+    work for a rank on another thread. So no lock is held that another kernel, another device or a loaded kernel needs.
     """
     variant = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.capability)
     place = (*variant, device.name)

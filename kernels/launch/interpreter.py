@@ -38,7 +38,7 @@ _GIVEN_AWAY_SECONDS = 2e-4
 _lock = threading.RLock()
 _waiting: set[object] = set()  # one for each thread that waits for the interpreter
 _launched: set[object] = set()  # one for each launch that has begun and not ended: it needs the patches
-# The running block, the timeout of its launch for the interpreter, and what it calls again and again.
+# The running block, the timeout of its launch for the interpreter, and its `interrupt`.
 _Running = tuple["Program", float, Callable[[], None] | None]
 _current: _Running | None = None
 

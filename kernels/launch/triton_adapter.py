@@ -278,7 +278,7 @@ def _accessed(
 
 
 def _decided(original: Callable[..., bool]) -> Callable[..., bool]:
-    """A branch, or a round of a loop, of a kernel. A loop that waits for another rank may never end by itself."""
+    """Calls `interrupt` at each branch and loop iteration, because a loop that waits for a peer may never end."""
 
     def decided(self: Any) -> bool:
         if interrupt is not None:

@@ -18,7 +18,7 @@ _PATIENCE = 5.0  # seconds for another thread to finish its reading
 
 
 class _Slow(ResourceError):
-    """Another thread still reads."""
+    """Another thread is still reading."""
 
 
 class Source:
@@ -56,9 +56,9 @@ class Source:
                 raise ResourceError(f"history {past.path}: {error}; open it again to have it set aside") from None
 
     def packed(self) -> str:
-        """The data as the page takes it: the same text as long as neither the history nor a job has anything new.
+        """The data for the page. The text changes only if the history or a job has new data.
 
-        While another thread reads for long, the text before. Raises `ResourceError` if there is none.
+        If another thread's read takes long, returns the previous text; raises `ResourceError` if there is none.
         """
         try:
             with self._reading():
@@ -71,13 +71,13 @@ class Source:
         return self._made[1]
 
     def metrics(self) -> bytes:
-        """The metrics of live jobs, for Prometheus. Raises `ResourceError` while another thread reads for long."""
+        """The metrics of live jobs, for Prometheus. Raises `ResourceError` if another thread's read takes long."""
         with self._reading():
             return prometheus.exposition(self.jobs().live)
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """One thread reads at a time, so a file system that does not answer costs a server one thread, and not all."""
+        """One thread reads at a time, so a file system that hangs blocks one thread of the server, not all."""
         if not self._lock.acquire(timeout=_PATIENCE):
             raise _Slow(f"a file of {publish.folder()} or {self._path} does not answer: is its file system there?")
         try:

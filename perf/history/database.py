@@ -137,7 +137,7 @@ class History:
 
 
 def _entry(row: tuple[Any, ...], runs: dict[int, Run | None]) -> Entry | None:
-    """None if the row has values that `append` never writes: another program's tables may not refuse them."""
+    """None if the row has values that `append` never writes: tables made by another program may accept them."""
     number, *values = row
     of_run = len(RUN.names)
     if number not in runs:

@@ -20,7 +20,7 @@ _COLUMNS = (
 
 
 def rows(decisions: Sequence[Decision], world_size: int) -> list[TableRow]:
-    """Rows of all decisions. A size decides up to halfway, in doublings, to the next one; equal neighbours share a row.
+    """Rows of all decisions. A row ends at the geometric mean of its size and the next; equal neighbours share one.
 
     There is no row for messages below the smallest size or above the largest one, because they were not measured.
     """
@@ -37,8 +37,8 @@ def rows(decisions: Sequence[Decision], world_size: int) -> list[TableRow]:
 
 
 def replaced(old: Sequence[TableRow], new: Sequence[TableRow]) -> tuple[TableRow, ...]:
-    """`new`, and `old` where `new` says nothing: of another collective, width or mode, and of smaller or larger
-    messages."""
+    """`new`, and the parts of `old` that `new` does not cover: other collectives, widths and modes, and smaller or
+    larger messages."""
     kept = []
     for row in (replace(row, min_bytes=least) for least, row in _ranges(old)):
         same = [other for other in new if other.group == row.group]
@@ -126,7 +126,7 @@ def csv(table: TunedTable) -> str:
 
 
 def _ranges(table: Sequence[TableRow]) -> Iterator[tuple[int, TableRow]]:
-    """Rows with the least bytes that they decide; older tables do not say it, and it follows from the row before."""
+    """Rows, each with its `min_bytes`. Older tables do not contain it; there it follows from the previous row."""
     ends: dict[tuple[object, ...], int] = {}
     for row in table:
         yield row.min_bytes or ends.get(row.group, 0), row

@@ -181,7 +181,7 @@ class CudaArena:
     def look_for_switch(self, deadline: Deadline) -> None:
         """Set `multicast`, or why there is none; called by all ranks together.
 
-        Raises if a rank has ended, and `GroupAborted` on all ranks if looking has cost a rank its CUDA context.
+        Raises if a rank has ended, and `GroupAborted` on all ranks if the probe has cost a rank its CUDA context.
         """
         try:
             if self._control.world_size == 1 or not all(self._reach):

@@ -40,7 +40,7 @@ def _together(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], li
     def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
         ops = p2p_op_list if isinstance(p2p_op_list, list) else []
         groups = {(op.group or dist.group.WORLD) if isinstance(op, dist.P2POp) else None for op in ops}
-        group = groups.pop() if len(groups) == 1 else None  # torch refuses what is not of one group
+        group = groups.pop() if len(groups) == 1 else None  # torch refuses messages of several groups
         return group.batch(ops, run) if isinstance(group, TricommGroup) else run(p2p_op_list)
 
     return batch_isend_irecv

@@ -81,7 +81,7 @@ def exchange_capabilities(
     known: Mapping[int, Capabilities] | None = None,
 ) -> GroupCapabilities:  # fmt: skip
     """Exchange capabilities, and agree on a generation of the group; every rank of the group calls it, with the same
-    `batch_invariant`. `known` are processes of ranks that are known before these come.
+    `batch_invariant`. `known` are the processes of ranks that are known in advance.
 
     A rank whose settings make no sense must not keep the others waiting: if `batch_invariant` is a function, it reads
     them, and what it raises is raised here and named to all ranks at once.

@@ -106,7 +106,8 @@ class CallBlock:
         return CombinedWork([*works, self._end_group()])
 
     def together(self, run: Callable[[], list[Any]]) -> list[Any]:
-        """The handles of `run()`, whose calls are a block, and one for NCCL's group. Inside of a block they join it."""
+        """Make the calls of `run()` one block; returns their handles and one for NCCL's group. Blocks do not nest:
+        inside of a block the calls join it."""
         if self._works is not None:
             return run()
         self.begin(messages=True)

@@ -62,7 +62,7 @@ class FastPath:
             op = _NAMES[hash(opts.reduceOp)]
         except (KeyError, ValueError, AttributeError):  # not known, not one tensor, or a short form of the options
             return None
-        if not repeat(op, x):  # new to the communicator, or in need of a closer look
+        if not repeat(op, x):  # new to the communicator, or needs the checks of a first call
             return None
         self.made += 1
         return _FINISHED

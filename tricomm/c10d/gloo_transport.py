@@ -286,7 +286,7 @@ class Transport:
         _transports.add(self)
 
     def _find_accepted(self, here: Address | None, deadline: float) -> None:
-        """The other rank of each pair hears from the first one which address its end of the connection has."""
+        """For each pair, the rank that initiated the connection tells the other one the address of its end."""
         ends = {(one.fd, one.inode): one.here for one in tcp_sockets()}
         said = {rank: sockets.pack(ends.get(self._sockets.get(rank, (-1, 0)))) for rank in self.others}
         sends = [(rank, torch.frombuffer(bytearray(end), dtype=torch.uint8)) for rank, end in said.items()]

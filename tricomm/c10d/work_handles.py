@@ -94,7 +94,7 @@ class PendingWork(Work):
         self._what, self._result, self._interrupted = what, result, interrupted
         self._error: BaseException | None = None
         self._finished = False
-        self._end = [True]  # taken by whoever finishes the call
+        self._end = [True]  # taken by the thread that finishes the call
         self._promises: dict[bool, _Promise] = {}
 
     def finish(self, error: BaseException | None = None) -> list[CallFuture]:

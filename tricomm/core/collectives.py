@@ -62,7 +62,7 @@ class Collectives:
         return self._call(request, x, out, async_op)
 
     def repeat(self, op: str, x: torch.Tensor) -> bool:
-        """Make an all_reduce in place again; False, with nothing done, if it is new or `x` needs a closer look."""
+        """Repeat an all_reduce in place. False, with nothing done, if it is new or needs the checks of a first call."""
         return self._repeat(("all_reduce", op, None, None, -1, True), x) is not None
 
     def remember(self, op: str, x: torch.Tensor) -> bool:

@@ -185,7 +185,7 @@ class Group:
             undo.callback(arena.close)
 
     def drop(self, stop: Callable[[], None]) -> None:
-        """Give everything back after the communicator was collected without `close`, and `stop` its monitor; the other
+        """Release everything after the communicator was collected without `close`, and `stop` its monitor; the other
         ranks see that it closed."""
         log.warning("%s was dropped without close()", self)
         self.close()

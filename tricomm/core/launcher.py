@@ -56,7 +56,7 @@ class Launcher:
         """Announce the call to the peers, then run it: through `again` if there is one, over the memory at `addresses`.
         Threads that share a group take turns.
 
-        Built for speed: on a GPU this is most of what a small collective costs the host.
+        Built for speed: on a GPU this is most of a small collective's host time.
         """
         lock = self.lock
         if lock.mine() or not lock.acquire(False):

@@ -92,8 +92,8 @@ class Monitor:
         self._describe = str
 
     def abandon(self, release: Callable[[], None]) -> None:
-        """Unless it is stopped, call `release`, which raises nothing, at the next look and on the watcher's thread: the
-        communicator was collected, at a moment when this thread may hold any lock."""
+        """The communicator was garbage-collected. Call `release`, which raises nothing, on the watcher's thread,
+        because this thread may hold any lock now. Does nothing if the monitor is stopped."""
         self._release = None if self.stopped else release
 
     def abort(self, fault: Fault) -> Fault:
