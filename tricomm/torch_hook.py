@@ -23,8 +23,8 @@ from types import ModuleType
 
 def install() -> None:
     """Do now what the modules that have been imported need, and the rest when they are imported."""
-    _when("torch", _register, "tricomm.")
-    _when("torch._dynamo", _keep_dynamo_out)
+    _when("torch._dynamo", _keep_dynamo_out, "torch.compile traces into tricomm")
+    _when("torch", _register, "torch.distributed has no backend tricomm", "tricomm.")
 
 
 def _register() -> None:
@@ -39,19 +39,19 @@ def _keep_dynamo_out() -> None:
             add(room.name)
 
 
-def _when(module: str, act: Callable[[], None], *prefixes: str) -> None:
+def _when(module: str, act: Callable[[], None], otherwise: str, *prefixes: str) -> None:
     if module in sys.modules:
         act()
     else:
-        sys.meta_path.insert(0, _ImportWatch(module, act, prefixes))
+        sys.meta_path.insert(0, _ImportWatch(module, act, otherwise, prefixes))
 
 
 class _ImportWatch(MetaPathFinder):
     """Leaves the search to the other finders. After each import of `module`, or of one whose name begins with one of
-    `prefixes`, it checks whether it is time to act."""
+    `prefixes`, it checks whether it is time to act. `otherwise` says what a failure to act means."""
 
-    def __init__(self, module: str, act: Callable[[], None], prefixes: tuple[str, ...]) -> None:
-        self._module, self._act, self._prefixes = module, act, prefixes
+    def __init__(self, module: str, act: Callable[[], None], otherwise: str, prefixes: tuple[str, ...]) -> None:
+        self._module, self._act, self._otherwise, self._prefixes = module, act, otherwise, prefixes
         self._lock = threading.Lock()
         self._loading = 0  # watched modules that are being executed, in any thread
 
@@ -89,8 +89,5 @@ class _ImportWatch(MetaPathFinder):
             sys.meta_path.remove(self)
         try:
             self._act()
-        except (
-            ImportError,
-            AttributeError,
-        ) as error:  # the import that has just succeeded must not fail because of ours
-            warnings.warn(f"tricomm does not fit {self._module}: {error}", ImportWarning, stacklevel=2)
+        except (ImportError, AttributeError) as error:  # the import that has just succeeded must not fail
+            warnings.warn(f"{self._otherwise}: {error}", ImportWarning, stacklevel=2)

@@ -133,8 +133,9 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
 
 @triton.jit
 def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
-    """Announce that this launch runs: to the host, and in the busy word to another launch of this communicator. The
-    busy word gets a strong store, because other threads may read it now; only the read of the storing thread counts.
+    """Announce that this launch runs: to the host, and in the busy word to another launch of this communicator.
+
+    The busy word gets a strong store, because other threads may read it now: only the storing thread's read counts.
     """
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)

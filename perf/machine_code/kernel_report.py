@@ -35,7 +35,7 @@ KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
 _ROWS = 32  # of a fused call
 _PATIENCE = 60.0  # seconds
 _NARROWEST = {"fp8": 32, "fp8_per_token": 32, "nvfp4": 8}  # bits that a thread stores of four elements, or of a scale
-_OWN_ARRIVALS = ("primitives.finish", "primitives.arrive", "message_queues.end_message")  # count a rank's own blocks
+_OWN_ARRIVALS = ("primitives.finish", "arrival.arrive", "message_queues.end_message")  # count a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
 _NUMBERS = ("regs", "spill", "stack", "shared", "128-bit", "narrow", "tail", "scalar", "control", "acq.sys", "rel.sys",
             "rlx.sys", "per 16 B")  # fmt: skip

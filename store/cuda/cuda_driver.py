@@ -168,8 +168,9 @@ class Driver:
         attribute = getattr(self._bindings.CUdevice_attribute, name, None)
         if attribute is None:
             return f"these CUDA bindings do not know {name}; {INSTALL}"
+        device = self._device(ordinal)
         try:
-            if int(self._call("cuDeviceGetAttribute", attribute, self._device(ordinal))):
+            if int(self._call("cuDeviceGetAttribute", attribute, device)):
                 return None
         except ResourceError as error:  # an invalid value, if the attribute is newer than the driver
             return f"{name}: {error}"

@@ -261,9 +261,9 @@ def test_a_result_that_is_no_plain_tensor_is_passed_by():
     [
         ({"options": {"bogus": 1}}, "bogus"),
         ({"options": None}, "mapping"),
-        ({"subject": None}, "subject None"),
+        ({"subject": None}, "None where dict of a report"),
         ({"schema": 99}, "schema 99"),
-        ({"findings": [{"execution": {"fault": ["stop", "x", "y"], "choices": []}}]}, "fault"),
+        ({"findings": [{"execution": {"fault": ["stop", "x", "y"], "choices": []}}]}, "'x' where int of a report"),
     ],
     ids=lambda v: str(v)[:20],
 )

@@ -190,7 +190,7 @@ def member(flags):
 
 
 def test_a_c10d_group_is_batch_invariant_on_all_ranks_or_refused_by_name():
-    assert capabilities._conclude([member(0b11111)] * 2).batch_invariant
-    assert not capabilities._conclude([member(0b01111)] * 2).batch_invariant
+    assert capabilities._conclude([member(0b11111)] * 2, None).batch_invariant
+    assert not capabilities._conclude([member(0b01111)] * 2, None).batch_invariant
     with pytest.raises(RendezvousError, match=r"rank\(s\) \[1\] ask for a batch-invariant group, rank\(s\) \[0, 2\]"):
-        capabilities._conclude([member(0b01111), member(0b11111), member(0b01111)])
+        capabilities._conclude([member(0b01111), member(0b11111), member(0b01111)], None)

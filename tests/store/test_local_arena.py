@@ -137,8 +137,12 @@ def test_any_failing_call_leaves_nothing(name: str, nth: int) -> None:
     world, driver = fake_gpu()
     driver.fail_at(name, nth)
     words = pages(2)
-    with pytest.raises(ResourceError, match=name):
-        LocalGroup(2, GPU, words, driver).open(4096)
+    if name == "cuDeviceGetAttribute":  # a driver may be older than an attribute: another kind of memory will do
+        for arena in LocalGroup(2, GPU, words, driver).open(4096):
+            arena.close()
+    else:
+        with pytest.raises(ResourceError, match=name):
+            LocalGroup(2, GPU, words, driver).open(4096)
     for page in words:
         page.close()
     world.verify()

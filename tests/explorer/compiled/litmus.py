@@ -90,7 +90,7 @@ class Block:
             kind, op, "global", threads, (offsets + self.litmus.region.base).astype(np.uint64), size, elements, sem,
             scope if sem else None, _instruction(name), perform, None, stored,
         )  # fmt: skip
-        places = locate(access, self.litmus.memory, [])
+        places = locate(access, self.litmus.memory, [], self.maker.rank)
         perform(None)
         results = [int.from_bytes(row.tobytes(), "little") for row in old]
         changed = None
