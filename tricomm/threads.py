@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from tricomm.errors import ResourceError
 
+T = TypeVar("T")
 _SPARE = 2  # idle helpers that are kept
 
 _helpers: list[queue.SimpleQueue[HelperTask]] = []  # queues of idle helpers
@@ -30,6 +32,12 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread
             "container), or end threads that are not needed"
         ) from error
     return thread
+
+
+def living(registry: weakref.WeakValueDictionary[int, T]) -> list[T]:
+    """The objects of `registry` that are alive. Another thread may add one meanwhile, which `list(registry.values())`
+    would not survive."""
+    return [value for reference in registry.valuerefs() if (value := reference()) is not None]
 
 
 class HelperTask:

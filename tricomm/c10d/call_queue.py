@@ -212,7 +212,8 @@ class CallQueue:
         """
         if other is self:
             return ""
-        if not other._ranks <= self._ranks or sum(q._name == self._name and not q._closed for q in _all()) > 1:
+        namesakes = [q for q in threads.living(_queues) if q._name == self._name and not q._closed]
+        if not other._ranks <= self._ranks or len(namesakes) > 1:
             raise other._unknown(self)
         return f"@{self._name}"
 
@@ -241,14 +242,9 @@ class CallQueue:
                     future.run_callbacks()
 
 
-def _all() -> list[CallQueue]:
-    """The queues of this process. Another thread may make one meanwhile, which an iteration would not survive."""
-    return [queue for reference in _queues.valuerefs() if (queue := reference()) is not None]
-
-
 def _in_forked_child() -> None:
     """A fork copies no threads. The groups are unusable here; nothing may wait for their calls."""
-    for queue in _all():
+    for queue in threads.living(_queues):
         queue._closed = True
         for work in queue.pending:
             work.forked(GroupAborted(f"{queue._text} belongs to the parent of this process; make a new group here"))
@@ -262,7 +258,7 @@ os.register_at_fork(after_in_child=_in_forked_child)
 def _close_all() -> None:
     # A daemon thread that returns from C++ into a finalized interpreter would crash the process.
     end = time.monotonic() + _DRAIN_SECONDS
-    for queue in _all():
+    for queue in threads.living(_queues):
         queue.close(max(0.0, end - time.monotonic()))
     while _busy and time.monotonic() < end:
         time.sleep(0.005)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from tricomm import sockets
+from tricomm import sockets, threads
 from tricomm.c10d import gloo_faults
 from tricomm.c10d.call_futures import Loss
 from tricomm.c10d.gloo_faults import Wait
@@ -50,7 +50,7 @@ Part = tuple[int, torch.Tensor]  # a rank, and the contiguous tensor that goes t
 _connecting = threading.Lock()  # two groups that connect at once would take each other's connections for theirs
 _making_device = threading.Lock()
 _device: Any = None
-_transports: weakref.WeakSet[Transport] = weakref.WeakSet()
+_transports: weakref.WeakValueDictionary[int, Transport] = weakref.WeakValueDictionary()
 
 
 class Transport:
@@ -277,13 +277,13 @@ class Transport:
 
     def _find_initiated(self, listeners: Sequence[Address | None]) -> None:
         """Of each pair of ranks one initiates the connection: to the address at which the other's Gloo listens."""
-        taken = {entry for other in list(_transports) for entry in other._sockets.values()}
+        taken = {entry for other in threads.living(_transports) for entry in other._sockets.values()}
         for one in tcp_sockets():
             if one.there is not None and (one.fd, one.inode) not in taken:
                 for rank in self.others:
                     if one.there == listeners[rank]:
                         self._sockets[rank] = (one.fd, one.inode)
-        _transports.add(self)
+        _transports[id(self)] = self
 
     def _find_accepted(self, here: Address | None, deadline: float) -> None:
         """For each pair, the rank that initiated the connection tells the other one the address of its end."""
@@ -354,7 +354,7 @@ def _leak(thing: Any) -> None:
 
 def _in_forked_child() -> None:
     global _device, _connecting, _making_device
-    for transport in list(_transports):
+    for transport in threads.living(_transports):
         transport._forked()
     if _device is not None:
         _leak(_device)
@@ -365,7 +365,7 @@ def _in_forked_child() -> None:
 @atexit.register
 def _close_all() -> None:
     # After the calls under way had a moment to end: a thread in Gloo must not outlive what Gloo destroys at exit.
-    for transport in list(_transports):
+    for transport in threads.living(_transports):
         transport.close()
 
 
