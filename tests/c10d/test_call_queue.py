@@ -84,10 +84,10 @@ def test_a_callback_may_call_another_group_whose_ranks_know_its_own():
     a, b, names = CallQueue("a", range(4)), CallQueue("b", range(2)), []
     record(a, [], async_op=True).get_future().then(lambda f: record(b, names)).wait()
     assert names == ["1@a/1/1"]
-    with pytest.raises(InvalidArgument, match="not all of its ranks know"):
+    with pytest.raises(InvalidArgument, match="know that one by its name"):
         record(b, [], async_op=True).get_future().then(lambda f: record(a, names)).wait()
     twin = CallQueue("a", range(4))
-    with pytest.raises(InvalidArgument, match="not all of its ranks know"):
+    with pytest.raises(InvalidArgument, match="know that one by its name"):
         record(twin, [], async_op=True).get_future().then(lambda f: record(b, names)).wait()
     for calls in (a, b, twin):
         calls.close()
