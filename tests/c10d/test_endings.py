@@ -30,6 +30,11 @@ slow = None if rank else Slow()
 time.sleep(0.5 * rank)
 """,
     "a call joined late": "time.sleep(0.7 * rank); work = dist.all_reduce(x, async_op=True); rank and work.wait()",
+    "callbacks in C++": """
+big, done = torch.ones(500, 500), dist.all_reduce(x, async_op=True).get_future()
+for _ in range(3):
+    done.add_done_callback(lambda f: [big @ big for _ in range(30)])
+""",
     "destroyed in a callback": """
 done = dist.all_reduce(x, async_op=True).get_future().then(lambda f: dist.destroy_process_group())
 rank or done.wait()
@@ -41,6 +46,7 @@ rank or done.wait()
 QUICK = {
     ("handles dropped", "kernels"), ("destroyed under way", "gloo"), ("a call nobody joins", "gloo"),
     ("destroyed in a callback", "kernels"),
+    ("callbacks in C++", "gloo"),
 }  # fmt: skip
 
 

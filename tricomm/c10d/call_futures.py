@@ -25,6 +25,7 @@ NAMELESS = "(?)"  # in the place of a callback that may make no calls
 _LOSS = "tricomm_loss"  # attribute of an error that caused the loss of a group
 log = logging.getLogger("tricomm")
 _here = threading.local()
+busy: set[object] = set()  # one for each thread that runs calls or callbacks; the end of the process waits for them
 _collect_all = torch._C._collect_all
 
 
@@ -235,15 +236,20 @@ class CallFuture(Future[Any]):
 
         The future is complete.
         """
-        while True:
-            try:
-                callback = self._callbacks.popleft()
-            except IndexError:
-                return
-            if self._callbacks:
-                with suppress(ResourceError):  # without another thread they run one after another
-                    HelperTask(self.run_callbacks)
-            callback.run()
+        thread = object()
+        busy.add(thread)
+        try:
+            while True:
+                try:
+                    callback = self._callbacks.popleft()
+                except IndexError:
+                    return
+                if self._callbacks:
+                    with suppress(ResourceError):  # without another thread they run one after another
+                        HelperTask(self.run_callbacks)
+                callback.run()
+        finally:
+            busy.discard(thread)
 
     def _attach(self, place: str, action: Callable[[], None]) -> None:
         callback = _Callback(Origin(self._call, place), _Modes(), action)

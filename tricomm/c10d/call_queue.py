@@ -32,14 +32,13 @@ from functools import cached_property
 from typing import Any
 
 from tricomm import threads
-from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, current_origin
+from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin
 from tricomm.c10d.work_handles import PendingWork
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.threads import HelperTask
 
 _DRAIN_SECONDS = 2.0
 _queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
-_busy: set[object] = set()  # one for each thread that runs a line or its callbacks
 
 
 @dataclass(frozen=True)
@@ -110,8 +109,8 @@ class Line:
 
     def _run(self, last: _QueuedCall | None = None) -> None:
         """Run queued calls: until none is left, or `last` has run, or this thread has callbacks to run."""
-        busy, kept = object(), list[CallFuture]()
-        _busy.add(busy)
+        thread, kept = object(), list[CallFuture]()
+        busy.add(thread)
         try:
             while (call := self._next()) is not None:
                 with_callbacks = self._execute(call)
@@ -123,7 +122,7 @@ class Line:
             for future in kept:
                 future.run_callbacks()
         finally:
-            _busy.discard(busy)
+            busy.discard(thread)
 
     def _next(self) -> _QueuedCall | None:
         """The next call; None if there is none: then this thread no longer runs the line."""
@@ -248,7 +247,7 @@ def _in_forked_child() -> None:
         queue._closed = True
         for work in queue.pending:
             work.forked(GroupAborted(f"{queue._text} belongs to the parent of this process; make a new group here"))
-    _busy.clear()
+    busy.clear()
 
 
 os.register_at_fork(after_in_child=_in_forked_child)
@@ -260,5 +259,5 @@ def _close_all() -> None:
     end = time.monotonic() + _DRAIN_SECONDS
     for queue in threads.living(_queues):
         queue.close(max(0.0, end - time.monotonic()))
-    while _busy and time.monotonic() < end:
+    while busy and time.monotonic() < end:
         time.sleep(0.005)
