@@ -124,8 +124,8 @@ class Server(ThreadingHTTPServer):
             self._changed.notify_all()
 
     def shutdown_request(self, request: Any) -> None:
-        request.setblocking(False)
-        with suppress(OSError):
+        with suppress(OSError):  # its thread may have closed it before an interrupt ends the server
+            request.setblocking(False)
             request.recv(4 * HEAD_BYTES)  # closing a socket with unread data may discard the answer
         super().shutdown_request(request)
 

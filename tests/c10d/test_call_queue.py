@@ -34,7 +34,7 @@ def blocked(calls, gate):
 def program(calls, early):
     """Names of the calls of callbacks in every way of attaching them, while their call runs (`early`) or after it."""
     register()
-    gate, names, nested = threading.Event(), [], []
+    gate, heard, names, nested = threading.Event(), threading.Event(), [], []
     if not early:
         gate.set()
     works = [blocked(calls, gate), blocked(calls, gate)]
@@ -48,13 +48,14 @@ def program(calls, early):
         return record(calls, names)
 
     one = first.then(deeper)
-    first.add_done_callback(lambda f: record(calls, names))
+    first.add_done_callback(lambda f: record(calls, names) and heard.set())
     chained = one.then(lambda f: record(calls, names))
     again = chained.then(lambda f: record(calls, names))
     both = torch.futures.collect_all([second, first]).then(lambda f: record(calls, names))
     gate.set()
     for future in (one, again, both, *nested):
         future.wait()
+    assert heard.wait(30)
     for work in works:
         work.wait()
     record(calls, names)

@@ -82,5 +82,5 @@ def test_an_error_that_a_signal_handler_may_raise_keeps_its_class(error):
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), OSError(12, "no memory"), MemoryError("none")])
 def test_a_refusal_of_the_system_is_named(error):
-    with pytest.raises(ResourceError, match="limits of this process"):
+    with pytest.raises(ResourceError, match="a limit of this process"):
         entry_guard.name_refusal(error)
