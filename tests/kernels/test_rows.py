@@ -148,14 +148,14 @@ MUTANTS = {
         "kernels/collectives/all_reduce_rows_one_shot.py", "this * SPEC.PITCH + i * SPEC.TILE", "i * SPEC.TILE",
     ),
     "blocks arrive in no order": (
-        "kernels/primitives.py", 'before + 1, mask=lane == 0, sem="acq_rel"',
+        "kernels/device/arrival.py", 'before + 1, mask=lane == 0, sem="acq_rel"',
         'before + 1, mask=lane == 0, sem="relaxed"',
     ),
     "the first block that arrives moves the epoch on": (
-        "kernels/primitives.py", "(before == tl.num_programs(0) - 1)", "(before == 0)",
+        "kernels/device/arrival.py", "(before == tl.num_programs(0) - 1)", "(before == 0)",
     ),
     "arrivals of rows are not counted from 0 again": (
-        "kernels/primitives.py", "    tl.store(table + ARRIVALS, zeros, mask=last)\n", "",
+        "kernels/device/arrival.py", "    tl.store(table + ARRIVALS, zeros, mask=last)\n", "",
     ),
     "a block without rows does not arrive": (
         "kernels/collectives/all_reduce_rows_one_shot.py", "last & (row >= count) & (status == 0)", "last & (row < 0)",

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import tricomm.communicator  # noqa: F401  # first, so that at the end of a process calls end before communicators
 from tricomm import threads
 from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin
 from tricomm.c10d.work_handles import PendingWork

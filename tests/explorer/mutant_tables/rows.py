@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.explorer.mutant_tables.names import CHUNKS, PRIMITIVES, RACE, SCOPE
+from tests.explorer.mutant_tables.names import ARRIVAL, CHUNKS, RACE, SCOPE
 from tests.explorer.mutation import Edit, Mutant
 from tricomm.kernels.collective_specs import FUSED
 
@@ -11,7 +11,9 @@ L, W = ((next(iter(FUSED)), "one_shot", protocol) for protocol in ("ll", "ll128"
 ONE_SHOT = "kernels/collectives/all_reduce_rows_one_shot.py"
 
 _ARRIVE = "    before = tl.zeros([LANES], tl.int64)\n"
-_BARRIER = "    tl.debug_barrier()  # whichever threads store now, one has acquired before\n"
+_BARRIER = (
+    "    tl.debug_barrier()  # one thread has acquired; the barrier orders the stores of all threads after that\n"
+)
 _COUNTED = 'before + 1, mask=lane == 0, sem="acq_rel", scope="gpu")'
 _POLLED = "        prepared = SPEC.PREPARE(first + this, operands, SPEC)\n"
 _DONE = "before = arrive_if(chunk, last & (row + stride >= count), before, SPEC)\n"
@@ -25,19 +27,19 @@ def _mutant(name: str, title: str, bug: str, edits: tuple[Edit, ...], key: tuple
 ROWS = (
     _mutant(
         "R01", "rows: arrives without order", "the last block does not know that the others have read",
-        (Edit(PRIMITIVES, _COUNTED, _COUNTED.replace("acq_rel", "acquire")),), L,
+        (Edit(ARRIVAL, _COUNTED, _COUNTED.replace("acq_rel", "acquire")),), L,
     ),
     _mutant(
         "R02", "rows: arrives at scope cta", "the blocks of a launch are in several",
-        (Edit(PRIMITIVES, _COUNTED, _COUNTED.replace('"gpu"', '"cta"')),), W, SCOPE,
+        (Edit(ARRIVAL, _COUNTED, _COUNTED.replace('"gpu"', '"cta"')),), W, SCOPE,
     ),
     _mutant(
         "R03", "rows: no block barrier before the arrival", "the block's other threads may still read",
-        (Edit(PRIMITIVES, f"{_ARRIVE}    tl.debug_barrier()", f"{_ARRIVE}    pass"),), L,
+        (Edit(ARRIVAL, f"{_ARRIVE}    tl.debug_barrier()", f"{_ARRIVE}    pass"),), L,
     ),
     _mutant(
         "R04", "rows: no block barrier behind the arrival", "other threads store before one has acquired",
-        (Edit(PRIMITIVES, _BARRIER, ""),), L,
+        (Edit(ARRIVAL, _BARRIER, ""),), L,
     ),
     _mutant(
         "R05", "rows: arrives before its last row is polled", "a poll reads the busy word that the last block resets",
