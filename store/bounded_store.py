@@ -7,6 +7,7 @@ stuck in a call cannot be ended; it is left behind as a daemon and never used ag
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -22,9 +23,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from tricomm import threads
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError
+from tricomm.sockets import tcp_sockets
 
 JOIN_SECONDS = 0.2
-_PROBE_SECONDS = 0.5
 _ABSENT = "\0tricomm: no such key"  # no value in a store
 
 _T = TypeVar("_T")
@@ -187,17 +188,27 @@ class BoundedStore:
 
 
 def server_is_gone(store: Any) -> bool:
-    """Whether `store` is a TCPStore whose server does not answer any more. A call of such a store would fail, and torch
-    would print a stack trace, although nothing is wrong: the rank that serves it may end first."""
+    """Whether the server of a TCPStore has closed this process's connections to it. A call of such a store would fail,
+    and torch would print a stack trace, although nothing is wrong: the rank that serves it may end first.
+
+    This only looks at the connections: a new one that sends nothing blocks torch's server.
+    """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return False
+    ours = [one.fd for one in tcp_sockets() if one.there is not None and one.there[1] == store.port]
+    return bool(ours) and all(_closed_by_peer(fd) for fd in ours)
+
+
+def _closed_by_peer(fd: int) -> bool:
     try:
-        socket.create_connection((store.host, store.port), _PROBE_SECONDS).close()
+        with socket.socket(fileno=os.dup(fd)) as copy:
+            return not copy.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
     except OSError:
         return True
-    return False
 
 
 def first_line(error: BaseException) -> str:
