@@ -65,7 +65,7 @@ def test_processes_over_cuda_ipc(url, monkeypatch):
 
 @pytest.mark.parametrize("task", ["fused", "memory"])
 def test_tasks_of_the_evidence_kit(task):
-    """Fused calls; users' own tensors, and memory that is given back and taken again under a graph."""
+    """Fused calls; users' own tensors, and memory that is suspended and resumed under a graph."""
     pytest.importorskip("msgspec")
     from tricomm.perf.evidence.stages import processes
 
@@ -169,7 +169,7 @@ def test_two_streams(url):
 
 
 def two_channels(rank, world_size, tell, url):
-    """Each rank launches its channels in another order, a graph beside an eager call."""
+    """Each rank launches its channels in another order: a graph and an eager call at the same time."""
     with join(rank, world_size, url, channels=2) as comm:
         streams = [torch.cuda.Stream() for _ in range(2)]
         xs = [torch.ones(1000, device="cuda") for _ in range(2)]

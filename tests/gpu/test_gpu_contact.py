@@ -1,4 +1,4 @@
-"""What only hardware can show: contexts and threads, memory after its end, graphs that outlive their group, neighbours.
+"""Behaviour that only hardware can show: contexts, threads, freed memory, graphs that outlive their group, neighbours.
 
 Each test decides a row of docs/hardware.md. Run with `-m gpu`; those of two GPUs are skipped with one.
 """
@@ -120,7 +120,7 @@ def test_a_call_from_any_thread_and_any_device(url, other):
 
 
 def replays_after_close(rank, world_size, tell, url):
-    """The replay computes nothing, ends soon, and harms nobody."""
+    """The replay computes nothing, ends soon, and harms no other process."""
     comm = join(rank, world_size, url)
     x = of(rank)
     stream, graph = captured(comm, x)
@@ -190,7 +190,7 @@ def test_memory_is_allocated_while_another_rank_waits():
 
 
 def outlives(rank, world_size, tell, url):
-    """One-shot pushes go into the memory of a rank that is dead by then."""
+    """One-shot kernels push into the memory of a rank that has died."""
     comm = join(rank, world_size, url)
     x = of(rank)
     comm.all_reduce(x)

@@ -19,7 +19,7 @@ def _on_a_gpu(rank, world_size, tell, url):
     with tricomm.init(url, rank, world_size, "cuda:0", options=tricomm.Options(timeout=60.0)) as comm:
 
         def call(number, x, y):
-            """Call `number` on the current stream, into the front of `y`; what must be there."""
+            """Call `number` on the current stream, into the front of `y`; returns the expected result."""
             rows = lengths(world_size, number)
             into, takes = rows[rank], [row[rank] for row in rows]
             parts = [sent(rank, to, number, n, 3, torch.int32) for to, n in enumerate(into)]

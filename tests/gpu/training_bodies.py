@@ -1,4 +1,4 @@
-"""What ranks of a training job do on real GPUs: one each, or all on the first."""
+"""Rank bodies of training jobs on real GPUs: one GPU a rank, or all ranks on the first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gpu.c10d_bodies import LARGE, of, on_gpu
 
 
 def ddp(rank, world_size, tell, url):
-    """DDP with whole numbers: parameters, gradients and losses beside the same steps on one rank."""
+    """DDP with whole numbers: parameters, gradients and losses compared with the same steps on one rank."""
     with on_gpu(rank, world_size, url):
         shape = torch.nn.Linear(16, 8, bias=False, device="cuda"), torch.nn.Linear(8, 4, bias=False, device="cuda")
         alone, model = (
