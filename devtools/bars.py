@@ -29,15 +29,16 @@ from devtools import c10d_overhead, fused_times, kept_rows, kraken
 from devtools.kept_rows import KeptRows, Row
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument, TricommError
+from tricomm.explorer.timing import from_code, row_times, timed_call
+from tricomm.explorer.timing.from_code import CodeTime
+from tricomm.explorer.timing.timed_call import LaunchShape
+from tricomm.explorer.timing.warp_clock import PARTS
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import provenance, text_table, units
-from tricomm.perf.cost_model import from_code, row_times, timed_call
-from tricomm.perf.cost_model.from_code import CodeTime
+from tricomm.perf.cost_model import machines
 from tricomm.perf.cost_model.machines import MACHINES
-from tricomm.perf.cost_model.timed_call import LaunchShape
-from tricomm.perf.cost_model.warp_clock import PARTS
 from tricomm.perf.machine_code import kernel_report
 from tricomm.perf.machine_code.kernel_report import Variant
 from tricomm.perf.row_calls import RowForm
@@ -70,7 +71,7 @@ class CallRow:
     def kernel(self) -> Kernel:
         names = self.forced
         if names is None:
-            choice = selection.choose(timed_call.facts(MACHINE, WORLD_SIZE), "all_reduce", self.nbytes, mode="graph")
+            choice = selection.choose(machines.facts(MACHINE, WORLD_SIZE), "all_reduce", self.nbytes, mode="graph")
             names = choice.algorithm, choice.protocol
         return registry.find("all_reduce", *names)
 
@@ -254,7 +255,7 @@ def _times(row: CallRow, time: CodeTime) -> dict[str, Value]:
 
 def _counted(kernel: Kernel, shape: LaunchShape) -> tuple[Value, ...]:
     """Payload bytes of one block that does the whole call, over the formula."""
-    plan = layout.plan(WORLD_SIZE, timed_call.ARENA_BYTES)
+    plan = layout.plan(WORLD_SIZE, machines.ARENA_BYTES)
     moved = timed_call.run(MACHINE, kernel, WORLD_SIZE, _BYTES // 4, replace(shape, blocks=1), plan, False).moved
     return (moved / float(units.moved(kernel, WORLD_SIZE) * _BYTES),)
 
@@ -284,7 +285,7 @@ def _fused_ratio(rows: int) -> tuple[Value, ...]:
 def _fused_bytes() -> tuple[Value, ...]:
     """Bytes of one block that does three rows."""
     plan, kernel, form = (
-        layout.plan(WORLD_SIZE, timed_call.ARENA_BYTES),
+        layout.plan(WORLD_SIZE, machines.ARENA_BYTES),
         registry.find(FUSED, "two_shot", "ll"),
         FORMS[0],
     )

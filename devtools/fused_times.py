@@ -22,15 +22,16 @@ from devtools import kept_rows
 from devtools.kept_rows import KeptRows, Row
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.stream_queues import KernelLaunch
+from tricomm.explorer.timing import from_code, row_times, timed_call
+from tricomm.explorer.timing.recorded_launch import RecordingGpu
+from tricomm.explorer.timing.timed_call import TimedArenas
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, WIDE
 from tricomm.perf import row_calls, text_table
-from tricomm.perf.cost_model import from_code, row_times, timed_call
+from tricomm.perf.cost_model import machines
 from tricomm.perf.cost_model.latencies import LATENCIES
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
-from tricomm.perf.cost_model.recorded_launch import RecordingGpu
-from tricomm.perf.cost_model.timed_call import TimedArenas
 from tricomm.perf.row_calls import RowForm
 
 LABEL = "modelled from the compiled code, not measured"
@@ -58,7 +59,7 @@ def separate_norm(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, operands
 
 def fused(machine: MachineSpec, world_size: int, rows: int, form: RowForm) -> tuple[float, str]:
     """Microseconds of a fused call of bfloat16 by the kernel that a communicator would choose, and its name."""
-    kernel = row_calls.chosen(timed_call.facts(machine, world_size), form, torch.bfloat16, rows)
+    kernel = row_calls.chosen(machines.facts(machine, world_size), form, torch.bfloat16, rows)
     return row_times.predict(machine, kernel, world_size, rows, form, torch.bfloat16).time_us, kernel.name
 
 

@@ -21,9 +21,10 @@ import click
 from devtools import kept_rows
 from devtools.kept_rows import KeptRows
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.timing import from_code
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import parsing
-from tricomm.perf.cost_model import from_code, kernel_time
+from tricomm.perf.cost_model import kernel_time
 
 LABEL = "modelled from the compiled code, not measured"
 COLLECTIVES = (

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
-ROOMS = ("tricomm", "kernels", "store", "perf")
+ROOMS = ("tricomm", "explorer", "kernels", "store", "perf")
 LINES = 400
 MODULES = 20
 PARAMETERS = 8
@@ -21,7 +21,7 @@ ANY_NUMBER_OF_MODULES = {"kernels/collectives"}
 # Modules that are deliberately called alike, because each is the counterpart of the other in another room.
 MIRRORS: set[str] = set()
 PUBLIC = {
-    "tricomm/communicator.py:__init__", "tricomm/explorer/campaign.py:check", "tricomm/core/planner.py:explain",
+    "tricomm/communicator.py:__init__", "explorer/campaign.py:check", "tricomm/core/planner.py:explain",
     "tricomm/core/fused/fused_collectives.py:all_reduce_rms_norm",
     "tricomm/core/fused/fused_collectives.py:all_reduce_rms_norm_quantized",
     "tricomm/flashinfer.py:create_allreduce_fusion_workspace", "tricomm/flashinfer.py:allreduce_fusion",

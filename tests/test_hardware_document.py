@@ -87,8 +87,7 @@ def all_calls() -> frozenset[str]:
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
             module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-            if not module.startswith(("tricomm.explorer.", "tricomm.ptx.")):
-                results |= calls(path.read_text(), module)
+            results |= calls(path.read_text(), module)
     return frozenset(results)
 
 

@@ -33,6 +33,8 @@ def test_imports_go_one_way() -> None:
         ("store/__init__.py", "import tricomm.kernels.layout"),
         ("tricomm/communicator.py", "import tricomm.perf"),
         ("perf/bench/session.py", "import tricomm.cli"),
+        ("perf/cost_model/forecast.py", "import tricomm.explorer.timing"),
+        ("tricomm/core/runtime.py", "import tricomm.explorer"),
         ("tricomm/errors.py", "import tricomm.env"),
     ],
 )

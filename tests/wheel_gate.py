@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("kernels", "store", "perf")
+ROOMS = ("explorer", "kernels", "store", "perf")
 
 
 def expected() -> set[str]:

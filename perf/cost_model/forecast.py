@@ -12,7 +12,7 @@ from tricomm.core.fused.fused_call import FUSED
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.left_out import left_out_lines
 from tricomm.perf import parsing, row_calls, text_table, units
-from tricomm.perf.cost_model import kernel_time, timed_call
+from tricomm.perf.cost_model import kernel_time, machines
 from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.row_calls import RowForm
@@ -143,7 +143,7 @@ def asked(
     kernel_time.kernels(machine, name, world_size)  # raises if no kernel runs over these links
     calls, row = [], form.hidden * ROW_TYPE.itemsize
     for rows in dict.fromkeys(form.rows(size, ROW_TYPE.itemsize) for size in sizes):
-        fitting, others = row_calls.kernels(timed_call.facts(machine, world_size), form, ROW_TYPE, rows)
+        fitting, others = row_calls.kernels(machines.facts(machine, world_size), form, ROW_TYPE, rows)
         label = f"{name} {form.name}, bfloat16"
         calls.append(AskedCall(label, name, rows * row, rows * row, fitting, rows, others))
     return calls

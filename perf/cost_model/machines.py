@@ -28,6 +28,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tricomm.kernels import layout
+from tricomm.policy.selection_facts import SelectionFacts
+
 OLDEST = 75  # the oldest capability that Triton compiles for
 
 
@@ -54,6 +57,11 @@ class MachineSpec:
         return OLDEST if self.architecture == "any" else int(self.architecture.removeprefix("sm_"))
 
     @property
+    def target(self) -> str:
+        """The architecture to compile for: Turing for Volta, because Triton compiles for none older."""
+        return f"sm_{max(OLDEST, self.capability)}"
+
+    @property
     def no_switch(self) -> str:
         """Why no kernel goes through a switch here; empty if one can."""
         return "" if self.multicast else f"no switch adds and copies in a box of {self.name}"
@@ -76,3 +84,12 @@ _ALL = (
     MachineSpec("pcie5", "any", 53.0, 53.0, 53.0, 1800.0, 1.0, 3.3, 2.0),
 )
 MACHINES = {machine.name: machine for machine in _ALL}
+ARENA_BYTES = 64 << 20  # the default of `Options`
+
+
+def facts(machine: MachineSpec, world_size: int, cube: bool = False) -> SelectionFacts:
+    """What selection knows of a communicator on such GPUs."""
+    plan, topology = layout.plan(world_size, ARENA_BYTES), "hybrid_cube_mesh" if cube else ""
+    return SelectionFacts(
+        machine.target, world_size, plan, layout.MAX_BLOCKS, topology=topology, no_multicast=machine.no_switch
+    )

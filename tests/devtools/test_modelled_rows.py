@@ -9,7 +9,7 @@ from click.testing import CliRunner
 
 from devtools import modelled_rows
 from devtools.modelled_rows import GROUPS, chosen_by, fastest, lacks, table_rows, worst
-from tricomm.perf.cost_model import from_code
+from tricomm.explorer.timing import from_code
 from tricomm.policy import selection
 
 LL, WIDE, PLAIN, SWITCH = ("one_shot", "ll"), ("one_shot", "ll128"), ("two_shot", "simple"), ("multicast", "simple")

@@ -40,7 +40,8 @@ def predict(
     tricomm predict --check
     tricomm predict --from-code --sizes 1K,64K,1M
     """
-    from tricomm.perf.cost_model import code_forecast, forecast, kernel_time, two_level
+    from tricomm.explorer.timing import code_forecast
+    from tricomm.perf.cost_model import forecast, kernel_time, two_level
     from tricomm.perf.row_calls import RowForm
 
     if check:

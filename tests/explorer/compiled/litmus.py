@@ -12,8 +12,8 @@ from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.memory_model.regions import Memory, Region
-from tricomm.ptx.access import ThreadAccess
-from tricomm.ptx.instructions import Address, Instruction, PtxKernel, Register, SourceLine
+from tricomm.explorer.ptx.access import ThreadAccess
+from tricomm.explorer.ptx.instructions import Address, Instruction, PtxKernel, Register, SourceLine
 
 _lines = itertools.count(1)
 

@@ -11,15 +11,15 @@ from unittest.mock import patch
 
 import tricomm
 from tests.explorer.mutation import _keep
-from tests.ptx.mutations import Mutation, mutations
+from tests.explorer.ptx.mutations import Mutation, mutations
 from tricomm.explorer import Report, campaign, shipped
 from tricomm.explorer.compiled import launches
 from tricomm.explorer.compiled.events import function_at
 from tricomm.explorer.compiled.stream_queues import KernelLaunch
+from tricomm.explorer.ptx.instructions import PtxKernel
+from tricomm.explorer.ptx.text.parser import parse
 from tricomm.kernels.collectives import registry
 from tricomm.options import Options
-from tricomm.ptx.instructions import PtxKernel
-from tricomm.ptx.text.parser import parse
 
 Key = tuple[str, str, str]
 SIZES = (520, 1, 36)

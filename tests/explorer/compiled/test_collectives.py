@@ -12,12 +12,12 @@ from tests.explorer.compiled.small_kernels import scaled
 from tricomm import simulate
 from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, PeerDied
 from tricomm.explorer.compiled.compiled_runtime import checked_options
+from tricomm.explorer.ptx.global_memory import BadAddress
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import cuda_launcher
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.launch.cuda_launcher import make_launcher
-from tricomm.ptx.global_memory import BadAddress
 
 SIZE, COUNT = 2, 300
 

@@ -21,13 +21,13 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled import events, module_table, user_launch
 from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
 from tricomm.explorer.compiled.driver import CudaResult, FunctionAttribute
+from tricomm.explorer.ptx import loaded_kernel
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler, cuda_launcher
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
-from tricomm.ptx import loaded_kernel
 
 KERNEL = registry.KERNELS[0]
 CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",

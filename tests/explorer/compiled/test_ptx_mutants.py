@@ -15,8 +15,8 @@ from tests.explorer.compiled import ptx_mutants
 from tests.explorer.compiled.ptx_mutants import Key, changed, explore, options
 from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Edit, loaded
+from tests.explorer.ptx.mutations import Mutation
 from tests.marks import odd, some
-from tests.ptx.mutations import Mutation
 from tricomm.explorer.compiled import race_checks, thread_clocks, thread_detector, unit_machine
 from tricomm.explorer.compiled.thread_clocks import Clocks
 from tricomm.explorer.compiled.thread_epochs import Epochs

@@ -11,7 +11,7 @@ import tricomm
 from tests.explorer import public
 from tests.explorer.compiled.ptx_mutants import changed
 from tests.marks import most, some
-from tricomm.ptx.text.parser import parse
+from tricomm.explorer.ptx.text.parser import parse
 
 # How Triton 3.9 mends a missing `tl.debug_barrier`. Earlier versions do not do what BARRIER says in most families.
 BARRIER = "a block barrier before each scalar atomic"

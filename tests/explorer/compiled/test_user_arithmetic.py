@@ -82,7 +82,7 @@ def _of_three(kernel, expected, dtype, architecture):
 
     (result,) = simulate(body, 1, compiled=architecture)
     apart = result != wanted
-    if dtype.is_floating_point:  # the sign of a zero and the bits of a NaN: tests/ptx/arithmetic
+    if dtype.is_floating_point:  # the sign of a zero and the bits of a NaN: tests/explorer/ptx/arithmetic
         apart &= ~(result.isnan() & wanted.isnan())
     assert not apart.any(), [(n, result[n, k], wanted[n, k], [g[k] for g in given]) for n, k in apart.nonzero()[:4]]
 

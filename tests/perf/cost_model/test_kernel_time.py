@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.timing import code_forecast
 from tricomm.kernels import multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import code_forecast, forecast, kernel_time, published
+from tricomm.perf.cost_model import forecast, kernel_time, published
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _H100 = MACHINES["h100"]

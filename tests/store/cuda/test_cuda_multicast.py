@@ -17,9 +17,9 @@ from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, ResourceError, TricommError
-from tricomm.ptx import grid
-from tricomm.ptx.global_memory import GlobalMemory
-from tricomm.ptx.text.parser import parse
+from tricomm.explorer.ptx import grid
+from tricomm.explorer.ptx.global_memory import GlobalMemory
+from tricomm.explorer.ptx.text.parser import parse
 from tricomm.store.cuda.cuda_arena import CudaArena
 from tricomm.store.cuda.cuda_multicast import PROBE
 

@@ -1,0 +1,274 @@
+"""`tricomm.check`: one function under many chosen schedules, every access examined."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import torch
+
+from tricomm.communicator import Communicator
+from tricomm.errors import InvalidArgument
+from tricomm.explorer import selftest
+from tricomm.explorer.ptx.global_memory import BadAddress
+from tricomm.explorer.report.findings import Execution, Finding
+from tricomm.explorer.report.report import CampaignPlan, Report
+from tricomm.explorer.schedule import shrinking
+from tricomm.explorer.schedule.choices import Strategy
+from tricomm.explorer.schedule.contention import Contention
+from tricomm.explorer.schedule.strategies import NAMES, Given, Priorities, RandomWalk
+from tricomm.explorer.simulation import prepared
+from tricomm.explorer.world import oracle
+from tricomm.explorer.world.execution import Outcome, Ranks, Subject
+from tricomm.kernels import layout
+from tricomm.options import Options
+
+FAULTS = ("delay", "stop", "drop")
+# First epochs just before 32-bit counters wrap or mailboxes are cleared; used in every fourth schedule.
+_EDGES = ((1 << 31) - 2, (1 << 32) - 2, layout.CLEAR_EVERY - 1)
+_EPOCHS = (1, _EDGES[0], 1, 1, 1, 1, _EDGES[1], 1, 1, 1, 1, _EDGES[2])
+_DEPTHS = (2, 3, 4)
+_KEEP = (0.0, 0.0, 0.5, 0.9)
+_MOST_STEPS = 200_000
+_PATIENT = 12
+
+
+def check(
+    fn: Callable[[Communicator], Any],
+    world_size: int,
+    schedules: int | None = 200,
+    strategy: str = "random",
+    preemptions: int = 2,
+    seed: int = 0,
+    *,
+    faults: Sequence[str] = ("delay",),
+    residency: int | None = None,
+    options: Options | None = None,
+    identical: bool | None = None,
+    keep_going: bool = False,
+    compiled: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Run `fn(comm)` for all ranks under many schedules, and report what is wrong in any of them.
+
+    `strategy` is "random", "pct" (random priorities, 2 to 4 deep) or "exhaustive" (every schedule with at most
+    `preemptions` preemptions; `schedules` then is a limit, None for no limit). A schedule is a function of `seed` and
+    its number, so a campaign repeats itself. A switch is possible at every access to symmetric memory; the blocks of
+    a launch enter in any order, and all of them can be resident (`residency` is a smaller number of places a rank).
+
+    `faults` are tried in some of the schedules: "delay" (stores that release nothing arrive late, tiles in pieces),
+    "stop" (a rank never runs again), "drop" (a rank dies at some step). After a stop or a drop the others must end
+    with a named error, or with the right result.
+
+    Looks for: races and insufficient scopes, deadlocks, accesses out of bounds, reads of memory never written, wrong
+    results of the collectives and of a returned tensor that depends on the schedule, ranks that do not hold the same
+    bits (`identical=True`: of what `fn` returns; None: only where the ranks' results are equal but for rounding),
+    flags left over, exceptions; an `AssertionError` of `fn` is a wrong result. The first schedule that shows
+    something ends the campaign, unless `keep_going`; its choices are shrunk.
+
+    The default `options` have the smallest arena, and every fourth schedule starts its epochs elsewhere: at 1, before
+    2^30, before 2^31 and before 2^32. Random numbers are the same in every schedule.
+
+    `compiled` is an architecture, such as "sm_90": then the kernels are compiled for it, launched as on a GPU, and
+    their PTX is executed, warp by warp, with the memory model of PTX for every thread; a finding names the Python
+    lines and the PTX instruction. The default `options` then have room for a GPU's tiles.
+
+    Raises `InvalidArgument` for bad arguments, for a function that takes no communicator, makes a call in another
+    thread or blocks outside of tricomm, and for a kernel that the interpreter cannot run. Sources of the method: CHESS
+    (bounded preemptions), PCT (priorities), HRF and the PTX memory model (scopes).
+    """
+    plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
+    if options is None and compiled is None:
+        options = smallest(world_size)
+    subject = prepared(fn, world_size, options, residency, _MOST_STEPS, compiled)
+    selftest.require(compiled)
+    return Campaign(subject, plan).run(progress)
+
+
+def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Finding]]:
+    """For each finding of `report`, the findings of its schedule when `fn` is run under it again."""
+    options = Options(**report.options)
+    subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS, report.compiled)
+    plan = _plan(
+        report.schedules, report.strategy, report.preemptions, report.seed, report.faults, report.identical, True,
+        options,
+    )  # fmt: skip
+    selftest.require(report.compiled)
+    return [Campaign(subject, plan).replay(finding) for finding in report.findings]
+
+
+def smallest(world_size: int) -> Options:
+    """Options with the smallest arena that a group of this size can have: little to examine, and many chunks."""
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or not 1 <= world_size <= layout.MAX_WORLD_SIZE:
+        return Options()  # `prepared` refuses it
+    nbytes = layout.MIN_ARENA
+    while True:
+        try:
+            layout.plan(world_size, nbytes)
+            return Options(arena_bytes=nbytes)
+        except InvalidArgument:
+            nbytes *= 2
+
+
+def _plan(
+    schedules: int | None, strategy: str, preemptions: int, seed: int, faults: Sequence[str], identical: bool | None,
+    keep_going: bool, options: Options | None,
+) -> CampaignPlan:  # fmt: skip
+    if strategy not in NAMES:
+        raise InvalidArgument(f"strategy={strategy!r}: one of {', '.join(NAMES)} is needed")
+    if schedules is None and strategy != "exhaustive":
+        raise InvalidArgument(f"schedules=None: {strategy} has no end of its own; a number is needed")
+    for name, value, least in (("schedules", schedules, 1), ("preemptions", preemptions, 0), ("seed", seed, 0)):
+        if name == "schedules" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise InvalidArgument(f"{name}={value!r}: an integer from {least} on is needed")
+    if seed >= 1 << 32:
+        raise InvalidArgument(f"seed={seed}: less than 2**32 is needed")
+    if not isinstance(faults, str | list | tuple | set | frozenset):
+        raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
+    unknown = [f for f in ([faults] if isinstance(faults, str) else faults) if f not in FAULTS]
+    if unknown or isinstance(faults, str):
+        raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
+    first = getattr(options, "first_epoch", 1)  # anything but Options is refused below
+    epochs = _EPOCHS if first == 1 else (first,)
+    return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
+
+
+class Campaign:
+    """The schedules of one call of `check`."""
+
+    def __init__(self, subject: Subject, plan: CampaignPlan) -> None:
+        self._subject, self._plan = subject, plan
+        self._contention = Contention(plan.preemptions) if plan.strategy == "exhaustive" else None
+        self._steps_of_first, self._over = 100, False
+        self._first: dict[int, list[torch.Tensor]] = {}
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Report:
+        plan, began = self._plan, time.monotonic()
+        report = Report.of(self._subject, plan)
+        for number, execution in enumerate(self._executions()):
+            outcome = self._one(number, execution)
+            report.ran, report.steps = number + 1, report.steps + outcome.steps
+            if number == 0:
+                self._steps_of_first = outcome.steps
+            findings = self._judged(outcome)
+            if findings:
+                self._keep(report, findings, replace(execution, choices=outcome.choices), number)
+                if not plan.keep_going:
+                    break
+            if progress is not None:
+                progress(number + 1, len(report.findings))
+        else:
+            report.complete = self._contention is None or self._over
+        report.seconds = time.monotonic() - began
+        return report
+
+    def replay(self, finding: Finding) -> list[Finding]:
+        """Run one execution of an earlier campaign again, after the first schedule, with which it is compared."""
+        self._judged(run_one(self._subject, self._execution(0), self._strategy(0, self._execution(0))))
+        return self._again(finding.execution)[0]
+
+    def _executions(self) -> Iterator[Execution]:
+        plan, number = self._plan, 0
+        while plan.schedules is None or number < plan.schedules:
+            if self._contention is not None and not self._contention.begin():
+                self._over = True
+                return
+            yield self._execution(number)
+            if self._contention is not None:
+                self._contention.search.end()
+            number += 1
+
+    def _execution(self, number: int) -> Execution:
+        plan = self._plan
+        if self._contention is not None:
+            return Execution(plan.seed, plan.epochs[0])
+        seed = plan.seed * 1_000_003 + number
+        fault, delays = None, None
+        kinds = [f for f in plan.faults if f != "delay"]
+        if kinds and number % 2:
+            random = Random(seed)
+            last = max(1, self._steps_of_first)  # 0 if no kernel accesses symmetric memory
+            rank, step = random.randrange(self._subject.world_size), random.randint(1, last)
+            fault = (kinds[number // 2 % len(kinds)], rank, step)
+        if "delay" in plan.faults and number % 4 >= 2:
+            delays = seed
+        # A loop that gives up after a few reads must not be parked at once.
+        patience = _PATIENT if number % 4 == 1 else 1
+        return Execution(seed, plan.epochs[number % len(plan.epochs)], delays, fault, patience=patience)
+
+    def _strategy(self, number: int, execution: Execution) -> Strategy:
+        if self._contention is not None:
+            return self._contention.search
+        if self._plan.strategy == "pct":
+            return Priorities(execution.seed, _DEPTHS[number % len(_DEPTHS)], self._steps_of_first)
+        return RandomWalk(execution.seed, _KEEP[number // 4 % len(_KEEP)])
+
+    def _one(self, number: int, execution: Execution) -> Outcome:
+        return run_one(self._subject, execution, self._strategy(number, execution), self._contention)
+
+    def _judged(self, outcome: Outcome) -> list[Finding]:
+        findings = list(outcome.findings)
+        if not findings:
+            findings += self._compared({rank: _tensors(result) for rank, result in outcome.results.items()})
+        return findings
+
+    def _compared(self, results: dict[int, list[torch.Tensor]]) -> list[Finding]:
+        """Compare the results of the ranks with each other and with those of the first schedule."""
+        findings = oracle.mismatched(results, self._plan.identical)
+        for rank, now in results.items():
+            first = self._first.setdefault(rank, [t.clone() for t in now])
+            apart = [i for i, (a, b) in enumerate(zip(first, now, strict=False)) if not oracle.same_bits(a, b)]
+            if apart or len(first) != len(now):
+                what = oracle.difference(first[apart[0]], now[apart[0]]) if apart else "another number of tensors"
+                text = f"what rank {rank} returns depends on the schedule: {what}"
+                findings.append(Finding("wrong_result", (rank,), (), text, "find the unordered write"))
+                break
+        return findings
+
+    def _keep(self, report: Report, findings: list[Finding], execution: Execution, number: int) -> None:
+        known = {f.key for f in report.findings}
+        for finding in findings:
+            if finding.key in known:
+                continue
+            known.add(finding.key)
+            first = not report.findings
+            most = shrinking.STEPS if self._subject.compiled is None else shrinking.COMPILED_STEPS
+            smaller = shrinking.shrink(self._again, finding, execution, most) if first else execution
+            shown, again = self._again(smaller)
+            finding = next((f for f in shown if f.key == finding.key), finding)
+            events = tuple(r.as_json() for r in again.records) if first else ()
+            report.findings.append(finding.found_in(smaller, number, events))
+
+    def _again(self, execution: Execution, strategy: Strategy | None = None) -> tuple[list[Finding], Outcome]:
+        """Repeat an execution by its recorded choices, or under another strategy."""
+        outcome = run_one(self._subject, execution, strategy or Given(execution.choices))
+        return self._judged(outcome), outcome
+
+
+def run_one(
+    subject: Subject, execution: Execution, strategy: Strategy, contention: Contention | None = None
+) -> Outcome:
+    """One examined execution."""
+    options = replace(subject.options, first_epoch=execution.first_epoch)
+    outcome = Ranks(replace(subject, options=options), execution, strategy, True, contention).execute()
+    for error in outcome.errors.values():
+        # A bad address is a mistake of a kernel, not of the caller, so it is a finding.
+        if isinstance(error, InvalidArgument) and not isinstance(error, BadAddress):
+            raise error
+    return outcome
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in what a function returned, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value.detach()] if value.layout == torch.strided and not value.is_nested else []
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [t for v in value for t in _tensors(v)]
+    return []

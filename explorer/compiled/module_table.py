@@ -1,0 +1,96 @@
+"""Modules and functions of a simulated GPU: cubins, the PTX that they were assembled from, and what a launch needs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.ptx import grid
+from tricomm.explorer.ptx.instructions import PtxKernel
+from tricomm.explorer.ptx.text.parser import parse
+from tricomm.kernels.launch import cubin
+from tricomm.kernels.launch.compiler import ptx_of
+
+
+@dataclass(eq=False)
+class DeviceFunction:
+    """A kernel that a context can launch.
+
+    text        the PTX of its module
+    layout      (offset, size) in bytes of each parameter, as the cubin has them
+    shared      bytes of static shared memory
+    most_shared bytes of dynamic shared memory that a launch may ask for
+    registers   of a thread
+    """
+
+    name: str
+    text: str = field(repr=False)
+    layout: tuple[tuple[int, int], ...]
+    shared: int
+    most_shared: int
+    registers: int | None
+
+    @property
+    def kernel(self) -> PtxKernel:
+        """Its instructions: one object for all ranks that have loaded it, as long as it is in use."""
+        return _parsed(self.text, self.name)
+
+
+@dataclass
+class ModuleTable:
+    """What has been loaded into one context. It lives as long as the process, like the launcher's table.
+
+    `users`: by hash and name, the handle of a user's kernel and what it was compiled to."""
+
+    modules: list[bytes] = field(default_factory=list)
+    functions: dict[int, DeviceFunction] = field(default_factory=dict)
+    users: dict[tuple[str, str], tuple[int, Any]] = field(default_factory=dict)
+
+    def load(self, image: bytes) -> int:
+        if image[:4] != b"\x7fELF":
+            raise InvalidArgument("cuModuleLoadData: a cubin is needed, and this is no ELF file")
+        self.modules.append(image)
+        return len(self.modules) - 1
+
+    def function(self, module: int, name: str, most_shared: int) -> int | None:
+        """The handle of a kernel; None if the module has none of that name.
+
+        Raises `InvalidArgument` if the PTX of the module is not known, or has an unknown instruction.
+        """
+        image = self.modules[module]
+        layout = cubin.parameters(image, name)
+        if layout is None:
+            return None
+        handle = 0x1000 + 16 * len(self.functions)
+        shared, text = cubin.static_shared(image, name), ptx_of(image)
+        if text is None:
+            raise InvalidArgument(
+                f"{name}: this cubin was not made in this process, so its PTX is not known; compile it with Triton here"
+            )
+        _parsed(text := sys.intern(text), name)  # so that an unknown instruction is refused now
+        self.functions[handle] = DeviceFunction(
+            name, text, tuple(layout), shared, most_shared - shared, cubin.registers(image, name)
+        )
+        return handle
+
+
+# A parsed kernel keeps megabytes of generated code, so only about as many stay as a function under test launches.
+_MOST_PARSED = 64
+
+
+@lru_cache(_MOST_PARSED)
+def _parsed(text: str, name: str) -> PtxKernel:
+    kernel = parse(text, name)
+    grid.refuse_unknown(kernel)
+    return kernel
+
+
+_contexts: dict[str, ModuleTable] = {}
+
+
+def table_of(device: str) -> ModuleTable:
+    """What has been loaded into the primary context of the device of that name."""
+    return _contexts.setdefault(device, ModuleTable())

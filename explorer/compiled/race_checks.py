@@ -1,0 +1,191 @@
+"""Races: two conflicting accesses of threads without a happens-before order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.compiled import thread_diagnosis
+from tricomm.explorer.compiled.events import Elements, Event
+from tricomm.explorer.compiled.thread_clocks import Array, Clocks, distinct
+from tricomm.explorer.compiled.thread_epochs import UnorderedPair
+from tricomm.explorer.compiled.thread_shadow import ThreadShadow
+from tricomm.explorer.compiled.thread_teams import Team
+from tricomm.explorer.compiled.unused_loads import UnusedLoads
+from tricomm.explorer.compiled.word_rule import WordRule
+from tricomm.explorer.memory_model.access_kinds import scope_of
+from tricomm.explorer.ptx.access import ThreadAccess
+from tricomm.explorer.report import diagnosis
+from tricomm.explorer.report.findings import Finding
+
+
+@dataclass(slots=True)
+class Maker:
+    """The origin of accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1)."""
+
+    team: Team
+    block: int = -1
+    launch: int = 0
+    kernel: Any = None
+
+    @property
+    def rank(self) -> int:
+        return self.team.rank
+
+
+class RaceChecks:
+    """The checks of one execution. `pairs`: by a strong write's event and a reader's team, the event of the read."""
+
+    def __init__(self, clocks: Clocks, events: list[Event], words: WordRule, report: Callable[[Finding], None]) -> None:
+        self._clocks, self._events, self._words, self._report = clocks, events, words, report
+        self._unused = UnusedLoads(report)
+        self.pairs: dict[tuple[int, int], int] = {}
+
+    def stored(self, access: ThreadAccess, slots: Array, record: int) -> None:
+        """Threads have executed an instruction that writes."""
+        self._unused.ran(access.instruction, slots, record)
+
+    def read(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
+                    kind: int) -> None:  # fmt: skip
+        team = maker.team
+        unordered = shadow.unordered_write(team, pieces, slots, kind)
+        weak = scope_of(kind) == 0
+        if unordered.any():
+            if weak:
+                for at in np.flatnonzero(unordered).tolist():
+                    clash = shadow.clash_with_write(team, pieces, slots, at)
+                    self._unless_unused(record, int(slots[at]), clash, record)
+            else:
+                first = self._misfit(shadow, pieces, slots, unordered, kind)
+                if first is not None:
+                    self._race(shadow.clash_with_write(team, pieces, slots, first), int(slots[first]), record)
+
+    def read_over(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
+                  kind: int) -> None:  # fmt: skip
+        """Check a read against writes that later ones have covered. For an acquire, with what it has learned."""
+        if shadow.displaced.used:
+            fits = shadow.fits(kind, slots) if scope_of(kind) else None
+            displaced = shadow.displaced.late(maker.team, pieces, slots, kind, fits)
+            if displaced is not None:
+                displaced.written = True
+                self._race(displaced, int(slots[displaced.at]), record)
+
+    def write(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
+                     kind: int, equal: Array | None = None) -> None:  # fmt: skip
+        """`equal` (bool per piece): another warp's copy of the same lane of a tile has stored the same value there."""
+        team = maker.team
+        unordered = shadow.unordered_write(team, pieces, slots, kind)
+        if equal is not None:
+            unordered &= ~equal
+        if unordered.any():
+            at = self._misfit(shadow, pieces, slots, unordered, kind)
+            if at is not None:
+                self._race(shadow.clash_with_write(team, pieces, slots, at), int(slots[at]), record)
+        fits = shadow.fits(kind, slots) if scope_of(kind) else None
+        if shadow.plain.late(team, pieces, slots, kind) is not None:
+            for clash in shadow.plain.all_late(team, pieces, slots, kind):
+                self._unless_unused(clash.record, clash.slot, clash, record, int(slots[clash.at]))
+        if equal is not None:
+            pieces, slots = pieces[~equal], slots[~equal]
+        for epochs in (shadow.strong, shadow.displaced):
+            late = epochs.late(team, pieces, slots, kind, fits)
+            if late is not None:
+                late.written = epochs is shadow.displaced
+                self._race(late, int(slots[late.at]), record)
+
+    def copies(self, access: ThreadAccess, place: Elements, pieces: Array, elements: Array, slots: Array,
+                times: Array, record: int, kind: int) -> Array | None:  # fmt: skip
+        """Lanes of one weak store that store to one place are a race unless they store the same value. If they do, the
+        last lane's store stands for all. Returns the first lane of each such place, which has to be ordered as well."""
+        if scope_of(kind) or len(pieces) == 1 or (np.diff(pieces) > 0).all():
+            return None
+        _, first, inverse = np.unique(pieces, return_index=True, return_inverse=True)
+        before = first[inverse]
+        other = before != np.arange(len(pieces))
+        if not other.any():
+            return None
+        assert access.stored is not None
+        values = access.stored().reshape(len(access.threads), access.elements, -1)
+        values = values[place.lanes, place.numbers][elements]
+        if len(pieces) != len(place.offsets):  # an element has several pieces
+            part = np.arange(len(pieces)) % (len(pieces) // len(place.offsets))
+            width = values.shape[1] // (int(part.max()) + 1)
+            values = values[np.arange(len(pieces))[:, None], part[:, None] * width + np.arange(width)]
+        differ = np.flatnonzero(other & (values != values[before]).any(axis=1))
+        if len(differ):
+            at = int(differ[0])
+            one = int(before[at])
+            self._race(UnorderedPair(at, int(slots[one]), int(times[one]), record, kind, True), int(slots[at]), record)
+        earlier: Array = np.unique(before[other])
+        return earlier
+
+    def _misfit(self, shadow: ThreadShadow, pieces: Array, slots: Array, unordered: Array, kind: int) -> int | None:
+        """The first element whose last write must be ordered before this access, and is not."""
+        at = np.flatnonzero(unordered)
+        if scope_of(kind):
+            fits = shadow.fits(kind, slots)(shadow.kind[pieces[at]], shadow.writer[pieces[at]], slots[at])
+            at = at[~fits]
+        return int(at[0]) if len(at) else None
+
+    def _race(self, clash: UnorderedPair, slot: int, record: int) -> None:
+        self._report(self._described(clash, slot, record))
+
+    def _described(self, clash: UnorderedPair, slot: int, record: int) -> Finding:
+        first, second = self._events[clash.record], self._events[record]
+        pair = thread_diagnosis.pair(self.pairs, self._events, clash.record, record)
+        return thread_diagnosis.race(first, second, clash, (self.thread(clash.slot), self.thread(slot)), pair)
+
+    def thread(self, slot: int) -> str:
+        """The thread of a slot, for a finding's text; empty for host code."""
+        number = self._clocks.thread[slot]
+        return f", thread {number}" if number >= 0 else ""
+
+    def _unless_unused(
+        self, load: int, reader: int, clash: UnorderedPair, record: int, slot: int | None = None
+    ) -> None:
+        """Report a race with the weak load `load` of thread `reader`, if that thread ever uses the value."""
+        self.if_used(load, reader, lambda: self._described(clash, reader if slot is None else slot, record))
+
+    def if_used(self, load: int, reader: int, finding: Callable[[], Finding]) -> None:
+        event = self._events[load]
+        if event.instruction is None:
+            self._report(finding())
+        else:
+            self._unused.judge(event.kernel, event.instruction, reader, load, finding)
+
+    def again(self, shadow: ThreadShadow, pieces: Array, record: int) -> Array:
+        """bool per piece: the last store there is by the same instruction of the same block: copies of one lane."""
+        event = self._events[record]
+        known: dict[int, bool] = {}
+        for number in distinct(shadow.record[pieces]):
+            other = self._events[number]
+            known[number] = other.instruction is event.instruction and other.team == event.team
+        if not any(known.values()):
+            return np.zeros(len(pieces), bool)
+        return np.array([known[n] for n in shadow.record[pieces].tolist()])
+
+    def overwritten(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int,
+                     again: Array | None) -> None:  # fmt: skip
+        never, early = self._words.lost(maker.rank, maker.block, shadow, pieces)
+        for which, unread in ((never, True), (early, False)):
+            which = which if again is None else which & ~again
+            if which.any():
+                first = self._events[shadow.record[pieces[int(np.flatnonzero(which)[0])]]]
+                self._report(diagnosis.ll_overwritten(first.record(), self._events[record].record(), unread))
+                return
+        late = shadow.cleared[pieces] & shadow.unordered_write(maker.team, pieces, slots, kind)
+        late = late if again is None else late & ~again
+        if late.any():
+            first = self._events[shadow.record[pieces[int(np.flatnonzero(late)[0])]]]
+            self._report(diagnosis.zero_may_come_late(first.record(), self._events[record].record()))
+
+    def read_over_zero(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
+                        kind: int) -> None:  # fmt: skip
+        """Check a read of a message's slot, which is cleared because something in it may look new."""
+        hidden = shadow.unordered_zero(maker.team, pieces, slots, kind)
+        if hidden.any():
+            first = self._events[shadow.zeroed[3, pieces][hidden][0]]
+            self._report(diagnosis.zero_may_be_missed(first.record(), self._events[record].record()))

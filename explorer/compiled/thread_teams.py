@@ -1,0 +1,64 @@
+"""The threads of a block, and the messages between threads: the data that `thread_clocks` works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tricomm.explorer.ptx.access import Array
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePart:
+    """What a release pattern hands on: the clock of thread `slot` (0: a launch) at its first operation, its scope."""
+
+    slot: int
+    rank: int
+    block: int
+    scope: int
+    time: int
+    known: Array
+
+
+@dataclass(frozen=True, slots=True)
+class FlagMessage:
+    """The message of a strong write. `rank`, `block` and `scope` are those of the last write of the chain."""
+
+    rank: int
+    block: int
+    scope: int
+    parts: tuple[ReleasePart, ...]
+
+
+@dataclass(eq=False, slots=True)
+class BarrierRounds:
+    """One barrier of a block: how often it has opened, and the arrivals since then with what they know."""
+
+    phase: int = 0
+    known: Array | None = None
+    waiting: int = 0
+    came: dict[int, int] = field(default_factory=dict)  # by thread: the phase in which it came last
+    opened: dict[int, tuple[Array, bool]] = field(default_factory=dict)  # what was known, whether it is `rows[0]` now
+
+
+@dataclass(eq=False, slots=True)
+class Team:
+    """The threads of one running block, or one task of the host: their slots, consecutive, and what they know.
+
+    rows    `rows[0]` is what all know; `row_of` has, by thread, the row that it knows instead
+    """
+
+    number: int
+    rank: int
+    slots: Array
+    rows: list[Array]
+    row_of: Array
+    present: int
+    birth: tuple[ReleasePart, ...] = ()
+    seen: dict[tuple[int, int, bytes], tuple[int, int, Array]] = field(default_factory=dict)
+    joined: set[tuple[int, int, bytes]] = field(default_factory=set)
+    barriers: dict[int, BarrierRounds] = field(default_factory=dict)
+
+    def local(self, slots: Array) -> Array:
+        """The numbers of these threads in the block."""
+        numbers: Array = slots - self.slots[0]
+        return numbers

@@ -1,0 +1,119 @@
+"""Loads whose values are never used: copies of a tile's elements in threads that store none of them.
+
+A tile that has fewer elements than the block has threads is copied: several threads load one element, and one of them
+stores the result. A store by that one then races with the loads of the others, formally. PTX gives a racing load some
+value, not undefined behaviour (ISA 8.10), so the race is harmless if that value reaches nothing: no memory, no
+address, no branch, no other thread.
+
+The instructions that a loaded value may reach are taken from the kernel's text: all that its registers flow into, in
+any order. If only stores are among them, a thread uses the value once it executes one of them, with its guard, after
+the load. This overestimates the uses, so no race is missed. Anything else counts as an immediate use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.compiled.thread_clocks import MOST_THREADS, Array
+from tricomm.explorer.ptx.instructions import Instruction, Operand, PtxKernel, registers_of
+from tricomm.explorer.report.findings import Finding
+
+_NO_RESULT = ("bra", "brx", "ret", "exit", "bar", "barrier", "red", "membar", "fence", "trap", "cp", "mbarrier", "call")
+# Pure functions of their own thread's registers; any other instruction uses a value at once.
+_PURE = frozenset(
+    "abs add addc and bfe bfi bfind bmsk brev clz cnot copysign cos cvt div dp2a dp4a ex2 fma fns lg2 lop3 mad mad24 "
+    "madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub "
+    "subc szext tanh testp vadd xor".split()
+)
+
+
+class UnusedLoads:
+    """The loads of one execution. `report` gets the races with loads whose values are used after all."""
+
+    def __init__(self, report: Callable[[Finding], None]) -> None:
+        self._report = report
+        self._ran: dict[int, Array] = {}  # by store: the event at which each thread executed it last
+        self._waiting: dict[int, list[tuple[int, int, Callable[[], Finding]]]] = {}  # by store: thread, load, race
+
+    def ran(self, instruction: Instruction, slots: Array, event: int) -> None:
+        """Threads have executed an instruction that writes."""
+        last = self._ran.get(id(instruction))
+        if last is None:
+            last = self._ran[id(instruction)] = np.zeros(MOST_THREADS + 1, np.int32)
+        last[slots] = event
+        waiting = self._waiting.get(id(instruction))
+        if waiting:
+            for slot, load, race in waiting:
+                if load < event and (slots == slot).any():
+                    self._report(race())
+
+    def judge(
+        self, kernel: PtxKernel, instruction: Instruction, slot: int, load: int, race: Callable[[], Finding]
+    ) -> None:
+        """Judge a race with thread `slot`'s load at event `load`: it is reported now, later, or never."""
+        stores = _stores_reached(kernel, instruction)
+        if stores is None or any(self._since(store, slot) > load for store in stores):
+            self._report(race())
+            return
+        for store in stores:
+            waiting = self._waiting.setdefault(id(store), [])
+            if len(waiting) < MOST_THREADS and all((s, n) != (slot, load) for s, n, _ in waiting):
+                waiting.append((slot, load, race))
+
+    def _since(self, store: Instruction, slot: int) -> int:
+        last = self._ran.get(id(store))
+        return 0 if last is None else int(last[slot])
+
+
+_reached: dict[int, tuple[Instruction, tuple[Instruction, ...] | None]] = {}  # holds the loads: their ids stay unique
+_MOST_LOADS = 1 << 15
+
+
+def _stores_reached(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:
+    """The stores whose data the loaded value may reach; None if it may reach anything else."""
+    entry = _reached.get(id(load))
+    if entry is None:
+        if len(_reached) >= _MOST_LOADS:
+            _reached.clear()
+        entry = _reached[id(load)] = load, _slice(kernel, load)
+    return entry[1]
+
+
+def _slice(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:
+    tainted = {r.name for r in registers_of(load.operands[0])}
+    stores: dict[int, Instruction] = {}
+    grew = True
+    while grew:
+        grew = False
+        for instruction in kernel.instructions:
+            if not _names(_sources(instruction)) & tainted and not _guarded(instruction, tainted):
+                continue
+            if instruction.opcode == "st" and not _guarded(instruction, tainted):
+                address, *data = instruction.operands
+                if _names([address]) & tainted:
+                    return None
+                stores[id(instruction)] = instruction
+            elif instruction.opcode in _PURE:
+                results = {r.name for r in registers_of(instruction.operands[0])}
+                grew |= not results <= tainted
+                tainted |= results
+            else:
+                return None
+    return tuple(stores.values())
+
+
+def _guarded(instruction: Instruction, tainted: set[str]) -> bool:
+    return instruction.guard is not None and instruction.guard[0].name in tainted
+
+
+def _sources(instruction: Instruction) -> list[Operand]:
+    if instruction.opcode in ("st", *_NO_RESULT):
+        return list(instruction.operands)
+    return list(instruction.operands[1:])
+
+
+def _names(operands: list[Any]) -> set[str]:
+    return {r.name for operand in operands for r in registers_of(operand)}

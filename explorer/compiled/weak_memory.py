@@ -1,0 +1,255 @@
+"""Stores that arrive late and loads that are early, as the memory model allows for weak and relaxed accesses.
+
+Late   An element of a store may be overtaken by all that its thread does next, except by an access to the same bytes
+       (program order per location, PTX ISA 8.10.5) and by a release, a fence, a barrier of the host, or the thread's
+       end. Two late stores to the same bytes arrive in their order. A block barrier or a fence of cta scope hands it to
+       the block: from then on no thread of the block passes it with an access to the same bytes, a release or a fence
+       (8.9.5, causality order is transitive). A fence of gpu scope does the same for all threads of the rank. A release
+       waits for what its thread did before; later loads and stores need not wait for it (8.8).
+Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment, if that is after its
+       thread's last acquire, fence or barrier, and after the thread's last access to the same bytes.
+
+Each element is a store or a load of its own (8.2.2): the halves of a `.v2.b64` may be seen apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.compiled.events import Elements
+from tricomm.explorer.compiled.race_checks import Maker
+from tricomm.explorer.compiled.thread_clocks import CTA, GPU, SYS, Array
+from tricomm.explorer.compiled.thread_detector import MadeStore
+from tricomm.explorer.memory_model.regions import Region
+from tricomm.explorer.ptx.access import ThreadAccess
+
+_OFTEN, _OFTEN_BEHIND, _EARLY = 0.25, 0.5, 0.5
+_LONGEST = 40
+_KEPT = 128  # writes per region whose old values are kept
+MAY_WAIT = (None, "relaxed", "volatile")
+_LATE = (*MAY_WAIT, "release")
+
+
+@dataclass(slots=True, eq=False)
+class LateStore:
+    """Elements of a store in one region that have not reached memory yet, and what they will put there."""
+
+    task: Any
+    maker: Maker
+    access: ThreadAccess
+    elements: Elements
+    values: Array
+    stamp: MadeStore
+    until: int
+    words: frozenset[int]
+    reach: int = 0  # CTA, GPU: no thread of this block, or of this rank, passes it
+    older: list[LateStore] = field(default_factory=list)  # what it must not pass: of its thread, or handed to it
+
+
+@dataclass(slots=True, eq=False)
+class Overwritten:
+    """The values that a write has replaced, by element, with their messages."""
+
+    moment: int
+    offsets: Array
+    itemsize: int
+    values: Array
+    messages: Array
+
+
+@dataclass(eq=False)
+class Looks:
+    """The moments after which the loads of one warp must be."""
+
+    floor: int = 0
+    at: dict[Region, Array] = field(default_factory=dict)  # by region: the moment of the last access to each 4 bytes
+
+
+class WeakMemory:
+    """Which stores are late and which loads early is a function of `seed`, and of the order of all accesses."""
+
+    def __init__(self, seed: int) -> None:
+        self.moment = 1
+        self.held: list[LateStore] = []
+        self._random = Random(seed)
+        self._past: dict[Region, list[Overwritten]] = {}
+        self._looks: dict[Any, Looks] = {}
+
+    # Late stores
+
+    def late(
+        self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements], step: int
+    ) -> tuple[list[Array], int] | None:
+        """Which elements of a store to hold back (bool by element of each place), and until which step; or None. If an
+        older store has not reached some of their bytes yet, these elements alone: then what was there before can be
+        seen among the others."""
+        if access.kind != "store" or access.sem not in _LATE:
+            return None
+        older = self._older(task, maker, words_in(places, access.itemsize)) if self.held else []
+        if self._random.random() >= (_OFTEN_BEHIND if older else _OFTEN):
+            return None
+        until = step + self._random.randint(1, _LONGEST)
+        if older:
+            words = frozenset[int]().union(*(held.words for held in older))
+            return [_among(place, access.itemsize, words) for place in places], max(until, *(h.until for h in older))
+        chosen = []
+        for place in places:
+            _, copies = np.unique(place.offsets, return_inverse=True)  # copies of one lane are late together
+            some = np.array([self._random.random() < 0.5 for _ in range(int(copies.max()) + 1)])
+            chosen.append(some[copies])
+        if not any(c.any() for c in chosen):
+            chosen = [np.ones(len(c), bool) for c in chosen]
+        return chosen, until
+
+    def add(self, held: LateStore) -> None:
+        held.older = self._older(held.task, held.maker, held.words)
+        self.held.append(held)
+
+    def before(
+        self, task: Any, maker: Maker, access: ThreadAccess, places: list[Elements], late: bool
+    ) -> list[LateStore]:
+        """The late stores that must reach memory before `access`; if it is `late` itself, they are those that it
+        releases."""
+        if not self.held:
+            return []
+        if access.writes and access.sem in ("release", "acq_rel"):
+            return self._take(lambda h: self._mine(h, task, maker))
+        older = [] if late else self._older(task, maker, words_in(places, access.itemsize))
+        return self._take(lambda h: h in older) if older else []
+
+    def _older(self, task: Any, maker: Maker, words: frozenset[int]) -> list[LateStore]:
+        """The late stores to these words that no access of this thread to them passes."""
+        return [h for h in self.held if self._mine(h, task, maker) and not h.words.isdisjoint(words)]
+
+    def fenced(self, task: Any, maker: Maker, scope: int = SYS) -> list[LateStore]:
+        """The late stores that must arrive before a fence or the end of a warp. A narrower fence only hands them on."""
+        if scope == SYS:
+            return self._take(lambda h: self._mine(h, task, maker)) if self.held else []
+        for held in self.held:
+            if self._mine(held, task, maker):
+                held.reach = max(held.reach, scope)
+        return []
+
+    def met(self, task: Any) -> None:
+        """The warp has come to a barrier of its block."""
+        for held in self.held:
+            if held.task is task:
+                held.reach = max(held.reach, CTA)
+
+    def due(self, step: int, now: bool) -> list[LateStore]:
+        return self._take(lambda h: now or h.until <= step) if self.held else []
+
+    def read_before(self, access: ThreadAccess, places: list[Elements]) -> list[LateStore]:
+        """Late stores to words that a load has just read without them. Half of them arrive right after this load, so
+        that two loads of a flag and its payload can see different states."""
+        if not self.held or access.kind != "load":
+            return []
+        words = words_in(places, access.itemsize)
+        return self._take(lambda h: not h.words.isdisjoint(words) and self._random.random() < 0.5)
+
+    def _mine(self, held: LateStore, task: Any, maker: Maker) -> bool:
+        return (
+            held.task is task
+            or (held.reach >= CTA and held.maker.team is maker.team)
+            or (held.reach >= GPU and held.maker.rank == maker.rank)
+        )
+
+    def _take(self, chosen: Any) -> list[LateStore]:
+        """Those that are chosen, and the older stores that they must not pass."""
+        taken: list[LateStore] = []
+        for held in reversed(self.held):
+            if chosen(held) or any(held in newer.older for newer in taken):
+                taken.insert(0, held)
+        self.held = [h for h in self.held if h not in taken] if taken else self.held
+        return taken
+
+    # Early loads
+
+    def overwritten(self, place: Elements, itemsize: int, values: Array, messages: Array) -> None:
+        """Elements with these old values are about to be written."""
+        self.moment += 1
+        past = self._past.setdefault(place.region, [])
+        past.append(Overwritten(self.moment, place.offsets, itemsize, values, messages))
+        if len(past) > _KEPT:
+            del past[0]
+
+    def synchronised(self, task: Any) -> None:
+        """An acquire, a fence or a barrier: later loads of the warp are not older."""
+        self._of(task).floor = self.moment
+
+    def looked(self, task: Any, place: Elements, itemsize: int) -> None:
+        """The warp has accessed these elements."""
+        self._at(task, place.region)[pieces_of(place, itemsize)] = self.moment
+
+    def behind(self, held: LateStore) -> list[Any]:
+        """The warps that may be past a barrier or a fence that has handed the store to them."""
+        if held.reach < GPU:
+            return list(held.task.mates)
+        return [*held.task.mates, *(t for t in self._looks if t.rank == held.task.rank and t not in held.task.mates)]
+
+    def early(self, task: Any, access: ThreadAccess, place: Elements) -> tuple[Array, Array, Array] | None:
+        """For a load: which elements take a value of the past (bool), the values and messages of all; or None."""
+        past = self._past.get(place.region)
+        if not past or access.sem not in MAY_WAIT or self._random.random() >= _EARLY:
+            return None
+        floor = self._of(task).floor
+        if past[-1].moment <= floor:
+            return None
+        moment = self._random.randint(floor, self.moment)
+        looked = self._at(task, place.region)[pieces_of(place, access.itemsize)]
+        seen = looked.reshape(len(place.offsets), -1).max(axis=1)
+        willing = np.array([self._random.random() < 0.75 for _ in place.offsets])
+        chosen = np.zeros(len(place.offsets), bool)
+        values, messages = place.bytes(access.itemsize), np.zeros(len(place.offsets), np.int32)
+        for entry in reversed(past):
+            if entry.moment <= moment:
+                break
+            if entry.itemsize != access.itemsize:
+                return None
+            same = willing & (seen < entry.moment)
+            for at in np.flatnonzero(same).tolist():
+                where = np.flatnonzero(entry.offsets == place.offsets[at])
+                if len(where):
+                    values[at], messages[at], chosen[at] = entry.values[where[0]], entry.messages[where[0]], True
+        return (chosen, values, messages) if chosen.any() else None
+
+    def _of(self, task: Any) -> Looks:
+        looks = self._looks.get(task)
+        if looks is None:
+            looks = self._looks[task] = Looks(self.moment)
+        return looks
+
+    def _at(self, task: Any, region: Region) -> Array:
+        looks = self._of(task)
+        moments = looks.at.get(region)
+        if moments is None:
+            moments = looks.at[region] = np.zeros(-(-region.nbytes // 4), np.int32)
+        return moments
+
+
+def pieces_of(place: Elements, itemsize: int) -> Array:
+    """The numbers of the 4-byte pieces of the elements, one after another."""
+    each = max(1, itemsize // 4)
+    if each == 1:
+        return place.offsets // 4
+    return (place.offsets[:, None] // 4 + np.arange(each)).reshape(-1)
+
+
+def _among(place: Elements, itemsize: int, words: frozenset[int]) -> Array:
+    """Which elements have a word that is one of `words`, as `words_of` gives them."""
+    alone = (place.some(np.arange(len(place.offsets)) == at) for at in range(len(place.offsets)))
+    return np.array([not words.isdisjoint(words_of(one, itemsize)) for one in alone], bool)
+
+
+def words_in(places: list[Elements], itemsize: int) -> frozenset[int]:
+    """`words_of` all of them."""
+    return frozenset[int]().union(*(words_of(place, itemsize) for place in places))
+
+
+def words_of(place: Elements, itemsize: int) -> frozenset[int]:
+    """Numbers of 4-byte pieces that are unique across all memory."""
+    return frozenset((pieces_of(place, itemsize) + place.region.base // 4).tolist())

@@ -1,0 +1,89 @@
+"""The requests of a running warp to its surroundings: memory, order, time, and turns for other warps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from tricomm.explorer.ptx.instructions import Instruction
+
+Array = NDArray[Any]
+
+
+@dataclass(slots=True)
+class ThreadAccess:
+    """One memory instruction of one warp (or of a whole block as the unit), before it happens.
+
+    kind        "load", "store", "rmw" (atom), "red" (an rmw without a result) or "cas"
+    op          of an rmw or red: "add", "exch", "min", ...
+    space       "global" or "shared" (generic addresses have been resolved)
+    threads     int64 [n]: the threads that take part, by their number in the block
+    addresses   uint64 [n]: where each begins; in shared memory the offset in the block's own
+    width       bytes that one thread accesses at once: `elements` * `itemsize`
+    elements    of a vector access (.v2, .v4, .v8); 1 for a scalar, `.b128` included
+    sem         None for a weak access, else "volatile", "relaxed", "acquire", "release" or "acq_rel"
+    scope       None for a weak access, else "cta", "cluster", "gpu" or "sys"
+    perform     does it for all threads, or for those that a bool [n] selects. For a load, rmw or cas it returns the
+                old values as uint8 [n, width]; a second call looks at memory again
+    supply      for a load: give these values (uint8 [n, width]) instead of what memory holds now
+    stored      for a store: its values, uint8 [n, width]
+    """
+
+    kind: str
+    op: str
+    space: str
+    threads: Array
+    addresses: Array
+    itemsize: int
+    elements: int
+    sem: str | None
+    scope: str | None
+    instruction: Instruction
+    perform: Callable[[Array | None], Array | None] = field(repr=False)
+    supply: Callable[[Array], None] | None = field(default=None, repr=False)
+    stored: Callable[[], Array] | None = field(default=None, repr=False)
+
+    @property
+    def width(self) -> int:
+        return self.itemsize * self.elements
+
+    @property
+    def multicast(self) -> bool:
+        """The address stands for several GPUs' memory; this is the access to one of them."""
+        return self.instruction.opcode == "multimem"
+
+    @property
+    def reads(self) -> bool:
+        return self.kind in ("load", "rmw", "cas")
+
+    @property
+    def writes(self) -> bool:
+        return self.kind != "load"
+
+
+class Surroundings(Protocol):
+    """The surroundings of one unit (a warp, or a block). Calls come in program order; any may let other units run."""
+
+    def access(self, access: ThreadAccess) -> None:
+        """Call `access.perform` or `access.supply` at some time; for an access that reads, before this returns."""
+
+    def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
+        """`fence.sc|acq_rel.scope` or `membar`; `sem` is "sc", "acq_rel", or "alias" for `fence.proxy.alias`."""
+
+    def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
+        """A barrier of the block has opened for these threads of this unit: all expected threads have arrived."""
+
+    def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
+        """These threads have come to barrier `number` (also `bar.arrive`, which does not wait)."""
+
+    def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
+        """Let other units run; returns when `until()` is true. Raises if it never will be."""
+
+    def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
+        """`bar.warp.sync`. Not called for `shfl.sync` and the like, which order no memory."""
+
+    def nanotime(self) -> int:
+        """`%globaltimer`, in nanoseconds; also the basis of `%clock64`."""

@@ -1,0 +1,118 @@
+"""Rounding an exact double to a narrower format in any mode, and exact sums that are safe to round again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.ptx.arithmetic.functions import function
+
+
+@dataclass(frozen=True)
+class Format:
+    """`digits` of the stored significand; `least` exponent of a normal number; `bits` in all, kept in a `word`.
+
+    `nan` are the bits of its canonical NaN; None: it has none, and a NaN becomes the largest number.
+    """
+
+    digits: int
+    least: int
+    largest: float
+    bits: int
+    word: str
+    nan: int | None
+    infinite: bool = True
+
+
+FORMATS = {
+    "f32": Format(23, -126, (2 - 2.0**-23) * 2.0**127, 32, "u4", 0x7FFFFFFF),
+    "tf32": Format(10, -126, (2 - 2.0**-10) * 2.0**127, 19, "u4", 0x7FFFFFFF),
+    "f16": Format(10, -14, 65504.0, 16, "u2", 0x7FFF),
+    "bf16": Format(7, -126, (2 - 2.0**-7) * 2.0**127, 16, "u2", 0x7FFF),
+    "e5m2": Format(2, -14, 57344.0, 8, "u1", 0x7F),
+    "e4m3": Format(3, -6, 448.0, 8, "u1", 0x7F, infinite=False),
+    "e3m2": Format(2, -2, 28.0, 6, "u1", None, infinite=False),
+    "e2m3": Format(3, 0, 7.5, 6, "u1", None, infinite=False),
+    "e2m1": Format(1, 0, 6.0, 4, "u1", None, infinite=False),
+}
+
+
+def _away(x: Any) -> Any:
+    return np.trunc(x + np.copysign(0.5, x))
+
+
+_ROUND: dict[str, Any] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil, "rna": _away}
+
+
+def rounded(x: Any, form: Format, mode: str, finite: bool = False) -> Any:
+    """The double `x` as a number of the format, still a double; `finite`: at most the largest number."""
+    _, exponent = np.frexp(x)
+    scale = np.maximum(exponent - 1, form.least) - form.digits
+    value = np.ldexp(_ROUND[mode](np.ldexp(x, -scale)), scale)
+    over = np.abs(value) > form.largest
+    if not over.any():
+        return value
+    # An infinity stays one in every mode.
+    grows = np.isinf(x) | (mode in ("rn", "rna")) | (x > 0) & (mode == "rp") | (x < 0) & (mode == "rm")
+    limit = form.largest if finite else np.where(grows, np.inf, form.largest)
+    return np.where(over, np.copysign(limit, x), value)
+
+
+def encoded(value: Any, form: Format) -> Any:
+    """The bits of doubles that are numbers of the format, or infinite, or NaN."""
+    number = np.isfinite(value)
+    _, exponent = np.frexp(np.where(number & (value != 0), value, 2.0**form.least))
+    exponent = np.maximum(exponent - 1, form.least)
+    digits = np.ldexp(np.where(number, np.abs(value), 0.0), form.digits - exponent).astype(np.int64)
+    # The leading digit of a normal number adds one to the exponent's field.
+    bits = ((exponent - form.least).astype(np.int64) << form.digits) + digits
+    if form.infinite:
+        bits = np.where(np.isinf(value), (1 << form.bits - 1) - (1 << form.digits), bits)
+    bits = bits | (np.signbit(value).astype(np.int64) << (form.bits - 1))
+    if form is FORMATS["tf32"]:
+        bits = bits << 13
+    return np.where(np.isnan(value), form.nan or 0, bits).astype(form.word)
+
+
+@function
+def narrowed(x: Any, name: str, mode: str = "rn", finite: bool = False, relu: bool = False) -> Any:
+    """Floats of any type as bits of the format `name`."""
+    form, x = FORMATS[name], x.astype(np.float64)
+    if relu:
+        x = np.where(x <= 0, 0.0, x)
+    if form.nan is None:
+        x = np.where(np.isnan(x), form.largest, x)
+    return encoded(rounded(x, form, mode, finite), form)
+
+
+def decoded(name: str) -> Any:
+    """The doubles that the bit patterns of an 8-bit format or less stand for, in order."""
+    form = FORMATS[name]
+    patterns = np.arange(256)
+    # Bits above the format's own are not looked at.
+    magnitude, sign = patterns & ((1 << form.bits - 1) - 1), patterns >> form.bits - 1 & 1
+    field, digits = magnitude >> form.digits, magnitude & ((1 << form.digits) - 1)
+    value = np.ldexp((digits + np.where(field > 0, 1 << form.digits, 0)).astype(float), np.maximum(field, 1) - 1)
+    value = np.ldexp(value, form.least - form.digits)
+    top = (1 << form.bits - 1) - (1 << form.digits)
+    if form.infinite:
+        value = np.where(magnitude == top, np.inf, np.where(magnitude > top, np.nan, value))
+    elif form.nan is not None:
+        value = np.where(magnitude == form.nan, np.nan, value)
+    return np.where(sign == 1, -value, value)
+
+
+@function
+def odd_sum(a: Any, b: Any) -> Any:
+    """a + b rounded to odd: rounded again to a type of two digits less, it is the exact sum rounded once."""
+    total = a + b
+    part = total - a
+    error = (a - (total - part)) + (b - part)
+    inexact = (error != 0) & np.isfinite(total)
+    if not inexact.any():
+        return total
+    bits = np.asarray(total).view(np.int64)
+    step = np.where((error > 0) == (total > 0), 1, -1)
+    return np.where(inexact & (bits & 1 == 0), bits + step, bits).view(np.float64)

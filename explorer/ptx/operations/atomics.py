@@ -1,0 +1,147 @@
+"""`atom` and `red`: lane after lane; each lane sees the results of those before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tricomm.explorer.ptx.access import Array, ThreadAccess
+from tricomm.explorer.ptx.operations.lane_memory import FIND, aligned
+from tricomm.explorer.ptx.operations.load_store import MemorySite, resolved
+from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, unknown_form
+from tricomm.explorer.ptx.unit_view import UnitView
+
+_INTEGERS: dict[str, Callable[[int, int], int]] = {
+    "add": lambda old, new: old + new, "exch": lambda old, new: new, "min": min, "max": max,
+    "and": lambda old, new: old & new, "or": lambda old, new: old | new, "xor": lambda old, new: old ^ new,
+    "inc": lambda old, top: 0 if old >= top else old + 1,
+    "dec": lambda old, top: top if old == 0 or old > top else old - 1,
+}  # fmt: skip
+_FLOATS = {"f16": "f2", "f32": "f4", "f64": "f8", "f16x2": "f2"}
+Change = Callable[[int, tuple[int, ...]], int]
+
+
+def change_of(form: MemoryForm) -> Change:
+    """(old bits, operands' bits) -> new bits."""
+    bits = 8 * form.itemsize
+    most, half = (1 << bits) - 1, 1 << (bits - 1)
+    if form.op == "cas":
+        return lambda old, given: given[1] if old == given[0] else old
+    if form.op == "exch":
+        return lambda old, given: given[0]
+    if form.type in ("f16", "f32", "f64", "f16x2", "bf16", "bf16x2"):
+        return _of_floats(form)
+    combine = _INTEGERS.get(form.op)
+    if combine is None or form.type == "b128":
+        raise unknown_form(form.instruction, f".{form.op}.{form.type} is not known")
+    if form.type[0] == "s":
+        return lambda old, given: combine((old ^ half) - half, (given[0] ^ half) - half) & most
+    return lambda old, given: combine(old, given[0]) & most
+
+
+def _of_floats(form: MemoryForm) -> Change:
+    if form.op not in ("add", "min", "max"):
+        raise unknown_form(form.instruction, f".{form.op}.{form.type} is not known")
+    if form.op != "add" and form.type in ("f32", "f64"):
+        raise unknown_form(form.instruction, f".{form.op}.{form.type} is not known")
+    itemsize, op = form.itemsize, form.op
+
+    def change(old: int, given: tuple[int, ...]) -> int:
+        one, two = (_floats(bits, form.type, itemsize) for bits in (old, given[0]))
+        return _bits(_combined(op, one, two), form.type)
+
+    return change
+
+
+def _floats(bits: int, kind: str, itemsize: int) -> Array:
+    raw = np.array([bits], f"u{itemsize}")
+    if kind.startswith("bf16"):
+        return (raw.view("u2").astype("u4") << np.uint32(16)).view("f4")
+    return raw.view(_FLOATS[kind])
+
+
+def _combined(op: str, one: Array, two: Array) -> Array:
+    if op == "add":
+        return np.asarray(one + two)
+    return np.asarray(np.fmin(one, two) if op == "min" else np.fmax(one, two))
+
+
+def _bits(value: Array, kind: str) -> int:
+    if kind.startswith("bf16"):
+        wide = value.view("u4")
+        rounded = (wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+        value = np.where(np.isnan(value), np.uint32(0x7FFF), rounded).astype("u2")
+    elif value.dtype.kind == "f":
+        canonical = {"f2": 0x7FFF, "f4": 0x7FFFFFFF}.get(value.dtype.str[1:])
+        word = value.view(f"u{value.itemsize}")
+        if canonical is not None:
+            word = np.where(np.isnan(value), word.dtype.type(canonical), word)
+        value = word
+    return int.from_bytes(value.tobytes(), "little")
+
+
+class AtomicSite:
+    """One `atom` or `red` in the code."""
+
+    def __init__(self, form: MemoryForm, site: MemorySite) -> None:
+        self.form, self.site = form, site
+        self.change = change_of(form)
+
+    def reduce(self, unit: UnitView, mask: Array | None, base: int | Array, *operands: Array) -> None:
+        self.call(unit, mask, base, *operands)
+
+    def call(self, unit: UnitView, mask: Array | None, base: int | Array, *operands: Array) -> Any:
+        """The old values, one array per element."""
+        lanes, form = unit.shape.lanes, self.form
+        addresses = self.site.addresses(base)
+        active = np.ones(lanes, bool) if mask is None else mask
+        word = operands[0].dtype
+        results = [np.zeros(lanes, word) for _ in range(form.elements)]
+        for space, chosen, at in resolved(unit, form.space, addresses, active):
+            old = self._in_space(unit, space, chosen, at[chosen], [o[chosen] for o in operands])
+            for result, value in zip(results, old, strict=True):
+                result[chosen] = value
+        return results[0] if len(results) == 1 else results
+
+    def _in_space(
+        self, unit: UnitView, space: str, active: Array, addresses: Array, operands: list[Array]
+    ) -> list[Array]:
+        count, size, elements = len(addresses), self.form.itemsize, self.form.elements
+        before = np.zeros((count, elements * size), "u1")
+        given = [[int.from_bytes(v.tobytes(), "little") for v in operand] for operand in operands]
+
+        def perform(chosen: Array | None) -> Array:
+            lanes = range(count) if chosen is None else np.flatnonzero(chosen).tolist()
+            for lane in lanes:
+                before[lane] = self._one(unit, space, addresses.item(lane), [g[lane] for g in given])
+            return before if chosen is None else before[chosen]
+
+        if unit.watched[space]:
+            form = self.form
+            unit.tell(
+                ThreadAccess(
+                    form.kind, form.op, space, unit.threads[active], addresses, form.itemsize, form.elements, form.sem,
+                    form.scope, form.instruction, perform, None,
+                )
+            )  # fmt: skip
+        else:
+            perform(None)
+        table = before.view(operands[0].dtype)
+        return [np.ascontiguousarray(table[:, n]) for n in range(elements)]
+
+    def _one(self, unit: UnitView, space: str, address: int, given: list[int]) -> Array:
+        """Change memory for one lane; returns the old bytes."""
+        size, elements = self.form.itemsize, self.form.elements
+        aligned(address, size * elements)
+        region = FIND[space](unit, address, size * elements)
+        first = address - region.low
+        octets = region.views[1][first : first + size * elements]
+        old = octets.copy()
+        for n in range(elements):
+            before = int.from_bytes(old[n * size : (n + 1) * size].tobytes(), "little")
+            operands = tuple(given) if self.form.op == "cas" else (given[n],)
+            after = self.change(before, operands).to_bytes(size, "little")
+            octets[n * size : (n + 1) * size] = np.frombuffer(after, "u1")
+        return old

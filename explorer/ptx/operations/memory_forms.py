@@ -1,0 +1,132 @@
+"""A memory instruction's kind, space, width, order and scope, from its modifiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.ptx.instructions import Address, Instruction, Operand, Register, Vector
+
+ORDERS = ("volatile", "relaxed", "acquire", "release", "acq_rel", "sc")
+SCOPES = ("cta", "cluster", "gpu", "sys")
+_SPACES = {
+    "global": "global", "shared": "shared", "shared::cta": "shared", "local": "local", "const": "const",
+    "param": "param", "param::entry": "param",
+}  # fmt: skip
+_CACHES = ("ca", "cg", "cs", "cv", "wb", "wt", "lu", "nc", "weak", "unified", "noftz")
+OPERATIONS = ("add", "exch", "cas", "min", "max", "and", "or", "xor", "inc", "dec")
+_VECTORS = {"v2": 2, "v4": 4, "v8": 8}
+_WIDTHS = {
+    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4,
+    "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryForm:
+    """`type` as in the text ("u8", "bf16x2"), `itemsize` its bytes, `space` "" for a generic address.
+
+    `sem` and `scope` are None for a weak access; `op` is "" for a load or store.
+    """
+
+    kind: str
+    op: str
+    space: str
+    type: str
+    itemsize: int
+    elements: int
+    sem: str | None
+    scope: str | None
+    address: Address
+    results: tuple[Operand | None, ...]
+    sources: tuple[Operand | None, ...]
+    instruction: Instruction
+
+    @property
+    def strong(self) -> bool:
+        return self.sem is not None
+
+
+def place_of(instruction: Instruction) -> str:
+    """The text, PTX line and Python line of an instruction."""
+    where = f"{instruction.source[0].file}:{instruction.source[0].line}" if instruction.source else "no source line"
+    return f"`{instruction.text.strip()}` (PTX line {instruction.line}, {where})"
+
+
+def unknown_form(instruction: Instruction, why: str) -> InvalidArgument:
+    """The error for an instruction that is refused."""
+    return InvalidArgument(f"{place_of(instruction)}: {why}")
+
+
+def address_of(instruction: Instruction, operand: Operand | None) -> Address:
+    """`operand` as the address that `instruction` needs there. Raises `InvalidArgument` if it is something else."""
+    if not isinstance(operand, Address):
+        raise unknown_form(instruction, "an address in brackets is expected")
+    return operand
+
+
+def memory_form(instruction: Instruction) -> MemoryForm:
+    """The form of `ld`, `ldu`, `st`, `atom` or `red`. Raises `InvalidArgument` for one that is not known."""
+    space, kind, op, sem, scope, elements = "", instruction.opcode, "", None, None, 1
+    types = []
+    for modifier in instruction.modifiers:
+        if modifier in _SPACES:
+            space = _SPACES[modifier]
+        elif modifier in ORDERS or modifier == "mmio":
+            sem = modifier if modifier != "mmio" else sem
+        elif modifier in SCOPES:
+            scope = modifier
+        elif modifier in _VECTORS:
+            elements = _VECTORS[modifier]
+        elif modifier in _WIDTHS:
+            types.append(modifier)
+        elif modifier in OPERATIONS and kind in ("atom", "red"):
+            op = modifier
+        elif modifier not in _CACHES and not modifier.startswith(("L1::", "L2::")):
+            raise unknown_form(instruction, f"the modifier .{modifier} is not known here")
+    if len(types) != 1:
+        raise unknown_form(instruction, "one type is expected")
+    if kind in ("atom", "red"):
+        sem, scope = sem or "relaxed", scope or "gpu"
+        if not op:
+            raise unknown_form(instruction, "the operation is not known")
+    elif sem is not None:
+        scope = scope or "sys"  # a volatile access is a relaxed one of system scope
+    address, results, sources = _operands(instruction)
+    kind = {"ld": "load", "ldu": "load", "st": "store", "red": "red", "atom": "cas" if op == "cas" else "rmw"}[kind]
+    count = max(len(results), 1 if kind in ("rmw", "cas") else len(sources))
+    if kind in ("load", "store") and elements != count:
+        raise unknown_form(instruction, f"{elements} elements are expected, not {count}")
+    return MemoryForm(
+        kind, op, space, types[0], _WIDTHS[types[0]], elements, sem, scope, address, results, sources, instruction
+    )
+
+
+def _operands(instruction: Instruction) -> tuple[Address, tuple[Operand | None, ...], tuple[Operand | None, ...]]:
+    """The address, the destinations (registers, None for `_`), and the sources."""
+    operands = instruction.operands
+    at = next((n for n, operand in enumerate(operands) if isinstance(operand, Address)), len(operands))
+    address = address_of(instruction, operands[at] if at < len(operands) else None)
+    sources = operands[at + 1 :]
+    if instruction.opcode in ("ld", "ldu"):
+        sources = ()  # a cache policy
+    elif instruction.opcode in ("st", "red"):
+        sources = sources[:1]
+    elif "cas" in instruction.modifiers:
+        sources = sources[:2]
+    else:
+        sources = sources[:1]
+    return address, flat(operands[:at]), flat(sources)
+
+
+def flat(operands: tuple[Operand | None, ...]) -> tuple[Operand | None, ...]:
+    """Vectors replaced by their elements."""
+    result: list[Operand | None] = []
+    for operand in operands:
+        result += operand.elements if isinstance(operand, Vector) else (operand,)
+    return tuple(result)
+
+
+def registers_of(operands: tuple[Operand | None, ...]) -> list[Register]:
+    """The registers among `operands`."""
+    return [operand for operand in operands if isinstance(operand, Register)]

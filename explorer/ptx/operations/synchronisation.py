@@ -1,0 +1,103 @@
+"""Barriers of a block and of a warp, fences, and instructions that only take time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tricomm.explorer.ptx.access import Array
+from tricomm.explorer.ptx.generated.operand_code import Operands
+from tricomm.explorer.ptx.instructions import Instruction, Integer, Operand, Register
+from tricomm.explorer.ptx.operations.memory_forms import SCOPES, unknown_form
+from tricomm.explorer.ptx.operations.operation import Operation
+from tricomm.explorer.ptx.unit_view import UnitView
+
+_LEVELS = {"cta": "cta", "gl": "gpu", "sys": "sys"}
+
+
+def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+    if instruction.opcode == "membar":
+        scope = _LEVELS.get(instruction.modifiers[0])
+        if scope is None and instruction.modifiers[0] != "proxy":
+            raise unknown_form(instruction, "this level is not known")
+        rest = ["sc"] if scope is not None else list(instruction.modifiers)
+    else:
+        rest = [m for m in instruction.modifiers if m not in SCOPES] or ["acq_rel"]
+        scope = next((m for m in instruction.modifiers if m in SCOPES), None)
+    ordered = [m for m in rest if m in ("sc", "acq_rel", "acquire", "release")]
+    special = rest[:1] in (["proxy"], ["mbarrier_init"])
+    if len(ordered) > 1 or not (ordered or special) or (rest != ordered and not special):
+        raise unknown_form(instruction, "this fence is not known")
+    if rest == ["proxy", "alias"]:
+        return Operation(lambda unit, mask: unit.fence("alias", "sys", mask, instruction))
+    if special and not (ordered and rest[0] == "proxy"):
+        return nothing(instruction, operands, partial)  # other proxies take the same path to memory here
+    name, reach = "sc" if ordered == ["sc"] else "acq_rel", scope or "sys"
+
+    def call(unit: UnitView, mask: Array | None) -> None:
+        unit.fence(name, reach, mask, instruction)
+
+    return Operation(call)
+
+
+def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+    """In a masked unit `call` gives (number, count or None, predicate), and the unit waits."""
+    modifiers = [m for m in instruction.modifiers if m not in ("cta", "aligned")]
+    if modifiers[:1] == ["warp"]:
+        members = instruction.operands[0]
+        return Operation(lambda unit, mask: unit.warp_barrier(mask, instruction), waits=True, members=members)
+    if not modifiers or modifiers[0] not in ("sync", "arrive", "red") or "cluster" in modifiers:
+        raise unknown_form(instruction, "this barrier is not known")
+    given = list(instruction.operands)
+    results: tuple[Operand | None, ...] = ()
+    predicate: Operand | None = None
+    if modifiers[0] == "red":
+        if modifiers[1:] not in (["popc", "u32"], ["and", "pred"], ["or", "pred"]):
+            raise unknown_form(instruction, "this reduction is not known")
+        results, predicate, given = (given[0],), given[-1], given[1:-1]
+    if not 1 <= len(given) <= 2 or (modifiers[0] == "arrive" and len(given) != 2):
+        raise unknown_form(instruction, "this barrier is not known")
+    arguments: list[tuple[Operand, str]] = [(operand, "u4") for operand in given]
+    if predicate is not None:
+        arguments.append((predicate, "?"))
+    has_count, kind, reduction = len(given) == 2, modifiers[0], "".join(modifiers[1:2])
+
+    def call(unit: UnitView, mask: Array | None, number: Array, *rest: Array) -> Any:
+        lane = 0 if mask is None else mask.tobytes().find(1)
+        count = rest[0].item(lane) if has_count else None
+        request = unit.barrier_request(kind, number.item(lane), count, mask, instruction)
+        if predicate is not None:
+            request.contribute(reduction, rest[-1], mask)
+        return unit.pass_barrier(request)
+
+    constants = [o.value for o in given if isinstance(o, Integer)]
+    if kind == "sync" and len(constants) == len(given):
+        fixed, threads = constants[0], constants[1] if has_count else None
+
+        def sync(unit: UnitView, mask: Array | None, *rest: Array) -> None:
+            if mask is None and not unit.watched["global"] and unit.opened is None:
+                unit.sync(fixed, threads, instruction)
+            else:
+                call(unit, mask, *rest)
+
+        return Operation(sync, arguments=tuple(arguments))
+    if not results:
+        return Operation(call, arguments=tuple(arguments))
+    target = results[0]
+    kind_of_result = "u4" if isinstance(target, Register) and target.kind != "pred" else "?"
+    return Operation(call, results, (kind_of_result,), arguments=tuple(arguments))
+
+
+def nothing(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+    """Hints, and instructions without effect on one launch that runs alone on its stream."""
+    return Operation(lambda unit, mask: None)
+
+
+def policy(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+    """`createpolicy`: a cache hint; no cache is modelled."""
+    return Operation(lambda unit, mask, *rest: 0, (instruction.operands[0],), ("number",))
+
+
+def nanosleep(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+    (time,) = instruction.operands
+    del time
+    return Operation(lambda unit, mask: unit.turn())

@@ -1,0 +1,45 @@
+"""The instructions that become calls, and their known forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tricomm.explorer.ptx.generated.operand_code import Operands
+from tricomm.explorer.ptx.instructions import Instruction
+from tricomm.explorer.ptx.operations import (
+    address_spaces,
+    async_copies,
+    matrix_access,
+    memory_calls,
+    multicast,
+    synchronisation,
+    transaction_barriers,
+    warp_exchange,
+)
+from tricomm.explorer.ptx.operations.operation import Operation
+
+Maker = Callable[[Instruction, Operands, bool], Operation | None]
+
+MAKERS: dict[str, Maker] = {
+    "ld": memory_calls.load, "ldu": memory_calls.load, "st": memory_calls.store, "atom": memory_calls.atomic,
+    "red": memory_calls.atomic, "shfl": warp_exchange.shfl, "vote": warp_exchange.vote, "redux": warp_exchange.redux,
+    "match": warp_exchange.match, "activemask": warp_exchange.activemask, "elect": warp_exchange.elect,
+    "bar": synchronisation.barrier, "barrier": synchronisation.barrier, "fence": synchronisation.fence,
+    "membar": synchronisation.fence, "prefetch": synchronisation.nothing, "prefetchu": synchronisation.nothing,
+    "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
+    "griddepcontrol": synchronisation.nothing, "setmaxnreg": synchronisation.nothing,
+    "cp": async_copies.cp, "mbarrier": transaction_barriers.mbarrier, "multimem": multicast.multimem,
+    "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
+    "createpolicy": synchronisation.policy, "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep,
+    "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nanosleep,
+}  # fmt: skip
+CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
+
+
+def make_operation(instruction: Instruction, operands: Operands, partial: bool) -> Operation | None:
+    """None if the instruction does not become a call. `partial`: some lanes of a unit may not take part.
+
+    Raises `InvalidArgument` for a form that is not known.
+    """
+    maker = MAKERS.get(instruction.opcode)
+    return maker(instruction, operands, partial) if maker is not None else None

@@ -1,0 +1,212 @@
+"""One unit, a warp or a block, from its first instruction to its last."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from tricomm.errors import TricommError
+from tricomm.explorer.ptx.access import Array, Surroundings, ThreadAccess
+from tricomm.explorer.ptx.blocks import BarrierRequest, BarrierState, BlockState, array_region
+from tricomm.explorer.ptx.divergence import Divergence
+from tricomm.explorer.ptx.global_memory import BadAddress, GlobalMemory
+from tricomm.explorer.ptx.instructions import Instruction
+from tricomm.explorer.ptx.loaded_kernel import LoadedKernel
+from tricomm.explorer.ptx.operations.async_copies import Copies
+from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, place_of
+from tricomm.explorer.ptx.unit_shape import WARP, UnitShape
+
+
+class StepLimit(TricommError):
+    """A kernel made more loop iterations than allowed. The message has the lines of its present loop.
+
+    where   file:line of the first of these lines, if there is one
+    """
+
+    where: str | None = None
+
+
+class KernelTrap(TricommError):
+    """A kernel executed `trap`."""
+
+
+class Direct:
+    """Surroundings without a watcher: memory is accessed at once.
+
+    `turn` lets other units run; `blocked`, for a runner that looks for deadlocks, returns once its argument holds, and
+    `park` once the barrier has opened.
+    """
+
+    def __init__(
+        self,
+        turn: Callable[[], None],
+        blocked: Callable[[Callable[[], bool]], None] | None = None,
+        park: Callable[[BarrierState], None] | None = None,
+    ) -> None:
+        self.turn, self._blocked, self._park = turn, blocked, park
+
+    def wait_open(self, state: BarrierState, generation: int, instruction: Instruction) -> None:
+        if self._park is not None:
+            self._park(state)
+        else:
+            self.wait(lambda: state.generation != generation, instruction)
+
+    def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
+        if self._blocked is not None:
+            self._blocked(until)
+        while not until():
+            self.turn()
+
+
+class Unit:
+    """Threads `threads` of `block`. A call runs them; `registers` of diverged lanes are in `divergence`."""
+
+    def __init__(self, program: LoadedKernel, block: BlockState, threads: Array, shape: UnitShape) -> None:
+        self.program, self.block, self.threads, self.shape = program, block, threads, shape
+        self.memory: GlobalMemory = program.memory
+        self.constants, self.local_bytes = program.constants, program.local_bytes
+        self.code = program.code(shape)
+        self.steps = program.steps
+        self.watched = {"global": False, "shared": False, "local": False, "const": False}
+        self.surroundings: Any = None
+        self.deferred = False
+        self.opened: BarrierRequest | None = None
+        self.request: BarrierRequest | None = None
+        self.copies = Copies(shape.lanes)
+
+    def __call__(self, surroundings: Surroundings | Direct) -> None:
+        """Run to the end. Raises what memory and surroundings raise, `StepLimit` and `KernelTrap`."""
+        self.surroundings = surroundings
+        watching = self.watched["global"] = not isinstance(surroundings, Direct)
+        self.watched["shared"] = watching and self.program.watch_shared
+        self.turn = surroundings.turn if isinstance(surroundings, Direct) else _nothing
+        try:
+            with np.errstate(all="ignore"):
+                self._run()
+        except BadAddress as error:
+            raise BadAddress(f"{self._place(error)}: {error}") from error
+
+    def _run(self) -> None:
+        number, registers = 0, self.code.initial()
+        while True:
+            left = self.code.run(self, number, registers)
+            if left is None:
+                self.block.leave(self.shape.lanes)
+                return
+            back = Divergence(self, *left).run()
+            if back is None:
+                return
+            number, registers = back
+
+    def _place(self, error: BaseException) -> str:
+        """Kernel, block and instruction of an access: the innermost call on its stack."""
+        place, trace = "", error.__traceback__
+        while trace is not None:
+            seen = trace.tb_frame.f_locals
+            form = getattr(seen.get("site", seen.get("self")), "form", None)
+            if isinstance(form, MemoryForm):
+                place = f", {place_of(form.instruction)}"
+            trace = trace.tb_next
+        return f"{self.code.kernel.name}, block {self.block.index}{place}"
+
+    @cached_property
+    def local_region(self) -> Any:
+        """The local memory of all lanes, one after another."""
+        return array_region(max(self.local_bytes, 16) * self.shape.lanes, "local memory")
+
+    @cached_property
+    def local_offsets(self) -> Array:
+        return np.arange(self.shape.lanes, dtype="u8") * np.uint64(max(self.local_bytes, 16))
+
+    def thread_index(self, axis: int) -> Array:
+        """`%tid` of every lane."""
+        x, y, _ = self.shape.threads
+        parts = (self.threads % x, self.threads // x % y, self.threads // (x * y))
+        return parts[axis].astype("u4")
+
+    def is_whole(self, mask: Array) -> bool:
+        return mask.tobytes() == self.code.operands.values.ones
+
+    def tell(self, access: ThreadAccess) -> None:
+        self.surroundings.access(access)
+
+    def clock(self) -> int:
+        given = getattr(self.surroundings, "nanotime", time.monotonic_ns)
+        return int(given())
+
+    def fence(self, sem: str, scope: str, mask: Array | None, instruction: Instruction) -> None:
+        if self.watched["global"]:
+            self.surroundings.fence(sem, scope, self.chosen(mask), instruction)
+
+    def warp_barrier(self, mask: Array | None, instruction: Instruction) -> None:
+        if self.watched["global"]:
+            self.surroundings.warp_barrier(self.chosen(mask), instruction)
+
+    def chosen(self, mask: Array | None) -> Array:
+        return self.threads if mask is None else self.threads[mask]
+
+    def barrier_request(
+        self, kind: str, number: int, count: int | None, mask: Array | None, instruction: Instruction
+    ) -> BarrierRequest:
+        """The request of threads that come to a barrier; the earlier request if they return because it has opened."""
+        if self.opened is not None:
+            return self.opened
+        threads = self.chosen(mask)
+        lanes = len(threads)
+        if count is not None and self.block.threads - 1 in threads:
+            lanes += -self.block.threads % WARP  # the count is in whole warps
+        request = BarrierRequest(self.block, kind, number, count, threads, lanes, self.block.barrier(number))
+        self.instruction = instruction
+        return request
+
+    def sync(self, number: int, count: int | None, instruction: Instruction) -> None:
+        """All lanes arrive at a barrier and wait, with surroundings that do not watch."""
+        state = self.block.barriers.get(number) or self.block.barrier(number)
+        generation, state.count = state.generation, count
+        state.arrived += self.shape.lanes if count is None else -(-self.shape.lanes // WARP) * WARP
+        self.block.open_if_full(state)
+        if state.generation == generation:
+            self.surroundings.wait_open(state, generation, instruction)
+
+    def pass_barrier(self, request: BarrierRequest) -> Any:
+        """Arrive and wait. Diverged lanes only arrive, and come a second time when the barrier has opened."""
+        instruction = self.instruction
+        if self.opened is None:
+            if self.watched["global"]:
+                self.surroundings.arrive(request.number, request.threads, instruction)
+            request.arrive()
+            if self.deferred:
+                self.request = request
+                return request.result(self.shape.lanes)
+            if request.kind != "arrive" and not request.is_open():
+                self.surroundings.wait(request.is_open, instruction)
+        if request.kind != "arrive" and self.watched["global"]:
+            self.surroundings.barrier(request.number, request.threads, instruction)
+        return request.result(self.shape.lanes) if request.kind == "red" else None
+
+    def out_of_steps(self, index: int) -> None:
+        kernel, flow = self.code.kernel, self.code.flow
+        loop = flow.loop_at(index)
+        lines = flow.lines(loop) if loop is not None else []
+        text = ", ".join(f"{line.file}:{line.line}" for line in lines) or f"PTX line {kernel.instructions[index].line}"
+        error = StepLimit(
+            f"{kernel.name}: block {self.block.index}, threads {self.threads[0]} to {self.threads[-1]}, went through "
+            f"loops {self.program.steps} times; the last one: {text}"
+        )
+        error.where = f"{lines[0].file}:{lines[0].line}" if lines else None
+        raise error
+
+    def trap(self, index: int) -> None:
+        instruction = self.code.kernel.instructions[index]
+        raise KernelTrap(
+            f"{self.code.kernel.name}: {place_of(instruction)} was executed by block {self.block.index}, threads "
+            f"{self.threads[0]} to {self.threads[-1]}"
+        )
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,69 @@
+"""The interface of a unit to operations and diverged lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tricomm.explorer.ptx.access import Array, ThreadAccess
+from tricomm.explorer.ptx.blocks import BarrierRequest, BlockState
+from tricomm.explorer.ptx.global_memory import AddressRange, GlobalMemory
+from tricomm.explorer.ptx.instructions import Instruction
+from tricomm.explorer.ptx.unit_shape import UnitShape
+
+
+class UnitView(Protocol):
+    """The unit itself is `unit.Unit`, whose docstrings say more.
+
+    watched     whether the surroundings see accesses, by space
+    constants   memory of `.const` variables; `local_bytes` of local memory a lane
+    copies      of cp.async, an `operations.async_copies.Copies`
+    code        a `generated.kernel_code.KernelCode`
+    deferred    diverged lanes come to a barrier: arrive without waiting; `opened`: it has opened for them
+    """
+
+    block: BlockState
+    memory: GlobalMemory
+    constants: GlobalMemory
+    local_bytes: int
+    threads: Array
+    shape: UnitShape
+    watched: dict[str, bool]
+    turn: Callable[[], None]
+    copies: Any
+    code: Any
+    steps: int
+    surroundings: Any
+    deferred: bool
+    opened: BarrierRequest | None
+    request: BarrierRequest | None
+
+    @property
+    def local_region(self) -> AddressRange: ...
+
+    @property
+    def local_offsets(self) -> Array: ...
+
+    def thread_index(self, axis: int) -> Array: ...
+
+    def is_whole(self, mask: Array) -> bool: ...
+
+    def tell(self, access: ThreadAccess) -> None: ...
+
+    def clock(self) -> int: ...
+
+    def fence(self, sem: str, scope: str, mask: Array | None, instruction: Instruction) -> None: ...
+
+    def warp_barrier(self, mask: Array | None, instruction: Instruction) -> None: ...
+
+    def barrier_request(
+        self, kind: str, number: int, count: int | None, mask: Array | None, instruction: Instruction
+    ) -> BarrierRequest: ...
+
+    def pass_barrier(self, request: BarrierRequest) -> Any: ...
+
+    def sync(self, number: int, count: int | None, instruction: Instruction) -> None: ...
+
+    def out_of_steps(self, index: int) -> None: ...
+
+    def trap(self, index: int) -> None: ...

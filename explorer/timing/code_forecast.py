@@ -1,0 +1,189 @@
+"""`tricomm predict --from-code`: what a call's critical path consists of, kernel by kernel, and how far off that is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from tricomm.explorer.timing import from_code, row_times
+from tricomm.explorer.timing.from_code import CodeTime
+from tricomm.explorer.timing.timed_call import LaunchShape
+from tricomm.explorer.timing.warp_clock import PARTS
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.perf import parsing, text_table, units
+from tricomm.perf.cost_model import forecast as counted
+from tricomm.perf.cost_model import kernel_time, published
+from tricomm.perf.cost_model.forecast import AskedCall
+from tricomm.perf.cost_model.kernel_time import Checked
+from tricomm.perf.cost_model.latencies import LATENCIES
+from tricomm.perf.cost_model.limits import TimeShares
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.row_calls import RowForm
+
+_FORM = RowForm()
+# A test compares these with the result of `check`.
+MEDIAN_ERROR, ROWS = 0.16, 160
+_LABEL = "modelled from the compiled code, not measured"
+LABEL = f"{_LABEL}; median error {MEDIAN_ERROR:.0%} of {ROWS} published rows"
+_NUMBERS = ("size (B)", "time (us)", *PARTS, "busbw", "in flight (KiB)", "allows (GB/s)")
+_HEADER = (_NUMBERS[0], "kernel", "grid", *_NUMBERS[1:], "limited by", "")
+
+
+@dataclass(frozen=True)
+class CodeForecastRow:
+    """One kernel at one size. `best`: it is the fastest at this size."""
+
+    collective: str
+    size_bytes: int
+    kernel: Kernel
+    time: CodeTime
+    eager_us: float
+    busbw_gbs: float
+    best: bool
+
+    @property
+    def time_us(self) -> float:
+        return self.time.time_us + self.eager_us
+
+    @property
+    def shares(self) -> TimeShares:
+        return replace(self.time.shares, latency=self.time.shares.latency + self.eager_us)
+
+    def to_json(self) -> dict[str, Any]:
+        parts = {f"{name}_us": value for name, value in zip(PARTS, self.time.parts, strict=True)}
+        return {
+            "collective": self.collective, "size_bytes": self.size_bytes, "algorithm": self.kernel.algorithm,
+            "protocol": self.kernel.protocol, "time_us": self.time_us, "launch_us": self.time.boundary + self.eager_us,
+            **parts, **asdict(self.time.shape), "in_flight_bytes": self.time.in_flight,
+            "allows_gbs": self.time.allows_gbs, "executed": self.time.executed, "busbw_gbs": self.busbw_gbs,
+            "chunks": self.time.chunks, "barriers": self.time.barriers, "shares_us": asdict(self.shares),
+            "limit": self.shares.limit, "best": self.best,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CodeForecast:
+    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: as in `Forecast`."""
+
+    machine: MachineSpec
+    world_size: int
+    mode: str
+    rows: list[CodeForecastRow]
+    left_out: dict[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        facts = {"schema": 1, "predicted": True, "modelled": LABEL, "machine": asdict(self.machine)}
+        facts["left_out"] = self.left_out
+        return {**facts, "ranks": self.world_size, "mode": self.mode, "results": [row.to_json() for row in self.rows]}
+
+    def lines(self) -> list[str]:
+        """A table for people, with * at the fastest kernel of a size."""
+        launch = self.rows[0].time.boundary + self.rows[0].eager_us
+        lines = [
+            f"# {self.world_size} x {self.machine.name}, {self.mode} mode, float32 unless said otherwise; {LABEL}",
+            f"# time = {launch:g} us of launch + the critical path: start (to the first push), {', '.join(PARTS[1:])}",
+            *_unlike(self.machine),
+            "# grid: blocks/warps/words of a tile; in flight: payload on its way to a GPU's SMs, and what it allows",
+            "# limited by: the largest of latency (of one tile a block), bytes in flight (its further tiles), links, "
+            "barriers",
+        ]
+        for collective in dict.fromkeys(row.collective for row in self.rows):
+            cells = [_cells(row) for row in self.rows if row.collective == collective]
+            lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
+        return lines + counted.footer(self.left_out)
+
+
+def _unlike(machine: MachineSpec) -> list[str]:
+    """Comment lines about what the model does not cover on such GPUs."""
+    lines, compiled = [], machine.target
+    if LATENCIES[machine.name].boundary == 0:
+        lines.append(
+            "# launch is what a published time leaves beside the critical path; that of V100 leaves nothing, so it is "
+            f"0 for {machine.name}: not calibrated"
+        )
+    if machine.architecture != compiled:
+        are = "may be of any" if machine.architecture == "any" else f"are {machine.architecture}"
+        lines.append(f"# compiled for {compiled}, the oldest architecture that Triton has; {machine.name} {are}")
+    return lines
+
+
+def _cells(row: CodeForecastRow) -> tuple[str, ...]:
+    shape, time = row.time.shape, row.time
+    return (
+        str(row.size_bytes), f"{row.kernel.algorithm}/{row.kernel.protocol}",
+        f"{shape.blocks}/{shape.warps}/{shape.tile}", f"{row.time_us:.1f}", *(f"{part:.1f}" for part in time.parts),
+        f"{row.busbw_gbs:.1f}", f"{time.in_flight / 1024:.0f}", f"{time.allows_gbs:.0f}", row.shares.text(),
+        "*" if row.best else "",
+    )  # fmt: skip
+
+
+def forecast(
+    gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM
+) -> CodeForecast:  # fmt: skip
+    """Every kernel of a comma list of collectives, from its code; an all_reduce_rms_norm has rows of `form`.
+
+    Raises `InvalidArgument` with the nearest names, `ResourceError` if nothing can be compiled here.
+    """
+    machine, wanted = kernel_time.find(gpu), parsing.parse_sizes(sizes)
+    kernels = counted.names(collective)
+    calls = [call for name in kernels for call in counted.asked(machine, world_size, name, wanted, form, 4)]
+    rows = [row for call in calls for row in _at(machine, world_size, call, mode, form)]
+    return CodeForecast(machine, world_size, mode, rows, counted.missing(machine, world_size, calls))
+
+
+def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:
+    eager = machine.eager if mode == "eager" else 0.0
+    rows = []
+    for kernel in call.kernels:
+        if call.rows:
+            time = row_times.predict(machine, kernel, world_size, call.rows, form, counted.ROW_TYPE)
+        else:
+            time = from_code.predict(machine, kernel, world_size, call.nbytes)
+        algorithm = units.algorithm_bandwidth(call.size_bytes, time.time_us + eager)
+        busbw = algorithm * units.bus_factor(call.collective, world_size)
+        rows.append(CodeForecastRow(call.name, call.size_bytes, kernel, time, eager, busbw, False))
+    least = min(row.time_us for row in rows)
+    return [replace(row, best=row.time_us == least) for row in rows]
+
+
+def check(rows: tuple[published.PublishedTime, ...] = published.MEASUREMENTS) -> list[Checked]:
+    """Every published measurement beside our kernel of that shape, on its grid, or on the faster of two if that is not
+    known.
+
+    If a published kernel sends only a share of our bytes (`PublishedTime.share`), the links are as much faster here.
+    """
+    checked = []
+    for row in rows:
+        machine = MACHINES[row.gpu]
+        links = replace(machine, kernels=machine.kernels / row.share)
+        call = (links, row.kernel, row.world_size, row.nbytes)
+        time = (from_code.tuned(*call) if row.grid is None else from_code.predict(*call, _shape(row.grid))).time_us
+        checked.append(Checked(row, time + row.more_us + (machine.eager if row.mode == "eager" else 0.0)))
+    return checked
+
+
+def _shape(grid: published.Grid) -> LaunchShape:
+    return LaunchShape(grid.blocks, grid.threads // 32, 2 * grid.threads)
+
+
+def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64K,256K,1M,8M,64M") -> tuple[int, int]:
+    """(sizes at which `kernel_time`, which counts bytes, hops and barriers, has the same fastest all-reduce, sizes)."""
+    machine = MACHINES[gpu]
+    best = [row for row in forecast(gpu, world_size, "all_reduce", sizes, "graph").rows if row.best]
+    same = 0
+    for row in best:
+        kernels = kernel_time.kernels(machine, "all_reduce", world_size)
+        counted = [kernel_time.predict(machine, k, world_size, row.size_bytes).time_us for k in kernels]
+        same += kernels[counted.index(min(counted))].name == row.kernel.name
+    return same, len(best)
+
+
+def report() -> list[str]:
+    """The table of `check`, and how often the model that counts bytes has the same fastest kernel."""
+    lines = kernel_time.report(check())
+    lines[0] = f"# {_LABEL}; 'measured' is others' hardware and kernels; * gave a constant"
+    same, sizes = agreement()
+    return [
+        *lines,
+        f"fastest kernel as counted bytes, hops and barriers have it at {same} of {sizes} sizes (8 h100, all_reduce)",
+    ]

@@ -1,0 +1,113 @@
+"""The cost of a PTX instruction for a warp: issue slots of its scheduler, and cycles until its result can be used.
+
+A GPU does not run PTX: ptxas drops moves and widening conversions, and splits 64-bit integers into pairs. The table
+follows the machine code for Volta and later (`tricomm kernels --sass` shows it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tricomm.explorer.ptx.analysis.control_flow import Flow
+from tricomm.explorer.ptx.analysis.liveness import read, written
+from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
+from tricomm.perf.cost_model.latencies import Latencies
+
+_ORDERED = (
+    "st",
+    "atom",
+    "red",
+    "bar",
+    "barrier",
+    "fence",
+    "membar",
+    "bra",
+    "ret",
+    "exit",
+    "cp",
+    "mbarrier",
+    "nanosleep",
+)
+_FREE = ("mov", "cvta", "ld.param", "griddepcontrol", "pmevent")
+# Opcode -> (slots, latency in units of a 32-bit addition's).
+_SLOW = {
+    "div": (8, 8.0), "rem": (8, 8.0), "sqrt": (4, 6.0), "rcp": (2, 5.0), "ex2": (2, 5.0), "lg2": (2, 5.0),
+    "popc": (1, 3.0), "clz": (1, 3.0), "bfind": (1, 3.0), "vote": (1, 3.0), "activemask": (1, 3.0), "match": (1, 6.0),
+    "shfl": (1, 6.0), "redux": (1, 6.0), "cvt": (1, 1.5), "setp": (1, 1.5), "bra": (2, 2.0),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class InstructionCost:
+    """`slots` to issue; `latency` in microseconds until its result can be used; registers by their numbers.
+
+    `ordered`: no later instruction is issued before it. `shared`: it stores to shared memory or loads from there.
+    """
+
+    slots: float
+    latency: float
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    ordered: bool
+    shared: bool = False
+
+
+def cost(instruction: Instruction, times: Latencies) -> tuple[int, float]:
+    """(slots, cycles); for a global access without the latency of memory, which depends on the address."""
+    opcode, modifiers = instruction.opcode, instruction.modifiers
+    if opcode in _FREE or (opcode == "ld" and "param" in modifiers):
+        return 0, 0.0
+    if (
+        opcode == "cvt"
+        and all(m[:1] in "us" for m in modifiers[-2:])
+        and {m[1:] for m in modifiers[-2:]} == {"32", "64"}
+    ):
+        return 0, 0.0
+    wide = 2 if any(m[1:] == "64" for m in modifiers[-1:]) and opcode not in ("ld", "st", "atom", "red") else 1
+    if opcode in ("ld", "atom") and any(m.startswith("shared") for m in modifiers):
+        return 1, times.shared
+    if modifiers[-1:] == ("f64",):
+        return 2, 2 * times.arithmetic
+    slots, factor = _SLOW.get(opcode, (1, 1.0))
+    if wide == 2 and opcode in ("mul", "mad"):
+        slots, factor = 4, 3.0
+    elif wide == 2:
+        slots, factor = 2 * slots, factor * 1.5
+    return slots, factor * times.arithmetic
+
+
+class KernelCosts:
+    """The costs of a kernel's instructions; the `index` of each, `starts` of its basic blocks, and which blocks poll.
+
+    `machine_instructions` is the number in the machine code, to which the sum of the slots is scaled; None: not scaled.
+    """
+
+    def __init__(self, kernel: PtxKernel, times: Latencies, machine_instructions: int | None = None) -> None:
+        self.flow = Flow(kernel)
+        numbers = {name: n for n, name in enumerate([*kernel.registers, "%cc.cf"])}
+        self.registers = len(numbers)
+        self.costs: list[InstructionCost] = []
+        counted = [cost(i, times) for i in kernel.instructions]
+        scale = 1.0 if machine_instructions is None else machine_instructions / sum(slots for slots, _ in counted)
+        for i, (slots, cycles) in zip(kernel.instructions, counted, strict=True):
+            reads = tuple(dict.fromkeys(numbers[n] for n in read(i)))
+            writes = tuple(numbers[n] for n in written(i))
+            shared = any(m.startswith("shared") for m in i.modifiers)
+            ordered = i.opcode in _ORDERED or i.modifiers[:1] == ("st",)
+            self.costs.append(InstructionCost(scale * slots, times.us(cycles), reads, writes, ordered, shared))
+        self.index = {id(i): n for n, i in enumerate(kernel.instructions)}
+        self.starts = [block.start for block in self.flow.blocks]
+        self.ends = [block.end for block in self.flow.blocks]
+        # For each block the innermost loop that polls: it has a strong load, and no loop inside it has one.
+        self.polling: list[int | None] = [None] * len(self.starts)
+        for number, loop in enumerate(self.flow.loops):  # inner loops first
+            inside = [
+                n for n in loop.blocks if any(_is_poll(i) for i in kernel.instructions[self.starts[n] : self.ends[n]])
+            ]
+            if inside and all(self.polling[n] is None for n in loop.blocks):
+                for n in loop.blocks:
+                    self.polling[n] = number
+
+
+def _is_poll(instruction: Instruction) -> bool:
+    return instruction.opcode == "ld" and any(m in ("volatile", "relaxed", "acquire") for m in instruction.modifiers)

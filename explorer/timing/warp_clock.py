@@ -1,0 +1,200 @@
+"""The clock of a warp: when each instruction is issued, and what the time was spent on."""
+
+from __future__ import annotations
+
+from tricomm.explorer.timing.instruction_costs import KernelCosts
+from tricomm.explorer.timing.load_chains import LoadChain, SharedChain
+
+# What the time of a critical path is spent on.
+#   start  until the first store of payload to a peer, or the first load from one
+#   wire   bytes that wait for a link
+#   hop    a store on its way to a peer, or a load on its way there and back
+#   poll   from a store's arrival until the loop that polls for it is left
+#   fence  until earlier stores are visible to the fence's scope
+#   work   everything else before the last poll
+#   tail   everything else after it
+PARTS = ("start", "wire", "hop", "poll", "fence", "work", "tail")
+START, WIRE, HOP, POLL, FENCE, WORK, TAIL = range(len(PARTS))
+SCHEDULERS = 4  # of an SM
+
+
+class Path:
+    """The critical path to a clock's time: microseconds by part, which add up to the time."""
+
+    __slots__ = ("label", "mark", "parts", "tail")
+
+    def __init__(self, parts: list[float], mark: float, label: int, tail: float = 0.0) -> None:
+        self.parts, self.mark, self.label = parts, mark, label
+        self.tail = tail  # the part of `work` before the last poll
+
+    def copy(self) -> Path:
+        return Path(self.parts.copy(), self.mark, self.label, self.tail)
+
+    def goes_on(self, now: float, label: int) -> None:
+        """Charge the time until `now` to the current label; from now on it is `label`."""
+        self.parts[self.label] += now - self.mark
+        self.mark, self.label = now, label
+
+    def adds(self, part: int, until: float) -> None:
+        """Charge the time from the mark to `until` to `part`."""
+        self.parts[part] += until - self.mark
+        self.mark = until
+
+    def ended(self, now: float) -> list[float]:
+        """The parts of the whole path, with the work after the last poll as its tail."""
+        path = self.copy()
+        path.goes_on(now, WORK)
+        path.parts[TAIL] = path.parts[WORK] - path.tail
+        path.parts[WORK] = path.tail
+        return path.parts
+
+
+class WarpClock:
+    """`time` in microseconds. Instructions up to `at` have been issued.
+
+    chain          of loads, until the block's first push
+    first_push     of the warp: `LoadChain.before` it; None if it makes none
+    system_fences  that it has passed
+    issued         slots of its scheduler that it has taken outside of polls
+    """
+
+    def __init__(self, costs: KernelCosts, warps: int, cycle: float, shared: SharedChain) -> None:
+        self._costs, self._table = costs, costs.costs
+        # The warps of a block go through the same code side by side and share its SM's schedulers.
+        self._slot = cycle * max(1.0, warps / SCHEDULERS)
+        self._ready = [0.0] * costs.registers
+        self.time = 0.0
+        self._at = self._end = 0
+        self.path = Path([0.0] * len(PARTS), 0.0, START)
+        self.pushed = False
+        self.polling: int | None = None
+        self.looked: dict[int, float] = {}  # in the present poll: instruction -> time of its last look
+        self.waited = -1.0  # arrival of the store that this warp has waited for last
+        self.fresh = False  # it has seen that store since the last barrier of its block
+        self._fetched = -1.0  # when the latest load from a peer comes
+        self.chain: LoadChain | None = LoadChain(costs.registers, shared)
+        self.first_push: tuple[int, int] | None = None
+        self.system_fences = 0
+        self.issued = 0.0
+
+    def enter(self, block: int) -> None:
+        """Finish the basic block before, and enter this one."""
+        costs = self._costs
+        self._run(self._end)
+        self._at, self._end = costs.starts[block], costs.ends[block]
+        polling = costs.polling[block]
+        if polling != self.polling:
+            self._leave_poll()
+            self.polling = polling
+            if polling is not None:
+                self.path.goes_on(self.time, POLL)
+
+    def _leave_poll(self) -> None:
+        if self.polling is not None:
+            self.path.goes_on(self.time, START if not self.pushed else WORK)
+            self.path.tail = self.path.parts[WORK]
+            self.looked.clear()
+
+    def issue(self, index: int) -> float:
+        """Run through instruction `index`; returns when it could be issued with its operands ready."""
+        if not self._at <= index < self._end:
+            return self.time
+        self._run(index)
+        cost = self._table[index]
+        when = max([self.time, *(self._ready[n] for n in cost.reads)])
+        self._run(index + 1)
+        return when
+
+    def _run(self, end: int) -> None:
+        """The assembler moves an instruction of a basic block behind later ones that do not need it. So a late operand
+        stalls the warp only if its reader cannot be moved: a store, a barrier, a fence or a branch."""
+        ready, slot, time, chain = self._ready, self._slot, self.time, self.chain
+        for cost in self._table[self._at : end]:
+            start = time
+            for n in cost.reads:
+                if ready[n] > start:
+                    start = ready[n]
+            for n in cost.writes:
+                ready[n] = start + cost.latency
+            if cost.ordered and start > time:
+                self._stalls(time, start)
+                time = start
+            time += slot * cost.slots
+            if chain is not None:
+                chain.passes(cost)
+        if self.polling is None:
+            self.issued += sum(cost.slots for cost in self._table[self._at : end])
+        self.time = time
+        self._at = max(end, self._at)
+
+    def _stalls(self, now: float, until: float) -> None:
+        if self._fetched > now:
+            label = self.path.label
+            self.path.goes_on(now, HOP)
+            self.path.goes_on(min(self._fetched, until), label)
+
+    def delivers(self, index: int, when: float, fetched: bool = False, near: bool = False) -> None:
+        """The data that instruction `index` loads is there at `when`; `fetched`: from a peer, `near`: from L1."""
+        if self.chain is not None and not near:
+            self.chain.loads(self._table[index])
+        for n in self._table[index].writes:
+            self._ready[n] = when
+        if fetched:
+            self._fetched = max(self._fetched, when)
+
+    def stands(self, until: float) -> None:
+        """Nothing is issued before `until`."""
+        self.time = max(self.time, until)
+
+    def fence(self, until: float, part: int = FENCE) -> None:
+        """As `stands`, because of a fence."""
+        label = self.path.label
+        self.path.goes_on(self.time, part)
+        self.stands(until)
+        self.path.goes_on(self.time, label)
+
+    def pushes(self, index: int) -> None:
+        """Instruction `index` is a store of payload to a peer, or a load from one."""
+        if self.chain is not None:
+            self.first_push = self.chain.before(self._table[index])
+        self.push()
+
+    def push(self) -> None:
+        """The block has made its first push of payload."""
+        self.pushed, self.chain = True, None
+        if self.path.label == START:
+            self.path.goes_on(max(self.time, self.path.mark), WORK)
+
+    def ends(self) -> None:
+        self._run(self._end)
+        self._leave_poll()
+        self.polling = None
+
+
+class BarrierJoin:
+    """Warps of a block at one barrier: all leave with the latest clock, and with the path that it depends on."""
+
+    __slots__ = ("time", "_floor", "_path", "_waited")
+
+    def __init__(self) -> None:
+        self.time, self._waited, self._floor = -1.0, -1.0, 0
+        self._path: Path | None = None
+
+    def arrives(self, clock: WarpClock) -> None:
+        # The warp that waited for the latest store since the last barrier gives the path; if none did, the slowest.
+        waited = clock.waited if clock.fresh else -1.0
+        if (waited, clock.time) > (self._waited, self.time) or self._path is None:
+            self._path, self._waited = clock.path.copy(), waited
+            self._path.goes_on(clock.time, self._path.label)
+        self.time = max(self.time, clock.time)
+        if clock.chain is not None:
+            self._floor = max(self._floor, clock.chain.floor)
+
+    def leaves(self, clock: WarpClock, latency: float) -> None:
+        assert self._path is not None
+        clock.path, clock.fresh = self._path.copy(), False
+        if clock.pushed and clock.path.label == START:
+            clock.path.label = WORK
+        clock.time = self.time + latency
+        if clock.chain is not None:
+            clock.chain.floor = self._floor

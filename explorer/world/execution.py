@@ -1,0 +1,357 @@
+"""One execution: every rank's function from beginning to end under one schedule, and its outcome."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from tricomm.communicator import Communicator
+from tricomm.core.launch_plan import LaunchPlan, Request
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, PeerStalled, TricommError
+from tricomm.explorer.compiled.compiled_runtime import CompiledRanks
+from tricomm.explorer.compiled.launches import Launches, Orders
+from tricomm.explorer.compiled.stream_queues import NoOrders
+from tricomm.explorer.compiled.thread_detector import ThreadDetector
+from tricomm.explorer.compiled.unit_machine import UnitMachine
+from tricomm.explorer.compiled.weak_memory import WeakMemory
+from tricomm.explorer.memory_model import source_lines
+from tricomm.explorer.memory_model.delays import Delays
+from tricomm.explorer.memory_model.detector import Detector
+from tricomm.explorer.memory_model.machine import Machine, OutOfBounds
+from tricomm.explorer.memory_model.regions import Array, Memory, Region, closed_by
+from tricomm.explorer.ptx.global_memory import BadAddress
+from tricomm.explorer.ptx.unit import StepLimit
+from tricomm.explorer.report import diagnosis
+from tricomm.explorer.report.findings import Execution, Finding, Record
+from tricomm.explorer.schedule import deadlocks
+from tricomm.explorer.schedule.choices import Strategy
+from tricomm.explorer.schedule.contention import Contention
+from tricomm.explorer.schedule.host_watchdog import Blocked, Watchdog
+from tricomm.explorer.schedule.scheduler import Ended, Scheduler
+from tricomm.explorer.schedule.tasks import Launch, State
+from tricomm.explorer.world.host_state import Hosts
+from tricomm.explorer.world.oracle import Oracle
+from tricomm.explorer.world.world import World
+from tricomm.options import Options
+
+_NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
+
+
+@dataclass
+class Outcome:
+    """The outcome of an execution. `results` belong to the ranks that returned; `errors` to the ranks that raised, in
+    the order in which they were raised."""
+
+    results: dict[int, Any]
+    errors: dict[int, Exception]
+    findings: list[Finding]
+    records: list[Record]
+    choices: tuple[tuple[int, str], ...]
+    steps: int
+    deadlock: str | None = None
+
+
+@dataclass
+class Subject:
+    """The function to execute: `fn(comm)` for `world_size` ranks under `options`. `residency`: blocks at once;
+    `compiled`: the architecture whose compiled kernels run, None for Triton's interpreter."""
+
+    fn: Callable[[Communicator], Any]
+    world_size: int
+    options: Options
+    residency: int | None = None
+    most_steps: int = 1_000_000
+    compiled: str | None = None
+
+
+class Ranks:
+    """All ranks of one execution. With `detect` every access is examined, and the first deadlock ends it."""
+
+    def __init__(
+        self, subject: Subject, execution: Execution, strategy: Strategy, detect: bool,
+        contention: Contention | None = None,
+    ) -> None:  # fmt: skip
+        size = subject.world_size
+        self._subject, self._fault = subject, execution.fault
+        compiled = subject.compiled is not None
+        self._ranks: CompiledRanks | None = None
+        self._detector = (ThreadDetector() if compiled else Detector(size)) if detect else None
+        self._oracle = Oracle(size) if detect else None
+        self._comms: dict[int, Communicator] = {}
+        self._errors: dict[int, Exception] = {}
+        self._deadlock: Finding | None = None
+        self._stuck_at, self._looks = -1, False
+        self._memory = Memory()
+        self._machine, delays = _machine(self._memory, self._detector, contention, execution, compiled)
+        # Inputs are the same in every schedule of a campaign; under `simulate` the seed is the user's.
+        hosts = Hosts(0 if detect else execution.seed, size, self._memory, self._touched if detect else None)
+        director = self._machine if isinstance(self._machine, Machine) else None
+        self._scheduler = Scheduler(
+            strategy, director, subject.residency, subject.most_steps, subject.options.timeout, hosts.of
+        )
+        self._machine.scheduler = self._scheduler
+        self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
+        self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
+        if isinstance(self._detector, Detector):
+            self._scheduler.forked, self._scheduler.joined = self._detector.forked, self._detector.joined
+            self._scheduler.released, self._scheduler.acquired = self._detector.released, self._detector.acquired
+        self._scheduler.flush = lambda: self._machine.release_held(now=True)
+        if subject.compiled is not None:
+            self._ranks = self._compiled(subject.compiled)
+        self._world = World(
+            size, subject.options, self._memory, self._scheduler, self._run, self._met, self._planned,
+            None if self._ranks is None else self._ranks.runtime,
+        )  # fmt: skip
+
+    def _compiled(self, architecture: str) -> CompiledRanks:
+        detector, machine = self._detector, self._machine
+        assert isinstance(machine, UnitMachine) and not isinstance(detector, Detector)
+        # A warp is what takes turns under `check`; without a detector nothing is lost by taking a block.
+        launches = Launches(self._scheduler, machine, self._memory, "block" if detector is None else "warp")
+        return CompiledRanks(architecture, launches, NoOrders() if detector is None else Orders(detector))
+
+    def _installed(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.installed(self._scheduler.in_host)
+
+    def _progress(self) -> object:
+        return self._scheduler.turns, 0.0 if self._ranks is None else self._ranks.compiling()
+
+    def execute(self) -> Outcome:
+        """Run it. Raises `InvalidArgument` if host code blocks outside of tricomm."""
+        scheduler, ended = self._scheduler, ""
+        for rank in range(self._subject.world_size):
+            scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
+        try:
+            try:
+                with Watchdog(self._progress, self._subject.options.stall_timeout), self._installed():
+                    scheduler.run()
+            except Blocked as error:
+                raise self._blocked(error) from None
+            except Ended as error:
+                ended = str(error)
+            if ended and self._deadlock is None and not (self._detector and self._detector.findings):
+                self._deadlock = self._deadlocked(ended)
+            return self._outcome()
+        finally:
+            self._close()
+
+    # Called by the scheduler and the machine
+
+    def _rank(self, rank: int) -> Any:
+        try:
+            self._comms[rank] = self._world.join(rank)
+            result = self._subject.fn(self._comms[rank])
+            if self._ranks is not None:
+                self._ranks.finish(rank)
+                if not self._comms[rank]._group.closed:
+                    self._comms[rank].check()  # nothing else raises a fault of the last call
+            return result
+        except SystemExit as leave:
+            error = RuntimeError(f"it called sys.exit({leave.code!r})")
+            self._failed(rank, error)
+            raise error from leave
+        except Exception as error:
+            self._failed(rank, error)
+            raise
+        finally:
+            self._scheduler.wake_hosts()
+
+    def _failed(self, rank: int, error: Exception) -> None:
+        self._errors[rank] = error
+        self._world.dead.add(rank)  # to its peers the rank is a process that has died of this error
+
+    def _run(self, rank: int, programs: list[Any], private: list[Region]) -> None:
+        self._scheduler.launch(rank, programs, private, self._begin, self._end)
+
+    def _begin(self, launch: Launch) -> None:
+        if isinstance(self._detector, Detector):
+            self._detector.begin(launch)
+
+    def _end(self, launch: Launch) -> None:
+        if isinstance(self._detector, Detector):
+            self._detector.end(launch)
+
+    def _met(self, rank: int, step: int, after: bool) -> None:
+        if self._detector is not None:
+            self._detector.met(rank, step, after)
+
+    def _planned(self, rank: int, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
+        if self._oracle is None:
+            return plan
+        topology = self._subject.options.topology
+        ranks = self._ranks
+        aborted = lambda: self._world.leaving(rank)  # noqa: E731
+        if ranks is None:
+            return self._oracle.watched(request, plan, rank, topology, aborted, channel)
+        in_order = lambda look: ranks.in_order(rank, lambda: self._unseen(look))  # noqa: E731
+        return self._oracle.watched(request, plan, rank, topology, aborted, channel, in_order)
+
+    def _unseen(self, look: Callable[[], None]) -> None:
+        """Run the oracle's look at a stream's results without the detector: it needs no order with the host."""
+        self._looks = True
+        try:
+            look()
+        finally:
+            self._looks = False
+
+    def _touched(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int) -> None:
+        assert self._detector is not None
+        if self._looks:
+            return
+        site = source_lines.of_host()
+        if rank in region.closed:
+            text = f"rank {rank}'s host code {'writes' if write else 'reads'} {closed_by(region, rank)}"
+            self._detector.report(Finding("out_of_bounds", (rank,), (site.where,), text, diagnosis.IN_BOUNDS))
+            return
+        if isinstance(self._detector, Detector):
+            self._detector.host_access(rank, write, region, offsets, itemsize, site, self._scheduler.strand)
+        else:
+            self._detector.host_access(rank, write, region, offsets, itemsize, site)
+        if self._machine.contention is not None:
+            self._machine.contention.host()
+
+    def _before_step(self) -> None:
+        step = self._scheduler.step
+        if self._detector is not None:
+            self._detector.step = step
+        self._machine.release_held()
+        if self._fault is not None and step >= self._fault[2]:
+            (kind, rank, _), self._fault = self._fault, None
+            if self._scheduler.hosts[rank].state is not State.DONE:
+                (self._world.dead if kind == "drop" else self._world.stopped).add(rank)
+                self._scheduler.stop_rank(rank)
+
+    def _stuck(self) -> bool:
+        """No task can run and no store is delayed: a deadlock, which a timeout turns into a named error."""
+        scheduler, world = self._scheduler, self._world
+        if self._detector is not None and any(map(_own_mistake, self._errors.values())):
+            return False  # the other ranks wait as a consequence
+        expected = bool(world.dead or world.stopped)
+        if self._deadlock is None and not expected:
+            why = "no task can run"
+            self._deadlock = self._deadlocked(why)
+            if self._detector is not None:
+                return False
+        again, self._stuck_at = scheduler.progress == self._stuck_at, scheduler.progress
+        if world.pass_time() or not again:
+            for rank in range(world.world_size):
+                self._machine.wake_if_aborted(rank)
+            scheduler.wake_hosts(changed=False)
+            return True
+        why = "aborted, but still running"
+        self._deadlock = self._deadlock or self._deadlocked(why)
+        if not any(task.state is State.PARKED for task in scheduler.blocks):
+            return False
+        scheduler.fail_waiting(self._deadlock.text)
+        return True
+
+    def _deadlocked(self, why: str) -> Finding:
+        scheduler = self._scheduler
+        return deadlocks.deadlock(scheduler.blocks, scheduler.hosts, self._memory, self._world.left, why)
+
+    # The end
+
+    def _close(self) -> None:
+        if self._ranks is not None:
+            self._ranks.abandon()
+        for comm in self._comms.values():
+            try:
+                comm.close()
+            except TricommError:
+                pass  # a rank that was stopped in the middle of something
+        self._world.close()
+        if self._detector is not None:
+            self._detector.close()
+
+    def _blocked(self, error: BaseException) -> InvalidArgument:
+        task = self._scheduler.current
+        rank = task.rank if task is not None else -1
+        where = _line(error)
+        return InvalidArgument(
+            f"rank {rank} has not come back to tricomm for {self._subject.options.stall_timeout:g} s, at {where}. "
+            "All ranks take turns in one process: what waits for another rank must go through the communicator"
+        )
+
+    def _outcome(self) -> Outcome:
+        hosts = self._scheduler.hosts[: self._subject.world_size]
+        findings = list(self._detector.findings) if self._detector is not None else []
+        for rank, error in self._errors.items():
+            note(error, rank)
+        if self._detector is not None:
+            findings += self._judged()
+        return Outcome(
+            {h.rank: h.result for h in hosts if h.state is State.DONE and h.error is None},
+            dict(self._errors),
+            findings,
+            self._detector.records if self._detector is not None else [],
+            tuple(self._scheduler.choices.made),
+            self._scheduler.step,
+            self._deadlock.text if self._deadlock is not None else None,
+        )
+
+    def _judged(self) -> list[Finding]:
+        """The findings about the whole execution."""
+        assert self._detector is not None and self._oracle is not None
+        for rank, error in self._errors.items():
+            if not isinstance(error, TricommError) or isinstance(error, BadAddress):
+                return [_raised(rank, error)]
+        if self._deadlock is not None:
+            return [self._deadlock]
+        faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)
+        for rank, error in self._errors.items():
+            if not isinstance(error, OutOfBounds) and not (faulty and isinstance(error, _NAMED)):
+                return [_raised(rank, error)]  # the errors of the other ranks are most likely a consequence
+        findings = self._oracle.findings()
+        if not self._errors and not faulty and not findings and not self._detector.findings:
+            self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
+            findings = list(self._detector.findings)
+        return findings
+
+
+def _machine(
+    memory: Memory, detector: Detector | ThreadDetector | None, contention: Contention | None, execution: Execution,
+    compiled: bool,
+) -> tuple[Machine | UnitMachine, Delays | WeakMemory | None]:  # fmt: skip
+    """The machine of an execution, and its late stores, if it has any."""
+    seed, patience = execution.delays, execution.patience
+    if compiled:
+        assert not isinstance(detector, Detector)
+        weak = WeakMemory(seed) if seed is not None and detector is not None else None
+        at_random = None if contention is not None else execution.seed
+        return UnitMachine(memory, detector, weak, contention, patience, at_random), weak
+    assert not isinstance(detector, ThreadDetector)
+    delays = Delays(seed) if seed is not None else None
+    return Machine(memory, detector, delays, contention, patience), delays
+
+
+def _own_mistake(error: Exception) -> bool:
+    """True for an error that is not the library's, and for an address that no access can have."""
+    return not isinstance(error, TricommError) or isinstance(error, OutOfBounds | BadAddress)
+
+
+def note(error: BaseException, rank: int) -> None:
+    """Add the rank and the user's line to an error that the rank raised."""
+    if len(error.args) == 1 and isinstance(error.args[0], str) and not re.search(rf"\brank {rank}\b", error.args[0]):
+        error.args = (f"rank {rank}: {error.args[0]}",)
+    error.add_note(f"on rank {rank}, at {_line(error)}")
+
+
+def _line(error: BaseException) -> str:
+    """file:line of the kernel, if the error names it; else of the innermost frame that is neither Triton's, nor
+    torch's, nor tricomm's host code."""
+    if isinstance(error, StepLimit) and error.where is not None:
+        return error.where
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if source_lines.is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{line}"
+    return "?"
+
+
+def _raised(rank: int, error: Exception) -> Finding:
+    kind = "wrong_result" if isinstance(error, AssertionError) else "exception"
+    text = f"rank {rank} raised {type(error).__name__}: {error}"
+    return Finding(kind, (rank,), (_line(error),), text, "see the line; the schedule below repeats it")

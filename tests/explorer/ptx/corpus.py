@@ -1,0 +1,62 @@
+"""The PTX that this Triton makes of shipped and other kernels, compiled once a run; no assembler, no GPU."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.compiler import ASTSource
+
+from tricomm.explorer.ptx.instructions import PtxKernel
+from tricomm.explorer.ptx.text.parser import parse
+from tricomm.kernels.collectives import registry
+from tricomm.perf.machine_code.kernel_report import Variant, compile_variant
+
+
+@contextmanager
+def without_assembler() -> Iterator[None]:
+    """Triton stops at PTX, and leaves nothing in its cache: a kernel from there would have no machine code."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        triton.knobs.cache.scope(),
+        patch.object(CUDABackend, "make_cubin", lambda *args: b""),
+    ):
+        triton.knobs.cache.dir = folder
+        yield
+
+
+@cache
+def shipped(variant: Variant) -> str:
+    """PTX of a shipped kernel: `Variant("all_reduce_one_shot_ll", "sm_90", "float32", world_size=2)`."""
+    kernel = next(k for k in registry.ALL if k.name == variant.kernel)
+    with without_assembler():
+        return str(compile_variant(kernel.function, variant, kernel.fixed).asm["ptx"])
+
+
+@cache
+def parsed(variant: Variant) -> PtxKernel:
+    """`shipped`, parsed."""
+    return parse(shipped(variant))
+
+
+def compiled(
+    function: Any, signature: dict[str, str], constexprs: dict[str, Any], capability: int = 90, warps: int = 4
+) -> str:
+    """PTX of any kernel: `compiled(kernel, {"x": "*fp32", "n": "i32"}, {"BLOCK": 64})`."""
+    names = [parameter.name for parameter in function.params]
+    source = ASTSource(
+        fn=function,
+        signature={**signature, **dict.fromkeys(constexprs, "constexpr")},
+        constexprs={(names.index(name),): value for name, value in constexprs.items()},
+    )
+    with without_assembler():
+        target = GPUTarget("cuda", capability, 32)
+        options = {"num_warps": warps, "enable_fp_fusion": False}
+        return str(triton.compile(source, target=target, options=options).asm["ptx"])
