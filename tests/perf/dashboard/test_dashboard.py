@@ -139,8 +139,8 @@ def test_what_is_served(server: serve.Server) -> None:
 
 def test_only_this_machine_and_no_foreign_name_gets_an_answer(server: serve.Server) -> None:
     assert server.server_address[0] == "127.0.0.1"
-    assert _get(server.url, host=f"evil.example:{server.server_port}")[0] == 403
-    assert _get(server.url, host=f"localhost:{server.server_port}")[0] == 200
+    assert _get(server.url, host=f"evil.example:{server.server_address[1]}")[0] == 403
+    assert _get(server.url, host=f"localhost:{server.server_address[1]}")[0] == 200
 
 
 def test_a_busy_port_is_named() -> None:
