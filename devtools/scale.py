@@ -1,4 +1,4 @@
-"""What ranks, groups, nodes and channels cost a process of this machine: python -m devtools.scale
+"""What ranks and groups cost a process of this machine: python -m devtools.scale
 
 One line for each set-up of interpreted ranks: what rank 0 has in addition to the state before. Mapped: the segments
 that ranks share, the peers' among them. Resident: the proportional share of touched pages (Pss). Store keys: those of
@@ -26,38 +26,32 @@ from tricomm.store.rendezvous import open_store
 
 _ARENA = 1 << 20
 _IDLE = 3.0  # seconds
-# ranks, groups, ranks of a node (0: all), channels
-CASES = (
-    (1, 1, 0, 1), (2, 1, 0, 1), (4, 1, 0, 1), (8, 1, 0, 1), (2, 8, 0, 1), (2, 64, 0, 1), (2, 1, 0, 2), (2, 1, 0, 4),
-    (4, 1, 2, 1), (6, 1, 2, 1), (8, 1, 2, 1),
-)  # fmt: skip
-_COLUMNS = ("ranks", "groups", "nodes", "channels", "set-up ms", "mapped KiB", "resident KiB", "descriptors", "sockets",
-            "threads", "store keys", "CPU ms/s")  # fmt: skip
+CASES = ((1, 1), (2, 1), (4, 1), (8, 1), (2, 8), (2, 64))  # ranks, groups
+_COLUMNS = (
+    *("ranks", "groups", "set-up ms", "mapped KiB", "resident KiB", "descriptors", "sockets", "threads"),
+    *("store keys", "CPU ms/s"),
+)
 
 
-def measure(cases: tuple[tuple[int, int, int, int], ...] = CASES) -> list[dict[str, Any]]:
+def measure(cases: tuple[tuple[int, int], ...] = CASES) -> list[dict[str, Any]]:
     """One record per case."""
     rows = []
-    for ranks, groups, node, channels in cases:
-        settings = {"groups": groups, "node": node, "channels": channels}
-        said = run_workers("devtools.scale:rank_main", ranks, settings, 300.0)
+    for ranks, groups in cases:
+        said = run_workers("devtools.scale:rank_main", ranks, {"groups": groups}, 300.0)
         rows += [message for rank, message in said if rank == 0]
     return rows
 
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    node, groups = settings["node"] or world_size, settings["groups"]
-    os.environ["TRICOMM_NODE_ID"] = f"node {rank // node}"
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    options = Options(arena_bytes=_ARENA * settings["channels"], channels=settings["channels"], timeout=120.0)
+    options = Options(arena_bytes=_ARENA, timeout=120.0)
     store, *_ = open_store(url, rank, world_size, 60.0)
     with Communicator(PrefixStore("first", store), rank, world_size, "cpu", options=options) as comm:
         comm.all_reduce(torch.ones(64))  # warm-up: the first call of a process loads things that belong to no group
     keys, before, began = store.num_keys(), _resources(), time.monotonic()
     comms = [
         Communicator(PrefixStore(f"group {number}", store), rank, world_size, "cpu", options=options)
-        for number in range(groups)
+        for number in range(settings["groups"])
     ]
     setup = (time.monotonic() - began) * 1e3
     for comm in comms:
@@ -67,7 +61,7 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, s
     time.sleep(_IDLE)
     used = (time.process_time() - used) / _IDLE * 1e3
     more = {name: after[name] - before[name] for name in before}
-    facts = {"ranks": world_size, "groups": groups, "nodes": world_size // node, "channels": settings["channels"]}
+    facts = {"ranks": world_size, "groups": settings["groups"]}
     emit("costs", **facts, **more, **{"set-up ms": round(setup), "store keys": keys, "CPU ms/s": round(used, 1)})
     for comm in comms:
         comm.close()
@@ -101,9 +95,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     rows = [tuple(row[name] for name in _COLUMNS) for row in measure()]
     click.echo("\n".join(text_table.lines(_COLUMNS, rows)))
-    click.echo(
-        f"{provenance.processor()}, {date.today()}, arenas of {_ARENA >> 20} MiB a channel; simulated; load {load:.0f}"
-    )
+    click.echo(f"{provenance.processor()}, {date.today()}, arenas of {_ARENA >> 20} MiB; simulated; load {load:.0f}")
 
 
 if __name__ == "__main__":

@@ -24,8 +24,6 @@ ELSEWHERE = {
     "copy_ in tricomm.core.rows.unpack", "copy_ in tricomm.core.point_to_point.PointToPoint.recv",
     "copy_ in tricomm.core.fused.unfused.finish", "copy_ in tricomm.core.fused.unfused._fp8",
     "copy_ in tricomm.core.fused.unfused._fp8_per_token", "copy_ in tricomm.core.fused.unfused._nvfp4",
-    "copy_ in tricomm.core.levels.two_level.TwoLevel._shards",
-    "copy_ in tricomm.core.levels.across.GlooAcross.all_reduce",
     # filled by a kernel
     "torch.full in tricomm.core.fused.unfused._number",
     # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize

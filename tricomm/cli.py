@@ -10,7 +10,7 @@ import sys
 
 import click
 
-from tricomm import __version__
+from tricomm import __version__, gone
 from tricomm.commands.bench import bench
 from tricomm.commands.check import check
 from tricomm.commands.common import FAILED, INTERRUPTED, exit_code
@@ -51,6 +51,8 @@ def main() -> None:
         cli(standalone_mode=False)
     except click.ClickException as error:
         error.show()
+        if isinstance(error, click.UsageError) and (why := gone.command(sys.argv[1:])):
+            click.echo(why, err=True)
         sys.exit(error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

@@ -28,8 +28,6 @@ from tricomm.core.fused.fused_collectives import FusedCollectives
 from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
-from tricomm.core.levels.opening import Whole, open_levels
-from tricomm.core.levels.two_level import Inside
 from tricomm.core.monitor import FallbackBackend
 from tricomm.core.planner import Planner
 from tricomm.core.point_to_point import PointToPoint
@@ -99,19 +97,10 @@ class Communicator:
         def make(undo: ExitStack) -> None:
             shared = bootstrap.join(undo, store, terms)
             self._assemble(undo, Group(shared, device, limit, options, PROCESSES), store, decided)
-            if shared.parts is not None:
-                whole = Whole(self._group, self._faults, self._monitor, self._launcher, store)
-                self._planner.use_levels(open_levels(undo, whole, shared.parts, shared.across, part, wait))
-            elif self._gpu is None:  # a GPU may still run kernels
+            if self._gpu is None:  # a GPU may still run kernels
                 release = partial(self._group.drop, self._monitor.stop)
                 weakref.finalize(self._channels, self._monitor.abandon, release).atexit = False
             shared.control.exchange(b"", "the communicator", limit)  # every rank has it, or none
-
-        def part(store: Store, rank: int, size: int, options: Options) -> Inside:
-            comm = Communicator(store, rank, size, device, limit, options, meeting_timeout=wait)
-            comm._activity.leave_to_another()
-            _live.discard(comm)
-            return Inside(comm._group, comm._collectives, comm._launcher, comm._monitor, comm.close)
 
         set_up(make)
 
@@ -339,8 +328,6 @@ class Communicator:
             monitor.stop()
             return
         self._activity.collect()
-        if self._planner.levels is not None:
-            self._planner.levels.close(kept=self._launcher.captured)
         with ExitStack() as undo:
             if self._channels.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read

@@ -7,8 +7,9 @@ import zlib
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Self
 
-from tricomm import env
+from tricomm import env, gone
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.policy.compact_forms import BESIDE_BLOCKS, COMPACT_REGISTERS, MOST_REGISTERS
@@ -38,12 +39,11 @@ class Options:
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: read from the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
-    two_level      whether an all_reduce may go in two levels, inside nodes or islands of fast links and across
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
                    algorithm, protocol, chunk, grid or graph. A call without that promise is refused. Also for all
                    groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/batch-invariance.md)
 
-    Raises `InvalidArgument` for a value out of range.
+    Raises `InvalidArgument` for a value out of range, and for an option that is gone (`tricomm.gone`).
     """
 
     timeout: float = 600.0
@@ -59,15 +59,18 @@ class Options:
     topology: Topology | None = None
     nccl: bool = True
     share_device: bool = False
-    two_level: bool = True
     batch_invariant: bool = False
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        gone.refuse(*(f"Options({name})" for name in settings))
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if isinstance(self.topology, str | Path):
             object.__setattr__(self, "topology", Topology.load(self.topology))
         if not isinstance(self.topology, Topology | None):
             raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
-        for name in ("nccl", "share_device", "two_level", "batch_invariant", "beside_compute"):
+        for name in ("nccl", "share_device", "batch_invariant", "beside_compute"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):

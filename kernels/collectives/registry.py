@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from tricomm import gone
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collective_specs import Collective
@@ -301,6 +302,7 @@ def find(collective: str, algorithm: str, protocol: str, zero_copy: bool = False
     """The kernel of that name; raises `InvalidArgument` with the list of those that exist."""
     kernel = _BY_KEY.get((collective, algorithm, protocol, zero_copy))
     if kernel is None:
+        gone.refuse(f"algorithm={algorithm!r}")
         known = ", ".join(f"{a}/{p}" for c, a, p, z in _BY_KEY if c == collective and z == zero_copy)
         raise InvalidArgument(f"{collective}: there is no {algorithm}/{protocol} kernel; there is {known or 'none'}")
     return kernel

@@ -40,7 +40,6 @@ def draw(topology: Topology, notes: Sequence[str] = (), fabric: Sequence[str] = 
     lines += ["", "; ".join(f"{symbol} {words}" for symbol, words in _MEANINGS.items() if symbol in used)]
     lines += ["", _devices(topology)]
     lines += [f"kind    {topology.kind}: {_WORDS[topology.kind]}", f"digest  {topology.digest}"]
-    lines += _islands(topology, labels)
     lines += _quads(topology)
     states = sorted(set(fabric))
     lines += [f"fabric  {', '.join(states)}"] if states else []
@@ -71,18 +70,6 @@ def _devices(topology: Topology) -> str:
         return f"{len(topology)} ranks on {text}"
     counts = sorted({topology.links[i][j] for i in size for j in size if i != j})
     return text + (f", {' to '.join(map(str, counts))} NVLinks a pair" if topology.switched else "")
-
-
-def _islands(topology: Topology, labels: Sequence[str]) -> list[str]:
-    """The islands between which an all_reduce may go in two levels."""
-    islands = topology.fast_islands
-    if len(set(islands)) < 2:
-        return []
-    members = [
-        " ".join(label for label, island in zip(labels, islands, strict=True) if island == number)
-        for number in range(max(islands) + 1)
-    ]
-    return [f"islands {' | '.join(members)}"]
 
 
 def _quads(topology: Topology) -> list[str]:

@@ -110,16 +110,10 @@ def test_each_distinct_call_is_printed_once_and_every_call_counted(route, url):
             assert sum("all_reduce max int64 16 B" in line for line in lines) == 1
 
 
-def test_over_nodes_all_reduce_goes_in_two_levels_and_the_rest_to_gloo(url):
+def test_over_nodes_all_goes_to_gloo_and_groups_inside_a_node_to_the_kernels(url):
     for rank, (whole, part, other, text) in enumerate(ranks.run(4, bodies.two_nodes, url)):
-        assert whole == part == {"gloo": 0, "kernels": 1} and other == {"gloo": 1, "kernels": 0}
-        assert ("-> two_level: table 'levels' row" in text and "spans 2 nodes" in text) == (rank == 0)
-
-
-def test_over_nodes_of_other_sizes_all_reduce_goes_to_gloo_too(url):
-    for rank, (whole, text) in enumerate(ranks.run(3, bodies.uneven_nodes, url)):
-        assert whole == {"gloo": 1, "kernels": 0}
-        assert ("not in two levels: the nodes have other numbers of ranks: 1, 2" in text) == (rank == 0)
+        assert whole == other == {"gloo": 1, "kernels": 0} and part == {"gloo": 0, "kernels": 1}
+        assert text.count("-> gloo: the group spans 2 nodes") == (0 if rank else 2)
 
 
 def test_one_rank_that_wants_kernels_alone_gets_gloo_with_the_others(url):

@@ -326,18 +326,17 @@ def test_a_call_for_which_nccl_has_no_handle_is_left_out():
     assert [future.value() for future in work.get_future().wait()] == [[1]]
 
 
-@pytest.mark.parametrize("two_levels", [False, True])
-def test_over_nodes_only_messages_are_a_group_because_kernels_need_nccls_results(two_levels):
+def test_the_calls_of_a_block_are_one_group_of_nccls():
     log = []
     backend = SimpleNamespace(
         supports_coalescing=True,
         _start_coalescing=lambda: log.append("start"),
         _end_coalescing=lambda: log.append("end"),
     )
-    block = CallBlock(two_levels)
+    block = CallBlock()
     block.begin()
     assert block.entered(backend) is backend
     block.end()
-    assert log == ([] if two_levels else ["start", "end"])
+    assert log == ["start", "end"]
     log.clear()
     assert block.together(lambda: [block.entered(backend)]) == [backend] and log == ["start", "end"]

@@ -88,9 +88,6 @@ class FakeMlPy:
     def nvmlDeviceGetP2PStatus(self, handle: Any, peer: Any, index: int) -> int:
         return self.world.device_get_p2p_status(self._number(handle), self._number(peer), index)
 
-    def nvmlDeviceGetTopologyCommonAncestor(self, handle: Any, peer: Any) -> Any:
-        return ctypes.c_int(self.world.device_get_topology_common_ancestor(self._number(handle), self._number(peer)))
-
     def nvmlDeviceGetGpuFabricInfoV(self, handle: Any, pointer: Any) -> int:
         assert type(pointer).__name__ == "CArgObject", "a structure goes by reference, or NVML fills in a copy"
         given = self.world.device_get_gpu_fabric_info_v(self._number(handle))

@@ -74,7 +74,6 @@ class Card:
     instance: bool = False  # is one
     fabric: tuple[int, int, bytes, int] | None = None  # state, status, cluster, clique
     name: str = "Fake V100"
-    socket: int = 0
 
     @property
     def bus_id(self) -> str:
@@ -100,7 +99,6 @@ class FakeNvml:
         self.unreachable: set[frozenset[int]] = set()
         self.failures: dict[tuple[str, int], type[Exception]] = {}  # of function and card
         self.classes: dict[str, int] = {}  # /sys, by PCI address
-        self.ancestors: dict[frozenset[int], int] = {}  # what NVML says of a pair instead of what the sockets make
         self.calls: Counter[str] = Counter()
         self.complaints: list[str] = []
         self._open = self._generation = 0
@@ -191,13 +189,6 @@ class FakeNvml:
             return 5 if {pair, one_way} & self.forbidden else 0
         assert index in (0, 1)
         return 5 if pair in self.unreachable else 0
-
-    def device_get_topology_common_ancestor(self, device: int, peer: int) -> int:
-        card, other = (self._card("device_get_topology_common_ancestor", each) for each in (device, peer))
-        if card.instance or other.instance:
-            raise self._complain("the ancestor of a MIG instance")
-        made = 0 if card is other else 30 if card.socket == other.socket else 50
-        return self.ancestors.get(frozenset({card.number, other.number}), made)
 
     def device_get_gpu_fabric_info_v(self, device: int) -> Any:
         card = self._card("device_get_gpu_fabric_info_v", device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -181,40 +180,10 @@ def test_one_device_needs_no_links_to_be_known(call: str) -> None:
 
 def test_every_optional_call_may_fail() -> None:
     every = {name for name in dir(FakeNvml) if name.startswith("device_")} - set(FATAL)
-    assert len(every) == 10
+    assert len(every) == 9
     fake = FakeNvml(meshed(DGX1V.links), tuple(every - {"device_get_nvlink_remote_pci_info_v2"}))
     assert known(look(fake, list(range(8)), UNLINKED)).canonical == DGX1V.canonical
     assert known(look(FakeNvml(meshed(DGX1V.links), tuple(every)), [0, 1])).links == ((0, 0), (0, 0))
-
-
-def two_sockets() -> FakeNvml:
-    return FakeNvml([Card(number, socket=number // 4) for number in range(8)])
-
-
-def test_sockets_are_islands_where_no_nvlink_joins_the_gpus() -> None:
-    topology = known(look(two_sockets(), list(range(8))))
-    assert topology.kind == "pcie" and topology.fast_islands == (0, 0, 0, 0, 1, 1, 1, 1)
-    assert topology == replace(shapes.pcie(8), islands=(0, 0, 0, 0, 1, 1, 1, 1), names=("Fake V100",) * 8)
-    assert known(look(two_sockets(), [7, 0, 6, 1])).islands == (0, 1, 0, 1)
-    one = known(look(two_sockets(), [4, 5, 6, 7]))
-    assert one.islands == () and one.digest == topology.of([4, 5, 6, 7]).digest == shapes.pcie(4).digest
-    # The same for all ranks, whichever devices each of them sees; ranks may share a device.
-    ranks = [uuid_of(card) for card in (0, 4, 0, 5)]
-    for seen in ([0, 4, 5], [5], []):
-        assert known(discovery.of_devices(ranks, FakeCuda(seen), two_sockets().nvml())).islands == (0, 1, 0, 1)
-
-
-def test_islands_that_nvml_does_not_tell_are_not_guessed() -> None:
-    linked = FakeNvml(meshed(((0, 1), (1, 0))))
-    linked.cards[1].socket = 1
-    assert known(look(linked, [0, 1])).islands == ()  # NVLinks say more than sockets
-    silent, odd = two_sockets(), two_sockets()
-    silent.failures["device_get_topology_common_ancestor", 3] = fake_nvml.NotSupportedError
-    assert look(silent, list(range(8))).notes == () and known(look(silent, list(range(8)))).islands == ()
-    odd.ancestors = {frozenset({3, 4}): 40}
-    result = look(odd, list(range(8)))
-    assert known(result).islands == () and "do not divide the GPUs by sockets" in result.notes[0]
-    assert known(look(FakeNvml([Card(0, instance=True), Card(1, socket=1)]), [0, 1])).islands == ()
 
 
 def test_a_device_that_nvml_does_not_have() -> None:
@@ -265,7 +234,7 @@ MACHINES: list[tuple[FakeNvml, int]] = [
     (FakeNvml([Card(0, instance=True), Card(1, instance=True)]), 2),
     (FakeNvml([Card(n, fabric=(3, 0, b"ab\0cdefghijklmno", 7)) for n in range(2)]), 2),
     (FakeNvml([Card(n, fabric=(2, 0, bytes(16), 0)) for n in range(2)]), 2),
-    (FakeNvml([Card(n, socket=n // 2) for n in range(4)]), 4),
+    (FakeNvml([Card(n) for n in range(4)]), 4),
 ]
 
 
@@ -297,7 +266,7 @@ def test_the_real_nvidia_ml_py_has_all_that_is_called() -> None:
 def test_the_real_bindings_have_all_that_is_called() -> None:
     bindings = pytest.importorskip("cuda.bindings.nvml")
     called = [name for name in dir(FakeNvml) if name.startswith(("device_", "init_", "shutdown"))]
-    assert len(called) == 16
+    assert len(called) == 15
     for name in (*called, "NotSupportedError", "InvalidArgumentError", "NotFoundError", "NVLINK_MAX_LINKS"):
         assert hasattr(bindings, name), name
     assert hasattr(bindings.PciInfo(), "bus_id")

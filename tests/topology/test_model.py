@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -244,19 +243,3 @@ def test_lists_are_taken_and_nothing_can_be_changed() -> None:
     assert len(result) == 2
     with pytest.raises(AttributeError):
         result.switched = True  # type: ignore[misc]
-
-
-def test_islands():
-    assert shapes.pairs(4).fast_islands == (0, 0, 1, 1)
-    assert all(t.fast_islands == () for t in (shapes.nvswitch(8), shapes.dgx1v(), shapes.pcie(4), shapes.nvswitch(1)))
-    links = [[int(i != j and (i // 4 == j // 4)) for j in range(8)] for i in range(8)]
-    quads = Topology(links, [[True] * 8] * 8)
-    assert quads.fast_islands == (0, 0, 0, 0, 1, 1, 1, 1)
-    links[0][4] = links[4][0] = 1  # a way between two quads: no islands any more
-    assert Topology(links, [[True] * 8] * 8).fast_islands == ()
-    sockets = replace(shapes.pcie(4), islands=(5, 2, 5, 2))
-    assert sockets.fast_islands == (0, 1, 0, 1) and Topology.loads(sockets.dumps()) == sockets
-    assert sockets.of([1, 3]) == shapes.pcie(2) and replace(shapes.pcie(2), islands=(4, 4)).islands == (0, 0)
-    assert sockets.of([1, 3, 0]).islands == (0, 0, 1) and sockets.digest != shapes.pcie(4).digest
-    with pytest.raises(InvalidArgument, match="islands must be 4 whole numbers"):
-        replace(shapes.pcie(4), islands=(0, 1))

@@ -20,12 +20,10 @@ from torch._C._distributed_c10d import Store
 from tricomm import env
 from tricomm.c10d.work_handles import limit_seconds
 from tricomm.errors import InvalidArgument, RendezvousError
-from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics import publish
 from tricomm.options import Options
 from tricomm.policy import backend_choice, selection
-from tricomm.policy.levels import Parts
 from tricomm.store import process
 from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
@@ -66,14 +64,6 @@ class GroupCapabilities:
     no_kernels: dict[str, str | None]
     generation: Generation = field(compare=False)
     batch_invariant: bool = False
-
-    def one_level(self, options: Options | None) -> str | None:
-        """Why an all_reduce across nodes does not run in two levels, or None; the same on all ranks."""
-        if options is not None and not options.two_level:
-            return "Options(two_level=False)"
-        if self.batch_invariant:
-            return "they do not reduce in rank order"
-        return Parts.by([member.node for member in self.members]).why_not(layout.MAX_WORLD_SIZE)
 
 
 def exchange_capabilities(

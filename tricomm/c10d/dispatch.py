@@ -21,7 +21,7 @@ from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
-from tricomm.metrics.counters import GLOO, KERNELS, NCCL, count_fallback
+from tricomm.metrics.counters import KERNELS, count_fallback
 from tricomm.options import Options
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts
@@ -109,10 +109,6 @@ class Dispatcher:
     def site(self, device: str) -> GroupFacts:
         """The facts that decide a route; the same on all ranks."""
         no_kernels = self._no_kernels.get(device, f"no {device} kernels")
-        across, one_level = "", ""
-        if self._agreed.nodes > 1:
-            one_level = self._agreed.one_level(self._options) or no_kernels or ""
-            across = "" if one_level else {"cpu": GLOO, "cuda": NCCL}[device]
         return GroupFacts(
             device,
             self._config.world_size,
@@ -121,8 +117,6 @@ class Dispatcher:
             torch_backend(device),
             reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
             batch_invariant=self.batch_invariant,
-            across=across,
-            one_level=one_level,
         )
 
     def _refuse(self, batch: list[GroupCall]) -> None:
@@ -141,7 +135,7 @@ class Dispatcher:
         routed = self._routed.get(key)
         if routed is None:
             route, made = self._decide_finally(call)
-            routed = _Routed(route, None if route.by_communicator else call.record(route.backend))
+            routed = _Routed(route, None if route.backend == KERNELS else call.record(route.backend))
             if made:
                 if len(self._routed) >= _MOST_SHAPES:
                     self._routed.clear()
@@ -153,9 +147,9 @@ class Dispatcher:
         """The route of `call`, and whether it is final: it is once the kernels' communicator is made, or cannot be."""
         device = call.device
         site = self.site(device.type)
-        made = device in self._comms or site.no_kernels is not None or (site.nodes > 1 and not site.across)
+        made = device in self._comms or site.no_memory is not None
         route = self._decide(site, call)
-        if not made and (route.by_communicator or not _capturing(device)):
+        if not made and (route.backend == KERNELS or not _capturing(device)):
             self._communicator(device)
             route, made = self._decide(self.site(device.type), call), True
         return route, made
@@ -186,7 +180,7 @@ class Dispatcher:
         return backend_choice.decide(site, call.collective, call.dtype, call.op, call.nbytes)
 
     def count_call(self, call: GroupCall, route: BackendChoice) -> None:
-        if not route.by_communicator:  # the communicator counts its own calls
+        if route.backend != KERNELS:  # the communicator counts its own calls
             count_fallback(route.backend, call.collective, call.nbytes)
         backend_choice.log_once(
             route, self._config.name, self._config.rank, call.collective, call.dtype, call.op, call.nbytes
@@ -217,8 +211,7 @@ class Dispatcher:
                 decided=_DECIDED,
             )
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
-            why = "no two levels" if self._agreed.nodes > 1 else "the ranks cannot share memory"
-            self._no_kernels[device.type] = f"{why}: {first_line(error)}"
+            self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             return
         self._comms[device] = comm
         self._routed.clear()
@@ -239,7 +232,7 @@ class Dispatcher:
 
     def run_by_kernels(self, call: GroupCall) -> bool:
         """Run a CPU call by the kernels, if it goes to them."""
-        if not self._route(call).route.by_communicator:
+        if self._route(call).route.backend != KERNELS:
             return False
         _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
         return True
@@ -251,7 +244,7 @@ class Dispatcher:
         routed = [self._route(call) for call in batch]
         first = batch[0]
         comm = self._comms.get(first.device)
-        if comm is None or not all(entry.route.by_communicator for entry in routed):
+        if comm is None or not all(entry.route.backend == KERNELS for entry in routed):
             return self._to_nccl(native, comm, batch, routed)
 
         def action() -> None:

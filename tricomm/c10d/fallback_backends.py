@@ -75,23 +75,20 @@ class Backends:
 class CallBlock:
     """A block of calls that torch coalesces. NCCL's calls in it are one group of NCCL's, which has no order.
 
-    The group begins with the first call that NCCL gets: a block whose calls all go to the kernels has none. While one
-    is open, NCCL puts off the calls of every communicator of the thread. So with `two_levels`, whose kernels need the
-    result of such a call, only messages are a group.
+    The group begins with the first call that NCCL gets: a block whose calls all go to the kernels has none.
     """
 
-    def __init__(self, two_levels: bool = False) -> None:
+    def __init__(self) -> None:
         self._works: list[Any] | None = None  # of the calls so far, if there is a block
         self._grouping: Any = None
-        self._two_levels, self._groups = two_levels, True
 
-    def begin(self, messages: bool = False) -> None:
+    def begin(self) -> None:
         self._end_group()  # of a block that an exception has left
-        self._works, self._groups = [], messages or not self._two_levels
+        self._works = []
 
     def entered(self, backend: Any) -> Any:
         """`backend`, whose next call belongs to its group of the block, if there is a block."""
-        if self._works is not None and self._groups and self._grouping is None and backend.supports_coalescing:
+        if self._works is not None and self._grouping is None and backend.supports_coalescing:
             backend._start_coalescing()
             self._grouping = backend
         return backend
@@ -110,7 +107,7 @@ class CallBlock:
         inside of a block the calls join it."""
         if self._works is not None:
             return run()
-        self.begin(messages=True)
+        self.begin()
         group = None
         try:
             works = run()

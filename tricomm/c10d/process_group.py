@@ -48,7 +48,7 @@ class TricommGroup(AnsweringGroup):
         self._backends, self._made = backends, 0
         self._dispatcher = Dispatcher(config, agreed, backends, options)
         self._fast_path = self._dispatcher.fast_path
-        self._block = CallBlock(two_levels=agreed.nodes > 1 and not agreed.one_level(options))
+        self._block = CallBlock()
         self._point_to_point = None
         if backends.transport is not None:
             self._point_to_point = checked_point_to_point.CheckedPointToPoint(

@@ -18,14 +18,13 @@ from tricomm.commands.common import check_row_options, given, usage
 @click.option("--hidden", type=click.IntRange(1), default=8192, show_default=True, help="Row of all_reduce_rms_norm.")
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
 @click.option("--mode", type=click.Choice(["graph", "eager"]), default="graph", show_default=True)
-@click.option("--nodes", type=click.IntRange(1), default=1, show_default=True, help="Of all_reduce in two levels.")
 @click.option("--check", is_flag=True, help="Set the model beside published measurements instead, which say the rest.")
 @click.option("--from-code", is_flag=True, help="Model it from the compiled kernels, executed with a clock a warp.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def predict(
     context: click.Context, /, check: bool, from_code: bool, as_json: bool, hidden: int, quantize: str | None,
-    nodes: int, **asked: Any,
+    **asked: Any,
 ) -> None:  # fmt: skip
     """Predict the time of every kernel from counted bytes, hops and barriers. Nothing is measured, no GPU is needed.
 
@@ -36,12 +35,11 @@ def predict(
     tricomm predict --gpu h100 --world-size 8 --collective all_reduce
     tricomm predict --gpu pcie4 --world-size 4 --sizes 1K,64K --mode eager
     tricomm predict --collective all_reduce_rms_norm --hidden 8192 --quantize fp8 --sizes 16K,512K
-    tricomm predict --nodes 4 --sizes 8K,64K,1M,8M
     tricomm predict --check
     tricomm predict --from-code --sizes 1K,64K,1M
     """
     from tricomm.explorer.timing import code_forecast
-    from tricomm.perf.cost_model import forecast, kernel_time, two_level
+    from tricomm.perf.cost_model import forecast, kernel_time
     from tricomm.perf.row_calls import RowForm
 
     if check:
@@ -57,15 +55,7 @@ def predict(
         else:
             click.echo("\n".join(code_forecast.report() if from_code else kernel_time.report(kernel_time.check())))
         return
-    if nodes > 1:
-        usage(lambda: two_level.check(nodes, asked["collective"], quantize, from_code))
     check_row_options(context, usage(lambda: forecast.names(asked["collective"])))
-    if nodes > 1:
-        between = usage(
-            lambda: two_level.forecast(asked["gpu"], asked["world_size"], nodes, asked["sizes"], asked["mode"])
-        )
-        click.echo(json.dumps(between.to_json(), indent=1) if as_json else "\n".join(between.lines()))
-        return
     chosen: Any = code_forecast if from_code else forecast
     form = RowForm(hidden, quantize or "")
     predicted = usage(lambda: chosen.forecast(**asked, form=form))

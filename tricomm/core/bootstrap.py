@@ -22,10 +22,9 @@ from tricomm.core import nccl, topology_agreement
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
-from tricomm.metrics.counters import GLOO, KERNELS, NCCL
+from tricomm.metrics.counters import NCCL
 from tricomm.options import Options, with_environment
 from tricomm.policy import backend_choice, launch_shapes
-from tricomm.policy.levels import ISLANDS, Parts
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake, refuse
@@ -58,16 +57,13 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the ranks of a group have in common; the group takes over the control page and the arena. `parts` are the
-    nodes or islands between which an all_reduce may run in two levels, over `across`; None: it may not."""
+    """What the ranks of a group have in common; the group takes over the control page and the arena."""
 
     control: ControlPage
     arena: Arena
     layout: layout.Layout
     topology: Topology | None
     routes: backend_choice.GroupFacts
-    parts: Parts | None = None
-    across: str = ""
 
 
 class NoArena:
@@ -189,20 +185,19 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     agreed = options.agreed(terms.layout, device.type)
     limit = terms.rendezvous_timeout
     why: str | None = None
-    parts, across, one_level = Parts((0,) * world_size), "", ""
+    nodes = 1
     # What is opened is on the stack before the next line, because an interrupt may come there.
     try:
         undo.push(partial(_leave, control := handshake(store, rank, world_size, limit, agreed, terms.on_wait)))
     except (SpansNodes, ResourceError) as error:
-        if native is None and not isinstance(error, SpansNodes):
+        if native is None:
+            if isinstance(error, SpansNodes):
+                raise RendezvousError(f"{error}; {missing}") from error
             raise
         why = str(error)
         control, names = open_store_control(store, rank, world_size, limit, agreed)
         undo.push(partial(_leave, control))
-        parts = Parts.by(names)
-        across, one_level = _across(terms, native, parts)
-        if native is None and not across:
-            raise RendezvousError(f"{error}; {missing}; nor are there two levels: {one_level}") from error
+        nodes = len(set(names))
     topology: Topology | None = None
     arena: Arena = NoArena(world_size)
     if why is None and world_size > layout.MAX_WORLD_SIZE:
@@ -217,31 +212,11 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
                 raise
             why = f"the ranks cannot share memory: {error}"
     if why is not None and native is not None:
-        _only_nccl(control, why, terms.timeout, bool(across))
-    nodes = parts.count
-    if why is None and topology is not None and options.two_level and not options.batch_invariant:
-        parts = Parts(topology.fast_islands or parts.of, ISLANDS)
-        across = KERNELS if parts.why_not(layout.MAX_WORLD_SIZE) is None else ""
+        _only_nccl(control, why, terms.timeout)
     routes = backend_choice.GroupFacts(
-        device.type, world_size, nodes, why, native, missing, all(arena.bases), options.batch_invariant,
-        one_level=one_level,
-    )  # fmt: skip
-    return Shared(control, arena, terms.layout, topology, routes, parts if across else None, across)
-
-
-def _across(terms: Terms, native: str | None, parts: Parts) -> tuple[str, str]:
-    """What carries values between nodes, or "" and why there are no two levels; the same on all ranks."""
-    options, gpu = terms.options, terms.device.type == "cuda"
-    why = parts.why_not(layout.MAX_WORLD_SIZE)
-    if not options.two_level:
-        why = "Options(two_level=False)"
-    elif options.batch_invariant:
-        why = "they do not reduce in rank order, and the group is batch-invariant"
-    elif gpu and native is None and not terms.decided:
-        why = "Options(nccl=False)"
-    if why is not None:
-        return "", why
-    return (NCCL if gpu or native == NCCL else GLOO), ""
+        device.type, world_size, nodes, why, native, missing, all(arena.bases), options.batch_invariant
+    )
+    return Shared(control, arena, terms.layout, topology, routes)
 
 
 def _leave(
@@ -256,11 +231,11 @@ def _leave(
     control.close()
 
 
-def _only_nccl(control: ControlPage, why: str, timeout: float, two_level: bool) -> None:
-    """Raise on all ranks if NCCL is missing: without it no call could be made, not even in `two_level`."""
+def _only_nccl(control: ControlPage, why: str, timeout: float) -> None:
+    """Raise on all ranks if NCCL is missing: without it no call could be made."""
     try:
         nccl.load(control, timeout)
     except ResourceError as error:
         raise ResourceError(f"no kernel can run: {why}; and {error}") from error
-    if control.rank == 0 and not two_level:
+    if control.rank == 0:
         log.warning("every call goes to NCCL: %s", why)

@@ -104,9 +104,9 @@ class Group:
         """The group as another channel sees it."""
         group = copy(self)
         group.channel = number
-        # NCCL's communicator and what carries values between levels have one order of calls, that of channel 0.
+        # NCCL's communicator has one order of calls, that of channel 0.
         missing = f"channel {number} runs the kernels alone: give this call to channel 0, behind which NCCL is"
-        group.routes = replace(self.routes, fallback=None, missing=missing, across="")
+        group.routes = replace(self.routes, fallback=None, missing=missing)
         _groups.add(group)
         return group
 

@@ -43,7 +43,6 @@ class Launcher:
         self._group, self._faults, self._monitor = group, faults, monitor
         self._gpu, self._simulated = group.gpu, group.simulated
         self._announce = group.control.announcer(group.channel, group.options.channels)
-        self._withdraw: Callable[[int], None] = lambda calls: None
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
         self._several = False  # streams were used: from then on an event follows each eager call
@@ -160,18 +159,6 @@ class Launcher:
         """Take back the last `calls` that were announced, because they were refused before anything was sent."""
         with self.held():
             self.sequence -= calls
-            self._withdraw(calls)
-
-    def mirror(self, announce: Callable[[PackedDescriptor], None], withdraw: Callable[[int], None]) -> None:
-        """From now on also announce every call with `announce`, and take it back with `withdraw`, for ranks that see
-        another page of this one."""
-        own = self._announce
-
-        def both(sequence: int, record: PackedDescriptor) -> None:
-            own(sequence, record)
-            announce(record)
-
-        self._announce, self._withdraw = both, withdraw
 
     # The end of calls
 

@@ -45,9 +45,7 @@ class Monitor:
     it closed the group. `channels` are what the group's channels run. Their `describers` are functions, by the code
     that a kernel reports in the status word, that make a fault of the peer and the number in the report; they are added
     before `start`, and `stop` drops them. While the group is `suspended` no call shows that a peer is gone, so its
-    death is a fault by itself. `waited` has, by peer, for how many seconds calls waited for it to enter. `unseen` says,
-    when a call's time is over, which ranks that cannot be seen from here it waits for; None: ask again at the next
-    look.
+    death is a fault by itself. `waited` has, by peer, for how many seconds calls waited for it to enter.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class Monitor:
         self._ticks: dict[int, int] = {}
         self._absent: dict[int, float] = {}
         self._describe: Callable[[int], str] = str
-        self.unseen: Callable[[], str | None] = lambda: "the other ranks cannot be seen from here"
 
     def start(self, describe: Callable[[int], str]) -> None:
         """Begin to watch. `describe` says what a message waits for, by its number."""
@@ -202,7 +199,8 @@ class Monitor:
                 self._stalled(rank, channel)
                 return True
         if channel.elapsed > self._timeout:
-            return self._late(late, channel)
+            self._late(late, channel)
+            return True
         return False
 
     def diverging(self, channel: InFlight) -> bool:
@@ -281,29 +279,25 @@ class Monitor:
             channel,
         )
 
-    def _late(self, late: list[int], channel: InFlight) -> bool:
-        """Abort the group because a call's time is over; False if it is not known yet which rank is late."""
+    def _late(self, late: list[int], channel: InFlight) -> None:
+        """Abort the group because a call's time is over."""
         control = self._control
         for rank in late:  # a stopped rank is named as such, even if the stall limit is longer
             if control.stopped(rank):
                 who = f"rank {rank} (pid {control.pid(rank)})"
                 text = f"{who} is stopped; timeout after {self._timeout:g} s; {self._last_call(rank, channel)}"
                 self._blame(errors.PeerStalled, rank, text, channel)
-                return True
+                return
         text = "; ".join(f"rank {r} (alive) {self._last_call(r, channel)}" for r in late)
         if not text:
             unseen = len(self._peers) + 1 < self._control.world_size
-            said = self.unseen() if unseen else "all peers have done their part"
-            if said is None:
-                return False
-            text = said
+            text = "the other ranks cannot be seen from here" if unseen else "all peers have done their part"
         self._blame(
             errors.CollectiveTimeout,
             late[0] if late else self._control.rank,
             f"timeout after {self._timeout:g} s: {text}",
             channel,
         )
-        return True
 
     def _blame(self, kind: type[errors.TricommError], rank: int, text: str, channel: InFlight) -> Fault:
         control, number = self._control, channel.number

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from tricomm import arguments
+from tricomm import arguments, gone
 from tricomm.core import launch_plan, nccl
 from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_checks, fused_kernels
@@ -19,7 +18,6 @@ from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, E
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import READ_IN_PLACE, LaunchPlan, Request
 from tricomm.core.launcher import Launcher
-from tricomm.core.levels.two_level import TwoLevel
 from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument, ResourceError
@@ -29,7 +27,6 @@ from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
 from tricomm.policy.compact_forms import MOST_REGISTERS
-from tricomm.policy.levels import TWO_LEVEL
 from tricomm.policy.selection import Choice
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
@@ -47,7 +44,6 @@ class Planner:
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
     prepared  calls that were made and can be repeated, of `core.prepared_calls` and `core.fused.fused_repeat`
     nccl      NCCL's communicator, made by the first call that goes there
-    levels    an all_reduce in two levels; None if the group has none
     others    the planners of the communicator's other channels, which have the same table
 
     `decided` is the route of every call if the caller has already decided and logged it.
@@ -71,7 +67,6 @@ class Planner:
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.prepared: dict[Any, Any] = {}
         self.nccl: nccl.Nccl | None = None
-        self.levels: TwoLevel | None = None
         self.others: Sequence[Planner] = ()
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
@@ -114,6 +109,7 @@ class Planner:
             raise InvalidArgument(
                 f"algorithm={request.algorithm!r}, protocol={request.protocol!r}: names or None are needed"
             )
+        gone.refuse(f"algorithm={request.algorithm!r}")
         if capturing:
             raise InvalidArgument(
                 f"{collective}: run this call once before capture, so that its kernel is compiled and loaded"
@@ -137,9 +133,6 @@ class Planner:
     def _bound(
         self, request: Request, route: BackendChoice, nbytes: int | None, aligned: bool, mode: str
     ) -> LaunchPlan:
-        if route.backend == TWO_LEVEL and self.levels is not None:
-            plan = self.levels.plan(request, nbytes or 0, route.reason, mode)
-            return replace(plan, choice=_of_request(plan.choice, request, route.reason))
         if route.backend == NCCL and self.nccl is not None:
             plan = nccl.plan(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
             return replace(plan, choice=_of_request(plan.choice, request, route.reason))
@@ -190,52 +183,21 @@ class Planner:
 
     def _route(self, request: Request, nbytes: int | None) -> BackendChoice:
         """The backend that runs the call, the same on all ranks. The first call for NCCL makes its communicator."""
-        if request.algorithm == TWO_LEVEL:
-            return self._in_two_levels(request)
-        if self._decided is not None and self.levels is None:
+        if self._decided is not None:
             return self._decided
         facts = (request.collective, request.dtype, request.op or "none", nbytes, request.forced)
-        route = backend_choice.decide(self._routes_of(request), *facts)
+        route = backend_choice.decide(self.routes, *facts)
         if route.backend == NCCL and self.nccl is None:
             if request.collective in REDUCTIONS and request.dtype is not None:
                 nccl.check(request.collective, request.op or "none", request.dtype)
-            self._open_nccl(request)
-            route = backend_choice.decide(self._routes_of(request), *facts)
+            self._open_nccl()
+            route = backend_choice.decide(self.routes, *facts)
         return route
 
-    def _routes_of(self, request: Request) -> backend_choice.GroupFacts:
-        """The facts for a call: on one node a fused kernel is worth more than two levels without one."""
-        fused = request.epilogue is not None and self.routes.nodes == 1
-        return replace(self.routes, across="") if fused else self.routes
-
-    def use_levels(self, levels: TwoLevel | str) -> None:
-        """Set the two levels, or the reason why there are none; the same on all ranks."""
-        if isinstance(levels, str):
-            self.routes = replace(self.routes, one_level=levels)
-        else:
-            self.levels = levels
-            self.routes = replace(self.routes, across=levels.across.name, between=levels.parts.between)
-
-    def _in_two_levels(self, request: Request) -> BackendChoice:
-        """The route of a call that is forced into two levels; raises `InvalidArgument` if it cannot go there."""
-        levels, dtype = self.levels, request.dtype
-        why = self.routes.one_level or "all ranks of this group share one memory, or no two levels were set up"
-        if request.collective != "all_reduce":
-            why = "only all_reduce has them"
-        elif levels is not None and dtype is not None:
-            why = backend_choice.not_in_two_levels(levels.across.name, request.op or "none", dtype) or ""
-        if why:
-            raise InvalidArgument(f"{request.collective}: algorithm={TWO_LEVEL}: there are no two levels here: {why}")
-        return BackendChoice(TWO_LEVEL, f"algorithm={TWO_LEVEL} forced by the caller")
-
-    def _open_nccl(self, request: Request) -> None:
+    def _open_nccl(self) -> None:
         """Make NCCL's communicator, or note why there is none: all ranks together, in the first call that needs it."""
         group = self._group
-        watched: AbstractContextManager[None] = nullcontext()
-        if self.levels is not None:  # other ranks may be in two levels instead, and cannot see this one's page
-            self._launcher.announce(nccl.record(request))
-            watched = self._monitor.user_call(None)
-        with self._launcher.held(), self._faults.abort_on_error("NCCL"), watched:
+        with self._launcher.held(), self._faults.abort_on_error("NCCL"):
             try:
                 # Beside the kernels of other channels, NCCL's have no more room than one of these.
                 most = group.max_blocks if group.options.channels > 1 else group.options.max_blocks
@@ -268,6 +230,7 @@ class Planner:
             raise InvalidArgument(f"explain: mode={mode!r}: eager or graph is needed")
         if not isinstance(dtype, torch.dtype | None):
             raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
+        gone.refuse(f"algorithm={algorithm!r}")
         name = arguments.operation(op)
         request = Request(collective, name, algorithm, protocol)
         if collective == FUSED:
@@ -285,13 +248,7 @@ class Planner:
         size = None if form.uneven else nbytes
         op_name = name if form.reduces else "none"
         request = request._replace(dtype=dtype or torch.float32) if collective == "all_reduce" else request
-        if request.algorithm == TWO_LEVEL:
-            route = self._in_two_levels(request)
-        else:
-            facts = (collective, request.dtype, op_name, size, request.forced)
-            route = backend_choice.decide(self._routes_of(request), *facts)
-        if route.backend == TWO_LEVEL and self.levels is not None:
-            return _of_request(self.levels.choose(request, nbytes, route.reason), request, route.reason)
+        route = backend_choice.decide(self.routes, collective, request.dtype, op_name, size, request.forced)
         if route.backend != NCCL:
             return self._with_memory(self._choice(request, nbytes, mode), request)
         if form.reduces and dtype is not None:

@@ -5,16 +5,12 @@
 
 Both are collective, in stages: after each of them all ranks go on, or none. A suspend that is refused leaves the group
 awake, a resume that is refused leaves it asleep. The monitor goes on, because the control page stays.
-
-A group in two levels is suspended and resumed together with the groups of its levels. NCCL and Gloo keep what they hold
-between nodes.
 """
 
 from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from functools import partial
 
 from tricomm.core.channels.channel import Channels
 from tricomm.core.faults import Faults
@@ -84,17 +80,10 @@ class Suspension:
 
     def _refusal(self) -> InvalidArgument | None:
         group = self._group
-        for each in self._sharing() or [group]:
-            for arena in each.live_arenas().values():
-                if arena.no_suspend:
-                    return InvalidArgument(f"suspend: {arena.no_suspend}")
+        for arena in group.live_arenas().values():
+            if arena.no_suspend:
+                return InvalidArgument(f"suspend: {arena.no_suspend}")
         return group.captured("suspend")
-
-    def _sharing(self) -> list[Group]:
-        """The groups whose ranks share memory: this one, if its ranks do, and those of its levels."""
-        levels = self._channels.first.planner.levels
-        inner = [each.group for each in levels.sharing] if levels is not None else []
-        return [*([self._group] if self._group.arena.nbytes else []), *inner]
 
     def _unread(self) -> InvalidArgument | None:
         ranks = self._messages.unread() if self._group.arena.nbytes else []  # only the kernels' memory holds messages
@@ -112,44 +101,25 @@ class Suspension:
     def _sleep(self, suspended: bool) -> None:
         self._group.sleep(suspended)
         self._faults.monitor.suspended = suspended
-        levels = self._channels.first.planner.levels
-        for each in levels.sharing if levels is not None else ():
-            each.group.sleep(suspended)
-            each.monitor.suspended = suspended  # only there can the ranks of a node see each other
 
     def _give_back(self) -> None:
         failures = []
-        for each in self._sharing():
-            for arena in each.live_arenas().values():
-                try:
-                    arena.suspend()
-                except ResourceError as error:  # the others go all the same
-                    failures.append(error)
+        for arena in self._group.live_arenas().values():
+            try:
+                arena.suspend()
+            except ResourceError as error:  # the others go all the same
+                failures.append(error)
         if failures:
             raise failures[0]
 
     def _take_again(self) -> None:
         group = self._group
         deadline = Deadline(group.timeout)
-        stage = CollectiveStages(group.control, "resume", deadline)
         with ExitStack() as undo:
-
-            def take(each: Group) -> None:
-                for arena in each.live_arenas().values():
-                    arena.resume(each.control, deadline.left)
-                    undo.callback(_quietly_suspend, arena)
-
-            def begin() -> None:
-                for each in dict.fromkeys([group, *sharing]):
-                    each.begin()
-
-            sharing = self._sharing()
-            for each in sharing:
-                if each is group:
-                    take(group)
-                else:  # all of its ranks take memory or none, and then all of the whole group
-                    stage("memory of the levels", partial(take, each))
-            stage("begin", begin)
+            for arena in group.live_arenas().values():
+                arena.resume(group.control, deadline.left)
+                undo.callback(_quietly_suspend, arena)
+            CollectiveStages(group.control, "resume", deadline)("begin", group.begin)
             undo.pop_all()
         self._sleep(False)
 

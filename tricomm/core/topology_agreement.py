@@ -6,7 +6,6 @@ import logging
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 from uuid import UUID
@@ -40,8 +39,7 @@ def agree(
     control: ControlPage, options: Options, device: torch.device, timeout: float, find: Find = _found,
     uuid: bytes | None = None,
 ) -> Topology | None:  # fmt: skip
-    """The topology of the group's devices, by rank, without islands if the ranks differ in these; None if nothing is
-    known, or if the ranks differ in more.
+    """The topology of the group's devices, by rank; None if nothing is known, or if the ranks differ in it.
 
     Called by all ranks together. `find` and `uuid` (of this rank's device) are the machine's, except in tests. Raises
     `InvalidArgument` on all ranks if several are on one GPU and one of these has not allowed it.
@@ -57,12 +55,10 @@ def agree(
     if options.topology is not None:
         return options.topology
     links = find(uuids)
-    said = ""
-    for topology in (links.topology, links.topology and replace(links.topology, islands=())):
-        said = topology.canonical if topology is not None else f"unknown: {links.reason}"
-        with suppress(InvalidArgument):  # on all ranks alike
-            control.require_equal(said, "topology", timeout)
-            return topology
+    said = links.topology.canonical if links.topology is not None else f"unknown: {links.reason}"
+    with suppress(InvalidArgument):  # on all ranks alike
+        control.require_equal(said, "topology", timeout)
+        return links.topology
     log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
     return None
 

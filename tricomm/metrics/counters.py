@@ -128,11 +128,6 @@ class _ProcessTallies:
         weakref.finalize(activity, self.ended.append, number).atexit = False
         return number
 
-    def leave_out(self, number: int) -> None:
-        """Stop counting those tallies."""
-        with self.lock:
-            self.live.pop(number, None)
-
     def _fold(self) -> None:
         while self.ended:
             _add(self.past, self.live.pop(self.ended.popleft(), {}))
@@ -222,10 +217,6 @@ class Activity:
                 self.clock.collect()
             except RuntimeError as error:
                 log.warning("times of earlier calls are lost: %s", error)
-
-    def leave_to_another(self) -> None:
-        """Leave these calls out of the process's statistics: they are steps of another communicator's calls."""
-        _process.leave_out(self._number)
 
     def tally(self, collective: str, algorithm: str, protocol: str, nbytes: int) -> Tally:
         """The tally of a call of `nbytes` of input; the same one for all sizes of its bucket."""

@@ -1,4 +1,4 @@
-"""The backend of a call: this library's kernels, in one level or in two, NCCL, or Gloo.
+"""The backend of a call: this library's kernels, NCCL, or Gloo.
 
 The choice is pure, and made of facts that all ranks share: those that the ranks agreed on when the group was made
 (`GroupFacts`) and those that have to be equal on all ranks (collective, dtype, op, bytes). Facts of one rank alone (its
@@ -21,12 +21,9 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import reduction
 from tricomm.metrics.counters import KERNELS, NCCL
-from tricomm.policy import levels
-from tricomm.policy.levels import TWO_LEVEL
 from tricomm.policy.tuning_tables import read_table
 
 POINT_TO_POINT = frozenset({"send", "recv"})
-_OF_NCCL = frozenset({"sum", "avg", "min", "max", "prod"})
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 
 _printed: set[tuple[Any, ...]] = set()
@@ -44,9 +41,6 @@ class GroupFacts:
     missing     why there is no fallback, if there is none
     reachable   whether every rank's memory is mapped on every other; if not, only a cube mesh's kernels can run
     batch_invariant    whether the bits of a reduction may depend on rank order alone
-    across      the backend between nodes or islands in two levels: "nccl", "gloo", "kernels"; "": not known
-    between     what the upper level connects: "nodes" or "islands"
-    one_level   why there are no two levels in a group of several nodes; "" if there are, or if it is not known yet
     switch      whether calls may go through a switch that adds (`kernels/multimem.py`), and run alone
     """
 
@@ -58,9 +52,6 @@ class GroupFacts:
     missing: str = "this torch has no backend for it"
     reachable: bool = True
     batch_invariant: bool = False
-    across: str = ""
-    between: str = levels.NODES
-    one_level: str = ""
     switch: bool = False
 
     @property
@@ -71,15 +62,10 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class BackendChoice:
-    """The backend of a call (`kernels`, `two_level`, `nccl` or `gloo`), and the reason."""
+    """The backend of a call (`kernels`, `nccl` or `gloo`), and the reason."""
 
     backend: str
     reason: str
-
-    @property
-    def by_communicator(self) -> bool:
-        """Whether the kernels' communicator makes the call, in one level or in two."""
-        return self.backend in (KERNELS, TWO_LEVEL)
 
 
 @cache
@@ -92,12 +78,6 @@ def decide(
     batch-invariant group may use.
     """
     reason = _why_not_kernels(facts, collective, dtype, op)
-    if not forced:
-        form = _two_level(facts, collective, dtype, op, nbytes)
-        if form is not None and form.form is not None:
-            return BackendChoice(TWO_LEVEL, form.reason)
-        if form is not None and reason is not None:
-            reason += f"; not in two levels: {form.reason}"
     if reason is not None and forced:
         raise InvalidArgument(
             f"{collective}: a kernel is forced, and none can run this: {reason}; leave the choice open"
@@ -116,43 +96,6 @@ def decide(
     if facts.fallback is None:
         return BackendChoice(KERNELS, f"{reason}, but {facts.missing}")
     return BackendChoice(facts.fallback, reason)
-
-
-def _two_level(
-    facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None
-) -> levels.LevelForm | None:
-    """The form of a call in two levels, or why it has none; None if the question does not arise."""
-    if collective != "all_reduce" or facts.batch_invariant or dtype is None or nbytes is None:
-        return None
-    if facts.one_level and facts.nodes > 1:
-        return levels.LevelForm(None, facts.one_level)
-    if not facts.across:
-        return None
-    why = not_in_two_levels(facts.across, op, dtype)
-    if why is not None:
-        return levels.LevelForm(None, why)
-    form = levels.choose(facts.device, facts.between, nbytes)
-    limit = threshold_of(facts, collective, dtype, op)
-    if facts.between != levels.NODES and limit is not None and nbytes > limit and facts.fallback is not None:
-        return None  # NCCL takes it, whatever the levels are
-    if form.form is None and facts.nodes > 1 and facts.fallback is None:
-        return levels.LevelForm(levels.FORMS[0], f"{form.reason} says one level, and no backend has it")
-    return form
-
-
-def not_in_two_levels(across: str, op: str, dtype: torch.dtype) -> str | None:
-    """Why a reduction has no two levels with `across` between the parts; None if it has."""
-    kind, name = arguments.DTYPES.get(dtype), str(dtype).removeprefix("torch.")
-    if kind is None:
-        return f"no kernel takes {dtype}"
-    if op not in kind.ops:
-        return f"op {op!r} is not defined for {name}"
-    whole = not (dtype.is_floating_point or dtype.is_complex)
-    if op == "avg" and whole and dtype.itemsize < 4:
-        return f"the sum of a part may not fit into {name}"
-    if across == NCCL and (op not in _OF_NCCL or dtype.is_complex or dtype == torch.int16):
-        return f"NCCL has no {op} of {name}"
-    return None
 
 
 def _in_rank_order(

@@ -1,4 +1,4 @@
-"""Reads the topology of this machine: NVLinks and sockets from NVML, peer access from CUDA, devices matched by UUID.
+"""Reads the topology of this machine: NVLinks from NVML, peer access from CUDA, devices matched by UUID.
 
 If the topology cannot be known it is not guessed: the result has a reason instead. Nothing here raises for what a
 machine has or lacks. CUDA cannot answer for devices that this process does not see (each rank may see its own only):
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from tricomm.errors import InvalidArgument, TricommError
-from tricomm.topology.model import MAX_DEVICES, Topology, classes
+from tricomm.topology.model import MAX_DEVICES, Topology
 from tricomm.topology.nvml import Fabric, LinkEnd, Nvml, load_nvml
 
 LinkTable = list[list[int]]
@@ -118,23 +118,7 @@ class _Probe:
             peers=self._peers(),
             switched=len(size) > 1 and all(through[i][j] and not direct[i][j] for i in size for j in size if i != j),
             names=tuple("".join(filter(str.isprintable, self.nvml.name(device))) for device in self.devices),
-            islands=() if any(map(any, (*direct, *through))) or any(self.mig) else self._sockets(),
         )
-
-    def _sockets(self) -> tuple[int, ...]:
-        """The socket (NUMA node) of each GPU, if they are on several, and NVML tells of all pairs."""
-        size = range(len(self.devices))
-        same = {
-            frozenset((i, j)): self.nvml.same_socket(self.devices[i], self.devices[j]) for i in size for j in range(i)
-        }
-        if None in same.values():
-            return ()
-        sockets = classes([frozenset(j for j in size if i == j or same[frozenset((i, j))]) for i in size])
-        if sockets is None:
-            self.notes.append(
-                "no islands, because NVML's answers on common ancestors do not divide the GPUs by sockets"
-            )
-        return sockets if sockets is not None and len(set(sockets)) > 1 else ()
 
     def fabric(self) -> tuple[str, ...]:
         if not any(gpu.fabric for gpu in self.gpus):

@@ -7,8 +7,6 @@ peers     rows of true or false: may device i reach device j's memory
 switched  true or false: are the links through NVSwitches
 names     optional: product names, one per device
 devices   optional, for ranks that share devices: the device of each
-islands   optional: the PCIe switch or the socket of each device, by number, if the way between two of them is slow;
-          with one number for all of them there are none
 kind      optional: what the links make of the devices; refused if they make something else
 """
 
@@ -21,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tricomm import gone
 from tricomm.errors import InvalidArgument
 from tricomm.topology import mesh
 
@@ -29,7 +28,7 @@ MAX_LINKS = 64  # between two devices; 18 is the most there is
 MAX_JSON_BYTES = 1 << 20
 SCHEMA = "tricomm-topology-1"
 _NEEDED = ("links", "peers", "switched")
-_OPTIONAL = ("names", "devices", "kind", "islands")
+_OPTIONAL = ("names", "devices", "kind")
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,6 @@ class Topology:
     names     product names, or nothing; no part of comparison by `digest`
     devices   the device of each entry, numbered as they first appear; entries on one device have no links between
               them and reach each other
-    islands   the PCIe switch or the socket of each device, numbered as they first appear, or nothing if neither a file
-              nor the machine says it
 
     Lists are taken as tuples. Raises `InvalidArgument` for tables that no machine can have.
     """
@@ -53,7 +50,6 @@ class Topology:
     switched: bool = False
     names: tuple[str, ...] = ()
     devices: tuple[int, ...] = ()
-    islands: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         count = len(self.links)
@@ -64,8 +60,6 @@ class Topology:
             raise _fault(f"names must be {count} printable strings")
         if [type(device) for device in given] != [int] * count:
             raise _fault(f"devices must be {count} whole numbers")
-        if self.islands and [type(island) for island in self.islands] != [int] * count:
-            raise _fault(f"islands must be {count} whole numbers")
         if type(self.switched) is not bool:
             raise _fault(f"switched={self.switched!r} must be true or false")
         seen = list(dict.fromkeys(given))
@@ -73,8 +67,6 @@ class Topology:
             raise _fault("switched, but there is one device only")
         object.__setattr__(self, "devices", tuple(seen.index(device) for device in given))
         object.__setattr__(self, "names", tuple(self.names))
-        numbers = list(dict.fromkeys(self.islands))
-        object.__setattr__(self, "islands", tuple(numbers.index(island) for island in self.islands))
         for name, kind in (("links", int), ("peers", bool)):
             object.__setattr__(self, name, _square(name, getattr(self, name), count, kind))
         for i in range(count):
@@ -133,19 +125,6 @@ class Topology:
         """Whether every device may reach every other's memory, by any way."""
         return all(all(row) for row in self.peers)
 
-    @property
-    def fast_islands(self) -> tuple[int, ...]:
-        """The island of each device, numbered as they first appear; nothing if there are none.
-
-        As `islands` says; else the devices that NVLinks join, if these join all of an island and no two islands. A
-        hybrid cube mesh has none: its kernels know its links.
-        """
-        if self.islands or self.kind in ("nvswitch", "fully_connected", "hybrid_cube_mesh", "pcie"):
-            return self.islands
-        size = range(len(self))
-        linked = [frozenset(j for j in size if self.links[i][j] or self.devices[i] == self.devices[j]) for i in size]
-        return classes(linked) or ()
-
     def of(self, devices: Sequence[int]) -> Topology:
         """The topology of a group whose rank r is on device `devices[r]` of this one; ranks may share a device.
 
@@ -156,16 +135,12 @@ class Topology:
             if type(device) is not int or not 0 <= device < len(self):
                 raise InvalidArgument(f"device {device!r} is not in this topology; it has 0 to {len(self) - 1}")
         on = tuple(self.devices[device] for device in chosen)
-        islands = tuple(self.islands[device] for device in chosen) if self.islands else ()
-        if len(set(islands)) < len(set(self.islands)) and len(set(islands)) == 1:
-            islands = ()  # as if the devices of one island had been looked at alone
         return Topology(
             links=tuple(tuple(self.links[a][b] for b in chosen) for a in chosen),
             peers=tuple(tuple(self.peers[a][b] for b in chosen) for a in chosen),
             switched=self.switched and len(set(on)) > 1,
             names=tuple(self.names[device] for device in chosen) if self.names else (),
             devices=on,
-            islands=islands,
         )
 
     @property
@@ -174,8 +149,7 @@ class Topology:
         links = "/".join(" ".join(map(str, row)) for row in self.links)
         peers = "/".join("".join("01"[reach] for reach in row) for row in self.peers)
         devices = " ".join(map(str, self.devices))
-        islands = f"; islands {' '.join(map(str, self.islands))}" if self.islands else ""
-        return f"devices {devices}; links {links}; peers {peers}; {'switched' if self.switched else 'direct'}{islands}"
+        return f"devices {devices}; links {links}; peers {peers}; {'switched' if self.switched else 'direct'}"
 
     @property
     def digest(self) -> str:
@@ -217,18 +191,7 @@ class Topology:
             fields["names"] = list(self.names)
         if len(set(self.devices)) < len(self):
             fields["devices"] = list(self.devices)
-        if self.islands:
-            fields["islands"] = list(self.islands)
         return render_json(fields)
-
-
-def classes(joined: Sequence[frozenset[int]]) -> tuple[int, ...] | None:
-    """The class of each device, numbered as they first appear; `joined[i]` are the devices that i is together with,
-    itself included. None if that is no division into classes."""
-    if any(joined[i] != joined[j] for i in range(len(joined)) for j in joined[i]):
-        return None
-    seen = list(dict.fromkeys(joined))
-    return tuple(seen.index(each) for each in joined)
 
 
 def _square(name: str, table: Any, count: int, kind: type) -> tuple[tuple[Any, ...], ...]:
@@ -267,6 +230,7 @@ def _parse_json(text: str, where: str) -> dict[str, Any]:
     if "unknown" in fields:
         raise InvalidArgument(f"{where} is of a machine whose links are not known: {fields['unknown']}")
     missing = [name for name in _NEEDED if name not in fields]
+    gone.refuse(*(f"{name} of a topology" for name in fields))
     strange = sorted(set(fields) - {*_NEEDED, *_OPTIONAL})
     if missing or strange:
         fault = f"there is no {', '.join(missing)}" if missing else f"{', '.join(strange)} is not known"
@@ -275,7 +239,7 @@ def _parse_json(text: str, where: str) -> dict[str, Any]:
         table = fields[name]
         if not isinstance(table, list) or not all(isinstance(row, list) for row in table):
             raise InvalidArgument(f"{where}: {name} must be a list of rows, each a list")
-    for name in ("names", "devices", "islands"):
+    for name in ("names", "devices"):
         if not isinstance(fields.get(name, []), list):
             raise InvalidArgument(f"{where}: {name} must be a list, one entry per device")
     return fields

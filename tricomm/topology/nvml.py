@@ -29,7 +29,6 @@ _ACTIVE, _CAN_PEER = 1, 0  # NVML_FEATURE_ENABLED, NVML_NVLINK_CAP_P2P_SUPPORTED
 _GPU, _SWITCH, _UNKNOWN = 0, 2, 255  # nvmlIntNvLinkDeviceType_t
 _OK, _READ, _WRITE, _NVLINK = 0, 0, 1, 2  # nvmlGpuP2PStatus_t and nvmlGpuP2PCapsIndex_t
 _COMPLETED = 3  # nvmlGpuFabricState_t
-_SYSTEM = 50  # nvmlGpuTopologyLevel_t: what joins two GPUs is the link between NUMA nodes
 _STATES = ("not supported", "not started", "in progress", "completed")
 _PCI_CLASSES = {0x0300: "gpu", 0x0302: "gpu", 0x0680: "switch"}
 _UUID_BYTES = 16
@@ -115,10 +114,6 @@ class MlPy:
 
     def device_get_p2p_status(self, device: int, peer: int, index: int) -> int:
         return int(self._module.nvmlDeviceGetP2PStatus(self._handle(device), self._handle(peer), index))
-
-    def device_get_topology_common_ancestor(self, device: int, peer: int) -> int:
-        level = self._module.nvmlDeviceGetTopologyCommonAncestor(self._handle(device), self._handle(peer))
-        return int(getattr(level, "value", level))  # a ctypes number in all versions so far
 
     def device_get_gpu_fabric_info_v(self, device: int) -> Any:
         kind = self._module.c_nvmlGpuFabricInfoV_t
@@ -236,11 +231,6 @@ class Nvml:
         """Whether NVML allows reading and writing the peer's memory, by any way; None if it does not tell."""
         answers = [self._ask("device_get_p2p_status", device, peer, index) for index in (_READ, _WRITE)]
         return None if None in answers else all(int(status) == _OK for status in answers)
-
-    def same_socket(self, device: int, peer: int) -> bool | None:
-        """Whether the way between two GPUs over PCIe stays on one NUMA node; None if NVML does not tell."""
-        level = self._ask("device_get_topology_common_ancestor", device, peer)
-        return None if level is None else int(level) < _SYSTEM
 
     def fabric(self, device: int) -> Fabric | None:
         """The GPU's state among NVSwitches; None if there is none (before Hopper) or NVML does not tell."""

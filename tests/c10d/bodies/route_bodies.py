@@ -59,17 +59,6 @@ def two_nodes(rank, world_size, tell, url):
     return *results, " ".join(lines)
 
 
-def uneven_nodes(rank, world_size, tell, url):
-    os.environ["TRICOMM_NODE_ID"] = f"node {rank // 2}"
-    os.environ["TRICOMM_LOG"] = "routing"
-    results = []
-    with default_group(rank, world_size, url, "kernels"):
-        x = torch.ones(3)
-        lines = _printed(lambda: results.append(_moved(lambda: dist.all_reduce(x))))
-        assert x[0] == 3
-    return *results, " ".join(lines)
-
-
 def one_wants_kernels(rank, world_size, tell, url):
     with default_group(rank, world_size, url, "kernels" if rank == 1 else "gloo"):
         x = torch.ones(3)

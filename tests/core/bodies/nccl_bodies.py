@@ -184,15 +184,14 @@ def without_memory_or_nccl(rank, world_size, tell, url, how):
 
 
 def nodes(rank, world_size, tell, url):
-    """Two hosts, as far as TRICOMM_NODE_ID goes: NCCL between them, the kernels in a group inside of one; all_reduce in
-    two levels."""
+    """Two hosts, as far as TRICOMM_NODE_ID goes: NCCL between them, the kernels in a group inside of one."""
     os.environ["TRICOMM_NODE_ID"] = f"host {rank // 2}"
     wrong = []
     with joined(rank, world_size, url) as comm:
         every_collective(comm, 2, torch.float32, wrong)
         reason = comm.explain("all_gather", 8).reason
         inside = [comm.split([0, 1]), comm.split([2, 3])][rank // 2]
-        assert set(tricomm.stats()["kernels"]) == {"all_reduce"} and "all_gather" in tricomm.stats()["nccl"]
+        assert tricomm.stats()["kernels"] == {} and {"all_gather", "all_reduce"} <= set(tricomm.stats()["nccl"])
         across = comm.split([3, 0])
         for group in (inside, across):
             if group is not None:

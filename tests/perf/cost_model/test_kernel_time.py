@@ -265,7 +265,6 @@ def test_json_of_every_collective() -> None:
         (("--sizes", "0"), "size '0'"),
         (("--check", "--gpu", "h100", "--json", "--sizes", "1K"), "so --gpu, --sizes would not be looked at"),
         (("--quantize", "fp8"), "--quantize: only rows of all_reduce_rms_norm have that, and asked for is all_reduce;"),
-        (("--nodes", "2", "--hidden", "64"), "--hidden: only rows of all_reduce_rms_norm have that"),
         (("--collective", "all_reduce_rms_norm", "--hidden", "1000", "--quantize", "nvfp4"),
          "all_reduce_rms_norm: rows of 1000 elements; nvfp4 needs a multiple of 16"),
     ],

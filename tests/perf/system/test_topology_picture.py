@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,14 +101,6 @@ def test_switches_and_shared_devices() -> None:
     ]
     assert "3 ranks on 2 devices" in draw(shapes.nvswitch(2).of([0, 0, 1]))
     assert "kind    fully_connected: NVLink between every pair" in draw(shapes.pcie(1))
-
-
-def test_islands() -> None:
-    two_sockets = replace(shapes.pcie(4), islands=(0, 1, 1, 0))
-    assert "islands GPU0 GPU3 | GPU1 GPU2" in draw(two_sockets).splitlines()
-    assert "islands 0:GPU0 1:GPU0 | 2:GPU1" in draw(two_sockets.of([0, 0, 1])).splitlines()
-    assert "islands GPU0 GPU1 | GPU2 GPU3" in draw(shapes.pairs(4)).splitlines()
-    assert not any("islands" in draw(t) for t in (shapes.pcie(4), shapes.dgx1v(), two_sockets.of([0, 3])))
 
 
 @pytest.mark.parametrize("topology", [shapes.pcie(2), shapes.pairs(4), shapes.dgx1v().of([0, 1, 2, 3])])

@@ -1,0 +1,31 @@
+"""Names that were removed, and what to use instead; whatever reads a name from a user asks this table first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tricomm.errors import InvalidArgument
+
+_BETWEEN_NODES = "NCCL (Gloo on CPUs) runs the calls of a group that spans nodes"
+
+# As an error calls it: an option, an argument, a field of a file, a command with its option.
+GONE = {
+    "Options(two_level)": f"leave it out; {_BETWEEN_NODES}",
+    "algorithm='two_level'": f"leave the algorithm open; {_BETWEEN_NODES}",
+    "tricomm predict --nodes": f"leave it out; {_BETWEEN_NODES}, and predict knows one node",
+    "islands of a topology": "leave the field out; no kernel distinguishes the ranks of a node",
+}
+
+
+def refuse(*names: str) -> None:
+    """Raises `InvalidArgument` if one of `names` is gone."""
+    for name in names:
+        if name in GONE:
+            raise InvalidArgument(f"{name} is gone: {GONE[name]}")
+
+
+def command(words: Sequence[str]) -> str:
+    """Why a command line, which was refused, is not known any more; empty if nothing in it is gone."""
+    given = {"tricomm", *(word.partition("=")[0] for word in words)}
+    gone = (name for name in GONE if name.startswith("tricomm ") and given.issuperset(name.split()))
+    return next((f"{name} is gone: {GONE[name]}" for name in gone), "")
