@@ -1,8 +1,8 @@
 """Registers the backend once torch has been imported, and keeps Dynamo out of tricomm once Dynamo has been imported.
 
 `import tricomm` alone imports neither torch, because `tricomm --help` needs none, nor Dynamo, which takes a second. If
-one of them has not been imported, a finder on `sys.meta_path` watches its import, and for torch also the imports of
-tricomm's modules. The finder acts when none of these is half imported, and then removes itself.
+one of them has not been imported, a finder on `sys.meta_path` watches its import, acts after it, and then removes
+itself.
 
 Dynamo calls a backend that is written in C++ and does not look inside. Without a rule it would trace ours: it would
 replace the code of a call by its own, whose errors the ranks do not share.
@@ -11,7 +11,6 @@ replace the code of a call by its own, whose errors the ranks do not share.
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -24,11 +23,11 @@ from types import ModuleType
 def install() -> None:
     """Do now what the modules that have been imported need, and the rest when they are imported."""
     _when("torch._dynamo", _keep_dynamo_out, "torch.compile traces into tricomm")
-    _when("torch", _register, "torch.distributed has no backend tricomm", "tricomm.")
+    _when("torch", _register, "torch.distributed has no backend tricomm")
 
 
 def _register() -> None:
-    import_module("tricomm.c10d").register()
+    import_module("tricomm.torch_backend").register()
 
 
 def _keep_dynamo_out() -> None:
@@ -39,26 +38,24 @@ def _keep_dynamo_out() -> None:
             add(room.name)
 
 
-def _when(module: str, act: Callable[[], None], otherwise: str, *prefixes: str) -> None:
+def _when(module: str, act: Callable[[], None], otherwise: str) -> None:
     if module in sys.modules:
         act()
     else:
-        sys.meta_path.insert(0, _ImportWatch(module, act, otherwise, prefixes))
+        sys.meta_path.insert(0, _ImportWatch(module, act, otherwise))
 
 
 class _ImportWatch(MetaPathFinder):
-    """Leaves the search to the other finders. After each import of `module`, or of one whose name begins with one of
-    `prefixes`, it checks whether it is time to act. `otherwise` says what a failure to act means."""
+    """Leaves the search to the other finders, and acts after the import of `module`. `otherwise` says what a failure to
+    act means."""
 
-    def __init__(self, module: str, act: Callable[[], None], otherwise: str, prefixes: tuple[str, ...]) -> None:
-        self._module, self._act, self._otherwise, self._prefixes = module, act, otherwise, prefixes
-        self._lock = threading.Lock()
-        self._loading = 0  # watched modules that are being executed, in any thread
+    def __init__(self, module: str, act: Callable[[], None], otherwise: str) -> None:
+        self._module, self._act, self._otherwise = module, act, otherwise
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self._module and not fullname.startswith(self._prefixes):
+        if fullname != self._module:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         specs = (finder.find_spec(fullname, path, target) for finder in others)
@@ -71,23 +68,11 @@ class _ImportWatch(MetaPathFinder):
         execute: Callable[[ModuleType], None] = loader.exec_module  # type: ignore[attr-defined]
 
         def exec_module(module: ModuleType) -> None:
-            with self._lock:
-                self._loading += 1
+            execute(module)
+            sys.meta_path.remove(self)
             try:
-                execute(module)
-            finally:
-                with self._lock:
-                    self._loading -= 1
-            self._look()
+                self._act()
+            except (ImportError, AttributeError) as error:  # the import that has just succeeded must not fail
+                warnings.warn(f"{self._otherwise}: {error}", ImportWarning, stacklevel=2)
 
         loader.exec_module = exec_module  # type: ignore[attr-defined]
-
-    def _look(self) -> None:
-        with self._lock:
-            if self._loading or self._module not in sys.modules or self not in sys.meta_path:
-                return
-            sys.meta_path.remove(self)
-        try:
-            self._act()
-        except (ImportError, AttributeError) as error:  # the import that has just succeeded must not fail
-            warnings.warn(f"{self._otherwise}: {error}", ImportWarning, stacklevel=2)

@@ -11,7 +11,6 @@ import torch
 
 from tricomm import threads
 from tricomm.c10d import call_queue as module
-from tricomm.c10d import register
 from tricomm.c10d.call_queue import CallQueue
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 
@@ -33,7 +32,6 @@ def blocked(calls, gate):
 
 def program(calls, early):
     """Names of the calls of callbacks in every way of attaching them, while their call runs (`early`) or after it."""
-    register()
     gate, heard, names, nested = threading.Event(), threading.Event(), [], []
     if not early:
         gate.set()
@@ -71,9 +69,7 @@ def test_a_call_is_named_by_the_program_whenever_its_callback_was_attached(calls
 
 
 def test_without_its_place_in_collect_all_a_callback_would_be_the_program(calls, monkeypatch):
-    register()
     monkeypatch.setattr(torch._C, "_collect_all", module.CallFuture.__init__.__globals__["_collect_all"])
-    monkeypatch.setattr("tricomm.c10d.register", lambda: None)
     names = []
     first = record(calls, names, async_op=True)
     first.wait()

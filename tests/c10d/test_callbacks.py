@@ -16,7 +16,6 @@ from tests import ranks
 from tests.c10d.bodies import callback_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
 from tricomm import threads
-from tricomm.c10d import register
 from tricomm.c10d.call_queue import CallQueue
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 
@@ -122,7 +121,6 @@ def test_a_callback_that_ends_its_thread_lets_later_ones_run(calls):
 
 
 def test_collect_all_refuses_what_torch_refuses(calls):
-    register()
     future = calls.run(lambda turn: None, "", [], True).get_future()
     for wrong in ([future, None], [future, 5], None):
         with pytest.raises((TypeError, RuntimeError)):

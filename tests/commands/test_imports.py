@@ -56,9 +56,16 @@ def test_without_the_hook_a_later_torch_has_no_backend() -> None:
 
 
 def test_a_backend_that_cannot_be_imported_does_not_break_the_import_of_torch() -> None:
-    code = "import sys, tricomm, warnings; warnings.simplefilter('always'); sys.modules['tricomm.c10d'] = None"
+    code = "import sys, tricomm, warnings; warnings.simplefilter('always'); sys.modules['tricomm.torch_backend'] = None"
     done = _python(f"{code}\nimport torch")
     assert done.returncode == 0 and "torch.distributed has no backend tricomm" in done.stderr, done.stderr
+
+
+def test_operators_exist_before_the_first_group() -> None:
+    code = "import torch, tricomm, sys; assert 'tricomm.c10d' not in sys.modules\n"
+    code += "assert callable(torch.ops.tricomm.all_reduce.default) and 'tricomm.c10d' in sys.modules\n"
+    done = _python(f"{code}assert not hasattr(torch.ops.tricomm, 'all_reduse')")
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_public_name_is_there_and_others_are_not() -> None:

@@ -1,0 +1,59 @@
+"""Registers the backend, the operators and `batch_isend_irecv` with torch. The first use imports `tricomm.c10d`.
+
+A process that only makes a `Communicator` never imports `tricomm.c10d`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import _OpNamespace
+from torch.distributed import distributed_c10d
+
+
+def register() -> None:
+    """Register "tricomm" for `dist.init_process_group`; idempotent. The entry point of torch >= 2.14 calls it too."""
+    if hasattr(dist.Backend, "TRICOMM"):
+        return
+    dist.Backend.register_backend("tricomm", _create, extended_api=True, devices=["cpu", "cuda"])
+    vars(torch.ops)["tricomm"] = _Operators("tricomm")
+    both: Any = dist, distributed_c10d
+    both[0].batch_isend_irecv = both[1].batch_isend_irecv = _together(dist.batch_isend_irecv)
+
+
+def _create(opts: Any, pg_options: Any) -> Any:
+    return import_module("tricomm.c10d.group_creation").create(opts, pg_options)
+
+
+class _Operators(_OpNamespace):
+    """`torch.ops.tricomm`. Operators work over groups of every backend, so they cannot wait for a group of ours."""
+
+    def __getattr__(self, op_name: str) -> Any:
+        if not op_name.startswith("__"):
+            import_module("tricomm.c10d.custom_ops")
+        return super().__getattr__(op_name)
+
+
+def _together(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    """`run`, torch's `batch_isend_irecv`, which lets NCCL run the messages of a batch together only if the group is no
+    subclass of `ProcessGroup`. Ungrouped, ranks that all send before they receive wait for each other for ever."""
+
+    @functools.wraps(run)
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        ops = p2p_op_list if isinstance(p2p_op_list, list) else []
+        groups = {(op.group or dist.group.WORLD) if isinstance(op, dist.P2POp) else None for op in ops}
+        group: Any = groups.pop() if len(groups) == 1 else None  # torch refuses messages of several groups
+        return group.batch(ops, run) if _is_ours(group) else run(p2p_op_list)
+
+    return batch_isend_irecv
+
+
+def _is_ours(group: Any) -> bool:
+    loaded = sys.modules.get("tricomm.c10d.process_group")
+    return loaded is not None and isinstance(group, loaded.TricommGroup)
