@@ -5,38 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 from tricomm import gone
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collective_specs import Collective
-from tricomm.kernels.collectives.all_gather_hybrid_cube_mesh import all_gather_hybrid_cube_mesh
-from tricomm.kernels.collectives.all_gather_multicast import all_gather_multicast
-from tricomm.kernels.collectives.all_gather_one_shot import all_gather_one_shot, all_gather_one_shot_zero_copy
-from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh import all_reduce_hybrid_cube_mesh
-from tricomm.kernels.collectives.all_reduce_hybrid_cube_mesh_two_shot import all_reduce_hybrid_cube_mesh_two_shot
-from tricomm.kernels.collectives.all_reduce_multicast import all_reduce_multicast, all_reduce_multicast_zero_copy
-from tricomm.kernels.collectives.all_reduce_one_shot import all_reduce_one_shot, all_reduce_one_shot_zero_copy
-from tricomm.kernels.collectives.all_reduce_rows_one_shot import all_reduce_rows_one_shot
-from tricomm.kernels.collectives.all_reduce_rows_two_shot import all_reduce_rows_two_shot
-from tricomm.kernels.collectives.all_reduce_two_shot import all_reduce_two_shot, all_reduce_two_shot_zero_copy
-from tricomm.kernels.collectives.all_to_all_one_shot import all_to_all_one_shot
-from tricomm.kernels.collectives.all_to_all_v_one_shot import all_to_all_v_one_shot
-from tricomm.kernels.collectives.barrier import barrier
-from tricomm.kernels.collectives.broadcast_multicast import broadcast_multicast
-from tricomm.kernels.collectives.broadcast_one_shot import broadcast_one_shot
-from tricomm.kernels.collectives.broadcast_two_shot import broadcast_two_shot
-from tricomm.kernels.collectives.gather_one_shot import gather_one_shot
-from tricomm.kernels.collectives.recv import recv
-from tricomm.kernels.collectives.reduce_one_shot import reduce_one_shot
-from tricomm.kernels.collectives.reduce_scatter_multicast import reduce_scatter_multicast
-from tricomm.kernels.collectives.reduce_scatter_one_shot import (
-    reduce_scatter_one_shot,
-    reduce_scatter_one_shot_zero_copy,
-)
-from tricomm.kernels.collectives.scatter_one_shot import scatter_one_shot
-from tricomm.kernels.collectives.send import send
 
 Cost = Callable[[int], Fraction]
 _LL, _LL128 = Fraction(2), Fraction(4, 3)  # bytes of words per byte of payload
@@ -45,7 +21,7 @@ CUBE_RANKS = 8
 
 @dataclass(frozen=True)
 class Kernel:
-    """One shipped kernel: `function` compiled for `protocol`.
+    """One shipped kernel: the function of its name, compiled for `protocol`.
 
     `written` and `read` are the bytes of the busiest rank to and from peers, per byte of its input (per byte of the
     message if there is a root), without headers, for a type of 32 bits or more, as functions of the world size.
@@ -56,7 +32,6 @@ class Kernel:
     collective: str
     algorithm: str
     protocol: str
-    function: Any
     written: Cost
     read: Cost
     hops: int
@@ -71,6 +46,14 @@ class Kernel:
         if self.pairwise:
             return f"{self.collective}_{self.protocol}"
         return f"{self.collective}_{self.algorithm}_{'zero_copy' if self.zero_copy else self.protocol}"
+
+    @cached_property
+    def function(self) -> Any:
+        """The device code: `all_reduce_one_shot` of `all_reduce_one_shot.py`. Imported on first use."""
+        collective = "all_reduce_rows" if self.collective in collective_specs.FUSED else self.collective
+        file = collective if self.pairwise or collective == "barrier" else f"{collective}_{self.algorithm}"
+        module = import_module(f"tricomm.kernels.collectives.{file}")
+        return getattr(module, f"{file}_zero_copy" if self.zero_copy else file)
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -194,95 +177,78 @@ def _times(factor: Fraction, cost: Cost) -> Cost:
     return lambda world_size: factor * cost(world_size)
 
 
-def _flagged(collective: str, algorithm: str, function: Any, cost: Cost, hops: int) -> tuple[Kernel, Kernel]:
+def _flagged(collective: str, algorithm: str, cost: Cost, hops: int) -> tuple[Kernel, Kernel]:
     """`ll` and `ll128`: words with flags of both widths, for `cost` bytes of payload."""
     return (
-        Kernel(collective, algorithm, "ll", function, _times(_LL, cost), _none, hops, 0),
-        Kernel(collective, algorithm, "ll128", function, _times(_LL128, cost), _none, hops, 0),
+        Kernel(collective, algorithm, "ll", _times(_LL, cost), _none, hops, 0),
+        Kernel(collective, algorithm, "ll128", _times(_LL128, cost), _none, hops, 0),
     )
 
 
-def _pushed(collective: str, function: Any, cost: Cost) -> tuple[Kernel, ...]:
+def _pushed(collective: str, cost: Cost) -> tuple[Kernel, ...]:
     """The entries of all protocols of a kernel that can push by each."""
-    return (
-        *_flagged(collective, "one_shot", function, cost, 1),
-        Kernel(collective, "one_shot", "simple", function, cost, _none, 1, 1),
-    )
+    return (*_flagged(collective, "one_shot", cost, 1), Kernel(collective, "one_shot", "simple", cost, _none, 1, 1))
 
 
 _CUBE, _CUBE_TWO_SHOT, _CUBE_ROWS = _fixed(Fraction(4)), _fixed(Fraction(7, 4)), _fixed(Fraction(7))
 
 KERNELS = (
-    *_flagged("all_reduce", "one_shot", all_reduce_one_shot, _peers, 1),
-    Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot, _none, _peers, 3, 1),
-    *_flagged("all_reduce", "two_shot", all_reduce_two_shot, _shards, 2),
-    Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot, _shards, _none, 2, 2),
-    *_flagged("all_reduce", "hybrid_cube_mesh", all_reduce_hybrid_cube_mesh, _CUBE, 2),
-    Kernel("all_reduce", "hybrid_cube_mesh", "simple", all_reduce_hybrid_cube_mesh, _CUBE, _none, 2, 2),
-    Kernel(
-        "all_reduce", "hybrid_cube_mesh_two_shot", "simple", all_reduce_hybrid_cube_mesh_two_shot,
-        _CUBE_TWO_SHOT, _none, 3, 3,
-    ),
-    *_flagged("all_gather", "one_shot", all_gather_one_shot, _peers, 1),
-    Kernel("all_gather", "one_shot", "simple", all_gather_one_shot, _none, _peers, 3, 1),
-    *_flagged("all_gather", "hybrid_cube_mesh", all_gather_hybrid_cube_mesh, _CUBE_ROWS, 2),
-    Kernel("all_gather", "hybrid_cube_mesh", "simple", all_gather_hybrid_cube_mesh, _CUBE_ROWS, _none, 2, 2),
-    *_pushed("reduce_scatter", reduce_scatter_one_shot, _rows),
-    *_pushed("broadcast", broadcast_one_shot, _peers),
-    Kernel("broadcast", "two_shot", "simple", broadcast_two_shot, _shards, _none, 2, 2),
-    *_pushed("reduce", reduce_one_shot, _once),
-    *_pushed("gather", gather_one_shot, _once),
-    *_pushed("scatter", scatter_one_shot, _rows),
-    *_pushed("all_to_all", all_to_all_one_shot, _rows),
-    *_pushed("all_to_all_v", all_to_all_v_one_shot, _rows),
-    Kernel("barrier", "one_shot", "simple", barrier, _none, _none, 1, 1),
-)  # fmt: skip
+    *_flagged("all_reduce", "one_shot", _peers, 1),
+    Kernel("all_reduce", "one_shot", "simple", _none, _peers, 3, 1),
+    *_flagged("all_reduce", "two_shot", _shards, 2),
+    Kernel("all_reduce", "two_shot", "simple", _shards, _none, 2, 2),
+    *_flagged("all_reduce", "hybrid_cube_mesh", _CUBE, 2),
+    Kernel("all_reduce", "hybrid_cube_mesh", "simple", _CUBE, _none, 2, 2),
+    Kernel("all_reduce", "hybrid_cube_mesh_two_shot", "simple", _CUBE_TWO_SHOT, _none, 3, 3),
+    *_flagged("all_gather", "one_shot", _peers, 1),
+    Kernel("all_gather", "one_shot", "simple", _none, _peers, 3, 1),
+    *_flagged("all_gather", "hybrid_cube_mesh", _CUBE_ROWS, 2),
+    Kernel("all_gather", "hybrid_cube_mesh", "simple", _CUBE_ROWS, _none, 2, 2),
+    *_pushed("reduce_scatter", _rows),
+    *_pushed("broadcast", _peers),
+    Kernel("broadcast", "two_shot", "simple", _shards, _none, 2, 2),
+    *_pushed("reduce", _once),
+    *_pushed("gather", _once),
+    *_pushed("scatter", _rows),
+    *_pushed("all_to_all", _rows),
+    *_pushed("all_to_all_v", _rows),
+    Kernel("barrier", "one_shot", "simple", _none, _none, 1, 1),
+)
 
 # Over symmetric memory, without a staging copy: in place by two shots, else by one.
 ZERO_COPY = (
-    Kernel("all_reduce", "one_shot", "simple", all_reduce_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
-    Kernel("all_reduce", "two_shot", "simple", all_reduce_two_shot_zero_copy, _rows, _rows, 5, 2, zero_copy=True),
-    Kernel("all_gather", "one_shot", "simple", all_gather_one_shot_zero_copy, _none, _peers, 4, 2, zero_copy=True),
-    Kernel(
-        "reduce_scatter", "one_shot", "simple", reduce_scatter_one_shot_zero_copy, _none, _rows, 4, 2, zero_copy=True
-    ),
+    Kernel("all_reduce", "one_shot", "simple", _none, _peers, 4, 2, zero_copy=True),
+    Kernel("all_reduce", "two_shot", "simple", _rows, _rows, 5, 2, zero_copy=True),
+    Kernel("all_gather", "one_shot", "simple", _none, _peers, 4, 2, zero_copy=True),
+    Kernel("reduce_scatter", "one_shot", "simple", _none, _rows, 4, 2, zero_copy=True),
 )
 
 # Through the switch, over memory with a multicast address.
 MULTICAST = (
-    Kernel("all_reduce", "multicast", "simple", all_reduce_multicast, _rows, _rows, 4, 2, switched=_switched),
-    Kernel("all_gather", "multicast", "simple", all_gather_multicast, _peers, _none, 1, 1, switched=_all),
-    Kernel(
-        "reduce_scatter", "multicast", "simple", reduce_scatter_multicast, _none, _rows, 3, 1,
-        switched=_fixed(Fraction(1)),
-    ),
-    Kernel("broadcast", "multicast", "simple", broadcast_multicast, _peers, _none, 1, 1, switched=_fixed(Fraction(1))),
-)  # fmt: skip
+    Kernel("all_reduce", "multicast", "simple", _rows, _rows, 4, 2, switched=_switched),
+    Kernel("all_gather", "multicast", "simple", _peers, _none, 1, 1, switched=_all),
+    Kernel("reduce_scatter", "multicast", "simple", _none, _rows, 3, 1, switched=_fixed(Fraction(1))),
+    Kernel("broadcast", "multicast", "simple", _peers, _none, 1, 1, switched=_fixed(Fraction(1))),
+)
 
 # The same over symmetric memory, of which input and output have multicast addresses.
 MULTICAST_ZERO_COPY = (
-    Kernel(
-        "all_reduce", "multicast", "simple", all_reduce_multicast_zero_copy, _rows, _rows, 5, 2, zero_copy=True,
-        switched=_switched,
-    ),
-)  # fmt: skip
+    Kernel("all_reduce", "multicast", "simple", _rows, _rows, 5, 2, zero_copy=True, switched=_switched),
+)
 
 # With an epilogue, of rows: RMSNorm and what goes with it, or a user's own.
 FUSED = tuple(
     kernel
     for name in collective_specs.FUSED
-    for kernel in (
-        *_flagged(name, "one_shot", all_reduce_rows_one_shot, _peers, 1),
-        *_flagged(name, "two_shot", all_reduce_rows_two_shot, _shards, 2),
-    )
+    for kernel in (*_flagged(name, "one_shot", _peers, 1), *_flagged(name, "two_shot", _shards, 2))
 )
 
 # Between two ranks; the costs are those of the busier one.
 MESSAGES = (
-    Kernel("send", "one_shot", "ll", send, _times(_LL, _once), _none, 1, 0),
-    Kernel("send", "one_shot", "simple", send, _once, _none, 1, 0),
-    Kernel("recv", "one_shot", "ll", recv, _none, _none, 1, 0),
-    Kernel("recv", "one_shot", "simple", recv, _none, _none, 1, 0),
+    Kernel("send", "one_shot", "ll", _times(_LL, _once), _none, 1, 0),
+    Kernel("send", "one_shot", "simple", _once, _none, 1, 0),
+    Kernel("recv", "one_shot", "ll", _none, _none, 1, 0),
+    Kernel("recv", "one_shot", "simple", _none, _none, 1, 0),
 )
 
 ALL = (*KERNELS, *ZERO_COPY, *MULTICAST, *MULTICAST_ZERO_COPY, *MESSAGES)
