@@ -9,10 +9,6 @@
                               what was sent, own counters
     slots                     of messages: [source][queue][slot], `slot` bytes each
 
-All of that is the slice of one channel (`Options.channels`), `slice` bytes. An arena has the slices of its channels one
-after another, and the peers' addresses in the group table of a channel are those of their slices of that channel.
-So channels share nothing, and no kernel knows that there are several. Messages use only the slice of channel 0.
-
 LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
 that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
 their messages are short: of a large arena LL gets a quarter at most, wide words an eighth, messages between two ranks
@@ -24,7 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from tricomm.errors import InvalidArgument
@@ -32,7 +28,6 @@ from tricomm.errors import InvalidArgument
 MAX_WORLD_SIZE = 16
 MAX_BLOCKS = 64
 VERSION = 6
-MAX_CHANNELS = 8
 PHASES = 3  # headers that a block may send a peer in one epoch
 
 # Words of the group table. Epoch, arrivals and busy are the kernels' own; the host writes them once, at the start.
@@ -56,13 +51,11 @@ QUEUE_STATE = 128
 ACKS, SENT, NEXT, RECEIVED_AHEAD, PLAIN = 8, 12, 13, 14, 15
 MAX_QUEUES = 16
 
-# Words of the control page that host and kernel share (host memory, mapped for a GPU), by channel: channel 0 has all of
-# them, the others the first 16 (`control_words`). For messages: the number of the running one, its peer (-1: any), the
-# number of the last one that has ended; from RECV_SOURCE on, the source of each message received from any rank, by the
-# message's number.
+# Words of the control page that host and kernel share (host memory, mapped for a GPU). For messages: the number of the
+# running one, its peer (-1: any), the number of the last one that has ended; from RECV_SOURCE on, the source of each
+# message received from any rank, by the message's number.
 ABORT, STATUS, STARTED, ENDED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(7)
 RECV_SOURCE, RECV_SOURCE_WORDS = 64, 256
-_CONTROL_WORDS, _MORE_CHANNELS = 16, RECV_SOURCE + RECV_SOURCE_WORDS
 
 # Status codes in the low byte of the status word.
 MISMATCH, OVERLAP, SPLITS, PENDING, MESSAGE_MISMATCH = 2, 3, 4, 5, 6
@@ -79,12 +72,10 @@ _LEAST_STEP, _LARGEST_STEP = 32768, 131072  # bytes: two halves of tiles of 2048
 
 @dataclass(frozen=True)
 class Layout:
-    """Offsets and sizes in bytes of one arena of `nbytes`; offsets are those in the slice of a channel."""
+    """Offsets and sizes in bytes of one arena of `nbytes`."""
 
     world_size: int
     nbytes: int
-    channels: int
-    slice: int
     ll: int
     ll_buffer: int
     wide: int
@@ -152,12 +143,6 @@ def tile_words(protocol: str, block: int) -> int:
     return block * 3 // 2 if protocol == "ll128" else block
 
 
-def control_words(channel: int) -> slice:
-    """The words of the control page that belong to `channel`."""
-    start = 0 if channel == 0 else _MORE_CHANNELS + (channel - 1) * _CONTROL_WORDS
-    return slice(start, _MORE_CHANNELS if channel == 0 else start + _CONTROL_WORDS)
-
-
 def piece_number(number: int) -> int:
     """`number`, counted on from a piece of a message, as those pieces are numbered: 2^32 is 4 again."""
     return number if number < EPOCH_LIMIT else number - (EPOCH_LIMIT - SLOTS)
@@ -195,39 +180,14 @@ def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[A
     return (table, *constants, *peers[rank:], *peers[:rank], *peers, *partners, *(peers[p] for p in partners))
 
 
-def plan(world_size: int, arena_bytes: int, channels: int = 1) -> Layout:
-    """Divide `arena_bytes` between the channels, and each one's slice between the mailboxes and messages. In a small
-    slice the mailboxes of `ll` and `simple` have the same size.
+def plan(world_size: int, arena_bytes: int) -> Layout:
+    """Divide `arena_bytes` between the mailboxes and messages. In a small arena the mailboxes of `ll` and `simple` have
+    the same size.
 
     Raises `InvalidArgument` if it is too small for the group.
     """
     if not 1 <= world_size <= MAX_WORLD_SIZE:
         raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
-    if channels == 1:
-        return _slice(world_size, arena_bytes)
-    room = arena_bytes // channels // _PAGE * _PAGE
-    try:
-        one = _slice(world_size, room)
-    except InvalidArgument:
-        least = max(MIN_ARENA, channels * -(-_least(world_size) // _PAGE) * _PAGE)
-        raise InvalidArgument(
-            f"arena_bytes={arena_bytes} is too small for channels={channels} of {world_size} ranks: at least {least} "
-            "bytes are needed, or fewer channels"
-        ) from None
-    return replace(one, nbytes=(channels - 1) * room + one.nbytes, channels=channels, slice=room)
-
-
-def _least(world_size: int) -> int:
-    """Bytes of the smallest slice."""
-    return _headers_end(world_size) + world_size * (_LEAST_STATE + _LEAST_BUFFER * 18 // 4)
-
-
-def _headers_end(world_size: int) -> int:
-    return -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // _PAGE) * _PAGE
-
-
-def _slice(world_size: int, arena_bytes: int) -> Layout:
-    """A channel's slice of at most `arena_bytes`, as an arena of its own."""
     ll = _headers_end(world_size)
     good = world_size * (QUEUE_STATE + SLOTS * _GOOD_SLOT)
     large = 8 * good <= arena_bytes
@@ -255,21 +215,17 @@ def _slice(world_size: int, arena_bytes: int) -> Layout:
     slots = states + world_size * queues * QUEUE_STATE
     nbytes = slots + world_size * queues * SLOTS * slot
     return Layout(
-        world_size,
-        nbytes,
-        1,
-        nbytes,
-        ll,
-        ll_buffer,
-        wide,
-        wide_buffer,
-        simple,
-        simple_buffer,
-        states,
-        queues,
-        slots,
-        slot,
+        world_size, nbytes, ll, ll_buffer, wide, wide_buffer, simple, simple_buffer, states, queues, slots, slot
     )
+
+
+def _least(world_size: int) -> int:
+    """Bytes of the smallest arena."""
+    return _headers_end(world_size) + world_size * (_LEAST_STATE + _LEAST_BUFFER * 18 // 4)
+
+
+def _headers_end(world_size: int) -> int:
+    return -(-(HEADERS + 8 * PHASES * 2 * world_size * MAX_BLOCKS) // _PAGE) * _PAGE
 
 
 def _power_of_two(nbytes: int) -> int:

@@ -97,7 +97,6 @@ class ControlPage:
         self._step = 0
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
         self._exchanging = threading.Lock()
-        self.held_channels = 1  # how many, from 0 on, see no call of this rank during an exchange
         self.doing: Callable[[int], str] = _nothing  # what may be keeping a rank from an exchange
         self.device_words = self._pages[rank].device_address
         self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
@@ -153,13 +152,12 @@ class ControlPage:
     def state(self, rank: int) -> RankState:
         return RankState(self._page(rank).state)
 
-    def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
-        """announce(sequence, packed) publishes this rank's call number `sequence` of one of `channels` channels; the
-        last 8 of each stay readable.
+    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
+        """announce(sequence, packed) publishes this rank's call number `sequence`; the last 8 stay readable.
 
         For use in this process, and before `close`: it checks nothing, because every collective calls it.
         """
-        return self._own().announcer(channel, channels)
+        return self._own().announcer()
 
     def announce_message(self, message: Descriptor) -> None:
         """Publish what this rank sends or receives as its message number `message.sequence`."""
@@ -169,17 +167,17 @@ class ControlPage:
         """The rank's last 8 messages, in order."""
         return self._page(rank).messages()
 
-    def last(self, rank: int, channel: int = 0) -> Descriptor | None:
-        """The rank's latest call in `channel`; None if it has made none."""
-        return self._page(rank).last(channel)
+    def last(self, rank: int) -> Descriptor | None:
+        """The rank's latest call; None if it has made none."""
+        return self._page(rank).last()
 
-    def called(self, rank: int, sequence: int, channel: int = 0) -> Descriptor | None:
-        """Call number `sequence` of a rank's channel; None if it has not made it, or if it is more than 8 calls ago."""
-        return self._page(rank).called(sequence, channel)
+    def called(self, rank: int, sequence: int) -> Descriptor | None:
+        """Call number `sequence` of a rank; None if it has not made it, or if it is more than 8 calls ago."""
+        return self._page(rank).called(sequence)
 
-    def sequence(self, rank: int, channel: int = 0) -> int:
-        """Number of the latest call of a rank's channel; 0 before the first."""
-        return self._page(rank).sequence(channel)
+    def sequence(self, rank: int) -> int:
+        """Number of the rank's latest call; 0 before the first."""
+        return self._page(rank).sequence()
 
     def raise_fault(self, fault: Fault) -> None:
         """Publish why this rank aborts the group. The first fault stays; its text is cut to what fits."""
@@ -324,12 +322,9 @@ class ControlPage:
             raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is in {ahead} instead")
 
     def _ahead(self, rank: int) -> str:
-        """The call of `rank` in one of the held channels that this rank has not made; empty if there is none."""
-        for channel in range(self.held_channels):
-            call = self.last(rank, channel)
-            if call is not None and call.sequence > self.sequence(self.rank, channel):
-                return call.text() + (f" of channel {channel}" if channel else "")
-        return ""
+        """The call of `rank` that this rank has not made; empty if there is none."""
+        call = self.last(rank)
+        return call.text() if call is not None and call.sequence > self.sequence(self.rank) else ""
 
     def _from(self, rank: int, mine: ExchangeMessage) -> dict[int, bytes]:
         theirs = self._page(rank).posted(mine.step)

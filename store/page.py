@@ -2,12 +2,11 @@
 
     page 0   identity (written once, before any rank attaches); state, heartbeat (one word each); fault
     page 1   512 words shared between this rank and its kernels; peers read them
-    page 2   one word for each of a channel's last 8 calls (sequence number, number of its descriptor), and then the
-             last call's word again
+    page 2   one word for each of the last 8 calls (sequence number, number of its descriptor), and then the last call's
+             word again
     page 3   exchange slot of even steps;  page 4: of odd steps
     page 5   ring of the last 8 descriptors of messages, by the message's number
-    page 6+  descriptors of calls, by their number: all calls of a plan share one, so that a call writes two words. Each
-             channel has an equal share of the places
+    page 6+  descriptors of calls, by their number: all calls of a plan share one, so that a call writes two words
 
 One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
 Anything longer is a record with its own length, CRC-32 and the number that it was written for, so a reader needs no
@@ -47,7 +46,7 @@ _NUMBER = struct.Struct("<q")
 _STATE, _HEARTBEAT, _FAULTED = 16, 17, 18  # word numbers in page 0
 _FAULT_AT, _FAULT_TEXT = 256, 2048
 _DEVICE_AT, _RING_AT, _SLOTS_AT, _MESSAGES_AT, _PLACES_AT = (n * PAGE_BYTES for n in (1, 2, 3, 5, 6))
-_RING, _CALL_WORDS = _RING_AT // 8, 2 * RING  # the first channel's word number, and how many words each one has
+_RING = _RING_AT // 8  # word number
 _ENTRY = PAGE_BYTES // RING
 _PLACE = 256
 _PLACES = (NBYTES - _PLACES_AT) // _PLACE  # a power of two, so that a number's lower bits tell its place
@@ -126,7 +125,7 @@ class Page:
         self.device_address = address + _DEVICE_AT
         self._buffer = buffer
         self._words = buffer.cast("q")
-        self._places: dict[int, _Places] = {}  # by channel
+        self._places: _Places | None = None
 
     def identify(self, rank: int, world_size: int, nonce: bytes, pid: int, start_time: int) -> None:
         self._buffer[: _IDENTITY.size] = _IDENTITY.pack(_MAGIC, rank, world_size, nonce, pid, start_time)
@@ -153,19 +152,17 @@ class Page:
     def beat(self) -> None:
         self._words[_HEARTBEAT] = time.monotonic_ns()
 
-    def sequence(self, channel: int = 0) -> int:
-        return self._words[_ring(channel) + RING] >> _BITS
+    def sequence(self) -> int:
+        return self._words[_RING + RING] >> _BITS
 
     def device_words(self) -> NDArray[np.int64]:
         return np.frombuffer(self._buffer, np.int64, WORDS, _DEVICE_AT)
 
-    def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
-        """announce(sequence, packed) publishes call number `sequence` of one of `channels` channels, with its
-        `Descriptor.packed`; from one thread at a time. Built for speed, because every collective calls it."""
-        words, ring = self._words, _ring(channel)
-        latest = ring + RING
-        share = _PLACES // channels
-        places = self._places.setdefault(channel, _Places(self._buffer, ring, channel * share, share))
+    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
+        """announce(sequence, packed) publishes call number `sequence`, with its `Descriptor.packed`; from one thread at
+        a time. Built for speed, because every collective calls it."""
+        words, ring, latest = self._words, _RING, _RING + RING
+        self._places = places = self._places or _Places(self._buffer)
         numbers, place = places.numbers, places.place
 
         def announce(sequence: int, packed: PackedDescriptor) -> None:
@@ -187,9 +184,9 @@ class Page:
         messages = [self._descriptor(_MESSAGES_AT + n * _ENTRY) for n in range(RING)]
         return sorted((m for m in messages if m is not None), key=lambda m: m.sequence)
 
-    def called(self, sequence: int, channel: int = 0) -> Descriptor | None:
-        """The channel's call number `sequence`; None if there was none, or if it is too long ago."""
-        word = self._words[_ring(channel) + sequence % RING]
+    def called(self, sequence: int) -> Descriptor | None:
+        """Call number `sequence`; None if there was none, or if it is too long ago."""
+        word = self._words[_RING + sequence % RING]
         number = word & _LOWER
         call = self._descriptor(_PLACES_AT + number % _PLACES * _PLACE) if word >> _BITS == sequence else None
         # With another number its place has been reused, so the call is no longer among the last ones.
@@ -202,11 +199,11 @@ class Page:
         fields: list[Any] = [_text(f) if isinstance(f, bytes) else f for f in _DESCRIPTOR.unpack(data)]
         return Descriptor(fields.pop(), *fields)
 
-    def last(self, channel: int = 0) -> Descriptor | None:
+    def last(self) -> Descriptor | None:
         for _ in range(_TRIES):  # its rank may keep calling, and overwrite the descriptor that is read
-            sequence = self.sequence(channel)
-            call = self.called(sequence, channel)
-            if call is not None or sequence == self.sequence(channel):
+            sequence = self.sequence()
+            call = self.called(sequence)
+            if call is not None or sequence == self.sequence():
                 return call
         return None
 
@@ -261,45 +258,39 @@ class Page:
 
 
 class _Places:
-    """The `count` places, from number `first` on, that hold one channel's descriptors. `numbers`: for each descriptor
-    that has a place, the lower bits of its number."""
+    """The places that hold the descriptors of calls. `numbers`: for each descriptor that has a place, the lower bits of
+    its number."""
 
-    def __init__(self, buffer: memoryview, ring: int, first: int, count: int) -> None:
+    def __init__(self, buffer: memoryview) -> None:
         self.numbers: dict[PackedDescriptor, int] = {}
-        self._buffer, self._words, self._ring, self._first = buffer, buffer.cast("q"), ring, first
-        self._placed: list[PackedDescriptor | None] = [None] * count
+        self._buffer, self._words = buffer, buffer.cast("q")
+        self._placed: list[PackedDescriptor | None] = [None] * _PLACES
         self._turn = -1
 
     def place(self, sequence: int, packed: PackedDescriptor) -> int:
         """Write the descriptor of call `sequence`; returns the lower bits of its number. It replaces the oldest one to
         which none of the last calls refers."""
-        named, count = self._named(sequence), len(self._placed)
+        named = self._named(sequence)
         self._turn += 1
-        while self._first + self._turn % count in named:
+        while self._turn % _PLACES in named:
             self._turn += 1
-        at, round_ = self._turn % count, self._turn // count
-        number = (round_ * _PLACES + self._first + at) & _LOWER
+        at, number = self._turn % _PLACES, self._turn & _LOWER
         before, self._placed[at] = self._placed[at], packed
         if before is not None:
             self.numbers.pop(before, None)
-        _write(self._buffer, _PLACES_AT + (self._first + at) * _PLACE, number, packed)
+        _write(self._buffer, _PLACES_AT + at * _PLACE, number, packed)
         self.numbers[packed] = number
         return number
 
     def _named(self, sequence: int) -> set[int]:
         """The places of the last calls' descriptors, except that of the call whose word call `sequence` overwrites."""
-        others = (self._words[self._ring + n] for n in range(RING) if n != sequence % RING)
+        others = (self._words[_RING + n] for n in range(RING) if n != sequence % RING)
         return {(word & _LOWER) % _PLACES for word in others}
 
 
 def _write(buffer: memoryview, at: int, number: int, packed: PackedDescriptor) -> None:
     crc = zlib.crc32(_NUMBER.pack(number), packed.crc)
     _NUMBERED.pack_into(buffer, at, _DESCRIPTOR.size, crc, packed.text, number)
-
-
-def _ring(channel: int) -> int:
-    """The number of the first word of a channel's last calls."""
-    return _RING + channel * _CALL_WORDS
 
 
 def _slot_at(step: int) -> int:

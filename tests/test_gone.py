@@ -18,7 +18,7 @@ from tricomm.topology import presets
 from tricomm.topology.model import Topology
 
 
-@pytest.mark.parametrize("option", ["two_level"])
+@pytest.mark.parametrize("option", ["two_level", "channels"])
 def test_options(option):
     with pytest.raises(InvalidArgument, match=rf"Options\({option}\) is gone: leave it out"):
         Options(**{option: 1})

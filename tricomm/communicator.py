@@ -21,19 +21,19 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tricomm import arguments
 from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import pick_device
-from tricomm.core.channels.channel import Channels
 from tricomm.core.collectives import Collectives
 from tricomm.core.entry_guard import by_hand, entry, fact, guarded, set_up
+from tricomm.core.faults import Faults
 from tricomm.core.fused.fused_collectives import FusedCollectives
 from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
-from tricomm.core.monitor import FallbackBackend
 from tricomm.core.planner import Planner
 from tricomm.core.point_to_point import PointToPoint
 from tricomm.core.runtime import PROCESSES, Runtime
 from tricomm.core.suspension import Suspension
 from tricomm.core.user_kernels import UserKernels
+from tricomm.core.watch.monitor import FallbackBackend
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -99,7 +99,7 @@ class Communicator:
             self._assemble(undo, Group(shared, device, limit, options, PROCESSES), store, decided)
             if self._gpu is None:  # a GPU may still run kernels
                 release = partial(self._group.drop, self._monitor.stop)
-                weakref.finalize(self._channels, self._monitor.abandon, release).atexit = False
+                weakref.finalize(self, self._monitor.abandon, release).atexit = False
             shared.control.exchange(b"", "the communicator", limit)  # every rank has it, or none
 
         set_up(make)
@@ -123,22 +123,23 @@ class Communicator:
         self._store = store  # kept alive: if this rank hosts it, another one may still be at the rendezvous
         self.stream: Any = None  # a rank's own, if all ranks are in one process
         tuned = group.runtime.table(group.control, group.device_class, group.device, group.topology, group.timeout)
-        limits = group.timeout, group.options.stall_timeout
-        monitor = group.runtime.monitor(group.control, *limits, len(group.channels))
+        monitor = group.runtime.monitor(group.control, group.timeout, group.options.stall_timeout)
         undo.callback(monitor.stop)
         undo.callback(_live.discard, self)
         activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
         activity.held = group.memory
         publish.add(activity)
-        self._channels = Channels(group, monitor, activity, tuned, decided)
-        first = self._channels.first
-        faults, launcher, planner = first.faults, first.launcher, first.planner
+        faults = Faults(group, monitor)
+        launcher = Launcher(group, faults, monitor)
+        planner = Planner(group, faults, launcher, monitor, activity, tuned, decided)
         self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
         self._guard, self._planner = launcher.guard, planner
-        self._collectives, self._fused, self._rows = first.collectives, first.fused, first.rows
+        self._collectives = Collectives(group, faults, planner, launcher)
+        self._fused = FusedCollectives(group, faults, planner, launcher)
+        self._rows = RowCollectives(group, faults, planner, launcher)
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
-        self._suspension = Suspension(group, faults, self._channels, self._messages)
+        self._suspension = Suspension(group, faults, launcher, self._messages)
         monitor.start(self._messages.describe)
         _live.add(self)
 
@@ -168,7 +169,6 @@ class Communicator:
     launch = entry(UserKernels.launch, "_user_kernels")
     suspend = entry(Suspension.suspend, "_suspension")
     resume = entry(Suspension.resume, "_suspension")
-    channel = entry(Channels.channel, "_channels")
     synchronize = entry(Launcher.synchronize, "_launcher")
     announce = entry(Launcher.announce, "_launcher")
     withdraw = entry(Launcher.withdraw, "_launcher")
@@ -176,19 +176,12 @@ class Communicator:
     use_table = entry(Planner.use_table, "_planner")
     time_calls = entry(Planner.time_calls, "_planner")
 
-    def side_by_side(self, *functions: Callable[[], Any]) -> list[Any]:
-        """Run `functions` at once and return their results: each on a stream of its own, on a CPU in a thread.
-
-        Each takes no arguments and makes its calls in a channel of its own. Raises the error of the first function that
-        failed, and `InvalidArgument` for an argument that is not callable and during the capture of a CUDA graph.
-        """
-        return self._channels.side_by_side(functions)
-
     @guarded
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of `ranks` of this one, in that order; called by all ranks with the same list.
 
-        Members get it, with this one's device, timeout and options, and close it themselves; the others get None. The
+        Members get it, with this one's device, timeout and options, and close it themselves; the others get None. Its
+        calls are not ordered with this one's: `split(range(world_size))` is for calls at the same time. The
         ranks meet over this communicator's store, which has to be alive. Raises `InvalidArgument` on all ranks for a
         bad list, or one that differs between ranks (the group stays usable), and otherwise as `Communicator` does.
         """
@@ -319,7 +312,7 @@ class Communicator:
         _live.discard(self)
         if os.getpid() != group.pid:
             return
-        if not self._channels.drained():
+        if not self._launcher.drained():
             log.error("%s: a kernel has not left within %g s; its memory is kept", self, LEAVE_SECONDS)
             if not group.simulated:  # interpreted, its own thread holds on to the group
                 _kept.append(self)
@@ -329,7 +322,7 @@ class Communicator:
             return
         self._activity.collect()
         with ExitStack() as undo:
-            if self._channels.captured:
+            if self._launcher.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read
                 group.leave_to_graphs(undo)
                 undo.callback(monitor.stop)
@@ -340,7 +333,7 @@ class Communicator:
             group.release(undo, acknowledged)
             undo.callback(lambda: nccl.end(self._planner.nccl, monitor.fault is not None, LEAVE_SECONDS))
             undo.callback(monitor.stop)
-            self._channels.forget()
+            self._planner.forget()
             group.forget_views()
 
 

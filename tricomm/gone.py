@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from tricomm.errors import InvalidArgument
 
 _BETWEEN_NODES = "NCCL (Gloo on CPUs) runs the calls of a group that spans nodes"
+_AT_ONCE = "for calls at the same time make a second communicator, comm.split(range(comm.world_size))"
 
 # As an error calls it: an option, an argument, a field of a file, a command with its option.
 GONE = {
     "Options(two_level)": f"leave it out; {_BETWEEN_NODES}",
+    "Options(channels)": f"leave it out; {_AT_ONCE}",
     "algorithm='two_level'": f"leave the algorithm open; {_BETWEEN_NODES}",
     "tricomm predict --nodes": f"leave it out; {_BETWEEN_NODES}, and predict knows one node",
     "islands of a topology": "leave the field out; no kernel distinguishes the ranks of a node",

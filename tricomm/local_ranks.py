@@ -13,7 +13,6 @@ from tricomm import env
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
 from tricomm.core.runtime import Processes
-from tricomm.core.topology_agreement import MOST_QUEUES, QUEUES_A_CHANNEL
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options, seconds
@@ -23,6 +22,8 @@ from tricomm.store.handshake import handshake
 from tricomm.store.local_arena import LocalArena, LocalGroup
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MOST_QUEUES = 32  # the most hardware queues that CUDA maps streams to
+_QUEUES_A_STREAM = 4  # torch makes its streams in turn for four priorities, and a program uses those of one
 
 
 class _OneProcess(Processes):
@@ -50,14 +51,14 @@ def local(
     """
     options = options or Options()
     limit = options.timeout if timeout is None else seconds(timeout, "timeout")
-    _check_queues(world_size, options.channels)
+    _check_queues(world_size)
     gpu = pick_device(device)
     if gpu.type != "cuda":
         raise InvalidArgument(
             "local: on a CPU a call returns only when all ranks have made it, so ranks of one process take turns: use "
             "tricomm.simulate(fn, world_size)"
         )
-    plan = layout.plan(world_size, options.arena_bytes, options.channels)
+    plan = layout.plan(world_size, options.arena_bytes)
     launch_shapes.check_device(gpu.type, plan, options.tile)
     agreed = options.agreed(plan, gpu.type)
     store = HashStore()
@@ -85,16 +86,16 @@ def local(
     return comms
 
 
-def _check_queues(world_size: int, channels: int) -> None:
+def _check_queues(world_size: int) -> None:
     """Two ranks whose streams share a hardware queue would wait for each other for ever: one's kernel is behind the
     other's. Raises `InvalidArgument`; the driver reads the variable once, when it starts."""
     if not torch.cuda.is_initialized():
-        env.default(_CONNECTIONS, str(MOST_QUEUES))
+        env.default(_CONNECTIONS, str(_MOST_QUEUES))
         env.default("CUDA_MODULE_LOADING", "EAGER")
     connections = env.hardware_queues()
-    needed = min(QUEUES_A_CHANNEL * world_size * channels, MOST_QUEUES)
+    needed = min(_QUEUES_A_STREAM * world_size, _MOST_QUEUES)
     if world_size > 1 and connections < needed:
         raise InvalidArgument(
             f"local: {world_size} ranks on streams of one GPU need {needed} hardware queues, and CUDA has started with "
-            f"{connections}: set {_CONNECTIONS}={MOST_QUEUES} and CUDA_MODULE_LOADING=EAGER before CUDA starts"
+            f"{connections}: set {_CONNECTIONS}={_MOST_QUEUES} and CUDA_MODULE_LOADING=EAGER before CUDA starts"
         )

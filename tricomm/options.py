@@ -25,8 +25,6 @@ class Options:
     timeout        seconds that a call may take before `CollectiveTimeout`; also the limit of the rendezvous
     stall_timeout  seconds without a sign of life from a peer, while it is needed, before `PeerStalled`
     arena_bytes    memory per rank that peers can reach: headers and mailboxes; longer messages go in chunks
-    channels       how many calls can run side by side (docs/channels.md), 1 to 8: each has a part of the arena, and of
-                   the blocks that a GPU holds at once. `Communicator.channel` gives them
     max_blocks     upper limit of a kernel's grid, of NCCL's, too; None: what is surely resident at once
     max_registers  upper limit of a kernel's registers a thread, 128 or more: below 255 only kernels that have a compact
                    form are chosen (docs/tuning.md, beside other work); None: 255
@@ -49,7 +47,6 @@ class Options:
     timeout: float = 600.0
     stall_timeout: float = 30.0
     arena_bytes: int = 64 * 1024 * 1024
-    channels: int = 1
     max_blocks: int | None = None
     max_registers: int | None = None
     beside_compute: bool = False
@@ -76,7 +73,6 @@ class Options:
         for name in ("timeout", "stall_timeout"):
             object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
         self._whole("arena_bytes", layout.MIN_ARENA, 1 << 40)
-        self._whole("channels", 1, layout.MAX_CHANNELS)
         self._whole("max_blocks", 1, layout.MAX_BLOCKS)
         self._whole("max_registers", COMPACT_REGISTERS, MOST_REGISTERS)
         if self.beside_compute:

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from tricomm.core.channels.side_by_side import Functions, on_streams
 from tricomm.core.entry_guard import CallLock
 from tricomm.core.launch_plan import LaunchPlan, Request
-from tricomm.core.monitor import Monitor
 from tricomm.core.topology_agreement import DeviceFacts
+from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled import torch_cuda, user_launch
 from tricomm.explorer.compiled.driver import SimulatedDriver
@@ -52,7 +51,7 @@ def checked_options(world_size: int, options: Options | None) -> Options:
     if options is None:
         return smallest
     try:
-        plan = layout.plan(world_size, options.arena_bytes, options.channels)
+        plan = layout.plan(world_size, options.arena_bytes)
         launch_shapes.check_device("cuda", plan, options.tile)
     except InvalidArgument as error:
         raise InvalidArgument(
@@ -220,18 +219,14 @@ class CompiledRuntime:
 
         return run
 
-    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
-        return self._interpreted.planned(request, plan, channel)
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
+        return self._interpreted.planned(request, plan)
 
     def call_lock(self) -> CallLock:
         return self._interpreted.call_lock()
 
-    def side_by_side(self, functions: Functions, gpu: Any) -> list[Any]:
-        self._world.turns.refuse_strangers(self._rank)
-        return on_streams(self._gpu, functions)
-
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
-        return self._interpreted.monitor(control, timeout, stall_timeout, channels)
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        return self._interpreted.monitor(control, timeout, stall_timeout)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,

@@ -20,7 +20,7 @@ import numpy as np
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.access_kinds import PLAIN, kind_of, same_size, scope_of
 from tricomm.explorer.memory_model.clocks import ACQUIRES, SEEN, STRICT, Message, Thread
-from tricomm.explorer.memory_model.regions import Array, Place, Region, slices
+from tricomm.explorer.memory_model.regions import Array, Place, Region
 from tricomm.explorer.memory_model.rest import not_at_rest
 from tricomm.explorer.memory_model.shadow import SCOPES, Clash, Index, LastByKind, Shadow
 from tricomm.explorer.memory_model.source_lines import Site
@@ -52,7 +52,7 @@ class Detector:
         self.records: list[Record] = []
         self.step = 0
         self._slots = 4 * world_size
-        self._threads: dict[tuple[int, int, int], Thread] = {}
+        self._threads: dict[tuple[int, int], Thread] = {}
         self._messages: list[Message] = []
         self._ranks = np.zeros(self._slots, np.int32)
         self._meetings: dict[int, list[Array]] = {}
@@ -62,20 +62,20 @@ class Detector:
 
     # Vector clocks
 
-    def thread(self, rank: int, block: int, strand: int = 0) -> Thread:
+    def thread(self, rank: int, block: int) -> Thread:
         """The clock of a block, or of a rank's host code (block -1)."""
-        thread = self._threads.get((rank, block, strand))
+        thread = self._threads.get((rank, block))
         if thread is None:
             slot = len(self._threads)
             if slot >= self._slots:
                 self._widen()
             self._ranks[slot] = rank
-            thread = self._threads[rank, block, strand] = Thread(slot, rank, np.zeros((4, self._slots), np.int32))
+            thread = self._threads[rank, block] = Thread(slot, rank, np.zeros((4, self._slots), np.int32))
         return thread
 
     def begin(self, launch: Launch) -> None:
         """A launch begins with the clock of its rank's host code, which includes earlier launches."""
-        host = self._host(launch)
+        host = self.thread(launch.rank, -1)
         blocks = [self._of(task) for task in launch.blocks]  # may widen the clocks
         known = host.now
         host.tick()
@@ -83,40 +83,13 @@ class Detector:
             block.begin(known)
 
     def end(self, launch: Launch) -> None:
-        host = self._host(launch)
+        host = self.thread(launch.rank, -1)
         for task in launch.blocks:
             np.maximum(host.now, self._of(task).finish(), out=host.now)
         host.tick()
 
-    def forked(self, host: Task, side: Task) -> None:
-        """Host code has started other host code of its rank, which runs concurrently."""
-        begun, clock = self._of(side), self._of(host)
-        begun.begin(clock.now)
-        clock.tick()
-
-    def joined(self, host: Task, side: Task) -> None:
-        """Host code has waited for the end of `side`."""
-        clock = self._of(host)
-        np.maximum(clock.now, self._of(side).finish(), out=clock.now)
-        clock.tick()
-
-    def released(self, host: Task) -> Array:
-        """Host code releases a lock. Returns the clock for the next owner."""
-        clock = self._of(host)
-        known = clock.now.copy()
-        clock.tick()
-        return known
-
-    def acquired(self, host: Task, known: Array) -> None:
-        """Host code has acquired a lock that was released at the clock `known`."""
-        clock = self._of(host)
-        np.maximum(clock.now[: known.size], known, out=clock.now[: known.size])
-
-    def _host(self, launch: Launch) -> Thread:
-        return self.thread(launch.rank, -1, launch.host.strand if launch.host is not None else 0)
-
     def _of(self, task: Task) -> Thread:
-        return self.thread(task.rank, task.block, task.strand)
+        return self.thread(task.rank, task.block)
 
     def met(self, rank: int, step: int, after: bool) -> None:
         """Host code has entered exchange number `step` of the group, or has left it with the values of all ranks."""
@@ -163,11 +136,9 @@ class Detector:
         for place in places:
             self._write(thread, access, place, stamp.record, stamp.message, True, stamp.time)
 
-    def host_access(
-        self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int, site: Site, strand: int = 0
-    ) -> None:  # fmt: skip
+    def host_access(self, rank: int, write: bool, region: Region, offsets: Array, itemsize: int, site: Site) -> None:
         """Host code has read or written shared memory."""
-        thread = self.thread(rank, -1, strand)
+        thread = self.thread(rank, -1)
         nothing = np.zeros(0, bool)
         access = Access("store" if write else "load", nothing, offsets, itemsize, None, None, lambda lanes: None)
         label = region.label(int(offsets[0]))
@@ -206,9 +177,8 @@ class Detector:
                 if record.rank != region.rank and region.bytes[start : start + shadow.granule].any():
                     self.report(diagnosis.leftover(record, region.label(start)))
                     break
-        for start in slices(arenas):
-            for finding in not_at_rest(arenas, start):
-                self.report(finding)
+        for finding in not_at_rest(arenas):
+            self.report(finding)
 
     def close(self) -> None:
         """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,7 @@ _TABLE = {
     layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message_arrivals", layout.QUEUE_STATES: "queue_states",
     layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.QUEUES: "queues",
 }  # fmt: skip
-_ABORT_WORDS = [
-    layout.control_words(channel).start + word
-    for channel in range(layout.MAX_CHANNELS)
-    for word in (layout.ABORT, layout.STATUS)
-]
+_ABORT_WORDS = [layout.ABORT, layout.STATUS]
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
 
 
@@ -59,38 +55,28 @@ class Region:
         """A readable name for byte `offset`."""
         if self.plan is None:
             return f"{self.name} byte {offset}"
-        channel, offset = divmod(offset, self.plan.slice)
-        part = f" channel {channel}," if self.plan.channels > 1 else ""
-        return f"rank {self.rank}'s arena,{part} {_arena_label(self.plan, offset)}"
+        return f"rank {self.rank}'s arena, {_arena_label(self.plan, offset)}"
 
     def acknowledges(self, offset: int) -> bool:
         """True for the words in which receivers acknowledge slots: only a later message would read the last one."""
-        if self.plan is None or not self.plan.queue_states <= offset % self.plan.slice < self.plan.slots:
+        if self.plan is None or not self.plan.queue_states <= offset < self.plan.slots:
             return False
-        word = (offset % self.plan.slice - self.plan.queue_states) % layout.QUEUE_STATE // 8
+        word = (offset - self.plan.queue_states) % layout.QUEUE_STATE // 8
         return layout.ACKS <= word < layout.ACKS + layout.SLOTS
 
     def holds_messages(self, offset: int) -> bool:
         """True for the slots of messages between two ranks."""
-        return self.plan is not None and offset % self.plan.slice >= self.plan.slots
+        return self.plan is not None and offset >= self.plan.slots
 
     def constant(self, lowest: int, highest: int) -> bool:
         """True for words of a group table that no kernel writes: reads of them are not recorded."""
         if self.plan is None:
             return False
-        start = lowest // self.plan.slice * self.plan.slice
-        lowest, highest = lowest - start, highest - start
         return highest < layout.HEADERS and not (lowest < 8 * (max(_CHANGING) + 1) and highest >= 8 * min(_CHANGING))
 
 
 def closed_by(region: Region, rank: int) -> str:
     return f"{region.name}, which rank {rank} has closed at {region.closed[rank]}"
-
-
-def slices(arenas: Sequence[Region]) -> range:
-    """Where the slices of the channels begin in arenas, which are alike."""
-    plan = arenas[0].plan if arenas else None
-    return range(0, plan.nbytes, plan.slice) if plan is not None else range(0)
 
 
 def _arena_label(plan: layout.Layout, offset: int) -> str:
@@ -184,7 +170,7 @@ class Memory:
         return places
 
     def abort_words(self, rank: int) -> bytes:
-        """The abort and status words of a rank, of all channels."""
+        """The abort and status words of a rank."""
         control = next(r for r in self if r.kind == "control" and r.rank == rank)
         return control.bytes.view(np.int64)[_ABORT_WORDS].tobytes()
 

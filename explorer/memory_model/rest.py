@@ -14,11 +14,11 @@ from tricomm.kernels import layout
 _AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
 
 
-def not_at_rest(arenas: list[Region], start: int = 0) -> Iterator[Finding]:
-    """Findings about words and epochs that are not at rest at the end. `start`: the byte at which a channel begins."""
+def not_at_rest(arenas: list[Region]) -> Iterator[Finding]:
+    """Findings about words and epochs that are not at rest at the end."""
     epochs = []
     for region in arenas:
-        words = region.bytes[start : start + layout.HEADERS].view(np.int64)
+        words = region.bytes[: layout.HEADERS].view(np.int64)
         epochs.append(int(words[layout.EPOCH]))
         for word, name in _AT_REST.items():
             if words[word]:

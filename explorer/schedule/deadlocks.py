@@ -27,7 +27,7 @@ def deadlock(
     busy = {task.rank for task in waiting}
     waiters += [_host(h, h.rank in busy) for h in hosts if h.state is State.WAITING and not _waits_for_launch(h, busy)]
     waiters += _together([(task, *_running(task)) for task in blocks if task.started and task.state is State.READY])
-    for host in [h for h in hosts if h.rank in left and not h.strand]:
+    for host in [h for h in hosts if h.rank in left]:
         site = left[host.rank]
         waiters.append(_entry(host, site, f"rank {host.rank} has closed the communicator at {site.where}"))
     over = [str(h.rank) for h in hosts if h.state is State.DONE and h.rank not in left]

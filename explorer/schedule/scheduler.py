@@ -7,7 +7,7 @@ is always among blocks, of all ranks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -51,10 +51,6 @@ class Scheduler:
         self.flush: Callable[[], bool] = lambda: False  # called when no task can run: performs the delayed stores
         self.unfinished: Callable[[Task], bool] = lambda task: False
         self.stuck: Callable[[], bool] = lambda: False  # called when no task can run: unblocks one, or returns False
-        self.forked: Callable[[Task, Task], None] = lambda host, side: None
-        self.joined: Callable[[Task, Task], None] = lambda host, side: None
-        self.released: Callable[[Task], Any] = lambda host: None
-        self.acquired: Callable[[Task, Any], None] = lambda host, when: None
         self.closing = False
         self._stranger: InvalidArgument | None = None
         self._strategy, self._director = strategy, director
@@ -81,7 +77,7 @@ class Scheduler:
         launch = self.new_launch(rank, programs[0].kernel.fn.__name__, private)
         launch.host = host
         for number, program in enumerate(programs):
-            task = Task(rank, number, program, program, launch, strand=host.strand)
+            task = Task(rank, number, program, program, launch)
             task.run = lambda task=task: self._block(task)  # type: ignore[misc]
             launch.blocks.append(task)
         begin(launch)
@@ -93,33 +89,6 @@ class Scheduler:
         end(launch)
         if launch.error is not None:
             raise launch.error
-
-    def side_by_side(self, rank: int, functions: Sequence[Callable[[], Any]]) -> list[Any]:
-        """In a rank's host code: run `functions` as host code that takes turns, and return their results when all have
-        ended. Raises the error of the first that has one."""
-        here, taken = self._here(rank), {host.strand for host in self.hosts if host.rank == rank}
-        free = [strand for strand in range(1, len(functions) + len(taken) + 1) if strand not in taken]
-        sides = [Task(rank, -1, function, strand=strand) for function, strand in zip(functions, free, strict=False)]
-        for task in sides:
-            task.run = lambda run=task.run: self._side(run)  # type: ignore[misc]
-            task.greenlet.parent = self._main
-            self.forked(here, task)
-        self.hosts += sides
-        while any(task.state is not State.DONE for task in sides):
-            self.wait(rank)
-        for task in sides:
-            self.hosts.remove(task)
-            self.joined(here, task)
-        for task in sides:
-            if task.error is not None:
-                raise task.error
-        return [task.result for task in sides]
-
-    def _side(self, run: Callable[[], Any]) -> Any:
-        try:
-            return run()
-        finally:
-            self.wake_hosts()
 
     def _here(self, rank: int) -> Task:
         """The host code of the rank that makes this call."""
@@ -136,7 +105,7 @@ class Scheduler:
         error = InvalidArgument(
             f"rank {rank}: {who} makes a call of rank {rank}'s communicator at {source_lines.of_host().where}. Under "
             "simulate and check all ranks take turns in one thread, so a rank's calls are made by its own function: "
-            "make this one there, or run functions at once with comm.side_by_side"
+            "make this one there"
         )
         self._stranger = self._stranger or error
         raise error
@@ -178,14 +147,6 @@ class Scheduler:
         finally:
             self._gave_way.discard(rank)
 
-    def release(self, rank: int) -> Any:
-        """In a rank's host code: release a lock; returns the argument `when` of `acquire`."""
-        return self.released(self._here(rank))
-
-    def acquire(self, rank: int, when: Any) -> None:
-        """In a rank's host code: acquire a lock that other host code of the rank has released at `when`."""
-        self.acquired(self._here(rank), when)
-
     def take_turns(self) -> None:
         """In a block, before an access to shared memory: a point at which the scheduler may switch."""
         task = self.current
@@ -204,11 +165,6 @@ class Scheduler:
         assert self.current is not None
         self.current.state = State.PARKED
         self._main.switch()
-
-    @property
-    def strand(self) -> int:
-        """The strand of the running host code; 0 if none runs."""
-        return self.current.strand if self.current is not None and self.current.is_host else 0
 
     def in_host(self) -> int | None:
         """The rank whose host code makes this call; None elsewhere."""

@@ -94,8 +94,7 @@ class Poll:
 @dataclass(eq=False)
 class Task:
     """`key` names it in choice lists: "r0" is rank 0's host code, "r0b1" its block 1, "r0b1w2" a compiled block's
-    warp 2; "r0s1" is host code that runs beside rank 0's, and "r0s1b1" a block that it has launched (`strand` 1).
-    `mates` are the warps of one block; `waits` is where one waits for the others."""
+    warp 2. `mates` are the warps of one block; `waits` is where one waits for the others."""
 
     rank: int
     block: int
@@ -114,14 +113,12 @@ class Task:
     stored: set[Any] = field(default_factory=set)  # stores of the present value since it last changed memory
     host_site: Site = NOWHERE
     warp: int = -1
-    strand: int = 0
     mates: list[Task] = field(default_factory=list)
     waits: Site | None = None
     greenlet: greenlet = field(init=False)
 
     def __post_init__(self) -> None:
-        self.key = f"r{self.rank}s{self.strand}" if self.strand else f"r{self.rank}"
-        self.key += "" if self.is_host else f"b{self.block}"
+        self.key = f"r{self.rank}" if self.is_host else f"r{self.rank}b{self.block}"
         self.key += f"w{self.warp}" if self.warp >= 0 else ""
         self.greenlet = greenlet(self._body)
 
@@ -138,8 +135,8 @@ class Task:
         return self.block < 0
 
     @property
-    def place(self) -> tuple[int, int, int, int]:
-        return self.rank, self.strand, self.block, self.warp
+    def place(self) -> tuple[int, int, int]:
+        return self.rank, self.block, self.warp
 
     # Polling: if a task has read every word of its loop again and no value was new, it need not run until one of
     # these words changes.

@@ -96,9 +96,6 @@ class Ranks:
         self._machine.scheduler = self._scheduler
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
         self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
-        if isinstance(self._detector, Detector):
-            self._scheduler.forked, self._scheduler.joined = self._detector.forked, self._detector.joined
-            self._scheduler.released, self._scheduler.acquired = self._detector.released, self._detector.acquired
         self._scheduler.flush = lambda: self._machine.release_held(now=True)
         if subject.compiled is not None:
             self._ranks = self._compiled(subject.compiled)
@@ -179,16 +176,16 @@ class Ranks:
         if self._detector is not None:
             self._detector.met(rank, step, after)
 
-    def _planned(self, rank: int, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
+    def _planned(self, rank: int, request: Request, plan: LaunchPlan) -> LaunchPlan:
         if self._oracle is None:
             return plan
         topology = self._subject.options.topology
         ranks = self._ranks
         aborted = lambda: self._world.leaving(rank)  # noqa: E731
         if ranks is None:
-            return self._oracle.watched(request, plan, rank, topology, aborted, channel)
+            return self._oracle.watched(request, plan, rank, topology, aborted)
         in_order = lambda look: ranks.in_order(rank, lambda: self._unseen(look))  # noqa: E731
-        return self._oracle.watched(request, plan, rank, topology, aborted, channel, in_order)
+        return self._oracle.watched(request, plan, rank, topology, aborted, in_order)
 
     def _unseen(self, look: Callable[[], None]) -> None:
         """Run the oracle's look at a stream's results without the detector: it needs no order with the host."""
@@ -207,10 +204,7 @@ class Ranks:
             text = f"rank {rank}'s host code {'writes' if write else 'reads'} {closed_by(region, rank)}"
             self._detector.report(Finding("out_of_bounds", (rank,), (site.where,), text, diagnosis.IN_BOUNDS))
             return
-        if isinstance(self._detector, Detector):
-            self._detector.host_access(rank, write, region, offsets, itemsize, site, self._scheduler.strand)
-        else:
-            self._detector.host_access(rank, write, region, offsets, itemsize, site)
+        self._detector.host_access(rank, write, region, offsets, itemsize, site)
         if self._machine.contention is not None:
             self._machine.contention.host()
 

@@ -37,13 +37,13 @@ class Oracle:
 
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
-        self._calls: dict[tuple[int, int], ObservedCall] = {}  # by channel and number
+        self._calls: dict[int, ObservedCall] = {}  # by number
 
     def watched(
         self, request: Request, plan: LaunchPlan, rank: int, topology: Topology | None, aborted: Callable[[], bool],
-        channel: int, in_order: Callable[[Callable[[], None]], None] = lambda look: look(),
+        in_order: Callable[[Callable[[], None]], None] = lambda look: look(),
     ) -> LaunchPlan:  # fmt: skip
-        """A `plan` that also shows this oracle every call that `rank` makes by it in `channel`. After a call, `aborted`
+        """A `plan` that also shows this oracle every call that `rank` makes by it. After a call, `aborted`
         says whether its output is undefined. `in_order(look)` calls `look` when all earlier launches have run."""
         choice = plan.choice
         # A replay has its capture's call number; a fused kernel's output is not the sum alone.
@@ -54,7 +54,7 @@ class Oracle:
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
             made = ObservedCall(request.collective, request.op or "none", request.root, by_quads)
-            shown = self._calls.setdefault((channel, call >> 32), made)
+            shown = self._calls.setdefault(call >> 32, made)
             gets = request.root < 0 or request.collective in _FEWER or request.root == rank
 
             def before() -> None:
@@ -73,10 +73,10 @@ class Oracle:
     def findings(self) -> list[Finding]:
         """The wrong results of the calls that all ranks have begun, on the ranks that have ended them."""
         wrong = []
-        for (channel, sequence), call in sorted(self._calls.items()):
+        for sequence, call in sorted(self._calls.items()):
             if len(call.inputs) < self._world_size or not call.outputs:
                 continue
-            name = f"{call.collective}, sequence {sequence}" + (f" of channel {channel}" if channel else "")
+            name = f"{call.collective}, sequence {sequence}"
             one, first = next(iter(call.outputs.items()))
             alike = call.collective in ("all_reduce", "all_gather", "broadcast")
             apart = next(((r, y) for r, y in call.outputs.items() if not same_bits(y, first)), None)

@@ -16,20 +16,18 @@ import numpy as np
 import torch
 
 from tricomm.communicator import Communicator
-from tricomm.core.channels.side_by_side import Functions
 from tricomm.core.entry_guard import CallLock
 from tricomm.core.launch_plan import LaunchPlan, Request
-from tricomm.core.monitor import Monitor
 from tricomm.core.runtime import Runtime
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.topology_agreement import DeviceFacts, device_facts
-from tricomm.core.watcher import Watchable
+from tricomm.core.watch.monitor import Monitor
+from tricomm.core.watch.watcher import Watchable
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.world.task_lock import TaskLock
-from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter, kernel_launch
 from tricomm.options import Options
@@ -55,20 +53,14 @@ class Turns(Protocol):
 
     def refuse_strangers(self, rank: int) -> None: ...
 
-    def release(self, rank: int) -> Any: ...
-
-    def acquire(self, rank: int, when: Any) -> None: ...
-
     def in_host(self) -> int | None: ...
-
-    def side_by_side(self, rank: int, functions: Sequence[Callable[[], Any]]) -> list[Any]: ...
 
 
 class World:
     """The state that the ranks of one execution share.
 
-    `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan, channel)` returns the plan to
-    keep for the calls of `request` in a channel. `runtime(world, rank)` makes a rank's runtime, by default one with
+    `run(rank, blocks, private)` runs a launch to its end. `planned(rank, request, plan)` returns the plan to keep for
+    the calls of `request`. `runtime(world, rank)` makes a rank's runtime, by default one with
     interpreted kernels.
     """
 
@@ -76,7 +68,7 @@ class World:
         self, world_size: int, options: Options, memory: Memory, turns: Turns,
         run: Callable[[int, list[interpreter.Program], list[Region]], None],
         met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
-        planned: Callable[[int, Request, LaunchPlan, int], LaunchPlan] = lambda rank, request, plan, channel: plan,
+        planned: Callable[[int, Request, LaunchPlan], LaunchPlan] = lambda rank, request, plan: plan,
         runtime: Callable[[World, int], Runtime] | None = None,
     ) -> None:  # fmt: skip
         self.world_size, self.options, self.memory = world_size, options, memory
@@ -86,7 +78,7 @@ class World:
         self.dead: set[int] = set()
         self.stopped: set[int] = set()
         self.left: dict[int, Site] = {}  # where a rank's host code has closed the communicator
-        self.plan = layout.plan(world_size, options.arena_bytes, options.channels)
+        self.plan = layout.plan(world_size, options.arena_bytes)
         self.monitors: dict[int, Watchable] = {}
         self._opened: dict[int, list[SimulatedHandle]] = {}
         self._closed: list[tuple[list[Region], object]] = []
@@ -252,8 +244,8 @@ class SimulatedControl(ControlPage):
         self._world = world
         super().__init__(rank, nonce, members, _Host(world, rank))
 
-    def announcer(self, channel: int = 0, channels: int = 1) -> Callable[[int, PackedDescriptor], None]:
-        announce = super().announcer(channel, channels)
+    def announcer(self) -> Callable[[int, PackedDescriptor], None]:
+        announce = super().announcer()
 
         def announced(sequence: int, packed: PackedDescriptor) -> None:
             announce(sequence, packed)
@@ -319,17 +311,14 @@ class RankRuntime:
 
         return run
 
-    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
-        return self._world.planned(self._rank, request, plan, channel)
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
+        return self._world.planned(self._rank, request, plan)
 
     def call_lock(self) -> CallLock:
-        return CallLock(TaskLock(self._world.turns, self._rank, lambda: self._world.now))
+        return CallLock(TaskLock(self._world.turns, self._rank))
 
-    def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
-        return self._world.turns.side_by_side(self._rank, functions)
-
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
-        return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank), channels)
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank))
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,

@@ -6,7 +6,7 @@ turns at every access instead: through `programs`, `engage` and `disengage`.
 Triton's language is patched during a launch, with no effect on kernels elsewhere. Interpreted kernels run one at a time
 in a process: the patches and the current block's index are global, and `_lock` protects them. A block that polls gives
 the interpreter to a thread that waits for it, and takes it again later. So kernels of two threads (calls of two
-channels, or of two groups) may begin in another order on every rank without a deadlock.
+groups) may begin in another order on every rank without a deadlock.
 Code that depends on Triton's private names is in `triton_adapter`, `triton_shortcuts` and `interpreted_wide`.
 """
 

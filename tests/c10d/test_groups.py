@@ -5,11 +5,9 @@ import socket
 
 import pytest
 
-import tricomm
 from tests import forked, ranks
 from tests.c10d.bodies import group_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
-from tricomm.c10d import group_creation
 
 
 def free_port() -> str:
@@ -78,8 +76,3 @@ def test_torchrun(tmp_path):
 @pytest.mark.parametrize("route", ROUTES)
 def test_memory_goes_and_comes_back(route, url):
     assert ranks.run(2, bodies.sleeps, url, route) == [[], []]
-
-
-def test_a_group_with_several_channels_is_refused_before_anything_is_sent():
-    with pytest.raises(tricomm.InvalidArgument, match=r"channels=2: a process group has one order.*dist.new_group"):
-        group_creation.make(None, tricomm.Options(channels=2))

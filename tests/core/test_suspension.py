@@ -86,19 +86,19 @@ def test_a_message_that_keeps_a_rank_from_it_is_named(url):
 
 
 def _beside_a_call(comm):
-    """Rank 0 suspends while rank 1 is in a call of channel 1."""
+    """Rank 0 suspends while rank 1 is in a call."""
     try:
-        comm.suspend() if comm.rank == 0 else comm.channel(1).all_reduce(torch.ones(3))
+        comm.suspend() if comm.rank == 0 else comm.all_reduce(torch.ones(3))
     except tricomm.TricommError as error:
         return type(error).__name__, str(error)
 
 
-def test_a_call_of_any_channel_that_one_rank_has_not_made_is_named_at_once():
-    options = tricomm.Options(channels=2, arena_bytes=1 << 18, timeout=1e6)
+def test_a_call_that_one_rank_has_not_made_is_named_at_once():
+    options = tricomm.Options(arena_bytes=1 << 18, timeout=1e6)
     (kind, text), (other, theirs) = tricomm.simulate(_beside_a_call, 2, options=options)
     assert kind == other == "CollectiveMismatch"
     for said in (text, theirs):
-        assert "suspend: rank 1 is in all_reduce" in said and "of channel 1 instead" in said
+        assert "suspend: rank 1 is in all_reduce" in said and "at sequence 1 instead" in said
 
 
 SMALL = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=16)
@@ -125,25 +125,6 @@ def test_simulated_ranks_sleep_too_and_no_schedule_shows_a_race():
 def test_without_a_fresh_start_the_next_call_goes_wrong():
     with pytest.raises(tricomm.TricommError):
         tricomm.simulate(lambda comm: _sleeps(comm, begin=False), 2, options=SMALL)
-
-
-def test_an_interrupt_between_two_channels_locks_gives_both_back(caplog):
-    options = tricomm.Options(channels=2, arena_bytes=1 << 18)
-    with tricomm.Communicator(HashStore(), 0, 1, "cpu", 5.0, options) as comm:
-        first, second = (comm.channel(number).launcher for number in (0, 1))
-        take = second._wait_for_lock
-
-        def interrupted():
-            take()
-            raise KeyboardInterrupt
-
-        second._wait_for_lock = interrupted
-        with pytest.raises(KeyboardInterrupt):
-            comm.suspend()
-        assert not first.lock.mine() and not second.lock.mine()
-        with pytest.raises(tricomm.GroupAborted, match="KeyboardInterrupt"):
-            comm.barrier()
-    assert not caplog.records  # which would say that memory is kept
 
 
 def test_without_the_look_of_the_monitor_a_death_in_sleep_shows_at_the_next_call_only():

@@ -56,7 +56,7 @@ _GRID_WAIT = """\
     while tl.atomic_add(table_of(group) + 60, 0, sem="acquire", scope="gpu") < all_here:
         pause(9)
 """
-_MEETING = "agree_on_devices(control, facts, options.max_blocks, timeout, options.channels)"
+_MEETING = "agree_on_devices(control, facts, options.max_blocks, timeout)"
 _ZEROED = """
         words = self.layout.nbytes // 8 - layout.HEADERS // 8
         self.arena.tensor(self.rank, layout.HEADERS, (words,), torch.int64).zero_()"""

@@ -168,28 +168,29 @@ def test_two_streams(url):
     assert ranks.run(2, two_streams, url) == [[float(1 + 2 * n) for n in range(10)]] * 2
 
 
-def two_channels(rank, world_size, tell, url):
-    """Each rank launches its channels in another order: a graph and an eager call at the same time."""
-    with join(rank, world_size, url, channels=2) as comm:
+def two_communicators(rank, world_size, tell, url):
+    """Each rank launches them in another order: a graph and an eager call at the same time."""
+    with join(rank, world_size, url, max_blocks=32) as comm, comm.split(range(world_size)) as second:
         streams = [torch.cuda.Stream() for _ in range(2)]
         xs = [torch.ones(1000, device="cuda") for _ in range(2)]
-        for number, x in enumerate(xs):
-            comm.channel(number).all_reduce(x)
+        for each, x in zip((comm, second), xs, strict=True):
+            each.all_reduce(x)
         comm.synchronize()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=streams[1]):
-            comm.channel(1).all_reduce(xs[1])
+            second.all_reduce(xs[1])
         for number in (rank, 1 - rank) * 5:
             with torch.cuda.stream(streams[number]):
                 graph.replay() if number else comm.all_reduce(xs[0])
         torch.cuda.synchronize()
         comm.check()
+        second.check()
         return [x[0].item() for x in xs]
 
 
-def test_two_channels_in_another_order_on_each_rank(url):
-    assert ranks.run(2, two_channels, url, timeout=120) == [[2.0**6, 2.0**6]] * 2
+def test_two_communicators_in_another_order_on_each_rank(url):
+    assert ranks.run(2, two_communicators, url, timeout=120) == [[2.0**6, 2.0**6]] * 2
 
 
 def captures_too_early(rank, world_size, tell, url):

@@ -19,7 +19,7 @@ import tricomm
 from devtools import c10d_overhead
 from tests import forked, ranks
 from tests.core.bodies.common_bodies import communicator
-from tricomm.core.channels import in_flight
+from tricomm.core.watch import in_flight
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.metrics.counters import Activity, Tally, bucket, count_fallback, fallback_by_size, weight

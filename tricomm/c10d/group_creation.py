@@ -176,11 +176,6 @@ def make(config: GroupConfig, options: Options | None, known: Mapping[int, Capab
 def _agree(
     config: GroupConfig, options: Options | None, known: Mapping[int, Capabilities] | None = None
 ) -> GroupCapabilities:
-    if options is not None and options.channels > 1:
-        raise InvalidArgument(
-            f"Options.channels={options.channels}: a process group has one order of calls, whatever the stream; for "
-            "calls side by side make another group with dist.new_group, which has memory of its own"
-        )
     limit = seconds(config.timeout, "timeout")
     return exchange_capabilities(
         config.store, config.rank, config.world_size, limit, lambda: with_environment(options).batch_invariant,

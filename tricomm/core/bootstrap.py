@@ -161,9 +161,7 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
     if world_size > layout.MAX_WORLD_SIZE and fallback(device, options)[0] is None:
         raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
     topology_agreement.check(options, world_size)
-    if options.channels > 1 and device.type == "cuda" and not torch.cuda.is_initialized():
-        env.default("CUDA_DEVICE_MAX_CONNECTIONS", str(topology_agreement.MOST_QUEUES))
-    memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes, options.channels)
+    memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
     launch_shapes.check_device(device.type, memory, options.tile)
     return memory
 

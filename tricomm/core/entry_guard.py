@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import CodeType, FrameType, FunctionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -68,7 +68,6 @@ class Guard:
 
     def __init__(self, lock: CallLock, interrupted: Callable[[BaseException], None]) -> None:
         self._lock, self._interrupted = lock, interrupted
-        self.beside: Sequence[Guard] = ()  # of other locks that the calls take, too
 
     def unwound(self, error: BaseException) -> None:
         """`error` leaves a guarded call; raises a `ResourceError` for what the system has refused."""
@@ -76,9 +75,8 @@ class Guard:
             if not isinstance(error, TricommError):
                 self._interrupted(error)
         finally:
-            for guard in (self,) if isinstance(error, TricommError) else (self, *self.beside):
-                if not guard._nested():
-                    guard._lock.release_all()
+            if not self._nested():
+                self._lock.release_all()
         name_refusal(error)
 
     def _nested(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from tricomm import errors
 from tricomm.core.group import Group
-from tricomm.core.monitor import Monitor, different
+from tricomm.core.watch.monitor import Monitor, different
 from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import BoundKernel
@@ -28,7 +28,7 @@ class Faults:
     def __init__(self, group: Group, monitor: Monitor) -> None:
         self.group = group
         self.monitor = self._monitor = monitor
-        describers = monitor.channels[group.channel].describers
+        describers = monitor.in_flight.describers
         describers[layout.OVERLAP] = self._overlap
         describers[layout.SPLITS] = self._splits
         describers[layout.MISMATCH] = self._mismatch
@@ -76,7 +76,7 @@ class Faults:
 
     def raise_lost(self, rank: int) -> NoReturn:
         """Abort the group because `rank` is gone, and raise that."""
-        self._monitor.died(rank, self.group.channel)
+        self._monitor.died(rank)
         self.raise_fault()
 
     @contextmanager
@@ -123,17 +123,16 @@ class Faults:
 
     def of(self, kind: type[TricommError], text: str, culprit: int | None = None) -> Fault:
         """A fault of this rank's latest call; `culprit` is the rank to blame, by default this one."""
-        rank, channel = self.group.rank, self.group.channel
-        text = self._monitor.of_channel(channel, text)
-        sequence = self.group.control.sequence(rank, channel)
+        rank = self.group.rank
+        sequence = self.group.control.sequence(rank)
         return Fault(kind.__name__, rank if culprit is None else culprit, sequence, text)
 
     def _overlap(self, peer: int, got: int) -> Fault:
         return self.of(
             GroupAborted,
             "two launches of this communicator overlapped, or the last one did not end as kernels do. If a graph "
-            "replay ran beside another call, order them on one stream or with an event, or give each a channel of its "
-            "own (Options.channels)",
+            "replay ran beside another call, order them on one stream or with an event, or make one of them over a "
+            "second communicator, comm.split(range(comm.world_size))",
         )
 
     def _splits(self, peer: int, got: int) -> Fault:
@@ -145,11 +144,11 @@ class Faults:
         return self.of(CollectiveMismatch, text, peer)
 
     def _mismatch(self, peer: int, fingerprint: int) -> Fault:
-        control, rank, channel = self.group.control, self.group.rank, self.group.channel
-        mine = control.last(rank, channel)
-        theirs = control.called(peer, mine.sequence, channel) if mine is not None else None
+        control, rank = self.group.control, self.group.rank
+        mine = control.last(rank)
+        theirs = control.called(peer, mine.sequence) if mine is not None else None
         if theirs is None or theirs.fingerprint != fingerprint:
-            theirs = control.last(peer, channel)
+            theirs = control.last(peer)
         if mine and theirs and (mine.sequence, mine.fingerprint) == (theirs.sequence, theirs.fingerprint):
             text = (
                 f"rank {rank} and rank {peer} both made {mine.text()}, but a header from rank {peer} is of another "

@@ -7,8 +7,6 @@ import os
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from copy import copy
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,23 +32,20 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 class Group:
-    """One rank's end of a group, as one of its channels sees it. The constructor is collective, and takes over the
-    contents of `shared`; it makes channel 0, and with it the others.
+    """One rank's end of a group. The constructor is collective, and takes over the contents of `shared`.
 
     rank, world_size   this rank's number, and how many there are
     name               the group's, the same on all ranks
     device, gpu        of this rank's tensors; `gpu` is None if the kernels are interpreted on a CPU
     simulated          whether the kernels are interpreted: no time measured then says anything about a GPU
-    channel            the number of the channel; what follows, except `owned` and `registered`, is the channel's
     table              int64 tensor that users' kernels read everything from: ranks, addresses, sizes
     argument           the same for the shipped kernels: `layout.group_argument`
-    routes             the backends for its calls; channels other than 0 have only the kernels
+    routes             the backends for its calls
     words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
     closed             whether it has been closed, or this process is a forked child
     suspended          whether its memory has been given back
     refusing           whether calls are refused: it is closed or suspended
-    max_blocks         the largest grid whose blocks are surely resident together on every rank's device, beside one of
-                       that size of every other channel
+    max_blocks         the largest grid whose blocks are surely resident together on every rank's device
     owned              symmetric memory that is not closed, by the number of its handle; it ends with the group
     registered         users' tensors that all ranks reach, and their arenas, by the number of the handle; these arenas
                        end with the group, too
@@ -82,33 +77,14 @@ class Group:
         self.registered: dict[int, tuple[Arena, torch.Tensor]] = {}
         self.unregistered = ""
         self.reachable = all(self.arena.bases)
-        self.channel = 0
-        self._further = tuple(self._beside(number) for number in range(1, options.channels))
-        for group in self.channels:
-            group.words = control.words()[layout.control_words(group.channel)]
-            group.flags = memoryview(group.words)  # type: ignore[arg-type]  # reads faster than an array
+        self.words = control.words()
+        self.flags = memoryview(self.words)  # type: ignore[arg-type]  # reads faster than an array
         self.begin()
         facts = runtime.facts(device)
         # This exchange also confirms that every rank has written its tables: only after it may a kernel run.
-        agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout, options.channels)
-        launch_shapes.check_grid(options.blocks, agreed[1], options.max_blocks)
-        for group in self.channels:
-            group.device_class, group.max_blocks = agreed
-
-    @property
-    def channels(self) -> tuple[Group, ...]:
-        """The group as each of its channels sees it; asked of channel 0."""
-        return (self, *self._further)
-
-    def _beside(self, number: int) -> Group:
-        """The group as another channel sees it."""
-        group = copy(self)
-        group.channel = number
-        # NCCL's communicator has one order of calls, that of channel 0.
-        missing = f"channel {number} runs the kernels alone: give this call to channel 0, behind which NCCL is"
-        group.routes = replace(self.routes, fallback=None, missing=missing)
-        _groups.add(group)
-        return group
+        agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
+        self.device_class, self.max_blocks = agreed
+        launch_shapes.check_grid(options.blocks, self.max_blocks, options.max_blocks)
 
     def captured(self, what: str) -> InvalidArgument | None:
         """Why `what`, which takes memory or gives it back, is refused; None unless a graph is being captured."""
@@ -119,38 +95,33 @@ class Group:
     def begin(self) -> None:
         """Write what kernels expect before the first call into zeroed memory and the control words: tables, and message
         counters. Called again after a resume. No kernel may run before every rank has done it."""
-        for group in self.channels:
-            group.words[[layout.STARTED, layout.ENDED]] = 0, self.options.first_epoch
-            group.table, group.argument = group._write_table() if group.routes.no_kernels is None else _NO_TABLE
+        self.words[[layout.STARTED, layout.ENDED]] = 0, self.options.first_epoch
+        self.table, self.argument = self._write_table() if self.routes.no_kernels is None else _NO_TABLE
         if self.gpu is not None:  # the first kernel may run on another stream than these copies
             self.gpu.synchronize()
 
     def _write_table(self) -> tuple[torch.Tensor, GroupArgument]:
-        """Fill the table at the head of the channel's slice of this rank's arena, and the counters of its messages."""
+        """Fill the table at the head of this rank's arena, and the counters of its messages."""
         arena, memory = self.arena, self.layout
-        start = self.channel * memory.slice
-        table = arena.tensor(self.rank, start, (layout.HEADERS // 8,), torch.int64)
+        table = arena.tensor(self.rank, 0, (layout.HEADERS // 8,), torch.int64)
         control = getattr(arena, "control_address", self.control.device_words)
         values = topology_agreement.group_table(
-            self.rank, [base and base + start for base in arena.bases],
-            control + 8 * layout.control_words(self.channel).start, memory, self.topology, self.options.first_epoch,
-        )  # fmt: skip
-        values[layout.MULTICAST] = arena.multicast and arena.multicast + start
+            self.rank, arena.bases, control, memory, self.topology, self.options.first_epoch
+        )
+        values[layout.MULTICAST] = arena.multicast
         table.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
         counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64, device="cpu")
-        arena.tensor(self.rank, start + memory.queue_states, tuple(counters.shape), torch.int64).copy_(counters)
+        arena.tensor(self.rank, memory.queue_states, tuple(counters.shape), torch.int64).copy_(counters)
         return table, layout.group_argument(table, values, self.world_size)
 
     def close(self) -> None:
-        """Refuse calls from now on, in every channel."""
-        for group in self.channels:
-            group.closed = group.refusing = True
+        """Refuse calls from now on."""
+        self.closed = self.refusing = True
 
     def sleep(self, suspended: bool) -> None:
-        """Mark the group as suspended or awake, in every channel."""
-        for group in self.channels:
-            group.suspended = suspended
-            group.refusing = suspended or group.closed
+        """Mark the group as suspended or awake."""
+        self.suspended = suspended
+        self.refusing = suspended or self.closed
         for arena, _ in self.registered.values():
             arena.suspended = suspended
 
@@ -170,8 +141,7 @@ class Group:
         A graph may be replayed at any time until the process ends. Its kernels are told to leave, so a replay ends
         soon, and its output is undefined.
         """
-        for group in self.channels:
-            group.words[layout.ABORT] = 1
+        self.words[layout.ABORT] = 1
         undo.callback(self.control.set_state, RankState.CLOSED)
         for arena in (self.arena, *self.owned.values(), *(arena for arena, _ in self.registered.values())):
             undo.callback(arena.keep)
@@ -196,11 +166,10 @@ class Group:
 
     def forget_views(self) -> None:
         """Drop the tensors and views that keep mappings alive; the words keep their values."""
-        for group in self.channels:
-            group.table, group.argument = _NO_TABLE
-            group.registered.clear()
-            group.words = group.words.copy()
-            group.flags = memoryview(group.words)  # type: ignore[arg-type]  # reads faster than an array
+        self.table, self.argument = _NO_TABLE
+        self.registered.clear()
+        self.words = self.words.copy()
+        self.flags = memoryview(self.words)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return f"tricomm group {self.name}, rank {self.rank} of {self.world_size} on {self.device}"

@@ -12,7 +12,7 @@ from tricomm.core.entry_guard import Guard
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan
-from tricomm.core.monitor import Monitor
+from tricomm.core.watch.monitor import Monitor
 from tricomm.core.work import Work
 from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
@@ -25,9 +25,7 @@ LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has
 
 
 class Launcher:
-    """Makes the calls of one channel of a group.
-
-    Each channel has a launcher of its own, and calls of different channels are not ordered.
+    """Makes the calls of one group.
 
     lock       held by the thread whose call is being made
     guard      of all public calls
@@ -42,7 +40,7 @@ class Launcher:
         self.captured = False
         self._group, self._faults, self._monitor = group, faults, monitor
         self._gpu, self._simulated = group.gpu, group.simulated
-        self._announce = group.control.announcer(group.channel, group.options.channels)
+        self._announce = group.control.announcer()
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
         self._several = False  # streams were used: from then on an event follows each eager call
@@ -126,7 +124,7 @@ class Launcher:
 
     def _follow_stream(self, gpu: Gpu) -> None:
         """Order this call, which is not captured, after the last one if the caller has changed streams, because the
-        calls of a channel share its mailboxes. It waits only for that call if an event follows it and no graph with
+        calls share the mailboxes. It waits only for that call if an event follows it and no graph with
         calls may have been replayed since; otherwise for all work that is queued on the other stream."""
         stream = gpu.stream()
         if self._stream is not None and self._stream != stream:

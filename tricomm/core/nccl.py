@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from tricomm.core.launch_plan import LaunchPlan, Request, announced
-from tricomm.core.monitor import Monitor
+from tricomm.core.watch.monitor import Monitor
 from tricomm.cuda_bindings import REMEDY, bindings_version, refusal
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.gpu import Gpu

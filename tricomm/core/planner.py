@@ -18,8 +18,8 @@ from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, E
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import READ_IN_PLACE, LaunchPlan, Request
 from tricomm.core.launcher import Launcher
-from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import Symmetric
+from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
@@ -44,7 +44,6 @@ class Planner:
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
     prepared  calls that were made and can be repeated, of `core.prepared_calls` and `core.fused.fused_repeat`
     nccl      NCCL's communicator, made by the first call that goes there
-    others    the planners of the communicator's other channels, which have the same table
 
     `decided` is the route of every call if the caller has already decided and logged it.
     """
@@ -67,7 +66,6 @@ class Planner:
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.prepared: dict[Any, Any] = {}
         self.nccl: nccl.Nccl | None = None
-        self.others: Sequence[Planner] = ()
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity, self._decided = group.gpu, activity, decided
         self._bind = partial(faults.loaded, group.runtime.bind, group=group.argument, timeout=group.timeout)
@@ -124,7 +122,7 @@ class Planner:
             if len(self.plans) >= _MOST_PLANS:
                 self.plans.pop(next(iter(self.plans)))
             key = (asked, dtype, request.elements, aligned, mode == "graph")
-            self.plans[key] = group.runtime.planned(request, plan, group.channel)
+            self.plans[key] = group.runtime.planned(request, plan)
         if self._decided is None:
             what = collective if request.epilogue is None else FUSED
             backend_choice.log_once(route, group.name, group.rank, what, dtype, request.op or "none", nbytes)
@@ -199,9 +197,7 @@ class Planner:
         group = self._group
         with self._launcher.held(), self._faults.abort_on_error("NCCL"):
             try:
-                # Beside the kernels of other channels, NCCL's have no more room than one of these.
-                most = group.max_blocks if group.options.channels > 1 else group.options.max_blocks
-                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, most)
+                self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, group.options.max_blocks)
             except ResourceError as error:
                 self.routes = replace(self.routes, fallback=None, missing=str(error))
                 return
@@ -284,9 +280,8 @@ class Planner:
         with self._launcher.held(), self._faults.abort_on_error("use_table"):
             digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
             group.control.require_equal(f"table {digest[:32]}", "use_table", group.timeout, abort_on_fault=True)
-            for planner in (self, *self.others):
-                planner.site = replace(planner.site, tuned=given, tuned_name=name)
-                planner.forget()
+            self.site = replace(self.site, tuned=given, tuned_name=name)
+            self.forget()
 
     def time_calls(self, every: int) -> None:
         """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
@@ -297,8 +292,7 @@ class Planner:
         """
         self._faults.check_usable()
         self._activity.time_calls(every)
-        for planner in (self, *self.others):
-            planner.forget()
+        self.forget()
 
 
 def _of_request(choice: Choice, request: Request, why: str) -> Choice:

@@ -23,9 +23,9 @@ from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
-from tricomm.core.monitor import Monitor
 from tricomm.core.planner import Planner
 from tricomm.core.symmetric import Symmetric
+from tricomm.core.watch.monitor import Monitor
 from tricomm.core.work import Work
 from tricomm.deadline import poll
 from tricomm.errors import CollectiveMismatch, InvalidArgument
@@ -72,7 +72,7 @@ class PointToPoint:
         self._received: Counter[tuple[int, int]] = Counter()
         self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
         unmet = self._unmet
-        describers = monitor.channels[0].describers
+        describers = monitor.in_flight.describers
         describers[layout.PENDING] = lambda peer, got: unmet(peer, "has another tag, and no room")
         unlike = "has this tag and is not what is asked for"
         describers[layout.MESSAGE_MISMATCH] = lambda peer, got: unmet(peer, unlike)
@@ -251,7 +251,7 @@ class PointToPoint:
     def running(self, rank: int) -> str:
         """The message that a rank is in, in words; empty if it is in none."""
         control = self.group.control
-        words = control.peer_words(rank)[layout.control_words(0)]
+        words = control.peer_words(rank)
         number = int(words[layout.MESSAGE])
         if number == int(words[layout.MESSAGE_ENDED]):
             return ""

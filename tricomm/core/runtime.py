@@ -7,12 +7,11 @@ from typing import Any, Protocol
 
 import torch
 
-from tricomm.core.channels.side_by_side import Functions, in_threads, on_streams
 from tricomm.core.entry_guard import CallLock
 from tricomm.core.launch_plan import LaunchPlan, Request
-from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.topology_agreement import DeviceFacts, device_facts
+from tricomm.core.watch.monitor import Monitor
 from tricomm.gpu import Gpu
 from tricomm.kernels.launch import kernel_launch
 from tricomm.policy import user_tables
@@ -48,17 +47,14 @@ class Runtime(Protocol):
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         """See `kernel_launch.bind`."""
 
-    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
-        """The plan to keep for `request` in a channel: `plan`, or one that wraps it to observe its calls."""
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
+        """The plan to keep for `request`: `plan`, or one that wraps it to observe its calls."""
 
     def call_lock(self) -> CallLock:
-        """The lock of a channel's calls; not taken yet."""
+        """The lock of a group's calls; not taken yet."""
 
-    def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
-        """Run all of them at once: as `side_by_side.on_streams` or `in_threads`."""
-
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
-        """The monitor of a group with that many channels; not started yet."""
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        """The monitor of a group; not started yet."""
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
@@ -92,17 +88,14 @@ class Processes:
     prepare = staticmethod(kernel_launch.prepare)
     bind = staticmethod(kernel_launch.bind)
 
-    def planned(self, request: Request, plan: LaunchPlan, channel: int) -> LaunchPlan:
+    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
         return plan
 
     def call_lock(self) -> CallLock:
         return CallLock()
 
-    def side_by_side(self, functions: Functions, gpu: Gpu | None) -> list[Any]:
-        return in_threads(functions) if gpu is None else on_streams(gpu, functions)
-
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float, channels: int) -> Monitor:
-        return Monitor(control, timeout, stall_timeout, channels=channels)
+    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
+        return Monitor(control, timeout, stall_timeout)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
-from tricomm.core.channels.channel import Channels
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
+from tricomm.core.launcher import Launcher
 from tricomm.core.point_to_point import PointToPoint
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError
@@ -27,18 +27,18 @@ log = logging.getLogger("tricomm")
 class Suspension:
     """Suspends and resumes one group."""
 
-    def __init__(self, group: Group, faults: Faults, channels: Channels, messages: PointToPoint) -> None:
-        self._group, self._faults, self._channels, self._messages = group, faults, channels, messages
+    def __init__(self, group: Group, faults: Faults, launcher: Launcher, messages: PointToPoint) -> None:
+        self._group, self._faults, self._launcher, self._messages = group, faults, launcher, messages
 
     def suspend(self) -> None:
         """Give this communicator's memory back to the device, on all ranks, and keep its addresses.
 
-        Collective: one thread of each rank calls it, once its other threads have made the same calls on all ranks, in
-        every channel. Waits for calls in flight, for this communicator's timeout at most. Captured graphs, plans and
-        symmetric handles stay valid, and work again after `resume`; the contents of symmetric memory are lost. Until
-        then every call is refused without consuming a sequence number, except `resume`, `close` and those that ask no
-        other rank. No graph with a call of this communicator may be replayed: its kernels would touch addresses with
-        nothing behind them. A rank that dies meanwhile is noticed as usual. NCCL keeps its memory.
+        Collective: one thread of each rank calls it, once its other threads have made the same calls on all ranks.
+        Waits for calls in flight, for this communicator's timeout at most. Captured graphs, plans and symmetric handles
+        stay valid, and work again after `resume`; the contents of symmetric memory are lost. Until then every call is
+        refused without consuming a sequence number, except `resume`, `close` and those that ask no other rank. No graph
+        with a call of this communicator may be replayed: its kernels would touch addresses with nothing behind them. A
+        rank that dies meanwhile is noticed as usual. NCCL keeps its memory.
 
         Raises on all ranks, with the group awake: `InvalidArgument` if one is suspended already, captures a graph, has
         sent messages that were not received, or has closed other symmetric handles than the rest, and for memory that
@@ -48,9 +48,9 @@ class Suspension:
         """
         group, control = self._group, self._group.control
         self._faults.check_usable()
-        with self._channels.held(while_suspended=False), self._faults.abort_on_error("suspend"):
+        with self._launcher.held(while_suspended=False), self._faults.abort_on_error("suspend"):
             control.agree(self._refusal(), "suspend", group.timeout, abort_on_fault=True)
-            self._channels.wait(group.timeout)
+            self._launcher.wait(group.timeout)
             control.agree(None, "suspend: calls in flight", group.timeout, abort_on_fault=True)
             control.agree(self._unread(), "suspend: messages", group.timeout)
             self._require_same_handles("suspend")
@@ -73,7 +73,7 @@ class Suspension:
             self._faults.check_usable()
             raise InvalidArgument(f"{group}: not suspended, so there is nothing to resume; suspend() comes first")
         self._faults.check()
-        with self._channels.held(while_suspended=True), self._faults.abort_on_error("resume"):
+        with self._launcher.held(while_suspended=True), self._faults.abort_on_error("resume"):
             group.control.agree(group.captured("resume"), "resume", group.timeout, abort_on_fault=True)
             self._require_same_handles("resume")
             self._take_again()

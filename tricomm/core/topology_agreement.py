@@ -22,10 +22,8 @@ from tricomm.topology.model import Topology
 from tricomm.topology.presets import dgx1v
 
 log = logging.getLogger("tricomm")
-_DEVICE = struct.Struct("<36s16sQQ")  # UUID, architecture, processors, hardware queues
+_DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 _NARROW = b"/narrow"
-MOST_QUEUES = 32  # the most hardware queues that CUDA maps streams to
-QUEUES_A_CHANNEL = 4  # torch makes its streams in turn for four priorities, and a program uses those of one
 Find = Callable[[tuple[bytes, ...]], discovery.Discovery]
 
 
@@ -77,13 +75,11 @@ def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:
 
 
 class DeviceFacts(NamedTuple):
-    """The device that a rank's kernels run on: `architecture` is "cpu" or, for example, "sm_90"; `queues` is the number
-    of hardware queues that CUDA maps streams to."""
+    """The device that a rank's kernels run on: `architecture` is "cpu" or, for example, "sm_90"."""
 
     uuid: str = "cpu"
     architecture: str = "cpu"
     processors: int = layout.MAX_BLOCKS
-    queues: int = MOST_QUEUES
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -92,49 +88,26 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return DeviceFacts()
     facts = torch.cuda.get_device_properties(device)
     architecture = f"sm_{facts.major}{facts.minor}"
-    return DeviceFacts(str(facts.uuid), architecture, facts.multi_processor_count, env.hardware_queues())
-
-
-def _refuse_channels(channels: int, shares: Sequence[int], queues: Sequence[int]) -> None:
-    """Raises `InvalidArgument` if kernels of several channels would wait for each other: they run at once only if each
-    has a processor for every block, and if no stream is behind another one in a hardware queue."""
-    if min(shares) < 1:
-        rank = shares.index(min(shares))
-        raise InvalidArgument(
-            f"Options.channels={channels}: the GPU of rank {rank} has too few processors for a block of each; give "
-            "each rank a GPU of its own, or ask for fewer channels"
-        )
-    needed = min(QUEUES_A_CHANNEL * channels, MOST_QUEUES)
-    late = [rank for rank, count in enumerate(queues) if count < needed]
-    if late:
-        raise InvalidArgument(
-            f"Options.channels={channels} needs {needed} hardware queues, so that no stream waits behind another one, "
-            f"and rank(s) {late} have {min(queues)}: set CUDA_DEVICE_MAX_CONNECTIONS={MOST_QUEUES} before CUDA starts, "
-            "on every rank"
-        )
+    return DeviceFacts(str(facts.uuid), architecture, facts.multi_processor_count)
 
 
 def agree_on_devices(
-    control: ControlPage, facts: DeviceFacts, most_blocks: int | None, timeout: float, channels: int = 1
-) -> tuple[str, int]:  # fmt: skip
+    control: ControlPage, facts: DeviceFacts, most_blocks: int | None, timeout: float
+) -> tuple[str, int]:
     """What the ranks' devices have in common, and the largest grid whose blocks are surely resident together on each.
 
     Called by all ranks together, each with its own `facts`. The first is "cpu", an architecture such as "sm_90", or
-    "cuda" for different ones; the second is at most `most_blocks`, and so large that each of `channels` channels can
-    run one. Raises `InvalidArgument` on all ranks if a device has too few processors or hardware queues for them.
+    "cuda" for different ones; the second is at most `most_blocks`.
     """
     # A compiler without wide words counts as a kind of its own, so that all ranks know whether all have them.
     narrow = b"" if facts.architecture == "cpu" or wide_words.COMPILES.value else _NARROW
-    mine = _DEVICE.pack(facts.uuid.encode()[:36], facts.architecture.encode() + narrow, facts.processors, facts.queues)
+    mine = _DEVICE.pack(facts.uuid.encode()[:36], facts.architecture.encode() + narrow, facts.processors)
     answers = control.exchange(mine, "device facts", timeout)
-    uuids, kinds, counts, queues = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
+    uuids, kinds, counts = zip(*(_DEVICE.unpack(answer) for answer in answers), strict=True)
     kind = kinds[0].rstrip(b"\0").removesuffix(_NARROW).decode() if len(set(kinds)) == 1 else "cuda"
     most = layout.MAX_BLOCKS
     if kind != "cpu":  # ranks that share a device share its processors
-        shares = [count // uuids.count(uuid) // channels for uuid, count in zip(uuids, counts, strict=True)]
-        most = max(1, min(shares))
-        if channels > 1:
-            _refuse_channels(channels, shares, queues)
+        most = max(1, min(count // uuids.count(uuid) for uuid, count in zip(uuids, counts, strict=True)))
     return kind, min(most, most_blocks or layout.MAX_BLOCKS)
 
 

@@ -12,8 +12,8 @@ from tricomm import arguments
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
-from tricomm.core.monitor import Monitor
 from tricomm.core.symmetric import HandleName, Symmetric, check_shape
+from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.launch import triton_adapter
 

@@ -16,7 +16,7 @@ import tricomm
 from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
 from tricomm.c10d import group_calls
 from tricomm.c10d.work_handles import FinishedWork
-from tricomm.core.monitor import Monitor
+from tricomm.core.watch.monitor import Monitor
 
 
 def handles(rank, world_size, tell, url, route):
@@ -211,7 +211,7 @@ def another_way(rank, world_size, tell, url, first, compared=True):
     """
     os.environ["TRICOMM_CHECK"] = "0"
     if not compared:
-        Monitor.diverging = lambda monitor, channel: False
+        Monitor.diverging = lambda monitor: False
     said, aborted = [], threading.Event()
     with default_group(rank, world_size, url, "kernels", timeout=60.0 if compared else 3.0) as world:
         world._backends.native["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)

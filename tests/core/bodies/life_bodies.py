@@ -89,23 +89,14 @@ def many_lives(rank, world_size, tell, url, closed, aborted):
     return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}
 
 
-def dropped(rank, world_size, tell, url, count, kept):
+def dropped(rank, world_size, tell, url, count):
     """Communicators that are not closed; what is left a moment after nothing refers to them."""
-    before, options = leftovers(), tricomm.Options(arena_bytes=256 * 1024, channels=2)
+    before, options = leftovers(), tricomm.Options(arena_bytes=256 * 1024)
     for _ in range(count):
         comm = tricomm.init(url, rank, world_size, "cpu", options=options)
         x = torch.ones(3)
         comm.all_reduce(x)
-        if kept == "channel":
-            channel = comm.channel(1)
-            del comm
-            gc.collect()
-            time.sleep(0.6)  # longer than an idle group waits for its turn
-            channel.all_reduce(x)
-            assert x.tolist() == [world_size**2] * 3
-            comm = channel
         del comm
-        channel = None
     gc.collect()
     end = time.monotonic() + 5.0
     while (after := leftovers()) != before and time.monotonic() < end:

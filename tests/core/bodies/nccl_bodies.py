@@ -17,7 +17,7 @@ from tests.core.bodies import fake_nccl
 from tests.core.bodies.common_bodies import attempt
 from tricomm import errors
 from tricomm.core import bootstrap
-from tricomm.core.monitor import Monitor
+from tricomm.core.watch.monitor import Monitor
 from tricomm.policy import backend_choice
 from tricomm.store import process
 from tricomm.store.rendezvous import open_store
@@ -260,7 +260,7 @@ def dies(rank, world_size, tell, url):
 def different_calls(rank, world_size, tell, url, sizes, before, compared=True):
     """Ranks that call with different sizes, and so go different ways, or one way to different ends."""
     if not compared:
-        Monitor.diverging = lambda monitor, channel: False
+        Monitor.diverging = lambda monitor: False
     with joined(rank, world_size, url, timeout=30.0 if compared else 3.0) as comm:
         for size in before:
             comm.all_reduce(torch.ones(size))

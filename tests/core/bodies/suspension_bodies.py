@@ -84,7 +84,7 @@ def round_trip(rank, world_size, tell, url, turns):
             "recv": lambda: comm.recv(x), "symmetric": lambda: comm.symmetric((1,), torch.int8),
             "split": lambda: comm.split([0]), "launch": lambda: comm.launch(None, 1), "handle": lambda: w.local,
             "gather": lambda: comm.all_reduce(w), "suspend": comm.suspend, "synchronize": comm.synchronize,
-            "unread": comm.unread, "register": lambda: comm.register(x), "channel": comm.channel(0).barrier,
+            "unread": comm.unread, "register": lambda: comm.register(x),
             "use_table": lambda: comm.use_table([], "none"),
         }  # fmt: skip
         results["awake"] = refused(comm.resume)

@@ -44,10 +44,8 @@ def test_many_groups_one_after_another_leave_nothing(closed, aborted, url):
     assert ranks.run(2, bodies.many_lives, url, closed, aborted, timeout=900) == [{}, {}]
 
 
-@pytest.mark.parametrize("kept", ["nothing", "channel"])
-def test_a_communicator_that_is_dropped_gives_its_memory_back(kept, url):
-    """One of whose channels the user keeps goes on."""
-    assert ranks.run(2, bodies.dropped, url, 3, kept) == [{}, {}]
+def test_a_communicator_that_is_dropped_gives_its_memory_back(url):
+    assert ranks.run(2, bodies.dropped, url, 3) == [{}, {}]
 
 
 def test_after_a_killed_job_the_next_one_meets_over_the_same_file(url):

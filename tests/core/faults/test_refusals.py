@@ -67,7 +67,7 @@ def test_every_refusal_on_one_rank_is_named_on_both(route, lasting, tmp_path):
 
 @pytest.mark.parametrize("without, kind, at, seen", [
     ("names", "tensor", "core.group", "[init] RuntimeError"),
-    ("last exchange", "thread", "core.watcher", "[all_reduce] GroupAborted"),
+    ("last exchange", "thread", "core.watch.watcher", "[all_reduce] GroupAborted"),
 ])  # fmt: skip
 def test_without_the_protection_it_shows(without, kind, at, seen, tmp_path):
     place = next(p for r, k, p in places(tmp_path / "first", "communicator") if r == 1 and k == kind and at in p)

@@ -7,8 +7,8 @@ from torch.distributed import HashStore
 
 import tricomm
 from tests.core.faults.test_monitor import Control
-from tricomm.core.monitor import Monitor
-from tricomm.core.watcher import Watcher
+from tricomm.core.watch.monitor import Monitor
+from tricomm.core.watch.watcher import Watcher
 from tricomm.errors import ResourceError
 from tricomm.metrics import publish
 from tricomm.store.control import Fault
@@ -60,21 +60,6 @@ def test_a_backend_is_aborted_as_soon_as_a_thread_can_start(starts):
     monitor.look(0.02)
     assert backend.aborted.wait(10)
     monitor.look(0.02)
-
-
-def test_functions_side_by_side_all_run_or_none(starts):
-    ran = []
-    options = tricomm.Options(arena_bytes=256 * 1024, channels=2)
-    with tricomm.Communicator(HashStore(), 0, 1, "cpu", options=options) as comm:
-        functions = [lambda: ran.append(0), lambda: ran.append(1)]
-        starts.append("tricomm-side-1")
-        with pytest.raises(ResourceError, match="tricomm-side-1"):
-            comm.side_by_side(*functions)
-        assert ran == []
-        starts.clear()
-        comm.side_by_side(*functions)
-        comm.barrier()
-    assert sorted(ran) == [0, 1]
 
 
 def test_a_job_goes_on_without_its_statistics(starts, monkeypatch, tmp_path, caplog):

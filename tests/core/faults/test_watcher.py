@@ -10,7 +10,7 @@ import pytest
 
 from tests import forked, ranks
 from tests.core.bodies import watcher_bodies as bodies
-from tricomm.core.watcher import Watcher
+from tricomm.core.watch.watcher import Watcher
 from tricomm.store import process
 
 
@@ -118,7 +118,7 @@ def test_a_rank_without_descriptors_is_named_on_all_ranks(rank):
 FORKING = """
 import os, sys, time
 import torch, tricomm
-from tricomm.core.watcher import WATCHER
+from tricomm.core.watch.watcher import WATCHER
 {broken}
 options = tricomm.Options(arena_bytes=262144)
 comm = tricomm.init("file://" + sys.argv[1] + "/store", 0, 1, "cpu", options=options)

@@ -24,10 +24,10 @@ def world(monkeypatch):
     made.verify()
 
 
-def over(runtime, channels=1):
+def over(runtime):
     """A group of one rank on the CPU's memory, whose kernels are launched on the fake GPU of `runtime`."""
-    options = Options(arena_bytes=1 << 20, timeout=20.0, channels=channels)
-    plan = layout.plan(1, options.arena_bytes, channels)
+    options = Options(arena_bytes=1 << 20, timeout=20.0)
+    plan = layout.plan(1, options.arena_bytes)
     control = handshake(HashStore(), 0, 1, 20.0, options.agreed(plan, "cpu"))
     return Communicator.over(control, open_arena(control, plan.nbytes, CPU, 20.0), plan, CPU, 20.0, options, runtime)
 

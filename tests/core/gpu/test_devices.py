@@ -166,6 +166,34 @@ def test_links_that_ranks_see_differently_are_not_relied_on(caplog: pytest.LogCa
     assert "ranks find different links between their GPUs" in caplog.text
 
 
+class Alone:
+    """A control page whose exchange is with a rank of the given facts."""
+
+    def __init__(self, uuid: str, processors: int) -> None:
+        self.theirs = topology_agreement._DEVICE.pack(uuid.encode(), b"sm_90", processors)
+
+    def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
+        return [payload, self.theirs]
+
+
+@pytest.mark.parametrize(
+    ("uuid", "processors", "most"), [("a", 132, 64), ("b", 132, 64), ("b", 40, 40), ("a", 40, 20), ("a", 1, 1)]
+)
+def test_ranks_that_share_a_gpu_share_its_processors(uuid: str, processors: int, most: int) -> None:
+    mine = topology_agreement.DeviceFacts("a", "sm_90", processors)
+    page: Any = Alone(uuid, processors)
+    assert topology_agreement.agree_on_devices(page, mine, None, 1.0)[1] == most
+    assert topology_agreement.agree_on_devices(page, mine, 7, 1.0)[1] == min(7, most)
+
+
+@pytest.mark.parametrize(("given", "queues"), [("", 8), ("1", 1), ("32", 32), ("many", 8)])
+def test_hardware_queues_are_those_that_the_driver_makes(
+    given: str, queues: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    assert env.hardware_queues() == queues
+
+
 def test_a_value_that_is_none() -> None:
     with pytest.raises(InvalidArgument, match="share_device='yes'"):
         Options(share_device="yes")  # type: ignore[arg-type]

@@ -10,8 +10,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tests.core.bodies import right_device_bodies as bodies
-from tests.core.gpu.conftest import MINE, over
-from tests.fake_cuda import OnFakeGpu
+from tests.core.gpu.conftest import MINE
 from tests.kernels.fake_streams import FakeEvent, FakeStream
 from tricomm import InvalidArgument
 from tricomm.c10d import dispatch, streams
@@ -94,26 +93,6 @@ def test_a_call_on_another_stream_waits_for_the_last_call_and_not_for_what_was_q
     comm._launcher.captured = True  # a graph with calls, which may have been replayed there meanwhile
     assert not overtaken(comm, world)
     comm._launcher.captured = False
-
-
-def read_after_both(world, newest_first):
-    """What is read after two functions side by side, each over what a kernel before them writes."""
-    with over(OnFakeGpu(world, MINE), channels=2) as made:
-        x, results, seen = torch.zeros(8), [torch.zeros(8), torch.zeros(8)], torch.zeros(16)
-        calls = [lambda n=n: made.channel(n).all_reduce(x, out=results[n]) for n in (0, 1)]
-        made.side_by_side(*calls)  # compiled and loaded
-        with world.hold(newest_first):
-            world.kernel(lambda: x.fill_(3.0))
-            made.side_by_side(*calls)
-            world.kernel(lambda: seen.copy_(torch.cat(results)))
-        return seen.tolist()
-
-
-def test_functions_side_by_side_come_after_what_was_and_before_what_follows(world, monkeypatch):
-    with world.device(MINE):
-        assert [read_after_both(world, order) for order in (False, True)] == [[3.0] * 16] * 2
-        monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: None)
-        assert [read_after_both(world, order) for order in (False, True)] != [[3.0] * 16] * 2
 
 
 def test_a_kernel_that_is_new_is_loaded_and_that_waits(comm, world):

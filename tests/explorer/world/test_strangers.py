@@ -27,7 +27,6 @@ def calls_of(comm):
         "send": lambda: comm.send(torch.ones(4), 1 - comm.rank),
         "symmetric": lambda: words(comm),
         "launch": lambda: comm.launch(k.two_writers, 1, memory.peers, comm.rank, WORLD_SIZE=2),
-        "side_by_side": lambda: comm.side_by_side(comm.barrier),
         "suspend": comm.suspend,
         "close of a handle": memory.close,
         "close": comm.close,

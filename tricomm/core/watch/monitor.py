@@ -1,7 +1,5 @@
 """Watches over one communicator: sends heartbeats, reads the peers' and ends a call that cannot end by itself.
 
-Each of its channels has calls of its own (`InFlight`), timed separately; a fault is the group's.
-
 A kernel notes in the control page that it runs (`started` is the epoch it runs in, `ended` the one after it), so the
 monitor sees eager calls and graph replays alike. A peer has done its part in the running call once its own `ended`
 has moved past that epoch; its death does not matter to this call then.
@@ -18,8 +16,8 @@ from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 from tricomm import errors, threads
-from tricomm.core.channels.in_flight import InFlight
-from tricomm.core.watcher import WATCHER, Watching
+from tricomm.core.watch.in_flight import InFlight
+from tricomm.core.watch.watcher import WATCHER, Watching
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
 from tricomm.store.control import RING, ControlPage, Fault, RankState
@@ -42,18 +40,16 @@ class Monitor:
 
     `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the
     group is aborted; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended, or
-    it closed the group. `channels` are what the group's channels run. Their `describers` are functions, by the code
-    that a kernel reports in the status word, that make a fault of the peer and the number in the report; they are added
-    before `start`, and `stop` drops them. While the group is `suspended` no call shows that a peer is gone, so its
+    it closed the group. `in_flight` is what this rank runs. Its `describers` are functions, by the code that a kernel
+    reports in the status word, that make a fault of the peer and the number in the report; they are added before
+    `start`, and `stop` drops them. While the group is `suspended` no call shows that a peer is gone, so its
     death is a fault by itself. `waited` has, by peer, for how many seconds calls waited for it to enter.
     """
 
-    def __init__(
-        self, control: ControlPage, timeout: float, stall_timeout: float, watcher: Watching = WATCHER, channels: int = 1
-    ) -> None:  # fmt: skip
+    def __init__(self, control: ControlPage, timeout: float, stall_timeout: float, watcher: Watching = WATCHER) -> None:
         self.fault: Fault | None = None
         self.lost: int | None = None
-        self.channels = [InFlight(control, number) for number in range(channels)]
+        self.in_flight = InFlight(control)
         self.waited = {r: 0.0 for r in range(control.world_size) if r != control.rank}
         self._control, self._watcher = control, watcher
         self._timeout = timeout
@@ -84,8 +80,7 @@ class Monitor:
         self._watcher.discard(self)
         # Views keep a mapping alive, and the group and its monitor refer to each other: both end here.
         self._peers = ()
-        for channel in self.channels:
-            channel.forget()
+        self.in_flight.forget()
         self._describe = str
 
     def abandon(self, release: Callable[[], None]) -> None:
@@ -99,8 +94,7 @@ class Monitor:
             if self.fault is None:
                 self.fault = fault
             if not self._spread:  # an interrupt may have stopped the first attempt half-way; each step can be repeated
-                for channel in self.channels:
-                    channel.leave()
+                self.in_flight.leave()
                 self._control.raise_fault(self.fault)
                 self._control.set_state(RankState.ABORTED)
                 self._spread = True
@@ -119,14 +113,13 @@ class Monitor:
 
     def diagnose(self) -> None:
         """Abort the group if a kernel has reported a fault in the status word."""
-        for channel in self.channels:
-            fault = channel.reported()
-            if fault is not None:
-                self.abort(fault)
+        fault = self.in_flight.reported()
+        if fault is not None:
+            self.abort(fault)
 
     def user_call(self, gpu: Gpu | None) -> AbstractContextManager[None]:
         """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
-        return self.channels[0].user_call(gpu)
+        return self.in_flight.user_call(gpu)
 
     def _gone(self, rank: int) -> bool:
         return self._control.state(rank) == RankState.CLOSED or not self._control.alive(rank)
@@ -138,7 +131,7 @@ class Monitor:
 
     def busy(self) -> bool:
         """Whether a call of this rank runs, or a kernel has reported something. Costs nearly nothing."""
-        return any(channel.busy for channel in self.channels)
+        return self.in_flight.busy
 
     def beat(self) -> None:
         """Tell the peers that this process runs; does nothing if the group is being closed."""
@@ -163,7 +156,7 @@ class Monitor:
     def _look(self, tick: float) -> None:
         self._count(tick)
         self.lost = next((r for r in self._peers if self._gone(r)), None)
-        if any(channel.status for channel in self.channels):
+        if self.in_flight.status:
             self.diagnose()
             return
         for rank in self._peers:
@@ -173,70 +166,63 @@ class Monitor:
                 return
         error = next((text for backend in self._backends if (text := backend.error()) is not None), None)
         if error is not None:
-            self._blame(errors.GroupAborted, self._control.rank, error, self.channels[0])
+            self._blame(errors.GroupAborted, self._control.rank, error)
             return
         killed = self._killed() if self.suspended else None
         if killed is not None:
             self.died(killed)
             return
-        for channel in self.channels:
-            if channel.counts and self._ended(channel, tick):
-                return
+        if self.in_flight.counts:
+            self._look_at_call(tick)
 
-    def _ended(self, channel: InFlight, tick: float) -> bool:
-        """Look at the call that `channel` runs, `tick` seconds after the last time; True if it ended the group."""
-        if channel.elapsed > _COMPARE_SECONDS and self.diverging(channel):
-            return True
-        for rank in channel.not_entered():
+    def _look_at_call(self, tick: float) -> None:
+        """Look at the call that runs, `tick` seconds after the last time."""
+        running = self.in_flight
+        if running.elapsed > _COMPARE_SECONDS and self.diverging():
+            return
+        for rank in running.not_entered():
             self.waited[rank] += tick
-        late = channel.unfinished()
+        late = running.unfinished()
         for rank in late:
             if self._gone(rank):
-                if self._needs(rank, channel):
-                    self.died(rank, channel.number)
-                    return True
-            elif min(channel.elapsed, self._beats[rank][1]) > self._stall:
-                self._stalled(rank, channel)
-                return True
-        if channel.elapsed > self._timeout:
-            self._late(late, channel)
-            return True
-        return False
+                if self._needs(rank):
+                    self.died(rank)
+                    return
+            elif min(running.elapsed, self._beats[rank][1]) > self._stall:
+                self._stalled(rank)
+                return
+        if running.elapsed > self._timeout:
+            self._late(late)
 
-    def diverging(self, channel: InFlight) -> bool:
+    def diverging(self) -> bool:
         """Compare this rank's calls with the others', because kernels and NCCL do not meet in any mailbox. If they
         differ, aborts the group and returns True."""
-        control, number = self._control, channel.number
+        control = self._control
         for rank in self._peers:
-            last = min(control.sequence(control.rank, number), control.sequence(rank, number))
+            last = min(control.sequence(control.rank), control.sequence(rank))
             for sequence in range(last, max(0, last - RING), -1):
-                mine = control.called(control.rank, sequence, number)
-                theirs = control.called(rank, sequence, number)
+                mine = control.called(control.rank, sequence)
+                theirs = control.called(rank, sequence)
                 if mine is not None and theirs is not None and mine.fingerprint != theirs.fingerprint:
                     text = different(control.rank, mine.text(), rank, theirs.text())
-                    text = self.of_channel(number, text)
                     self.abort(Fault(errors.CollectiveMismatch.__name__, rank, sequence, text))
                     return True
         return False
 
-    def of_channel(self, number: int, text: str) -> str:
-        """`text`, with the channel that it is about if there are several."""
-        return f"channel {number}: {text}" if len(self.channels) > 1 else text
-
-    def _needs(self, rank: int, channel: InFlight) -> bool:
+    def _needs(self, rank: int) -> bool:
         """True if the running call waits for a rank that is gone. Asked after it has gone, because it may have done its
         part just before. A message may have been sent before, and a user's kernel may not need that rank at all, so
         they get a second to end by themselves; a message from any rank can end as long as one peer stays."""
-        if channel.in_epoch():
-            return rank in channel.unfinished()
+        running = self.in_flight
+        if running.in_epoch():
+            return rank in running.unfinished()
         leaver = self._control.state(rank) == RankState.CLOSED
-        needed = list(self._peers) if channel.from_any and leaver else [rank]
-        return min(channel.elapsed, *(self._absent.get(r, 0.0) for r in needed)) > _USER_SECONDS
+        needed = list(self._peers) if running.from_any and leaver else [rank]
+        return min(running.elapsed, *(self._absent.get(r, 0.0) for r in needed)) > _USER_SECONDS
 
     def _count(self, tick: float) -> None:
         """Add a tick to the age of all that has not changed since the last one."""
-        for channel in self.channels:
-            channel.count(tick)
+        self.in_flight.count(tick)
         for rank in self._peers:
             beat = self._control.heartbeat(rank)
             before, age = self._beats.get(rank, (beat, 0.0))
@@ -260,35 +246,33 @@ class Monitor:
         text = fault.text if fault.kind in _SHARED else f"rank {rank} aborted the group: {fault.text}"
         return self.abort(Fault(kind, fault.culprit, fault.sequence, text))
 
-    def died(self, rank: int, channel: int = 0) -> Fault:
+    def died(self, rank: int) -> Fault:
         """Abort the group because `rank` is gone, with the reason that it left behind, if any."""
         left = self._control.fault(rank)  # after its state: a rank writes its reason before it closes
         if left is not None:
             return self._adopt(rank, left)
         closed = self._control.state(rank) == RankState.CLOSED
         what = "closed the communicator" if closed else f"(pid {self._control.pid(rank)}) died"
-        running = self.channels[channel]
-        return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._last_call(rank, running)}", running)
+        return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._last_call(rank)}")
 
-    def _stalled(self, rank: int, channel: InFlight) -> Fault:
+    def _stalled(self, rank: int) -> Fault:
         return self._blame(
             errors.PeerStalled,
             rank,
             f"rank {rank} (pid {self._control.pid(rank)}) shows no sign of life for {self._beats[rank][1]:.1f} s "
-            f"(limit {self._stall:g} s): stopped or starved; {self._last_call(rank, channel)}",
-            channel,
+            f"(limit {self._stall:g} s): stopped or starved; {self._last_call(rank)}",
         )
 
-    def _late(self, late: list[int], channel: InFlight) -> None:
+    def _late(self, late: list[int]) -> None:
         """Abort the group because a call's time is over."""
         control = self._control
         for rank in late:  # a stopped rank is named as such, even if the stall limit is longer
             if control.stopped(rank):
                 who = f"rank {rank} (pid {control.pid(rank)})"
-                text = f"{who} is stopped; timeout after {self._timeout:g} s; {self._last_call(rank, channel)}"
-                self._blame(errors.PeerStalled, rank, text, channel)
+                text = f"{who} is stopped; timeout after {self._timeout:g} s; {self._last_call(rank)}"
+                self._blame(errors.PeerStalled, rank, text)
                 return
-        text = "; ".join(f"rank {r} (alive) {self._last_call(r, channel)}" for r in late)
+        text = "; ".join(f"rank {r} (alive) {self._last_call(r)}" for r in late)
         if not text:
             unseen = len(self._peers) + 1 < self._control.world_size
             text = "the other ranks cannot be seen from here" if unseen else "all peers have done their part"
@@ -296,37 +280,26 @@ class Monitor:
             errors.CollectiveTimeout,
             late[0] if late else self._control.rank,
             f"timeout after {self._timeout:g} s: {text}",
-            channel,
         )
 
-    def _blame(self, kind: type[errors.TricommError], rank: int, text: str, channel: InFlight) -> Fault:
-        control, number = self._control, channel.number
-        own, message = control.last(control.rank, number), channel.message() if not channel.in_epoch() else None
+    def _blame(self, kind: type[errors.TricommError], rank: int, text: str) -> Fault:
+        control, running = self._control, self.in_flight
+        own, message = control.last(control.rank), running.message() if not running.in_epoch() else None
         if message is not None:
             doing = self._describe(message)
         elif own is not None:
             doing = f"rank {control.rank} was in {own.text()}"
         else:
             doing = f"rank {control.rank} made no call yet"
-        text = self.of_channel(number, f"{text}; {doing}")
-        return self.abort(Fault(kind.__name__, rank, control.sequence(control.rank, number), text))
+        return self.abort(Fault(kind.__name__, rank, control.sequence(control.rank), f"{text}; {doing}"))
 
-    def _last_call(self, rank: int, channel: InFlight) -> str:
-        theirs = self._control.last(rank, channel.number)
-        mine = self._control.sequence(self._control.rank, channel.number)
+    def _last_call(self, rank: int) -> str:
+        theirs = self._control.last(rank)
+        mine = self._control.sequence(self._control.rank)
         if theirs is not None and theirs.sequence >= mine:
             return f"its last call is {theirs.text()}"
         last = "it has made no call" if theirs is None else f"it last called {theirs.text()}"
-        text = last if theirs is None else f"{last} and has not entered sequence {mine}"
-        return text + "".join(self._ahead(rank, other) for other in self.channels if other is not channel)
-
-    def _ahead(self, rank: int, channel: InFlight) -> str:
-        """The call of a peer in another channel that this rank has not made, in words: the ranks may have taken
-        different channels for one call."""
-        call, number = self._control.last(rank, channel.number), channel.number
-        if call is None or call.sequence <= self._control.sequence(self._control.rank, number):
-            return ""
-        return f"; in channel {number}, in which rank {self._control.rank} has not, it has called {call.text()}"
+        return last if theirs is None else f"{last} and has not entered sequence {mine}"
 
 
 def different(rank: int, mine: str, other: int, theirs: str) -> str:

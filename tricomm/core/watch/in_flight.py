@@ -1,4 +1,4 @@
-"""What a channel of this rank runs at the moment, for how long, and which peers have not done their part in it."""
+"""What this rank runs at the moment, for how long, and which peers have not done their part in it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ class _UserCall:
 
 
 class InFlight:
-    """What channel `number` runs; `elapsed`: for how many seconds. `describers` turn a status code that a kernel has
-    reported into a `Fault`."""
+    """What this rank runs; `elapsed`: for how many seconds. `describers` turn a status code that a kernel has reported
+    into a `Fault`."""
 
-    def __init__(self, control: ControlPage, number: int) -> None:
-        self.number, self.elapsed = number, 0.0
+    def __init__(self, control: ControlPage) -> None:
+        self.elapsed = 0.0
         self.describers: dict[int, Callable[[int, int], Fault]] = {}
-        words = layout.control_words(number)
-        self._words = control.words()[words]
-        self._peers = {r: control.peer_words(r)[words] for r in control.peers}
+        self._words = control.words()
+        self._peers = {r: control.peer_words(r) for r in control.peers}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
         self._user_calls: list[_UserCall] = []
         self._before: object = None

@@ -1,0 +1,1 @@
+"""What watches over a group: what runs, which peers it waits for, and the thread that looks."""
