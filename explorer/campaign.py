@@ -15,7 +15,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer import selftest
 from tricomm.explorer.ptx.global_memory import BadAddress
 from tricomm.explorer.report.findings import Execution, Finding
-from tricomm.explorer.report.report import CampaignPlan, Report
+from tricomm.explorer.report.report import CampaignPlan, Report, options_of
 from tricomm.explorer.schedule import shrinking
 from tricomm.explorer.schedule.choices import Strategy
 from tricomm.explorer.schedule.contention import Contention
@@ -24,7 +24,7 @@ from tricomm.explorer.simulation import prepared
 from tricomm.explorer.world import oracle
 from tricomm.explorer.world.execution import Outcome, Ranks, Subject
 from tricomm.kernels import layout
-from tricomm.options import Options
+from tricomm.options import Options, tuned
 
 FAULTS = ("delay", "stop", "drop")
 # First epochs just before 32-bit counters wrap or mailboxes are cleared; used in every fourth schedule.
@@ -90,7 +90,7 @@ def check(
 
 def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Finding]]:
     """For each finding of `report`, the findings of its schedule when `fn` is run under it again."""
-    options = Options(**report.options)
+    options = options_of(report.options)
     subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS, report.compiled)
     plan = _plan(
         report.schedules, report.strategy, report.preemptions, report.seed, report.faults, report.identical, True,
@@ -133,7 +133,7 @@ def _plan(
     unknown = [f for f in ([faults] if isinstance(faults, str) else faults) if f not in FAULTS]
     if unknown or isinstance(faults, str):
         raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
-    first = getattr(options, "first_epoch", 1)  # anything but Options is refused below
+    first = options._tuning.first_epoch if isinstance(options, Options) else 1  # anything else is refused below
     epochs = _EPOCHS if first == 1 else (first,)
     return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
 
@@ -254,7 +254,7 @@ def run_one(
     subject: Subject, execution: Execution, strategy: Strategy, contention: Contention | None = None
 ) -> Outcome:
     """One examined execution."""
-    options = replace(subject.options, first_epoch=execution.first_epoch)
+    options = tuned(subject.options, first_epoch=execution.first_epoch)
     outcome = Ranks(replace(subject, options=options), execution, strategy, True, contention).execute()
     for error in outcome.errors.values():
         # A bad address is a mistake of a kernel, not of the caller, so it is a finding.

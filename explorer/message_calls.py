@@ -24,7 +24,7 @@ class MessageCalls:
 
     def __init__(self, comm: Any) -> None:
         self._comm, self._plan = comm, comm.arena_layout
-        self._next = [max(comm.options.first_epoch, layout.SLOTS)] * self._plan.queues
+        self._next = [max(comm.options._tuning.first_epoch, layout.SLOTS)] * self._plan.queues
 
     def hand_on(self, protocol: str, number: int, size: int) -> torch.Tensor | None:
         """Two messages from each rank to the next one: a short one, and then `size` words, which are received first.

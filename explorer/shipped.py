@@ -17,7 +17,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.left_out import by_reason
-from tricomm.options import Options
+from tricomm.options import Options, tuned
 
 # In 64-bit words, of a shard if the kernel has shards. With two blocks, the second one has work in every other call.
 # There are calls with full tiles, with a partial one, and with none.
@@ -141,7 +141,7 @@ def options(
     elif tile is None and compiled is None:
         users = registry.KERNELS if kernel is None else (kernel,)
         tile = min(_most_of_tile(kernel), *(plan.largest_tile(k.algorithm, k.protocol) for k in users))
-    return replace(memory, blocks=blocks, tile=tile)
+    return tuned(memory, blocks=blocks, tile=tile)
 
 
 def _most_of_tile(kernel: Kernel | None) -> int:

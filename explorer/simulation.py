@@ -91,7 +91,7 @@ def prepared(
         options = compiled_runtime.checked_options(world_size, options)
     else:
         assert options is not None
-        launch_shapes.check_device("cpu", layout.plan(world_size, options.arena_bytes), options.tile)
+        launch_shapes.check_device("cpu", layout.plan(world_size, options.arena_bytes), options._tuning.tile)
     return Subject(fn, world_size, options, residency, most_steps, compiled)
 
 

@@ -18,9 +18,19 @@ from tricomm.topology import presets
 from tricomm.topology.model import Topology
 
 
-@pytest.mark.parametrize("option", ["two_level", "channels"])
-def test_options(option):
-    with pytest.raises(InvalidArgument, match=rf"Options\({option}\) is gone: leave it out"):
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [
+        ("two_level", "leave it out"),
+        ("channels", "leave it out"),
+        ("max_registers", r"Options\(beside_compute=True\)"),
+        ("blocks", "max_blocks"),
+        ("tile", "a table"),
+        ("first_epoch", "leave it out"),
+    ],
+)
+def test_options(option, instead):
+    with pytest.raises(InvalidArgument, match=rf"Options\({option}\) is gone: {instead}"):
         Options(**{option: 1})
     with pytest.raises(TypeError, match="two_levels"):  # there never was one of that name
         Options(two_levels=1)

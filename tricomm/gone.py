@@ -13,6 +13,10 @@ _AT_ONCE = "for calls at the same time make a second communicator, comm.split(ra
 GONE = {
     "Options(two_level)": f"leave it out; {_BETWEEN_NODES}",
     "Options(channels)": f"leave it out; {_AT_ONCE}",
+    "Options(max_registers)": "Options(beside_compute=True) limits kernels to 128 registers a thread",
+    "Options(blocks)": "max_blocks limits the grid; a table sets it by size (tricomm tune)",
+    "Options(tile)": "a table sets tiles by size (tricomm tune)",
+    "Options(first_epoch)": "leave it out; only tests set it",
     "algorithm='two_level'": f"leave the algorithm open; {_BETWEEN_NODES}",
     "tricomm predict --nodes": f"leave it out; {_BETWEEN_NODES}, and predict knows one node",
     "islands of a topology": "leave the field out; no kernel distinguishes the ranks of a node",

@@ -59,7 +59,7 @@ def local(
             "tricomm.simulate(fn, world_size)"
         )
     plan = layout.plan(world_size, options.arena_bytes)
-    launch_shapes.check_device(gpu.type, plan, options.tile)
+    launch_shapes.check_device(gpu.type, plan, options._tuning.tile)
     agreed = options.agreed(plan, gpu.type)
     store = HashStore()
 

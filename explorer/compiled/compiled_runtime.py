@@ -52,7 +52,7 @@ def checked_options(world_size: int, options: Options | None) -> Options:
         return smallest
     try:
         plan = layout.plan(world_size, options.arena_bytes)
-        launch_shapes.check_device("cuda", plan, options.tile)
+        launch_shapes.check_device("cuda", plan, options._tuning.tile)
     except InvalidArgument as error:
         raise InvalidArgument(
             f"{error}; compiled kernels have a GPU's tiles, which Options(arena_bytes={smallest.arena_bytes}) holds "

@@ -14,7 +14,7 @@ import triton
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.report.findings import Finding, checked
 from tricomm.explorer.world.execution import Subject
-from tricomm.options import Options
+from tricomm.options import Options, Tuning
 
 SCHEMA = 1
 
@@ -105,7 +105,7 @@ class Report:
             findings = [Finding.from_json(f) for f in checked(values["findings"], list)]
             for fault in [f.execution.fault for f in findings if f.execution.fault is not None]:
                 checked(fault[1], int, range(world_size))
-            Options(**values["options"])
+            options_of(values["options"])
             for name in [name for name in ("file", "function", "sha256", "kernel") if subject.get(name) is not None]:
                 checked(subject[name], str)
             for size in checked(subject["sizes"], list) if "kernel" in subject else ():
@@ -130,6 +130,11 @@ class Report:
             lines += [f"{n}. {f}", f"   ranks {sorted(set(f.ranks))}, schedule {f.schedule}, seed {f.seed}"]
             lines.append(f"   {_choices(f)}")
         return "\n".join(lines)
+
+
+def options_of(values: dict[str, Any]) -> Options:
+    """The options that `asdict` gave these values of."""
+    return Options(**{**values, "_tuning": Tuning(**values.get("_tuning", {}))})
 
 
 def digest(file: str | None) -> str | None:

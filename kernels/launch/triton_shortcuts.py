@@ -30,8 +30,6 @@ def changes() -> list[Change]:
         (_triton, "_get_np_dtype", _np_dtype),
         (tl.core.block_type, "__init__", _block_type),
         (tl.core.tensor, "__init__", _tensor),
-        (tl.core.dtype, "__eq__", _equal_types),
-        (semantic, "computation_type_impl", _computation_type),
         (semantic, "broadcast_impl_value", _broadcast),
         (semantic, "binary_op_type_checking_impl", _operands),
     )
@@ -101,30 +99,6 @@ def _tensor(original: Callable[..., Any]) -> Callable[..., Any]:
             self.shape, self.numel = known
 
     return init
-
-
-def _equal_types(original: Callable[..., Any]) -> Callable[..., Any]:
-    scalar = tl.core.dtype
-
-    def equal(self: Any, other: Any) -> Any:
-        if other.__class__ is scalar:
-            return self.name == other.name
-        return original(self, other)
-
-    return equal
-
-
-def _computation_type(original: Callable[..., Any]) -> Callable[..., Any]:
-    made: dict[tuple[Any, ...], Any] = {}
-
-    def computation_type(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
-        key = (a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod)
-        kind = made.get(key)
-        if kind is None:
-            kind = made[key] = original(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
-        return kind
-
-    return computation_type
 
 
 def _broadcast(original: Callable[..., Any]) -> Callable[..., Any]:

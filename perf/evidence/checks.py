@@ -17,6 +17,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.left_out import left_out_lines
 from tricomm.kernels.wide_words import FIRST_ARCHITECTURE
+from tricomm.options import Tuning
 from tricomm.perf.bench import check_data, collective_calls
 
 # The parts of a kernel's checks, the most telling first.
@@ -28,7 +29,7 @@ OTHERS = (517, 4097)  # of all operations but a type's first one, because each i
 FEW, FEW_OTHERS = (1, 37), (37,)
 _ONE = {False: COUNTS[4], True: FEW[1]}  # elements of part `one size`, by dry_run
 OPTIONS = Options(timeout=60.0, arena_bytes=8 << 20, nccl=False)
-FEW_OPTIONS = Options(timeout=60.0, arena_bytes=1 << 20, blocks=1, tile=64, nccl=False)
+FEW_OPTIONS = Options(timeout=60.0, arena_bytes=1 << 20, nccl=False, _tuning=Tuning(blocks=1, tile=64))
 # For a dry run: an LL kernel, one without flags in its data, one with a root, and the barrier.
 _FEW_KERNELS = (("all_reduce", "one_shot", "ll"), ("reduce_scatter", "one_shot", "simple"),
                 ("gather", "one_shot", "ll"), ("barrier", "one_shot", "simple"))  # fmt: skip

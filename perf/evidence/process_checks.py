@@ -20,6 +20,7 @@ from tricomm import Communicator
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.options import Tuning
 from tricomm.perf.bench import check_data, collective_calls, timing
 from tricomm.perf.evidence import checks, hardware, memory_checks, message_checks, row_checks
 from tricomm.perf.workers import run_workers
@@ -89,7 +90,7 @@ def epochs(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
     """Calls across the overflow of the counters."""
     wrong, calls = [], 0
     for first in _EDGES[:2] if dry_run else _EDGES:
-        with join(f"epoch-{first}", first_epoch=first) as comm:
+        with join(f"epoch-{first}", _tuning=Tuning(first_epoch=first)) as comm:
             wanted = checks.calls(kernel, comm.world_size, _NAME, True) * 2
             wrong += [f"from epoch {first}: {text}" for text in checks.wrong(comm, kernel, _DTYPE, wanted)]
             calls += len(wanted)
@@ -153,7 +154,7 @@ def messages(join: Join, kernel: Kernel, dry_run: bool) -> Checked:
     wrong: list[str] = []
     calls = 0
     for first in (1, (1 << 32) - 6):
-        with join(f"messages-{first}", first_epoch=first) as comm:
+        with join(f"messages-{first}", _tuning=Tuning(first_epoch=first)) as comm:
             made, errors = message_checks.sweep(comm, dry_run)
             wrong, calls, kind = wrong + errors, calls + made, comm.kind
     return kind, calls, wrong

@@ -1,6 +1,5 @@
 """The calls that `tricomm check` makes of the shipped kernels: mistakes that only they show, in the first schedule."""
 
-from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -13,6 +12,7 @@ from tests.marks import some
 from tricomm.explorer import campaign, shipped, shipped_calls
 from tricomm.kernels import layout, multimem
 from tricomm.kernels.collectives import registry
+from tricomm.options import tuned
 
 CHUNKS = "kernels/device/chunks.py"
 _MEET = "            status = synchronize(ahead, 0, SPEC)\n"
@@ -104,7 +104,7 @@ def test_what_lies_in_a_slot_several_queues_handles_and_orders_show_it(name):
 @pytest.mark.parametrize("first_epoch", [1, 2**32 - 8])
 def test_the_pieces_of_a_message_are_counted_as_the_kernels_count_them(protocol, first_epoch):
     kernel = registry.find("send", "one_shot", protocol)
-    memory = replace(shipped.options(3, kernel=kernel), first_epoch=first_epoch)
+    memory = tuned(shipped.options(3, kernel=kernel), first_epoch=first_epoch)
     sizes = shipped.sizes(kernel, 3, memory)
 
     def body(comm):
@@ -142,13 +142,13 @@ def test_the_first_call_has_three_chunks(kernel, world_size):
         return
     if kernel.pairwise:
         plan = layout.plan(world_size, memory.arena_bytes)
-        assert plan.queues >= 2 and memory.tile == plan.slot_words("ll") // 2
+        assert plan.queues >= 2 and memory._tuning.tile == plan.slot_words("ll") // 2
         return
     plan = layout.plan(world_size, memory.arena_bytes)
     chunk = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective) * (world_size**kernel.staged)
     largest = plan.largest_tile(kernel.algorithm, kernel.protocol)
     assert -(-first // chunk) == 3 or first == shipped.SIZES[0] > 2 * chunk
-    assert memory.tile <= largest
+    assert memory._tuning.tile <= largest
     compiled = shipped.options(world_size, compiled="sm_90")
     assert shipped.sizes(kernel, world_size, compiled, "sm_90")[0] > chunk
 

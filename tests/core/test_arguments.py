@@ -14,7 +14,7 @@ from tricomm import arguments
 from tricomm.core import launch_plan
 from tricomm.core.fused.fused_call import Epilogue, UserEpilogue
 from tricomm.errors import InvalidArgument
-from tricomm.options import Options, seconds
+from tricomm.options import Options, Tuning, seconds
 from tricomm.policy.selection import Choice
 
 CPU = torch.device("cpu")
@@ -135,10 +135,8 @@ def test_fingerprints_differ_in_every_fact():
         ({"timeout": timedelta(seconds=-1)}, "Options.timeout=datetime.timedelta"),
         ({"arena_bytes": 100}, "from 65536"),
         ({"arena_bytes": 1e8}, "an integer"),
-        ({"blocks": True}, "an integer"),
-        ({"blocks": 65}, "from 1 to 64"),
-        ({"tile": 3}, "power of two"),
-        ({"first_epoch": 0}, "first_epoch=0"),
+        ({"max_blocks": True}, "an integer"),
+        ({"max_blocks": 65}, "from 1 to 64"),
     ],
 )
 def test_options_out_of_range(bad, words):
@@ -169,7 +167,9 @@ def test_forced_shapes_that_cannot_be_used_are_refused_on_all_ranks_and_the_grou
         refused.append(comm.rank)
         return comm.all_reduce(x, algorithm="one_shot", protocol="ll")
 
-    results = tricomm.simulate(body, 2, options=Options(arena_bytes=128 << 10, tile=512, blocks=2, max_blocks=2))
+    results = tricomm.simulate(
+        body, 2, options=Options(arena_bytes=128 << 10, max_blocks=2, _tuning=Tuning(tile=512, blocks=2))
+    )
     assert sorted(refused) == [0, 1] and all(torch.equal(y, torch.tensor([1.0, 3.0, 5.0])) for y in results)
     with pytest.raises(InvalidArgument, match=r"blocks=3: at most 2 .* Options.max_blocks\); force 1 to 2"):
-        tricomm.simulate(body, 2, options=Options(blocks=3, max_blocks=2))
+        tricomm.simulate(body, 2, options=Options(max_blocks=2, _tuning=Tuning(blocks=3)))

@@ -21,6 +21,7 @@ from tests.marks import some
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import reference
 from tricomm.kernels.collectives import registry
+from tricomm.options import Tuning
 from tricomm.policy.tuning_tables import TableRow
 from tricomm.topology.presets import dgx1v
 
@@ -115,7 +116,7 @@ def test_the_bits_are_those_of_rank_order_however_a_tensor_is_reduced(
             start = end
         return torch.cat(results)
 
-    options = replace(INVARIANT, arena_bytes=arena, tile=tile, blocks=blocks)
+    options = replace(INVARIANT, arena_bytes=arena, _tuning=Tuning(tile=tile, blocks=blocks))
     result = bits(tricomm.simulate(body, world_size, options=options)[-1])
     assert torch.equal(result, in_rank_order(op, name, world_size, count))
 

@@ -15,9 +15,12 @@ from tests.marks import some
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
+from tricomm.options import Tuning
 from tricomm.topology.presets import dgx1v
 
-SMALL = tricomm.Options(arena_bytes=128 << 10, blocks=2, tile=32)  # messages of several chunks, blocks without words
+SMALL = tricomm.Options(
+    arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32)
+)  # messages of several chunks, blocks without words
 PLAIN = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "barrier"]
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
 SOAK = pytest.mark.soak
@@ -47,7 +50,7 @@ def test_every_kernel(kernel, world_size, cases):
 def test_every_kernel_of_a_cube_mesh_under_any_labelling(kernel, seed, most):
     draw = random.Random(f"{kernel.name} {seed}")
     labels = draw.sample(range(8), 8)
-    options = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=32, topology=dgx1v().of(labels))
+    options = tricomm.Options(arena_bytes=256 << 10, topology=dgx1v().of(labels), _tuning=Tuning(blocks=2, tile=32))
     assert wrong(8, [anything(draw, kernel, 8, most) for _ in range(3)], options) == []
 
 
@@ -107,7 +110,9 @@ def test_all_algorithms_give_the_same_bits(dtype):
             observed.append((k.needs_cube, y.view(torch.uint8)))
         return observed
 
-    results = tricomm.simulate(body, 8, options=tricomm.Options(arena_bytes=256 << 10, blocks=1, tile=64))
+    results = tricomm.simulate(
+        body, 8, options=tricomm.Options(arena_bytes=256 << 10, _tuning=Tuning(blocks=1, tile=64))
+    )
     groups = {}
     for rank in results:
         for cube, bits in rank:

@@ -14,9 +14,10 @@ from tests.explorer.mutation import Edit, loaded
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, TricommError
 from tricomm.kernels import layout
 from tricomm.kernels.dtypes import DTYPES
+from tricomm.options import Tuning
 
-SMALL = tricomm.Options(arena_bytes=64 << 10, tile=16)
-WIDE = tricomm.Options(arena_bytes=4 << 20, tile=64, blocks=3)  # several queues, and fewer blocks than them
+SMALL = tricomm.Options(arena_bytes=64 << 10, _tuning=Tuning(tile=16))
+WIDE = tricomm.Options(arena_bytes=4 << 20, _tuning=Tuning(tile=64, blocks=3))  # fewer blocks than queues
 PROTOCOLS = pytest.mark.parametrize("protocol", ["ll", "simple"])
 
 
@@ -83,7 +84,7 @@ def test_every_type_and_size(options, protocol):
     st.sampled_from([1, layout.CLEAR_EVERY - 2, 2**31 - 3, 2**32 - 4]),
 )  # fmt: skip
 def test_any_messages_back_to_back_near_the_ends_of_the_counters(cases, first):
-    options = tricomm.Options(arena_bytes=64 << 10, tile=16, first_epoch=first)
+    options = tricomm.Options(arena_bytes=64 << 10, _tuning=Tuning(tile=16, first_epoch=first))
     assert tricomm.simulate(lambda comm: handed_over(comm, cases), 2, options=options) == [[], []]
 
 
@@ -123,7 +124,7 @@ def test_plain_data_are_not_taken_for_words_of_the_other_protocol(kept, unshrunk
         return wrong
 
     edits = () if kept else (Edit("kernels/collectives/send.py", "plain |= bit", "plain |= 0"),)
-    options = tricomm.Options(arena_bytes=64 << 10, tile=4, first_epoch=first)
+    options = tricomm.Options(arena_bytes=64 << 10, _tuning=Tuning(tile=4, first_epoch=first))
     with loaded(edits):
         report = tricomm.check(body, 2, schedules=4 if kept else 12, options=options, identical=False)
     assert report.ok == kept, report
@@ -261,7 +262,7 @@ def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_ne
                 assert int(y) == turn
         return bool(((words >> 32) == first + 8).any())
 
-    options = tricomm.Options(arena_bytes=64 << 10, tile=16, first_epoch=first)
+    options = tricomm.Options(arena_bytes=64 << 10, _tuning=Tuning(tile=16, first_epoch=first))
     edit = Edit("kernels/device/message_queues.py", "(number % CLEAR_EVERY < SLOTS)", "(number < 0)")
     edits = () if cleared else (edit,)
     with loaded(edits):
@@ -301,7 +302,7 @@ def test_what_has_not_been_taken_is_known(first):
                 comm.barrier()
         return seen
 
-    options = tricomm.Options(arena_bytes=64 << 10, tile=16, first_epoch=first)
+    options = tricomm.Options(arena_bytes=64 << 10, _tuning=Tuning(tile=16, first_epoch=first))
     assert tricomm.simulate(body, 3, options=options) == [[[]] + [[2], []] * 7, [[]], [[]]]
 
 

@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 import tricomm
 from tests import ranks
 from tests.core.bodies import suspension_bodies as bodies
+from tricomm.options import Tuning
 
 EMPTY = {"fds": [], "maps": [], "threads": []}
 
@@ -101,7 +102,7 @@ def test_a_call_that_one_rank_has_not_made_is_named_at_once():
         assert "suspend: rank 1 is in all_reduce" in said and "at sequence 1 instead" in said
 
 
-SMALL = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=16)
+SMALL = tricomm.Options(arena_bytes=256 << 10, _tuning=Tuning(blocks=2, tile=16))
 
 
 def _sleeps(comm, begin=True):

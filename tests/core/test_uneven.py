@@ -19,10 +19,11 @@ from tricomm.core import launch_plan, planner
 from tricomm.core.runtime import Processes
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher
+from tricomm.options import Tuning
 from tricomm.store.arena import open_arena
 from tricomm.store.handshake import handshake
 
-SMALL = tricomm.Options(arena_bytes=128 << 10, blocks=2, tile=32)
+SMALL = tricomm.Options(arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32))
 PROTOCOLS = ("ll", "simple")
 
 

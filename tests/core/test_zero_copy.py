@@ -13,8 +13,9 @@ from tests.explorer.mutation import Edit, loaded
 from tests.marks import some
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import multimem, reference
+from tricomm.options import Tuning, tuned
 
-OPTIONS = tricomm.Options(arena_bytes=256 << 10, blocks=2, tile=16)
+OPTIONS = tricomm.Options(arena_bytes=256 << 10, _tuning=Tuning(blocks=2, tile=16))
 
 
 def exact(result: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -145,7 +146,7 @@ def test_what_a_handle_cannot_do_is_refused_with_what_can():
             comm.reduce_scatter(comm.symmetric((3,), torch.float32))
         return comm.broadcast(w, 1).local.tolist(), comm.all_reduce(w.local, protocol="ll").tolist()
 
-    assert tricomm.simulate(body, 2, options=replace(OPTIONS, tile=None)) == [([1.0] * 8, [2.0] * 8)] * 2
+    assert tricomm.simulate(body, 2, options=tuned(OPTIONS, tile=None)) == [([1.0] * 8, [2.0] * 8)] * 2
 
 
 def test_a_view_of_the_handle_is_in_place():
@@ -254,10 +255,10 @@ def test_no_access_through_the_switch_is_made_twice():
         return right, choice.block >= 64 * choice.warps
 
     for tile in (64, 256):
-        options = tricomm.Options(arena_bytes=256 << 10, tile=tile)
+        options = tricomm.Options(arena_bytes=256 << 10, _tuning=Tuning(tile=tile))
         assert tricomm.simulate(body, 2, options=options, compiled="sm_90") == [(True, True)] * 2
     with pytest.raises(InvalidArgument, match="tiles of 64 to"):
-        tricomm.simulate(body, 2, options=replace(options, tile=32), compiled="sm_90")
+        tricomm.simulate(body, 2, options=tuned(options, tile=32), compiled="sm_90")
 
 
 def test_the_output_handle_is_part_of_the_call():

@@ -30,7 +30,7 @@ from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.report.findings import Execution
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import interpreted_wide, interpreter, triton_adapter
-from tricomm.options import Options
+from tricomm.options import Options, Tuning
 from tricomm.topology.model import Topology
 
 Key = tuple[str, str, str]
@@ -96,9 +96,11 @@ class Mutant:
     def options(self) -> Options:
         """What `tricomm check` would take, with this mutant's grid, tile and first epoch."""
         return Options(
-            arena_bytes=shipped.options(self.world_size).arena_bytes, blocks=self.blocks or None, tile=self.tile,
-            max_blocks=self.max_blocks, first_epoch=self.first_epoch, topology=self.topology,
-        )  # fmt: skip
+            arena_bytes=shipped.options(self.world_size).arena_bytes,
+            max_blocks=self.max_blocks,
+            topology=self.topology,
+            _tuning=Tuning(blocks=self.blocks or None, tile=self.tile, first_epoch=self.first_epoch),
+        )
 
 
 def edited(file: str, text: str, edits: Sequence[Edit]) -> str:

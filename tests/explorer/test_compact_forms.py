@@ -10,13 +10,14 @@ from tests.marks import compiles, most, some
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.wide_words import why_not
+from tricomm.options import tuned
 from tricomm.perf.bench import check_data, collective_calls
 from tricomm.perf.machine_code import accesses
 from tricomm.perf.machine_code.kernel_report import ARCHITECTURES, Variant, compile_variant
 from tricomm.policy.compact_forms import COMPACT_REGISTERS, has_compact_form
 
 PLAIN = [k for k in registry.KERNELS if k.protocol == "simple" and k.collective not in ("barrier", "all_to_all_v")]
-SMALL = tricomm.Options(max_registers=COMPACT_REGISTERS, arena_bytes=1 << 16, blocks=2, tile=32)
+SMALL = tuned(tricomm.Options(beside_compute=True, arena_bytes=1 << 16), blocks=2, tile=32)
 COUNTS = (1, 2037)
 
 QUICK = ("all_reduce_two_shot_simple", "broadcast_two_shot_simple", "all_to_all_one_shot_simple")  # every loop

@@ -16,6 +16,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer import campaign
 from tricomm.explorer.report.report import Report
 from tricomm.explorer.schedule import contention, scheduler
+from tricomm.options import Tuning
 
 
 @triton.jit
@@ -168,7 +169,7 @@ def test_blocks_that_have_no_place_are_named_once_for_a_rank_and_without_a_line(
     def fn(comm):
         comm.all_reduce(torch.ones(64), algorithm="one_shot", protocol="simple")
 
-    options = tricomm.Options(blocks=4, tile=16)
+    options = tricomm.Options(_tuning=Tuning(blocks=4, tile=16))
     (finding,) = tricomm.check(fn, 2, schedules=4, residency=1, options=options).findings
     assert finding.kind == "deadlock" and "?" not in str(finding).partition(": ")[0]
     assert "waits for a place on the device" in finding.text

@@ -24,6 +24,7 @@ from tricomm.explorer.shipped_calls import ShippedCalls
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
+from tricomm.options import tuned
 from tricomm.topology.presets import dgx1v
 
 CHECKED = shipped.kernels(None, None, None)
@@ -59,7 +60,7 @@ def clean(kernel: Kernel, world_size: int = 3, **more: Any) -> tricomm.Report:
     sizes, blocks = more.pop("sizes", SIZES), more.pop("blocks", shipped.BLOCKS)
     tile = more.pop("tile", None if kernel.collective == shipped.FUSED else shipped.TILE)  # the sizes are for that one
     options = shipped.options(world_size, blocks, tile, kernel=kernel)
-    options = replace(options, first_epoch=more.pop("first_epoch", 1))
+    options = tuned(options, first_epoch=more.pop("first_epoch", 1))
     return passed(shipped.body(kernel, sizes), world_size, options=options, **more)
 
 
@@ -139,7 +140,7 @@ def test_messages_of_several_chunks(kernel):
 
     def fn(comm: tricomm.Communicator) -> list[torch.Tensor]:
         results = calls(comm)
-        assert comm._group.words[layout.ENDED] == comm.options.first_epoch + 3, "three chunks are three epochs"
+        assert comm._group.words[layout.ENDED] == comm.options._tuning.first_epoch + 3, "three chunks are three epochs"
         return results
 
     passed(fn, world_size, schedules=1, options=options)

@@ -10,6 +10,7 @@ import torch
 
 import tricomm
 from tests import ranks
+from tricomm.options import Tuning
 from tricomm.perf.evidence import message_checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -21,7 +22,7 @@ def join(rank, world_size, url, **options):
 
 
 def swept(rank, world_size, tell, url, first):
-    with join(rank, world_size, url, arena_bytes=4 << 20, first_epoch=first) as comm:
+    with join(rank, world_size, url, arena_bytes=4 << 20, _tuning=Tuning(first_epoch=first)) as comm:
         return comm.kind, message_checks.sweep(comm, False)[1]
 
 

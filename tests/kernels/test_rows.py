@@ -17,9 +17,10 @@ from tricomm.core.fused import fused_kernels
 from tricomm.explorer.campaign import smallest
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.specialization import Specialization
+from tricomm.options import tuned
 
 WAYS = [("one_shot", "ll"), ("two_shot", "ll"), ("one_shot", "ll128"), ("two_shot", "ll128")]
-SMALL = replace(smallest(2), blocks=2, tile=32)  # of ll128 there is no smaller one
+SMALL = tuned(smallest(2), blocks=2, tile=32)  # of ll128 there is no smaller one
 
 
 def results(comm, x, residual, weight, way, eps=1e-5):
@@ -109,7 +110,7 @@ def test_epochs_come_round_with_several_chunks(epoch):
             assert torch.equal(result[1].double(), reference.summed(2, 9, 264, torch.float32, seed))
         return True
 
-    assert tricomm.simulate(body, 2, options=replace(SMALL, first_epoch=epoch)) == [True, True]
+    assert tricomm.simulate(body, 2, options=tuned(SMALL, first_epoch=epoch)) == [True, True]
 
 
 def test_planes_of_rows_are_those_of_wide_words():

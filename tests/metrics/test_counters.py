@@ -24,9 +24,10 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.metrics.counters import Activity, Tally, bucket, count_fallback, fallback_by_size, weight
 from tricomm.metrics.timer import Clock
+from tricomm.options import Tuning
 from tricomm.perf.null_launch import communicator as null_communicator
 
-SMALL = tricomm.Options(arena_bytes=128 << 10, blocks=2, tile=32)
+SMALL = tricomm.Options(arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32))
 
 
 def _counted(statistics: tricomm.Statistics) -> dict[tuple[str, int], tuple[int, int]]:

@@ -133,7 +133,7 @@ def test_messages_over_gloo_are_reduced_in_rank_order_by_us(collective):
 def test_the_variable_is_the_option_of_every_group(monkeypatch):
     assert not with_environment(None).batch_invariant
     monkeypatch.setenv("TRICOMM_BATCH_INVARIANT", "1")
-    assert with_environment(None).batch_invariant and with_environment(Options(tile=64)).tile == 64
+    assert with_environment(None).batch_invariant and with_environment(Options(max_blocks=4)).max_blocks == 4
     monkeypatch.setenv("TRICOMM_BATCH_INVARIANT", "0")
     assert with_environment(Options(batch_invariant=True)).batch_invariant and not env.batch_invariant()
     monkeypatch.setenv("TRICOMM_BATCH_INVARIANT", "perhaps")

@@ -98,7 +98,7 @@ def test_a_forced_tile_that_a_kernel_cannot_use_is_refused_with_those_that_it_ca
                 assert not least <= tile <= most
                 for good in (least, most):
                     assert choose(replace(here, tile=good), *names).block == good
-    few = site("sm_90", tile=512, max_registers=128)
+    few = site("sm_90", tile=512, beside=True)
     with pytest.raises(InvalidArgument, match="tiles of 32 to 256 words .* fit into 128 registers"):
         choose(few, "all_reduce", 1024, protocol="ll")
     with pytest.raises(InvalidArgument, match="tile=4096: .* of send one_shot/simple"):
@@ -326,7 +326,7 @@ def test_eight_hoppers_broadcast_through_a_switch_where_that_is_modelled_faster_
 
 
 def test_a_group_with_few_registers_gets_compact_forms_in_its_grid():
-    few = site(world_size=8, max_registers=128, max_blocks=16, beside=True)
+    few = site(world_size=8, max_blocks=16, beside=True)
     for collective in set(COLLECTIVES) - {"barrier"}:
         for nbytes in SIZES:
             choice = choose(few, collective, nbytes)
@@ -338,7 +338,7 @@ def test_a_group_with_few_registers_gets_compact_forms_in_its_grid():
 
 
 def test_a_kernel_without_a_compact_form_is_refused_with_those_that_have_one():
-    few = site(world_size=8, max_registers=128)
+    few = site(world_size=8, beside=True)
     with pytest.raises(InvalidArgument, match="two_shot/ll takes more than 128 .*; one_shot/simple, two_shot/simple"):
         choose(few, "all_reduce", 1024, "two_shot", "ll")
     with pytest.raises(InvalidArgument, match=r"over symmetric memory .* pass handle.local"):

@@ -162,7 +162,7 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
         raise InvalidArgument(f"world_size={world_size}: at most {layout.MAX_WORLD_SIZE} ranks are possible")
     topology_agreement.check(options, world_size)
     memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
-    launch_shapes.check_device(device.type, memory, options.tile)
+    launch_shapes.check_device(device.type, memory, options._tuning.tile)
     return memory
 
 

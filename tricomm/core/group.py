@@ -84,7 +84,7 @@ class Group:
         # This exchange also confirms that every rank has written its tables: only after it may a kernel run.
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
         self.device_class, self.max_blocks = agreed
-        launch_shapes.check_grid(options.blocks, self.max_blocks, options.max_blocks)
+        launch_shapes.check_grid(options._tuning.blocks, self.max_blocks, options.max_blocks)
 
     def captured(self, what: str) -> InvalidArgument | None:
         """Why `what`, which takes memory or gives it back, is refused; None unless a graph is being captured."""
@@ -95,22 +95,22 @@ class Group:
     def begin(self) -> None:
         """Write what kernels expect before the first call into zeroed memory and the control words: tables, and message
         counters. Called again after a resume. No kernel may run before every rank has done it."""
-        self.words[[layout.STARTED, layout.ENDED]] = 0, self.options.first_epoch
+        self.words[[layout.STARTED, layout.ENDED]] = 0, self.options._tuning.first_epoch
         self.table, self.argument = self._write_table() if self.routes.no_kernels is None else _NO_TABLE
         if self.gpu is not None:  # the first kernel may run on another stream than these copies
             self.gpu.synchronize()
 
     def _write_table(self) -> tuple[torch.Tensor, GroupArgument]:
         """Fill the table at the head of this rank's arena, and the counters of its messages."""
-        arena, memory = self.arena, self.layout
+        arena, memory, first_epoch = self.arena, self.layout, self.options._tuning.first_epoch
         table = arena.tensor(self.rank, 0, (layout.HEADERS // 8,), torch.int64)
         control = getattr(arena, "control_address", self.control.device_words)
-        values = topology_agreement.group_table(
-            self.rank, arena.bases, control, memory, self.topology, self.options.first_epoch
-        )
+        values = topology_agreement.group_table(self.rank, arena.bases, control, memory, self.topology, first_epoch)
         values[layout.MULTICAST] = arena.multicast
         table.copy_(torch.tensor(values, dtype=torch.int64, device="cpu"))
-        counters = torch.tensor(memory.first_counters(self.options.first_epoch), dtype=torch.int64, device="cpu")
+        counters = torch.tensor(
+            memory.first_counters(self.options._tuning.first_epoch), dtype=torch.int64, device="cpu"
+        )
         arena.tensor(self.rank, memory.queue_states, tuple(counters.shape), torch.int64).copy_(counters)
         return table, layout.group_argument(table, values, self.world_size)
 

@@ -26,7 +26,6 @@ from tricomm.kernels.collectives import registry
 from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import backend_choice, selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
-from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.selection import Choice
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
@@ -53,12 +52,11 @@ class Planner:
         tuned: TunedTable | None, decided: BackendChoice | None = None,
     ) -> None:  # fmt: skip
         self.site = SelectionFacts(
-            group.device_class, group.world_size, group.layout, group.max_blocks, group.options.blocks,
-            group.options.tile, topology=group.topology.kind if group.topology is not None else "",
+            group.device_class, group.world_size, group.layout, group.max_blocks, group.options._tuning.blocks,
+            group.options._tuning.tile, topology=group.topology.kind if group.topology is not None else "",
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
             tuned_name=tuned.name if tuned is not None else "",
             batch_invariant=group.options.batch_invariant, beside=group.options.beside_compute,
-            max_registers=group.options.max_registers or MOST_REGISTERS,
             no_multicast=selection.why_not_multicast(group.device_class, group.arena.no_multicast),
         )  # fmt: skip
         switch = not (self.site.no_multicast or self.site.batch_invariant or self.site.beside)

@@ -26,7 +26,7 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
     if device != "cuda":
         return
     if tile is not None and tile < WORDS_PER_WARP:
-        raise InvalidArgument(f"Options.tile={tile}: a GPU needs tiles of at least {WORDS_PER_WARP} words")
+        raise InvalidArgument(f"Tuning.tile={tile}: a GPU needs tiles of at least {WORDS_PER_WARP} words")
     least = min(arena.largest_tile("two_shot", "ll"), arena.largest_tile("two_shot", "ll128"), arena.slot_words("ll"))
     if least < 2 * WORDS_PER_WARP:  # of wide words, whose planes are half of a tile
         raise InvalidArgument(f"Options.arena_bytes: {arena.nbytes} bytes leave tiles under {2 * WORDS_PER_WARP} words")
@@ -38,15 +38,15 @@ def check_grid(blocks: int | None, most: int, max_blocks: int | None) -> None:
     if blocks is not None and blocks > most:
         limit = "that is Options.max_blocks" if max_blocks == most else "the processors of a rank's share of its GPU"
         raise InvalidArgument(
-            f"Options.blocks={blocks}: at most {most} blocks surely run at once on every rank's device ({limit}); "
+            f"Tuning.blocks={blocks}: at most {most} blocks surely run at once on every rank's device ({limit}); "
             f"force 1 to {most}, or none"
         )
 
 
 def registers_of(facts: SelectionFacts, row: TableRow | None) -> int:
     """Registers a thread that a call may take: few mean the compact form of a kernel."""
-    most = min(facts.max_registers, row.registers if row is not None and row.registers else MOST_REGISTERS)
-    return MOST_REGISTERS if most >= MOST_REGISTERS else COMPACT_REGISTERS
+    few = facts.beside or (row is not None and 0 < (row.registers or 0) < MOST_REGISTERS)
+    return COMPACT_REGISTERS if few else MOST_REGISTERS
 
 
 def shape_of(
@@ -107,7 +107,7 @@ def usable_tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, bound
     if not least <= facts.tile <= most:
         name = f"{kernel.collective} {kernel.algorithm}/{kernel.protocol}"
         raise InvalidArgument(
-            f"Options.tile={facts.tile}: tiles of {least} to {most} words span the threads of {name} and {why}; "
+            f"Tuning.tile={facts.tile}: tiles of {least} to {most} words span the threads of {name} and {why}; "
             "force one of these, none, or another algorithm= and protocol="
         )
     return facts.tile

@@ -17,7 +17,7 @@ from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.layout import MAX_BLOCKS
 from tricomm.kernels.specialization import Specialization
 from tricomm.policy import selection
-from tricomm.policy.compact_forms import MOST_REGISTERS
+from tricomm.policy.compact_forms import COMPACT_REGISTERS
 from tricomm.policy.launch_shapes import CPU_TILE, WORDS_PER_WARP, divided, usable_tile
 from tricomm.policy.selection import Choice, has_wide_words
 from tricomm.policy.selection_facts import SelectionFacts
@@ -53,8 +53,8 @@ def choose(
         return f"hidden={hidden}: fused kernels take multiples of 8 up to {MOST_HIDDEN}"
     if bits not in (16, 32):
         return f"{bits} bits: fused kernels take fp16, bf16 and fp32"
-    if facts.max_registers < MOST_REGISTERS:
-        return f"fused kernels take more than {facts.max_registers} registers a thread"
+    if facts.beside:
+        return f"fused kernels take more than {COMPACT_REGISTERS} registers a thread"
     if facts.device != "cpu" and _architecture(facts) < _FIRST_ARCHITECTURE:
         return f"fused kernels are compiled for sm_{_FIRST_ARCHITECTURE} and newer, and the same for all ranks"
     if not facts.reachable:

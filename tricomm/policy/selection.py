@@ -15,7 +15,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import Dtype, reduction
-from tricomm.policy.compact_forms import MOST_REGISTERS, has_compact_form
+from tricomm.policy.compact_forms import COMPACT_REGISTERS, MOST_REGISTERS, has_compact_form
 from tricomm.policy.launch_shapes import registers_of, shape_of
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, read_table, shipped
@@ -200,7 +200,7 @@ def _not_in_symmetric(
         )
     return (
         f"{collective}: over symmetric memory {kernel.algorithm}/{kernel.protocol} takes more than {registers} "
-        f"registers a thread on {facts.device}; pass handle.local, or make the group without max_registers and "
+        f"registers a thread on {facts.device}; pass handle.local, or make the group without "
         "beside_compute"
     )
 
@@ -221,7 +221,7 @@ def _allowed(
         known = [k for k in known if not k.wide]
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
     asked = "/".join(part or "any" for part in (algorithm, protocol))
-    if facts.max_registers < MOST_REGISTERS and fits:
+    if facts.beside and fits:
         fits = _compact(facts, collective, asked, known, fits)
     if facts.batch_invariant and fits:
         return _in_rank_order(collective, asked, known, fits)
@@ -271,8 +271,8 @@ def _compact(
         f"{k.algorithm}/{k.protocol}" for k in known if has_compact_form(k, facts.device, facts.world_size)
     )
     raise InvalidArgument(
-        f"{collective}: with {facts.world_size} ranks on {facts.device} {asked} takes more than {facts.max_registers} "
-        f"registers a thread; {others or 'no kernel of it'} does not, or make the group without max_registers and "
+        f"{collective}: with {facts.world_size} ranks on {facts.device} {asked} takes more than {COMPACT_REGISTERS} "
+        f"registers a thread; {others or 'no kernel of it'} does not, or make the group without "
         "beside_compute"
     )
 

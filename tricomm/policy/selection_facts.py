@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tricomm.kernels.layout import Layout
-from tricomm.policy.compact_forms import MOST_REGISTERS
 from tricomm.policy.tuning_tables import TableRow
 
 
@@ -24,6 +23,5 @@ class SelectionFacts:
     tuned: tuple[TableRow, ...] = ()  # of the user's own table, or of a tuner's candidate
     tuned_name: str = ""
     batch_invariant: bool = False  # only kernels that reduce in rank order
-    max_registers: int = MOST_REGISTERS  # fewer: only kernels that have a compact form
-    beside: bool = False  # the group's calls run beside other kernels
+    beside: bool = False  # the group's calls run beside other kernels, so only compact forms are chosen
     no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible

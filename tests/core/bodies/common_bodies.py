@@ -13,6 +13,7 @@ import tricomm
 from tests.kernels.arenas import expected, inputs, poisoned
 from tests.open_files import open_files
 from tricomm.kernels.collectives import registry
+from tricomm.options import Tuning
 
 SMALL = dict(arena_bytes=256 * 1024, stall_timeout=30.0, timeout=60.0)
 
@@ -49,7 +50,7 @@ def leftovers() -> dict[str, set[str]]:
 def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
     """All dtypes and ops, in place, out of place and strided, back to back; returns what was wrong."""
     wrong = []
-    with communicator(rank, world_size, url, arena_bytes=128 << 10, blocks=2, tile=64) as comm:
+    with communicator(rank, world_size, url, arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=64)) as comm:
         for seed, (count, dtype, op, how) in enumerate(cases):
             kernel = registry.find("all_reduce", algorithm, protocol)
             parts = inputs(kernel, count, dtype, world_size, seed)
@@ -78,7 +79,7 @@ def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
 
 def gathers(rank, world_size, tell, url, protocol):
     wrong, gather = [], registry.find("all_gather", "one_shot", protocol)
-    with communicator(rank, world_size, url, arena_bytes=128 << 10, blocks=2, tile=64) as comm:
+    with communicator(rank, world_size, url, arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=64)) as comm:
         for seed, (shape, dtype) in enumerate(
             [
                 ((1,), torch.float32),

@@ -9,6 +9,7 @@ import torch
 import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import attempt, communicator
+from tricomm.options import Tuning
 
 
 def other_argument(rank, world_size, tell, url, how):
@@ -28,7 +29,7 @@ def other_grid(rank, world_size, tell, url):
     """One rank forces another grid."""
 
     def make():
-        with communicator(rank, world_size, url, blocks=2 if rank == world_size - 1 else 1) as comm:
+        with communicator(rank, world_size, url, _tuning=Tuning(blocks=2 if rank == world_size - 1 else 1)) as comm:
             comm.all_reduce(torch.ones(8))
 
     return attempt(make)

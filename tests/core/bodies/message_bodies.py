@@ -9,12 +9,13 @@ import time
 import torch
 
 from tests.core.bodies.common_bodies import communicator
+from tricomm.options import Tuning
 
 
 def handed_on(rank, world_size, tell, url, protocol):
     """Messages of several pieces round a ring, mixed with collectives; returns what was wrong."""
     wrong = []
-    with communicator(rank, world_size, url, tile=32) as comm:
+    with communicator(rank, world_size, url, _tuning=Tuning(tile=32)) as comm:
         for turn, count in enumerate((1, 2500, 0, 37, 9001)):
             x = torch.arange(count, dtype=torch.int32) * 3 + rank * 1000 + turn
             y = torch.full((count,), -1, dtype=torch.int32)
@@ -63,7 +64,7 @@ def waited_for(rank, world_size, tell, url, source, how):
 
 def of_many_queues(rank, world_size, tell, url):
     """Several blocks, which run one after another here, and one block that takes what they have sent."""
-    with communicator(rank, world_size, url, arena_bytes=4 << 20, tile=64, blocks=3) as comm:
+    with communicator(rank, world_size, url, arena_bytes=4 << 20, _tuning=Tuning(tile=64, blocks=3)) as comm:
         if rank == 0:
             comm.send(torch.arange(20_000), 1, 2)
             return comm.world_size

@@ -10,6 +10,7 @@ import torch
 from tests.core.bodies.common_bodies import communicator
 from tests.core.bodies.exact import anything, outcome
 from tricomm.kernels.collectives import registry
+from tricomm.options import Tuning
 
 PLAIN = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "barrier"]
 GROUPS = ([0, 1], [1, 2], [2, 0], [2, 1, 0])
@@ -19,7 +20,7 @@ def any_calls(rank, world_size, tell, url, seed, calls):
     """The same calls drawn on all ranks; gives those that came out wrong here, and how many were made."""
     draw, wrong, made = random.Random(seed), [], 0
     with ExitStack() as stack:
-        comm = stack.enter_context(communicator(rank, world_size, url, blocks=2, tile=32))
+        comm = stack.enter_context(communicator(rank, world_size, url, _tuning=Tuning(blocks=2, tile=32)))
         groups = [comm.split(members) for members in GROUPS]
         for group in filter(None, groups):
             stack.callback(group.close)

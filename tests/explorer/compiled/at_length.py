@@ -32,7 +32,7 @@ from tricomm.explorer import Report, shipped
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.options import Options
+from tricomm.options import Options, Tuning
 from tricomm.policy import launch_shapes
 
 KERNELS = shipped.kernels(None, None, None)
@@ -62,7 +62,9 @@ class Case:
     @property
     def options(self) -> Options:
         blocks = 1 if self.kernel.needs_cube else 2
-        return Options(arena_bytes=self._arena_bytes, blocks=blocks, tile=self.tile, stall_timeout=600.0)
+        return Options(
+            arena_bytes=self._arena_bytes, stall_timeout=600.0, _tuning=Tuning(blocks=blocks, tile=self.tile)
+        )
 
     @property
     def tile(self) -> int:

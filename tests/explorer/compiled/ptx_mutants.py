@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,7 @@ from tricomm.explorer.compiled.stream_queues import KernelLaunch
 from tricomm.explorer.ptx.instructions import PtxKernel
 from tricomm.explorer.ptx.text.parser import parse
 from tricomm.kernels.collectives import registry
-from tricomm.options import Options
+from tricomm.options import Options, tuned
 
 Key = tuple[str, str, str]
 SIZES = (520, 1, 36)
@@ -46,7 +45,7 @@ def changed(name: str, change: Callable[[str], str], kernel: str | None = None) 
 
 
 def options(world_size: int, blocks: int = 1, **others: Any) -> Options:
-    return replace(shipped.options(world_size, blocks, compiled="sm_90"), **others)
+    return tuned(shipped.options(world_size, blocks, compiled="sm_90"), **others)
 
 
 def explore(key: Key, schedules: int = 4, world_size: int = 2, blocks: int = 1, **settings: Any) -> Report:

@@ -13,6 +13,7 @@ import tricomm
 from tests.explorer import small_kernels as k
 from tests.explorer.test_check import line, places, words
 from tricomm.errors import InvalidArgument, PeerDied
+from tricomm.options import Tuning
 
 BOTH = pytest.mark.parametrize("compiled", [None, "sm_90"])
 
@@ -152,7 +153,7 @@ def test_handles_that_are_made_anew_are_no_finding(compiled):
             assert torch.equal(y, torch.tensor([1, 2]).repeat_interleave(count))
         return True
 
-    options = tricomm.Options(tile=64, arena_bytes=1 << 20)
+    options = tricomm.Options(arena_bytes=1 << 20, _tuning=Tuning(tile=64))
     assert tricomm.simulate(fn, 2, options=options, compiled=compiled) == [True, True]
 
 
