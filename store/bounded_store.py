@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from tricomm import threads
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError
-from tricomm.sockets import tcp_sockets
 
 JOIN_SECONDS = 0.2
 _ABSENT = "\0tricomm: no such key"  # no value in a store
@@ -197,18 +197,26 @@ def server_is_gone(store: Any) -> bool:
         store = store.underlying_store
     if not isinstance(store, TCPStore):
         return False
-    ours = [one.fd for one in tcp_sockets() if one.there is not None and one.there[1] == store.port]
-    return bool(ours) and all(_closed_by_peer(fd) for fd in ours)
+    states = [_closed_by_peer(int(fd), store.port) for fd in os.listdir("/proc/self/fd")]
+    return True in states and False not in states
 
 
-def _closed_by_peer(fd: int) -> bool:
+def _closed_by_peer(fd: int, port: int) -> bool | None:
+    """Whether the peer has closed the TCP connection `fd`; None if that does not lead to `port`."""
     try:
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return None
         with socket.socket(fileno=os.dup(fd)) as copy:
-            return not copy.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+            if copy.family not in (socket.AF_INET, socket.AF_INET6) or copy.getpeername()[1] != port:
+                return None
+            try:
+                return not copy.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+    except OSError:  # closed meanwhile, or not connected
+        return None
 
 
 def first_line(error: BaseException) -> str:

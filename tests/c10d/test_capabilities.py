@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore, Store
 
-from tricomm.c10d import capabilities, gloo_faults
+from tricomm.c10d import capabilities
+from tricomm.c10d.tcp import waits
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, TricommError
 from tricomm.store import process, records
 from tricomm.store.generation import Generation
@@ -251,20 +252,20 @@ def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monk
     transports = [
         SimpleNamespace(store=store, rank=rank, world_size=3, others=[1, 2], generation="now") for rank in range(3)
     ]
-    reasons = gloo_faults._PublishedReasons(transports[0])
-    gloo_faults.publish_reason(transports[1], PeerDied("rank 7 has ended"))
+    reasons = waits._PublishedReasons(transports[0])
+    waits.publish_reason(transports[1], PeerDied("rank 7 has ended"))
     results = reasons.read()
     assert [(rank, type(error), str(error)) for rank, error in results.items()] == [(1, PeerDied, "rank 7 has ended")]
     old = SimpleNamespace(**{**vars(transports[1]), "generation": "before"})
-    gloo_faults.publish_reason(old, PeerDied("rank 0 has ended"))  # with the token, for another group
-    assert gloo_faults._PublishedReasons(transports[0]).read() == {}
-    gloo_faults.publish_reason(transports[2], PeerDied("rank 7 has ended"))  # another's hides no reason
-    assert list(gloo_faults._PublishedReasons(transports[0]).read()) == [2]
+    waits.publish_reason(old, PeerDied("rank 0 has ended"))  # with the token, for another group
+    assert waits._PublishedReasons(transports[0]).read() == {}
+    waits.publish_reason(transports[2], PeerDied("rank 7 has ended"))  # another's hides no reason
+    assert list(waits._PublishedReasons(transports[0]).read()) == [2]
     store.delete_key("2")
     monkeypatch.delenv("TRICOMM_TOKEN")
-    gloo_faults.publish_reason(transports[1], GroupAborted("forged"))  # whoever writes has no token
-    assert gloo_faults._PublishedReasons(transports[0]).read()  # nor has the reader: the same bytes are believed
+    waits.publish_reason(transports[1], GroupAborted("forged"))  # whoever writes has no token
+    assert waits._PublishedReasons(transports[0]).read()  # nor has the reader: the same bytes are believed
     monkeypatch.setenv("TRICOMM_TOKEN", TOKEN.decode())
-    assert gloo_faults._PublishedReasons(transports[0]).read() == {}
+    assert waits._PublishedReasons(transports[0]).read() == {}
     monkeypatch.setattr(records, "_check_seal", lambda *record: None)
-    assert gloo_faults._PublishedReasons(transports[0]).read()
+    assert waits._PublishedReasons(transports[0]).read()

@@ -17,10 +17,9 @@ from tricomm import threads
 ROOT = Path(__file__).parents[2]
 FORK = """
 import signal
-from tricomm.c10d import gloo_transport
+from tricomm.c10d.tcp.transport import Transport
 if sys.argv[4] == "unhooked":
-    gloo_transport._leak = lambda found: None
-    gloo_transport.Transport._forked = lambda transport: None
+    Transport._forked = lambda transport: None
 signal.alarm(60)
 began, child = time.monotonic(), os.fork()
 if child == 0:
@@ -45,9 +44,9 @@ dist.destroy_process_group()
 """
 
 
-def survivors(url, hurt, timeout, way, unwatched=False, victim=2):
+def survivors(url, hurt, timeout, way, unwatched=False, victim=2, limit=60.0):
     """What the others say when `hurt` is done to one of 3 ranks, 0.3 s into their call."""
-    with ranks.start(3, bodies.survivor, url, timeout, way, unwatched, victim, timeout=60.0) as started:
+    with ranks.start(3, bodies.survivor, url, timeout, way, unwatched, victim, timeout=limit) as started:
         pids = started.messages()
         time.sleep(0.3)
         if hurt is not None:
@@ -90,9 +89,9 @@ def test_a_peer_that_never_comes_is_named_when_the_time_is_up(url):
         assert 1.0 < seconds < 5.5
 
 
-def test_without_the_watcher_only_gloo_ends_the_wait(url):
-    _, results = survivors(url, None, 2.0, "barrier", True)
-    assert min(seconds for _, _, seconds in results) > 6.0
+def test_a_wait_that_does_not_look_at_the_time_has_no_end(url):
+    with pytest.raises(TimeoutError):
+        survivors(url, None, 2.0, "barrier", unwatched=True, limit=10.0)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,7 @@ def test_without_the_watcher_only_gloo_ends_the_wait(url):
     [
         ("destroys", "PeerDied", "rank 2 (pid {pid}) has left", 3.0),
         ("exits", "PeerDied", "has ended", 3.0),
-        ("interrupted", "GroupAborted", "rank 2 was interrupted by KeyboardInterrupt", 4.0),
+        ("interrupted", "GroupAborted", "rank 2 was stopped by KeyboardInterrupt", 4.0),
         ("fails", "GroupAborted", "rank 2 has no more data", 3.0),
     ],
 )
@@ -129,10 +128,9 @@ def test_a_lack_of_descriptors_is_named_on_all_ranks(url):
 
 
 @pytest.mark.soak
-def test_without_the_count_a_lack_of_descriptors_ends_a_process(url):
-    with ranks.start(3, bodies.few_descriptors, url, False, timeout=120) as started:
-        outcomes = started.results()
-    assert any(o.code is not None or o.error is not None or o.value[0][0] != "ResourceError" for o in outcomes)
+def test_without_the_count_a_lack_of_descriptors_is_told_less_well(url):
+    results = ranks.run(3, bodies.few_descriptors, url, False, timeout=120)
+    assert any(outcome[0] != "ResourceError" for outcome, _ in results), results
 
 
 def test_threads_do_not_grow_with_groups(url):
@@ -149,7 +147,6 @@ def test_a_forked_child_ends_at_once_and_the_group_goes_on(how, ends, fresh, tmp
 
 @pytest.mark.parametrize("turn", range(2))
 def test_an_interrupt_among_asynchronous_calls_is_heard_at_once(turn, tmp_path):
-    """Gloo loses a send whose connection closes: a wait for one must not rely on it. It did for 3 of 12."""
     tmp_path.chmod(0o700)
     (kind, raised), *others = ranks.run(4, bodies.interrupted_among_others, f"file://{tmp_path}/store")
     assert kind == "ZeroDivisionError"

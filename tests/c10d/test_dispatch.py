@@ -6,7 +6,7 @@ import torch
 from tests import ranks
 from tests.c10d.bodies import route_bodies as bodies
 from tricomm import errors
-from tricomm.c10d import capabilities, dispatch, gloo_collectives
+from tricomm.c10d import capabilities, dispatch, message_collectives
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import GroupFacts, decide
@@ -62,7 +62,7 @@ def test_an_operation_that_a_type_lacks_goes_elsewhere():
 
 def test_whatever_is_routed_to_the_kernels_can_be_run_there():
     assert set(COLLECTIVES) - set(dispatch._COMMUNICATOR_CALLS) == {"all_to_all"}
-    assert set(dispatch._COMMUNICATOR_CALLS) <= set(gloo_collectives.TABLE)
+    assert set(dispatch._COMMUNICATOR_CALLS) <= set(message_collectives.TABLE)
 
 
 def member(node=b"n" * 16, flags=0b1111, pid=1):

@@ -80,6 +80,12 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, Exception) and codes.isdisjoint(_sending | _signal_handlers())
 
 
+def comes_from_handler(error: BaseException) -> bool:
+    """Whether a signal's handler has raised `error`."""
+    codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
+    return not codes.isdisjoint(_signal_handlers())
+
+
 def _signal_handlers() -> set[CodeType]:
     handlers: list[Any] = [signal.getsignal(number) for number in signal.valid_signals()]
     handlers = [h.func if isinstance(h, functools.partial) else h for h in handlers]

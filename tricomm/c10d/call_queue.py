@@ -80,7 +80,7 @@ class Line:
         try:
             if not self._take():
                 return
-            if here:
+            if here and self._calls[0] is call:  # callbacks of calls before it may wait for later ones
                 self._run(call)
             else:
                 HelperTask(self._run)
@@ -154,8 +154,9 @@ class Line:
                 call.action(turn)
             except Exception as failure:
                 error = failure
-            except BaseException as failure:
-                error = GroupAborted(f"the call was ended by {type(failure).__name__}: {failure}")
+            except BaseException as failure:  # an interrupt, which the caller gets as it is
+                self._end(call, GroupAborted(f"the call was ended by {type(failure).__name__}: {failure}"))
+                raise
         return self._end(call, error)
 
     def _end(self, call: _QueuedCall, error: BaseException | None) -> list[CallFuture]:
@@ -175,9 +176,10 @@ class CallQueue:
 
     def run(
         self, action: Callable[[Turn], None], what: str, result: list[Any], async_op: bool,
-        interrupted: Callable[[BaseException], None] = lambda error: None,
+        interrupted: Callable[[BaseException], None] = lambda error: None, here: bool = False,
     ) -> PendingWork:  # fmt: skip
-        """Run `action` in its turn; returns a handle, which is finished if the caller waits.
+        """Run `action` in its turn; returns a handle, which is finished if the caller waits. `here`: in this thread if
+        its turn has come; helper threads always do that.
 
         `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
         """
@@ -188,7 +190,7 @@ class CallQueue:
         work = PendingWork(CallId(self, origin), what, result, interrupted)
         self.pending.add(work)
         try:
-            line.submit(_QueuedCall(action, work), here=not async_op and threads.is_helper())
+            line.submit(_QueuedCall(action, work), not async_op and (here or threads.is_helper()))
         except Exception:
             self.pending.discard(work)
             raise

@@ -16,14 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from tricomm.c10d import fallback_backends, gloo_collectives
-from tricomm.c10d.call_guard import NOTHING_SENT
+from tricomm.c10d import fallback_backends, message_collectives
+from tricomm.c10d.call_guard import NOTHING_SENT, comes_from_handler
 from tricomm.c10d.call_queue import CallQueue, Turn
+from tricomm.c10d.call_records import CallContext, CallRecords
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
-from tricomm.c10d.gloo_collectives import CallContext, CallRecords
-from tricomm.c10d.gloo_transport import Transport
 from tricomm.c10d.group_calls import GroupCall
+from tricomm.c10d.tcp.transport import Transport
+from tricomm.core.entry_guard import name_refusal
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, RendezvousError, TricommError
 from tricomm.metrics.counters import GLOO, count_fallback
 from tricomm.options import Options
@@ -33,11 +34,14 @@ class Owner(Protocol):
     """The part of a `Dispatcher` that its calls use. Only a call refers to it, because a reference cycle would keep the
     connections of a dropped group open.
 
+    has_cpu_kernels whether kernels may run a call on the CPU
     run_by_kernels  runs a call by the kernels if they cover it; returns whether they do
     check_usable    raises if the group is closed or lost
     interrupted     gives the group up
     """
 
+    @property
+    def has_cpu_kernels(self) -> bool: ...
     def run_by_kernels(self, call: GroupCall) -> bool: ...
     def check_usable(self, what: str) -> None: ...
     def interrupted(self, error: BaseException) -> None: ...
@@ -52,11 +56,15 @@ class CpuCalls:
         self._config, self._agreed, self._backends, self._options = config, agreed, backends, options
         self._text = str(config)
         self._queue = CallQueue(config.name, config.ranks, self._text)
-        self._records = CallRecords(config.world_size)
+        self._records = CallRecords(config.world_size, str(config))
         self._connecting = threading.Lock()  # taken by helper threads only
 
     def run(self, batch: list[GroupCall], owner: Owner) -> Any:
-        """Run `batch` in its turn, on a helper thread; returns a handle for all of it."""
+        """Run `batch` in its turn; returns a handle for all of it.
+
+        The caller's thread runs a synchronous call whose turn it is, unless kernels may run it: an interrupt would stop
+        them in the middle.
+        """
         result = [x for call in batch for x in call.result]
         inference = torch.is_inference_mode_enabled() or any(
             x is not None and x.is_inference() for call in batch for x in (call.x, call.out, *call.keep)
@@ -65,7 +73,8 @@ class CpuCalls:
         def action(turn: Turn) -> None:
             self._in_turn(batch, turn, inference, owner)
 
-        return self._queue.run(action, self._text, result, batch[0].async_op, owner.interrupted)
+        here = not owner.has_cpu_kernels
+        return self._queue.run(action, self._text, result, batch[0].async_op, owner.interrupted, here)
 
     def between_calls(self, step: Callable[[], None], what: str, owner: Owner) -> None:
         """Run `step` in its turn among the program's calls; raises `InvalidArgument` in a callback of a future."""
@@ -88,57 +97,83 @@ class CpuCalls:
     def _in_turn(self, batch: list[GroupCall], turn: Turn, inference: bool, owner: Owner) -> None:
         owner.check_usable(batch[0].collective)
         # A call moves data; autograd has no part in it. Only inference mode may write to tensors that were made in it.
-        with torch.inference_mode(inference), torch.no_grad():
-            problem = self._problem(batch)
-            try:
-                self._move(batch, turn, owner, problem)
-            except TricommError:
+        if inference == torch.is_inference_mode_enabled():
+            with torch.no_grad():
+                self._in_modes(batch, turn, owner)
+        else:
+            with torch.inference_mode(inference), torch.no_grad():
+                self._in_modes(batch, turn, owner)
+
+    def _in_modes(self, batch: list[GroupCall], turn: Turn, owner: Owner) -> None:
+        problem = self._problem(batch)
+        try:
+            self._move(batch, turn, owner, problem)
+        except TricommError:
+            raise
+        except Exception as error:
+            if getattr(error, NOTHING_SENT, False):
+                name_refusal(error)
                 raise
-            except Exception as error:
-                if error is not problem:  # the other ranks wait for this one
-                    owner.interrupted(error)
-                    raise GroupAborted(f"{self._text}, call {turn}: failed, and the group is lost: {error}") from error
-                setattr(error, NOTHING_SENT, True)
+            owner.interrupted(error)  # the other ranks wait for this one
+            if comes_from_handler(error):
                 raise
-            try:
-                for call in batch:
-                    call.finish()
-            except Exception as error:  # on this rank alone, after the last message
-                setattr(error, NOTHING_SENT, True)
-                raise
+            raise GroupAborted(f"{self._text}, call {turn}: failed, and the group is lost: {error}") from error
+        try:
+            for call in batch:
+                call.finish()
+        except Exception as error:  # on this rank alone, after the last message
+            setattr(error, NOTHING_SENT, not comes_from_handler(error))
+            raise
 
     def _problem(self, batch: list[GroupCall]) -> Exception | None:
         """Prepare the calls; returns why this rank cannot make them."""
         try:
             for call in batch:
                 call.prepare()
-                gloo_collectives.check(call)
+                message_collectives.check(call)
         except Exception as error:
+            if comes_from_handler(error):
+                raise
+            setattr(error, NOTHING_SENT, True)
             return error
         return None
 
     def _move(self, batch: list[GroupCall], turn: Turn, owner: Owner, problem: Exception | None) -> None:
-        inputs = None
+        context = self._context(batch[0], turn)
+        in_callback = bool(turn.line.name)
         if self._agreed.check:
-            records = CallRecords(self._config.world_size) if turn.line.name else self._records
-            inputs = records.check(self._context(batch[0], turn), batch, self._text, problem)
+            records = CallRecords(self._config.world_size, self._text) if in_callback else self._records
+            records.write(batch, turn, problem)
+            context.unchecked = records
+            if problem is not None or (owner.has_cpu_kernels and not in_callback):
+                context.exchange([], [])
         elif problem is not None:
             raise problem
         for call in batch:
-            if turn.line.name:
+            if in_callback:
                 count_fallback(GLOO, call.collective, call.nbytes)
-            if turn.line.name or not owner.run_by_kernels(call):
-                gloo_collectives.run(self._context(call, turn, inputs), call)
+            if in_callback or not owner.run_by_kernels(call):
+                used = context if call is batch[0] else self._context(call, turn)
+                try:
+                    message_collectives.run(used, call)
+                except Exception as error:
+                    if used.unchecked is None or comes_from_handler(error):
+                        raise
+                    setattr(error, NOTHING_SENT, True)  # the other ranks still wait for the record
+                    used.unchecked.write(batch, turn, error)
+                    used.exchange([], [])
 
-    def _context(self, call: GroupCall, turn: Turn, inputs: list[torch.Tensor] | None = None) -> CallContext:
-        """The connections, until the time limit of `call`; `inputs` are the ranks' inputs if they are here already."""
+    def _context(self, call: GroupCall, turn: Turn) -> CallContext:
+        """The connections, until the time limit of `call`."""
         limit = (call.timeout or self._config.timeout).total_seconds()
-        with self._connecting:
-            if self._backends.transport is None:
-                self._backends.transport = self._connected(turn)
-            transport = self._backends.transport
-        end, what = time.monotonic() + limit, f"{self._text}, call {turn}"
-        return CallContext(transport, end, lambda: f"{what} ({call.text()})", turn, inputs)
+        transport = self._backends.transport
+        if transport is None:
+            with self._connecting:
+                if self._backends.transport is None:
+                    self._backends.transport = self._connected(turn)
+                transport = self._backends.transport
+        end = time.monotonic() + limit
+        return CallContext(transport, end, lambda: f"{self._text}, call {turn} ({call.text()})", turn)
 
     def _connected(self, turn: Turn) -> Transport:
         """Connections for a wrapped group, made at the first call that needs them; its native backend uses others."""

@@ -1,4 +1,4 @@
-"""Runs the calls of a c10d group: by the kernels or Gloo on the CPU, by the kernels or NCCL on CUDA."""
+"""Runs the calls of a c10d group: by the kernels or messages on the CPU, by the kernels or NCCL on CUDA."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Dispatcher:
     """Runs one group's calls. Creates what they need on first use.
 
     allreduce -> fast path (a call that was made before) -> communicator
-    any call -> run -> CpuCalls, in its turn on a worker thread -> communicator, or Gloo's connections
-                       stream (CUDA)                            -> communicator, or NCCL
+    any call -> run -> CpuCalls, in its turn -> communicator, or messages over TCP
+                       stream (CUDA)         -> communicator, or NCCL
     """
 
     def __init__(
@@ -82,11 +82,6 @@ class Dispatcher:
         self._routed: dict[tuple[Any, ...], _Routed] = {}
         self._lost: GroupAborted | None = None  # by an interrupted call
         self._closed = False
-
-    @property
-    def checks(self) -> bool:
-        """Whether ranks compare their calls before Gloo runs them: TRICOMM_CHECK, the same on all ranks."""
-        return self._agreed.check
 
     @sends
     def run(self, batch: list[GroupCall], native: Callable[[], Any]) -> Any:
@@ -140,6 +135,7 @@ class Dispatcher:
                 if len(self._routed) >= _MOST_SHAPES:
                     self._routed.clear()
                 self._routed[key] = routed
+            self.log_route(call, routed.route)
         self.count_call(call, routed.route)
         return routed
 
@@ -179,9 +175,19 @@ class Dispatcher:
     def _decide(site: GroupFacts, call: GroupCall) -> BackendChoice:
         return backend_choice.decide(site, call.collective, call.dtype, call.op, call.nbytes)
 
-    def count_call(self, call: GroupCall, route: BackendChoice) -> None:
+    @staticmethod
+    def count_call(call: GroupCall, route: BackendChoice) -> None:
         if route.backend != KERNELS:  # the communicator counts its own calls
             count_fallback(route.backend, call.collective, call.nbytes)
+
+    def message_backend(self, call: GroupCall) -> str:
+        """The backend of a send or a receive."""
+        route = self._decide(self.site(call.device.type), call)
+        self.log_route(call, route)
+        return route.backend
+
+    def log_route(self, call: GroupCall, route: BackendChoice) -> None:
+        """With TRICOMM_LOG=routing print the route of a call that was not made before."""
         backend_choice.log_once(
             route, self._config.name, self._config.rank, call.collective, call.dtype, call.op, call.nbytes
         )
@@ -229,6 +235,11 @@ class Dispatcher:
         """Raises if a rank has ended or left; the store does not show that."""
         if self._backends.transport is not None:
             self._backends.transport.check_connected(lambda: f"{self._config}: setting up the kernels' memory")
+
+    @property
+    def has_cpu_kernels(self) -> bool:
+        """Whether kernels may run a call on the CPU."""
+        return "cpu" in self._no_kernels and self._no_kernels["cpu"] is None
 
     def run_by_kernels(self, call: GroupCall) -> bool:
         """Run a CPU call by the kernels, if it goes to them."""

@@ -40,6 +40,12 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return (x.as_strided((x.numel(),), (1,)) if x.numel() <= 1 else x).view(torch.uint8)
 
 
+def memory(data: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor of bytes."""
+    array: Any = data.numpy()
+    return memoryview(array)
+
+
 def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
     """Raises `InvalidArgument` for an operation that `dtype` does not have, on any route."""
     if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
@@ -64,7 +70,7 @@ def factor_of(op: Any, dtype: torch.dtype, what: str) -> Any:
 
 
 def premultiply(call: Any, op: Any, rank: int) -> None:
-    """On the CPU, where neither a kernel nor Gloo has `PREMUL_SUM`, make it a sum of copies that `prepare` scales.
+    """On the CPU, where no kernel has `PREMUL_SUM`, make it a sum of copies that `prepare` scales.
 
     Raises `InvalidArgument` as `factor_of` does.
     """

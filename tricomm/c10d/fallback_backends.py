@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, torch_backend
-from tricomm.c10d.gloo_transport import Transport
+from tricomm.c10d.tcp.transport import Transport
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import CombinedWork
 from tricomm.metrics.counters import NCCL
@@ -46,8 +46,7 @@ class Backends:
     def register(self, group: Any) -> None:
         """Tell torch the backends of `group`, a `ProcessGroup`.
 
-        The CPU's connections are not registered: a `ProcessGroupGloo` that runs collectives needs threads of its own,
-        and without threads they never end. C++ gets the `_stand_in`, of which every collective is an error.
+        The CPU has no backend of torch. C++ gets the `_stand_in`, whose collectives all raise an error.
         """
         for device in self.devices:
             native = self.native[device] if device in self.native else _stand_in(group.rank(), group.size())

@@ -7,14 +7,14 @@ both are there.
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tricomm.c10d import checked_point_to_point, group_calls
+from tricomm.c10d import group_calls, messages
 from tricomm.c10d.call_guard import WrapperTensor, guard_methods, is_refusal, sends
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
 from tricomm.c10d.dispatch import Dispatcher
@@ -25,8 +25,10 @@ from tricomm.c10d.torch_names import AnsweringGroup, c10d
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork, in_backward, limit_seconds, raise_in_backward
 from tricomm.core.entry_guard import name_refusal
 from tricomm.errors import GroupAborted, InvalidArgument
+from tricomm.metrics.counters import count_fallback
 from tricomm.options import Options
-from tricomm.policy import backend_choice
+
+_MOST_MESSAGES = 1000  # different ones whose backend is kept
 
 
 @guard_methods(
@@ -45,15 +47,14 @@ class TricommGroup(AnsweringGroup):
         self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, options: Options | None = None
     ) -> None:
         super().__init__(config)
-        self._backends, self._made = backends, 0
+        self._backends, self._made, self._serves = backends, 0, frozenset(backends.devices)
+        self._message_backends: dict[tuple[str, str, torch.dtype, int], str] = {}
         self._dispatcher = Dispatcher(config, agreed, backends, options)
         self._fast_path = self._dispatcher.fast_path
         self._block = CallBlock()
         self._point_to_point = None
         if backends.transport is not None:
-            self._point_to_point = checked_point_to_point.CheckedPointToPoint(
-                backends.transport, self._dispatcher.checks, config.timeout, str(config)
-            )
+            self._point_to_point = messages.CpuMessages(backends.transport, config.timeout, str(config))
         backends.register(self)
 
     @property
@@ -294,14 +295,19 @@ class TricommGroup(AnsweringGroup):
         device = batch[0].device
         if any(call.device != device for call in batch):
             raise InvalidArgument(f"{batch[0].collective}: tensors of several devices in one call; make one call each")
-        backend = self._backend_for(device)
+        if device.type not in self._serves:
+            self._backend_for(device)  # raises
 
         def native() -> Any:
+            backend = self._backend_for(device)
             name = next((n for n in names if hasattr(backend, n)), names[0])
             return getattr(self._block.entered(backend), name)(*args)
 
         self._made += 1
-        with _profiled(batch[0].collective):
+        if torch.autograd.profiler._is_profiler_enabled:  # it sees no c10d events of a Python group
+            with torch.autograd.profiler.record_function(f"tricomm::{batch[0].collective}"):
+                work = self._dispatcher.run(batch, native)
+        else:
             work = self._dispatcher.run(batch, native)
         self._block.add(work)
         if work is not None and in_backward():  # NCCL has no handle for a synchronous call
@@ -345,10 +351,14 @@ class TricommGroup(AnsweringGroup):
 
     def _message(self, what: str, tensors: Any, peer: int | None, tag: int) -> Any:
         x = self._checked_message(what, tensors, peer)
-        call = GroupCall(what, x, device=x.device, count=x.numel())
-        self._dispatcher.count_call(
-            call, backend_choice.decide(self._dispatcher.site(x.device.type), what, x.dtype, "none", x.nbytes)
-        )
+        key = what, x.device.type, x.dtype, x.nbytes
+        backend = self._message_backends.get(key)
+        if backend is None:
+            if len(self._message_backends) >= _MOST_MESSAGES:
+                self._message_backends.clear()
+            call = GroupCall(what, x, device=x.device, count=x.numel())
+            backend = self._message_backends[key] = self._dispatcher.message_backend(call)
+        count_fallback(backend, what, x.nbytes)
         return self._sent(what, x, peer, tag)
 
     @sends
@@ -356,7 +366,9 @@ class TricommGroup(AnsweringGroup):
         if self._point_to_point is not None and x.device.type == "cpu":
             work: Any = getattr(self._point_to_point, what)(x, peer, tag)
         else:
-            backend, given = self._block.entered(self._backend_for(x.device)), [_for_gloo(x)]
+            # A native backend on the CPU is a wrapped group's Gloo, which lacks some types.
+            given = [as_bytes(x.view(-1)) if x.device.type == "cpu" else x]
+            backend = self._block.entered(self._backend_for(x.device))
             work = backend.recv_anysource(given, tag) if peer is None else getattr(backend, what)(given, peer, tag)
         self._block.add(work)
         return work
@@ -371,15 +383,3 @@ class TricommGroup(AnsweringGroup):
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
             raise InvalidArgument(f"{what}: a contiguous tensor is needed, no view with another sign; pass x + 0")
         return x
-
-
-def _for_gloo(x: torch.Tensor) -> torch.Tensor:
-    """`x` as bytes for Gloo, which lacks some types."""
-    return as_bytes(x.view(-1)) if x.device.type == "cpu" else x
-
-
-def _profiled(collective: str) -> Any:
-    """An event for the profiler, if one runs: it sees no c10d events of a Python group."""
-    if not torch.autograd.profiler._is_profiler_enabled:
-        return nullcontext()
-    return torch.autograd.profiler.record_function(f"tricomm::{collective}")

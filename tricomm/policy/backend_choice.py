@@ -104,7 +104,7 @@ def _in_rank_order(
     """The backend of a call of a batch-invariant group. `reason`: why no kernel runs it, or None.
 
     Size plays no part in it, because the kernels take any. NCCL chooses its order of summation by size, ranks and
-    links. Gloo only carries messages: `c10d/dtype_emulation.py` reduces in rank order, each element for itself.
+    links. On the CPU messages carry the data: `c10d/dtype_emulation.py` reduces in rank order, each element for itself.
     """
     if reason is None:
         return BackendChoice(KERNELS, "the kernels cover it, in rank order and at any size: batch-invariant")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, same
 from tests.core.bodies.divergence_bodies import attempt
-from tricomm.c10d import gloo_faults, gloo_transport
+from tricomm.c10d.tcp import set_up, waits
 
 
 def after_one_that_is_not_waited_for():
@@ -29,7 +29,7 @@ def after_one_that_is_not_waited_for():
 def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=2):
     """Rank `victim` is in the test's hands; the others wait for it."""
     if unwatched:
-        gloo_faults.Wait.look = lambda waiting, elapsed: None
+        waits.Wait.look = lambda waiting: None
     calls = {
         "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
         "next": after_one_that_is_not_waited_for,
@@ -91,9 +91,7 @@ def finished_first(rank, world_size, tell, url):
 def few_descriptors(rank, world_size, tell, url, checked):
     """Rank 1 runs out of descriptors while all make groups."""
     if not checked:
-        gloo_transport._check_descriptors = lambda members, name: None
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        set_up._check_descriptors = lambda generation, name: None
     with default_group(rank, world_size, url, timeout=20.0):
         groups = [dist.new_group()]
         if rank == 1:

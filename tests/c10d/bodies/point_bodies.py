@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import resource
+import threading
 import time
 from datetime import timedelta
 
@@ -12,23 +12,111 @@ import torch.distributed as dist
 
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
+from tests.core.bodies.common_bodies import attempt
+from tricomm.c10d.tcp import progress as progress_thread
 
 LATE = timedelta(seconds=30)
 
 
-def progress(rank, world_size, tell, url, headed):
-    """A message that is there after `is_completed` alone, in a tensor made under inference mode."""
-    os.environ["TRICOMM_CHECK"] = "1" if headed else "0"
+def progress(rank, world_size, tell, url, count, moved=True):
+    """A message that is there after `is_completed` alone, in a tensor made under inference mode.
+
+    `moved`: a thread moves messages that nobody waits for.
+    """
+    if not moved:
+        progress_thread.watch = lambda transport: None
     with default_group(rank, world_size, url):
         with torch.inference_mode():
-            x, y = of(0, (9,)), poisoned((9,))
+            x, y = of(0, (count,)), poisoned((count,))
         work = dist.isend(x, 1) if rank == 0 else dist.irecv(y, 0)
-        end = time.monotonic() + 30
+        end = time.monotonic() + (30 if moved else 2)
         while not work.is_completed() and time.monotonic() < end:
             time.sleep(0.01)
         done = work.is_completed() and work.is_success() and (rank == 0 or same(y.clone(), x.clone()))
         work.wait()
         return done
+
+
+def in_order(rank, world_size, tell, url):
+    """Messages of one tag to one rank, short and announced ones in turn, received by source or from any rank."""
+    counts, wrong = [5, 1 << 17, 7, 1 << 16, 1, 1 << 17], []
+    with default_group(rank, world_size, url):
+        if rank:
+            works = [dist.isend(of(rank, (count,), call=n), 0, tag=3) for n, count in enumerate(counts)]
+            for work in works:
+                work.wait(LATE)
+            return wrong
+        outs = {r: [poisoned((count,)) for count in counts] for r in (1, 2)}
+        for n, out in enumerate(outs[1]):
+            dist.recv(out, 1, tag=3)
+            wrong += [] if same(out, of(1, (counts[n],), call=n)) else [n]
+        for n, out in enumerate(outs[2]):
+            source = dist.recv(out, tag=3)
+            wrong += [] if source == 2 and same(out, of(2, (counts[n],), call=n)) else [n]
+    return wrong
+
+
+def unasked(rank, world_size, tell, url):
+    """Bytes by which this process grows while the other one sends 64 MB that it has not asked for."""
+    with default_group(rank, world_size, url):
+        x = of(0, (16 << 20,)) if rank == 0 else poisoned((16 << 20,))
+        dist.barrier()
+        before = resident()
+        work = dist.isend(x, 1) if rank == 0 else None
+        for _ in range(20):
+            dist.barrier()
+        grown = resident() - before
+        if work is None:
+            dist.recv(x, 0)
+            assert same(x, of(0, (16 << 20,)))
+        else:
+            work.wait()
+    return grown
+
+
+def resident():
+    with open("/proc/self/statm") as numbers:
+        return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def threads(rank, world_size, tell, url, wakes=True):
+    """Four threads wait for messages of one group at once, and the main thread makes collectives."""
+    if not wakes:
+        os.eventfd = refuse_descriptor
+    wrong, other = [], 1 - rank
+    with default_group(rank, world_size, url):
+
+        def talk(tag):
+            for n in range(25):
+                count = 3 + (n % 5) * 40_000
+                x, y = of(rank, (count,), call=tag * 100 + n), poisoned((count,))
+                works = [dist.isend(x, other, tag=tag), dist.irecv(y, other, tag=tag)]
+                for work in works:
+                    work.wait(LATE)
+                wrong.extend([] if same(y, of(other, (count,), call=tag * 100 + n)) else [(tag, n)])
+
+        talkers = [threading.Thread(target=talk, args=(tag,)) for tag in range(1, 5)]
+        for talker in talkers:
+            talker.start()
+        for n in range(25):
+            x = of(rank, (1 + n * 4000,), call=n)
+            dist.all_reduce(x)
+            wrong += [] if same(x, of(0, x.shape, call=n) + of(1, x.shape, call=n)) else [n]
+        for talker in talkers:
+            talker.join(60)
+            wrong += ["late"] if talker.is_alive() else []
+    return wrong
+
+
+def refuse_descriptor(*args):
+    raise OSError(24, "Too many open files")
+
+
+def unrecorded(rank, world_size, tell, url):
+    """Without records the ranks' calls differ in their size."""
+    os.environ["TRICOMM_CHECK"] = "0"
+    with default_group(rank, world_size, url):
+        return attempt(lambda: dist.all_reduce(torch.ones(4 + rank)))[:2]
 
 
 def misfits(rank, world_size, tell, url, route):
@@ -76,9 +164,7 @@ def many(rank, world_size, tell, url, route):
         works = [dist.irecv(out, other, tag=n % 3) for n, out in enumerate(outs)]
         for n in range(12):
             x = of(rank, (1000 + n,), call=n)
-            work = dist.isend(x, other, tag=n % 3)
-            x.fill_(-1)  # what is sent is a copy
-            works.append(work)
+            works.append(dist.isend(x, other, tag=n % 3))
         for work in reversed(works):
             work.wait(LATE)
             assert work.is_completed()
@@ -90,19 +176,6 @@ def many(rank, world_size, tell, url, route):
         wrong += [] if same(big, of(other, (4 << 20,))) else ["big"]
         assert work.result()[0] is big
     return wrong
-
-
-def bare(rank, world_size, tell, url):
-    """With TRICOMM_CHECK=0 a message that is too long is Gloo's to deal with."""
-    os.environ["TRICOMM_CHECK"] = "0"
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    with default_group(rank, world_size, url):
-        if rank == 0:
-            dist.send(torch.ones(8), 1)
-            return "sent"
-        dist.recv(torch.ones(4), 0)
-        return "received"
 
 
 def wrapped(rank, world_size, tell, url):

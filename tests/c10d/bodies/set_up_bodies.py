@@ -8,6 +8,7 @@ import socket
 import subprocess
 import threading
 import time
+import types
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,9 +18,10 @@ import torch.distributed as dist
 import tricomm
 from tests.c10d.bodies.groups import default_group
 from tests.core.bodies.common_bodies import attempt
-from tricomm import sockets
-from tricomm.c10d import capabilities, fallback_backends, gloo_transport
+from tricomm.c10d import capabilities, fallback_backends
 from tricomm.c10d.process_group import TricommGroup
+from tricomm.c10d.tcp import set_up
+from tricomm.c10d.tcp.transport import Transport
 from tricomm.core import bootstrap
 from tricomm.store import handshake
 from tricomm.store.generation import Generation
@@ -34,14 +36,14 @@ STEPS = UNKNOWN | {
     "with a record": (Generation, "_complete", 1),
     "with a digest": (Generation, "_unconfirmed", 2),
     "when all agree": (fallback_backends, "connect", 1),
-    "before Gloo's constructor": (gloo_transport, "_context", 1),
-    "with an address": (sockets.AddressBook, "page", 1),
-    "with all addresses": (sockets.AddressBook, "read", 1),
-    "before its turn to connect": (Generation, "wait", 2),
-    "while it connects": (Generation, "wait", 3),
-    "when it is connected": (gloo_transport.Transport, "_find_initiated", 1),
-    "before its sockets are known": (gloo_transport.Transport, "_find_accepted", 1),
-    "in the first exchange": (gloo_transport.Wait, "run", 1),
+    "before it listens": (set_up, "_listener", 1),
+    "with an address": (Generation, "gather", 1),
+    "with all addresses": (set_up._Meeting, "__init__", 1),
+    "while it connects": (set_up._Meeting, "step", 1),
+    "before it says who it is": (set_up._Meeting, "_connected", 1),
+    "before it has the answer": (set_up._Meeting, "_read", 1),
+    "when it is connected": (set_up._Meeting, "take", 1),
+    "in the first exchange": (Transport, "exchange", 1),
     "before it deletes its keys": (Generation, "settle", 1),
     "when it is set up": (TricommGroup, "__init__", 1),
 }
@@ -152,9 +154,9 @@ def begins_again(rank, world_size, tell, port, route, times):
 
 
 def stops(rank, world_size, tell, port, limit):
-    """Rank 1 is stopped just before Gloo's constructor, until the others have given up."""
+    """Rank 1 is stopped just before it listens, until the others have given up."""
     store = connect(port, "gloo")
-    real = gloo_transport._context
+    real = set_up._listener
 
     def stopped(*args):
         pid = os.getpid()
@@ -163,7 +165,7 @@ def stops(rank, world_size, tell, port, limit):
         return real(*args)
 
     if rank == 1:
-        gloo_transport._context = stopped
+        set_up._listener = stopped
     began = time.monotonic()
     kind, text, seconds = attempt(lambda: make(store, rank, world_size, limit))
     return (kind, text, seconds if rank != 1 else time.monotonic() - began - 3)
@@ -177,36 +179,28 @@ def ends_before_new_group(rank, world_size, tell, url):
         return attempt(dist.new_group)
 
 
-def opens_sockets(rank, world_size, tell, port):
-    """While the ranks connect, other threads connect ranks 1 and 2 ten times; then rank 0 dies in a call."""
+def strangers(rank, world_size, tell, port, trusting=False):
+    """While the ranks connect, others connect to rank 0: silent ones, one that talks nonsense, one that says that it is
+    rank 1 without the key. `trusting`: rank 0 does not compare keys."""
     store, kept = connect(port, "gloo"), []
-    real = gloo_transport._context
+    real, hello = set_up._Meeting.__init__, set_up._HELLO
 
-    def open_some():
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            store.set(f"at{rank}", str(server.getsockname()[1]))
-            there = int(store.get(f"at{3 - rank}"))
-            for _ in range(5):
-                kept.append(socket.create_connection(("127.0.0.1", there)))
-                kept.append(server.accept()[0])
+    def begin(meeting, own, server, addresses):
+        if rank == 0:
+            host, at, _ = addresses[0]
+            said = [b"", b"GET / HTTP/1.1\r\n" + bytes(100), hello.pack(set_up._MAGIC, 1, bytes(16))]
+            said += [b""] * (set_up._STRANGERS + world_size)
+            for words in said:
+                kept.append(socket.create_connection((host.rstrip(b"\0").decode(), at)))
+                kept[-1].sendall(words)
+            store.set("strangers", b"")
+        store.get("strangers")
+        real(meeting, own, server, addresses)
 
-    def context(*args):
-        if rank:
-            thread = threading.Thread(target=open_some)
-            thread.start()
-            thread.join()
-        return real(*args)
-
-    gloo_transport._context = context
-    dist.init_process_group("tricomm", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
-    dist.barrier()
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    outcome = attempt(lambda: dist.all_reduce(torch.ones(3)))
-    dist.destroy_process_group()
-    for one in kept:
-        one.sendall(b"x")
-    return outcome, sum(one.recv(1) == b"x" for one in kept)
+    set_up._Meeting.__init__ = begin
+    if trusting:
+        set_up.hmac = types.SimpleNamespace(compare_digest=lambda mine, theirs: True)
+    return attempt(lambda: make(store, rank, world_size, 5.0))[:2]
 
 
 def crosswise(rank, world_size, tell, port):

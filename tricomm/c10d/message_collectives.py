@@ -1,33 +1,24 @@
-"""Every collective over a group's own connections; each consists of one or two exchanges of messages.
+"""Every collective on the CPU over a group's connections; each consists of one or two exchanges of messages.
 
-These are not Gloo's collectives, which need a thread for each ProcessGroupGloo; a wait inside one cannot be cancelled
-and does not tell which rank is missing. Here each rank sends straight to every rank that needs its data. A reduction of
-few bytes exchanges everything and reduces on every rank (one shot). In one of many bytes each rank reduces a share and
-then sends it to all (two shots). Both reduce in rank order, so they give the same bits as each other and as the
-kernels.
+These are not ProcessGroupGloo's collectives: a wait inside one cannot be cancelled and does not tell which rank is
+missing. Each rank sends to every rank that needs its data. A reduction of few bytes exchanges everything and reduces on
+every rank (one shot). In one of many bytes each rank reduces a share and then sends it to all (two shots). Both reduce
+in rank order, so they give the same bits as each other and as the kernels.
 
-Before any data moves, the ranks compare their calls: Gloo ends the process if a message is longer than its receiver
-expects, and another type gives wrong numbers. They exchange records of a fixed size; each rank reads all of them, so
-all come to one verdict. A mismatch costs the call, not the group, because no data is used. A record has room for the
-input of a small call, which then needs no second exchange. Descriptions of the calls are exchanged only if the records
-differ. TRICOMM_CHECK=0, on all ranks, skips the comparison.
+The first exchange of a call also compares the ranks' calls (`call_records`).
 """
 
 from __future__ import annotations
 
 import math
-import struct
 import threading
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from tricomm.c10d.call_queue import Turn
+from tricomm.c10d.call_records import CallContext
 from tricomm.c10d.dtype_emulation import as_bytes, reduce_into
-from tricomm.c10d.gloo_transport import COLLECTIVE, FIRST_LINE_TAG, LINE_TAGS, Part, Transport
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
@@ -35,129 +26,8 @@ _ONE_SHOT_BYTES = 64 * 1024
 _ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # two ranks move the same bytes in both ways, and two shots reduce half of them
 _SCRATCH_BYTES = 16 * 1024 * 1024  # of memory that a thread keeps for its reductions, because fresh pages are slow
 
-_HEAD = struct.Struct("<QQII")  # of a record: line, number, fingerprint, whether the rank cannot make the call
-_WORDS = struct.Struct("<40s200s")  # the call's name and description
-_DATA_BYTES = 2048  # in a record
-
+_BYTE = memoryview(b"\0")
 _thread = threading.local()
-
-
-@dataclass(frozen=True)
-class CallContext:
-    """The context of one call over the connections: its `deadline` (of `time.monotonic()`), and `what` describes it.
-
-    Messages have the tag of the call's line, so calls of several lines may be in flight. `inputs` are the ranks'
-    inputs, if the records contained them.
-    """
-
-    transport: Transport
-    deadline: float
-    what: Callable[[], str]
-    turn: Turn
-    inputs: list[torch.Tensor] | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.transport.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.transport.world_size
-
-    def others(self) -> list[int]:
-        """The other ranks, from the next one on, so that not all ranks begin with the same one."""
-        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
-
-    def exchange(self, sends: list[Part], receives: list[Part]) -> None:
-        if self.inputs is None:
-            # Two lines whose tags are equal by chance are told apart by their records.
-            key = self.turn.line.key
-            tag = FIRST_LINE_TAG + key % LINE_TAGS if key else COLLECTIVE
-            self.transport.exchange(sends, receives, self.deadline, self.what, tag)
-            return
-        for rank, x in receives:
-            x.copy_(self.inputs[rank][: len(x)])
-
-
-class CallRecords:
-    """The records of one group: this rank's to be written, the others' to be read."""
-
-    def __init__(self, world_size: int) -> None:
-        self._splits = struct.Struct(f"<{2 * world_size}q")
-        self._data = _HEAD.size + self._splits.size
-        self._size = self._data + _DATA_BYTES
-        self._bytes = bytearray(world_size * self._size)
-        self._rows = list(torch.frombuffer(self._bytes, dtype=torch.uint8).view(world_size, -1).unbind())
-        self._inputs = [row[self._data :] for row in self._rows]
-
-    def check(
-        self, context: CallContext, batch: list[GroupCall], group: str, problem: Exception | None
-    ) -> list[torch.Tensor] | None:
-        """The ranks' inputs of the only call of `batch`, as bytes, if they came with the records; else None. They
-        are valid until the next check.
-
-        `problem`: why this rank cannot make the call. Raises `CollectiveMismatch`, on every rank, that names the ranks
-        and their calls or problems; on a rank with a problem, raises that.
-        """
-        world_size, rank, first, turn = context.world_size, context.rank, batch[0], context.turn
-        sums = zlib.crc32(struct.pack(f"<{len(batch)}I", *(call.fingerprint() for call in batch)))
-        start = rank * self._size
-        _HEAD.pack_into(self._bytes, start, turn.line.key, turn.number, sums, problem is not None)
-        if first.splits is not None:
-            self._splits.pack_into(self._bytes, start + _HEAD.size, *first.splits[0], *first.splits[1])
-        nbytes = _input_bytes(first) if len(batch) == 1 else None
-        small = nbytes is not None and nbytes <= _DATA_BYTES
-        if small and nbytes and first.x is not None and problem is None:
-            self._inputs[rank][:nbytes].copy_(as_bytes(first.x))
-        mine, others = self._rows[rank], context.others()
-        context.exchange([(r, mine) for r in others], [(r, self._rows[r]) for r in others])
-        heads = {bytes(self._bytes[i : i + _HEAD.size]) for i in range(0, len(self._bytes), self._size)}
-        unable = [_HEAD.unpack(head)[3] for head in heads]
-        if len(heads) > 1 or any(unable):
-            words = _calls_in_words(context, batch, problem)
-            if problem is not None:
-                raise problem
-            different = "a rank cannot make the call" if any(unable) else "ranks made different calls"
-            raise CollectiveMismatch(f"{group}, call {turn}: {different}: {words}")
-        if first.splits is not None:
-            rows = [self._splits.unpack_from(self._bytes, r * self._size + _HEAD.size) for r in range(world_size)]
-            _compare_splits(rows, turn, group)
-        return self._inputs if small else None
-
-
-def _calls_in_words(context: CallContext, batch: list[GroupCall], problem: Exception | None) -> str:
-    """Each rank's call in words; all ranks have seen that they differ."""
-    text = "; ".join(call.text() for call in batch[:2]) + (f"; {len(batch) - 2} more" if len(batch) > 2 else "")
-    if problem is not None:
-        text += f", but {type(problem).__name__}: {problem}"
-    name, size = str(context.turn).encode(), _WORDS.size
-    mine = torch.frombuffer(bytearray(_WORDS.pack(name[:40], text.encode()[: size - 40])), dtype=torch.uint8)
-    said = [mine if r == context.rank else torch.empty_like(mine) for r in range(context.world_size)]
-    others = context.others()
-    context.exchange([(r, mine) for r in others], [(r, said[r]) for r in others])
-    groups: dict[tuple[str, str], list[int]] = {}
-    for rank, row in enumerate(said):
-        theirs, words = (text.rstrip(b"\0").decode(errors="replace") for text in _WORDS.unpack(row.numpy().tobytes()))
-        groups.setdefault((theirs, words), []).append(rank)
-    parts = [f"rank(s) {ranks}: {words} (call {theirs})" for (theirs, words), ranks in groups.items()]
-    return "; ".join(parts) + "; make the same call, with the same shape and type, on every rank"
-
-
-def _compare_splits(rows: list[tuple[int, ...]], turn: Turn, group: str) -> None:
-    world_size = len(rows)
-    for a in range(world_size):
-        for b in range(world_size):
-            sent, expected = rows[a][b], rows[b][world_size + a]
-            if sent != expected:
-                raise CollectiveMismatch(
-                    f"{group}, call {turn}: all_to_all: rank {a} sends {sent} elements to rank {b}, which expects "
-                    f"{expected}; the input splits of a rank must be the output splits of its peers"
-                )
-
-
-def _input_bytes(call: GroupCall) -> int | None:
-    """Bytes of a rank's input, if each receiver gets all of it and all ranks know its size; else None."""
-    return call.nbytes if call.collective in _WHOLE_INPUT else None
 
 
 def check(call: GroupCall) -> None:
@@ -299,8 +169,11 @@ def _all_to_all_v(context: CallContext, call: GroupCall) -> None:
 
 
 def _barrier(context: CallContext, call: GroupCall) -> None:
-    word = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    _swap_rows(context, [word] * context.world_size, [torch.empty_like(word) for _ in range(context.world_size)])
+    others = context.others()
+    if context.unchecked is None:  # no rank waits for a record
+        context.exchange_memory([(r, _BYTE) for r in others], [(r, memoryview(bytearray(1))) for r in others])
+    else:
+        context.exchange([], [])
 
 
 def _all_reduce_sparse(context: CallContext, call: GroupCall) -> None:
@@ -350,7 +223,6 @@ def _gather_uneven(context: CallContext, x: torch.Tensor, counts: list[int]) -> 
     return [flat[a * row : b * row].view(b - a, *x.shape[1:]) for a, b in zip(ends, ends[1:], strict=False)]
 
 
-_WHOLE_INPUT = frozenset({"all_reduce", "all_gather", "broadcast", "reduce", "gather", "barrier"})
 TABLE: dict[str, Callable[[CallContext, GroupCall], None]] = {
     "all_reduce": _all_reduce,
     "all_reduce_sparse": _all_reduce_sparse,

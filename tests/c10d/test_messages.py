@@ -1,7 +1,5 @@
 """Messages between two ranks on the CPU: what does not fit is an error in Python, and nobody's end."""
 
-import signal
-
 import pytest
 
 from tests import ranks
@@ -33,16 +31,35 @@ def test_many_at_once(route, url):
     assert ranks.run(2, bodies.many, url, route, timeout=120) == [[], []]
 
 
-@pytest.mark.parametrize("headed", [True, False])
-def test_a_message_makes_progress_without_a_wait(headed, url):
-    assert ranks.run(2, bodies.progress, url, headed) == [True, True]
+@pytest.mark.parametrize("count", [9, 1 << 20], ids=["short", "announced"])
+def test_a_message_makes_progress_without_a_wait(count, url):
+    assert ranks.run(2, bodies.progress, url, count) == [True, True]
 
 
-def test_without_heads_gloo_ends_the_receiver(url):
-    with ranks.start(2, bodies.bare, url) as started:
-        sender, receiver = started.results()
-    assert receiver.code == -signal.SIGABRT
-    assert sender.value == "sent" or sender.error is not None
+def test_without_the_thread_a_long_message_waits_for_its_wait(url):
+    assert ranks.run(2, bodies.progress, url, 1 << 20, False) == [False, False]
+
+
+def test_messages_do_not_overtake_each_other(url):
+    assert ranks.run(3, bodies.in_order, url) == [[], [], []]
+
+
+def test_a_long_message_that_nobody_asks_for_takes_no_memory(url):
+    grown, _ = ranks.run(2, bodies.unasked, url)
+    assert grown < 8 << 20
+
+
+def test_threads_that_wait_at_once_move_each_others_messages(url):
+    assert ranks.run(2, bodies.threads, url, timeout=120) == [[], []]
+
+
+def test_without_a_descriptor_for_wakes_threads_still_wait_at_once(url):
+    assert ranks.run(2, bodies.threads, url, False, timeout=120) == [[], []]
+
+
+def test_a_collective_of_another_size_is_named_without_records(url):
+    for kind, text in ranks.run(2, bodies.unrecorded, url):
+        assert kind in ("CollectiveMismatch", "GroupAborted") and "bytes and not" in text, text
 
 
 def test_a_wrapper_speaks_as_the_group_that_it_wraps(url):

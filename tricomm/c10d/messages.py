@@ -1,0 +1,106 @@
+"""Point to point on the CPU: a message has the size and the type that its receive expects, or it is refused.
+
+A message that does not fit is a `CollectiveMismatch` on the receiver: the message is consumed, and the group goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from tricomm.c10d.call_futures import told
+from tricomm.c10d.dtype_emulation import as_bytes, memory
+from tricomm.c10d.tcp.matching import Transfer, code_of, dtype_of
+from tricomm.c10d.tcp.transport import Transport
+from tricomm.c10d.work_handles import limit_seconds
+from tricomm.errors import CollectiveMismatch
+
+
+class CpuMessages:
+    """One group's messages; `limit` is how long a wait may take."""
+
+    def __init__(self, transport: Transport, limit: timedelta, group: str) -> None:
+        self.transport, self.limit, self.group = transport, limit, group
+
+    def send(self, x: torch.Tensor, dst: int, tag: int) -> MessageWork:
+        """Send contiguous `x`, which may be changed once the handle's `wait` has returned."""
+        message = self.transport.send(_memory(x), code_of(x.dtype), dst, tag)
+        return MessageWork(self, message, x, f"send to rank {dst}")
+
+    def recv(self, x: torch.Tensor, src: int | None, tag: int) -> MessageWork:
+        """Receive into contiguous `x`, from `src` or (None) from the first rank that sends."""
+        message = self.transport.recv(_memory(x), code_of(x.dtype), src, tag)
+        return MessageWork(self, message, x, "recv from any rank" if src is None else f"recv from rank {src}")
+
+
+class MessageWork(Work):
+    """A message in flight."""
+
+    def __init__(self, points: CpuMessages, message: Transfer, x: torch.Tensor, what: str) -> None:
+        super().__init__()
+        self._points, self._message, self._x, self._what = points, message, x, what
+        self._error: BaseException | None = None
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until the message is there; raises `CollectiveMismatch` if the tensor is of another size or type.
+
+        Raises `CollectiveTimeout` after `timeout` (default: the group's), `PeerDied` or `PeerStalled`; the group is
+        then lost.
+        """
+        if self._error is None and not self.is_success():
+            seconds = limit_seconds(timeout) or self._points.limit.total_seconds()
+            try:
+                self._points.transport.wait(self._message, time.monotonic() + seconds, self._words)
+            except Exception as error:
+                self._error = error
+        cause = self.exception()
+        if cause is not None:
+            told(cause)
+            raise cause
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._message.done or self._error is not None
+
+    def is_success(self) -> bool:
+        return self._message.done and self.exception() is None
+
+    def exception(self) -> Any:
+        if self._error is None and self._message.misfit is not None:
+            self._error = self._mismatch(*self._message.misfit)
+        return self._error or self._message.error
+
+    def result(self) -> list[Any]:
+        return [self._x]
+
+    def _words(self) -> str:
+        x = self._x
+        return f"{self._points.group}: {self._what} of {x.numel()} elements of {x.dtype} with tag {self._message.tag}"
+
+    def _mismatch(self, nbytes: int, code: int) -> CollectiveMismatch:
+        x, sent, received = self._x, dtype_of(code), self._message
+        what = f"{nbytes} bytes of an unknown type"
+        if sent is not None:
+            what = f"{nbytes // sent.itemsize} elements of {_name(sent)}"
+        return CollectiveMismatch(
+            f"{self._points.group}: recv of {x.numel()} elements of {_name(x.dtype)} with tag {received.tag}: "
+            f"rank {received.rank} sent {what}; give recv a tensor of what is sent"
+        )
+
+    def _source_rank(self) -> int:
+        return self._message.rank
+
+
+def _memory(x: torch.Tensor) -> memoryview:
+    return memory(as_bytes(x.detach().view(-1)))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
