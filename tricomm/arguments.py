@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from traceback import walk_tb
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo import guards
 
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.dtypes import DTYPES as _NAMED
@@ -72,13 +73,24 @@ def check_tensor(x: Any, device: torch.device, what: str) -> None:
         )
 
 
-def look(*tensors: torch.Tensor) -> Callable[..., bool]:
+def look(*tensors: torch.Tensor, uneven: bool = False) -> Callable[..., bool]:
     """A check of other tensors, in one call of C: whether they are like `tensors`, which have passed the checks of this
     module, in type, dtype, device, shape, strides, kind (sparse, negated, wrapped, of inference) and whether they
-    require grad, in the same modes of the caller. It sees neither how much memory there is nor where it is."""
-    shapes: list[Any] = [list(t.shape) for t in tensors]
+    require grad, in the same modes of the caller. It sees neither how much memory there is nor where it is. With
+    `uneven` it does not see dimension 0."""
+    shapes: list[Any] = [[None, *t.shape[1:]] if uneven else list(t.shape) for t in tensors]
     strides: list[Any] = [list(t.stride()) for t in tensors]
-    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides).check
+
+
+def allocator(like: torch.Tensor, uneven: bool = False) -> Callable[..., torch.Tensor]:
+    """Makes contiguous tensors like `like` on the current device, in half the time of `torch.empty`. With `uneven` it
+    takes the size of dimension 0."""
+    shape, strides, dtype = tuple(like.shape), tuple(like.stride()), like.dtype
+    make = getattr(guards, f"_empty_strided_{like.device.type}")
+    if uneven:
+        return lambda rows: make((rows, *shape[1:]), strides, dtype)
+    return partial(make, shape, strides, dtype)
 
 
 def allocated(what: str, make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:

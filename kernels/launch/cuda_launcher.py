@@ -104,7 +104,7 @@ def make_launcher(
     """
     function, compiled = _load(kernel, constexprs, bits, aligned, device)
     data, uneven, operands = takes_data(kernel), takes_counts(kernel), takes_operands(kernel)
-    # The words that change with every launch come first: x, y, count, call, and rows to and from each rank, or the
+    # Per-launch words first: x, y, count, call, then row counts or operands.
     count_at, call_at = (2, 3) if data else (0, 0)
     own = call_at + 1 + (2 * constexprs["WORLD_SIZE"] if uneven else len(constexprs["OPERANDS"]) if operands else 0)
     fixed = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*group, *more)]

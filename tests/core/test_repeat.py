@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tricomm
 from tricomm.core import prepared_calls
@@ -73,19 +74,18 @@ LOOKS = {  # what gets through without the look at a tensor, or without the one 
 
 @pytest.mark.parametrize("what", LOOKS)
 def test_without_the_looks_a_tensor_gets_through_that_must_not(comm, monkeypatch, what):
-    source = textwrap.dedent(inspect.getsource(PreparedCalls.repeat))
-    look, storage = (
-        "like = known.look(x) or known.seen(x)",
-        "not like or len(x.untyped_storage()) < x.storage_offset() * known.itemsize + known.nbytes",
-    )
+    source = textwrap.dedent(inspect.getsource(PreparedCalls.run))
+    look = "if not known.look(x):"
+    storage = "if len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes:"
     assert source.count(look) == source.count(storage) == 1
     names = dict(vars(prepared_calls))
-    mutant = source.replace(storage, "not like") if what == "freed" else source.replace(look, "like = True")
+    mutant = source.replace(storage, "if True:") if what == "freed" else source.replace(look, "if False:")
     exec("from __future__ import annotations\n" + mutant, names)
     launched, calls = [], comm._collectives._prepared
     monkeypatch.setattr(calls, "_launch", lambda *call: launched.append(call))
-    assert not comm.repeat("sum", LOOKS[what]()) and launched == []
-    assert names["repeat"](calls, ("all_reduce", "sum", None, None, -1, True), LOOKS[what]()) is not None
+    call = ("all_reduce", "sum", None, None, -1, True), LOOKS[what]()
+    assert calls.run(*call, known_only=True) is None and launched == []
+    assert names["run"](calls, *call, known_only=True) is not None
     assert len(launched) == 1
 
 
@@ -98,7 +98,11 @@ WAYS = {  # a call over one rank, and what it gives
     "scatter": lambda comm, x, y: comm.scatter(x, 0, out=y),
     "broadcast": lambda comm, x, y: y.copy_(comm.broadcast(x, 0)),
     "reduce": lambda comm, x, y: y.copy_(comm.reduce(x, 0)),
+    "all_to_all_v": lambda comm, x, y: comm.all_to_all_v(x, [len(x)], [len(x)], out=y),
     "allocated": lambda comm, x, y: y.copy_(comm.all_gather(x)),
+    "scattered, allocated": lambda comm, x, y: y.copy_(comm.reduce_scatter(x)),
+    "exchanged, allocated": lambda comm, x, y: y.copy_(comm.all_to_all_v(x, (len(x),), (len(x),))),
+    "another operation": lambda comm, x, y: comm.all_reduce(x, dist.ReduceOp.MAX, out=y),
 }
 
 
@@ -124,11 +128,14 @@ OUTS = {
     "freed": (lambda x: freed(), "freed or shrunk"),
     "overlap": (lambda x: x.view(-1).as_strided(SHAPE, (6, 1), 1), "overlaps"),
     "no tensor": (lambda x: 3, "a torch.Tensor is needed"),
+    "nested": (lambda x: BAD["nested"][0](), "nested"),
+    "sparse": (lambda x: BAD["sparse"][0](), "to_dense"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize(
-    "collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"]
+    "collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "gather", "scatter"]
 )
 @pytest.mark.parametrize("what", OUTS)
 def test_a_bad_output_is_refused_by_a_repeated_call_too(comm, collective, what):
@@ -150,6 +157,40 @@ def test_a_root_that_is_no_number_is_refused_by_a_repeated_call_too(comm, root):
     comm.broadcast(x, 0)
     with pytest.raises(InvalidArgument, match="a rank from 0 to 0"):
         comm.broadcast(x, root)
+
+
+SPLITS = {  # of 4 rows
+    "sum": ([3], [3], "add up to 3"),
+    "negative": ([-4], [-4], "in_splits"),
+    "no integers": ([4.0], [4], "in_splits"),
+    "a truth": ([True], [True], "in_splits"),
+    "another rank": ([4, 0], [4], "1 numbers of rows"),
+    "itself": ([4], [5], "sends itself 4 rows"),
+    "no list": (4, [4], "in_splits"),
+}
+
+
+@pytest.mark.parametrize("what", SPLITS)
+def test_splits_are_checked_by_a_repeated_call_too(comm, what):
+    x, (sends, takes, words) = torch.arange(24.0).view(SHAPE), SPLITS[what]
+    for rows in (4, 2, 3):  # the numbers of rows may change
+        assert torch.equal(comm.all_to_all_v(x[:rows], [rows], [rows]), x[:rows])
+    sequence = comm._launcher.sequence
+    with pytest.raises(InvalidArgument, match=words):
+        comm.all_to_all_v(x, sends, takes)
+    assert comm._launcher.sequence == sequence
+
+
+def test_shapes_and_types_that_take_turns(comm, monkeypatch):
+    shapes, dtypes = [(24,), (4, 6), (2, 12), (1, 24)], [torch.float32, torch.int32, torch.float16]
+    tensors = [torch.arange(24, dtype=dtype).view(shape) for shape in shapes[:2] for dtype in dtypes]
+    for x in tensors:
+        comm.all_reduce(x), comm.all_gather(x)
+    monkeypatch.setattr(Planner, "plan", lambda *request: pytest.fail("planned again"))
+    for x in 3 * tensors:
+        assert comm.all_reduce(x) is x and torch.equal(x.view(-1), torch.arange(24, dtype=x.dtype))
+        y = comm.all_gather(x)
+        assert y.shape == x.shape and y.dtype == x.dtype and torch.equal(x, y)
 
 
 def test_in_place_by_an_output_that_is_the_input(comm):

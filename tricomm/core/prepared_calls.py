@@ -1,7 +1,7 @@
-"""Repeats calls. A call of the same shape has a plan already, so only the properties of its tensors are checked.
+"""Prepared calls: a call that was made before is launched after one check of its tensors.
 
-    all_reduce, all_gather ... -> repeat -> launch of a kernel that is bound already
-                                         -> None: planned like a first call, which checks everything
+    all_reduce, all_gather ... -> run -> launch of a kernel that is bound already
+                                      -> `first`, which checks everything and plans, for a call that is new
 
 Built for speed: on a GPU this is most of a small collective's host time.
 """
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from tricomm import arguments
+from tricomm.core import rows
 from tricomm.core.faults import Faults
+from tricomm.core.first_calls import FirstCalls, Kind
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.launcher import Launcher
@@ -23,84 +25,81 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import Again
 
 _STATUS = layout.STATUS
-_MOST_MODES = 4
+_MOST_VARIANTS = 8
+_ONE_GETS = frozenset({"reduce", "gather"})
+# Never made, no tensor, or one without storage: sparse, or wrapped by vmap or grad; no memory for the output.
+_NEW = (LookupError, TypeError, AttributeError, RuntimeError, NotImplementedError)
 
 
 class PreparedCall:
     """A call of one contiguous tensor, or of an input and an output.
 
-    look      the check (`arguments.look`) in the modes of the last call; `looks` has the checks for other modes
+    look      the check of the tensors (`arguments.look`)
     itemsize  bytes of an element; `nbytes` of the input, `out_nbytes` of the output
-    rest      bytes of a row that may begin anywhere, else 0: its last four bits decide whether rows are aligned
+    rest      bytes of a row that may begin anywhere, else 0: its last four bits decide whether rows are aligned; if
+              rows are uneven, the numbers in a row
     apart     the only offset in bytes from the output at which the input may overlap it; None: at none
-    made      shape of an output that each call allocates; None if it is given
+    make      allocates the output, from its number of rows if they are uneven; None if the output is given
+    gives     whether this rank gets a result
     plans     index 2 * captured + aligned: the plan, and its kernel's repeated launch if there is one
     """
 
-    __slots__ = ("apart", "itemsize", "look", "looks", "made", "nbytes", "out_nbytes", "plans", "rest")
+    __slots__ = ("apart", "gives", "itemsize", "look", "make", "nbytes", "out_nbytes", "plans", "rest")
 
-    def __init__(self, x: torch.Tensor, y: torch.Tensor, rest: int, apart: int | None, made: bool) -> None:
-        self.itemsize, self.nbytes, self.out_nbytes, self.rest = x.itemsize, x.nbytes, y.nbytes, rest
-        self.apart, self.made = apart, y.shape if made else None
-        self.look: Callable[..., bool] = lambda *tensors: False
-        self.looks: list[Callable[..., bool]] = []
+    def __init__(
+        self, look: Callable[..., bool], itemsize: int, nbytes: int, out_nbytes: int, rest: int, apart: int | None,
+        make: Callable[..., torch.Tensor] | None, gives: bool,
+    ) -> None:  # fmt: skip
+        self.look, self.itemsize, self.nbytes, self.out_nbytes = look, itemsize, nbytes, out_nbytes
+        self.rest, self.apart, self.make, self.gives = rest, apart, make, gives
         self.plans: list[tuple[LaunchPlan, Again | None] | None] = [None] * 4
-
-    def seen(self, *tensors: torch.Tensor) -> bool:
-        """Whether the call has been made with such tensors in another mode of the caller."""
-        for look in self.looks:
-            if look(*tensors):
-                self.look = look
-                return True
-        return False
 
 
 class PreparedCalls:
-    """Repeats the calls of one group."""
+    """The prepared calls of one group. Those that are new are made by `FirstCalls`.
+
+    By kind and shapes, a list of the calls with other types, or in other modes of the caller; the latest is the first.
+    """
 
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
         self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
-        self._known, self._gpu, self._monitor, self._launch = (
+        self._first = FirstCalls(group, faults, planner, launcher)
+        self._calls, self._gpu, self._monitor, self._launch = (
             planner.prepared,
             group.gpu,
             faults.monitor,
             launcher.launch,
         )
 
-    def repeat(self, kind: Any, x: Any, out: Any = None) -> torch.Tensor | None:
-        """Make the call `kind` again and return its output, which is `x` if the call is in place. Returns None, and
-        does nothing, if the call is not known or if its tensors need the checks of a first call.
-
-        `kind` is (collective, op, algorithm, protocol, root, whether no output is given).
-        """
-        y: torch.Tensor
-        try:
-            known: PreparedCall = self._known[kind, x.dtype, x.shape]
-            if out is None:
-                like = known.look(x) or known.seen(x)
-            else:
-                like = known.look(x, out) or known.seen(x, out)
-                like = like and len(out.untyped_storage()) >= out.storage_offset() * known.itemsize + known.out_nbytes
-            if not like or len(x.untyped_storage()) < x.storage_offset() * known.itemsize + known.nbytes:
-                return None
-            address = x.data_ptr()
-            if out is not None:
-                y, target = out, out.data_ptr()
-                if -known.nbytes < address - target < known.out_nbytes and address - target != known.apart:
-                    return None
-            elif known.made is None:
-                y, target = x, address
-            else:
-                y = torch.empty(known.made, dtype=x.dtype, device=x.device)
-                target = y.data_ptr()
-        # Never made, no tensor, or one without storage: sparse, or wrapped by vmap or grad; no memory for the output.
-        except (KeyError, TypeError, AttributeError, RuntimeError, NotImplementedError):
-            return None
-        aligned = (address | target | known.rest) % 16 == 0
+    def run(self, kind: Kind, x: Any, out: Any = None, async_op: bool = False, known_only: bool = False) -> Any:
+        """Make a call and return its result. With `known_only` a call that is not known, or that needs the checks of a
+        first call, is not made, and None is returned."""
+        entry, y = None, x
         captured = (gpu := self._gpu) is not None and gpu.capturing()
-        entry = known.plans[2 * captured + aligned]
+        try:
+            if out is None:
+                known = (variants := self._calls[kind, x.shape])[0]
+                if not known.look(x):
+                    known = _first_like(variants, x)
+                address = target = x.data_ptr()
+                if known.make is not None:
+                    y = known.make()
+                    target = y.data_ptr()
+            else:
+                known = (variants := self._calls[kind, x.shape, out.shape])[0]
+                if not known.look(x, out):
+                    known = _first_like(variants, x, out)
+                y, address, target = out, x.data_ptr(), out.data_ptr()
+                if len(out.untyped_storage()) < out.storage_offset() * known.itemsize + known.out_nbytes or (
+                    target - known.nbytes < address < target + known.out_nbytes and address - target != known.apart
+                ):
+                    raise LookupError
+            if len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes:
+                entry = known.plans[2 * captured + (not (address | target | known.rest) % 16)]
+        except _NEW:
+            pass
         if entry is None:
-            return None
+            return None if known_only else self._new(kind, x, out, async_op)
         group = self._group
         if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:  # in a forked child it refuses
             self._faults.check_usable()
@@ -108,26 +107,71 @@ class PreparedCalls:
             self._launcher.captured = True
         plan, again = entry
         self._launch(plan, x, y, (), again, (address, target))
-        return y
+        if not known.gives:
+            y = None
+        return self._launcher.finish(y, True) if async_op else y
+
+    def run_uneven(self, kind: Kind, x: Any, sends: Any, takes: Any, out: Any, async_op: bool) -> Any:
+        """Make a call that sends and takes other numbers of rows each time, and return its output."""
+        entry, y, group, gpu = None, out, self._group, self._gpu
+        captured = gpu is not None and gpu.capturing()
+        try:
+            given = (x,) if out is None else (x, out)
+            known = _first_like(self._calls[kind, *(t.shape[1:] for t in given)], *given)
+            total = rows.total(sends, takes, group.rank, group.world_size, x.shape[0], known.rest)
+            if known.make is not None:
+                y = known.make(total)
+            elif y.shape[0] != total:
+                raise LookupError
+            address, target, nbytes, out_nbytes = x.data_ptr(), y.data_ptr(), x.nbytes, y.nbytes
+            if (
+                len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + nbytes
+                and len(y.untyped_storage()) >= y.storage_offset() * known.itemsize + out_nbytes
+                and not target - nbytes < address < target + out_nbytes
+            ):
+                entry = known.plans[2 * captured + (not (address | target) % 16)]
+        except _NEW:
+            pass
+        if entry is None:
+            return self._new(kind, x, out, async_op, (sends, takes))
+        self._faults.check_usable()
+        if captured:
+            self._launcher.captured = True
+        self._launch(entry[0], x, y, (tuple(sends), tuple(takes)))
+        return self._launcher.finish(y, async_op)
+
+    def _new(self, kind: Kind, x: Any, out: Any, async_op: bool, splits: tuple[Any, Any] | None = None) -> Any:
+        """Make a call that is not known, and keep it."""
+        made = self._first.make(kind, x, out, splits)
+        if made.output is not None:
+            self.learn(kind, made.request, made.given, made.output, made.elements)
+        return self._launcher.finish(made.result, async_op)
 
     def learn(
-        self, request: Request, x: torch.Tensor, out: torch.Tensor | None, y: torch.Tensor, elements: int
+        self, kind: Kind, request: Request, given: tuple[torch.Tensor, ...], y: torch.Tensor, elements: int
     ) -> bool:
-        """Keep the plans of a call that has just been made, of `x` into `y`, with `elements` a row; `out` was given.
+        """Keep the plans of a call that has just been made, of the tensors `given` into `y`, with `elements` a row.
         False if there are no plans."""
-        whole = request.collective == "all_reduce"
-        rest = 0 if whole else elements * x.itemsize
-        aligned = (x.data_ptr() | y.data_ptr() | rest) % 16 == 0
+        x, uneven = given[0], request.collective == "all_to_all_v"
+        row = elements * x.itemsize
+        rest = 0 if request.collective == "all_reduce" or uneven else row
+        aligned = not (x.data_ptr() | y.data_ptr() | rest) % 16
         plans = self._planner.planned(request, x.dtype, elements, aligned)
-        kind = (*request[:5], out is None)
-        given = (x,) if out is None else (x, out)
-        known = self._known.get((kind, x.dtype, x.shape))
-        if known is None:
-            known = PreparedCall(x, y, rest, self._apart(request, rest), out is None and y is not x)
-            self._planner.keep((kind, x.dtype, x.shape), known)
-        if not known.look(*given) and not known.seen(*given):
-            known.look = arguments.look(*given)
-            known.looks = [*known.looks[1 - _MOST_MODES :], known.look]
+        # A nested tensor has no shape; `look` would end the process.
+        key = kind, *(t.shape[1:] if uneven else t.shape for t in given)
+        variants: list[PreparedCall] = self._calls.get(key, [])
+        try:
+            known = _first_like(variants, *given)
+        except LookupError:
+            make = None if y is x or len(given) == 2 else arguments.allocator(y, uneven)
+            gives = request.collective not in _ONE_GETS or request.root == self._group.rank
+            look = arguments.look(*given, uneven=uneven)
+            apart = self._apart(request, rest)
+            rest = elements * (2 if x.is_complex() else 1) if uneven else rest
+            known = PreparedCall(look, x.itemsize, x.nbytes, y.nbytes, rest, apart, make, gives)
+            variants.insert(0, known)
+            del variants[_MOST_VARIANTS:]
+            self._planner.keep(key, variants)
         for plan in plans:
             repeat = getattr(plan.run, "repeat", None)  # interpreted, timed and watched kernels have none
             again = repeat and repeat(plan.numel, plan.fingerprint)
@@ -138,3 +182,13 @@ class PreparedCalls:
         """The offset in the output at which an input may overlap it; the same rule as `arguments.check_apart`."""
         takes = {"reduce_scatter": -1, "scatter": -1, "all_to_all": None}.get(request.collective, 1)
         return None if takes is None else takes * self._group.rank * row
+
+
+def _first_like(variants: list[PreparedCall], *given: torch.Tensor) -> PreparedCall:
+    """The call that takes the tensors `given`, moved to the front; raises `LookupError` if there is none."""
+    for place, known in enumerate(variants):
+        if known.look(*given):
+            if place:
+                variants[:] = [known, *variants[:place], *variants[place + 1 :]]
+            return known
+    raise LookupError

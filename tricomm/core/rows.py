@@ -12,6 +12,7 @@ from tricomm import arguments
 from tricomm.errors import InvalidArgument
 
 _MOST = (1 << 32) - 1  # elements: a header has 32 bits for them
+_LISTS, _INTEGERS = (list, tuple), {int}
 
 
 def check_list(xs: Sequence[torch.Tensor], what: str) -> None:
@@ -44,6 +45,23 @@ def check_splits(splits: Any, world_size: int, what: str) -> tuple[int, ...]:
     if len(numbers) != world_size or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
         raise InvalidArgument(f"{what}={splits!r}: {world_size} numbers of rows are needed, one for each rank")
     return numbers
+
+
+def total(sends: Any, takes: Any, rank: int, world_size: int, length: int, row: int) -> int:
+    """The number of rows that come, if the splits fit an input of `length` rows of `row` numbers. A quick form of
+    `check_splits` and `check_uneven`; raises a bare `LookupError`."""
+    if not (
+        type(sends) in _LISTS
+        and type(takes) in _LISTS
+        and len(sends) == len(takes) == world_size
+        and {*map(type, sends), *map(type, takes)} == _INTEGERS
+        and min(sends) >= 0 <= min(takes)
+        and sum(sends) == length
+        and sends[rank] == takes[rank]
+        and row * max(sends) <= _MOST
+    ):
+        raise LookupError
+    return sum(takes)
 
 
 def check_uneven(x: torch.Tensor, in_splits: tuple[int, ...], out_splits: tuple[int, ...], rank: int) -> None:
