@@ -82,11 +82,17 @@ class CallRow:
 
 
 SHORT = (CallRow(("one_shot", "ll"), 1 << 10, 0.6), CallRow(("two_shot", "ll"), 64 << 10, 0.8))
-WIDE = (*(CallRow(("one_shot", "ll128"), nbytes, new=True) for nbytes in (1 << 10, 32 << 10)),
-        *(CallRow(("two_shot", "ll128"), nbytes, new=True) for nbytes in (64 << 10, 512 << 10)))  # fmt: skip
+WIDE = (
+    *(CallRow(("one_shot", "ll128"), nbytes, new=True) for nbytes in (1 << 10, 32 << 10)),
+    *(CallRow(("two_shot", "ll128"), nbytes, new=True) for nbytes in (64 << 10, 512 << 10)),
+)
 # Two shots, as without a switch: the links alone take more than 0.6 of the earlier time.
-LONG = (CallRow(("two_shot", "simple"), 8 << 20), CallRow(("two_shot", "simple"), 64 << 20),
-        CallRow(None, 8 << 20, 0.6), CallRow(None, 64 << 20, 0.6))  # fmt: skip
+LONG = (
+    CallRow(("two_shot", "simple"), 8 << 20),
+    CallRow(("two_shot", "simple"), 64 << 20),
+    CallRow(None, 8 << 20, 0.6),
+    CallRow(None, 64 << 20, 0.6),
+)
 
 
 @dataclass(frozen=True)
@@ -176,9 +182,14 @@ def measure(progress: Callable[[str], None] = lambda text: None, kept: KeptRows 
         values |= row["values"]
         details |= row["parts"]
     return {
-        "schema": 1, "label": LABEL, "commit": provenance.commit(), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "versions": provenance.versions(), "values": values, "parts": details,
-    }  # fmt: skip
+        "schema": 1,
+        "label": LABEL,
+        "commit": provenance.commit(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        "versions": provenance.versions(),
+        "values": values,
+        "parts": details,
+    }
 
 
 def _units() -> Iterator[tuple[str, Callable[[], Row]]]:

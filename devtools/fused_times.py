@@ -68,9 +68,17 @@ def separate(machine: MachineSpec, rows: int, hidden: int) -> float:
     block = 1 << (hidden - 1).bit_length()
     warps = max(1, min(16, block // 256))
     values = {
-        "WORLD_SIZE": 1, "BLOCK": block, "LANES": 32 * warps, "PTX": True, "ELEMENT": "bfloat16", "HIDDEN": hidden,
-        "OPERANDS": ("fp32", "fp32", *["*i16" + WIDE] * 3), **COMPILE_OPTIONS, "num_warps": warps, "maxnreg": 128,
-    }  # fmt: skip
+        "WORLD_SIZE": 1,
+        "BLOCK": block,
+        "LANES": 32 * warps,
+        "PTX": True,
+        "ELEMENT": "bfloat16",
+        "HIDDEN": hidden,
+        "OPERANDS": ("fp32", "fp32", *["*i16" + WIDE] * 3),
+        **COMPILE_OPTIONS,
+        "num_warps": warps,
+        "maxnreg": 128,
+    }
     arenas = TimedArenas(1, layout.plan(1, 1 << 20), rows * hidden // 4, rows * hidden // 4, False)
     operands = [arenas.new(2 * n, 0, "an operand") for n in (hidden, rows * hidden, rows * hidden)]
 

@@ -75,8 +75,9 @@ def _calls(group: Any, rank: int, n: int, count: int) -> dict[str, Callable[[], 
 
     def batch() -> None:
         sent, received = (
-            dist.P2POp(dist.isend, x, (rank + 1) % n, group), dist.P2POp(dist.irecv, y, (rank - 1) % n, group)
-        )  # fmt: skip
+            dist.P2POp(dist.isend, x, (rank + 1) % n, group),
+            dist.P2POp(dist.irecv, y, (rank - 1) % n, group),
+        )
         for work in dist.batch_isend_irecv([sent, received]):
             work.wait()
 
@@ -156,10 +157,16 @@ def main(nproc: tuple[int, ...], only: tuple[str, ...], rounds: int, as_json: bo
         return
     header = ("ranks", "call", "elements", "ours us", "gloo us", "over gloo")
     cells = [
-        (row["ranks"], row["call"], row["count"] or "-", f"{row['ours_us']:.0f}", f"{row['gloo_us']:.0f}",
-         f"{row['over_gloo']:.2f}")
+        (
+            row["ranks"],
+            row["call"],
+            row["count"] or "-",
+            f"{row['ours_us']:.0f}",
+            f"{row['gloo_us']:.0f}",
+            f"{row['over_gloo']:.2f}",
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
     click.echo("\n".join(text_table.lines(header, cells, right=("ranks", *header[2:]))))
 
 

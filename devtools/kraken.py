@@ -29,9 +29,12 @@ _WORLD_SIZE, _BLOCK = 8, 2048
 _FOLDERS = ("kraken", "kraken.comm")
 _ONE_SHOT = {"buf_tuple": ("*bf16",) * _WORLD_SIZE, "signal_pad_ptrs": "*i64", "output_ptr": "*bf16"}
 _TWO_SHOT = {
-    "symm_mem_buffer_ptrs": "i64", "symm_mem_signal_pad_ptrs": "i64", "input_ptr": "*bf16", "output_ptr": "*bf16",
+    "symm_mem_buffer_ptrs": "i64",
+    "symm_mem_signal_pad_ptrs": "i64",
+    "input_ptr": "*bf16",
+    "output_ptr": "*bf16",
     "numel": "i32",
-}  # fmt: skip
+}
 # fp32 where kraken's one-shot kernel accumulates in bf16.
 _WIDER = (
     ("acc = tl.zeros((BLOCK_SIZE,), dtype=tl.bfloat16)", "acc = tl.zeros((BLOCK_SIZE,), dtype=tl.float32)"),

@@ -27,9 +27,7 @@ from tricomm.perf import parsing
 from tricomm.perf.cost_model import kernel_time
 
 LABEL = "modelled from the compiled code, not measured"
-COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all",
-)  # fmt: skip
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
 SIZES = tuple(
     n << 10
     for n in (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 65536)

@@ -158,9 +158,16 @@ def _count(
     with interpreter.observe(counter):
         call()
     emit(
-        "moved", collective=kernel.collective, algorithm=kernel.algorithm, protocol=kernel.protocol, form=form,
-        written=counter.written, read=counter.read, headers=counter.headers, links=counter.links,
-    )  # fmt: skip
+        "moved",
+        collective=kernel.collective,
+        algorithm=kernel.algorithm,
+        protocol=kernel.protocol,
+        form=form,
+        written=counter.written,
+        read=counter.read,
+        headers=counter.headers,
+        links=counter.links,
+    )
 
 
 @click.command()
@@ -181,9 +188,20 @@ def main(nbytes: int | None, as_json: bool) -> None:
         m = max((m for m in moved if _key(m) == key), key=lambda m: m.written + m.read)
         relative = f"{(m.written + m.read) / float(m.optimum):.2f}"
         rows.append(
-            (f"{m.kernel.name} {m.form}".strip(), m.world_size, m.nbytes, m.written, m.read, f"{float(m.formula):.0f}",
-             f"{m.ratio:.2f}", f"{float(m.optimum):.0f}", relative, m.headers, m.kernel.hops)
-        )  # fmt: skip
+            (
+                f"{m.kernel.name} {m.form}".strip(),
+                m.world_size,
+                m.nbytes,
+                m.written,
+                m.read,
+                f"{float(m.formula):.0f}",
+                f"{m.ratio:.2f}",
+                f"{float(m.optimum):.0f}",
+                relative,
+                m.headers,
+                m.kernel.hops,
+            )
+        )
     click.echo("\n".join(text_table.lines(header, rows, right=header[1:])))
 
 

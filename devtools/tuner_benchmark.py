@@ -128,9 +128,15 @@ def run(gpu: str, world_size: int, seed: int, share: float = SHARE) -> SearchOut
     missing = len(todo) - len(chosen)
     grid_regrets = [_regret(box, point, _grid_choice(box, point)) for point in todo]
     return SearchOutcome(
-        f"{world_size} x {gpu}", len(todo), grid // EXHAUSTIVE, grid, measured,
-        math.inf if missing else max(regrets), math.inf if missing else sum(regrets) / len(regrets), max(grid_regrets),
-    )  # fmt: skip
+        f"{world_size} x {gpu}",
+        len(todo),
+        grid // EXHAUSTIVE,
+        grid,
+        measured,
+        math.inf if missing else max(regrets),
+        math.inf if missing else sum(regrets) / len(regrets),
+        max(grid_regrets),
+    )
 
 
 def _first(box: MadeUpBox) -> Callable[[Point], Candidate]:
@@ -164,10 +170,19 @@ def main(seeds: int) -> None:
     header = ("box", "seed", "points", "grid", "search", "share", "worst", "mean", "grid worst")
     outcomes = [(seed, run(gpu, world_size, seed)) for gpu, world_size in BOXES for seed in range(seeds)]
     rows = [
-        (o.box, seed, o.points, o.exhaustive, o.measured, f"{o.share:.1%}", f"{o.worst:.1%}", f"{o.mean:.1%}",
-         f"{o.grid_worst:.1%}")
+        (
+            o.box,
+            seed,
+            o.points,
+            o.exhaustive,
+            o.measured,
+            f"{o.share:.1%}",
+            f"{o.worst:.1%}",
+            f"{o.mean:.1%}",
+            f"{o.grid_worst:.1%}",
+        )
         for seed, o in outcomes
-    ]  # fmt: skip
+    ]
     click.echo("\n".join(text_table.lines(header, rows, right=header[1:])))
     worst, share = max(o.worst for _, o in outcomes), max(o.share for _, o in outcomes)
     click.echo(f"worst {worst:.1%} slower than the best, at most {share:.1%} of a grid's measurements")

@@ -39,9 +39,15 @@ def body() -> None:
     )
     scales = torch.empty(3, 1, device=device)
     codes = flashinfer.allreduce_fusion(
-        x, workspace, pattern.kARResidualRMSNormDynamicFP8Quant, residual_in=residual, residual_out=torch.empty_like(x),
-        rms_gamma=weight, rms_eps=EPS, scale_out=scales,
-    )  # fmt: skip
+        x,
+        workspace,
+        pattern.kARResidualRMSNormDynamicFP8Quant,
+        residual_in=residual,
+        residual_out=torch.empty_like(x),
+        rms_gamma=weight,
+        rms_eps=EPS,
+        scale_out=scales,
+    )
     close = torch.allclose(codes.float() * scales, norm.float(), rtol=0.07, atol=1e-3)
     if rank == 0:
         print(f"the same bits by either name: {torch.equal(norm, again)}, FP8 within its precision: {close}")

@@ -17,9 +17,8 @@ from tricomm.kernels.primitives import set_flag, wait_flag
 
 @triton.jit
 def pass_on(
-    group, x_ptr, out_ptr, data, flags, number, count, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    group, x_ptr, out_ptr, data, flags, number, count, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
     """Round `number`, from 1: `count` elements of x go to the next rank, and the rank before sends as many to out. One
     block. Word 0 of a rank's flags is the last round whose data it has got, word 1 the last one that the next rank has
     read.
@@ -43,9 +42,19 @@ def ring(comm: tricomm.Communicator) -> torch.Tensor:
     for number in (1, 2, 3):
         x = torch.arange(50.0, device=comm.device) + 1000 * comm.rank + 100 * number
         comm.launch(
-            pass_on, 1, comm.group_table, x, arrived[number - 1], data.peers, flags.peers, number, 50,
-            RANK=comm.rank, WORLD_SIZE=comm.world_size, BLOCK=64,
-        )  # fmt: skip
+            pass_on,
+            1,
+            comm.group_table,
+            x,
+            arrived[number - 1],
+            data.peers,
+            flags.peers,
+            number,
+            50,
+            RANK=comm.rank,
+            WORLD_SIZE=comm.world_size,
+            BLOCK=64,
+        )
     comm.synchronize()
     return arrived
 

@@ -93,9 +93,15 @@ def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Findi
     options = options_of(report.options)
     subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS, report.compiled)
     plan = _plan(
-        report.schedules, report.strategy, report.preemptions, report.seed, report.faults, report.identical, True,
+        report.schedules,
+        report.strategy,
+        report.preemptions,
+        report.seed,
+        report.faults,
+        report.identical,
+        True,
         options,
-    )  # fmt: skip
+    )
     selftest.require(report.compiled)
     return [Campaign(subject, plan).replay(finding) for finding in report.findings]
 
@@ -114,9 +120,15 @@ def smallest(world_size: int) -> Options:
 
 
 def _plan(
-    schedules: int | None, strategy: str, preemptions: int, seed: int, faults: Sequence[str], identical: bool | None,
-    keep_going: bool, options: Options | None,
-) -> CampaignPlan:  # fmt: skip
+    schedules: int | None,
+    strategy: str,
+    preemptions: int,
+    seed: int,
+    faults: Sequence[str],
+    identical: bool | None,
+    keep_going: bool,
+    options: Options | None,
+) -> CampaignPlan:
     if strategy not in NAMES:
         raise InvalidArgument(f"strategy={strategy!r}: one of {', '.join(NAMES)} is needed")
     if schedules is None and strategy != "exhaustive":

@@ -87,7 +87,7 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
 
 def usable(
     wanted: list[Kernel], world_size: int | None, architecture: str | None
-) -> tuple[list[Kernel], dict[str, str]]:  # fmt: skip
+) -> tuple[list[Kernel], dict[str, str]]:
     """Those of `wanted` that `world_size` ranks can run (None: as many as each needs), and that this Triton compiles
     for `architecture` (None: they are interpreted); and by name why others are left out. If none is usable, raises
     `InvalidArgument` with options that would work."""
@@ -127,9 +127,12 @@ def ranks(kernel: Kernel) -> int:
 
 
 def options(
-    world_size: int, blocks: int = BLOCKS, tile: int | None = None, compiled: str | None = None,
+    world_size: int,
+    blocks: int = BLOCKS,
+    tile: int | None = None,
+    compiled: str | None = None,
     kernel: Kernel | None = None,
-) -> Options:  # fmt: skip
+) -> Options:
     """The smallest memory, and blocks and tiles so small that every path is taken: by `kernel`, or by any kernel."""
     memory = smallest(world_size) if compiled is None else checked_options(world_size, None)
     plan = layout.plan(world_size, memory.arena_bytes)

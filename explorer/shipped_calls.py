@@ -16,9 +16,11 @@ from tricomm.explorer.world.oracle import difference
 from tricomm.kernels.collectives.registry import Kernel
 
 _QUANTIZED = {
-    ("one_shot", "ll"): "nvfp4", ("two_shot", "ll"): "fp8_per_token", ("one_shot", "ll128"): "fp8",
+    ("one_shot", "ll"): "nvfp4",
+    ("two_shot", "ll"): "fp8_per_token",
+    ("one_shot", "ll128"): "fp8",
     ("two_shot", "ll128"): None,
-}  # fmt: skip
+}
 
 
 class ShippedCalls:

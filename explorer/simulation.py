@@ -22,9 +22,13 @@ _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isas
 
 
 def simulate(
-    fn: Callable[[Communicator], _T], world_size: int, seed: int = 0, *, options: Options | None = None,
+    fn: Callable[[Communicator], _T],
+    world_size: int,
+    seed: int = 0,
+    *,
+    options: Options | None = None,
     compiled: str | None = None,
-) -> list[_T]:  # fmt: skip
+) -> list[_T]:
     """Run `fn(comm)` for every rank in this process, without a GPU, and return the ranks' results in rank order.
 
     The ranks are tasks that take turns at every access to shared memory, in an order that `seed` decides: the same
@@ -62,9 +66,13 @@ def simulate(
 
 
 def prepared(
-    fn: Any, world_size: int, options: Options | None, residency: int | None = None, most_steps: int = 1_000_000_000,
+    fn: Any,
+    world_size: int,
+    options: Options | None,
+    residency: int | None = None,
+    most_steps: int = 1_000_000_000,
     compiled: str | None = None,
-) -> Subject:  # fmt: skip
+) -> Subject:
     """The checked subject of an execution. `options` may be None for compiled kernels: the smallest arena that has room
     for a GPU's tiles. Raises `InvalidArgument` for bad arguments."""
     reason = interpreter.supported()

@@ -96,10 +96,17 @@ class Layout:
     def constants(self) -> dict[int, int]:
         """The words of a group table that describe the layout."""
         return {
-            LL_BASE: self.ll, LL_BUFFER: self.ll_buffer, WIDE_BASE: self.wide, WIDE_BUFFER: self.wide_buffer,
-            SIMPLE_BASE: self.simple, SIMPLE_BUFFER: self.simple_buffer, QUEUE_STATES: self.queue_states,
-            QUEUES: self.queues, SLOT_DATA: self.slots, SLOT_BYTES: self.slot,
-        }  # fmt: skip
+            LL_BASE: self.ll,
+            LL_BUFFER: self.ll_buffer,
+            WIDE_BASE: self.wide,
+            WIDE_BUFFER: self.wide_buffer,
+            SIMPLE_BASE: self.simple,
+            SIMPLE_BUFFER: self.simple_buffer,
+            QUEUE_STATES: self.queue_states,
+            QUEUES: self.queues,
+            SLOT_DATA: self.slots,
+            SLOT_BYTES: self.slot,
+        }
 
     def largest_tile(self, algorithm: str, protocol: str) -> int:
         """The largest tile, in 64-bit payload words (for `ll128` wide words), that divides a buffer of this kernel: a

@@ -12,9 +12,13 @@ _SMALL = {**dict.fromkeys(_FLOATS, torch.float32), **dict.fromkeys((torch.int16,
 
 
 def expected(
-    collective: str, op: str, parts: list[torch.Tensor], rank: int = 0, root: int = -1,
+    collective: str,
+    op: str,
+    parts: list[torch.Tensor],
+    rank: int = 0,
+    root: int = -1,
     quads: Sequence[Sequence[int]] = (),
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """The output of `rank` for all ranks' flat inputs, as the kernels promise it; `quads` of a cube mesh."""
     if collective in ("all_gather", "gather"):
         return torch.cat(parts)

@@ -65,9 +65,14 @@ class CollectiveStages:
 
 
 def pass_descriptors(
-    control: ControlPage, passing: DescriptorSocket, names: Sequence[bytes], mine: Sequence[int],
-    take: Callable[[int, list[int]], None], what: str, deadline: Deadline,
-) -> None:  # fmt: skip
+    control: ControlPage,
+    passing: DescriptorSocket,
+    names: Sequence[bytes],
+    mine: Sequence[int],
+    take: Callable[[int, list[int]], None],
+    what: str,
+    deadline: Deadline,
+) -> None:
     """`DescriptorSocket.exchange` as a stage of a set-up; `what` names it in messages.
 
     Also raises `PeerDied` if a rank has ended, and an error of the same class if the stage has failed on another rank.

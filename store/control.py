@@ -81,9 +81,13 @@ class ControlPage:
     """
 
     def __init__(
-        self, rank: int, nonce: bytes, members: Sequence[RankSegment], host: Host | None = None,
+        self,
+        rank: int,
+        nonce: bytes,
+        members: Sequence[RankSegment],
+        host: Host | None = None,
         gather: Callable[[ExchangeMessage, float, Callable[[], None]], list[bytes]] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank = rank
         self.world_size = len(members)
         self.nonce = nonce

@@ -139,9 +139,14 @@ class DescriptorSocket:
             os.close(self._locks.pop())
 
     def exchange(
-        self, sender: Sender, names: Sequence[bytes], mine: Sequence[int], take: Callable[[int, list[int]], None],
-        deadline: Deadline, look: Callable[[], None],
-    ) -> None:  # fmt: skip
+        self,
+        sender: Sender,
+        names: Sequence[bytes],
+        mine: Sequence[int],
+        take: Callable[[int, list[int]], None],
+        deadline: Deadline,
+        look: Callable[[], None],
+    ) -> None:
         """Send the descriptors `mine` to all other ranks, whose sockets have `names`, and receive as many from each.
 
         `take(rank, descriptors)` is called once for each other rank; descriptors that it leaves in the list are closed.

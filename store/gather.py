@@ -56,9 +56,14 @@ class Gathering:
         self.generation = generation
 
     def exchange(
-        self, what: str, body: B, deadline: Deadline, late: Callable[[Arrived[B]], TricommError],
-        check: Callable[[StoreRecord[B]], None], look: Callable[[Arrived[B]], None] = lambda arrived: None,
-    ) -> list[StoreRecord[B]]:  # fmt: skip
+        self,
+        what: str,
+        body: B,
+        deadline: Deadline,
+        late: Callable[[Arrived[B]], TricommError],
+        check: Callable[[StoreRecord[B]], None],
+        look: Callable[[Arrived[B]], None] = lambda arrived: None,
+    ) -> list[StoreRecord[B]]:
         """Write a record with `body` and return the records of all ranks, by rank; each rank calls it.
 
         `check` raises for a well-formed record that cannot be of this group. `look` is called before each round of

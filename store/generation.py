@@ -58,9 +58,14 @@ class Generation:
     store: Store
 
     def __init__(
-        self, store: Store, name: str, rank: int, world_size: int, timeout: float,
+        self,
+        store: Store,
+        name: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
         known: Mapping[int, Capabilities] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.world_size = rank, world_size
         self.members: dict[int, Capabilities] = dict(known or {})
         self.deadline = Deadline(timeout)

@@ -43,9 +43,13 @@ class SpansNodes(RendezvousError):
 
 
 def handshake(
-    store: Store, rank: int, world_size: int, timeout: float, layout_hash: int,
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    layout_hash: int,
     check_interrupt: Callable[[], None] = lambda: None,
-) -> ControlPage:  # fmt: skip
+) -> ControlPage:
     """Connect to the other ranks over `store`, which is never used again afterwards; all ranks call it.
 
     `layout_hash` (64 bits) must be the same on all ranks. Ends within `timeout` + 1 seconds. If one rank raises, all

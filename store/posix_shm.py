@@ -126,9 +126,13 @@ def _name(rank: int, record: bytes, nbytes: int) -> bytes:
 
 
 def _attach_all(
-    control: ControlPage, passing: DescriptorSocket, records: Sequence[bytes], mine: Segment, deadline: Deadline,
+    control: ControlPage,
+    passing: DescriptorSocket,
+    records: Sequence[bytes],
+    mine: Segment,
+    deadline: Deadline,
     undo: ExitStack,
-) -> list[Segment]:  # fmt: skip
+) -> list[Segment]:
     names = [_name(rank, record, mine.nbytes) for rank, record in enumerate(records)]
     segments = {control.rank: mine}
 

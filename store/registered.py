@@ -44,10 +44,14 @@ class RegisteredArena:
     reason = ""
 
     def __init__(
-        self, kind: str, tensor: torch.Tensor, bases: Sequence[int],
-        segments: Mapping[int, tuple[Segment, int]] = MappingProxyType({}), multicast: int = 0,
+        self,
+        kind: str,
+        tensor: torch.Tensor,
+        bases: Sequence[int],
+        segments: Mapping[int, tuple[Segment, int]] = MappingProxyType({}),
+        multicast: int = 0,
         no_multicast: str = NOT_BOUND,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kind, self.nbytes, self.bases = kind, tensor.nbytes, tuple(bases)
         self.multicast, self.no_multicast = multicast, no_multicast
         self.suspended = self.closed = False
@@ -111,9 +115,13 @@ def _rendezvous(tensor: torch.Tensor, group: Any) -> Any:
 
 
 def _of_torch(
-    control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str,
+    control: ControlPage,
+    tensor: torch.Tensor,
+    timeout: float,
+    group: Any,
+    no_multicast: str,
     rendezvous: Callable[[torch.Tensor, Any], Any] = _rendezvous,
-) -> RegisteredArena:  # fmt: skip
+) -> RegisteredArena:
     """torch's pointers are those of segments: a tensor may lie anywhere in its segment, but has to lie at the same
     offset on all ranks, which torch does not check. All ranks use torch's multicast address, or none does."""
     deadline = Deadline(timeout)

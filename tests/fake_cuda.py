@@ -50,11 +50,18 @@ class World:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         event = type("FakeEvent", (FakeEvent,), {"world": self})
         functions = {
-            "device": self.device, "stream": self.stream, "current_stream": self.current_stream, "Event": event,
-            "current_device": self.get_device, "device_count": lambda: self.devices, "Stream": self.new_stream,
-            "is_current_stream_capturing": self.capturing, "synchronize": self.synchronize,
-            "is_available": lambda: True, "empty_cache": lambda: self.check_idle(self.get_device(), "empty_cache"),
-        }  # fmt: skip
+            "device": self.device,
+            "stream": self.stream,
+            "current_stream": self.current_stream,
+            "Event": event,
+            "current_device": self.get_device,
+            "device_count": lambda: self.devices,
+            "Stream": self.new_stream,
+            "is_current_stream_capturing": self.capturing,
+            "synchronize": self.synchronize,
+            "is_available": lambda: True,
+            "empty_cache": lambda: self.check_idle(self.get_device(), "empty_cache"),
+        }
         private = {
             "_cuda_getDevice": self.get_device,
             "_cuda_isCurrentStreamCapturing": self.capturing,

@@ -92,9 +92,17 @@ class Popen:
     """What tricomm and tests use of `subprocess.Popen`, for a Python that is forked."""
 
     def __init__(
-        self, args: Sequence[str], *, stdin: Any = None, stdout: Any = None, stderr: Any = None,
-        env: Mapping[str, str] | None = None, start_new_session: bool = False, text: bool = True, context: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        args: Sequence[str],
+        *,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        env: Mapping[str, str] | None = None,
+        start_new_session: bool = False,
+        text: bool = True,
+        context: Any = None,
+    ) -> None:
         self.stdin = self.stdout = None
         ends = [os.open(os.devnull, os.O_RDONLY), _opened(stdout, 1), _opened(stderr, 2)]
         if stdin == subprocess.PIPE:

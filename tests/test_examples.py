@@ -15,10 +15,14 @@ from tests.wheel_gate import ROOT
 SAYS = {
     "hello": ["2 ranks: sum [3.0, 3.0, 3.0, 3.0]"],
     "every_collective": [
-        "broadcast       [0.0, 1.0] -> [0.0, 1.0]", "all_gather      [0.0] -> [0.0, 10.0]",
-        "reduce_scatter  [0.0, 1.0] -> [10.0]", "all_to_all      [0.0, 1.0] -> [0.0, 10.0]",
-        "scatter         [0.0, 1.0] -> [0.0]", "gather          [0.0] -> [0.0, 10.0]",
-        "all_reduce max  [0.0, 1.0] -> [10.0, 11.0]", "reduce          [0.0, 1.0] -> [10.0, 12.0]",
+        "broadcast       [0.0, 1.0] -> [0.0, 1.0]",
+        "all_gather      [0.0] -> [0.0, 10.0]",
+        "reduce_scatter  [0.0, 1.0] -> [10.0]",
+        "all_to_all      [0.0, 1.0] -> [0.0, 10.0]",
+        "scatter         [0.0, 1.0] -> [0.0]",
+        "gather          [0.0] -> [0.0, 10.0]",
+        "all_reduce max  [0.0, 1.0] -> [10.0, 11.0]",
+        "reduce          [0.0, 1.0] -> [10.0, 12.0]",
     ],
     "overlap": ["sum 1.0, twice that 2.0"],
     "sub_groups": ["rank 0 of 4: over its column 2.0, over its row 1.0"],
@@ -30,13 +34,14 @@ SAYS = {
     "fused_norm": ["the same bits by either name: True, FP8 within its precision: True"],
     "own_kernel": ["no finding in 20 schedules"],
     "meeting_points": ["file: [2.0, 2.0]", "tcp: [2.0, 2.0]", "communicator: [2.0, 2.0]"],
-}  # fmt: skip
+}
 EXAMPLES = ROOT / "examples"
 TORCHRUN = [
-    ("hello", False, 2), pytest.param("hello", True, 2, marks=pytest.mark.exhaustive),
+    ("hello", False, 2),
+    pytest.param("hello", True, 2, marks=pytest.mark.exhaustive),
     pytest.param("tensor_parallel", False, 3, marks=pytest.mark.exhaustive),
     pytest.param("ddp", True, 2, marks=pytest.mark.soak),
-]  # fmt: skip
+]
 
 
 def run(command: list[str], real: bool = False, **more: str) -> str:

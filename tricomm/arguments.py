@@ -19,9 +19,15 @@ from tricomm.kernels.dtypes import OPS
 DTYPES = {getattr(torch, name): dtype for name, dtype in _NAMED.items()}
 _OPS = frozenset(OPS)
 REDUCE_OPS = {  # torch's names and tricomm's
-    "SUM": "sum", "AVG": "avg", "PRODUCT": "prod", "MIN": "min", "MAX": "max", "BAND": "band", "BOR": "bor",
+    "SUM": "sum",
+    "AVG": "avg",
+    "PRODUCT": "prod",
+    "MIN": "min",
+    "MAX": "max",
+    "BAND": "band",
+    "BOR": "bor",
     "BXOR": "bxor",
-}  # fmt: skip
+}
 _REDUCE_OPS = {getattr(dist.ReduceOp, theirs): ours for theirs, ours in REDUCE_OPS.items()}
 
 

@@ -143,11 +143,19 @@ def create_allreduce_fusion_workspace(
     Raises `InvalidArgument` (a `ValueError`) for arguments that do not fit, and otherwise as `Communicator` does.
     """
     special = {
-        "top_k": top_k, "rms_eps": rms_eps, "weight_bias": weight_bias, "routed_scaling_factor": routed_scaling_factor,
-        "include_shared_expert": include_shared_expert, "add_residual": add_residual,
-        "write_residual_output": write_residual_output, "apply_rms_norm": apply_rms_norm, "output_dtype": output_dtype,
-        "dynamic_fp8": dynamic_fp8, "write_norm_output": write_norm_output, "config": config,
-    }  # fmt: skip
+        "top_k": top_k,
+        "rms_eps": rms_eps,
+        "weight_bias": weight_bias,
+        "routed_scaling_factor": routed_scaling_factor,
+        "include_shared_expert": include_shared_expert,
+        "add_residual": add_residual,
+        "write_residual_output": write_residual_output,
+        "apply_rms_norm": apply_rms_norm,
+        "output_dtype": output_dtype,
+        "dynamic_fp8": dynamic_fp8,
+        "write_norm_output": write_norm_output,
+        "config": config,
+    }
     given = [name for name, value in special.items() if value is not None]
     if backend not in ("auto", "trtllm", "mnnvl") or given:
         more = f" with {', '.join(given)}" if given else ""

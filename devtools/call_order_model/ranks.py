@@ -101,8 +101,13 @@ class Rank:
         mine = [group for group, members in groups.items() if rank in members]
         self._groups, self._created = groups, {group: number for number, group in enumerate(mine)}
         self._parts = {s.child: s.futures for body in program.values() for s in body if isinstance(s, All)}
-        self._watched = {f for body in program.values() for s in body if not isinstance(s, Call | Wait | Destroy)
-                         for f in (s.futures if isinstance(s, All) else (s.future,))}  # fmt: skip
+        self._watched = {
+            f
+            for body in program.values()
+            for s in body
+            if not isinstance(s, Call | Wait | Destroy)
+            for f in (s.futures if isinstance(s, All) else (s.future,))
+        }
         main = (_Frame("main", 0, "", "", ""),)
         frozen: Frozen = state or ((("main", main),), (), (), (), ())
         self.threads: dict[str, tuple[_Frame, ...]] = dict(frozen[0])

@@ -47,8 +47,14 @@ PROGRAMS: dict[str, Program] = {
     "a slow callback": program(_A, Then("a", "x", "fx"), _B, _WAIT_B, Wait("fx")),
     "a late callback": program(_A, _B, Then("a", "x", "fx"), _WAIT_B, Wait("fx")),
     "PowerSGD": program(
-        _A, Then("a", "p", "fp"), Then("fp", "q", "fq"), _B, Then("b", "r", "fr"), Then("fr", "s", "fs"),
-        Wait("fq"), Wait("fs"),
+        _A,
+        Then("a", "p", "fp"),
+        Then("fp", "q", "fq"),
+        _B,
+        Then("b", "r", "fr"),
+        Then("fr", "s", "fs"),
+        Wait("fq"),
+        Wait("fs"),
     ),
     "two callbacks, a chained one attached between": program(
         _A, Then("a", "x", "fx"), Then("fx", "y", "fy"), Then("a", "z", "fz"), Wait("fy"), Wait("fz")
@@ -60,22 +66,28 @@ PROGRAMS: dict[str, Program] = {
         _A, _B, Then("a", "x", "fx"), _D, Wait("fx"), Wait("d"), x=(_WAIT_B, *sync("x"))
     ),
     "collect_all": program(
-        _A, _B, All(("a", "b"), "ab"), Then("ab", "x", "fx"), Then("a", "y", "fy"), _D,
-        Wait("fx"), Wait("fy"), Wait("d"),
+        _A,
+        _B,
+        All(("a", "b"), "ab"),
+        Then("ab", "x", "fx"),
+        Then("a", "y", "fy"),
+        _D,
+        Wait("fx"),
+        Wait("fy"),
+        Wait("d"),
     ),
     "nested callbacks": program(
         _A, Then("a", "x", "fx"), _B, Wait("fx"), _WAIT_B, x=(Call("x"), Then("x", "y", "fy"), Wait("fy"))
     ),
     "asynchronous calls in callbacks": program(
-        _A, Then("a", "x", "fx"), _B, Then("b", "y", "fy"),
-        x=(Call("x1"), Call("x2")), y=(Call("y1"), Call("y2")),
+        _A, Then("a", "x", "fx"), _B, Then("b", "y", "fy"), x=(Call("x1"), Call("x2")), y=(Call("y1"), Call("y2"))
     ),
     "three callbacks": program(_A, *attached("x", "y", "z")),
     "two lines attach to one future": program(
         _A, _B, Then("a", "w", "fw"), Then("b", "y", "fy"), Wait("fw"), Wait("fy"), w=attached("x", to="b")
     ),
     "destroy in a callback": program(_A, Then("a", "x", "fx"), Wait("fx"), x=(Destroy(),)),
-}  # fmt: skip
+}
 
 
 def on_all(name: str, want: str, scenario: str, rules: Rules = KEPT, ranks: int = 2) -> Case:
@@ -103,9 +115,15 @@ def two_parents(rules: Rules = KEPT, want: str = SAFE, name: str = "in every ord
     """Callbacks of two groups' calls call a third group; rank 1 belongs to one more group than rank 0."""
     groups: Groups = {"A": (0, 1), "C": (0, 1), "one more": (1,), "B": (0, 1)}
     each = program(
-        Call("a", "A"), Call("c", "C"), Then("a", "x", "fx"), Then("c", "y", "fy"), Wait("fx"), Wait("fy"),
-        x=sync("x", "B"), y=sync("y", "B"),
-    )  # fmt: skip
+        Call("a", "A"),
+        Call("c", "C"),
+        Then("a", "x", "fx"),
+        Then("c", "y", "fy"),
+        Wait("fx"),
+        Wait("fy"),
+        x=sync("x", "B"),
+        y=sync("y", "B"),
+    )
     return Case(f"callbacks of two groups call a third: {name}", want, (each, each), groups, rules)
 
 

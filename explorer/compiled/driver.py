@@ -169,10 +169,16 @@ class SimulatedDriver:
             return _only(CudaResult.CUDA_ERROR_INVALID_VALUE)
         queue.launch(
             KernelLaunch(
-                self.streams.rank, loaded, _parameters(loaded.layout, pointers), grid, threads, shared, int(stream),
+                self.streams.rank,
+                loaded,
+                _parameters(loaded.layout, pointers),
+                grid,
+                threads,
+                shared,
+                int(stream),
                 self._held,
             )
-        )  # fmt: skip
+        )
         return _OK
 
     # Streams, events and graphs. Host code waits outside of the driver, because other tasks have to run meanwhile.

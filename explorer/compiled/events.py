@@ -82,9 +82,19 @@ class Event:
         if self.region is not None:
             label, owner = self.region.label(self.offset), self.region.rank
         return Record(
-            self.step, self.rank, self.block, self.launch, "rmw" if self.kind in ("red", "rmw") else self.kind,
-            self.sem, self.scope, self.site, label, self.count, self.itemsize, owner,
-        )  # fmt: skip
+            self.step,
+            self.rank,
+            self.block,
+            self.launch,
+            "rmw" if self.kind in ("red", "rmw") else self.kind,
+            self.sem,
+            self.scope,
+            self.site,
+            label,
+            self.count,
+            self.itemsize,
+            owner,
+        )
 
 
 def locate(access: ThreadAccess, memory: Memory, private: list[Region], rank: int) -> list[Elements] | int:

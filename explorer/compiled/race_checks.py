@@ -48,8 +48,7 @@ class RaceChecks:
         """Threads have executed an instruction that writes."""
         self._unused.ran(access.instruction, slots, record)
 
-    def read(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
-                    kind: int) -> None:  # fmt: skip
+    def read(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int) -> None:
         team = maker.team
         unordered = shadow.unordered_write(team, pieces, slots, kind)
         weak = scope_of(kind) == 0
@@ -63,8 +62,9 @@ class RaceChecks:
                 if first is not None:
                     self._race(shadow.clash_with_write(team, pieces, slots, first), int(slots[first]), record)
 
-    def read_over(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
-                  kind: int) -> None:  # fmt: skip
+    def read_over(
+        self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int
+    ) -> None:
         """Check a read against writes that later ones have covered. For an acquire, with what it has learned."""
         if shadow.displaced.used:
             fits = shadow.fits(kind, slots) if scope_of(kind) else None
@@ -73,8 +73,16 @@ class RaceChecks:
                 displaced.written = True
                 self._race(displaced, int(slots[displaced.at]), record)
 
-    def write(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
-                     kind: int, equal: Array | None = None) -> None:  # fmt: skip
+    def write(
+        self,
+        maker: Maker,
+        shadow: ThreadShadow,
+        pieces: Array,
+        slots: Array,
+        record: int,
+        kind: int,
+        equal: Array | None = None,
+    ) -> None:
         """`equal` (bool per piece): another warp's copy of the same lane of a tile has stored the same value there."""
         team = maker.team
         unordered = shadow.unordered_write(team, pieces, slots, kind)
@@ -96,8 +104,17 @@ class RaceChecks:
                 late.written = epochs is shadow.displaced
                 self._race(late, int(slots[late.at]), record)
 
-    def copies(self, access: ThreadAccess, place: Elements, pieces: Array, elements: Array, slots: Array,
-                times: Array, record: int, kind: int) -> Array | None:  # fmt: skip
+    def copies(
+        self,
+        access: ThreadAccess,
+        place: Elements,
+        pieces: Array,
+        elements: Array,
+        slots: Array,
+        times: Array,
+        record: int,
+        kind: int,
+    ) -> Array | None:
         """Lanes of one weak store that store to one place are a race unless they store the same value. If they do, the
         last lane's store stands for all. Returns the first lane of each such place, which has to be ordered as well."""
         if scope_of(kind) or len(pieces) == 1 or (np.diff(pieces) > 0).all():
@@ -167,8 +184,16 @@ class RaceChecks:
             return np.zeros(len(pieces), bool)
         return np.array([known[n] for n in shadow.record[pieces].tolist()])
 
-    def overwritten(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int,
-                     again: Array | None) -> None:  # fmt: skip
+    def overwritten(
+        self,
+        maker: Maker,
+        shadow: ThreadShadow,
+        pieces: Array,
+        slots: Array,
+        record: int,
+        kind: int,
+        again: Array | None,
+    ) -> None:
         never, early = self._words.lost(maker.rank, maker.block, shadow, pieces)
         for which, unread in ((never, True), (early, False)):
             which = which if again is None else which & ~again
@@ -182,8 +207,9 @@ class RaceChecks:
             first = self._events[shadow.record[pieces[int(np.flatnonzero(late)[0])]]]
             self._report(diagnosis.zero_may_come_late(first.record(), self._events[record].record()))
 
-    def read_over_zero(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int,
-                        kind: int) -> None:  # fmt: skip
+    def read_over_zero(
+        self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int
+    ) -> None:
         """Check a read of a message's slot, which is cleared because something in it may look new."""
         hidden = shadow.unordered_zero(maker.team, pieces, slots, kind)
         if hidden.any():

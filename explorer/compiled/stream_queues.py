@@ -285,9 +285,13 @@ class Streams:
     """
 
     def __init__(
-        self, rank: int, executor: Executor, orders: Ordering, changed: Callable[[], None],
+        self,
+        rank: int,
+        executor: Executor,
+        orders: Ordering,
+        changed: Callable[[], None],
         refuse: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rank, self.executor, self.orders, self._changed, self.refuse = rank, executor, orders, changed, refuse
         self.error: BaseException | None = None
         self.queues: dict[int, StreamQueue] = {}

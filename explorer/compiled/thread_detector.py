@@ -95,8 +95,14 @@ class ThreadDetector:
 
     # Accesses
 
-    def access(self, maker: Maker, access: ThreadAccess, places: list[Elements], changed: Array | None,
-               messages: list[Array] | None = None) -> None:  # fmt: skip
+    def access(
+        self,
+        maker: Maker,
+        access: ThreadAccess,
+        places: list[Elements],
+        changed: Array | None,
+        messages: list[Array] | None = None,
+    ) -> None:
         """Examine an access after the fact. `changed` (bool by lane): which atomics, or stores to shared memory, have
         changed a value. `messages`: by element of each place, for a load of past values."""
         record, slots = self._note(maker, access, places), maker.team.slots[access.threads]
@@ -130,9 +136,22 @@ class ThreadDetector:
         """Host code, or an operation that it has enqueued on a stream, has read or written shared memory."""
         maker = self.acting.get(rank) or self.host(rank)
         self.events.append(
-            Event(self.step, maker.rank, -1, maker.team.number, 0, "store" if write else "load", None, None, site,
-                  region, int(offsets[0]), len(offsets), itemsize)
-        )  # fmt: skip
+            Event(
+                self.step,
+                maker.rank,
+                -1,
+                maker.team.number,
+                0,
+                "store" if write else "load",
+                None,
+                None,
+                site,
+                region,
+                int(offsets[0]),
+                len(offsets),
+                itemsize,
+            )
+        )
         record, shadow = len(self.events) - 1, self._shadow(region)
         pieces, _ = shadow.pieces(offsets, itemsize)
         slots = np.broadcast_to(maker.team.slots[0], pieces.shape)
@@ -180,10 +199,22 @@ class ThreadDetector:
 
     def _event(self, maker: Maker, access: ThreadAccess, place: Elements | None, offset: int) -> Event:
         return Event(
-            self.step, maker.rank, maker.block, maker.team.number, maker.launch, access.kind, access.sem, access.scope,
-            site_of(access.instruction, maker.kernel.name), None if place is None else place.region, offset,
-            len(access.threads) * access.elements, access.itemsize, access.instruction, maker.kernel,
-        )  # fmt: skip
+            self.step,
+            maker.rank,
+            maker.block,
+            maker.team.number,
+            maker.launch,
+            access.kind,
+            access.sem,
+            access.scope,
+            site_of(access.instruction, maker.kernel.name),
+            None if place is None else place.region,
+            offset,
+            len(access.threads) * access.elements,
+            access.itemsize,
+            access.instruction,
+            maker.kernel,
+        )
 
     def _note(self, maker: Maker, access: ThreadAccess, places: list[Elements]) -> int:
         self.clocks.switched |= access.multicast
@@ -197,8 +228,9 @@ class ThreadDetector:
             self._shadowed.append(region)
         return region.shadow  # type: ignore[no-any-return]
 
-    def _read(self, maker: Maker, access: ThreadAccess, place: Elements, lanes: Array, record: int,
-              past: Array | None) -> None:  # fmt: skip
+    def _read(
+        self, maker: Maker, access: ThreadAccess, place: Elements, lanes: Array, record: int, past: Array | None
+    ) -> None:
         shadow = self._shadow(place.region)
         pieces, elements = shadow.pieces(place.offsets, access.itemsize)
         slots = lanes[place.lanes[elements]]
@@ -225,8 +257,17 @@ class ThreadDetector:
     def _unwritten(self, record: int, slot: int) -> Finding:
         return diagnosis.uninitialised(self.events[record].record(), self.checks.thread(slot))
 
-    def _observe(self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, messages: Array, sem: str,
-                 scope: int, record: int) -> None:  # fmt: skip
+    def _observe(
+        self,
+        maker: Maker,
+        shadow: ThreadShadow,
+        pieces: Array,
+        slots: Array,
+        messages: Array,
+        sem: str,
+        scope: int,
+        record: int,
+    ) -> None:
         if not messages.any() and not shadow.word[pieces].any():
             return
         self.clocks.observe(maker.team, slots, messages, sem, scope)
@@ -251,8 +292,9 @@ class ThreadDetector:
                 )
         return MadeStore(times, messages, word, record)
 
-    def _own_before(self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array,
-                    plain: int) -> dict[int, list[int]]:  # fmt: skip
+    def _own_before(
+        self, maker: Maker, access: ThreadAccess, places: list[Elements], slots: Array, plain: int
+    ) -> dict[int, list[int]]:
         """By lane, the messages of the thread's own last writes to the same words, which continue a release (8.8);
         without `plain`, which continue none."""
         by_lane: dict[int, list[int]] = {}
@@ -266,8 +308,9 @@ class ThreadDetector:
                     by_lane[lane].append(message)
         return by_lane
 
-    def _stored(self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: MadeStore,
-                changed: Array | None = None) -> None:  # fmt: skip
+    def _stored(
+        self, maker: Maker, access: ThreadAccess, places: list[Elements], stamp: MadeStore, changed: Array | None = None
+    ) -> None:
         lanes = maker.team.slots[access.threads]
         scope = SCOPES[access.scope or "sys"] if access.sem is not None else 0
         kind = kind_of(scope, access.itemsize, access.multicast)
@@ -298,8 +341,9 @@ class ThreadDetector:
                 if words and not place.bytes(access.itemsize).any():  # a cleared word is no message
                     shadow.waiting[pieces], shadow.taking[pieces], shadow.cleared[pieces] = False, 0, True
 
-    def _modify(self, maker: Maker, access: ThreadAccess, place: Elements, lanes: Array, record: int,
-                alters: bool) -> None:  # fmt: skip
+    def _modify(
+        self, maker: Maker, access: ThreadAccess, place: Elements, lanes: Array, record: int, alters: bool
+    ) -> None:
         """One lane's read-modify-write."""
         shadow = self._shadow(place.region)
         pieces, elements = shadow.pieces(place.offsets, access.itemsize)

@@ -185,9 +185,7 @@ class Epochs:
         values = (int(a[pieces[at]]) for a in (self.slot, self.time, self.record, self.kind))
         return self._pair(team, int(slots[at]), at, *values)
 
-    def _pair(
-        self, team: Team, mine: int, at: int, slot: int, time: int, record: int, kind: int
-    ) -> UnorderedPair:  # fmt: skip
+    def _pair(self, team: Team, mine: int, at: int, slot: int, time: int, record: int, kind: int) -> UnorderedPair:
         return UnorderedPair(at, slot, time, record, kind, False, self._clocks.order(team, mine, slot, time))
 
     def _late_of_rows(

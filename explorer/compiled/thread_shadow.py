@@ -33,8 +33,18 @@ class ThreadShadow:
         self.plain, self.strong, self.displaced = (EpochsByKind(pieces, clocks) for _ in range(3))
 
     _BY_PIECE = (
-        "writer", "written", "kind", "record", "message", "waiting", "cleared", "zeroed", "taker", "taking", "word",
-    )  # fmt: skip
+        "writer",
+        "written",
+        "kind",
+        "record",
+        "message",
+        "waiting",
+        "cleared",
+        "zeroed",
+        "taker",
+        "taking",
+        "word",
+    )
 
     def pieces(self, offsets: Array, itemsize: int) -> tuple[Array, Array]:
         """The pieces of the elements at `offsets`, and for each the number of its element."""
@@ -87,15 +97,18 @@ class ThreadShadow:
             far = clocks.rank[others], clocks.block[others]
             near = clocks.rank[mine], clocks.block[mine]
             fit: Array = (
-                (scopes > 0) & same_size(kinds, kind) & includes(scopes, *far, *near)
+                (scopes > 0)
+                & same_size(kinds, kind)
+                & includes(scopes, *far, *near)
                 & includes(np.full(len(kinds), scope), *near, *far)
-            )  # fmt: skip
+            )
             return fit
 
         return both
 
-    def note_write(self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int,
-                   equal: Array | None = None) -> None:  # fmt: skip
+    def note_write(
+        self, team: Team, pieces: Array, slots: Array, times: Array, record: int, kind: int, equal: Array | None = None
+    ) -> None:
         """`equal` (bool per piece): the write before it stored the same value. The next access has to be ordered after
         both."""
         if scope_of(kind):

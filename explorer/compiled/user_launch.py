@@ -16,9 +16,22 @@ from tricomm.kernels.launch import jit_dispatch, kernel_launch, triton_adapter
 from tricomm.kernels.specialization import specialized
 
 _FORMATS = {
-    "i1": "<b", "u1": "<b", "i8": "<b", "u8": "<B", "i16": "<h", "u16": "<H", "i32": "<i", "u32": "<I", "i64": "<q",
-    "u64": "<Q", "fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d", "f64": "<d",
-}  # fmt: skip
+    "i1": "<b",
+    "u1": "<b",
+    "i8": "<b",
+    "u8": "<B",
+    "i16": "<h",
+    "u16": "<H",
+    "i32": "<i",
+    "u32": "<I",
+    "i64": "<q",
+    "u64": "<Q",
+    "fp16": "<e",
+    "fp32": "<f",
+    "f32": "<f",
+    "fp64": "<d",
+    "f64": "<d",
+}
 _SCRATCH = 2  # pointers that Triton adds at the end
 
 
@@ -39,8 +52,10 @@ def prepare(
         raise InvalidArgument(
             f"{metadata.name}: num_ctas={metadata.num_ctas}: clusters of blocks are not simulated; num_ctas=1 is"
         )
-    scratch = [torch.zeros(blocks[0] * blocks[1] * blocks[2] * size, dtype=torch.uint8)
-               for size in (metadata.global_scratch_size, metadata.profile_scratch_size)]  # fmt: skip
+    scratch = [
+        torch.zeros(blocks[0] * blocks[1] * blocks[2] * size, dtype=torch.uint8)
+        for size in (metadata.global_scratch_size, metadata.profile_scratch_size)
+    ]
     packed = [_packed(value, kind, metadata.name) for value, kind in _flat(values, types)]
     packed += [struct.pack("<Q", s.data_ptr() if s.numel() else 0) for s in scratch]
     tensors = [*_tensors(args), *scratch]

@@ -22,9 +22,7 @@ from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.kernels import multimem, primitives, wide_words
 from tricomm.kernels.device import arrival, message_queues
 
-_LL = (
-    "store_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide",
-)  # fmt: skip
+_LL = ("store_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide")
 _MODULES = (primitives, wide_words, message_queues, arrival, multimem)
 _UNREAD = ("store_to_all",)
 _files = {str(module.__file__) for module in _MODULES}

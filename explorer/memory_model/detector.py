@@ -153,9 +153,19 @@ class Detector:
 
     def out_of_bounds(self, task: Task, access: Access, site: Site, text: str) -> None:
         record = Record(
-            self.step, task.rank, task.block, _number(task), access.kind, access.sem, access.scope, site, "nowhere",
-            len(access.addresses), access.itemsize, -1,
-        )  # fmt: skip
+            self.step,
+            task.rank,
+            task.block,
+            _number(task),
+            access.kind,
+            access.sem,
+            access.scope,
+            site,
+            "nowhere",
+            len(access.addresses),
+            access.itemsize,
+            -1,
+        )
         self.records.append(record)
         self.report(diagnosis.out_of_bounds(record, text))
 
@@ -203,7 +213,7 @@ class Detector:
                 len(access.addresses),
                 access.itemsize,
                 place.region.rank,
-            )  # fmt: skip
+            )
         )
         return len(self.records) - 1
 

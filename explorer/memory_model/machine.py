@@ -26,9 +26,13 @@ class Machine:
     """The director of an execution. `detector`, `delays` and `contention` are optional."""
 
     def __init__(
-        self, memory: Memory, detector: Detector | None, delays: Delays | None, contention: Contention | None,
+        self,
+        memory: Memory,
+        detector: Detector | None,
+        delays: Delays | None,
+        contention: Contention | None,
         patience: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._patience = patience
         self.memory, self.detector, self.delays, self.contention = memory, detector, delays, contention
         self.scheduler: Scheduler

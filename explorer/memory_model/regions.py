@@ -16,12 +16,23 @@ from tricomm.store.local_arena import host_view
 Array = NDArray[Any]
 
 _TABLE = {
-    layout.RANK: "rank", layout.CONTROL: "control", layout.LL_BASE: "ll_base", layout.LL_BUFFER: "ll_buffer",
-    layout.WIDE_BASE: "wide_base", layout.WIDE_BUFFER: "wide_buffer", layout.SIMPLE_BASE: "simple_base",
-    layout.SIMPLE_BUFFER: "simple_buffer", layout.EPOCH: "epoch", layout.ARRIVALS: "arrivals",
-    layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message_arrivals", layout.QUEUE_STATES: "queue_states",
-    layout.SLOT_DATA: "slot_data", layout.SLOT_BYTES: "slot_bytes", layout.QUEUES: "queues",
-}  # fmt: skip
+    layout.RANK: "rank",
+    layout.CONTROL: "control",
+    layout.LL_BASE: "ll_base",
+    layout.LL_BUFFER: "ll_buffer",
+    layout.WIDE_BASE: "wide_base",
+    layout.WIDE_BUFFER: "wide_buffer",
+    layout.SIMPLE_BASE: "simple_base",
+    layout.SIMPLE_BUFFER: "simple_buffer",
+    layout.EPOCH: "epoch",
+    layout.ARRIVALS: "arrivals",
+    layout.BUSY: "busy",
+    layout.MESSAGE_ARRIVALS: "message_arrivals",
+    layout.QUEUE_STATES: "queue_states",
+    layout.SLOT_DATA: "slot_data",
+    layout.SLOT_BYTES: "slot_bytes",
+    layout.QUEUES: "queues",
+}
 _ABORT_WORDS = [layout.ABORT, layout.STATUS]
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
 
@@ -101,8 +112,12 @@ def _message_label(plan: layout.Layout, offset: int) -> str:
         line, at = divmod(offset - plan.queue_states, layout.QUEUE_STATE)
         rank, queue = divmod(line, plan.queues)
         word, heads = at // 8, 2 * layout.SLOTS
-        own = {layout.SENT: "number to send", layout.NEXT: "number to receive", layout.RECEIVED_AHEAD: "received ahead",
-               layout.PLAIN: "slots with plain data"}  # fmt: skip
+        own = {
+            layout.SENT: "number to send",
+            layout.NEXT: "number to receive",
+            layout.RECEIVED_AHEAD: "received ahead",
+            layout.PLAIN: "slots with plain data",
+        }
         name = f"header of slot {word // 2}" if word < heads else own.get(word, f"ack of slot {word - layout.ACKS}")
         return f"messages with rank {rank}, queue {queue}, {name}"
     slot, at = divmod(offset - plan.slots, plan.slot)

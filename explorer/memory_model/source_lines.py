@@ -22,7 +22,7 @@ from tricomm.kernels.launch import (
     memory_access,
     triton_adapter,
     triton_shortcuts,
-)  # fmt: skip
+)
 
 # An environment may be reached through a symbolic link; code then names the files by that link.
 _HIDDEN = tuple(

@@ -78,9 +78,13 @@ class BlockState:
     """`index` and `grid` in blocks (x, y, z), `number` of the block in its grid, `threads` the count of its threads."""
 
     def __init__(
-        self, index: tuple[int, int, int], grid: tuple[int, int, int], threads: int, shared: tuple[int, int],
+        self,
+        index: tuple[int, int, int],
+        grid: tuple[int, int, int],
+        threads: int,
+        shared: tuple[int, int],
         parameters: bytes,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.index, self.grid, self.threads, self.parameters = index, grid, threads, parameters
         self.number = index[0] + grid[0] * (index[1] + grid[1] * index[2])
         static, self.dynamic_shared = shared

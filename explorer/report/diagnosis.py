@@ -14,9 +14,13 @@ def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding
 
 
 def unordered(
-    wrote: bool, first: Record, second: Record, words: tuple[str, str], missing: tuple[str, str],
+    wrote: bool,
+    first: Record,
+    second: Record,
+    words: tuple[str, str],
+    missing: tuple[str, str],
     threads: tuple[str, str] = ("", ""),
-) -> Finding:  # fmt: skip
+) -> Finding:
     """Two conflicting accesses; `wrote`: the first one is a write. `missing` is the kind of the finding and the advice.
 
     `words`: the terms for "a strong access and a weak one", "strong accesses"; `threads`: both as in `uninitialised`.

@@ -10,9 +10,16 @@ from typing import Any
 from tricomm.explorer.memory_model.source_lines import Site
 
 KINDS = (
-    "race", "scope", "deadlock", "out_of_bounds", "uninitialised", "wrong_result", "rank_mismatch", "leftover",
+    "race",
+    "scope",
+    "deadlock",
+    "out_of_bounds",
+    "uninitialised",
+    "wrong_result",
+    "rank_mismatch",
+    "leftover",
     "exception",
-)  # fmt: skip
+)
 
 
 MOST_PATIENCE = 64
@@ -135,8 +142,9 @@ class Finding:
         delays = None if given["delays"] is None else checked(given["delays"], int)
         numbers = {"seed": checked(given["seed"], int), "first_epoch": checked(given["first_epoch"], int)}
         patience = checked(given["patience"], int, range(1, MOST_PATIENCE + 1))
-        execution = Execution(**{**given, **numbers, "delays": delays, "fault": fault, "choices": choices,
-                                 "patience": patience})  # fmt: skip
+        execution = Execution(
+            **{**given, **numbers, "delays": delays, "fault": fault, "choices": choices, "patience": patience}
+        )
         kinds = {"ranks": int, "where": str, "accesses": dict, "events": dict}
         lists = {name: tuple(checked(v, kind) for v in checked(values[name], list)) for name, kind in kinds.items()}
         for event in lists["events"]:

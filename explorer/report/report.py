@@ -70,9 +70,18 @@ class Report:
         name = {"file": file, "function": getattr(fn, "__qualname__", repr(fn)), "sha256": digest(file)}
         name = getattr(fn, "subject", name)
         return cls(
-            subject.world_size, plan.strategy, plan.schedules, plan.preemptions, plan.seed, plan.faults,
-            subject.residency, asdict(subject.options), name, identical=plan.identical, compiled=subject.compiled,
-        )  # fmt: skip
+            subject.world_size,
+            plan.strategy,
+            plan.schedules,
+            plan.preemptions,
+            plan.seed,
+            plan.faults,
+            subject.residency,
+            asdict(subject.options),
+            name,
+            identical=plan.identical,
+            compiled=subject.compiled,
+        )
 
     @property
     def ok(self) -> bool:

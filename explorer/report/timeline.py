@@ -48,10 +48,12 @@ def render(report: Report, number: int = 0) -> str:
     title = f"{finding.kind}, simulated: {report.subject.get('kernel') or report.subject.get('function')}"
     choices = ", ".join(f"{step}: {task}" for step, task in finding.execution.choices) or "none needed"
     facts = {
-        "What": finding.text, "What would help": finding.advice, "Where": " and ".join(finding.where) or "?",
+        "What": finding.text,
+        "What would help": finding.advice,
+        "Where": " and ".join(finding.where) or "?",
         "Schedule": f"number {finding.schedule}, seed {finding.seed}, {report.world_size} ranks",
         "Choices (step: task)": choices,
-    }  # fmt: skip
+    }
     items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     return _PAGE.format(
         title=escape(title), style=picture.STYLE, facts=items, svg=picture.svg(finding), legend=picture.LEGEND

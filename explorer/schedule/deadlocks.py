@@ -15,7 +15,7 @@ from tricomm.explorer.schedule.tasks import Poll, State, Task
 
 def deadlock(
     blocks: Sequence[Task], hosts: Sequence[Task], memory: Memory, left: Mapping[int, Site], why: str
-) -> Finding:  # fmt: skip
+) -> Finding:
     """A finding that names every waiting task: rank, block, address, expected value and actual value; and the ranks
     that have `left`, with the lines that closed the communicator.
 

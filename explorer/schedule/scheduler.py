@@ -35,10 +35,14 @@ class Scheduler:
     """`residency` is the number of blocks of a launch that can be resident on a rank's device; None: all of them."""
 
     def __init__(
-        self, strategy: Strategy, director: Director | None, residency: int | None = None, most_steps: int = 1_000_000,
+        self,
+        strategy: Strategy,
+        director: Director | None,
+        residency: int | None = None,
+        most_steps: int = 1_000_000,
         interpreter_timeout: float = 600.0,
         host_context: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext(),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.step = 0
         self.turns = 0  # grows with every switch and every access: the watchdog reads it
         self._progress = 0, 0  # `progress` at the last retry, and the step of its last change
@@ -69,8 +73,14 @@ class Scheduler:
 
     # Called by tasks
 
-    def launch(self, rank: int, programs: list[Program], private: list[Region], begin: Callable[[Launch], None],
-               end: Callable[[Launch], None]) -> None:  # fmt: skip
+    def launch(
+        self,
+        rank: int,
+        programs: list[Program],
+        private: list[Region],
+        begin: Callable[[Launch], None],
+        end: Callable[[Launch], None],
+    ) -> None:
         """In a rank's host code: run a kernel, and return when it has ended. Raises the errors of the kernel."""
         self._refuse_when_closing()
         host = self._here(rank)

@@ -134,9 +134,18 @@ def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> 
     once = min(rest, least)
     shares = TimeShares(boundary + once, rest - once, wire, at_barriers)
     return CodeTime(
-        cut.shape, boundary, parts, in_flight, allows, executed / rounds, chunks, round(barriers), more, last.chain,
+        cut.shape,
+        boundary,
+        parts,
+        in_flight,
+        allows,
+        executed / rounds,
+        chunks,
+        round(barriers),
+        more,
+        last.chain,
         shares,
-    )  # fmt: skip
+    )
 
 
 def _split(parts: tuple[float, ...], barriers: float) -> tuple[float, float, float]:
@@ -216,9 +225,15 @@ def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:
 
 @lru_cache(4096)
 def _call(
-    machine: MachineSpec, kernel: str, world_size: int, elements: int, shape: LaunchShape, cold: bool, plan: Layout,
+    machine: MachineSpec,
+    kernel: str,
+    world_size: int,
+    elements: int,
+    shape: LaunchShape,
+    cold: bool,
+    plan: Layout,
     chunks: int,
-) -> TimedCall:  # fmt: skip
+) -> TimedCall:
     from tricomm.kernels.collectives import registry
 
     entry = next(k for k in registry.ALL if k.name == kernel)

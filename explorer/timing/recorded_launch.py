@@ -34,9 +34,15 @@ class RecordingGpu:
         self._driver = SimulatedDriver(Streams(0, self._recorder, NoOrders(), lambda: None), capability)
 
     def launched(
-        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, more: list[Any],
-        group: tuple[Any, ...], arguments: tuple[Any, ...],
-    ) -> KernelLaunch:  # fmt: skip
+        self,
+        kernel: Any,
+        blocks: int,
+        constexprs: dict[str, Any],
+        bits: int | None,
+        more: list[Any],
+        group: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+    ) -> KernelLaunch:
         """The launch that `make_launcher` makes of a kernel with aligned tensors; raises what that raises.
 
         `arguments` are those of its `run`.

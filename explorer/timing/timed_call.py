@@ -80,10 +80,19 @@ def constexprs(kernel: Kernel, world_size: int, shape: LaunchShape) -> dict[str,
     """The constexprs that a communicator binds to a kernel for aligned float32."""
     element, op = reduction(DTYPE, "sum")
     return {
-        **kernel.fixed, "ELEMENT": element, "OP": op, "WORLD_SIZE": world_size, "BLOCK": shape.tile,
-        "LANES": 32 * shape.warps, "ALIGNED": True, "PTX": True, **COMPILE_OPTIONS, "num_warps": shape.warps,
-        "maxnreg": shape.registers, "COMPACT": shape.registers < MOST_REGISTERS,
-    }  # fmt: skip
+        **kernel.fixed,
+        "ELEMENT": element,
+        "OP": op,
+        "WORLD_SIZE": world_size,
+        "BLOCK": shape.tile,
+        "LANES": 32 * shape.warps,
+        "ALIGNED": True,
+        "PTX": True,
+        **COMPILE_OPTIONS,
+        "num_warps": shape.warps,
+        "maxnreg": shape.registers,
+        "COMPACT": shape.registers < MOST_REGISTERS,
+    }
 
 
 @cache
@@ -155,9 +164,14 @@ def _addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def run(
-    machine: MachineSpec, kernel: Kernel, world_size: int, elements: int, shape: LaunchShape, plan: layout.Layout,
+    machine: MachineSpec,
+    kernel: Kernel,
+    world_size: int,
+    elements: int,
+    shape: LaunchShape,
+    plan: layout.Layout,
     cold: bool,
-) -> TimedCall:  # fmt: skip
+) -> TimedCall:
     """One call of `elements` 32-bit elements a row, also of a kernel of uneven rows. `cold`: tensors come from memory,
     not L2."""
     if kernel.multicast:
@@ -171,9 +185,14 @@ def run(
     def launch(gpu: RecordingGpu, rank: int) -> KernelLaunch:
         more = [arenas.tables[rank] if name in ("table", "into") else 0 for name in extras(kernel.function)]
         return gpu.launched(
-            kernel.function, shape.blocks, constexprs(kernel, world_size, shape), bits, more, arenas.group(rank),
+            kernel.function,
+            shape.blocks,
+            constexprs(kernel, world_size, shape),
+            bits,
+            more,
+            arenas.group(rank),
             (arenas.inputs[rank], arenas.outputs[rank], elements, CALL, rows),
-        )  # fmt: skip
+        )
 
     return executed(machine, arenas, shape.blocks, launch)
 
@@ -197,7 +216,13 @@ def executed(
     ranks.run(started)
     loads = ranks.scarcest()
     return TimedCall(
-        tuple(ranks.path()), loads.most if loads else 0.0, loads.latency if loads else 0.0, ranks.chain(),
-        max(state.written + state.read for state in ranks.states), max(state.headers for state in ranks.states),
-        ranks.system_fences(), arenas.epochs, ranks.issued(),
-    )  # fmt: skip
+        tuple(ranks.path()),
+        loads.most if loads else 0.0,
+        loads.latency if loads else 0.0,
+        ranks.chain(),
+        max(state.written + state.read for state in ranks.states),
+        max(state.headers for state in ranks.states),
+        ranks.system_fences(),
+        arenas.epochs,
+        ranks.issued(),
+    )

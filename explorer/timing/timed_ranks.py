@@ -285,8 +285,9 @@ class WarpSurroundings:
             return
         newest = max(
             (state.arrivals[g] for g in granules(access, _GRANULE) if g in state.arrivals),
-            key=lambda arrival: arrival[0], default=None,
-        )  # fmt: skip
+            key=lambda arrival: arrival[0],
+            default=None,
+        )
         if newest is not None and newest[0] > max(before, clock.waited):
             clock.waited, clock.fresh, path = newest[0], True, newest[1].copy()
             path.adds(POLL, now)
@@ -320,7 +321,7 @@ class WarpSurroundings:
 
     def _goes(
         self, access: ThreadAccess, peer: TimedRank, arrival: float, through: float, chosen: Array | None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send a store on its way to a peer's memory."""
         clock, state = self.clock, self.state
         state.acks = max(state.acks, arrival + state.queues.one_way)

@@ -72,9 +72,13 @@ class Ranks:
     """All ranks of one execution. With `detect` every access is examined, and the first deadlock ends it."""
 
     def __init__(
-        self, subject: Subject, execution: Execution, strategy: Strategy, detect: bool,
+        self,
+        subject: Subject,
+        execution: Execution,
+        strategy: Strategy,
+        detect: bool,
         contention: Contention | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         size = subject.world_size
         self._subject, self._fault = subject, execution.fault
         compiled = subject.compiled is not None
@@ -100,9 +104,15 @@ class Ranks:
         if subject.compiled is not None:
             self._ranks = self._compiled(subject.compiled)
         self._world = World(
-            size, subject.options, self._memory, self._scheduler, self._run, self._met, self._planned,
+            size,
+            subject.options,
+            self._memory,
+            self._scheduler,
+            self._run,
+            self._met,
+            self._planned,
             None if self._ranks is None else self._ranks.runtime,
-        )  # fmt: skip
+        )
 
     def _compiled(self, architecture: str) -> CompiledRanks:
         detector, machine = self._detector, self._machine
@@ -307,9 +317,12 @@ class Ranks:
 
 
 def _machine(
-    memory: Memory, detector: Detector | ThreadDetector | None, contention: Contention | None, execution: Execution,
+    memory: Memory,
+    detector: Detector | ThreadDetector | None,
+    contention: Contention | None,
+    execution: Execution,
     compiled: bool,
-) -> tuple[Machine | UnitMachine, Delays | WeakMemory | None]:  # fmt: skip
+) -> tuple[Machine | UnitMachine, Delays | WeakMemory | None]:
     """The machine of an execution, and its late stores, if it has any."""
     seed, patience = execution.delays, execution.patience
     if compiled:

@@ -22,9 +22,12 @@ class Hosts:
     """Keeps each rank's state. `touched(rank, write, region, offsets, itemsize)`, if given, sees each access."""
 
     def __init__(
-        self, seed: int, world_size: int, memory: Memory,
+        self,
+        seed: int,
+        world_size: int,
+        memory: Memory,
         touched: Callable[[int, bool, Region, Array, int], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._states = [_seeded(seed * 64 + rank) for rank in range(world_size)]
         self._memory, self._touched = memory, touched
 

@@ -40,9 +40,14 @@ class Oracle:
         self._calls: dict[int, ObservedCall] = {}  # by number
 
     def watched(
-        self, request: Request, plan: LaunchPlan, rank: int, topology: Topology | None, aborted: Callable[[], bool],
+        self,
+        request: Request,
+        plan: LaunchPlan,
+        rank: int,
+        topology: Topology | None,
+        aborted: Callable[[], bool],
         in_order: Callable[[Callable[[], None]], None] = lambda look: look(),
-    ) -> LaunchPlan:  # fmt: skip
+    ) -> LaunchPlan:
         """A `plan` that also shows this oracle every call that `rank` makes by it. After a call, `aborted`
         says whether its output is undefined. `in_order(look)` calls `look` when all earlier launches have run."""
         choice = plan.choice

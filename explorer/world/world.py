@@ -65,12 +65,16 @@ class World:
     """
 
     def __init__(
-        self, world_size: int, options: Options, memory: Memory, turns: Turns,
+        self,
+        world_size: int,
+        options: Options,
+        memory: Memory,
+        turns: Turns,
         run: Callable[[int, list[interpreter.Program], list[Region]], None],
         met: Callable[[int, int, bool], None] = lambda rank, step, after: None,
         planned: Callable[[int, Request, LaunchPlan], LaunchPlan] = lambda rank, request, plan: plan,
         runtime: Callable[[World, int], Runtime] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world_size, self.options, self.memory = world_size, options, memory
         self.turns, self.run, self.met, self.planned = turns, run, met, planned
         self._runtime = runtime or RankRuntime
@@ -109,9 +113,14 @@ class World:
     def join(self, rank: int) -> Communicator:
         """In a rank's host code: its communicator."""
         return Communicator.over(
-            self.controls[rank], self.arenas[rank], self.plan, CPU, self.options.timeout, self.options,
+            self.controls[rank],
+            self.arenas[rank],
+            self.plan,
+            CPU,
+            self.options.timeout,
+            self.options,
             self._runtime(self, rank),
-        )  # fmt: skip
+        )
 
     def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> SimulatedHandle:
         """In a rank's host code: its part of the memory that all ranks ask for in the same order."""
@@ -294,9 +303,15 @@ class RankRuntime:
         return device_facts(device)
 
     def prepare(
-        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
-        timeout: float, interrupt: Callable[[], None] | None = None,
-    ) -> Callable[[], None]:  # fmt: skip
+        self,
+        kernel: Any,
+        grid: Any,
+        args: Sequence[Any],
+        constexprs: dict[str, Any],
+        device: torch.device,
+        timeout: float,
+        interrupt: Callable[[], None] | None = None,
+    ) -> Callable[[], None]:
         blocks = kernel_launch.programs(kernel, grid, args, constexprs)
         private = [_region(self._rank, tensor) for tensor in _tensors(args) if tensor.numel()]
         return lambda: self._world.run(self._rank, blocks, private)
@@ -321,9 +336,14 @@ class RankRuntime:
         return Monitor(control, timeout, stall_timeout, RankWatcher(self._world, self._rank))
 
     def symmetric(
-        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
+        self,
+        control: ControlPage,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout: float,
         multicast: bool,
-    ) -> SimulatedHandle:  # fmt: skip
+    ) -> SimulatedHandle:
         return self._world.symmetric(self._rank, shape, dtype, multicast)
 
     def register(

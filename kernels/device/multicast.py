@@ -69,9 +69,7 @@ def pass_reduced(given, results, first, end, SPEC: tl.constexpr):
 
 
 @triton.jit
-def gather_reduced(
-    buffers, results, y_ptr, start, count, numel, chunk, AGAIN: tl.constexpr, SPEC: tl.constexpr
-):  # fmt: skip
+def gather_reduced(buffers, results, y_ptr, start, count, numel, chunk, AGAIN: tl.constexpr, SPEC: tl.constexpr):
     """this block's tiles of `count` words at the multicast pointer `buffers`, reduced, into y_ptr[0:numel] from word
     `start` on; AGAIN: and to the multicast pointer `results`. `start` is even."""
     UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL

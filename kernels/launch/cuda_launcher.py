@@ -87,9 +87,15 @@ def torch_device(device: torch.device) -> TorchDevice:
 
 
 def make_launcher(
-    kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-    more: Sequence[int | torch.Tensor], group: Sequence[Any], device: Device,
-) -> Callable[..., None]:  # fmt: skip
+    kernel: Any,
+    blocks: int,
+    constexprs: dict[str, Any],
+    bits: int | None,
+    aligned: bool,
+    more: Sequence[int | torch.Tensor],
+    group: Sequence[Any],
+    device: Device,
+) -> Callable[..., None]:
     """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
 
     `group` (`layout.group_argument`) and `more`, the last arguments, are the same in every launch. All others belong to

@@ -68,9 +68,7 @@ def substitute(function: Any, python: Callable[..., Any]) -> None:
     triton_adapter.substitutes[function.fn] = python
 
 
-def interpret(
-    blocks: Sequence[Program], timeout: float = 600.0, interrupt: Callable[[], None] | None = None
-) -> None:  # fmt: skip
+def interpret(blocks: Sequence[Program], timeout: float = 600.0, interrupt: Callable[[], None] | None = None) -> None:
     """Run the `programs` of a launch, one after another.
 
     `interrupt` is called at each access and each branch of the kernel; an error that it raises ends the launch.

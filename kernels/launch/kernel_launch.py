@@ -44,10 +44,14 @@ _GPU_ONLY = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion
 
 
 def prepare(
-    kernel: Any, grid: int | Sequence[int] | Callable[[dict[str, Any]], Any], args: Sequence[Any],
-    constexprs: dict[str, Any], device: torch.device, timeout: float = 600.0,
+    kernel: Any,
+    grid: int | Sequence[int] | Callable[[dict[str, Any]], Any],
+    args: Sequence[Any],
+    constexprs: dict[str, Any],
+    device: torch.device,
+    timeout: float = 600.0,
     interrupt: Callable[[], None] | None = None,
-) -> Callable[[], None]:  # fmt: skip
+) -> Callable[[], None]:
     """Check a launch and return a function that runs it; raises `InvalidArgument` if grid or arguments do not fit.
 
     `constexprs` may hold launch options such as `num_warps`, which the interpreter ignores. The returned function
@@ -83,9 +87,15 @@ def bind(
 
 
 def arguments(
-    x: torch.Tensor, y: torch.Tensor, bits: int | None, group: GroupArgument, count: int, call: int, rows: Rows,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    bits: int | None,
+    group: GroupArgument,
+    count: int,
+    call: int,
+    rows: Rows,
     more: Sequence[int | torch.Tensor],
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """The arguments of a kernel in its order, for the interpreter."""
     if bits is None:
         return (group, call, *more)

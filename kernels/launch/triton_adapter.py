@@ -51,9 +51,14 @@ _HOOKED = (
 )  # fmt: skip
 _LATER = {"create_atomic_load": "3.9", "create_atomic_store": "3.9", "create_atomic_poll": "3.9"}
 _RELATIONS = {
-    "EQ": "==", "OEQ": "==", "UEQ": "==", "NE": "!=", "ONE": "!=", "UNE": "!=",
+    "EQ": "==",
+    "OEQ": "==",
+    "UEQ": "==",
+    "NE": "!=",
+    "ONE": "!=",
+    "UNE": "!=",
     **{sign + n: symbol for n, symbol in (("LT", "<"), ("LE", "<="), ("GT", ">"), ("GE", ">=")) for sign in "SUO"},
-}  # fmt: skip
+}
 
 
 def missing_hooks() -> list[str]:

@@ -54,9 +54,14 @@ def local(x: torch.Tensor | Symmetric) -> torch.Tensor:
 
 
 def call(
-    comm: Communicator, collective: str, number: int, x: torch.Tensor | Symmetric, y: torch.Tensor,
-    forced: Kernel | Case | None = None, op: str = "sum",
-) -> torch.Tensor | None:  # fmt: skip
+    comm: Communicator,
+    collective: str,
+    number: int,
+    x: torch.Tensor | Symmetric,
+    y: torch.Tensor,
+    forced: Kernel | Case | None = None,
+    op: str = "sum",
+) -> torch.Tensor | None:
     """Make a call, by the kernel that is `forced` if there is one, and don't wait for it.
 
     The root is that of call number `number` (see `check_data`). Returns this rank's result: `y`, or None.

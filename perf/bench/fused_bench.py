@@ -182,9 +182,17 @@ def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, join: Join) 
         "auto", comm.world_size, comm.rank, rows, hidden, call.x.dtype, group=join()
     )
     arguments = {
-        "input": call.x, "workspace": workspace, "pattern": _PATTERNS[case.quantize], "launch_with_pdl": True,
-        "residual_in": call.residual, "residual_out": call.residual_out, "norm_out": call.norm_out,
-        "quant_out": call.quant_out, "scale_out": call.scale_out, "scale_factor": call.scale,
-        "rms_gamma": call.weight, "rms_eps": EPS,
-    }  # fmt: skip
+        "input": call.x,
+        "workspace": workspace,
+        "pattern": _PATTERNS[case.quantize],
+        "launch_with_pdl": True,
+        "residual_in": call.residual,
+        "residual_out": call.residual_out,
+        "norm_out": call.norm_out,
+        "quant_out": call.quant_out,
+        "scale_out": call.scale_out,
+        "scale_factor": call.scale,
+        "rms_gamma": call.weight,
+        "rms_eps": EPS,
+    }
     return lambda: flashinfer.allreduce_fusion(**arguments)

@@ -109,9 +109,15 @@ def _choice(bench: Bench, case: Case, row: BenchRow, mode: str, **form: Any) -> 
     op = "sum" if case.collective == FUSED else bench.settings.op
     try:
         return bench.comm.explain(
-            case.collective, row.input_bytes, getattr(torch, case.dtype), op, algorithm=case.algorithm,
-            protocol=case.protocol, mode="eager" if mode == "eager" else "graph", **form,
-        )  # fmt: skip
+            case.collective,
+            row.input_bytes,
+            getattr(torch, case.dtype),
+            op,
+            algorithm=case.algorithm,
+            protocol=case.protocol,
+            mode="eager" if mode == "eager" else "graph",
+            **form,
+        )
     except InvalidArgument as reason:
         if case.algorithm is None and case.protocol is None:
             raise
@@ -163,9 +169,7 @@ def _fused(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
             yield (measured,)
 
 
-def _timed_fused(
-    bench: Bench, row: BenchRow, made: fused_bench.FusedTensors, run: Callable[[], object]
-) -> BenchRow:  # fmt: skip
+def _timed_fused(bench: Bench, row: BenchRow, made: fused_bench.FusedTensors, run: Callable[[], object]) -> BenchRow:
     times = _timed(bench, run, row.measured.mode)
     wrong = 0
     for _ in range(2 if bench.settings.check else 0):

@@ -46,9 +46,13 @@ class Files:
     """
 
     def __init__(
-        self, settings: Settings, results: Results, json_file: Path | None, csv_file: Path | None,
+        self,
+        settings: Settings,
+        results: Results,
+        json_file: Path | None,
+        csv_file: Path | None,
         history: database.History | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings, self._results, self._json, self._history = settings, results, json_file, history
         self._open = ExitStack()
         self._csv: Any = None

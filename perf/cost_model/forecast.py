@@ -83,9 +83,7 @@ def _cells(row: ForecastRow) -> tuple[str, ...]:
     return str(row.size_bytes), f"{row.algorithm}/{row.protocol}", *times, row.shares_us.text(), best
 
 
-def forecast(
-    gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM
-) -> Forecast:  # fmt: skip
+def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM) -> Forecast:
     """The times of every kernel of a comma list of collectives; an all_reduce_rms_norm has rows of `form`.
 
     Raises `InvalidArgument` with the nearest names, and for rows that no fused kernel takes.
@@ -135,11 +133,14 @@ def asked(
         counts = [units.row_elements(name, size, itemsize, world_size) for size in sizes]
         return [
             AskedCall(
-                name, name, units.total_bytes(name, n, itemsize, world_size),
-                units.input_bytes(name, n, itemsize, world_size), kernels,
+                name,
+                name,
+                units.total_bytes(name, n, itemsize, world_size),
+                units.input_bytes(name, n, itemsize, world_size),
+                kernels,
             )
             for n in counts
-        ]  # fmt: skip
+        ]
     kernel_time.kernels(machine, name, world_size)  # raises if no kernel runs over these links
     calls, row = [], form.hidden * ROW_TYPE.itemsize
     for rows in dict.fromkeys(form.rows(size, ROW_TYPE.itemsize) for size in sizes):

@@ -53,9 +53,15 @@ class Prediction:
 
 
 def predict(
-    machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: float, mode: str = "graph",
-    blocks: int | None = None, warps: int = _THREADS // 32, share: float = 1.0,
-) -> Prediction:  # fmt: skip
+    machine: MachineSpec,
+    kernel: Kernel,
+    world_size: int,
+    nbytes: float,
+    mode: str = "graph",
+    blocks: int | None = None,
+    warps: int = _THREADS // 32,
+    share: float = 1.0,
+) -> Prediction:
     """The time of one call of `nbytes` of input per rank (of a root's if there is one), on the busiest rank.
 
     `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is as

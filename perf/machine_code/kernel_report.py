@@ -224,9 +224,14 @@ def compile_variant(function: Any, variant: Variant, fixed: dict[str, Any]) -> A
 def _plain(variant: Variant) -> dict[str, Any]:
     element, op = reduction(DTYPES[variant.dtype], variant.op)
     return {
-        "ELEMENT": element, "OP": op, "WORLD_SIZE": variant.world_size, "BLOCK": variant.block,
-        "LANES": variant.warps * 32, "PTX": True, **_options(variant),
-    }  # fmt: skip
+        "ELEMENT": element,
+        "OP": op,
+        "WORLD_SIZE": variant.world_size,
+        "BLOCK": variant.block,
+        "LANES": variant.warps * 32,
+        "PTX": True,
+        **_options(variant),
+    }
 
 
 def _rows(variant: Variant) -> dict[str, Any]:
@@ -275,7 +280,7 @@ def _failed(variant: Variant, reason: str) -> KernelReport:
 
 def examine_all(
     chosen: list[Variant], late: Callable[[Variant], None] = lambda variant: None
-) -> Iterator[KernelReport]:  # fmt: skip
+) -> Iterator[KernelReport]:
     """`examine` each of the shipped kernels' variants, in order; compiles several at a time. `late` is called with a
     variant that is waited for, every minute.
 

@@ -204,8 +204,12 @@ def _as_it_is(site: SelectionFacts, point: Point, candidate: Candidate) -> bool:
     choice = row_shapes.choose(tabled, *facts)
     shape = (candidate.algorithm, candidate.protocol, candidate.blocks, candidate.warps, candidate.tile)
     return isinstance(choice, tricomm.Choice) and shape == (
-        choice.algorithm, choice.protocol, choice.blocks, choice.warps, choice.block
-    )  # fmt: skip
+        choice.algorithm,
+        choice.protocol,
+        choice.blocks,
+        choice.warps,
+        choice.block,
+    )
 
 
 def _similar_machine(device: str, topology: str) -> MachineSpec:

@@ -76,9 +76,13 @@ class Samples:
 
 
 def successive_halving(
-    samples: Samples, pool: Sequence[Candidate], seeds: Sequence[Candidate], prior: Prior,
-    learn: Callable[[Samples], None], measure: Measure,
-) -> None:  # fmt: skip
+    samples: Samples,
+    pool: Sequence[Candidate],
+    seeds: Sequence[Candidate],
+    prior: Prior,
+    learn: Callable[[Samples], None],
+    measure: Measure,
+) -> None:
     """Find the fastest of `pool` at the point of `samples`; `seeds` (best nearby, in force) are measured in any case.
     Candidates that have samples already are not measured again, except the fastest, beside which others join.
 

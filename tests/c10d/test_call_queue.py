@@ -218,9 +218,12 @@ def test_a_callback_that_fails_spoils_no_other(calls, caplog):
 def test_a_callback_finds_the_modes_of_the_thread_that_attached_it(calls):
     def modes(future):
         return (
-            torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
-            torch.get_autocast_dtype("cpu"), torch.get_default_device().type,
-        )  # fmt: skip
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.get_default_device().type,
+        )
 
     gate = threading.Event()
     future = blocked(calls, gate).get_future()

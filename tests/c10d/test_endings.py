@@ -44,10 +44,12 @@ rank or done.wait()
 
 # What may end in a way of its own, one of it on both routes.
 QUICK = {
-    ("handles dropped", "kernels"), ("destroyed under way", "gloo"), ("a call nobody joins", "gloo"),
+    ("handles dropped", "kernels"),
+    ("destroyed under way", "gloo"),
+    ("a call nobody joins", "gloo"),
     ("destroyed in a callback", "kernels"),
     ("callbacks in C++", "gloo"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,12 @@ def test_without_the_guard_the_other_rank_is_not_told(folder):
     assert any("the group goes on" in text for text in wrong)
 
 
-QUICK = {("gloo", "all_reduce", "KeyboardInterrupt", False), ("kernels", "async", "Alarm", False),
-         ("gloo", "all_gather", "Alarm", True), ("kernels", "barrier", "Alarm", True)}  # fmt: skip
+QUICK = {
+    ("gloo", "all_reduce", "KeyboardInterrupt", False),
+    ("kernels", "async", "Alarm", False),
+    ("gloo", "all_gather", "Alarm", True),
+    ("kernels", "barrier", "Alarm", True),
+}
 
 
 def cases():

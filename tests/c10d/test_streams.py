@@ -209,8 +209,12 @@ def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda)
     cuda.done = False
     work = run(cuda, own, True)
     assert cuda.log == [
-        "side1 waits for user", "kernel on side1", "event on side1", "future on side1", "memory kept for side1",
-    ]  # fmt: skip
+        "side1 waits for user",
+        "kernel on side1",
+        "event on side1",
+        "future on side1",
+        "memory kept for side1",
+    ]
     assert not work.is_completed()
     assert work.wait()  # the GPU has not come to it, and the host goes on
     assert cuda.log[-1] == "user waits for event"

@@ -8,14 +8,20 @@ import pytest
 from tests import ranks
 from tests.c10d.bodies import survivor_bodies as bodies
 
-MODES = [
-    "plain", "hook", "tricomm's hook", "no_sync", "unused", "static", "fsdp2", "functional", "wait", "future"
-]  # fmt: skip
+MODES = ["plain", "hook", "tricomm's hook", "no_sync", "unused", "static", "fsdp2", "functional", "wait", "future"]
 QUICK = {
-    ("gloo", "plain", "kill"), ("gloo", "hook", "kill"), ("gloo", "static", "kill"), ("gloo", "fsdp2", "kill"),
-    ("gloo", "functional", "kill"), ("gloo", "future", "kill"), ("gloo", "plain", "leave"), ("gloo", "plain", "raise"),
-    ("kernels", "plain", "kill"), ("kernels", "wait", "kill"), ("kernels", "fsdp2", "leave"),
-}  # fmt: skip
+    ("gloo", "plain", "kill"),
+    ("gloo", "hook", "kill"),
+    ("gloo", "static", "kill"),
+    ("gloo", "fsdp2", "kill"),
+    ("gloo", "functional", "kill"),
+    ("gloo", "future", "kill"),
+    ("gloo", "plain", "leave"),
+    ("gloo", "plain", "raise"),
+    ("kernels", "plain", "kill"),
+    ("kernels", "wait", "kill"),
+    ("kernels", "fsdp2", "leave"),
+}
 EXPECTED = {
     "kill": {"PeerDied"},
     "leave": {"PeerDied", "GroupAborted"},

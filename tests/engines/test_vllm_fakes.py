@@ -217,9 +217,13 @@ def _pretending(engine, device="cuda", invariant=False):
     closed: list[bool] = []
     group = engine_group.without("tp:0", engine, "", logging.DEBUG)
     group.comm = types.SimpleNamespace(
-        gpu=gpu, device=torch.device("cpu"), world_size=2, options=tricomm.Options(), close=lambda: closed.append(True),
+        gpu=gpu,
+        device=torch.device("cpu"),
+        world_size=2,
+        options=tricomm.Options(),
+        close=lambda: closed.append(True),
         suspended=False,
-    )  # fmt: skip
+    )
     group._facts = engine_group.GroupFacts(device, 2, 1, None, "nccl", batch_invariant=invariant)
     group._seat = engine_group.Seat(None, 1, 2, torch.device("cpu"), "tp:0")
     return group, closed

@@ -17,9 +17,13 @@ pytest.importorskip("vllm")
 from tests.engines.bodies import vllm_model  # noqa: E402
 
 ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
-}  # fmt: skip
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(ROOT),
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+}
 OURS = {"VLLM_TRICOMM": "1", "TRICOMM_CPU": "kernels"}
 
 

@@ -104,8 +104,9 @@ def _part(number: int, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor
     return numbers * (1 << 32 | 1) if dtype == torch.int64 else numbers
 
 
-def _call(comm: Communicator, key: tuple[str, str, str], parts: list[torch.Tensor], op: str = "sum",
-          number: int = 0) -> Pair:  # fmt: skip
+def _call(
+    comm: Communicator, key: tuple[str, str, str], parts: list[torch.Tensor], op: str = "sum", number: int = 0
+) -> Pair:
     """One call, of which `parts` are the ranks' inputs; where there is a root, each rank is it in turn."""
     kernel = registry.find(*key)
     if kernel.collective == "barrier":

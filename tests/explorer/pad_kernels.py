@@ -62,9 +62,16 @@ def streams(comm: Communicator, calls: int, count: int) -> Iterator[Pair]:
         parts = [_part(number, r, count * BLOCK) for r in range(comm.world_size)]
         y = torch.full((count * BLOCK,), -1, dtype=torch.int64)
         comm.launch(
-            add_up, count, parts[comm.rank], y, data.table, pads.table, comm.rank,
-            WORLD_SIZE=comm.world_size, BLOCK=BLOCK,
-        )  # fmt: skip
+            add_up,
+            count,
+            parts[comm.rank],
+            y,
+            data.table,
+            pads.table,
+            comm.rank,
+            WORLD_SIZE=comm.world_size,
+            BLOCK=BLOCK,
+        )
         yield y, torch.stack(parts).sum(0)
 
 

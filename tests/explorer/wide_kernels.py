@@ -19,9 +19,18 @@ BLOCK = 4
 
 @triton.jit
 def gather_sum(
-    x_ptr, y_ptr, boxes, group, rank, epoch, words, FORM: tl.constexpr, WORLD_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr, PTX: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    boxes,
+    group,
+    rank,
+    epoch,
+    words,
+    FORM: tl.constexpr,
+    WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PTX: tl.constexpr,
+):
     """y[0:words] = the sum of all ranks' x (int64). `boxes`: addresses of int64 [2][WORLD_SIZE][tiles][4 * BLOCK].
 
     Every block sends to its namesakes in every epoch, payload or not, and so tells them that it has left the one
@@ -121,8 +130,9 @@ def _get_halves(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK:
     return firsts, seconds, thirds, missing & 2
 
 
-def sums(comm: Communicator, sizes: tuple[int, ...], form: str = "wide", tile: int = BLOCK, ptx: bool = False,
-         **options: int) -> list[torch.Tensor]:  # fmt: skip
+def sums(
+    comm: Communicator, sizes: tuple[int, ...], form: str = "wide", tile: int = BLOCK, ptx: bool = False, **options: int
+) -> list[torch.Tensor]:
     """`gather_sum` of int64 [size] for each size in turn, compared with what it should be."""
     tiles = max(-(-size // (3 * tile)) for size in sizes)
     boxes = comm.symmetric((2 * comm.world_size * tiles * 4 * tile,), torch.int64)
@@ -133,9 +143,21 @@ def sums(comm: Communicator, sizes: tuple[int, ...], form: str = "wide", tile: i
         parts = [part(epoch, rank, size) for rank in range(comm.world_size)]
         y = torch.full((size,), -99, dtype=torch.int64)
         comm.launch(
-            gather_sum, tiles, parts[comm.rank], y, boxes.table, comm.group_table, comm.rank, epoch,
-            size, FORM=form, WORLD_SIZE=comm.world_size, BLOCK=tile, PTX=ptx, **options,
-        )  # fmt: skip
+            gather_sum,
+            tiles,
+            parts[comm.rank],
+            y,
+            boxes.table,
+            comm.group_table,
+            comm.rank,
+            epoch,
+            size,
+            FORM=form,
+            WORLD_SIZE=comm.world_size,
+            BLOCK=tile,
+            PTX=ptx,
+            **options,
+        )
         want = torch.stack(parts).sum(0)
         if not torch.equal(y, want):
             raise AssertionError(f"epoch {epoch}: {y.tolist()} instead of {want.tolist()}")

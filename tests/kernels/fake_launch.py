@@ -156,9 +156,19 @@ class FakeGpu:
         return (self._begins("cuFuncSetAttribute"),)
 
     def cuLaunchKernel(
-        self, function: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: Any,
-        pointers: int, extra: int,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self,
+        function: int,
+        gx: int,
+        gy: int,
+        gz: int,
+        bx: int,
+        by: int,
+        bz: int,
+        shared: int,
+        stream: Any,
+        pointers: int,
+        extra: int,
+    ) -> tuple[Any, ...]:
         assert extra == 0 and isinstance(stream, Stream), "the bindings make an object of a plain number each time"
         result = self._begins("cuLaunchKernel")
         if function not in self.loaded:

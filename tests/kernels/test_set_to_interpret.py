@@ -32,9 +32,14 @@ def test_everything_works_under_the_variable():
     result = json.loads(_with_the_variable("tests.kernels.set_to_interpret"))
     assert result.pop("compile").startswith("TRITON_INTERPRET is set: Triton compiles nothing for a GPU")
     assert result == {
-        "simulate": [True] * 3, "check": True, "ranks": [True] * 2, "group": [True] * 2, "own": True,
-        "interpreted": True, "errors": ["AttributeError", "InterpreterError"],
-    }  # fmt: skip
+        "simulate": [True] * 3,
+        "check": True,
+        "ranks": [True] * 2,
+        "group": [True] * 2,
+        "own": True,
+        "interpreted": True,
+        "errors": ["AttributeError", "InterpreterError"],
+    }
 
 
 def test_kernels_are_compiled_under_the_variable():

@@ -18,8 +18,15 @@ from tests.c10d.bodies.groups import of, poisoned
 
 COUNTS = (1, 2, 7, 64, 1000, 3001)  # never 17: that is the count of a wrong call
 DTYPES = (
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8
-)  # fmt: skip
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+)
 OPS = ("sum", "min", "max", "prod")
 NAMES = {"sum": "SUM", "min": "MIN", "max": "MAX", "prod": "PRODUCT", "avg": "AVG", "bxor": "BXOR"}
 
@@ -185,6 +192,16 @@ def barrier(comm: Any, turn: Turn) -> Pairs:
 
 
 CALLS: tuple[Call, ...] = (
-    all_reduce, lists, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, all_to_all, all_to_all_v,
-    messages, barrier,
-)  # fmt: skip
+    all_reduce,
+    lists,
+    all_gather,
+    reduce_scatter,
+    broadcast,
+    reduce,
+    gather,
+    scatter,
+    all_to_all,
+    all_to_all_v,
+    messages,
+    barrier,
+)

@@ -33,8 +33,10 @@ FAULTS = {
         Fault("kill", LEFT, None, (2.0, 10.0)),
         Fault("pause", (), (), (0.0, 0.0)),
         Fault(
-            "stop", ("PeerStalled", "GroupAborted", "CollectiveTimeout", "PeerDied"),
-            ("GroupAborted", "PeerStalled", "PeerDied", "CollectiveTimeout"), (STALL + 1.0, TIMEOUT + 5.0),
+            "stop",
+            ("PeerStalled", "GroupAborted", "CollectiveTimeout", "PeerDied"),
+            ("GroupAborted", "PeerStalled", "PeerDied", "CollectiveTimeout"),
+            (STALL + 1.0, TIMEOUT + 5.0),
         ),
         Fault("raise", ("GroupAborted", "PeerDied"), ("Injected",), (2.0, 10.0)),
         Fault("interrupt", ("GroupAborted", "PeerDied"), ("KeyboardInterrupt",), (2.0, 10.0)),
@@ -43,7 +45,7 @@ FAULTS = {
         Fault("descriptors", (), (), (SECOND + 1.0, SECOND + 5.0)),
         Fault("store", (), (), (SECOND + 1.0, SECOND + 5.0)),
     )
-}  # fmt: skip
+}
 _QUOTES = "Cannot extract tensors from value"
 SURVIVED = ("pause", "descriptors", "store")
 UNCERTAIN = ("raise", "interrupt", "leave")  # the cause seen by the others depends on the moment

@@ -75,10 +75,15 @@ class OnCommunicator:
         """Calls that no other rank makes."""
         comm, x = self._comm, torch.ones(17)
         return [
-            lambda: comm.all_reduce(x), lambda: comm.all_gather(x), lambda: comm.broadcast(x, 0),
-            lambda: comm.all_reduce(x, "max"), lambda: comm.all_reduce(x.int()), lambda: comm.all_to_all_v(
-                torch.ones(17 * comm.world_size, 17), [17] * comm.world_size, [17] * comm.world_size),
-        ]  # fmt: skip
+            lambda: comm.all_reduce(x),
+            lambda: comm.all_gather(x),
+            lambda: comm.broadcast(x, 0),
+            lambda: comm.all_reduce(x, "max"),
+            lambda: comm.all_reduce(x.int()),
+            lambda: comm.all_to_all_v(
+                torch.ones(17 * comm.world_size, 17), [17] * comm.world_size, [17] * comm.world_size
+            ),
+        ]
 
     def another(self) -> None:
         """Make a second group of the same ranks, use and close it."""
@@ -103,9 +108,13 @@ class OnC10d:
         self._store, limit = where.store(where.timeout), timedelta(seconds=where.timeout)
         for turn in range(2):  # made again over the same store
             dist.init_process_group(
-                "tricomm", store=self._store, rank=where.rank, world_size=where.world_size, timeout=limit,
+                "tricomm",
+                store=self._store,
+                rank=where.rank,
+                world_size=where.world_size,
+                timeout=limit,
                 pg_options=where.options(),
-            )  # fmt: skip
+            )
             if turn == 0:
                 dist.all_reduce(torch.ones(3))
                 dist.destroy_process_group()
@@ -132,10 +141,12 @@ class OnC10d:
     def wrong_calls(self) -> list[Callable[[], Any]]:
         x, ranks = torch.ones(17), self._where.world_size
         return [
-            lambda: dist.all_reduce(x), lambda: dist.all_gather([torch.ones(17)] * ranks, x),
-            lambda: dist.broadcast(x, 0), lambda: dist.all_reduce(x, dist.ReduceOp.MAX),
+            lambda: dist.all_reduce(x),
+            lambda: dist.all_gather([torch.ones(17)] * ranks, x),
+            lambda: dist.broadcast(x, 0),
+            lambda: dist.all_reduce(x, dist.ReduceOp.MAX),
             lambda: dist.all_reduce(x.int()),
-        ]  # fmt: skip
+        ]
 
     def another(self) -> None:
         where = self._where

@@ -29,17 +29,20 @@ def v1(group: str, limit: int, used: int, cached: int = 0) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("files, free", [
-    ({"/proc/self/cgroup": b""}, 8192),
-    (V2, 8192),  # its group is not visible
-    (V2 | v2("", b"5000\n", 1000), 4000),
-    (V2 | v2("", b"max\n", 9000) | v2("/job", b"5000\n", 100) | v2("/job/step/task", b"3000\n", 700), 2300),
-    (V2 | v2("/job", b"5000\n", 4990, cached=1500) | v2("/job/step", b"max\n", 1), 1510),
-    (V2 | v2("/job/step", b"600\n", 700), 0),
-    (V1 | v1("", 1 << 62, 5) | v1("/slurm/job", 7000, 6500, cached=200), 700),
-    (V1 | v1("/slurm", 3000, 500), 2500),
-    (V1 | v2("", b"10\n", 1), 8192),  # of the other version
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "files, free",
+    [
+        ({"/proc/self/cgroup": b""}, 8192),
+        (V2, 8192),  # its group is not visible
+        (V2 | v2("", b"5000\n", 1000), 4000),
+        (V2 | v2("", b"max\n", 9000) | v2("/job", b"5000\n", 100) | v2("/job/step/task", b"3000\n", 700), 2300),
+        (V2 | v2("/job", b"5000\n", 4990, cached=1500) | v2("/job/step", b"max\n", 1), 1510),
+        (V2 | v2("/job/step", b"600\n", 700), 0),
+        (V1 | v1("", 1 << 62, 5) | v1("/slurm/job", 7000, 6500, cached=200), 700),
+        (V1 | v1("/slurm", 3000, 500), 2500),
+        (V1 | v2("", b"10\n", 1), 8192),  # of the other version
+    ],
+)
 def test_the_least_limit_of_the_control_groups_around_a_process_counts(files, free, monkeypatch):
     monkeypatch.setattr(segments.process, "read", reader(MACHINE | files))
     assert segments.available_memory() == free

@@ -55,7 +55,8 @@ def guarded_call(method: Any) -> Any:
     @functools.wraps(method)
     def call(self: Any, *args: Any, **keywords: Any) -> Any:
         # On one line: Python then looks for interrupts inside of the `try` only.
-        try: return _run(method, self, args, keywords)  # noqa: E701 # fmt: skip
+        try:
+            return _run(method, self, args, keywords)  # noqa: E701
         except BaseException as error:
             if not is_refusal(error):
                 self.interrupted(error)

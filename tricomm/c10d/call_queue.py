@@ -175,9 +175,14 @@ class CallQueue:
         _queues[id(self)] = self
 
     def run(
-        self, action: Callable[[Turn], None], what: str, result: list[Any], async_op: bool,
-        interrupted: Callable[[BaseException], None] = lambda error: None, here: bool = False,
-    ) -> PendingWork:  # fmt: skip
+        self,
+        action: Callable[[Turn], None],
+        what: str,
+        result: list[Any],
+        async_op: bool,
+        interrupted: Callable[[BaseException], None] = lambda error: None,
+        here: bool = False,
+    ) -> PendingWork:
         """Run `action` in its turn; returns a handle, which is finished if the caller waits. `here`: in this thread if
         its turn has come; helper threads always do that.
 

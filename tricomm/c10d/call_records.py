@@ -100,9 +100,12 @@ class CallRecords:
         others = context.others()
         records = [(r, self._room(r, self._size + expected.get(r, 0))) for r in others]
         context.transport.exchange_records(
-            [(r, (self._mine, short[r]) if r in short else (self._mine,)) for r in others], records,
-            context.deadline, context.what, context.tag,
-        )  # fmt: skip
+            [(r, (self._mine, short[r]) if r in short else (self._mine,)) for r in others],
+            records,
+            context.deadline,
+            context.what,
+            context.tag,
+        )
         head = self._mine[: _HEAD.size]
         if problem is not None or any(record[: _HEAD.size] != head for _, record in records):
             words = _calls_in_words(context, batch, problem)

@@ -67,9 +67,13 @@ class GroupCapabilities:
 
 
 def exchange_capabilities(
-    store: Any, rank: int, world_size: int, timeout: float, batch_invariant: bool | Callable[[], bool] = False,
+    store: Any,
+    rank: int,
+    world_size: int,
+    timeout: float,
+    batch_invariant: bool | Callable[[], bool] = False,
     known: Mapping[int, Capabilities] | None = None,
-) -> GroupCapabilities:  # fmt: skip
+) -> GroupCapabilities:
     """Exchange capabilities, and agree on a generation of the group; every rank of the group calls it, with the same
     `batch_invariant`. `known` are the processes of ranks that are known in advance.
 

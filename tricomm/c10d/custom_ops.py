@@ -168,9 +168,16 @@ def _over_tricomm(group: TricommGroup, call: FusedCall) -> None:
     total = unfused.total_of(call)
     flat, out = call.x.view(-1), total.view(-1)
     made = GroupCall(
-        "all_reduce", flat, out, "sum", async_op=False, count=flat.numel(), device=flat.device, fused=call,
+        "all_reduce",
+        flat,
+        out,
+        "sum",
+        async_op=False,
+        count=flat.numel(),
+        device=flat.device,
+        fused=call,
         finish=lambda: unfused.finish(call, total),
-    )  # fmt: skip
+    )
 
     def native() -> FinishedWork:
         _all_reduce_into(group._get_backend(flat.device), call, total)
@@ -229,9 +236,15 @@ def _rms_norm_per_token(
 
 
 def _rms_norm_nvfp4(
-    x: torch.Tensor, residual: _Maybe, weight: torch.Tensor, eps: float, bias: float, scale: torch.Tensor,
-    layout: str, group: str,
-) -> Any:  # fmt: skip
+    x: torch.Tensor,
+    residual: _Maybe,
+    weight: torch.Tensor,
+    eps: float,
+    bias: float,
+    scale: torch.Tensor,
+    layout: str,
+    group: str,
+) -> Any:
     options = {"quantize": "nvfp4", "scale": scale, "scale_layout": layout}
     call = _fused(x, residual, weight, eps, bias, group=group, **options)
     assert call.quant_out is not None and call.scale_out is not None, "a quantising call has codes and scales"

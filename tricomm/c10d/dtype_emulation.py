@@ -18,16 +18,21 @@ from tricomm.errors import InvalidArgument
 
 _F8 = tuple(dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype) and "float8" in str(dtype))
 _WIDE = {
-    **dict.fromkeys((torch.float16, torch.bfloat16, *_F8), torch.float32), torch.complex32: torch.complex64,
-    **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.uint16), torch.int32), torch.uint32: torch.int64,
-}  # fmt: skip
+    **dict.fromkeys((torch.float16, torch.bfloat16, *_F8), torch.float32),
+    torch.complex32: torch.complex64,
+    **dict.fromkeys((torch.int8, torch.uint8, torch.int16, torch.uint16), torch.int32),
+    torch.uint32: torch.int64,
+}
 _PLAIN = (torch.float32, torch.float64, torch.int32, torch.int64, torch.complex64, torch.complex128)
 _BOOL_OPS = {"sum": "bor", "max": "bor", "min": "band", "prod": "band", "band": "band", "bor": "bor", "bxor": "bxor"}
 _BITWISE = frozenset({"band", "bor", "bxor"})
 _IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "sum": torch.Tensor.add_, "prod": torch.Tensor.mul_, "band": torch.Tensor.bitwise_and_,
-    "bor": torch.Tensor.bitwise_or_, "bxor": torch.Tensor.bitwise_xor_,
-}  # fmt: skip
+    "sum": torch.Tensor.add_,
+    "prod": torch.Tensor.mul_,
+    "band": torch.Tensor.bitwise_and_,
+    "bor": torch.Tensor.bitwise_or_,
+    "bxor": torch.Tensor.bitwise_xor_,
+}
 _SCALED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by `PREMUL_SUM`
 _SIGN = -(1 << 63)
 _E4M3_MOST = 448.0  # e4m3fn has no infinity

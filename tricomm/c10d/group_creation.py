@@ -178,9 +178,8 @@ def _agree(
 ) -> GroupCapabilities:
     limit = seconds(config.timeout, "timeout")
     return exchange_capabilities(
-        config.store, config.rank, config.world_size, limit, lambda: with_environment(options).batch_invariant,
-        known,
-    )  # fmt: skip
+        config.store, config.rank, config.world_size, limit, lambda: with_environment(options).batch_invariant, known
+    )
 
 
 def _processes(ranks: list[int]) -> dict[int, Capabilities]:

@@ -73,7 +73,8 @@ class TricommGroup(AnsweringGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         # On one line: Python then looks for interrupts inside of the `try` only.
-        try: return self._fast_path.all_reduce(tensors, opts) or self._allreduce(tensors, opts, timeout)  # noqa: E701 # fmt: skip
+        try:
+            return self._fast_path.all_reduce(tensors, opts) or self._allreduce(tensors, opts, timeout)  # noqa: E701
         except BaseException as error:
             if not is_refusal(error):
                 self.interrupted(error)

@@ -43,9 +43,15 @@ class Collectives:
         self._launch, self._run = launcher.launch, self._prepared.run
 
     def all_reduce(
-        self, x: Tensors, op: Any = "sum", out: Outputs = None, *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensors,
+        op: Any = "sum",
+        out: Outputs = None,
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Reduce `x` over all ranks, element by element, in rank order; every rank gets the same bits.
 
         In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max, prod, band, bor or bxor, or a
@@ -68,9 +74,14 @@ class Collectives:
         return self._prepared.learn(kind, Request("all_reduce", op), (x,), x, x.numel())
 
     def all_gather(
-        self, x: Tensors, out: Outputs | Symmetric = None, *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensors,
+        out: Outputs | Symmetric = None,
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Concatenate every rank's `x` along dimension 0, in rank order, into `out` or a new tensor.
 
         `x` has the same shape and dtype on all ranks; `out` has its shape with dimension 0 multiplied by the world
@@ -80,9 +91,15 @@ class Collectives:
         return self._run(("all_gather", "none", algorithm, protocol, -1, out is None), x, out, async_op)
 
     def reduce_scatter(
-        self, x: Tensors, op: Any = "sum", out: Outputs = None, *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensors,
+        op: Any = "sum",
+        out: Outputs = None,
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Reduce `x` over all ranks as `all_reduce` does, and give rank r row r of the result.
 
         Dimension 0 of `x` is a multiple of the world size; `out` has its shape with dimension 0 divided by it. In
@@ -91,9 +108,14 @@ class Collectives:
         return self._run(("reduce_scatter", op, algorithm, protocol, -1, out is None), x, out, async_op)
 
     def all_to_all(
-        self, x: Tensors, out: Outputs = None, *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensors,
+        out: Outputs = None,
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Send row r of `x` to rank r; `out`, of the same shape, gets a row from every rank, in rank order.
 
         Dimension 0 of `x` is a multiple of the world size. `out` does not overlap `x`.
@@ -101,9 +123,16 @@ class Collectives:
         return self._run(("all_to_all", "none", algorithm, protocol, -1, out is None), x, out, async_op)
 
     def all_to_all_v(
-        self, x: Tensor, in_splits: Sequence[int], out_splits: Sequence[int], out: torch.Tensor | None = None, *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensor,
+        in_splits: Sequence[int],
+        out_splits: Sequence[int],
+        out: torch.Tensor | None = None,
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Send the first `in_splits[0]` rows of `x` along dimension 0 to rank 0, the next `in_splits[1]` to rank 1,
         and so on; `out` gets `out_splits[r]` rows from each rank r, in rank order.
 
@@ -117,33 +146,50 @@ class Collectives:
         return self._prepared.run_uneven(kind, x, in_splits, out_splits, out, async_op)
 
     def broadcast(
-        self, x: Tensors, src: int, *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self, x: Tensors, src: int, *, algorithm: str | None = None, protocol: str | None = None, async_op: bool = False
+    ) -> Any:
         """Give every rank the `x` of rank `src`, in place."""
         check_root(src, self._world_size, "broadcast src")
         return self._run(("broadcast", "none", algorithm, protocol, src, True), x, None, async_op)
 
     def reduce(
-        self, x: Tensors, dst: int, op: Any = "sum", *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensors,
+        dst: int,
+        op: Any = "sum",
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Reduce `x` over all ranks as `all_reduce` does, in place on rank `dst`; others keep theirs and get None."""
         check_root(dst, self._world_size, "reduce dst")
         return self._run(("reduce", op, algorithm, protocol, dst, True), x, None, async_op)
 
     def gather(
-        self, x: Tensors, dst: int, out: Outputs = None, *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensors,
+        dst: int,
+        out: Outputs = None,
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Concatenate every rank's `x` along dimension 0 on rank `dst`, into `out` or a new tensor; others get None."""
         check_root(dst, self._world_size, "gather dst")
         return self._run(("gather", "none", algorithm, protocol, dst, out is None), x, out, async_op)
 
     def scatter(
-        self, x: Tensors | None, src: int, out: Outputs = None, *,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: Tensors | None,
+        src: int,
+        out: Outputs = None,
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Give rank r row r of the `x` of rank `src`, into `out` or a new tensor.
 
         Dimension 0 of `x` is a multiple of the world size. Ranks other than `src` pass their `out`, or an `x` that

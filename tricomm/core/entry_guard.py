@@ -157,14 +157,16 @@ def set_up(make: Callable[[ExitStack], None]) -> None:
     """Run `make`; if it raises, undo what it has put on the stack. Raises a `ResourceError` for what the system has
     refused."""
     undo = ExitStack()
-    try: _named(make, undo)  # noqa: E701  # fmt: skip
+    try:
+        _named(make, undo)  # noqa: E701
     except BaseException as error:
         undo.__exit__(type(error), error, error.__traceback__)
         raise
 
 
 def _named(make: Callable[[ExitStack], None], undo: ExitStack) -> None:
-    try: make(undo)  # noqa: E701  # fmt: skip
+    try:
+        make(undo)  # noqa: E701
     except Exception as error:
         name_refusal(error)
         raise

@@ -153,9 +153,12 @@ class FirstCalls:
             )
 
     def _through(
-        self, request: Request, form: collective_specs.Collective, sources: list[torch.Tensor],
+        self,
+        request: Request,
+        form: collective_specs.Collective,
+        sources: list[torch.Tensor],
         targets: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor, int] | None:  # fmt: skip
+    ) -> tuple[torch.Tensor, torch.Tensor, int] | None:
         """Run over contiguous memory: the tensors' own, or a copy's if they are several or have gaps. Returns what the
         kernel took, if that is the caller's own memory."""
         rows_in, rows_out = form.rows_in(self._world_size), form.rows_out(self._world_size)

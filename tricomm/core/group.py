@@ -61,7 +61,7 @@ class Group:
 
     def __init__(
         self, shared: Shared, device: torch.device, timeout: float, options: Options, runtime: Runtime
-    ) -> None:  # fmt: skip
+    ) -> None:
         control = shared.control
         self.rank, self.world_size, self.name = control.rank, control.world_size, control.group
         self.device, self.timeout, self.options, self.runtime = device, timeout, options, runtime

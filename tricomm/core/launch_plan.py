@@ -108,9 +108,10 @@ def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, 
     fingerprint, record = announced(choice, op, dtype.name if dtype is not None else "none", request, mode)
     handle, into = request.handle, request.into
     further: dict[str, Any] = {
-        "root": request.root, "table": None if handle is None else handle.addresses,
+        "root": request.root,
+        "table": None if handle is None else handle.addresses,
         "into": None if into is None else into.addresses,
-    }  # fmt: skip
+    }
     more = [further[name] for name in extras(kernel.function)]
     bits = dtype.bits if dtype is not None else None
     run = bind(kernel.function, choice.blocks, values, bits, aligned, more)
@@ -124,14 +125,32 @@ def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) 
     if epilogue is not None:  # also if a plain all-reduce runs before it
         collective, op = choice.collective if choice.fused else FUSED, epilogue.text()
     fingerprint = arguments.fingerprint(
-        collective, op, dtype, request.elements, request.root, choice.algorithm, choice.protocol, choice.blocks,
-        choice.block, mode, _handles(choice, request), None if epilogue is None else epilogue.facts,
-    )  # fmt: skip
+        collective,
+        op,
+        dtype,
+        request.elements,
+        request.root,
+        choice.algorithm,
+        choice.protocol,
+        choice.blocks,
+        choice.block,
+        mode,
+        _handles(choice, request),
+        None if epilogue is None else epilogue.facts,
+    )
     descriptor = Descriptor(
-        sequence=0, fingerprint=fingerprint, collective=collective, op=op + _named(choice, request), dtype=dtype,
-        algorithm=choice.algorithm, protocol=choice.protocol, count=request.elements, root=request.root,
-        grid=choice.blocks, mode=mode,
-    )  # fmt: skip
+        sequence=0,
+        fingerprint=fingerprint,
+        collective=collective,
+        op=op + _named(choice, request),
+        dtype=dtype,
+        algorithm=choice.algorithm,
+        protocol=choice.protocol,
+        count=request.elements,
+        root=request.root,
+        grid=choice.blocks,
+        mode=mode,
+    )
     return fingerprint, descriptor.packed()
 
 

@@ -47,9 +47,14 @@ class Launcher:
         self._last: Any = None  # that event; None if something may have been launched after it
 
     def launch(
-        self, plan: LaunchPlan, x: torch.Tensor, y: torch.Tensor, rows: Rows = (), again: Again | None = None,
+        self,
+        plan: LaunchPlan,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        rows: Rows = (),
+        again: Again | None = None,
         addresses: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Announce the call to the peers, then run it: through `again` if there is one, over the memory at `addresses`.
         Threads that share a group take turns.
 

@@ -60,9 +60,8 @@ class PointToPoint:
     """The messages of one group."""
 
     def __init__(
-        self, group: Group, faults: Faults, planner: Planner, launcher: Launcher, monitor: Monitor,
-        activity: Activity,
-    ) -> None:  # fmt: skip
+        self, group: Group, faults: Faults, planner: Planner, launcher: Launcher, monitor: Monitor, activity: Activity
+    ) -> None:
         self.group, self.faults, self.launcher = group, faults, launcher
         self._planner, self._activity = planner, activity
         self._gpu = group.gpu
@@ -78,9 +77,7 @@ class PointToPoint:
         describers[layout.MESSAGE_MISMATCH] = lambda peer, got: unmet(peer, unlike)
         group.control.doing = self.running
 
-    def send(
-        self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
-    ) -> Any:  # fmt: skip
+    def send(self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False) -> Any:
         """Send `x` to rank `dst`, whose `recv` has the same number of elements, dtype and tag. Returns None.
 
         Up to four short messages of a tag complete whether or not the receiver has asked for them. A message that finds
@@ -171,10 +168,19 @@ class PointToPoint:
             self._sent[peer, tag] += kind == "send"
             self.group.control.announce_message(
                 Descriptor(
-                    number, self._sent[peer, tag], kind, f"tag {tag}", half.dtype, "one_shot", half.protocol,
-                    half.count, peer, half.grid, "eager",
+                    number,
+                    self._sent[peer, tag],
+                    kind,
+                    f"tag {tag}",
+                    half.dtype,
+                    "one_shot",
+                    half.protocol,
+                    half.count,
+                    peer,
+                    half.grid,
+                    "eager",
                 )
-            )  # fmt: skip
+            )
             self.launcher.run(lambda: half.run(x, x, half.numel, number << 32 | half.facts))
             half.tally.total += half.weight
             if kind == "recv" and peer >= 0:
@@ -213,15 +219,30 @@ class PointToPoint:
         constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
         run = self.faults.loaded(
-            group.runtime.bind, kernel.function, grid, constexprs, dtype.bits, aligned, more, group.argument,
+            group.runtime.bind,
+            kernel.function,
+            grid,
+            constexprs,
+            dtype.bits,
+            aligned,
+            more,
+            group.argument,
             group.timeout,
-        )  # fmt: skip
+        )
         facts = arguments.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
         tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)
         return Half(
-            run, facts, x.numel() * dtype.lanes, kind, dtype.name, choice.protocol, x.numel(), grid, tally,
+            run,
+            facts,
+            x.numel() * dtype.lanes,
+            kind,
+            dtype.name,
+            choice.protocol,
+            x.numel(),
+            grid,
+            tally,
             weight(nbytes),
-        )  # fmt: skip
+        )
 
     def unread(self) -> list[int]:
         """Ranks that have not taken all of what this one has sent them."""

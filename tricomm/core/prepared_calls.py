@@ -47,9 +47,16 @@ class PreparedCall:
     __slots__ = ("apart", "gives", "itemsize", "look", "make", "nbytes", "out_nbytes", "plans", "rest")
 
     def __init__(
-        self, look: Callable[..., bool], itemsize: int, nbytes: int, out_nbytes: int, rest: int, apart: int | None,
-        make: Callable[..., torch.Tensor] | None, gives: bool,
-    ) -> None:  # fmt: skip
+        self,
+        look: Callable[..., bool],
+        itemsize: int,
+        nbytes: int,
+        out_nbytes: int,
+        rest: int,
+        apart: int | None,
+        make: Callable[..., torch.Tensor] | None,
+        gives: bool,
+    ) -> None:
         self.look, self.itemsize, self.nbytes, self.out_nbytes = look, itemsize, nbytes, out_nbytes
         self.rest, self.apart, self.make, self.gives = rest, apart, make, gives
         self.plans: list[tuple[LaunchPlan, Again | None] | None] = [None] * 4

@@ -45,9 +45,14 @@ class Symmetric:
     """
 
     def __init__(
-        self, arena: Arena, name: HandleName, shape: tuple[int, ...], dtype: torch.dtype,
-        tensor: torch.Tensor | None = None, released: Callable[[], object] = lambda: None,
-    ) -> None:  # fmt: skip
+        self,
+        arena: Arena,
+        name: HandleName,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        tensor: torch.Tensor | None = None,
+        released: Callable[[], object] = lambda: None,
+    ) -> None:
         self._arena, self._released = arena, released
         self.group, self.number, rank = name.group, name.number, name.rank
         self._closed = False

@@ -34,9 +34,13 @@ def _found(uuids: tuple[bytes, ...]) -> discovery.Discovery:
 
 
 def agree(
-    control: ControlPage, options: Options, device: torch.device, timeout: float, find: Find = _found,
+    control: ControlPage,
+    options: Options,
+    device: torch.device,
+    timeout: float,
+    find: Find = _found,
     uuid: bytes | None = None,
-) -> Topology | None:  # fmt: skip
+) -> Topology | None:
     """The topology of the group's devices, by rank; None if nothing is known, or if the ranks differ in it.
 
     Called by all ranks together. `find` and `uuid` (of this rank's device) are the machine's, except in tests. Raises
@@ -130,7 +134,7 @@ def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPositio
 
 def group_table(
     rank: int, bases: Sequence[int], control: int, memory: layout.Layout, topology: Topology | None, first_epoch: int
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The words of the group table at the head of an arena: this rank's number, and the address of everything.
 
     `bases` are the addresses of all ranks' arenas here, `control` is the address of the control page for the kernels.

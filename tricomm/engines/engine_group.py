@@ -144,9 +144,15 @@ class EngineGroup:
             comm.close()
             raise
         facts = GroupFacts(
-            seat.device.type, seat.world_size, 1, None, NCCL, reachable=comm.reachable, batch_invariant=invariant,
+            seat.device.type,
+            seat.world_size,
+            1,
+            None,
+            NCCL,
+            reachable=comm.reachable,
+            batch_invariant=invariant,
             switch=comm.switch,
-        )  # fmt: skip
+        )
         return facts, comm
 
     def _compare(self, comm: Communicator) -> None:
@@ -250,8 +256,12 @@ class EngineGroup:
             self._engine.log.warning(
                 "tricomm: %s: %s of %d elements of %s is captured without a call of that size before, and is left to "
                 "%s, as others like it; warm up before the capture",
-                self._text, key[0], key[2], key[1], self._engine.name,
-            )  # fmt: skip
+                self._text,
+                key[0],
+                key[2],
+                key[1],
+                self._engine.name,
+            )
         return False
 
     # Collectives
@@ -314,8 +324,10 @@ class EngineGroup:
                 return
             self._engine.log.warning(
                 "tricomm: %s keeps its %d bytes during the suspension, because CUDA graphs hold their addresses: %s",
-                self._text, comm.options.arena_bytes, first_line(error),
-            )  # fmt: skip
+                self._text,
+                comm.options.arena_bytes,
+                first_line(error),
+            )
 
     def resume(self) -> None:
         """Take memory again after `suspend`, or set tricomm up again; every rank calls it. Idempotent.

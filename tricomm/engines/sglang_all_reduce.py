@@ -20,11 +20,18 @@ from tricomm.engines.engine_group import Engine, EngineGroup, open_group
 FUNCTIONS = {
     "dispatch_custom_allreduce": ("group", "device"),
     "flashinfer_allreduce_residual_rmsnorm": (
-        "input_tensor", "residual", "weight", "eps", "max_token_num", "use_oneshot", "trigger_completion_at_end",
-        "fp32_acc", "use_attn_tp_group",
+        "input_tensor",
+        "residual",
+        "weight",
+        "eps",
+        "max_token_num",
+        "use_oneshot",
+        "trigger_completion_at_end",
+        "fp32_acc",
+        "use_attn_tp_group",
     ),
     "resolve_fusion_group": ("use_attn_tp_group",),
-}  # fmt: skip
+}
 
 _members: weakref.WeakValueDictionary[str, SglangAllReduce] = weakref.WeakValueDictionary()
 
@@ -87,9 +94,13 @@ def fused(coordinator: Callable[..., Any]) -> Callable[..., Any]:
     """A hook around the fused call of SGLang's layers. `coordinator` is SGLang's `resolve_fusion_group`."""
 
     def call(
-        own: Callable[..., Any], input_tensor: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor,
-        *more: Any, **options: Any,
-    ) -> Any:  # fmt: skip
+        own: Callable[..., Any],
+        input_tensor: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
         # SGLang passes what follows by name; if it does not, this is another version, and the hook steps aside.
         member = coordinator(use_attn_tp_group=options.get("use_attn_tp_group", True))[2].ca_comm if not more else None
         if not isinstance(member, SglangAllReduce):

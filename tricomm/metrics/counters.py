@@ -191,9 +191,14 @@ class Activity:
     tells what memory it holds of its device."""
 
     def __init__(
-        self, group: str, rank: int, world_size: int, device: torch.device, waited: dict[int, float],
+        self,
+        group: str,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        waited: dict[int, float],
         gpu: Gpu | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.group, self.rank, self.world_size, self.device = group, rank, world_size, device
         self.clock: Clock | None = None
         self.held: Callable[[], HeldMemory] = HeldMemory

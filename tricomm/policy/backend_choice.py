@@ -187,9 +187,14 @@ def limits() -> list[dict[str, Any]]:
 
 
 def log_once(
-    choice: BackendChoice, group: str, rank: int, collective: str, dtype: torch.dtype | None, op: str,
+    choice: BackendChoice,
+    group: str,
+    rank: int,
+    collective: str,
+    dtype: torch.dtype | None,
+    op: str,
     nbytes: int | None,
-) -> None:  # fmt: skip
+) -> None:
     """With TRICOMM_LOG=routing print a call, the first time that it is made in this group, on rank 0 only."""
     if rank == 0 and "routing" in (env.text("TRICOMM_LOG") or ""):
         key = (group, collective, dtype, op, nbytes, choice)

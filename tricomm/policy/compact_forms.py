@@ -16,15 +16,24 @@ MOST_REGISTERS, COMPACT_REGISTERS = 255, 128
 BESIDE_BLOCKS = 16  # of a group whose calls run beside other kernels
 LARGEST_LL_WARPS = 8  # of compact forms: a word a thread, so tiles of 256 words at most
 _MOST_RANKS, _MOST_LL_RANKS = 8, 4
-_LARGE = frozenset({
-    "all_reduce_two_shot_ll", "all_reduce_hybrid_cube_mesh_two_shot_simple", "all_reduce_two_shot_zero_copy",
-    "all_to_all_one_shot_ll", "all_reduce_multicast_simple",
-})  # fmt: skip
+_LARGE = frozenset(
+    {
+        "all_reduce_two_shot_ll",
+        "all_reduce_hybrid_cube_mesh_two_shot_simple",
+        "all_reduce_two_shot_zero_copy",
+        "all_to_all_one_shot_ll",
+        "all_reduce_multicast_simple",
+    }
+)
 # Before sm_90 a number that is the same in all threads takes a register in each of them.
-_LARGE_BEFORE_90 = frozenset({
-    "all_reduce_two_shot_simple", "broadcast_two_shot_simple", "all_reduce_one_shot_zero_copy",
-    "reduce_scatter_one_shot_zero_copy",
-})  # fmt: skip
+_LARGE_BEFORE_90 = frozenset(
+    {
+        "all_reduce_two_shot_simple",
+        "broadcast_two_shot_simple",
+        "all_reduce_one_shot_zero_copy",
+        "reduce_scatter_one_shot_zero_copy",
+    }
+)
 
 
 def has_compact_form(kernel: Kernel, device: str, world_size: int) -> bool:

@@ -39,9 +39,15 @@ _FIRST_ARCHITECTURE = 80  # two numbers of 16 bits in one instruction
 
 
 def choose(
-    facts: SelectionFacts, collective: str, bits: int, hidden: int, rows: int,
-    forced: tuple[str | None, str | None], quantize: str = "", mode: str = "eager",
-) -> Choice | str:  # fmt: skip
+    facts: SelectionFacts,
+    collective: str,
+    bits: int,
+    hidden: int,
+    rows: int,
+    forced: tuple[str | None, str | None],
+    quantize: str = "",
+    mode: str = "eager",
+) -> Choice | str:
     """The kernel for `rows` rows of `hidden` elements of `bits`, or why none takes them. A table's row gives kernel and
     shape; without one the rules here do. `forced`: algorithm and protocol, each None if that is left open.
 
@@ -124,9 +130,14 @@ def _power_of_two(number: int) -> int:
 
 
 def _shape(
-    facts: SelectionFacts, kernel: registry.Kernel, bits: int, hidden: int, rows: int, quantize: str,
+    facts: SelectionFacts,
+    kernel: registry.Kernel,
+    bits: int,
+    hidden: int,
+    rows: int,
+    quantize: str,
     row: TableRow | None = None,
-) -> tuple[int, int, int] | str:  # fmt: skip
+) -> tuple[int, int, int] | str:
     """(blocks, warps, tile), by `row` as far as it gives them, or why the kernel does not take such rows here.
 
     Raises `InvalidArgument` for a forced tile that it cannot use.
@@ -134,9 +145,16 @@ def _shape(
     blocks, warps, wanted = (None, None, None) if row is None else (row.blocks, row.warps, row.tile)
     gpu, name = facts.device != "cpu", f"{kernel.algorithm}/{kernel.protocol}"
     form = Specialization(
-        facts.world_size, 1, 0, False, WIDE=kernel.wide, ELEMENT="float32" if bits == 32 else "float16", HIDDEN=hidden,
-        SHARDS=facts.world_size if kernel.algorithm == "two_shot" else 1, QUANTIZE=quantize,
-    )  # fmt: skip
+        facts.world_size,
+        1,
+        0,
+        False,
+        WIDE=kernel.wide,
+        ELEMENT="float32" if bits == 32 else "float16",
+        HIDDEN=hidden,
+        SHARDS=facts.world_size if kernel.algorithm == "two_shot" else 1,
+        QUANTIZE=quantize,
+    )
     run = -(-form.SHARD * 2 // 3) if kernel.wide else form.SHARD
     least = (WORDS_PER_WARP if gpu else _LEAST_TILE) * (2 if kernel.wide else 1)  # a plane spans a warp
     whole = max(least, _power_of_two(run))

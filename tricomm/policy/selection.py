@@ -60,9 +60,15 @@ class Choice:
 
 
 def choose(
-    facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None = None, protocol: str | None = None,
-    mode: str = "eager", zero_copy: Sequence[str] = (), bits: int = 32,
-) -> Choice:  # fmt: skip
+    facts: SelectionFacts,
+    collective: str,
+    nbytes: int,
+    algorithm: str | None = None,
+    protocol: str | None = None,
+    mode: str = "eager",
+    zero_copy: Sequence[str] = (),
+    bits: int = 32,
+) -> Choice:
     """The kernel for `nbytes` bytes of input per rank (or of the root), elements of `bits`, in `mode` eager or graph.
 
     `algorithm` and `protocol` force one. `zero_copy` names the algorithms that take symmetric handles as they are
@@ -101,10 +107,18 @@ def choose(
         reason += f"; {beside}at most {registers} registers a thread and {facts.max_blocks} blocks"
     reason += _promise(facts, kernel)
     return Choice(
-        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, reason, table,
-        None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else "",
+        collective,
+        kernel.algorithm,
+        kernel.protocol,
+        blocks,
+        warps,
+        tile,
+        reason,
+        table,
+        None if forced else number,
+        f"{second.algorithm}/{second.protocol}" if second is not None else "",
         registers=registers,
-    )  # fmt: skip
+    )
 
 
 def why_not_multicast(device: str, reason: str) -> str:
@@ -138,9 +152,15 @@ def unfused(collective: str, choice: Choice, why: str) -> Choice:
 
 
 def _in_symmetric(
-    facts: SelectionFacts, collective: str, nbytes: int, algorithm: str | None, protocol: str | None, mode: str,
-    bits: int, fitting: Sequence[str],
-) -> Choice:  # fmt: skip
+    facts: SelectionFacts,
+    collective: str,
+    nbytes: int,
+    algorithm: str | None,
+    protocol: str | None,
+    mode: str,
+    bits: int,
+    fitting: Sequence[str],
+) -> Choice:
     known = [registry.find(collective, name, "simple", zero_copy=True) for name in fitting]
     registers = registers_of(facts, None)
     small = registers < MOST_REGISTERS
@@ -169,15 +189,28 @@ def _in_symmetric(
     how = "through the switch, which adds and copies" if kernel.multicast else "by whether the result goes there too"
     text = f"a symmetric handle is read in place; algorithm {how}{reason}{_promise(facts, kernel)}"
     return Choice(
-        collective, kernel.algorithm, kernel.protocol, blocks, warps, tile, text, table, number, zero_copy=True,
+        collective,
+        kernel.algorithm,
+        kernel.protocol,
+        blocks,
+        warps,
+        tile,
+        text,
+        table,
+        number,
+        zero_copy=True,
         registers=registers,
-    )  # fmt: skip
+    )
 
 
 def _not_in_symmetric(
-    facts: SelectionFacts, collective: str, algorithm: str | None, protocol: str | None, known: list[registry.Kernel],
+    facts: SelectionFacts,
+    collective: str,
+    algorithm: str | None,
+    protocol: str | None,
+    known: list[registry.Kernel],
     registers: int,
-) -> str:  # fmt: skip
+) -> str:
     """Why none of the kernels `known` takes a call over handles."""
     asked = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
     first = known[0]
@@ -309,9 +342,14 @@ def limits(facts: SelectionFacts, collective: str) -> list[int]:
 
 
 def table_rows(
-    facts: SelectionFacts, collective: str, nbytes: int | None, mode: str, bits: int, epilogue: str | None = None,
+    facts: SelectionFacts,
+    collective: str,
+    nbytes: int | None,
+    mode: str,
+    bits: int,
+    epilogue: str | None = None,
     zero_copy: bool = False,
-) -> list[tuple[str, int, TableRow]]:  # fmt: skip
+) -> list[tuple[str, int, TableRow]]:
     """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
     table for these devices. The first row decides. `nbytes` None: rows of any sizes.
     """

@@ -10,9 +10,7 @@ from tricomm.explorer.ptx.instructions import PtxKernel
 
 KIB = 1024
 # KiB of shared memory that one block may have (CUDA C++ Programming Guide, "Technical Specifications").
-SHARED = {
-    75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
-}  # fmt: skip
+SHARED = {75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
 THREADS = 1024
 BLOCK = (1024, 1024, 64)
 GRID = (2**31 - 1, 65535, 65535)

@@ -127,6 +127,4 @@ def dot_product(a: Any, b: Any, total: Any, a_part: Any, b_part: Any, first: int
     return total
 
 
-_RULES = {
-    "popc": _count, "clz": _count, "brev": _count, "bfind": _bfind, "fns": _fns, "dp4a": _dot, "dp2a": _dot,
-}  # fmt: skip
+_RULES = {"popc": _count, "clz": _count, "brev": _count, "bfind": _bfind, "fns": _fns, "dp4a": _dot, "dp2a": _dot}

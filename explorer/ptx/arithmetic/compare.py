@@ -15,11 +15,21 @@ _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
 _COMBINE = {"and": "&", "or": "|", "xor": "^"}
 _FLOATS = {"f16": "f2", "bf16": "u2", "f32": "f4", "f64": "f8"}
 _ORDERED = {
-    "eq": "{x} == {y}", "lt": "{x} < {y}", "le": "{x} <= {y}", "gt": "{x} > {y}", "ge": "{x} >= {y}",
-    "neu": "{x} != {y}", "ne": "({x} < {y}) | ({x} > {y})", "equ": "~(({x} < {y}) | ({x} > {y}))",
-    "ltu": "~({x} >= {y})", "leu": "~({x} > {y})", "gtu": "~({x} <= {y})", "geu": "~({x} < {y})",
-    "num": "({x} == {x}) & ({y} == {y})", "nan": "({x} != {x}) | ({y} != {y})",
-}  # fmt: skip
+    "eq": "{x} == {y}",
+    "lt": "{x} < {y}",
+    "le": "{x} <= {y}",
+    "gt": "{x} > {y}",
+    "ge": "{x} >= {y}",
+    "neu": "{x} != {y}",
+    "ne": "({x} < {y}) | ({x} > {y})",
+    "equ": "~(({x} < {y}) | ({x} > {y}))",
+    "ltu": "~({x} >= {y})",
+    "leu": "~({x} > {y})",
+    "gtu": "~({x} <= {y})",
+    "geu": "~({x} < {y})",
+    "num": "({x} == {x}) & ({y} == {y})",
+    "nan": "({x} != {x}) | ({y} != {y})",
+}
 
 
 def rule(form: Form) -> Rule | None:
@@ -122,10 +132,21 @@ def compared_halves(operator: str, a: Any, b: Any, predicate: Any = None, combin
 
 def _ordered(operator: str, x: Any, y: Any) -> Any:
     return {
-        "eq": x == y, "lt": x < y, "le": x <= y, "gt": x > y, "ge": x >= y, "neu": x != y, "ne": (x < y) | (x > y),
-        "equ": ~((x < y) | (x > y)), "ltu": ~(x >= y), "leu": ~(x > y), "gtu": ~(x <= y), "geu": ~(x < y),
-        "num": (x == x) & (y == y), "nan": (x != x) | (y != y),
-    }[operator]  # fmt: skip
+        "eq": x == y,
+        "lt": x < y,
+        "le": x <= y,
+        "gt": x > y,
+        "ge": x >= y,
+        "neu": x != y,
+        "ne": (x < y) | (x > y),
+        "equ": ~((x < y) | (x > y)),
+        "ltu": ~(x >= y),
+        "leu": ~(x > y),
+        "gtu": ~(x <= y),
+        "geu": ~(x < y),
+        "num": (x == x) & (y == y),
+        "nan": (x != x) | (y != y),
+    }[operator]
 
 
 @function
@@ -218,10 +239,13 @@ def _slct(form: Form) -> Rule | None:
 
 
 _PROPERTY = {
-    "finite": "{0} - {0} == {0} - {0}", "infinite": "absolute({0}) == {inf}", "number": "{0} == {0}",
-    "notanumber": "{0} != {0}", "normal": "(absolute({0}) >= {least}) & (absolute({0}) < {inf}) | ({0} == {zero})",
+    "finite": "{0} - {0} == {0} - {0}",
+    "infinite": "absolute({0}) == {inf}",
+    "number": "{0} == {0}",
+    "notanumber": "{0} != {0}",
+    "normal": "(absolute({0}) >= {least}) & (absolute({0}) < {inf}) | ({0} == {zero})",
     "subnormal": "(absolute({0}) < {least}) & ({0} != {zero})",
-}  # fmt: skip
+}
 
 
 def _testp(form: Form) -> Rule | None:

@@ -114,9 +114,13 @@ def _directed(near: float, order: int, mode: str) -> float:
 
 
 _PLAIN: dict[str, Any] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "sqrt": np.sqrt,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "sqrt": np.sqrt,
     "fma": _separate,
-}  # fmt: skip
+}
 
 
 def directed_f8(name: str, mode: str, *inputs: Any) -> Any:

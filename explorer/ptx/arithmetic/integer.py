@@ -260,7 +260,20 @@ def product_24(a: Any, b: Any, shift: Any) -> Any:
 
 
 _RULES = {
-    "add": _sum, "sub": _sum, "addc": _sum_with_carry, "subc": _sum_with_carry, "mul": _mul, "mad": _mad, "madc": _mad,
-    "div": _div, "rem": _div, "min": _min, "max": _min, "neg": _one, "abs": _one, "sad": _sad, "mul24": _mul24,
+    "add": _sum,
+    "sub": _sum,
+    "addc": _sum_with_carry,
+    "subc": _sum_with_carry,
+    "mul": _mul,
+    "mad": _mad,
+    "madc": _mad,
+    "div": _div,
+    "rem": _div,
+    "min": _min,
+    "max": _min,
+    "neg": _one,
+    "abs": _one,
+    "sad": _sad,
+    "mul24": _mul24,
     "mad24": _mul24,
-}  # fmt: skip
+}

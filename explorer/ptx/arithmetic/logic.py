@@ -95,10 +95,21 @@ def funnel_right(low: Any, high: Any, amount: Any) -> Any:
 
 # Of two inputs: bit 3 is the result for (1, 1), bit 2 for (1, 0), bit 1 for (0, 1), bit 0 for (0, 0).
 _OF_TWO = {
-    1: "~({x} | {y})", 2: "(~{x} & {y})", 3: "~{x}", 4: "({x} & ~{y})", 5: "~{y}", 6: "({x} ^ {y})", 7: "~({x} & {y})",
-    8: "({x} & {y})", 9: "~({x} ^ {y})", 10: "{y}", 11: "(~{x} | {y})", 12: "{x}", 13: "({x} | ~{y})",
+    1: "~({x} | {y})",
+    2: "(~{x} & {y})",
+    3: "~{x}",
+    4: "({x} & ~{y})",
+    5: "~{y}",
+    6: "({x} ^ {y})",
+    7: "~({x} & {y})",
+    8: "({x} & {y})",
+    9: "~({x} ^ {y})",
+    10: "{y}",
+    11: "(~{x} | {y})",
+    12: "{x}",
+    13: "({x} | ~{y})",
     14: "({x} | {y})",
-}  # fmt: skip
+}
 
 
 def table_expression(table: int) -> str:
@@ -140,6 +151,13 @@ def test_and(value: Any, q: Any) -> tuple[Any, Any]:
 
 
 _RULES = {
-    "and": _bitwise, "or": _bitwise, "xor": _bitwise, "not": _bitwise, "cnot": _cnot, "shl": _shift, "shr": _shift,
-    "shf": _funnel, "lop3": _lop3,
-}  # fmt: skip
+    "and": _bitwise,
+    "or": _bitwise,
+    "xor": _bitwise,
+    "not": _bitwise,
+    "cnot": _cnot,
+    "shl": _shift,
+    "shr": _shift,
+    "shf": _funnel,
+    "lop3": _lop3,
+}

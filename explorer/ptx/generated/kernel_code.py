@@ -109,9 +109,16 @@ class KernelCode:
         variables = ",".join(self.operands.variable(r) for r in self.registers)
         body = self._tree(0, len(self.flow.blocks), 2)
         return [
-            "def run(u,pc,registers):", f" {variables},=registers" if variables else " pass", " steps=u.steps",
-            " turn=u.turn", " g=None", " while True:", *body, " u.steps=steps", f" return at,g,[{variables}]",
-        ]  # fmt: skip
+            "def run(u,pc,registers):",
+            f" {variables},=registers" if variables else " pass",
+            " steps=u.steps",
+            " turn=u.turn",
+            " g=None",
+            " while True:",
+            *body,
+            " u.steps=steps",
+            f" return at,g,[{variables}]",
+        ]
 
     def _tree(self, low: int, high: int, depth: int) -> list[str]:
         pad = " " * depth
@@ -119,9 +126,11 @@ class KernelCode:
             return [pad + line for line in self._block(low)]
         middle = (low + high) // 2
         return [
-            f"{pad}if pc<{middle}:", *self._tree(low, middle, depth + 1), f"{pad}else:",
+            f"{pad}if pc<{middle}:",
+            *self._tree(low, middle, depth + 1),
+            f"{pad}else:",
             *self._tree(middle, high, depth + 1),
-        ]  # fmt: skip
+        ]
 
     def _block(self, number: int) -> list[str]:
         block, lines = self.flow.blocks[number], [f"u.surroundings.passes({number})"] if self.timed else []
@@ -184,9 +193,15 @@ class KernelCode:
             lines = [f"if {'not ' if negated else ''}{variable}:", *_indented(taken)]
             return lines if instruction.opcode == "brkpt" else [*lines, "else:", *_indented(other)]
         return [
-            guard_code(variable, negated), "if g is True:", *_indented(taken),
-            "elif g is False:", *_indented(other), "else:", f" at={index}", " break",
-        ]  # fmt: skip
+            guard_code(variable, negated),
+            "if g is True:",
+            *_indented(taken),
+            "elif g is False:",
+            *_indented(other),
+            "else:",
+            f" at={index}",
+            " break",
+        ]
 
     def piece(self, index: int, passed: bool) -> Piece:
         """The piece at `index`; `passed`: its lanes have passed the guard of the instruction there."""

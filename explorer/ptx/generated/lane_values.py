@@ -30,10 +30,19 @@ class LaneValues:
         self.true = self.below[lanes]
         self.numbers = numbers
         self.names: dict[str, Any] = {
-            "_compare": self.compare, "_p_and": p_and, "_p_or": p_or, "_p_xor": p_xor, "_p_not": p_not,
-            "_agreed": self.agreed, "_merge": merge, "_p_merge": p_merge, "_both": self.both, "_p_array": self.p_array,
-            "_INVERSE_AGREED": self.inverse_agreed, "_both_not": self.both_not,
-        }  # fmt: skip
+            "_compare": self.compare,
+            "_p_and": p_and,
+            "_p_or": p_or,
+            "_p_xor": p_xor,
+            "_p_not": p_not,
+            "_agreed": self.agreed,
+            "_merge": merge,
+            "_p_merge": p_merge,
+            "_both": self.both,
+            "_p_array": self.p_array,
+            "_INVERSE_AGREED": self.inverse_agreed,
+            "_both_not": self.both_not,
+        }
         for width in (8, 16, 32, 64):
             kind = f"u{width // 8}"
             self.names[f"_fill_{kind}"] = self._filler(kind)
@@ -160,8 +169,13 @@ class LaneValues:
 
 
 _ARRAYS: dict[str, Any] = {
-    "==": np.equal, "!=": np.not_equal, "<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal,
-}  # fmt: skip
+    "==": np.equal,
+    "!=": np.not_equal,
+    "<": np.less,
+    "<=": np.less_equal,
+    ">": np.greater,
+    ">=": np.greater_equal,
+}
 
 
 @cache

@@ -14,11 +14,16 @@ from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, unknown_for
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _INTEGERS: dict[str, Callable[[int, int], int]] = {
-    "add": lambda old, new: old + new, "exch": lambda old, new: new, "min": min, "max": max,
-    "and": lambda old, new: old & new, "or": lambda old, new: old | new, "xor": lambda old, new: old ^ new,
+    "add": lambda old, new: old + new,
+    "exch": lambda old, new: new,
+    "min": min,
+    "max": max,
+    "and": lambda old, new: old & new,
+    "or": lambda old, new: old | new,
+    "xor": lambda old, new: old ^ new,
     "inc": lambda old, top: 0 if old >= top else old + 1,
     "dec": lambda old, top: top if old == 0 or old > top else old - 1,
-}  # fmt: skip
+}
 _FLOATS = {"f16": "f2", "f32": "f4", "f64": "f8", "f16x2": "f2"}
 Change = Callable[[int, tuple[int, ...]], int]
 
@@ -122,10 +127,20 @@ class AtomicSite:
             form = self.form
             unit.tell(
                 ThreadAccess(
-                    form.kind, form.op, space, unit.threads[active], addresses, form.itemsize, form.elements, form.sem,
-                    form.scope, form.instruction, perform, None,
+                    form.kind,
+                    form.op,
+                    space,
+                    unit.threads[active],
+                    addresses,
+                    form.itemsize,
+                    form.elements,
+                    form.sem,
+                    form.scope,
+                    form.instruction,
+                    perform,
+                    None,
                 )
-            )  # fmt: skip
+            )
         else:
             perform(None)
         table = before.view(operands[0].dtype)

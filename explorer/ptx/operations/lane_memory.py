@@ -40,9 +40,7 @@ def const_region(unit: UnitView, address: int, nbytes: int) -> AddressRange:
     return unit.constants.find(address, nbytes)
 
 
-FIND: dict[str, Find] = {
-    "global": global_region, "shared": shared_region, "local": local_region, "const": const_region,
-}  # fmt: skip
+FIND: dict[str, Find] = {"global": global_region, "shared": shared_region, "local": local_region, "const": const_region}
 
 
 def aligned(address: int, nbytes: int) -> None:

@@ -134,9 +134,20 @@ class MemorySite:
         if addresses.dtype != np.uint64:
             addresses = addresses.astype("u8")
         return ThreadAccess(
-            form.kind, form.op, space, threads, addresses, form.itemsize, form.elements, form.sem, form.scope,
-            form.instruction, perform, supply, stored,
-        )  # fmt: skip
+            form.kind,
+            form.op,
+            space,
+            threads,
+            addresses,
+            form.itemsize,
+            form.elements,
+            form.sem,
+            form.scope,
+            form.instruction,
+            perform,
+            supply,
+            stored,
+        )
 
     def store(self, unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
         space = self.form.space

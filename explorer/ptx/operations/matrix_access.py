@@ -67,9 +67,7 @@ def matrix(instruction: Instruction, operands: Operands, partial: bool) -> Opera
     registers, address = instruction.operands if loads else instruction.operands[::-1]
     if not isinstance(address, Address) or operands.unit.lanes % WARP:
         raise unknown_form(instruction, "whole warps and an address are expected")
-    form = MemoryForm(
-        "load" if loads else "store", "", "shared", "b32", 4, 4, None, None, address, (), (), instruction
-    )  # fmt: skip
+    form = MemoryForm("load" if loads else "store", "", "shared", "b32", 4, 4, None, None, address, (), (), instruction)
     site = MemorySite(form, operands.unit.lanes, operands.address(address)[1])
     places = Matrices(operands.unit.lanes, _COUNT[modifiers[1]])
 

@@ -10,9 +10,14 @@ from tricomm.explorer.ptx.instructions import Address, Instruction, Operand, Reg
 ORDERS = ("volatile", "relaxed", "acquire", "release", "acq_rel", "sc")
 SCOPES = ("cta", "cluster", "gpu", "sys")
 _SPACES = {
-    "global": "global", "shared": "shared", "shared::cta": "shared", "local": "local", "const": "const",
-    "param": "param", "param::entry": "param",
-}  # fmt: skip
+    "global": "global",
+    "shared": "shared",
+    "shared::cta": "shared",
+    "local": "local",
+    "const": "const",
+    "param": "param",
+    "param::entry": "param",
+}
 _CACHES = ("ca", "cg", "cs", "cv", "wb", "wt", "lu", "nc", "weak", "unified", "noftz")
 OPERATIONS = ("add", "exch", "cas", "min", "max", "and", "or", "xor", "inc", "dec")
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}

@@ -18,12 +18,25 @@ from tricomm.explorer.ptx.unit_view import UnitView
 
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor")
 _REDUCE: dict[str, Any] = {
-    "add": np.add, "min": np.fmin, "max": np.fmax, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor,
-}  # fmt: skip
+    "add": np.add,
+    "min": np.fmin,
+    "max": np.fmax,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
 _TYPES = {
-    "u32": "u4", "s32": "i4", "b32": "u4", "u64": "u8", "s64": "i8", "b64": "u8", "f32": "f4", "f64": "f8", "f16": "f2",
+    "u32": "u4",
+    "s32": "i4",
+    "b32": "u4",
+    "u64": "u8",
+    "s64": "i8",
+    "b64": "u8",
+    "f32": "f4",
+    "f64": "f8",
+    "f16": "f2",
     "f16x2": "f2",
-}  # fmt: skip
+}
 
 
 def multimem(instruction: Instruction, operands: Operands, partial: bool) -> Operation:

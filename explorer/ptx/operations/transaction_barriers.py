@@ -55,9 +55,16 @@ def arrival_site(instruction: Instruction, address: Address, operands: Operands,
 def mbarrier(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
     name = instruction.modifiers[0]
     make = {
-        "init": _init, "inval": _init, "arrive": _arrive, "arrive_drop": _arrive, "expect_tx": _bytes,
-        "complete_tx": _bytes, "test_wait": _wait, "try_wait": _wait, "pending_count": _pending,
-    }.get(name)  # fmt: skip
+        "init": _init,
+        "inval": _init,
+        "arrive": _arrive,
+        "arrive_drop": _arrive,
+        "expect_tx": _bytes,
+        "complete_tx": _bytes,
+        "test_wait": _wait,
+        "try_wait": _wait,
+        "pending_count": _pending,
+    }.get(name)
     if make is None:
         raise unknown_form(instruction, "this operation on an mbarrier is not known")
     return make(instruction, operands)

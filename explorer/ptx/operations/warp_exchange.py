@@ -146,9 +146,13 @@ def _first(function: Callable[..., Array]) -> Callable[..., Any]:
 
 
 _REDUCE: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-}  # fmt: skip
+}
 
 
 _INTEGER_FORMS = {(kind, name) for kind in ("u32", "s32") for name in ("add", "min", "max")}

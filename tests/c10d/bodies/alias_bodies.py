@@ -96,9 +96,16 @@ def _in_place(parts, rank, x):
 
 
 CASES = {
-    "coalesced": _coalesced, "manager": _manager, "functional": _functional, "broadcast": _broadcast,
-    "gathers": _gathers, "scatters": _scatters, "lists": _lists, "single": _single, "in place": _in_place,
-}  # fmt: skip
+    "coalesced": _coalesced,
+    "manager": _manager,
+    "functional": _functional,
+    "broadcast": _broadcast,
+    "gathers": _gathers,
+    "scatters": _scatters,
+    "lists": _lists,
+    "single": _single,
+    "in place": _in_place,
+}
 
 
 def overlapping(rank, world_size, tell, url, route):

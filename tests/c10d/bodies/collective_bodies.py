@@ -18,13 +18,28 @@ OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"]
 def wanted(parts, op, dtype):
     """The reduction, in numbers that hold it exactly."""
     if dtype == torch.bool:
-        fold = {"SUM": torch.logical_or, "MAX": torch.logical_or, "BOR": torch.logical_or, "MIN": torch.logical_and,
-                "PRODUCT": torch.logical_and, "BAND": torch.logical_and, "BXOR": torch.logical_xor}[op]  # fmt: skip
+        fold = {
+            "SUM": torch.logical_or,
+            "MAX": torch.logical_or,
+            "BOR": torch.logical_or,
+            "MIN": torch.logical_and,
+            "PRODUCT": torch.logical_and,
+            "BAND": torch.logical_and,
+            "BXOR": torch.logical_xor,
+        }[op]
         wide = parts
     else:
         wide = [p.to(torch.float64 if dtype.is_floating_point else torch.int64) for p in parts]
-        fold = {"SUM": torch.add, "AVG": torch.add, "MIN": torch.minimum, "MAX": torch.maximum, "PRODUCT": torch.mul,
-                "BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}[op]  # fmt: skip
+        fold = {
+            "SUM": torch.add,
+            "AVG": torch.add,
+            "MIN": torch.minimum,
+            "MAX": torch.maximum,
+            "PRODUCT": torch.mul,
+            "BAND": torch.bitwise_and,
+            "BOR": torch.bitwise_or,
+            "BXOR": torch.bitwise_xor,
+        }[op]
     total = wide[0]
     for part in wide[1:]:
         total = fold(total, part)

@@ -158,7 +158,7 @@ FUNCTIONS = {
     "coalescing manager": _manager,
     "facts": _facts,
     "barrier": _in_place(lambda y: dist.barrier()),
-}  # fmt: skip
+}
 
 
 def _values(found):

@@ -136,9 +136,13 @@ def many_groups(rank, world_size, tell, url, count):
         time.sleep(0.2)
         after = _threads() - threads, len(os.listdir("/proc/self/fd")) - files
     return {
-        "threads": more[0], "descriptors": more[1], "after": after, "make": made - began, "use": used - made,
+        "threads": more[0],
+        "descriptors": more[1],
+        "after": after,
+        "make": made - began,
+        "use": used - made,
         "destroy": ended - ending,
-    }  # fmt: skip
+    }
 
 
 def _threads():

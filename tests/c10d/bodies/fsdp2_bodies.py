@@ -142,9 +142,10 @@ def limits(rank, world_size, tell, url):
         kept = fsdp2.ReduceScatter(other)
         dist.destroy_process_group(other)
         refused(
-            lambda: kept.allocate((8 * world_size,), dtype=torch.float32, device=torch.device("cpu")), "destroyed",
+            lambda: kept.allocate((8 * world_size,), dtype=torch.float32, device=torch.device("cpu")),
+            "destroyed",
             kind=GroupAborted,
-        )  # fmt: skip
+        )
         for comm in mine:
             comm.close()
             comm.close()

@@ -208,8 +208,15 @@ def answers(rank, world_size, tell, url, backend):
         names = group._get_backend_name(), own.name(), own.options.backend
         assert names == (backend,) * 3, names
         return {
-            "numbers": numbers, "store": store.get("key"), "timeout": own.options._timeout, "size": group.size(),
-            "rank": (group.rank(), own.rank()), "name": group.group_name, "desc": group.group_desc,
+            "numbers": numbers,
+            "store": store.get("key"),
+            "timeout": own.options._timeout,
+            "size": group.size(),
+            "rank": (group.rank(), own.rank()),
+            "name": group.group_name,
+            "desc": group.group_desc,
             "flags": (own.supports_coalescing, own.supports_time_estimate, group.use_pg_for_symm_mem_rendezvous),
-            "hooks": group._has_hooks(), "device": group.bound_device_id, "alloc": own.supports_tensor_alloc(cpu),
-        }  # fmt: skip
+            "hooks": group._has_hooks(),
+            "device": group.bound_device_id,
+            "alloc": own.supports_tensor_alloc(cpu),
+        }

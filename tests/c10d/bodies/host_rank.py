@@ -32,9 +32,13 @@ def main(rank: int, world_size: int, url: str, folder: Path) -> None:
     inside = tricomm.stats()
     facts = dist.group.WORLD._dispatcher.site("cpu")
     seen = {
-        "whole": x[0].item(), "part": y[0].item(), "kernels": inside["kernels"], "gloo": between["gloo"],
-        "why": facts.no_kernels, "nodes": facts.nodes,
-    }  # fmt: skip
+        "whole": x[0].item(),
+        "part": y[0].item(),
+        "kernels": inside["kernels"],
+        "gloo": between["gloo"],
+        "why": facts.no_kernels,
+        "nodes": facts.nodes,
+    }
     last = dist.new_group(timeout=timedelta(seconds=LIMIT))
     dist.all_reduce(x, group=last)
     (folder / f"ready{rank}").touch()

@@ -79,14 +79,21 @@ def round_trip(rank, world_size, tell, url, turns):
         results = {"wrong": [], "said": {}, "pages": [], "stats": []}
         x = torch.ones(1000)
         calls = {
-            "all_reduce": lambda: comm.all_reduce(x), "barrier": comm.barrier,
+            "all_reduce": lambda: comm.all_reduce(x),
+            "barrier": comm.barrier,
             "send": lambda: comm.send(x, (rank + 1) % world_size),
-            "recv": lambda: comm.recv(x), "symmetric": lambda: comm.symmetric((1,), torch.int8),
-            "split": lambda: comm.split([0]), "launch": lambda: comm.launch(None, 1), "handle": lambda: w.local,
-            "gather": lambda: comm.all_reduce(w), "suspend": comm.suspend, "synchronize": comm.synchronize,
-            "unread": comm.unread, "register": lambda: comm.register(x),
+            "recv": lambda: comm.recv(x),
+            "symmetric": lambda: comm.symmetric((1,), torch.int8),
+            "split": lambda: comm.split([0]),
+            "launch": lambda: comm.launch(None, 1),
+            "handle": lambda: w.local,
+            "gather": lambda: comm.all_reduce(w),
+            "suspend": comm.suspend,
+            "synchronize": comm.synchronize,
+            "unread": comm.unread,
+            "register": lambda: comm.register(x),
             "use_table": lambda: comm.use_table([], "none"),
-        }  # fmt: skip
+        }
         results["awake"] = refused(comm.resume)
         for turn in range(turns):
             results["wrong"] += _right(comm, turn)

@@ -64,7 +64,7 @@ def exchanges(group, peers, out_ptr, number, RANK: tl.constexpr, OTHER: tl.const
 @triton.jit
 def weaker_flag(
     group, peers, out_ptr, RANK: tl.constexpr, OTHER: tl.constexpr, BARRIER: tl.constexpr, RELEASE: tl.constexpr
-):  # fmt: skip
+):
     """As one round of `exchanges`, with the primitives under `set_flag`."""
     lane = tl.arange(0, 1)
     tl.store(peers[OTHER], 5)

@@ -71,9 +71,11 @@ def test_every_pattern_that_is_covered(use_oneshot):
 
 
 NAMES = {
-    6: "kMoEReductionARResidualRMSNorm", 8: "kARResidualRMSNormPerTokenGroupFP8PackedQuant",
-    12: "kMoEFinalizeARResidualRMSNormFP8Quant", 13: "unknown",
-}  # fmt: skip
+    6: "kMoEReductionARResidualRMSNorm",
+    8: "kARResidualRMSNormPerTokenGroupFP8PackedQuant",
+    12: "kMoEFinalizeARResidualRMSNormFP8Quant",
+    13: "unknown",
+}
 REFUSED = [
     *[({"pattern": n}, rf"{n} \({k}\) is not covered; there is 0, 1, 2, 3, 4, 5, 10, 11") for n, k in NAMES.items()],
     ({"residual_in": None}, "kARResidualRMSNorm needs residual_in"),
@@ -86,7 +88,7 @@ REFUSED = [
     ({"pattern": 3, "scale_factor": 1.0, "layout_code": [1]}, r"layout_code=\[1\]"),
     ({"pattern": 10, "scale_out": torch.ones(2)}, r"scale_out: .*\(2,\); float32 of shape \(3, 1\)"),
     ({"workspace": object()}, "workspace is a object"),
-]  # fmt: skip
+]
 
 
 def test_what_is_not_covered_is_refused_by_name():
@@ -105,10 +107,16 @@ def test_what_is_not_covered_is_refused_by_name():
                 facade.allreduce_fusion(**given | change)
             texts.append(str(error.value))
         workspace = given["workspace"]
-        fits = [workspace.is_buffer_size_sufficient(*shape) for shape in [
-            (1, 8, 48, torch.bfloat16), (1, 4, 96, torch.bfloat16), (1, 8, 48, torch.float32),
-            (2, 1, 8, torch.bfloat16), (1, 1, 8, torch.int32),
-        ]]  # fmt: skip
+        fits = [
+            workspace.is_buffer_size_sufficient(*shape)
+            for shape in [
+                (1, 8, 48, torch.bfloat16),
+                (1, 4, 96, torch.bfloat16),
+                (1, 8, 48, torch.float32),
+                (2, 1, 8, torch.bfloat16),
+                (1, 1, 8, torch.int32),
+            ]
+        ]
         workspace.destroy()
         with pytest.raises(ValueError, match="it was destroyed"):
             facade.allreduce_fusion(**given)
@@ -121,9 +129,14 @@ def test_what_is_not_covered_is_refused_by_name():
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [({"backend": "mnnvl-cutedsl"}, "mnnvl-cutedsl"), ({"top_k": 2}, "with top_k"), ({"dtype": torch.int8}, "dtype="),
-     ({"max_token_num": 0}, "max_token_num=0"), ({"rank": 1}, "this is rank 0 of 1")],
-)  # fmt: skip
+    [
+        ({"backend": "mnnvl-cutedsl"}, "mnnvl-cutedsl"),
+        ({"top_k": 2}, "with top_k"),
+        ({"dtype": torch.int8}, "dtype="),
+        ({"max_token_num": 0}, "max_token_num=0"),
+        ({"rank": 1}, "this is rank 0 of 1"),
+    ],
+)
 def test_a_workspace_that_cannot_be_is_refused(change, words):
     def body(comm):
         given = {"backend": "auto", "max_token_num": 1, "hidden_dim": 8, "dtype": torch.float32, "group": comm} | change

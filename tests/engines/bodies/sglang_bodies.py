@@ -36,9 +36,13 @@ def coordinator(rank, world_size, url, **environment):
     dist.init_process_group("gloo", url, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
     load_plugins()
     group = parallel_state.GroupCoordinator(
-        [list(range(world_size))], rank, "gloo", use_custom_allreduce=True, group_name="tp",
+        [list(range(world_size))],
+        rank,
+        "gloo",
+        use_custom_allreduce=True,
+        group_name="tp",
         **{f"use_{name}": False for name in OFF},
-    )  # fmt: skip
+    )
     try:
         yield group
     finally:

@@ -87,9 +87,20 @@ class Block:
             return np.stack([np.frombuffer((v or 0).to_bytes(size * elements, "little"), np.uint8) for v in each])
 
         access = ThreadAccess(
-            kind, op, "global", threads, (offsets + self.litmus.region.base).astype(np.uint64), size, elements, sem,
-            scope if sem else None, _instruction(name), perform, None, stored,
-        )  # fmt: skip
+            kind,
+            op,
+            "global",
+            threads,
+            (offsets + self.litmus.region.base).astype(np.uint64),
+            size,
+            elements,
+            sem,
+            scope if sem else None,
+            _instruction(name),
+            perform,
+            None,
+            stored,
+        )
         places = locate(access, self.litmus.memory, [], self.maker.rank)
         perform(None)
         results = [int.from_bytes(row.tobytes(), "little") for row in old]

@@ -75,8 +75,13 @@ _FENCE = "fence.acq_rel.gpu;"
 
 
 @functools.cache
-def passed(store: str = "relaxed", load: str = "relaxed", before: str = "", after: str = "",
-           faults: tuple[str, ...] = ("delay",)) -> set[tuple[int, ...]]:  # fmt: skip
+def passed(
+    store: str = "relaxed",
+    load: str = "relaxed",
+    before: str = "",
+    after: str = "",
+    faults: tuple[str, ...] = ("delay",),
+) -> set[tuple[int, ...]]:
     return outcomes(_STORES.format(before, store), _LOADS.format(load, after), 80, faults)
 
 

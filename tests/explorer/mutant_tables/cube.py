@@ -40,15 +40,35 @@ _AGAIN = "        status = mesh.wait_headers(chunk, 1, True, False, SPEC)\n    f
 
 
 def _mutant(
-    name: str, title: str, bug: str, edits: tuple[Edit, ...], keys: Key | tuple[Key, ...], expect: frozenset[str],
-    advice: str = "", *, sizes: tuple[int, ...] = (3,), dtype: torch.dtype = torch.int64, body: Body | None = None,
+    name: str,
+    title: str,
+    bug: str,
+    edits: tuple[Edit, ...],
+    keys: Key | tuple[Key, ...],
+    expect: frozenset[str],
+    advice: str = "",
+    *,
+    sizes: tuple[int, ...] = (3,),
+    dtype: torch.dtype = torch.int64,
+    body: Body | None = None,
     topology: Topology | None = None,
-) -> Mutant:  # fmt: skip
+) -> Mutant:
     keys = (keys,) if isinstance(keys[0], str) else keys
     return Mutant(
-        name, title, bug, edits, keys, expect, advice, schedules=2, world_size=CUBE_RANKS, sizes=sizes, dtype=dtype,
-        body=body, topology=topology,
-    )  # fmt: skip
+        name,
+        title,
+        bug,
+        edits,
+        keys,
+        expect,
+        advice,
+        schedules=2,
+        world_size=CUBE_RANKS,
+        sizes=sizes,
+        dtype=dtype,
+        body=body,
+        topology=topology,
+    )
 
 
 CUBES = (

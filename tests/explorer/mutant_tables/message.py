@@ -16,8 +16,18 @@ _SEEN = "    tl.debug_barrier()  # no thread reads the payload before the acquir
 _LOOP = "                first = tl.zeros([], tl.int64)\n                while (first < count)"
 
 
-def _mutant(name: str, title: str, bug: str, file: str, old: str, new: str, key: tuple[str, str, str] = S,
-            expect: frozenset[str] = RACE, advice: str = "", **more: object) -> Mutant:  # fmt: skip
+def _mutant(
+    name: str,
+    title: str,
+    bug: str,
+    file: str,
+    old: str,
+    new: str,
+    key: tuple[str, str, str] = S,
+    expect: frozenset[str] = RACE,
+    advice: str = "",
+    **more: object,
+) -> Mutant:
     edits = (Edit(file, old, new),)
     return Mutant(name, title, bug, edits, (key,), expect, advice, processes=NOT_TRIED, **more)  # type: ignore[arg-type]
 

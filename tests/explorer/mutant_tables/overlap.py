@@ -40,8 +40,9 @@ _UNEVEN_NEXT = "            number += 1\n    leave"
 _LONG = (1300,)  # words of a row: six chunks, or three where all buffers are one stage
 
 
-def _mutant(name: str, title: str, bug: str, edits: tuple[Edit, ...], key: tuple[str, str, str],
-            sizes: tuple[int, ...] = _LONG) -> Mutant:  # fmt: skip
+def _mutant(
+    name: str, title: str, bug: str, edits: tuple[Edit, ...], key: tuple[str, str, str], sizes: tuple[int, ...] = _LONG
+) -> Mutant:
     return Mutant(name, title, bug, edits, (key,), RACE, sizes=sizes, tile=256)
 
 

@@ -19,8 +19,9 @@ _POLLED = "        prepared = SPEC.PREPARE(first + this, operands, SPEC)\n"
 _DONE = "before = arrive_if(chunk, last & (row + stride >= count), before, SPEC)\n"
 
 
-def _mutant(name: str, title: str, bug: str, edits: tuple[Edit, ...], key: tuple[str, str, str],
-            expect: frozenset[str] = RACE) -> Mutant:  # fmt: skip
+def _mutant(
+    name: str, title: str, bug: str, edits: tuple[Edit, ...], key: tuple[str, str, str], expect: frozenset[str] = RACE
+) -> Mutant:
     return Mutant(name, title, bug, edits, (key,), expect, blocks=2, tile=32 if key is W else 16, sizes=(1, 1, 1))
 
 

@@ -49,9 +49,18 @@ def _count_in(counters, rank, target, WORLD: tl.constexpr, BUG: tl.constexpr):
 
 @triton.jit
 def two_shot(
-    x_ptr, out_ptr, staged, reduced, counters, rank, call, n, WORLD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr,
+    out_ptr,
+    staged,
+    reduced,
+    counters,
+    rank,
+    call,
+    n,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
     BUG: tl.constexpr,
-):  # fmt: skip
+):
     """Each rank stages its numbers, sums one shard of everybody's, and gathers the sums. Block b does stripe b."""
     shard = tl.cdiv(n, WORLD)
     step = tl.num_programs(0) * BLOCK
@@ -100,9 +109,20 @@ def two_shots(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 13) -> Ca
 
         def launch(x: torch.Tensor, out: torch.Tensor, call: int) -> None:
             comm.launch(
-                two_shot, blocks, x, out, staged.peers, reduced.peers, counters.peers, comm.rank, call, n,
-                WORLD=comm.world_size, BLOCK=4, BUG=bug,
-            )  # fmt: skip
+                two_shot,
+                blocks,
+                x,
+                out,
+                staged.peers,
+                reduced.peers,
+                counters.peers,
+                comm.rank,
+                call,
+                n,
+                WORLD=comm.world_size,
+                BLOCK=4,
+                BUG=bug,
+            )
 
         return sums(comm, calls, n, launch)
 

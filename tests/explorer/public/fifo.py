@@ -19,9 +19,8 @@ from tricomm import Communicator
 
 @triton.jit
 def queue(
-    x_ptr, out_ptr, slots, heads, tails, rank, messages,
-    DEPTH: tl.constexpr, SIZE: tl.constexpr, BUG: tl.constexpr,
-):  # fmt: skip
+    x_ptr, out_ptr, slots, heads, tails, rank, messages, DEPTH: tl.constexpr, SIZE: tl.constexpr, BUG: tl.constexpr
+):
     """Rank 0 writes into rank 1's slots and its head; rank 1 writes rank 0's tail."""
     lane = tl.arange(0, SIZE)
     if rank == 0:

@@ -54,9 +54,16 @@ def lock_sums(bug: str = "", blocks: int = 2, n: int = 7) -> Callable[[Communica
         sums.local.zero_()
         comm.barrier()
         comm.launch(
-            lock_sum, blocks, numbers(comm.rank, 0, n), sums.table, locks.table, n, WORLD=comm.world_size, BLOCK=4,
+            lock_sum,
+            blocks,
+            numbers(comm.rank, 0, n),
+            sums.table,
+            locks.table,
+            n,
+            WORLD=comm.world_size,
+            BLOCK=4,
             BUG=bug,
-        )  # fmt: skip
+        )
         comm.barrier()
         assert not locks.local.any(), "a lock is held"
         out = sums.local.clone()

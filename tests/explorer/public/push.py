@@ -19,9 +19,18 @@ from tricomm import Communicator
 
 @triton.jit
 def push_gather(
-    x_ptr, out_ptr, rooms, flags, rank, call, n,
-    WORLD: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr, BUG: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    out_ptr,
+    rooms,
+    flags,
+    rank,
+    call,
+    n,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    BUG: tl.constexpr,
+):
     """Block b of each rank sends every peer its share of the numbers, then the flag; waits for the peers' block b."""
     block = tl.program_id(0)
     room = 0 if BUG == "one room" else call & 1
@@ -78,9 +87,20 @@ def push_gathers(bug: str = "", blocks: int = 2, calls: int = 3, n: int = 7) -> 
         for call in range(calls):
             out = torch.zeros(world * n, dtype=INT)
             comm.launch(
-                push_gather, blocks, numbers(comm.rank, call, n), out, rooms.peers, flags.peers, comm.rank, call, n,
-                WORLD=world, BLOCK=4, LANES=triton.next_power_of_2(world), BUG=bug,
-            )  # fmt: skip
+                push_gather,
+                blocks,
+                numbers(comm.rank, call, n),
+                out,
+                rooms.peers,
+                flags.peers,
+                comm.rank,
+                call,
+                n,
+                WORLD=world,
+                BLOCK=4,
+                LANES=triton.next_power_of_2(world),
+                BUG=bug,
+            )
             outs.append(out)
         return right(outs, [torch.cat([numbers(r, c, n) for r in range(world)]) for c in range(calls)])
 

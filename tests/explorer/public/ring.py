@@ -19,8 +19,8 @@ from tricomm import Communicator
 
 @triton.jit
 def ring_gather(
-    x_ptr, out_ptr, rows, steps, taken, rank, call, n, WORLD: tl.constexpr, BLOCK: tl.constexpr, BUG: tl.constexpr,
-):  # fmt: skip
+    x_ptr, out_ptr, rows, steps, taken, rank, call, n, WORLD: tl.constexpr, BLOCK: tl.constexpr, BUG: tl.constexpr
+):
     """`steps` counts in one's own memory and is read by the successor; `taken` is written by the successor."""
     block = tl.program_id(0)
     talks = (BUG != "only block 0 waits") | (block == 0)
@@ -68,9 +68,20 @@ def ring_gathers(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 7) -> 
         for call in range(calls):
             out = torch.zeros(world * n, dtype=INT)
             comm.launch(
-                ring_gather, blocks, numbers(comm.rank, call, n), out, rows.table, steps.table, taken.table, comm.rank,
-                call, n, WORLD=world, BLOCK=4, BUG=bug,
-            )  # fmt: skip
+                ring_gather,
+                blocks,
+                numbers(comm.rank, call, n),
+                out,
+                rows.table,
+                steps.table,
+                taken.table,
+                comm.rank,
+                call,
+                n,
+                WORLD=world,
+                BLOCK=4,
+                BUG=bug,
+            )
             outs.append(out)
         return right(outs, [torch.cat([numbers(r, c, n) for r in range(world)]) for c in range(calls)])
 

@@ -70,9 +70,18 @@ def one_shots(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 7) -> Cal
 
         def launch(x: torch.Tensor, out: torch.Tensor, call: int) -> None:
             comm.launch(
-                one_shot, blocks, x, out, buffers.table, pads.table, comm.rank, n, WORLD=comm.world_size, BLOCK=4,
+                one_shot,
+                blocks,
+                x,
+                out,
+                buffers.table,
+                pads.table,
+                comm.rank,
+                n,
+                WORLD=comm.world_size,
+                BLOCK=4,
                 BUG=bug,
-            )  # fmt: skip
+            )
 
         return sums(comm, calls, n, launch)
 

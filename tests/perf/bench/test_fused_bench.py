@@ -60,9 +60,11 @@ def test_a_wrong_element_is_counted(quantize, monkeypatch):
 def test_what_is_asked_for_is_what_is_run():
     cases = request.cases((NAME,), "all", "ll", 2, ("float16",), ("nccl",), (64, "fp8"))
     assert [(c.library, c.algorithm, c.protocol, c.hidden, c.quantize) for c in cases] == [
-        ("tricomm", "one_shot", "ll", 64, "fp8"), ("tricomm", "two_shot", "ll", 64, "fp8"),
-        ("unfused", None, None, 64, "fp8"), ("nccl", None, None, 64, "fp8"),
-    ]  # fmt: skip
+        ("tricomm", "one_shot", "ll", 64, "fp8"),
+        ("tricomm", "two_shot", "ll", 64, "fp8"),
+        ("unfused", None, None, 64, "fp8"),
+        ("nccl", None, None, 64, "fp8"),
+    ]
     form = fused_bench.form(cases[0])
     assert form.name == "fp8@64" and row_calls.parse(form.name) == form
     assert [form.rows(size, 2) for size in (1, 128, 300)] == [1, 1, 2]

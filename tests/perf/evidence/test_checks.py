@@ -77,10 +77,8 @@ def test_messages_are_checked_and_what_is_wrong_with_one_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, worlds",
-    [("streams", {2, 4, 8}), ("processes", {2, 4}), ("device_time", {2, 4, 8}),
-     ("many_gpus", {8})],
-)  # fmt: skip
+    "name, worlds", [("streams", {2, 4, 8}), ("processes", {2, 4}), ("device_time", {2, 4, 8}), ("many_gpus", {8})]
+)
 def test_every_registered_kernel_has_its_cases_and_runs_where_it_can(monkeypatch, tmp_path, name, worlds):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     keys = [case.key for case in find(name).cases(EvidenceSettings(tmp_path))]

@@ -95,10 +95,9 @@ class VirtualMemory:
 
     def holds(self) -> list[str]:
         me = f"process {self.process.number} still holds"
-        return (
-            [f"{me} handle {handle}" for handle in self._handles]
-            + [f"{me} range {r.base:#x}" + " (mapped)" * bool(r.pieces) for r in self._ranges]
-        )  # fmt: skip
+        return [f"{me} handle {handle}" for handle in self._handles] + [
+            f"{me} range {r.base:#x}" + " (mapped)" * bool(r.pieces) for r in self._ranges
+        ]
 
     def die(self) -> None:
         for memory in [*self._handles.values(), *(p.memory for r in self._ranges for p in r.pieces)]:

@@ -17,11 +17,22 @@ USER = 65534
 RIGHT = 2  # descriptors that a rank sends
 # What a message of each kind is counted as; None: there is none to count.
 KINDS: dict[str, str | None] = {
-    "another user's claim": "user", "another user": None, "wrong nonce": "nonce", "no descriptor": "descriptors",
-    "one too many": "descriptors", "twenty": "descriptors", "garbage": "record", "cut": "record", "empty": "record",
-    "flipped bit": "record", "another address": "address", "another purpose": "address", "another group": "address",
-    "silence": None, "gone": None,
-}  # fmt: skip
+    "another user's claim": "user",
+    "another user": None,
+    "wrong nonce": "nonce",
+    "no descriptor": "descriptors",
+    "one too many": "descriptors",
+    "twenty": "descriptors",
+    "garbage": "record",
+    "cut": "record",
+    "empty": "record",
+    "flipped bit": "record",
+    "another address": "address",
+    "another purpose": "address",
+    "another group": "address",
+    "silence": None,
+    "gone": None,
+}
 
 
 class Hostile:

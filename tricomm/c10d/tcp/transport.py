@@ -80,9 +80,13 @@ class Transport:
     # Messages
 
     def exchange(
-        self, sends: Iterable[Part], receives: Iterable[Part], deadline: float, what: Callable[[], str],
+        self,
+        sends: Iterable[Part],
+        receives: Iterable[Part],
+        deadline: float,
+        what: Callable[[], str],
         tag: int = COLLECTIVE,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`.
 
         Parts with no bytes are left out, on both sides. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
@@ -92,9 +96,13 @@ class Transport:
         self._exchange(sent, [Transfer(rank, tag, (data,)) for rank, data in receives if data], deadline, what)
 
     def exchange_records(
-        self, sends: Iterable[tuple[int, tuple[memoryview, ...]]], receives: Iterable[Part], deadline: float,
-        what: Callable[[], str], tag: int,
-    ) -> None:  # fmt: skip
+        self,
+        sends: Iterable[tuple[int, tuple[memoryview, ...]]],
+        receives: Iterable[Part],
+        deadline: float,
+        what: Callable[[], str],
+        tag: int,
+    ) -> None:
         """As `exchange`, with messages of several parts. A message may be shorter than its receive; of a longer one the
         rest is lost."""
         sent = [Transfer(rank, tag, parts) for rank, parts in sends]

@@ -64,11 +64,14 @@ def checked(given: FusedArguments, device: torch.device) -> FusedCall:
     residual_out = _output(given.residual_out, "residual_out", x, shape, same)
     norm_out = _output(given.norm_out, "norm_out", x, shape, same) if epilogue.norm else None
     call = FusedCall(
-        epilogue._replace(weight=given.weight.dtype), x.view(rows, hidden),
-        None if given.residual is None else given.residual.view(rows, hidden), given.weight,
-        residual_out.view(rows, hidden), None if norm_out is None else norm_out.view(rows, hidden),
+        epilogue._replace(weight=given.weight.dtype),
+        x.view(rows, hidden),
+        None if given.residual is None else given.residual.view(rows, hidden),
+        given.weight,
+        residual_out.view(rows, hidden),
+        None if norm_out is None else norm_out.view(rows, hidden),
         *_quantized(given, epilogue, x, rows),
-    )  # fmt: skip
+    )
     _check_apart(call)
     return call
 
@@ -83,9 +86,11 @@ def _epilogue(given: FusedArguments, hidden: int) -> Epilogue:
             raise InvalidArgument(f"{FUSED}: scale_layout={layout!r}; there is {', '.join(SCALE_LAYOUTS)}")
     check_row(hidden, quantize)
     unused = {
-        "scale": quantize in (None, "fp8_per_token"), "scale_layout": quantize != "nvfp4",
-        "quant_out": quantize is None, "scale_out": quantize in (None, "fp8"),
-    }  # fmt: skip
+        "scale": quantize in (None, "fp8_per_token"),
+        "scale_layout": quantize != "nvfp4",
+        "quant_out": quantize is None,
+        "scale_out": quantize in (None, "fp8"),
+    }
     for name, useless in unused.items():
         if useless and getattr(given, name) is not None:
             raise InvalidArgument(f"{FUSED}: {name} means nothing with quantize={quantize!r}; leave it out")

@@ -44,10 +44,19 @@ class FusedCollectives:
         self._repeats = FusedRepeats(group, faults, planner, launcher)
 
     def all_reduce_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float = 1e-6, *,
-        weight_bias: float = 0.0, norm_out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        *,
+        weight_bias: float = 0.0,
+        norm_out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Reduce `x` over all ranks, add `residual`, and normalise each row: (norm, new residual), of x's shape.
 
         `x` is [..., hidden] of fp32, fp16 or bf16, `residual` the same or None (the new residual is the sum then),
@@ -63,9 +72,16 @@ class FusedCollectives:
         """
         given = (x, residual_out, weight, residual, norm_out, None, None, None)
         key = (
-            eps, type(eps), weight_bias, type(weight_bias), residual is None, residual_out is None, norm_out is None,
-            algorithm, protocol,
-        )  # fmt: skip
+            eps,
+            type(eps),
+            weight_bias,
+            type(weight_bias),
+            residual is None,
+            residual_out is None,
+            norm_out is None,
+            algorithm,
+            protocol,
+        )
         tensors = self._repeats.repeat(key, given)
         if tensors is None:
             arguments = FusedArguments(_local(x), residual, weight, eps, weight_bias, residual_out, norm_out)
@@ -73,12 +89,24 @@ class FusedCollectives:
         return self._launcher.finish((tensors[NORM_OUT], tensors[RESIDUAL_OUT]), async_op)
 
     def all_reduce_rms_norm_quantized(
-        self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float = 1e-6, *,
-        quantize: str, scale: torch.Tensor | float | None = None, scale_layout: str | None = None,
-        weight_bias: float = 0.0, norm_out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
-        quant_out: torch.Tensor | None = None, scale_out: torch.Tensor | None = None,
-        algorithm: str | None = None, protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float = 1e-6,
+        *,
+        quantize: str,
+        scale: torch.Tensor | float | None = None,
+        scale_layout: str | None = None,
+        weight_bias: float = 0.0,
+        norm_out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        quant_out: torch.Tensor | None = None,
+        scale_out: torch.Tensor | None = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """As `all_reduce_rms_norm`, and quantise the norm: `Quantized(codes, scales, residual, norm)`.
 
         `quantize` is
@@ -106,9 +134,19 @@ class FusedCollectives:
         tensors = self._repeats.repeat(key, given)
         if tensors is None:
             arguments = FusedArguments(
-                _local(x), residual, weight, eps, weight_bias, residual_out, norm_out, quantize, scale,
-                scale_layout, quant_out, scale_out,
-            )  # fmt: skip
+                _local(x),
+                residual,
+                weight,
+                eps,
+                weight_bias,
+                residual_out,
+                norm_out,
+                quantize,
+                scale,
+                scale_layout,
+                quant_out,
+                scale_out,
+            )
             tensors = self._first(key, given, arguments, algorithm, protocol)
         result = Quantized(tensors[QUANT_OUT], tensors[SCALE_OUT], tensors[RESIDUAL_OUT], norm_out)
         return self._launcher.finish(result, async_op)
@@ -122,9 +160,15 @@ class FusedCollectives:
         x = arguments.x
         blocks = call.epilogue.quantize == "nvfp4"
         made = (
-            None, _like(call.residual_out, x), None, None, _like(call.norm_out, x), call.scale,
-            _like(call.quant_out, x), call.scale_out if blocks else _like(call.scale_out, x),
-        )  # fmt: skip
+            None,
+            _like(call.residual_out, x),
+            None,
+            None,
+            _like(call.norm_out, x),
+            call.scale,
+            _like(call.quant_out, x),
+            call.scale_out if blocks else _like(call.scale_out, x),
+        )
         results = [one if one is not None else other for one, other in zip(given, made, strict=True)]
         plans = self.run_checked(call, algorithm, protocol)
         if plans:

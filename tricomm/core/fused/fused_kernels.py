@@ -31,9 +31,15 @@ def choose(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
     if epilogue is None or dtype is None:
         return "there is no epilogue"
     choice = row_shapes.choose(
-        site, ROWS if epilogue.own else FUSED, dtype.bits, epilogue.hidden, request.elements // epilogue.hidden,
-        (request.algorithm, request.protocol), epilogue.quantize or "", mode,
-    )  # fmt: skip
+        site,
+        ROWS if epilogue.own else FUSED,
+        dtype.bits,
+        epilogue.hidden,
+        request.elements // epilogue.hidden,
+        (request.algorithm, request.protocol),
+        epilogue.quantize or "",
+        mode,
+    )
     if epilogue.own and isinstance(choice, str):
         raise InvalidArgument(f"{ROWS}: {choice}")
     return choice
@@ -56,12 +62,16 @@ def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
         functions = {"EPILOGUE": epilogue.function, "PREPARE": epilogue.prepare}
         return functions | {"OPERANDS": epilogue.operands}
     return {
-        "EPILOGUE": device.rms_norm, "PREPARE": device.prepare_rms_norm,
-        "WEIGHT": arguments.DTYPES[epilogue.weight].element, "BIASED": epilogue.weight_bias != 0,
-        "RESIDUAL": epilogue.residual, "NORM": epilogue.norm,
-        "QUANTIZE": epilogue.quantize or "", "SWIZZLED": epilogue.scale_layout == "swizzled_128x4",
+        "EPILOGUE": device.rms_norm,
+        "PREPARE": device.prepare_rms_norm,
+        "WEIGHT": arguments.DTYPES[epilogue.weight].element,
+        "BIASED": epilogue.weight_bias != 0,
+        "RESIDUAL": epilogue.residual,
+        "NORM": epilogue.norm,
+        "QUANTIZE": epilogue.quantize or "",
+        "SWIZZLED": epilogue.scale_layout == "swizzled_128x4",
         "OPERANDS": operand_types(epilogue, bits),
-    }  # fmt: skip
+    }
 
 
 def wide(call: FusedCall) -> list[torch.Tensor]:

@@ -49,16 +49,25 @@ class KnownCall:
         bytewise = (SCALE,) if blocks else (SCALE, SCALE_OUT)
         there = [(n, t) for n, t in enumerate(results) if t is not None]
         self.slots = [
-            (n, None if given[n] is not None else _maker(n, t, blocks), t.dtype, t.shape, t.itemsize, t.nbytes,
-             0 if n in bytewise else 15)
+            (
+                n,
+                None if given[n] is not None else _maker(n, t, blocks),
+                t.dtype,
+                t.shape,
+                t.itemsize,
+                t.nbytes,
+                0 if n in bytewise else 15,
+            )
             for n, t in there
-        ]  # fmt: skip
+        ]
         given_ones = [(at, n, t.nbytes) for at, (n, t) in enumerate(there) if given[n] is not None]
         self.apart = [
             (at, other, nbytes, more, (n, m) in _MAY_BE)
-            for at, n, nbytes in given_ones if n in _OUTPUTS
-            for other, m, more in given_ones if m not in _OUTPUTS or m > n
-        ]  # fmt: skip
+            for at, n, nbytes in given_ones
+            if n in _OUTPUTS
+            for other, m, more in given_ones
+            if m not in _OUTPUTS or m > n
+        ]
         self.apart_at: list[int] = []
         self.plans: list[tuple[LaunchPlan, Again] | None] = [None] * 4
 

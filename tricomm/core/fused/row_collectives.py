@@ -28,9 +28,15 @@ class RowCollectives:
         self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
 
     def all_reduce_rows(
-        self, x: torch.Tensor, epilogue: Any, *operands: Any, prepare: Any = None, algorithm: str | None = None,
-        protocol: str | None = None, async_op: bool = False,
-    ) -> Any:  # fmt: skip
+        self,
+        x: torch.Tensor,
+        epilogue: Any,
+        *operands: Any,
+        prepare: Any = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
         """Sum `x`, [..., hidden] of fp16, bf16 or fp32, over all ranks, and hand each row to `epilogue` on every rank.
 
         `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors

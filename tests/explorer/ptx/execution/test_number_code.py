@@ -16,9 +16,13 @@ from tests.explorer.ptx.execution.handwritten import kernel, run
 together = partial(zip, strict=True)
 _32, _64 = (1 << 32) - 1, (1 << 64) - 1
 COMPARE = {
-    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b, "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
-}  # fmt: skip
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
 
 
 def signed(value, width):
@@ -33,8 +37,10 @@ class Program:
         self.cases = [(t, b) for b in range(blocks) for t in range(threads)]
         self.text = ["mov.u32 %r0, %tid.x;", "mov.u32 %r1, %ctaid.x;", "ld.param.u32 %r2, [p1];"]
         self.words = {
-            "%r0": [t for t, b in self.cases], "%r1": [b for t, b in self.cases], "%r2": [0xFFFFFFF0] * len(self.cases)
-        }  # fmt: skip
+            "%r0": [t for t, b in self.cases],
+            "%r1": [b for t, b in self.cases],
+            "%r2": [0xFFFFFFF0] * len(self.cases),
+        }
         self.longs, self.predicates = {"%rd0": None}, {}
         del self.longs["%rd0"]
 
@@ -175,9 +181,12 @@ def test_random_programs(first, apart, unit):
         body = [*program.text, *lines]
         if apart:  # lanes 0, 3, 6, ... first, then the others
             body = [
-                "mov.u32 %r60, %tid.x; rem.u32 %r61, %r60, 3; setp.eq.u32 %p31, %r61, 0; @%p31 bra go;", *body,
-                "bra behind; go:", *body, "behind:",
-            ]  # fmt: skip
+                "mov.u32 %r60, %tid.x; rem.u32 %r61, %r60, 3; setp.eq.u32 %p31, %r61, 0; @%p31 bra go;",
+                *body,
+                "bra behind; go:",
+                *body,
+                "behind:",
+            ]
         store = """mov.u32 %r60, %tid.x; mov.u32 %r61, %ctaid.x; mad.lo.u32 %r60, %r61, 80, %r60;
             mad.wide.u32 %rd62, %r60, 8, %rd0; st.global.b64 [%rd62], %rd60;"""
         out = np.zeros(160, "u8")

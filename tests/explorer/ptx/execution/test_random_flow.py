@@ -46,11 +46,13 @@ class Flow:
         d, x, y = f"%r{10 + a}", f"%r{10 + b}", f"%r{10 + c}"
         lines.append(
             {
-                "add": f"add.u32 {d}, {x}, {y};", "xor": f"xor.b32 {d}, {x}, {y};", "mul": f"mul.lo.u32 {d}, {x}, 5;",
+                "add": f"add.u32 {d}, {x}, {y};",
+                "xor": f"xor.b32 {d}, {x}, {y};",
+                "mul": f"mul.lo.u32 {d}, {x}, 5;",
                 "const": f"mov.u32 {d}, {7 * b + c};",
                 "guarded": f"and.b32 %r30, {x}, 2; setp.ne.u32 %p1, %r30, 0; @%p1 add.u32 {d}, {y}, 3;",
             }[op]
-        )  # fmt: skip
+        )
 
     def _if(self, lines, a, bits, yes, no):
         self.labels += 1
