@@ -96,8 +96,8 @@ soak: venv  ## the slow tests, an hour of faults, and what depends on Triton und
 soak-faults: venv  ## random calls and random faults for MINUTES=10; SOAK='--seed 7 --json FILE' and more
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
 
-gpu-evidence:  ## prove and measure tricomm on this machine's GPU with its own torch, BUDGET=25m, into evidence/
-	@PYTHONPATH=. $(PYTHON) -m tricomm.perf.evidence --budget $(BUDGET) --out evidence $(EVIDENCE)
+gpu-evidence:  ## test and measure on this machine's GPUs with its own torch, BUDGET=25m, into perf/results/
+	@PYTHONPATH=. $(PYTHON) -m devtools.gpu_evidence --budget $(BUDGET) $(EVIDENCE)
 
 clean:  ## remove what was made here
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,8 +1,8 @@
 """Host time of a small all_reduce over a launch that does nothing: python -m devtools.c10d_overhead
 
-The host's part of a call on this machine, which is everything except CUDA's own launch, beside `dist.all_reduce` on
-torch's `fake` backend, which communicates nothing. Only the ratio carries over to other machines. Nothing here is GPU
-time.
+The host's part of a call on this machine, which is everything except CUDA's own launch, compared with
+`dist.all_reduce` on torch's `fake` backend, which communicates nothing. Only the ratio carries over to other machines.
+Nothing here is GPU time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.perf import text_table
-from tricomm.perf.evidence.stages import host_path
 from tricomm.perf.null_launch import communicator
 
 
@@ -35,12 +34,12 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
     """Microseconds a call on `count` float32, the best of `rounds` of `calls` each, and ratios to the fake backend.
     `fused`: of one row with residual, RMSNorm and given outputs, too.
 
-    A ratio is the median of the rounds' ratios, because the best times may come from different states of the machine.
+    A ratio is the median of the rounds' ratios, because the best times may be of different states of the machine.
     Rounds are shorter than a time slice, so that most of them pass undisturbed on a busy machine.
     """
     x, y = torch.ones(count), torch.ones(count)
     with (
-        host_path.fake_backend(1), communicator() as comm, _group(comm, x) as group, _capturing(x) as captured
+        _fake_backend(), communicator() as comm, _group(comm, x) as group, _capturing(x) as captured
     ):  # fmt: skip
         calls_by_name: dict[str, Callable[[], Any]] = {
             "fake": lambda: dist.all_reduce(x),
@@ -53,7 +52,7 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
         }
         if fused:
             calls_by_name["fused"] = _fused(comm, count)
-        took = host_path.in_turns(calls_by_name, calls, rounds)
+        took = _in_turns(calls_by_name, calls, rounds)
         counting = min(_counting(comm, calls) for _ in range(rounds))
     best = {name: min(all_us) for name, all_us in took.items()} | {"counting": counting}
     ratios = {
@@ -69,6 +68,37 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
     }
     ratios["counting_share"] = best["counting"] / best["communicator"]
     return {"count": count, "calls": calls, **{f"{name}_us": us for name, us in best.items()}, **ratios}
+
+
+def _in_turns(calls_by_name: dict[str, Callable[[], Any]], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds a call of each, one number a round; the order is reversed from round to round."""
+    times: dict[str, list[float]] = {name: [] for name in calls_by_name}
+    for run in calls_by_name.values():
+        _clocked(run, calls)
+    for number in range(rounds):
+        for name in times if number % 2 else reversed(times):
+            times[name].append(_clocked(calls_by_name[name], calls))
+    return times
+
+
+def _clocked(run: Callable[[], Any], calls: int) -> float:
+    """Microseconds a call, over `calls` of them."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        run()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+@contextmanager
+def _fake_backend() -> Iterator[None]:
+    """torch's `fake` backend as the default group, which communicates nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def _counting(comm: Communicator, calls: int) -> float:

@@ -33,10 +33,10 @@ def pytest_unconfigure(config):
 
 # A file runs in one worker. Those that take longest begin first, so that none of them ends alone.
 LONGEST = (
-    "soak/test_soak.py", "explorer/test_mutants.py", "c10d/test_connections.py", "perf/evidence/test_evidence.py",
+    "soak/test_soak.py", "explorer/test_mutants.py", "c10d/test_connections.py", "devtools/test_gpu_evidence.py",
     "compiled/test_check_compiled.py", "c10d/test_collectives.py", "core/test_collectives.py",
     "core/test_communicator.py", "tuner/test_tune_command.py", "bench/test_bench.py", "faults/test_interrupts.py",
-    "test_plain_checkout.py", "machine_code/test_kernel_report.py", "test_examples.py", "perf/evidence/test_peers.py",
+    "test_plain_checkout.py", "machine_code/test_kernel_report.py", "test_examples.py",
     "faults/test_faults.py", "store/test_handshake_failures.py", "compiled/test_ptx_mutants.py",
     "c10d/test_training.py", "core/test_point_to_point.py", "kernels/test_protocol.py", "explorer/test_shipped.py",
     "c10d/test_two_hosts.py", "compiled/test_bits.py", "c10d/test_endings.py",
@@ -74,8 +74,7 @@ def unshrunk(monkeypatch):
 
 @pytest.fixture
 def forked_workers(monkeypatch):
-    """Workers of tricomm.perf.workers and the evidence kit's processes are forked: each would import torch."""
+    """Workers of tricomm.perf.workers are forked: each would import torch."""
     from tests import forked
 
-    for module in ("workers", "evidence.stage_process"):
-        monkeypatch.setattr(f"tricomm.perf.{module}.subprocess", forked.for_workers())
+    monkeypatch.setattr("tricomm.perf.workers.subprocess", forked.for_workers())

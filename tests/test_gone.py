@@ -58,12 +58,19 @@ def test_a_field_of_a_topology():
         Topology.loads(text)
 
 
-@pytest.mark.parametrize("words", [["predict", "--nodes", "4"], ["predict", "--nodes=4"]])
-def test_the_command_line(words):
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["predict", "--nodes", "4"], "tricomm predict --nodes is gone: leave it out"),
+        (["predict", "--nodes=4"], "tricomm predict --nodes is gone: leave it out"),
+        (["evidence", "verify", "evidence.zip"], "tricomm evidence is gone: `make gpu-evidence` writes"),
+    ],
+)
+def test_the_command_line(words, answer):
     environment = {**os.environ, "PYTHONPATH": forked.python_path()}
     command = [sys.executable, "-m", "tricomm", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "tricomm predict --nodes is gone: leave it out" in done.stderr, done.stderr
+    assert done.returncode == 2 and answer in done.stderr, done.stderr
 
 
 def test_other_command_lines_have_nothing_to_do_with_it():

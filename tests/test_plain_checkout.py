@@ -1,10 +1,11 @@
-"""A checkout, PYTHONPATH, torch and Triton run tricomm and the GPU evidence kit: other packages are for other commands.
+"""A checkout, PYTHONPATH, torch and Triton run tricomm and the GPU evidence: other packages are for other commands.
 
 Processes here have a `sitecustomize` that refuses those packages, which the processes that they start have, too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from devtools.gpu_evidence.steps import all_steps
 from tests.wheel_gate import ROOT
 from tricomm.kernels import layout
 from tricomm.policy import selection, user_tables
@@ -62,14 +64,13 @@ for use in ("tricomm.check", "tricomm.simulate", "from tricomm import Report", "
     except Exception as error:
         print(type(error).__name__, error)
 """,
-    "modules": """
-import importlib, pkgutil, tricomm.perf.evidence as kit
-for module in pkgutil.walk_packages(kit.__path__, kit.__name__ + "."):
-    importlib.import_module(module.name); print(module.name)
-""",
-    "stages": """
-from tricomm.perf.evidence.__main__ import main
+    "steps": """
+from devtools.gpu_evidence.__main__ import main
 assert main(["--list"]) == 0
+""",
+    "facts": """
+from devtools.gpu_evidence import children
+assert children.main("facts") == 0
 """,
 }  # fmt: skip
 _TABLE = TunedTable(
@@ -118,20 +119,9 @@ def test_the_hook_does_refuse(tmp_path, package):
     assert done.returncode == 1 and f"No module named '{package}'" in done.stderr
 
 
-def test_every_module_of_the_evidence_kit_imports(said):
-    wanted = {p.relative_to(ROOT).with_suffix("") for p in (ROOT / "perf" / "evidence").rglob("*.py")}
-    wanted = {p.parent if p.name == "__init__" else p for p in wanted} - {Path("perf/evidence")}
-    assert set(said["modules"]) == {".".join(("tricomm", *p.parts)) for p in wanted}
-
-
-def test_the_evidence_kit_lists_its_stages(said):
-    assert any("many_gpus" in line for line in said["stages"])
-
-
-@pytest.mark.exhaustive
-def test_the_evidence_kit_runs_a_stage_with_ranks_in_processes(tmp_path):
-    done = _run(tmp_path, "-m", "tricomm.perf.evidence", "--dry-run", "--stage", "first", "--out", "out")
-    assert "first: ok" in _good(done)
+def test_the_evidence_lists_its_steps_and_knows_the_machine(said):
+    assert said["steps"] == [step.name for step in all_steps(2)]
+    assert json.loads(said["facts"][0])["versions"]["torch"]
 
 
 def test_a_group_finds_no_table_of_the_users_and_says_nothing(said):

@@ -17,7 +17,6 @@ from tricomm.commands.common import FAILED, INTERRUPTED, exit_code
 from tricomm.commands.completion import completion
 from tricomm.commands.dashboard import dashboard
 from tricomm.commands.doctor import doctor
-from tricomm.commands.evidence import evidence
 from tricomm.commands.info import info
 from tricomm.commands.kernels import kernels
 from tricomm.commands.predict import predict
@@ -41,7 +40,7 @@ def cli() -> None:
     """
 
 
-for command in (bench, check, completion, dashboard, doctor, evidence, info, kernels, predict, tune):
+for command in (bench, check, completion, dashboard, doctor, info, kernels, predict, tune):
     cli.add_command(command)
 
 

@@ -7,11 +7,9 @@ make that call.
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import Communicator
+from tricomm import Communicator, env
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf.bench import check_data, collective_calls, fused_bench
@@ -27,6 +25,8 @@ from tricomm.perf.bench.collective_calls import TORCH_IN_PLACE, Unavailable
 
 MULTI_RANK_NCCL = (2, 30)  # the first that takes several ranks on one device (NCCL_MULTI_RANK_GPU_ENABLE=1)
 KRAKEN = "github.com/meta-pytorch/kraken"
+# Not for ranks with a GPU each: torch disables multicast if devices may overlap.
+_ONE_GPU = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 _SYMM_MEM = ("one_shot", "two_shot", "multimem")
 _KRAKEN = ("one_shot", "two_shot")
 
@@ -35,13 +35,12 @@ _KRAKEN = ("one_shot", "two_shot")
 class BenchContext:
     """The groups of one rank. The libraries use torch's default group; `host` is for messages about the measurement.
 
-    Both are Gloo groups of the communicator's ranks. `peers` is a folder with checkouts of other projects.
+    Both are Gloo groups of the communicator's ranks.
     """
 
     comm: Communicator
     host: Any
     one_gpu: bool
-    peers: Path | None = None
     nccl: Any = None
 
     def sync(self) -> None:
@@ -93,7 +92,7 @@ Make = Callable[[ComparedCall], Implementation]
 
 
 class Baselines:
-    """The libraries beside the communicator of a benchmark. Torch's groups are made by all ranks at the first call."""
+    """The libraries that a benchmark compares with; all ranks make torch's groups together at the first call."""
 
     def __init__(self, comm: Communicator, store: Store) -> None:
         self._comm, self._store = comm, store
@@ -135,6 +134,8 @@ class Baselines:
             store = PrefixStore("tricomm-others", self._store)
             dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.world_size)
             one_gpu = not comm.simulated and torch.cuda.device_count() < comm.world_size
+            for name, value in _ONE_GPU.items() if one_gpu else ():
+                env.default(name, value)
             self._context = BenchContext(comm, dist.group.WORLD, one_gpu)
         return self._context
 
@@ -221,21 +222,13 @@ def symm_mem(call: ComparedCall, op: str) -> Implementation:
 
 
 def kraken(call: ComparedCall, op: str) -> Implementation:
-    """Kraken's Triton kernels, from a checkout in the folder `peers`."""
-    run = getattr(_kraken(call.context.peers).comm, f"{op}_all_reduce")
+    """Kraken's Triton kernels, if PYTHONPATH has a checkout."""
+    try:
+        run = getattr(importlib.import_module("kraken").comm, f"{op}_all_reduce")
+    except ImportError as error:
+        raise Unavailable(f"kraken: PYTHONPATH has no checkout of {KRAKEN}: {error}") from None
     x, _ = _shared(call)
     return Implementation(x.copy_, lambda: run(x))
-
-
-def _kraken(peers: Path | None) -> Any:
-    if peers is None:
-        raise Unavailable(f"no --peers folder was given; kraken is looked for in its folder kraken ({KRAKEN})")
-    folder = (peers / "kraken").resolve()
-    if not (folder / "kraken" / "__init__.py").exists():
-        raise Unavailable(f"{folder} is no checkout of {KRAKEN}: it has no kraken/__init__.py")
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    return importlib.import_module("kraken")
 
 
 def _shared(call: ComparedCall) -> tuple[torch.Tensor, Any]:

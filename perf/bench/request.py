@@ -17,7 +17,7 @@ from tricomm.perf.bench_row import OURS
 from tricomm.perf.parsing import parse_name, parse_names
 from tricomm.perf.units import DATA_COLLECTIVES
 
-LIBRARIES = ("nccl", "gloo", "symm_mem", "flashinfer")
+LIBRARIES = ("nccl", "gloo", "symm_mem", "flashinfer", "kraken")
 FUSED_DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("eager", "graph", "kernel")
 _SHIPPED = (*registry.KERNELS, *registry.MULTICAST)

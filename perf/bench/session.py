@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 import tricomm
+from tricomm import env
 from tricomm.perf import provenance
 from tricomm.perf.bench.baselines import Baselines
 from tricomm.perf.bench.measure import Note, Rows, measure, pick_device, with_times
@@ -141,6 +142,7 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
     """Be one rank that `run` has started: send a header, the rows, and notes."""
     settings = msgspec.convert(data, Settings)
     torch.set_num_threads(1)
+    env.default("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whose name may have no address
     with open_group(settings, url, rank, world_size) as (comm, baselines):
         emit("header", **provenance.header(comm))
         for rows in measure(comm, settings, baselines, lambda text: emit("note", text=text)):

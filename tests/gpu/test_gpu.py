@@ -1,4 +1,4 @@
-"""One real GPU: ranks as processes, ranks as streams of one process, graphs. Run with `-m gpu`."""
+"""One real GPU: ranks that fail, streams, and graphs that do not match. Run with `-m gpu`."""
 
 import os
 import signal
@@ -10,22 +10,10 @@ import torch
 import tricomm
 from tests import ranks
 from tests.gpu.gpu_limits import within
-from tests.kernels.arenas import expected, inputs, poisoned
-from tests.marks import compiles
-from tricomm.kernels.collectives import registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2) if compiles(k)]
-CASES = [
-    (1, torch.float32, "sum", 0),
-    (1001, torch.bfloat16, "avg", 1),
-    (4096, torch.float16, "max", 0),
-    (517, torch.float64, "prod", 0),
-    (300000, torch.bfloat16, "sum", 0),
-    (3, torch.int64, "avg", 1),
-    (1 << 20, torch.float32, "sum", 3),
-]
+STALL = 3.0  # seconds
 
 
 def join(rank, world_size, url, **options):
@@ -33,122 +21,54 @@ def join(rank, world_size, url, **options):
     return tricomm.init(url, rank, world_size, "cuda:0", options=chosen)
 
 
-def over(rank, world_size, tell, url, kind, algorithm, protocol):
-    wrong = []
-    kernel = registry.find("all_reduce", algorithm, protocol)
-    with join(rank, world_size, url, arena_bytes=4 << 20) as comm:
-        assert comm.kind == kind
-        for seed, (count, dtype, op, offset) in enumerate(CASES):
-            parts = inputs(kernel, count, dtype, world_size, seed)
-            x = torch.zeros(count + offset, dtype=dtype, device="cuda")[offset:]
-            x.copy_(parts[rank])
-            out = poisoned(count, dtype).cuda()
-            comm.all_reduce(x, op, out=out, algorithm=algorithm, protocol=protocol)
-            comm.synchronize()
-            if not torch.equal(out.cpu(), expected(kernel, parts, op)):
-                wrong.append((count, str(dtype), op, offset))
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
-def test_processes_over_descriptors(world_size, algorithm, protocol, url):
-    results = ranks.run(world_size, over, url, "cuda_vmm", algorithm, protocol, timeout=200)
-    assert results == [[]] * world_size
-
-
-def test_processes_over_cuda_ipc(url, monkeypatch):
-    """Where descriptors of memory cannot be passed."""
-    monkeypatch.setenv("TRICOMM_CUDA_VMM", "0")
-    assert ranks.run(2, over, url, "cuda_ipc", "two_shot", "simple", timeout=200) == [[]] * 2
-
-
-@pytest.mark.parametrize("task", ["fused", "memory"])
-def test_tasks_of_the_evidence_kit(task):
-    """Fused calls; users' own tensors, and memory that is suspended and resumed under a graph."""
-    pytest.importorskip("msgspec")
-    from tricomm.perf.evidence.stages import processes
-
-    asked = {"tasks": [task], "kernel": task, "dry_run": False}
-    assert processes.run(asked, 2)["kind"] == "cuda_vmm"
-
-
-def replays(rank, world_size, tell, url, algorithm, protocol):
-    """A captured graph, replayed and mixed with eager calls: the epoch lives on the device."""
-    with join(rank, world_size, url) as comm:
-        how = {"algorithm": algorithm, "protocol": protocol}
-        x = torch.zeros(1000, device="cuda")
-        comm.all_reduce(x, **how)  # compiled before capture
-        comm.synchronize()
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            comm.all_reduce(x, **how)
-            comm.all_reduce(x, **how)
-        wrong = 0
-        with torch.cuda.stream(stream):
-            for turn in range(50):
-                x.fill_(float(rank + turn))
-                graph.replay()
-                y = torch.full((3,), float(rank), device="cuda")
-                comm.all_reduce(y, **how)
-                comm.synchronize()
-                total = sum(r + turn for r in range(world_size)) * world_size
-                wrong += int((x != total).sum()) + int((y != sum(range(world_size))).sum())
-        return wrong
-
-
-@pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
-def test_graph_replays_mixed_with_eager_calls(algorithm, protocol, url):
-    assert ranks.run(2, replays, url, algorithm, protocol, timeout=200) == [0, 0]
-
-
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-@pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
-def test_streams_of_one_process(world_size, algorithm, protocol):
-    kernel = registry.find("all_reduce", algorithm, protocol)
-    comms = tricomm.local(world_size, "cuda:0", options=tricomm.Options(timeout=60.0, arena_bytes=8 << 20))
-    try:
-        for seed, (count, dtype, op, offset) in enumerate(CASES):
-            parts = inputs(kernel, count, dtype, world_size, seed)
-            outs = [poisoned(count, dtype).cuda() for _ in comms]
-            xs = [torch.zeros(count + offset, dtype=dtype, device="cuda")[offset:] for _ in comms]
-            for x, part in zip(xs, parts, strict=True):
-                x.copy_(part)
-            torch.cuda.synchronize()
-            for comm, x, out in zip(comms, xs, outs, strict=True):
-                with torch.cuda.stream(comm.stream):
-                    comm.all_reduce(x, op, out=out, algorithm=algorithm, protocol=protocol)
-            for comm in comms:
-                with torch.cuda.stream(comm.stream):
-                    comm.synchronize()
-            want = expected(kernel, parts, op)
-            assert all(torch.equal(out.cpu(), want) for out in outs), (count, dtype, op)
-    finally:
-        for comm in comms:
-            comm.close()
-
-
-def endless(rank, world_size, tell, url):
-    with join(rank, world_size, url) as comm:
+def endless(rank, world_size, tell, url, diverges=False):
+    """Calls until an error; rank 1 may make another call than rank 0 after a second."""
+    with join(rank, world_size, url, stall_timeout=STALL) as comm:
         comm.barrier()
         tell(os.getpid())
+        begins = time.monotonic() + 1.0
         try:
             while True:
-                comm.all_reduce(torch.ones(1000, device="cuda"))
+                other = diverges and rank == 1 and time.monotonic() > begins
+                if other:
+                    tell(time.monotonic())
+                comm.all_reduce(torch.ones(1001 if other else 1000, device="cuda"))
                 comm.synchronize()
         except tricomm.TricommError as error:
             return type(error).__name__, str(error), time.monotonic()
 
 
-def test_a_killed_rank_is_named_within_two_seconds(url):
+def test_a_killed_rank_is_named_within_two_seconds(url, record_property):
     with ranks.start(2, endless, url, timeout=120) as started:
         pids = started.messages()
         time.sleep(1.0)
         os.kill(pids[1], signal.SIGKILL)
         killed = time.monotonic()
         kind, text, caught = started.results()[0].value
+    record_property("after_s", round(caught - killed, 3))
     assert kind == "PeerDied" and "rank 1" in text
     assert caught - killed < within(2.0)
+
+
+def test_a_stopped_rank_is_named_after_a_stall(url, record_property):
+    with ranks.start(2, endless, url, timeout=120) as started:
+        pids = started.messages()
+        time.sleep(1.0)
+        os.kill(pids[1], signal.SIGSTOP)
+        stopped = time.monotonic()
+        kind, text, caught = started.results([0])[0].value
+    record_property("after_s", round(caught - stopped, 3))
+    assert kind == "PeerStalled" and "rank 1" in text
+    assert caught - stopped < within(STALL + 1.0)
+
+
+def test_a_rank_that_makes_another_call_is_named_within_two_seconds(url, record_property):
+    with ranks.start(2, endless, url, True, timeout=120) as started:
+        started.messages()
+        began = started.message(1)
+        kind, text, caught = started.results([0])[0].value
+    record_property("after_s", round(caught - began, 3))
+    assert kind == "CollectiveMismatch" and caught - began < within(2.0), text
 
 
 def two_streams(rank, world_size, tell, url):

@@ -1,4 +1,4 @@
-"""Messages on one real GPU, ranks as processes over CUDA IPC. Run with `-m gpu`."""
+"""Ends and captures of messages on one real GPU, ranks as processes. Run with `-m gpu`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 
 import tricomm
 from tests import ranks
-from tricomm.options import Tuning
-from tricomm.perf.evidence import message_checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -19,17 +17,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def join(rank, world_size, url, **options):
     chosen = tricomm.Options(timeout=60.0, share_device=True, **options)
     return tricomm.init(url, rank, world_size, "cuda:0", options=chosen)
-
-
-def swept(rank, world_size, tell, url, first):
-    with join(rank, world_size, url, arena_bytes=4 << 20, _tuning=Tuning(first_epoch=first)) as comm:
-        return comm.kind, message_checks.sweep(comm, False)[1]
-
-
-@pytest.mark.parametrize("first", [1, 2**32 - 6])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_type_and_size(url, world_size, first):
-    assert ranks.run(world_size, swept, url, first, timeout=200) == [("cuda_vmm", [])] * world_size
 
 
 def left_with_a_message(rank, world_size, tell, url):

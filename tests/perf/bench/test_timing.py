@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,3 +42,33 @@ def test_graphs_need_a_gpu() -> None:
     timing.check_mode("kernel", simulated=False)
     with pytest.raises(ResourceError, match="mode 'kernel' needs CUDA graphs"):
         timing.check_mode("kernel", simulated=True)
+
+
+def test_a_graph_holds_all_calls_and_is_replayed(monkeypatch) -> None:
+    log: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: log.append("replay")))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, **more: log.append(more) or nullcontext())
+    replay = timing.capture(lambda: log.append("call") or len(log), 3, "stream")
+    assert log == [{"stream": "stream", "capture_error_mode": "thread_local"}, "call", "call", "call"]
+    assert replay() == 4 and log[-1] == "replay"
+
+
+def test_a_gpu_is_timed_by_events(monkeypatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = timing.stopwatch(torch.device("cuda", 3))
+    assert clock() == 2000.0 and log == ["record", "record", "wait"]
