@@ -30,8 +30,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, WIDE
 from tricomm.perf import row_calls, text_table
 from tricomm.perf.cost_model import machines
-from tricomm.perf.cost_model.latencies import LATENCIES
-from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model.machines import LATENCIES, MACHINES, MachineSpec
 from tricomm.perf.row_calls import RowForm
 
 LABEL = "modelled from the compiled code, not measured"

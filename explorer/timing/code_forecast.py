@@ -14,10 +14,8 @@ from tricomm.perf import parsing, text_table, units
 from tricomm.perf.cost_model import forecast as counted
 from tricomm.perf.cost_model import kernel_time, published
 from tricomm.perf.cost_model.forecast import AskedCall
-from tricomm.perf.cost_model.kernel_time import Checked
-from tricomm.perf.cost_model.latencies import LATENCIES
-from tricomm.perf.cost_model.limits import TimeShares
-from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model.kernel_time import Checked, TimeShares
+from tricomm.perf.cost_model.machines import LATENCIES, MACHINES, MachineSpec
 from tricomm.perf.row_calls import RowForm
 
 _FORM = RowForm()

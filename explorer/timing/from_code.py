@@ -22,9 +22,8 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.layout import Layout
 from tricomm.perf import units
 from tricomm.perf.cost_model import machines
-from tricomm.perf.cost_model.latencies import LATENCIES
-from tricomm.perf.cost_model.limits import TimeShares
-from tricomm.perf.cost_model.machines import MachineSpec
+from tricomm.perf.cost_model.kernel_time import TimeShares
+from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
 from tricomm.policy import launch_shapes, selection
 
 _MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # executed at most

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tricomm.explorer.ptx.analysis.control_flow import Flow
 from tricomm.explorer.ptx.analysis.liveness import read, written
 from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
-from tricomm.perf.cost_model.latencies import Latencies
+from tricomm.perf.cost_model.machines import Latencies
 
 _ORDERED = (
     "st",

@@ -27,8 +27,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
-from tricomm.perf.cost_model.latencies import LATENCIES
-from tricomm.perf.cost_model.machines import MachineSpec
+from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
 from tricomm.policy.compact_forms import MOST_REGISTERS
 
 DTYPE = DTYPES["float32"]

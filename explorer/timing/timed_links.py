@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tricomm.perf.cost_model.latencies import Latencies
-from tricomm.perf.cost_model.machines import MachineSpec
+from tricomm.perf.cost_model.machines import Latencies, MachineSpec
 
 # A load requests each line by a flit of 16 bytes (D. Foley, J. Danskin: Ultra-Performance Pascal GPU and NVLink
 # Interconnect, IEEE Micro 37, 2017).

@@ -19,13 +19,12 @@ from tricomm.errors import TricommError
 from tricomm.explorer.ptx.access import Array, ThreadAccess
 from tricomm.explorer.ptx.blocks import BlockState
 from tricomm.explorer.ptx.instructions import Instruction
-from tricomm.explorer.timing.access_bytes import granules, moved
 from tricomm.explorer.timing.instruction_costs import KernelCosts
 from tricomm.explorer.timing.load_chains import SharedChain
-from tricomm.explorer.timing.loads_in_flight import LoadsInFlight
+from tricomm.explorer.timing.memory_traffic import LoadsInFlight, granules, moved
 from tricomm.explorer.timing.timed_links import RankQueues
 from tricomm.explorer.timing.warp_clock import HOP, POLL, WIRE, BarrierJoin, Path, WarpClock
-from tricomm.perf.cost_model.latencies import Latencies
+from tricomm.perf.cost_model.machines import Latencies
 
 HOST = -1
 _LINE, _GRANULE = 7, 9  # log2 of bytes: a line of L1, the granularity of recorded arrivals

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import PurePath
+from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
 
 from tricomm.errors import ResourceError
 from tricomm.kernels import layout
-from tricomm.kernels.launch import source_paths, triton_adapter
+from tricomm.kernels.launch import triton_adapter
 from tricomm.kernels.specialization import specialized
 
 # Fused multiply-add is off: a sum must have the same bits in every kernel that adds in the same order. The register
@@ -23,6 +28,7 @@ _COUNTS = ("send_counts", "recv_counts")
 _OPERANDS = "operands"
 WIDE = ":16"  # suffix of the type of an operand that begins at a multiple of 16 if the tensors do
 _READ = {"ttgir", "ptx", "cubin"}
+_FILE = re.compile(r'(^\s*\.file\s+\d+\s+"|\bloc\(")([^"]*)', re.M)  # in PTX, in TTGIR
 
 
 @dataclass(eq=False)
@@ -101,17 +107,17 @@ def noted(compiled: Any) -> Any:
 def ptx_of(cubin: bytes) -> str | None:
     """The PTX that a cubin of this process was assembled from; None if no living kernel has it."""
     origin = _by_cubin.get(_digest(cubin))
-    return None if origin is None else source_paths.of_this_process(origin.ptx, origin.kernel)
+    return None if origin is None else with_present_files(origin.ptx, origin.kernel)
 
 
 def ptx_text(compiled: Any) -> str:
     """The PTX of Triton's `compiled` kernel with the file names of this process, even if it came from the cache."""
-    return source_paths.of_this_process(compiled.asm["ptx"], compiled.src.fn)
+    return with_present_files(compiled.asm["ptx"], compiled.src.fn)
 
 
 def ttgir_text(compiled: Any) -> str:
     """The TTGIR of Triton's `compiled` kernel, likewise."""
-    return source_paths.of_this_process(compiled.asm["ttgir"], compiled.src.fn)
+    return with_present_files(compiled.asm["ttgir"], compiled.src.fn)
 
 
 def _digest(cubin: bytes) -> bytes:
@@ -141,3 +147,44 @@ def extras(kernel: Any) -> list[str]:
     others = (*_COUNTS, _OPERANDS)
     names = [p.name for p in triton_adapter.parameters(kernel) if not p.is_constexpr and p.name not in others]
     return names[names.index("call") + 1 :]
+
+
+def with_present_files(text: str, kernel: Any) -> str:
+    """`text`, PTX or TTGIR, with the files from which `kernel` and the functions that it calls were imported.
+
+    Triton's cache identifies a kernel by its source, not by its path: code that was compiled for another checkout names
+    that checkout's files, which may be gone. The lines are the same, because a line number is part of the key. Other
+    file names stay unchanged.
+    """
+    import triton
+
+    paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, triton.JITFunction, set())}
+
+    def present(match: re.Match[str]) -> str:
+        return match[1] + (match[2] if match[2] in paths else _nearest(match[2], paths))
+
+    return _FILE.sub(present, text)
+
+
+def _functions(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:
+    """`function` and the functions that it calls, by the names in its code, attributes of modules included."""
+    if function in seen:
+        return
+    seen.add(function)
+    yield function
+    code, names = function.fn.__code__, function.fn.__globals__
+    known = [names[n] for n in code.co_names if n in names]
+    known += [cell.cell_contents for cell in function.fn.__closure__ or ()]
+    modules = [value for value in known if isinstance(value, ModuleType)]
+    known += [getattr(module, n) for module in modules for n in code.co_names if hasattr(module, n)]
+    for value in known:
+        if isinstance(value, kind):
+            yield from _functions(value, kind, seen)
+
+
+def _nearest(path: str, paths: set[str]) -> str:
+    """The one of `paths` with the same name at its end, and as many folders as possible; `path` if there is none."""
+    wanted = PurePath(path).parts[::-1]
+    same = {p: len(os.path.commonprefix([wanted, PurePath(p).parts[::-1]])) for p in paths}
+    best = max(same, key=lambda p: (same[p], p), default=path)
+    return best if same.get(best) else path

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,6 @@ import triton.language as tl
 from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout, InvalidArgument, TricommError
 from tricomm.kernels.launch import triton_adapter
-from tricomm.kernels.launch.interrupts import Interrupts
 from tricomm.kernels.launch.memory_access import Director, Observer
 
 SUPPORTED = ("3.6", "3.7", "3.8", "3.9")
@@ -41,6 +41,52 @@ _launched: set[object] = set()  # one for each launch that has begun and not end
 # The running block, the timeout of its launch for the interpreter, and its `interrupt`.
 _Running = tuple["Program", float, Callable[[], None] | None]
 _current: _Running | None = None
+
+
+class Interrupts:
+    """Ctrl-C during a launch: raised in the kernel's own code, deferred in steps that must be atomic.
+
+    Python runs signal handlers only after calls and backward jumps, so setting `raising` is atomic.
+    """
+
+    def __init__(self) -> None:
+        self.raising = False
+        self._noted: tuple[Any, ...] | None = None
+        self._before: Any = None
+
+    def begin(self) -> None:
+        """Hold back interrupts from here on."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and callable(before := signal.getsignal(signal.SIGINT)):
+            self._before = before
+            signal.signal(signal.SIGINT, self._handle)
+
+    def let_through(self) -> None:
+        """From here on raise them, and those that were held back."""
+        self.raising = True
+        self._hand_on()
+
+    def poll(self) -> None:
+        """Raise one that was held back, then hold back again."""
+        self.let_through()
+        self.raising = False
+
+    def over(self) -> None:
+        """Restore the previous handler, and hand on what it missed. May run again."""
+        self.raising = False
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._hand_on()
+
+    def _handle(self, *args: Any) -> None:
+        self._noted = args
+        if self.raising:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            self._before(*noted)
 
 
 def supported() -> str | None:

@@ -13,7 +13,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.left_out import left_out_lines
 from tricomm.perf import parsing, row_calls, text_table, units
 from tricomm.perf.cost_model import kernel_time, machines
-from tricomm.perf.cost_model.limits import TimeShares
+from tricomm.perf.cost_model.kernel_time import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.row_calls import RowForm
 

@@ -21,7 +21,6 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import text_table, units
 from tricomm.perf.cost_model import published
-from tricomm.perf.cost_model.limits import TimeShares
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.parsing import parse_name
 
@@ -29,6 +28,35 @@ _THREADS = 512  # of the block to which `MachineSpec.block` refers
 _HEADER = ("gpu", "W", "kernel", "mode", "bytes", "measured", "model", "error", "source")
 _CLOSE = 0.05  # rounding of a published time: some are whole microseconds, of about 20
 _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message takes one of two that lead to the same
+
+
+@dataclass(frozen=True)
+class TimeShares:
+    """Microseconds of a call by limit; they add up to its time.
+
+    latency          launch, the way to the first push, hops, polls, the end: what a call of one tile a block takes
+    bytes in flight  the further tiles of a block, one behind the other: more blocks or larger tiles shorten it
+    links            bytes that wait for a link
+    barriers         of all ranks: fences, hops, polls
+    memory           bytes to and from the GPU's own memory
+    """
+
+    latency: float = 0.0
+    bytes_in_flight: float = 0.0
+    links: float = 0.0
+    barriers: float = 0.0
+    memory: float = 0.0
+
+    @property
+    def limit(self) -> str:
+        """The name of the largest share."""
+        shares = asdict(self)
+        return max(shares, key=lambda name: shares[name]).replace("_", " ")
+
+    def text(self) -> str:
+        """The name of the largest share, and its percentage of the time."""
+        shares = asdict(self)
+        return f"{self.limit} {max(shares.values()) / sum(shares.values()):.0%}"
 
 
 @dataclass(frozen=True)

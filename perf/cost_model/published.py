@@ -33,8 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tricomm.kernels.collectives import registry
-from tricomm.perf.cost_model.latencies import LATENCIES
-from tricomm.perf.cost_model.machines import MACHINES
+from tricomm.perf.cost_model.machines import LATENCIES, MACHINES
 
 _MSCCLPP_A100 = "microsoft/mscclpp test/deploy/perf_ndmv4.jsonl"
 _MSCCLPP_H100 = "microsoft/mscclpp test/deploy/perf_ndmv5.jsonl"

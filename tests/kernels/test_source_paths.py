@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 
-from tricomm.kernels.launch import compiler, jit_dispatch, source_paths
+from tricomm.kernels.launch import compiler, jit_dispatch
 
 _HELPER = """import triton
 import triton.language as tl
@@ -73,14 +73,14 @@ def test_nothing_but_the_paths_of_files_changes(compiled_in):
     assert compiler.ptx_text(made) == made.asm["ptx"]
     moved = made.asm["ptx"].replace(f'"{triton.__path__[0]}', '"/gone/triton')
     assert moved != made.asm["ptx"], "no file of Triton's own is in it"
-    assert source_paths.of_this_process(moved, made.src.fn) == made.asm["ptx"]
+    assert compiler.with_present_files(moved, made.src.fn) == made.asm["ptx"]
     assert compiler.ttgir_text(made) == made.asm["ttgir"]
 
 
 def test_a_file_that_is_none_of_the_kernels_stays(compiled_in):
     made = compiled_in("stays")
     foreign = '.file\t9 "/elsewhere/generated.py"\n' + made.asm["ptx"]
-    assert source_paths.of_this_process(foreign, made.src.fn) == foreign
+    assert compiler.with_present_files(foreign, made.src.fn) == foreign
 
 
 @pytest.mark.parametrize("gone", [0, 1])

@@ -12,8 +12,7 @@ from tricomm.explorer.ptx.text.parser import parse
 from tricomm.explorer.timing.instruction_costs import KernelCosts
 from tricomm.explorer.timing.timed_links import RankQueues
 from tricomm.explorer.timing.timed_ranks import OwnedMemory, TimedRanks
-from tricomm.perf.cost_model.latencies import Latencies
-from tricomm.perf.cost_model.machines import MachineSpec
+from tricomm.perf.cost_model.machines import Latencies, MachineSpec
 
 # A cycle is a microsecond, and nothing waits for bytes.
 TIMES = Latencies(1.0, l1=10, shared=5, l2=100, memory=1000, l2_bytes=1 << 20, boundary=0, port=1e18, host=7000)
