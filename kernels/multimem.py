@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import peer_of, table_of
-from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.group import peer_of, table_of
+from tricomm.kernels.reduction import reduce_words
 from tricomm.kernels.wide_words import FIRST_TRITON
 
 FIRST_ARCHITECTURE = 90

@@ -1,7 +1,7 @@
 """Communication between kernels: group table, LL words, headers, signal and wait. Public, for users' kernels too.
 
 `group` is the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it; in the
-shipped kernels it is a tuple of their parameters (`device/group.py`).
+shipped kernels it is a tuple of their parameters (`group.py`).
 
 Two variants of each access that crosses GPUs, chosen by the constexpr `PTX`: pure `tl`, which Triton's interpreter
 runs, and inline PTX, which says relaxed, release and acquire at `.sys` scope in the widths that we want. A release
@@ -22,8 +22,8 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import control_of, peer_addresses, rank_of, table_of
-from tricomm.kernels.device.group import peer as peer
+from tricomm.kernels.group import control_of, peer_addresses, rank_of, table_of
+from tricomm.kernels.group import peer as peer
 
 RANK = tl.constexpr(layout.RANK)
 EPOCH = tl.constexpr(layout.EPOCH)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from tricomm.core.fused import fused_checks, fused_kernels
+from tricomm.core import fused_kernels
+from tricomm.core.fused import fused_checks
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, Epilogue, FusedCall
 from tricomm.core.fused.fused_checks import FusedArguments
 from tricomm.core.launch_plan import Request

@@ -22,8 +22,8 @@ ANY_NUMBER_OF_MODULES = {"kernels/collectives"}
 MIRRORS: set[str] = set()
 PUBLIC = {
     "tricomm/communicator.py:__init__", "explorer/campaign.py:check", "tricomm/core/planner.py:explain",
-    "tricomm/core/fused/fused_collectives.py:all_reduce_rms_norm",
-    "tricomm/core/fused/fused_collectives.py:all_reduce_rms_norm_quantized",
+    "tricomm/core/calls/fused_collectives.py:all_reduce_rms_norm",
+    "tricomm/core/calls/fused_collectives.py:all_reduce_rms_norm_quantized",
     "tricomm/flashinfer.py:create_allreduce_fusion_workspace", "tricomm/flashinfer.py:allreduce_fusion",
 }  # fmt: skip
 
@@ -106,6 +106,21 @@ def import_circles(trees: Sources) -> list[str]:
     return [" -> ".join(sorted(circle)) for circle in _strongly_connected(edges) if len(circle) > 1]
 
 
+def folder_circles(trees: Sources) -> list[str]:
+    """Circles of folders whose modules import each other, at any place in a module. A module at the top of `tricomm/`
+    counts as a folder: the import contract orders these."""
+    modules = {_module(name): name for name in trees}
+    edges: dict[str, set[str]] = {_folder(name): set() for name in trees}
+    for name, tree in trees.items():
+        edges[_folder(name)] |= {_folder(modules[other]) for other in _imports(ast.walk(tree), modules)}
+    return [" -> ".join(sorted(circle)) for circle in _strongly_connected(edges) if len(circle) > 1]
+
+
+def _folder(name: str) -> str:
+    folder = str(Path(name).parent)
+    return name if folder == "tricomm" else folder
+
+
 def _module(name: str) -> str:
     parts = list(Path(name).with_suffix("").parts)
     if parts[-1] == "__init__":
@@ -114,7 +129,11 @@ def _module(name: str) -> str:
 
 
 def _imported(tree: ast.Module, modules: dict[str, str]) -> Iterator[str]:
-    for node in _at_module_level(tree.body):
+    return _imports(_at_module_level(tree.body), modules)
+
+
+def _imports(nodes: Iterable[ast.AST], modules: dict[str, str]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

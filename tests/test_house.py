@@ -11,6 +11,15 @@ from tests import house_rules
 from tests.wheel_gate import ROOT
 
 EVERYWHERE = (*house_rules.ROOMS, "devtools", "tests")
+# That are still there: none may join them.
+CIRCLES = {
+    "explorer/compiled -> explorer/memory_model -> explorer/report -> explorer/schedule -> explorer/world",
+    "explorer/ptx -> explorer/ptx/analysis -> explorer/ptx/arithmetic -> explorer/ptx/generated -> "
+    "explorer/ptx/operations",
+    "perf/evidence -> perf/evidence/stages",
+    "store -> store/cuda",
+    "tricomm/c10d -> tricomm/c10d/tcp",
+}
 
 
 def test_no_file_is_too_long() -> None:
@@ -32,6 +41,10 @@ def test_no_folder_is_crowded() -> None:
 )
 def test_a_rule_is_kept(rule: Callable[[house_rules.Sources], list[str]]) -> None:
     assert rule(house_rules.sources(ROOT)) == []
+
+
+def test_folders_import_each_other_in_one_direction() -> None:
+    assert [circle for circle in house_rules.folder_circles(house_rules.sources(ROOT)) if circle not in CIRCLES] == []
 
 
 def _tree(root: Path, files: dict[str, str]) -> house_rules.Sources:
@@ -75,6 +88,18 @@ def test_a_long_file_and_a_crowded_folder_are_named(tmp_path: Path) -> None:
                 "store/c.py": "import tricomm.store.a\n",
             },
             "tricomm.store.a -> tricomm.store.b -> tricomm.store.c",
+        ),
+        (
+            house_rules.folder_circles,
+            {
+                "store/a.py": "from tricomm.store.x.b import f\n",
+                "store/x/b.py": "def f():\n    from tricomm.store import c\n",
+                "store/c.py": "",
+                "tricomm/errors.py": "",
+                "tricomm/top.py": "import tricomm.store.c\n",
+                "store/d.py": "from tricomm import errors\n",
+            },
+            "store -> store/x",
         ),
     ],
 )

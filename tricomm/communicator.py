@@ -21,18 +21,18 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tricomm import arguments
 from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import pick_device
-from tricomm.core.collectives import Collectives
+from tricomm.core.calls.collectives import Collectives
+from tricomm.core.calls.fused_collectives import FusedCollectives
+from tricomm.core.calls.point_to_point import PointToPoint
+from tricomm.core.calls.row_collectives import RowCollectives
+from tricomm.core.calls.suspension import Suspension
+from tricomm.core.calls.user_kernels import UserKernels
 from tricomm.core.entry_guard import by_hand, entry, fact, guarded, set_up
 from tricomm.core.faults import Faults
-from tricomm.core.fused.fused_collectives import FusedCollectives
-from tricomm.core.fused.row_collectives import RowCollectives
 from tricomm.core.group import Group
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.planner import Planner
-from tricomm.core.point_to_point import PointToPoint
 from tricomm.core.runtime import PROCESSES, Runtime
-from tricomm.core.suspension import Suspension
-from tricomm.core.user_kernels import UserKernels
 from tricomm.core.watch.monitor import FallbackBackend
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu

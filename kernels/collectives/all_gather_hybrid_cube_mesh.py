@@ -34,11 +34,11 @@ import triton.language as tl
 
 from tricomm.kernels.device import mesh
 from tricomm.kernels.device.chunks import run_chunks, run_loaded
-from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tile, load_words, store_tile, store_words
 from tricomm.kernels.device.planes import put_planes, store_planes
 from tricomm.kernels.device.push import first_tile, nth_tile, receive
+from tricomm.kernels.group import peer, table_of
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

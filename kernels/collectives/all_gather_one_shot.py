@@ -51,11 +51,11 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
-from tricomm.kernels.device.group import rank_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle
 from tricomm.kernels.device.packing import load_words, member, store_words
 from tricomm.kernels.device.plain_data import copy_rows, stage
 from tricomm.kernels.device.push import first_tile, push_to_all, receive_rows
+from tricomm.kernels.group import rank_of
 from tricomm.kernels.primitives import barrier, enter, leave
 
 

@@ -26,11 +26,11 @@ import triton.language as tl
 
 from tricomm.kernels.device import mesh
 from tricomm.kernels.device.chunks import run_chunks
-from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, shard_words, store_tile, store_words
 from tricomm.kernels.device.plain_data import copy_part, push_part
-from tricomm.kernels.device.reduction import accumulate, combine, finish
+from tricomm.kernels.group import peer, table_of
+from tricomm.kernels.reduction import accumulate, combine, finish
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

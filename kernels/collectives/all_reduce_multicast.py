@@ -53,14 +53,14 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_two_hops
-from tricomm.kernels.device.group import rank_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle
 from tricomm.kernels.device.multicast import buffer_at_all, gather_reduced, pass_reduced
 from tricomm.kernels.device.packing import load_elements, members, shard_words, store_elements
 from tricomm.kernels.device.plain_data import push_shards, take_shards
-from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.group import rank_of
 from tricomm.kernels.multimem import everywhere, everywhere_in
 from tricomm.kernels.primitives import barrier, enter, leave
+from tricomm.kernels.reduction import reduce_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

@@ -61,13 +61,13 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
-from tricomm.kernels.device.group import peer_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
 from tricomm.kernels.device.packing import load_tiles, load_words, members, store_words
 from tricomm.kernels.device.plain_data import FULL, reduce_in_turn, stage
 from tricomm.kernels.device.push import first_tile, push_to_all, receive_reduced
-from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.group import peer_of
 from tricomm.kernels.primitives import barrier, enter, leave
+from tricomm.kernels.reduction import reduce_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

@@ -35,11 +35,11 @@ import triton.language as tl
 
 from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import run_ll
-from tricomm.kernels.device.group import peer_ahead
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.planes import reduce_planes
 from tricomm.kernels.device.push import meet_ahead
 from tricomm.kernels.device.rows import Row, arrive_if, fresh, load_tile_at, of_step, places, put_tile, rows_of
+from tricomm.kernels.group import peer_ahead
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

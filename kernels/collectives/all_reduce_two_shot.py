@@ -68,7 +68,6 @@ import triton.language as tl
 
 from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_two_hops
-from tricomm.kernels.device.group import peer_ahead, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
@@ -83,8 +82,9 @@ from tricomm.kernels.device.packing import (
 from tricomm.kernels.device.plain_data import FEW, pass_on_in_turn, push_shards, reduce_in_turn, take_shards
 from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
 from tricomm.kernels.device.push import meet_ahead
-from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.group import peer_ahead, rank_of, table_of
 from tricomm.kernels.primitives import barrier, enter, leave
+from tricomm.kernels.reduction import reduce_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

@@ -28,10 +28,10 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import nth, whole_call
 from tricomm.kernels.device.counts import part, publish_counts, receive_counts
-from tricomm.kernels.device.group import peer_addresses
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
 from tricomm.kernels.device.planes import load_planes_if, put_planes, store_planes_if
 from tricomm.kernels.device.push import open_epoch, push_tile, receive, synchronize
+from tricomm.kernels.group import peer_addresses
 from tricomm.kernels.primitives import enter, leave
 
 

@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_one_shot
-from tricomm.kernels.device.group import peer
 from tricomm.kernels.device.mailbox import simple_buffer
 from tricomm.kernels.device.packing import load_words, store_tile
 from tricomm.kernels.device.planes import no_tile
 from tricomm.kernels.device.push import first_tile, push_to_others, receive_row
+from tricomm.kernels.group import peer
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])

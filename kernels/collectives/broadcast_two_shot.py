@@ -23,10 +23,10 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_two_hops
-from tricomm.kernels.device.group import peer_ahead, table_of
 from tricomm.kernels.device.mailbox import buffer_words, simple_buffer
 from tricomm.kernels.device.packing import end_of, load_tile, shard_words, store_tile, store_words
 from tricomm.kernels.device.plain_data import pass_on_in_turn, push_shards, take_shards
+from tricomm.kernels.group import peer_ahead, table_of
 
 
 @triton.jit(do_not_specialize=["numel", "call", "root"])

@@ -18,7 +18,6 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.chunks import packed_words
-from tricomm.kernels.device.group import control_of, peer, rank_of, table_of
 from tricomm.kernels.device.message_queues import (
     QUEUES,
     acknowledge,
@@ -33,6 +32,7 @@ from tricomm.kernels.device.message_queues import (
     slot_of,
 )
 from tricomm.kernels.device.packing import load_tile, store_words
+from tricomm.kernels.group import control_of, peer, rank_of, table_of
 from tricomm.kernels.primitives import get_ll
 
 NEXT = tl.constexpr(layout.NEXT)

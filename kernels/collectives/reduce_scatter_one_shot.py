@@ -36,13 +36,13 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_one_shot
-from tricomm.kernels.device.group import rank_of
 from tricomm.kernels.device.mailbox import clear_idle
 from tricomm.kernels.device.packing import load_words, members, store_words
 from tricomm.kernels.device.plain_data import push_plain_rows
 from tricomm.kernels.device.push import first_tiles, push_rows, receive_reduced
-from tricomm.kernels.device.reduction import reduce_words
+from tricomm.kernels.group import rank_of
 from tricomm.kernels.primitives import barrier, enter, leave
+from tricomm.kernels.reduction import reduce_words
 
 
 @triton.jit(do_not_specialize=["numel", "call"])

@@ -79,7 +79,7 @@ class Kernel:
         """True if it reduces in rank order. A cube mesh does not, because it adds the sums of two quads, nor does a
         switch, which has its own order.
 
-        In rank order each element is accumulated from rank 0 on and rounded once, by `device/reduction.py`, so its
+        In rank order each element is accumulated from rank 0 on and rounded once, by `reduction.py`, so its
         bits depend on nothing else.
         """
         return not (self.reduces and (self.needs_cube or self.multicast))

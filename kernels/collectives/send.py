@@ -17,7 +17,6 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.chunks import packed_words
-from tricomm.kernels.device.group import peer, rank_of, table_of
 from tricomm.kernels.device.message_queues import (
     QUEUES,
     SLOTS,
@@ -32,6 +31,7 @@ from tricomm.kernels.device.message_queues import (
     wait_free,
 )
 from tricomm.kernels.device.packing import load_words, store_tile
+from tricomm.kernels.group import peer, rank_of, table_of
 from tricomm.kernels.primitives import put_ll
 
 SENT = tl.constexpr(layout.SENT)

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import control_of, table_of
 from tricomm.kernels.device.halves import halves, joined
 from tricomm.kernels.device.planes import no_tile
+from tricomm.kernels.group import control_of, table_of
 from tricomm.kernels.primitives import (
     ARRIVALS,
     BUSY,

@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.arrival import announce, depart
-from tricomm.kernels.device.group import RANK, rank_of, table_of
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.push import open_epoch, synchronize
+from tricomm.kernels.group import RANK, rank_of, table_of
 from tricomm.kernels.primitives import advance, enter, finish, leave, read_epoch
 
 
 class Chunk(NamedTuple):
     """One chunk of a call, as the body of a kernel sees it. All numbers are int64.
 
-    group    the kernel's group argument (`device/group.py`)
+    group    the kernel's group argument (`group.py`)
     me       this rank
     call     the call's number and fingerprint
     epoch    the chunk's number in the life of the group

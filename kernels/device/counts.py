@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import control_of, rank_of
+from tricomm.kernels.group import control_of, rank_of
 from tricomm.kernels.primitives import LOW, SOURCES, STATUS, send_headers_to, wait_words
 
 SPLITS = tl.constexpr(layout.SPLITS)

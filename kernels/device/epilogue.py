@@ -24,8 +24,8 @@ import triton.language as tl
 from tricomm.kernels.device.halves import halves, joined, number_of
 from tricomm.kernels.device.packing import raw_pointer
 from tricomm.kernels.device.quantize import quantize_row
-from tricomm.kernels.device.reduction import element, raw_bits
 from tricomm.kernels.device.rows import load_tile, store_tile, words_at
+from tricomm.kernels.reduction import element, raw_bits
 
 _HALF_UP, _DOWN = tl.constexpr(2.0**22), tl.constexpr(2.0**-44)
 _INFINITE = tl.constexpr(0x7F800000)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.reduction import element
+from tricomm.kernels.reduction import element
 
 _LOW = tl.constexpr(0xFFFFFFFF)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import ll_base, ll_bytes, simple_base, simple_bytes, table_of, wide_base, wide_bytes
+from tricomm.kernels.group import ll_base, ll_bytes, simple_base, simple_bytes, table_of, wide_base, wide_bytes
 from tricomm.kernels.primitives import put_ll, signal
 from tricomm.kernels.wide_words import COMPILES, clear_wide
 

@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import peer, table_of
 from tricomm.kernels.device.mailbox import clear_idle, clears
+from tricomm.kernels.group import peer, table_of
 from tricomm.kernels.primitives import SOURCES, send_headers_to, wait_headers_of
 
 QUAD = tl.constexpr(layout.QUAD)

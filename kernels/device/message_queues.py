@@ -35,7 +35,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import layout
-from tricomm.kernels.device.group import control_of, table_of
+from tricomm.kernels.group import control_of, table_of
 from tricomm.kernels.primitives import LOW, STATUS, acquire, look, pause, put_ll, signal, wait_sequence
 
 QUEUE_STATES = tl.constexpr(layout.QUEUE_STATES)

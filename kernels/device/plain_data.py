@@ -13,7 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.group import peer, peer_ahead, table_of
 from tricomm.kernels.device.mailbox import simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
@@ -26,7 +25,8 @@ from tricomm.kernels.device.packing import (
     store_words,
     whole_tile,
 )
-from tricomm.kernels.device.reduction import accumulate, combine, finish
+from tricomm.kernels.group import peer, peer_ahead, table_of
+from tricomm.kernels.reduction import accumulate, combine, finish
 
 # Tiles of a run that are in flight at once.
 FULL, FEW = tl.constexpr(4), tl.constexpr(2)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.packing import end_of, load_elements, load_words, store_elements, store_words
-from tricomm.kernels.device.reduction import accumulate, reduce_words
 from tricomm.kernels.primitives import put_ll
+from tricomm.kernels.reduction import accumulate, reduce_words
 from tricomm.kernels.wide_words import plane_words, put_wide
 
 

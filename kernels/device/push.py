@@ -27,11 +27,11 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.arrival import poll_planes
-from tricomm.kernels.device.group import peer, peer_ahead, table_of
 from tricomm.kernels.device.mailbox import clear_idle, clears, flagged_bytes, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import load_tiles, store_tile
 from tricomm.kernels.device.plain_data import copy_part, copy_rows, push_part
 from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
+from tricomm.kernels.group import peer, peer_ahead, table_of
 from tricomm.kernels.primitives import barrier, send_headers, wait_headers
 
 

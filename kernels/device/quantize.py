@@ -17,8 +17,8 @@ import triton.language as tl
 
 from tricomm.kernels.device.halves import number_of
 from tricomm.kernels.device.packing import raw_pointer
-from tricomm.kernels.device.reduction import from_e4m3, to_fp8
 from tricomm.kernels.device.rows import store_tile
+from tricomm.kernels.reduction import from_e4m3, to_fp8
 
 _INFINITE = tl.constexpr(0x7F800000)
 _SIXTH = tl.constexpr(0x3E2AAAAB)  # 1 / 6 in fp32

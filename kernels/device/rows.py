@@ -17,12 +17,12 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.arrival import arrive
-from tricomm.kernels.device.group import table_of
 from tricomm.kernels.device.mailbox import flagged_bytes, ll_buffer, ll_place
 from tricomm.kernels.device.packing import load_elements, raw_pointer
 from tricomm.kernels.device.planes import load_three, plane_length, plane_start, put_planes, store_three
-from tricomm.kernels.device.reduction import element
+from tricomm.kernels.group import table_of
 from tricomm.kernels.primitives import store_ll
+from tricomm.kernels.reduction import element
 
 
 class Row(NamedTuple):

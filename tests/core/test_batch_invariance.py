@@ -245,7 +245,7 @@ def test_kernels_that_reduce_in_another_order_have_other_bits():
         return comm.all_reduce(numbers(comm.rank, 100, "bfloat16"))
 
     backwards = REDUCE.replace("parts", "(parts[2], parts[1], parts[0])")
-    with loaded((Edit("kernels/device/reduction.py", REDUCE, backwards),)):
+    with loaded((Edit("kernels/reduction.py", REDUCE, backwards),)):
         result = bits(tricomm.simulate(body, 3, options=INVARIANT)[0])
     assert not torch.equal(result, in_rank_order("sum", "bfloat16", 3, 100))
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import tricomm
-from tricomm.core import prepared_calls
+from tricomm.core.calls import prepared_calls
+from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.planner import Planner
-from tricomm.core.prepared_calls import PreparedCalls
 from tricomm.errors import InvalidArgument
 
 SHAPE = (4, 6)

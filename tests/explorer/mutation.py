@@ -23,8 +23,8 @@ import tricomm
 from tests.explorer import pad_kernels
 from tricomm import kernels
 from tricomm.communicator import Communicator
-from tricomm.core import group, launch_plan, point_to_point
-from tricomm.core.fused import fused_kernels
+from tricomm.core import fused_kernels, group, launch_plan
+from tricomm.core.calls import point_to_point
 from tricomm.explorer import Finding, Report, campaign, shipped
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.report.findings import Execution

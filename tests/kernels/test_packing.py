@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import dtypes
 from tricomm.kernels.device.packing import load_words, store_words
-from tricomm.kernels.device.reduction import accumulate, combine, finish, reduce_words
 from tricomm.kernels.launch import interpreter
+from tricomm.kernels.reduction import accumulate, combine, finish, reduce_words
 from tricomm.kernels.specialization import Specialization
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]

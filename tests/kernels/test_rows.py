@@ -12,8 +12,7 @@ import tricomm
 from tests.core.fused import fused_reference as reference
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import compiles, some
-from tricomm.core import launch_plan
-from tricomm.core.fused import fused_kernels
+from tricomm.core import fused_kernels, launch_plan
 from tricomm.explorer.campaign import smallest
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.specialization import Specialization

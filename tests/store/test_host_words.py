@@ -18,9 +18,9 @@ from tests.store.fake_host import identity
 from tricomm import communicator
 from tricomm.communicator import Communicator
 from tricomm.core import bootstrap
+from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
-from tricomm.core.point_to_point import PointToPoint
 from tricomm.core.runtime import PROCESSES
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.kernels import layout

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from tricomm import arguments, gone
-from tricomm.core import launch_plan, nccl
+from tricomm.core import fused_kernels, launch_plan, nccl
 from tricomm.core.faults import Faults
-from tricomm.core.fused import fused_checks, fused_kernels
+from tricomm.core.fused import fused_checks
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, Epilogue
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import READ_IN_PLACE, LaunchPlan, Request
@@ -41,7 +41,7 @@ class Planner:
     site      the facts that selection needs
     routes    the facts that decide between the kernels and NCCL, and why not the kernels if they cannot be used
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
-    prepared  calls that were made and can be repeated, of `core.prepared_calls` and `core.fused.fused_repeat`
+    prepared  calls that were made and can be repeated, of `core.calls`
     nccl      NCCL's communicator, made by the first call that goes there
 
     `decided` is the route of every call if the caller has already decided and logged it.

@@ -10,7 +10,7 @@ import torch
 import tricomm
 from tests.core.fused import fused_reference as reference
 from tests.marks import some
-from tricomm.core.fused import fused_kernels
+from tricomm.core import fused_kernels
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 POISON = 77.0

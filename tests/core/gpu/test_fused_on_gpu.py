@@ -13,8 +13,8 @@ from tests.core.fused import fused_reference as reference
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.gpu.test_host_path import ONE_OF_EACH, Operations, asked, kept_and_used
 from tricomm import GroupAborted
-from tricomm.core.fused import fused_repeat
-from tricomm.core.fused.fused_repeat import FusedRepeats
+from tricomm.core.calls import fused_repeat
+from tricomm.core.calls.fused_repeat import FusedRepeats
 from tricomm.errors import InvalidArgument
 from tricomm.perf import null_launch
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tricomm import arguments
-from tricomm.core import rows
+from tricomm.core.calls import rows
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import READ_IN_PLACE, Request

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from tricomm.core import fused_kernels
 from tricomm.core.faults import Faults
-from tricomm.core.fused import fused_kernels
 from tricomm.core.fused.fused_call import FusedCall
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tricomm import arguments
-from tricomm.core import rows
+from tricomm.core.calls import rows
+from tricomm.core.calls.first_calls import FirstCalls, Kind
 from tricomm.core.faults import Faults
-from tricomm.core.first_calls import FirstCalls, Kind
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.launcher import Launcher

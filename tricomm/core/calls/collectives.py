@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
+from tricomm.core.calls.first_calls import INTO
+from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.faults import Faults
-from tricomm.core.first_calls import INTO
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
-from tricomm.core.prepared_calls import PreparedCalls
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
 

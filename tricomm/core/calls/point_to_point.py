@@ -18,7 +18,7 @@ import torch
 
 from tricomm import arguments
 from tricomm.core import launch_plan
-from tricomm.core.collectives import Tensor, check_root
+from tricomm.core.calls.collectives import Tensor, check_root
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group

@@ -12,10 +12,10 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 
+from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
-from tricomm.core.point_to_point import PointToPoint
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.store.arena import Arena

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tricomm.core import fused_kernels
+from tricomm.core.calls.fused_repeat import NORM_OUT, QUANT_OUT, RESIDUAL_OUT, SCALE_OUT, FusedRepeats, Tensors
 from tricomm.core.faults import Faults
-from tricomm.core.fused import fused_checks, fused_kernels, unfused
+from tricomm.core.fused import fused_checks, unfused
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, FusedCall
 from tricomm.core.fused.fused_checks import FusedArguments
-from tricomm.core.fused.fused_repeat import NORM_OUT, QUANT_OUT, RESIDUAL_OUT, SCALE_OUT, FusedRepeats, Tensors
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.launcher import Launcher
