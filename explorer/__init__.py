@@ -5,7 +5,7 @@ try:
 except ModuleNotFoundError as error:
     raise ImportError(
         "tricomm.check, tricomm.simulate and all of tricomm.explorer need greenlet, which is not installed: "
-        "pip install greenlet",
+        "pip install 'tricomm[explorer]'",
         name="greenlet",
     ) from error
 

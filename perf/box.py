@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
-from tricomm import Communicator
+from tricomm import Communicator, typed_json
 from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.metrics.counters import NCCL
@@ -52,12 +52,10 @@ def dumps(comm: Communicator) -> str:
 @lru_cache(maxsize=256)
 def loads(text: str) -> Box | None:
     """The facts in JSON `text`; None if there are none, or if their values are impossible."""
-    import msgspec  # not at the top: what runs from a plain checkout imports `dumps`
-
     try:
-        box = msgspec.json.decode(text, type=Box)
+        box = typed_json.decode(text, Box)
         possible = 1 <= box.most_blocks <= layout.MAX_BLOCKS and box.fingerprint.world_size == box.routes.world_size
         device = box.fingerprint.device.removeprefix("sm_")
         return box if possible and (device.isdecimal() or device in ("cpu", "cuda")) and box.site(None) else None
-    except (msgspec.DecodeError, TricommError, ValueError, RecursionError):
+    except (TricommError, ValueError):
         return None

@@ -94,7 +94,7 @@ def test_the_package_says_what_it_is(wheel: Path) -> None:
         text = archive.read(name).decode()
         entry = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
     assert "License-Expression: Apache-2.0" in text and "Requires-Python: >=3.11" in text
-    assert "tricomm = tricomm.cli:main" in entry
+    assert "tricomm = tricomm.__main__:main" in entry
     assert "[vllm.general_plugins]\ntricomm = tricomm.engines.vllm_plugin:register" in entry
 
 

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from tricomm.errors import InvalidArgument
 
@@ -20,6 +21,11 @@ _C_INTEGER = re.compile(r"\s*([+-]?)(?:0[xX]([0-9a-fA-F]+)|([0-9]+))")
 def text(name: str) -> str | None:
     """Value of `name`, or None if it is unset or empty."""
     return os.environ.get(name) or None
+
+
+def user_folder(variable: str, at_home: str) -> Path:
+    """tricomm's folder in this user's directory of one kind: the XDG `variable`, or else `at_home` in the home."""
+    return Path(text(variable) or os.path.expanduser(f"~/{at_home}")) / "tricomm"
 
 
 def flag(name: str) -> bool:

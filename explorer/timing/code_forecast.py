@@ -176,9 +176,9 @@ def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64
     return same, len(best)
 
 
-def report() -> list[str]:
-    """The table of `check`, and how often the model that counts bytes has the same fastest kernel."""
-    lines = kernel_time.report(check())
+def report(rows: list[Checked]) -> list[str]:
+    """The table of `rows` from `check`, and how often the model that counts bytes has the same fastest kernel."""
+    lines = kernel_time.report(rows)
     lines[0] = f"# {_LABEL}; 'measured' is others' hardware and kernels; * gave a constant"
     same, sizes = agreement()
     return [

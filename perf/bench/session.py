@@ -11,11 +11,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 
 import tricomm
-from tricomm import env
+from tricomm import env, typed_json
 from tricomm.perf import provenance
 from tricomm.perf.bench.baselines import Baselines
 from tricomm.perf.bench.measure import Note, Rows, measure, pick_device, with_times
@@ -71,7 +70,7 @@ def run(settings: Settings, world_size: int, listener: Listener, results: Result
             listener.note(message["text"])
         elif event == "row":
             ranks = parts.setdefault(seen[rank], [])
-            ranks.append(msgspec.convert(message["places"], Rows))
+            ranks.append(typed_json.convert(message["places"], Rows))
             seen[rank] += 1
             if len(ranks) == world_size:
                 results.rows.append(merged(ranks))
@@ -140,7 +139,7 @@ def open_group(
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
     """Be one rank that `run` has started: send a header, the rows, and notes."""
-    settings = msgspec.convert(data, Settings)
+    settings = typed_json.convert(data, Settings)
     torch.set_num_threads(1)
     env.default("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, whose name may have no address
     with open_group(settings, url, rank, world_size) as (comm, baselines):

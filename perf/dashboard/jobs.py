@@ -6,13 +6,13 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-import msgspec
-
+from tricomm import typed_json
 from tricomm.metrics import publish
 from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.history.database import History
 from tricomm.perf.history.schema import ActivityRow
 from tricomm.store import files
+from tricomm.typed_json import WrongJson
 
 _MOST_BYTES = 64 << 20
 
@@ -46,32 +46,32 @@ def read(folder: Path | None = None) -> PublishedJobs:
         return PublishedJobs((), (), (f"statistics in {folder} are ignored: {error.strerror}",))
     for file in sorted(folder.glob("*.json")):
         try:
-            job = msgspec.json.decode(files.read(file, _MOST_BYTES), type=JobStatistics)
+            job = typed_json.decode(files.read(file, _MOST_BYTES), JobStatistics)
             if job.schema != publish.SCHEMA:
-                raise msgspec.ValidationError(f"schema {job.schema}, this tricomm knows {publish.SCHEMA}")
+                raise WrongJson(f"schema {job.schema}, this tricomm knows {publish.SCHEMA}")
             _check(job)
             pairs.append((job, file))
         except FileNotFoundError:  # another process has put it into the history
             continue
         except OSError as error:
             notes.append(f"{file} is ignored: {error.strerror}")
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except WrongJson as error:
             notes.append(f"{file} is not the statistics of a job and is ignored: {error}")
     pairs.sort(key=lambda pair: pair[0].written)
     return PublishedJobs(tuple(job for job, _ in pairs), tuple(file for _, file in pairs), tuple(notes))
 
 
 def _check(job: JobStatistics) -> None:
-    """Raises `msgspec.ValidationError` for a number that no job writes, and that cannot be counted with."""
+    """Raises `WrongJson` for a number that no job writes, and that cannot be counted with."""
     try:
         _date(job)
     except (OverflowError, ValueError, OSError):
-        raise msgspec.ValidationError(f"written {job.written:g} seconds after 1970") from None
+        raise WrongJson(f"written {job.written:g} seconds after 1970") from None
     for comm in job.communicators:
         if comm.world_size < 1:
-            raise msgspec.ValidationError(f"a group of {comm.world_size} ranks")
+            raise WrongJson(f"a group of {comm.world_size} ranks")
         if any(calls.calls < 1 for calls in comm.calls):
-            raise msgspec.ValidationError("a kernel that was called less than once")
+            raise WrongJson("a kernel that was called less than once")
 
 
 def _date(job: JobStatistics) -> str:

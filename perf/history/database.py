@@ -18,9 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import msgspec
-import platformdirs
-
+from tricomm import env, typed_json
 from tricomm.errors import InvalidArgument
 from tricomm.perf.bench_row import Measurement
 from tricomm.perf.history import schema
@@ -44,7 +42,7 @@ class Entry:
 
 def default_path() -> Path:
     """`history.sqlite` in the XDG data directory."""
-    return Path(platformdirs.user_data_dir("tricomm")) / "history.sqlite"
+    return env.user_folder("XDG_DATA_HOME", ".local/share") / "history.sqlite"
 
 
 def now() -> str:
@@ -156,8 +154,8 @@ def _entry(row: tuple[Any, ...], runs: dict[int, Run | None]) -> Entry | None:
 
 def _checked(values: dict[str, Any], kind: type[_Row]) -> _Row | None:
     try:
-        return msgspec.convert(values, kind)
-    except (msgspec.ValidationError, ValueError):
+        return typed_json.convert(values, kind)
+    except ValueError:
         return None
 
 

@@ -256,7 +256,8 @@ def _extras() -> Iterator[ProbeResult]:
     if torch.cuda.is_available() and not nccl:
         text = "torch has none: what the kernels do not cover is refused"
         yield ProbeResult("NCCL", WARN, text, "install torch with NCCL")
-    for module, extra, what in (("plotly", "report", "dashboard --html"), ("prometheus_client", "metrics", "metrics")):
+    uses = ("greenlet", "explorer", "check"), ("plotly", "report", "dashboard --html")
+    for module, extra, what in (*uses, ("prometheus_client", "metrics", "metrics")):
         if _missing(module):
             text = f"{module} is not installed: no {what}"
             yield ProbeResult(module, WARN, text, f"pip install 'tricomm[{extra}]'")

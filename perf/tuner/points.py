@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
-
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs
@@ -146,7 +144,8 @@ def neighbours(candidate: Candidate) -> Iterator[Candidate]:
         yield replace(candidate, **{name: value * 2 for name, value in zip(names, values, strict=True)})
 
 
-class TuningRequest(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class TuningRequest:
     """A request for a tuning run, checked before anything is started.
 
     `budget` and `timeout` (of a call) are in seconds; an empty `modes` means all modes of the device. `beside`: for

@@ -5,20 +5,23 @@ A continued run searches again and gets the samples of the earlier run first. A 
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
+from tricomm import typed_json
 from tricomm.errors import ResourceError
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.store import files
+from tricomm.typed_json import WrongJson
 
 _MOST_BYTES = 1 << 30  # far more than the longest run writes
 
 
-class Round(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Round:
     """The samples of a round by candidate, each the slowest rank's, in microseconds; None for a wrong candidate."""
 
     point: Point
@@ -39,7 +42,7 @@ class SampleLog:
         self._stream: IO[bytes] | None = None
         try:
             files.make_directory(file.parent)
-            lines = (key.encode(), *map(msgspec.json.encode, rounds))
+            lines = (key.encode(), *map(_encoded, rounds))
             files.replace(file, b"".join(line + b"\n" for line in lines))
             self._stream = files.opened(file, "ab")
         except OSError as error:
@@ -72,7 +75,7 @@ class SampleLog:
     def append(self, one: Round) -> None:
         """Write a round; it is on the disk when this returns."""
         if self._stream is not None:
-            self._stream.write(msgspec.json.encode(one) + b"\n")
+            self._stream.write(_encoded(one) + b"\n")
             self._stream.flush()
             os.fsync(self._stream.fileno())
 
@@ -85,6 +88,10 @@ class SampleLog:
             self.file.unlink(missing_ok=True)
 
 
+def _encoded(one: Round) -> bytes:
+    return json.dumps(asdict(one), separators=(",", ":")).encode()
+
+
 def _read(file: Path, key: str) -> list[Round]:
     try:
         lines = files.read(file, _MOST_BYTES).split(b"\n")
@@ -95,8 +102,8 @@ def _read(file: Path, key: str) -> list[Round]:
     rounds = []
     for line in lines[1:-1]:
         try:
-            one = msgspec.json.decode(line, type=Round)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+            one = typed_json.decode(line, Round)
+        except WrongJson:
             break
         if len(one.times) != len(one.candidates):
             break

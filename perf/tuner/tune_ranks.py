@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
-import msgspec
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import tricomm
-from tricomm import ResourceError
+from tricomm import ResourceError, typed_json
 from tricomm.perf.bench import timing
 from tricomm.perf.bench.measure import pick_device
 from tricomm.perf.tuner.coordinator import Coordinator
@@ -26,7 +26,7 @@ _RENDEZVOUS = 60.0  # seconds for all ranks to arrive
 def run(request: TuningRequest, world_size: int, on_message: OnMessage) -> None:
     """Tune with `world_size` ranks of this node, started here. Raises `RankFailed`; leaves no rank behind."""
     silence = 2 * request.timeout + _RENDEZVOUS
-    settings = msgspec.to_builtins(request)
+    settings = asdict(request)
     for rank, message in run_workers("tricomm.perf.tuner.tune_ranks:main", world_size, settings, silence):
         if rank == 0:
             on_message(message.pop("event"), message)
@@ -41,7 +41,7 @@ def join(request: TuningRequest, on_message: OnMessage) -> None:
 def main(emit: Callable[..., None], rank: int, world_size: int, url: str, settings: Any) -> None:
     """One rank, a process of its own (see `tricomm.perf.workers`)."""
     store, rank, world_size = open_store(url, rank, world_size, _RENDEZVOUS)
-    _tune(emit, rank, world_size, store, msgspec.convert(settings, TuningRequest))
+    _tune(emit, rank, world_size, store, typed_json.convert(settings, TuningRequest))
 
 
 def _tune(emit: Callable[..., None], rank: int, world_size: int, store: Store, request: TuningRequest) -> None:

@@ -6,14 +6,15 @@ test, because these may be wrong or never return.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import cast
 
-import msgspec
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, env
+from tricomm import Communicator, InvalidArgument, PeerDied, PeerStalled, ResourceError, TricommError, env, typed_json
 from tricomm.perf.bench import timing
 from tricomm.perf.tuner import tuned_calls
 from tricomm.perf.tuner.points import Candidate, Point
@@ -29,7 +30,8 @@ class RankLost(TricommError):
     """A rank died or did not answer in time; tuning ends, and the samples so far are kept."""
 
 
-class TuningTask(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class TuningTask:
     """The next thing that all ranks do: check, time, use a table, make a new group, end."""
 
     do: str
@@ -39,12 +41,13 @@ class TuningTask(msgspec.Struct, frozen=True):
     table: str = ""
 
 
-class TuningAnswer(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class TuningAnswer:
     """One rank's result. `values` by candidate: numbers of wrong elements, or times in microseconds. `refused` says, by
     number, why a candidate cannot run. `fault` is set if the candidate of number `at` cost the group."""
 
     values: tuple[tuple[float, ...], ...] = ()
-    refused: dict[int, str] = {}
+    refused: dict[int, str] = field(default_factory=dict)
     fault: str = ""
     at: int = 0
     digest: str = ""
@@ -72,7 +75,7 @@ class TuningWorker:
         Raises `RankLost` if no task comes in time, `RendezvousError` if a task is not from rank 0.
         """
         while True:
-            task = msgspec.json.decode(self._receive("task", 0), type=TuningTask)
+            task = typed_json.decode(self._receive("task", 0), TuningTask)
             self._send("answer", self._do(task))
             self._number += 1
             if task.do == "end":
@@ -83,12 +86,12 @@ class TuningWorker:
         self._send("task", task)
         answers = [self._do(task)]
         for rank in range(1, self._world_size):
-            answers.append(msgspec.json.decode(self._receive("answer", rank), type=TuningAnswer))
+            answers.append(typed_json.decode(self._receive("answer", rank), TuningAnswer))
         self._number += 1
         return answers
 
     def _send(self, kind: str, content: TuningTask | TuningAnswer) -> None:
-        data = self._header(kind, self._rank).seal(msgspec.json.encode(content), env.token())
+        data = self._header(kind, self._rank).seal(json.dumps(asdict(content)).encode(), env.token())
         self._store.set(self._key(kind, self._rank), cast(str, data))  # declared as str; bytes pass unchanged
 
     def _receive(self, kind: str, rank: int) -> bytes:

@@ -13,7 +13,7 @@ from tests.marks import some
 _HELP = (
     "import sys; sys.argv = ['tricomm', {words}]\nfrom tricomm.cli import main\ntry: main()\nexcept SystemExit: pass"
 )
-_HEAVY = "import sys; assert not {'torch', 'triton', 'numpy', 'rich', 'msgspec'} & set(sys.modules)"
+_HEAVY = "import sys; assert not {'torch', 'triton', 'numpy', 'rich', 'sqlite3'} & set(sys.modules)"
 _GROUP = """
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import HashStore

@@ -8,8 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MISSING = (
-    "msgspec", "greenlet", "platformdirs", "plotly", "selenium", "click", "rich", "filelock", "hypothesis",
-    "prometheus_client", "xdist", "pytest_timeout",
+    "greenlet", "plotly", "selenium", "click", "rich", "hypothesis", "prometheus_client", "xdist", "pytest_timeout",
 )  # fmt: skip
 
 

@@ -43,12 +43,13 @@ def usage(function: Callable[[], Any]) -> Any:
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code for an error of tricomm; None for any other exception, which is a bug."""
+    """The exit code for an error of tricomm or a missing extra; None for any other exception, which is a bug."""
     from tricomm.errors import InvalidArgument, ResourceError, TricommError
 
     if isinstance(error, InvalidArgument):
         return USAGE
-    if isinstance(error, ResourceError) or getattr(error, "unsupported", False):
+    without_extra = isinstance(error, ImportError) and error.name == "greenlet"
+    if isinstance(error, ResourceError) or getattr(error, "unsupported", False) or without_extra:
         return UNSUPPORTED
     return FAILED if isinstance(error, TricommError) else None
 

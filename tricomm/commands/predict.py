@@ -38,10 +38,15 @@ def predict(
     tricomm predict --check
     tricomm predict --from-code --sizes 1K,64K,1M
     """
-    from tricomm.explorer.timing import code_forecast
     from tricomm.perf.cost_model import forecast, kernel_time
     from tricomm.perf.row_calls import RowForm
 
+    checker: Any = kernel_time
+    forecaster: Any = forecast
+    if from_code:  # needs the extra `explorer`
+        from tricomm.explorer.timing import code_forecast
+
+        checker = forecaster = code_forecast
     if check:
         unused = [option for name, option in given(context).items() if name not in ("check", "from_code", "as_json")]
         if unused:
@@ -49,14 +54,10 @@ def predict(
                 f"--check takes machines, sizes and kernels from the published rows, so {', '.join(unused)} would not "
                 "be looked at; leave it out (--from-code and --json work)"
             )
-        if as_json:
-            checked = code_forecast.check() if from_code else kernel_time.check()
-            click.echo(json.dumps(kernel_time.to_json(checked), indent=1))
-        else:
-            click.echo("\n".join(code_forecast.report() if from_code else kernel_time.report(kernel_time.check())))
+        rows = checker.check()
+        click.echo(json.dumps(kernel_time.to_json(rows), indent=1) if as_json else "\n".join(checker.report(rows)))
         return
     check_row_options(context, usage(lambda: forecast.names(asked["collective"])))
-    chosen: Any = code_forecast if from_code else forecast
     form = RowForm(hidden, quantize or "")
-    predicted = usage(lambda: chosen.forecast(**asked, form=form))
+    predicted = usage(lambda: forecaster.forecast(**asked, form=form))
     click.echo(json.dumps(predicted.to_json(), indent=1) if as_json else "\n".join(predicted.lines()))

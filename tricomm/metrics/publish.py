@@ -69,18 +69,9 @@ class JobStatistics:
 
 
 def folder() -> Path:
-    """Where jobs of this user write: TRICOMM_STATS_DIR, or `live` in the XDG state directory.
-
-    Raises `InvalidArgument` if neither is known.
-    """
+    """Where jobs of this user write: TRICOMM_STATS_DIR, or `live` in the XDG state directory."""
     given = env.text("TRICOMM_STATS_DIR")
-    if given is not None:
-        return Path(given)
-    try:
-        import platformdirs
-    except ImportError:
-        raise InvalidArgument("TRICOMM_STATS: set TRICOMM_STATS_DIR, or pip install platformdirs") from None
-    return Path(platformdirs.user_state_dir("tricomm")) / "live"
+    return env.user_folder("XDG_STATE_HOME", ".local/state") / "live" if given is None else Path(given)
 
 
 def check_folder() -> None:

@@ -1,28 +1,40 @@
 """Tuning tables: which kernel, of which shape, up to how many bytes; and their JSON form.
 
-The shipped tables are rules for kinds of boxes; a tuned one was measured on one kind of box and is for no other. The
-tables need nothing but the standard library, so that selection runs from a bare checkout. A user's file, which may
-have any content, is checked by msgspec against the same classes, with limits; that is imported only then.
+The shipped tables are rules for kinds of boxes; a tuned one was measured on one kind of box and is for no other. A
+user's file, which may have any content, is checked against the same classes and against limits.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
-from functools import cache
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from importlib.resources import files
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Any
 
+from tricomm import typed_json
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import MAX_BLOCKS, MAX_WORLD_SIZE
 
 KERNELS = 4  # counts changes of the kernels that make old measurements void
 MAX_BYTES = 4 << 20  # of a file: thousands of rows
-_MAX_TILE = 1 << 20
-_EPILOGUE = r"(norm|fp8|fp8_per_token|nvfp4)@[1-9][0-9]{0,5}"
+_SCHEMA = 2
+_MOST_TEXT = 256
+_EPILOGUE = re.compile(r"(norm|fp8|fp8_per_token|nvfp4)@[1-9][0-9]{0,5}")
+_LIMITS: dict[str, Sequence[Any]] = {  # of a user's row
+    "world_size": range(1, MAX_WORLD_SIZE + 1),
+    "max_bytes": range(1 << 62),
+    "min_bytes": range(1 << 62),
+    "mode": ("eager", "graph"),
+    "bits": (8, 16, 32, 64),
+    "blocks": range(1, MAX_BLOCKS + 1),
+    "warps": (1, 2, 4, 8, 16, 32),
+    "tile": range(2, (1 << 20) + 1),
+    "registers": (128, 255),
+}
 
 
 def epilogue_name(hidden: int, quantize: str) -> str:
@@ -158,102 +170,79 @@ def _digest(values: Any) -> hashlib._Hash:
 
 
 @dataclass(frozen=True)
-class _Forms:
-    """The JSON forms of `TableRow`, `Fingerprint` and `TunedTable`: classes of msgspec's, which refuse wrong values."""
+class _TunedFile:
+    """The JSON form of a `TunedTable`. `simulated` is there for people: the device says it, too."""
 
-    msgspec: Any
-    row: Any
-    fingerprint: Any
-    file: Any
-
-
-def forms(where: str) -> _Forms:
-    """The JSON forms. Raises `ResourceError`, naming `where`, if msgspec is missing."""
-    try:
-        return _forms()
-    except ModuleNotFoundError as error:
-        raise ResourceError(f"{where}: {error}; pip install msgspec") from None
-
-
-@cache
-def _forms() -> _Forms:
-    import msgspec
-
-    text = Annotated[str, msgspec.Meta(max_length=256)]
-    ranks = Annotated[int, msgspec.Meta(ge=1, le=MAX_WORLD_SIZE)]
-    strict: Any = {"frozen": True, "forbid_unknown_fields": True, "omit_defaults": True}
-
-    def form(kind: Any, limits: dict[str, Any]) -> Any:
-        """The fields of `kind`; `limits` replace the types of some. Checked by `kind`, too, so that its errors have
-        their place in the file."""
-        types = get_type_hints(kind) | limits
-        columns: list[Any] = [
-            (f.name, types[f.name], *(() if f.default is MISSING else (f.default,))) for f in fields(kind)
-        ]
-        check = {"__post_init__": lambda decoded: kind(**msgspec.structs.asdict(decoded))}
-        return msgspec.defstruct(kind.__name__, columns, namespace=check, **strict)
-
-    limits = {
-        "world_size": ranks,
-        "max_bytes": Annotated[int, msgspec.Meta(ge=0)] | None,
-        "min_bytes": Annotated[int, msgspec.Meta(ge=0)],
-        "mode": Literal["eager", "graph"] | None,
-        "bits": Literal[8, 16, 32, 64] | None,
-        "blocks": Annotated[int, msgspec.Meta(ge=1, le=MAX_BLOCKS)] | None,
-        "warps": Literal[1, 2, 4, 8, 16, 32] | None,
-        "tile": Annotated[int, msgspec.Meta(ge=2, le=_MAX_TILE)] | None,
-        "registers": Literal[128, 255] | None,
-        "epilogue": Annotated[str, msgspec.Meta(pattern=f"^{_EPILOGUE}$")] | None,
-    }
-    row = form(TableRow, limits)
-    box = form(Fingerprint, dict.fromkeys(("device", "gpu", "topology", "links"), text) | {"world_size": ranks})
-    several: Any = tuple
-    columns: list[Any] = [
-        ("schema", Literal[2]),
-        ("kernels", int),
-        ("fingerprint", box),
-        ("simulated", bool),  # beside the device, for people
-        ("rows", several[row, ...]),
-        ("date", text, ""),
-        ("versions", dict[text, text], msgspec.field(default_factory=dict)),
-    ]
-    file = msgspec.defstruct("TunedFile", columns, namespace={"__post_init__": _tuned}, **strict)
-    return _Forms(msgspec, row, box, file)
-
-
-def _tuned(decoded: Any) -> TunedTable:
-    def values(struct: Any) -> dict[str, Any]:
-        return {name: getattr(struct, name) for name in struct.__struct_fields__}
-
-    rows = tuple(TableRow(**values(row)) for row in decoded.rows)
-    table = TunedTable(Fingerprint(**values(decoded.fingerprint)), rows, decoded.date, decoded.versions)
-    if decoded.simulated != table.simulated:
-        times = "simulated" if decoded.simulated else "measured"
-        raise InvalidArgument(f"{times} times for device {table.fingerprint.device!r}: only a CPU's are simulated")
-    return table
+    schema: int
+    kernels: int
+    fingerprint: Fingerprint
+    simulated: bool
+    rows: tuple[TableRow, ...]
+    date: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
 
 
 def dumps(table: TunedTable) -> bytes:
-    """JSON that `loads` takes back, a row a line. Raises `ResourceError` if msgspec is missing."""
-    json_forms = forms("tuning table")
-    encode = json_forms.msgspec.json.encode
-    box = json_forms.fingerprint(**asdict(table.fingerprint))
-    head = encode(json_forms.file(2, KERNELS, box, table.simulated, (), table.date, dict(table.versions)))
-    lines = b",\n    ".join(encode(json_forms.row(**asdict(row))) for row in table.rows)
-    return bytes(head.replace(b'"rows":[]', b'"rows": [\n    ' + lines + b"\n]", 1) + b"\n")
+    """JSON that `loads` takes back, a row a line."""
+    box = _given(table.fingerprint)
+    file = _TunedFile(_SCHEMA, KERNELS, table.fingerprint, table.simulated, (), table.date, dict(table.versions))
+    head = _encoded({**_given(file), "fingerprint": box})
+    lines = ",\n    ".join(_encoded(_given(row)) for row in table.rows)
+    return (head.replace('"rows":[]', f'"rows": [\n    {lines}\n]', 1) + "\n").encode()
+
+
+def _given(record: Any) -> dict[str, Any]:
+    """The fields of `record` that do not have their default value."""
+    values = {f.name: (f, getattr(record, f.name)) for f in fields(record)}
+    return {name: value for name, (f, value) in values.items() if value != f.default and value != {}}
+
+
+def _encoded(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def loads(text: bytes, where: str) -> TunedTable:
-    """The tuned table in JSON `text`. Raises `InvalidArgument` that names `where` and the mistake, `ResourceError` if
-    msgspec is missing."""
-    json_forms = forms(where)
-    msgspec = json_forms.msgspec
+    """The tuned table in JSON `text`. Raises `InvalidArgument` that names `where` and the mistake."""
     if len(text) > MAX_BYTES:
         raise InvalidArgument(f"{where}: more than {MAX_BYTES} bytes; no tuning table is so long")
     try:
-        decoded = msgspec.json.decode(text, type=json_forms.file)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        file = typed_json.decode(text, _TunedFile, strict=True)
+        _check(file)
+        table = TunedTable(file.fingerprint, file.rows, file.date, file.versions)
+    except ValueError as error:
         raise InvalidArgument(f"{where}: not a tuning table: {error}") from None
-    if decoded.kernels != KERNELS:
-        raise InvalidArgument(f"{where}: measured with kernels {decoded.kernels}, these are {KERNELS}; tune again")
-    return _tuned(decoded)
+    if file.kernels != KERNELS:
+        raise InvalidArgument(f"{where}: measured with kernels {file.kernels}, these are {KERNELS}; tune again")
+    if file.simulated != table.simulated:
+        times = "simulated" if file.simulated else "measured"
+        device = table.fingerprint.device
+        raise InvalidArgument(f"{where}: {times} times for device {device!r}: only a CPU's are simulated")
+    return table
+
+
+def _check(file: _TunedFile) -> None:
+    """Raises `InvalidArgument` for a value that no tuned table has."""
+    if file.schema != _SCHEMA:
+        raise InvalidArgument(f"schema {file.schema}, this tricomm knows {_SCHEMA}")
+    box = file.fingerprint
+    _check_limits(box, "fingerprint")
+    for word in (box.device, box.gpu, box.topology, box.links, file.date, *file.versions, *file.versions.values()):
+        if len(word) > _MOST_TEXT:
+            raise InvalidArgument(f"a text of {len(word)} characters; {_MOST_TEXT} are the most")
+    for at, row in enumerate(file.rows):
+        check_row(row, f"rows[{at}]")
+
+
+def check_row(row: TableRow, place: str) -> None:
+    """Raises `InvalidArgument` that names `place` for a value that no row has."""
+    _check_limits(row, place)
+    if row.epilogue is not None and not _EPILOGUE.fullmatch(row.epilogue):
+        raise InvalidArgument(f"{place}: epilogue {row.epilogue!r} is not like norm@8192")
+
+
+def _check_limits(record: Any, place: str) -> None:
+    for name, allowed in _LIMITS.items():
+        value = getattr(record, name, None)
+        if value is not None and value not in allowed:
+            known = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else ", ".join(map(str, allowed))
+            raise InvalidArgument(f"{place}: {name} {value!r} is not one of {known}")

@@ -1,8 +1,6 @@
 """A user's own tuning tables: one file for each kind of box, in the XDG cache directory or TRICOMM_TUNING_DIR.
 
 All ranks of a group use the same one, or none: if they find different ones, the shipped tables decide on all.
-Packages that only this needs (platformdirs, msgspec) are imported by the functions that use them: a machine
-with only a checkout has no such table, and must not need them.
 """
 
 from __future__ import annotations
@@ -27,15 +25,9 @@ _PATIENCE = 10.0  # seconds for another process to finish writing
 
 
 def folder() -> Path:
-    """The folder of the tables. Raises `ResourceError` if there is none: no TRICOMM_TUNING_DIR, no platformdirs."""
+    """The folder of the tables."""
     given = env.text("TRICOMM_TUNING_DIR")
-    if given is not None:
-        return Path(given)
-    try:
-        import platformdirs
-    except ModuleNotFoundError as error:
-        raise ResourceError(f"no folder for tuning tables: {error}; set TRICOMM_TUNING_DIR") from None
-    return Path(platformdirs.user_cache_dir("tricomm")) / "tables"
+    return env.user_folder("XDG_CACHE_HOME", ".cache") / "tables" if given is None else Path(given)
 
 
 def path(fingerprint: Fingerprint) -> Path:
@@ -69,7 +61,7 @@ def _check(directory: Path) -> None:
 def read(file: Path, named: bool = False) -> TunedTable:
     """The table in `file`, if it belongs to this user or root; `named` on the command line: whoever it belongs to.
 
-    Raises `InvalidArgument` that names it and the mistake, `ResourceError` if msgspec is missing.
+    Raises `InvalidArgument` that names it and the mistake.
     """
     try:
         with file.open("rb") if named else files.opened(file, root=True) as stream:
@@ -80,18 +72,14 @@ def read(file: Path, named: bool = False) -> TunedTable:
 
 
 def load(wanted: Fingerprint) -> TunedTable | None:
-    """The table of this kind of box; None if no folder is known; None, with a warning, for a table that is broken,
-    cannot be read here, or was measured on another kind."""
-    try:
-        file = path(wanted)
-    except ResourceError:
-        return None
+    """The table of this kind of box; None, with a warning, for one that is broken or was measured on another kind."""
+    file = path(wanted)
     if not os.path.lexists(file):  # also if its directory may not be entered
         return None
     try:
         _check(file.parent)
         table = read(file)
-    except (InvalidArgument, ResourceError) as error:
+    except InvalidArgument as error:
         log.warning("%s; it is ignored, the shipped tables decide", error)
         return None
     if table.fingerprint != wanted:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-import msgspec
 import pytest
 
+from tricomm import typed_json
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.perf.bench import request
@@ -66,7 +66,7 @@ def test_settings_cross_as_json() -> None:
     cases = (Case("all_reduce", None, "ll", "int8"), Case("all_reduce", None, None, library="gloo"))
     settings = Settings(cases, (1, 2), op="max", modes=("eager", "graph"), check=False)
     assert settings.rows == 8
-    assert msgspec.convert(json.loads(json.dumps(asdict(settings))), Settings) == settings
+    assert typed_json.convert(json.loads(json.dumps(asdict(settings))), Settings) == settings
 
 
 def test_all_types_are_those_that_have_the_operation() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-
-import msgspec
 
 from tricomm.perf.bench_row import Measurement
 from tricomm.perf.box import Box
@@ -33,7 +33,7 @@ def facts(device: str = H100, no_multicast: str = "no switch", **routes: object)
     found = {"device": "cpu" if device == CPU else "cuda", "world_size": 8, "nodes": 1, "no_kernels": None}
     group = GroupFacts(**{**found, "fallback": None, **routes})  # type: ignore[arg-type]
     links = Fingerprint(kind, gpu, 8, "" if device == CPU else "nvswitch")
-    return msgspec.json.encode(Box(links, 64 << 20, 64, no_multicast, group)).decode()
+    return json.dumps(asdict(Box(links, 64 << 20, 64, no_multicast, group)))
 
 
 _BEGAN = datetime(2026, 1, 1, tzinfo=UTC)

@@ -15,7 +15,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,7 +46,7 @@ def _communicator() -> dict[str, Any]:
         "protocol": "ll",
         "nbytes": 1000,
     }
-    return {**msgspec.to_builtins(activity.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
+    return {**asdict(activity.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
 
 
 def job_file(folder: Path, pid: int = 0, started: int = 0) -> Path:

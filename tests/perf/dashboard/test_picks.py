@@ -74,7 +74,13 @@ def test_what_selection_picks_is_what_explain_says(name: str) -> None:
 def test_what_is_not_known_is_not_said() -> None:
     known = dashboard_data.facts()
     assert picks.of(_SCENE, known)(1024) is not None
-    hostile = [known.replace("sm_90", "sm_x"), known.replace("67108864", "1"), known.replace(":64,", ":-1,"), "[", "{}"]
+    hostile = [
+        known.replace("sm_90", "sm_x"),
+        known.replace("67108864", "1"),
+        known.replace(": 64,", ": -1,"),
+        "[",
+        "{}",
+    ]
     for text in ("", *hostile):
         assert text != known and picks.of(_SCENE, text)(1024) is None, text
     for change in ({"simulated": True}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 4}):
