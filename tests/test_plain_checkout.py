@@ -1,4 +1,4 @@
-"""A checkout, PYTHONPATH, torch and Triton run tricomm and the GPU evidence: other packages are for other commands.
+"""torch, Triton and NumPy run tricomm from a checkout; commands and the explorer name the extra that they need.
 
 Processes here have a `sitecustomize` that refuses those packages, which the processes that they start have, too.
 """
@@ -20,16 +20,16 @@ from tricomm.policy import selection, user_tables
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
-REFUSED = ("click", "greenlet", "msgspec", "platformdirs", "hypothesis", "plotly", "prometheus_client", "rich")
-HOOK = f"""
-import sys
+REFUSED = ("click", "greenlet", "hypothesis", "msgspec", "platformdirs", "plotly", "prometheus_client", "rich")
+HOOK = """
+from importlib.machinery import PathFinder
 
-class Refusing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {REFUSED}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+found = PathFinder.find_spec
 
-sys.meta_path.insert(0, Refusing())
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in REFUSED else found(name, path, target)
+
+PathFinder.find_spec = find_spec
 """
 _PARTS = {
     "a group": """
@@ -64,6 +64,19 @@ for use in ("tricomm.check", "tricomm.simulate", "from tricomm import Report", "
     except Exception as error:
         print(type(error).__name__, error)
 """,
+    "torch": """
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+dist.init_process_group("tricomm", store=HashStore(), rank=0, world_size=1)
+def step(x):
+    dist.all_reduce(x)
+    return torch.ops.tricomm.all_reduce(x * 2, "sum", dist.group.WORLD.group_name)
+print(torch.compile(step, backend="aot_eager")(torch.ones(4)).tolist())
+import tricomm.flashinfer, tricomm.fsdp2
+from tricomm.engines import engine_group, sglang_all_reduce, sglang_plugin, vllm_plugin
+vllm_plugin.register(), sglang_plugin.register()
+dist.destroy_process_group()
+""",
     "steps": """
 from devtools.gpu_evidence.__main__ import main
 assert main(["--list"]) == 0
@@ -73,15 +86,18 @@ from devtools.gpu_evidence import children
 assert children.main("facts") == 0
 """,
 }  # fmt: skip
+_CPU = Fingerprint("cpu", "", 1)
 _TABLE = TunedTable(
     Fingerprint("sm_90", "GPU \u00fc", 4), (TableRow("all_reduce", 4, 4096, "one_shot", "ll", bits=16),)
 )
 
 
-def _run(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def _run(
+    folder: Path, *arguments: str, refused: tuple[str, ...] = REFUSED, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run Python as such a machine would, from elsewhere than the checkout."""
     (folder / "hook").mkdir()
-    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    (folder / "hook" / "sitecustomize.py").write_text(f"REFUSED = {refused}{HOOK}")
     known = {k: v for k, v in os.environ.items() if k != "TRICOMM_TUNING_DIR"}
     results = {**known, "PYTHONPATH": f"{folder / 'hook'}{os.pathsep}{ROOT}", **variables}
     return subprocess.run(
@@ -100,7 +116,7 @@ def table(tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRICOMM_TUNING_DIR", str(tmp_path_factory.mktemp("tables")))
         row = TableRow("all_reduce", 1, None, "two_shot", "simple")
-        return user_tables.save(TunedTable(Fingerprint("cpu", "", 1), (row,)))
+        return user_tables.save(TunedTable(_CPU, (row,)))
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +141,35 @@ def test_the_evidence_lists_its_steps_and_knows_the_machine(said):
 
 
 def test_a_group_finds_no_table_of_the_users_and_says_nothing(said):
-    assert said["a group"] == [f"cpu {Fingerprint('cpu', '', 1).digest}"]  # as where everything is installed
+    assert said["a group"] == [f"cpu {_CPU.digest}"]  # as where everything is installed
     assert not any("table" in line for line in said["errors"][: said["errors"].index("before the table")])
 
 
-def test_a_users_table_that_cannot_be_read_is_named_and_ignored(said, table):
-    assert said["a table"][0].split()[0] == "cpu"
-    wanted = f"tuning table {table}: No module named 'msgspec'; pip install msgspec; it is ignored"
-    assert any(wanted in line for line in said["errors"])
+def test_a_users_table_is_used(said):
+    assert said["a table"] == [f"tuned {_CPU.digest} (simulated) {_CPU.digest}"]
+
+
+def test_a_process_group_compiles(said):
+    assert said["torch"] == [str([2.0] * 4)]
+
+
+@pytest.mark.parametrize("command", [("tune",), ("check", "--help"), ()])
+def test_a_command_without_its_extra_names_the_extra(tmp_path, command):
+    done = _run(tmp_path, "-m", "tricomm", *command)
+    assert done.returncode == 3 and done.stdout == ""
+    assert done.stderr == "tricomm: the command line needs click and rich: pip install 'tricomm[cli]'\n"
+
+
+@pytest.mark.parametrize("command", [("check", "--schedules", "1"), ("predict", "--from-code")])
+def test_commands_of_the_explorer_name_its_extra(tmp_path, command):
+    done = _run(tmp_path, "-m", "tricomm", *command, refused=("greenlet",))
+    assert done.returncode == 3 and "Traceback" not in done.stderr
+    assert "need greenlet, which is not installed: pip install 'tricomm[explorer]'" in done.stderr
+
+
+def test_the_model_that_counts_bytes_needs_no_explorer(tmp_path):
+    done = _run(tmp_path, "-m", "tricomm", "predict", "--sizes", "64K", refused=("greenlet",))
+    assert "all_reduce_one_shot_ll" in _good(done) or "one_shot" in done.stdout
 
 
 def test_selection_and_digests_are_those_of_an_install(said):
@@ -147,5 +184,5 @@ def test_the_explorer_says_what_it_needs_and_what_does_not_exist_is_no_matter_of
     assert len(needing) == 4
     for text in needing:
         assert text.startswith("ImportError tricomm.check, tricomm.simulate and all of tricomm.explorer need greenlet")
-        assert "pip install greenlet" in text
+        assert "pip install 'tricomm[explorer]'" in text
     assert "AttributeError" in unknown and "has no attribute 'chekc'" in unknown and "greenlet" not in unknown

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 
-UNSUPPORTED = 3  # as `commands.common`, which needs click
+_UNSUPPORTED = 3  # as in `commands.common`, which needs click
 
 
 def main() -> None:
-    missing = [package for package in ("click", "rich") if find_spec(package) is None]
-    if missing:
-        print(f"tricomm: the command line needs {' and '.join(missing)}: pip install 'tricomm[cli]'", file=sys.stderr)
-        sys.exit(UNSUPPORTED)
+    try:
+        import click  # noqa: F401
+        import rich  # noqa: F401
+    except ModuleNotFoundError:
+        print("tricomm: the command line needs click and rich: pip install 'tricomm[cli]'", file=sys.stderr)
+        sys.exit(_UNSUPPORTED)
     from tricomm import cli
 
     cli.main()

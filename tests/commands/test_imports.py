@@ -1,4 +1,4 @@
-"""torch is imported when a command needs it, and the backend is registered in whatever order torch and tricomm come."""
+"""A process imports what it uses; the backend is registered in whatever order torch and tricomm are imported."""
 
 from __future__ import annotations
 
@@ -25,6 +25,26 @@ import sys, tricomm
 assert callable(tricomm.local) and callable(tricomm.wrap) and tricomm.c10d.group_over
 watches = [finder._module for finder in sys.meta_path if type(finder).__module__.startswith("tricomm")]
 assert watches in ([], ["torch._dynamo"])
+dist.destroy_process_group()
+"""
+
+_RANKS = """
+import os, sys, tempfile, torch, torch.distributed as dist, tricomm
+url = "file://" + tempfile.mkdtemp() + "/m"
+child = os.fork()
+{ranks}
+if child:
+    ours = [name for name in sys.modules if name.partition(".")[0] == "tricomm"]
+    print(len(ours), *sorted(name for name in ours if name.count(".") == 1))
+    os.waitpid(child, 0)
+"""
+_COMMUNICATOR = """
+with tricomm.init(url, rank=int(child == 0), world_size=2, device="cpu") as comm:
+    comm.barrier()
+"""
+_DIST = """
+dist.init_process_group("tricomm", init_method=url, rank=int(child == 0), world_size=2)
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -73,3 +93,20 @@ def test_every_public_name_is_there_and_others_are_not() -> None:
     assert all(getattr(tricomm, name) is not None for name in tricomm.__all__)
     with pytest.raises(AttributeError, match="no attribute 'all_reduse'"):
         tricomm.all_reduse  # noqa: B018
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(_COMMUNICATOR, 130), (_DIST, 160)], ids=["communicator", "dist"])
+def test_a_process_imports_what_it_uses(ranks: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRICOMM_CPU", "kernels")
+    done = _python(_RANKS.format(ranks=ranks))
+    assert done.returncode == 0, done.stderr
+    number, *folders = done.stdout.split()
+    assert int(number) <= most, done.stdout
+    assert not {"tricomm.cli", "tricomm.commands", "tricomm.engines", "tricomm.explorer", "tricomm.perf"} & set(folders)
+    assert ("tricomm.c10d" in folders) is (ranks is _DIST)
+
+
+def test_importing_tricomm_imports_no_torch() -> None:
+    code = "import sys, tricomm; print(*(m for m in sys.modules if m.startswith(('torch', 'triton', 'tricomm'))))"
+    done = _python(code)
+    assert set(done.stdout.split()) == {"tricomm", "tricomm.torch_hook"}, done.stdout + done.stderr
