@@ -197,15 +197,9 @@ class CompiledRuntime:
         )
 
     def prepare(
-        self,
-        kernel: Any,
-        grid: Any,
-        args: Sequence[Any],
-        constexprs: dict[str, Any],
-        device: torch.device,
-        timeout: float,
-        interrupt: Callable[[], None] | None = None,
-    ) -> Callable[[], None]:
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float, interrupt: Callable[[], None] | None = None,
+    ) -> Callable[[], None]:  # fmt: skip
         with self._at_compiler():
             return user_launch.prepare(self._gpu.driver, kernel, grid, args, constexprs)
 

@@ -185,15 +185,9 @@ class RaceChecks:
         return np.array([known[n] for n in shadow.record[pieces].tolist()])
 
     def overwritten(
-        self,
-        maker: Maker,
-        shadow: ThreadShadow,
-        pieces: Array,
-        slots: Array,
-        record: int,
-        kind: int,
+        self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int,
         again: Array | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         never, early = self._words.lost(maker.rank, maker.block, shadow, pieces)
         for which, unread in ((never, True), (early, False)):
             which = which if again is None else which & ~again

@@ -22,7 +22,7 @@ from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.access_kinds import kind_of
 from tricomm.explorer.memory_model.detector import MOST, RELEASES
 from tricomm.explorer.memory_model.regions import Region
-from tricomm.explorer.memory_model.rest import not_at_rest
+from tricomm.explorer.memory_model.rest import free_shadows, not_at_rest
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.report import diagnosis
@@ -191,9 +191,7 @@ class ThreadDetector:
             self.report(finding)
 
     def close(self) -> None:
-        """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""
-        for region in self._shadowed:
-            region.shadow = None
+        free_shadows(self._shadowed)
 
     # Inside
 

@@ -21,7 +21,7 @@ from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.access_kinds import PLAIN, kind_of, same_size, scope_of
 from tricomm.explorer.memory_model.clocks import ACQUIRES, SEEN, STRICT, Message, Thread
 from tricomm.explorer.memory_model.regions import Array, Place, Region
-from tricomm.explorer.memory_model.rest import not_at_rest
+from tricomm.explorer.memory_model.rest import free_shadows, not_at_rest
 from tricomm.explorer.memory_model.shadow import SCOPES, Clash, Index, LastByKind, Shadow
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.report import diagnosis
@@ -191,9 +191,7 @@ class Detector:
             self.report(finding)
 
     def close(self) -> None:
-        """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""
-        for region in self._shadowed:
-            region.shadow = None
+        free_shadows(self._shadowed)
 
     # Inside
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -12,6 +12,12 @@ from tricomm.explorer.report.findings import Finding
 from tricomm.kernels import layout
 
 _AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
+
+
+def free_shadows(regions: Iterable[Region]) -> None:
+    """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""
+    for region in regions:
+        region.shadow = None
 
 
 def not_at_rest(arenas: list[Region]) -> Iterator[Finding]:

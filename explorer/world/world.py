@@ -303,15 +303,9 @@ class RankRuntime:
         return device_facts(device)
 
     def prepare(
-        self,
-        kernel: Any,
-        grid: Any,
-        args: Sequence[Any],
-        constexprs: dict[str, Any],
-        device: torch.device,
-        timeout: float,
-        interrupt: Callable[[], None] | None = None,
-    ) -> Callable[[], None]:
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float, interrupt: Callable[[], None] | None = None,
+    ) -> Callable[[], None]:  # fmt: skip
         blocks = kernel_launch.programs(kernel, grid, args, constexprs)
         private = [_region(self._rank, tensor) for tensor in _tensors(args) if tensor.numel()]
         return lambda: self._world.run(self._rank, blocks, private)

@@ -36,15 +36,9 @@ class Runtime(Protocol):
         """What the ranks tell each other of the devices that their kernels run on."""
 
     def prepare(
-        self,
-        kernel: Any,
-        grid: Any,
-        args: Sequence[Any],
-        constexprs: dict[str, Any],
-        device: torch.device,
-        timeout: float,
-        interrupt: Callable[[], None] | None = None,
-    ) -> Callable[[], None]:
+        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
+        timeout: float, interrupt: Callable[[], None] | None = None,
+    ) -> Callable[[], None]:  # fmt: skip
         """See `kernel_launch.prepare`."""
 
     def bind(

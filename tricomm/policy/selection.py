@@ -94,7 +94,7 @@ def choose(
     second = next((k for _, _, _, k in candidates[1:] if k != kernel), None)
     words = -(-nbytes // 8)
     registers = registers_of(facts, row)
-    blocks, warps, tile = shape_of(facts, kernel, -(-words // kind.rows_in(facts.world_size)), row)
+    shape = shape_of(facts, kernel, -(-words // kind.rows_in(facts.world_size)), row)
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
     if forced:
         reason = f"{' and '.join(forced)} forced by the caller"
@@ -106,19 +106,9 @@ def choose(
         beside = "beside other kernels, " if facts.beside else ""
         reason += f"; {beside}at most {registers} registers a thread and {facts.max_blocks} blocks"
     reason += _promise(facts, kernel)
-    return Choice(
-        collective,
-        kernel.algorithm,
-        kernel.protocol,
-        blocks,
-        warps,
-        tile,
-        reason,
-        table,
-        None if forced else number,
-        f"{second.algorithm}/{second.protocol}" if second is not None else "",
-        registers=registers,
-    )
+    place, then = None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else ""
+    names = (collective, kernel.algorithm, kernel.protocol)
+    return Choice(*names, *shape, reason, table, place, then, registers=registers)
 
 
 def why_not_multicast(device: str, reason: str) -> str:
@@ -185,22 +175,11 @@ def _in_symmetric(
                 reason = f"; table {name!r} row {place}"
                 break
     rows = kernel.kind.rows_in(facts.world_size)
-    blocks, warps, tile = shape_of(facts, kernel, -(-nbytes // (8 * rows)))
+    shape = shape_of(facts, kernel, -(-nbytes // (8 * rows)))
     how = "through the switch, which adds and copies" if kernel.multicast else "by whether the result goes there too"
     text = f"a symmetric handle is read in place; algorithm {how}{reason}{_promise(facts, kernel)}"
-    return Choice(
-        collective,
-        kernel.algorithm,
-        kernel.protocol,
-        blocks,
-        warps,
-        tile,
-        text,
-        table,
-        number,
-        zero_copy=True,
-        registers=registers,
-    )
+    names = (collective, kernel.algorithm, kernel.protocol)
+    return Choice(*names, *shape, text, table, number, zero_copy=True, registers=registers)
 
 
 def _not_in_symmetric(

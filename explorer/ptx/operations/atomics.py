@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.access import Array, ThreadAccess
+from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.operations.lane_memory import FIND, aligned
 from tricomm.explorer.ptx.operations.load_store import MemorySite, resolved
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, unknown_form
@@ -124,23 +124,7 @@ class AtomicSite:
             return before if chosen is None else before[chosen]
 
         if unit.watched[space]:
-            form = self.form
-            unit.tell(
-                ThreadAccess(
-                    form.kind,
-                    form.op,
-                    space,
-                    unit.threads[active],
-                    addresses,
-                    form.itemsize,
-                    form.elements,
-                    form.sem,
-                    form.scope,
-                    form.instruction,
-                    perform,
-                    None,
-                )
-            )
+            unit.tell(self.form.access(space, unit.threads[active], addresses, perform))
         else:
             perform(None)
         table = before.view(operands[0].dtype)

@@ -128,26 +128,11 @@ class MemorySite:
         return values if mask is None else [self._spread(value, mask) for value in values]
 
     def _access(self, unit: UnitView, space: str, mask: Array | None, *rest: Any) -> ThreadAccess:
-        form = self.form
-        addresses, perform, supply, stored = rest
+        addresses, *how = rest
         threads = unit.threads if mask is None else unit.threads[mask]
         if addresses.dtype != np.uint64:
             addresses = addresses.astype("u8")
-        return ThreadAccess(
-            form.kind,
-            form.op,
-            space,
-            threads,
-            addresses,
-            form.itemsize,
-            form.elements,
-            form.sem,
-            form.scope,
-            form.instruction,
-            perform,
-            supply,
-            stored,
-        )
+        return self.form.access(space, threads, addresses, *how)
 
     def store(self, unit: UnitView, mask: Array | None, base: int | Array, values: Sequence[Array]) -> None:
         space = self.form.space

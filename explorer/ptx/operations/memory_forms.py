@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.ptx.access import Array, ThreadAccess
 from tricomm.explorer.ptx.instructions import Address, Instruction, Operand, Register, Vector
 
 ORDERS = ("volatile", "relaxed", "acquire", "release", "acq_rel", "sc")
@@ -50,6 +52,11 @@ class MemoryForm:
     @property
     def strong(self) -> bool:
         return self.sem is not None
+
+    def access(self, space: str, threads: Array, addresses: Array, *how: Any) -> ThreadAccess:
+        """The access of `threads` to `addresses` of `space`; `how` is `perform`, `supply` and `stored` of it."""
+        facts = (self.itemsize, self.elements, self.sem, self.scope, self.instruction)
+        return ThreadAccess(self.kind, self.op, space, threads, addresses, *facts, *how)
 
 
 def place_of(instruction: Instruction) -> str:
