@@ -30,7 +30,7 @@ MINUTES ?= 10
 BUDGET ?= 25m
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all browser engines lint soak soak-faults gpu-evidence clean
+.PHONY: help venv demo test test-all test-more browser engines lint soak soak-faults gpu-evidence clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 15
@@ -55,8 +55,13 @@ SIDE_BY_SIDE = -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 
 test: venv  ## every kernel, protocol, fault and command, in minutes
 	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-test-all: test  ## the same, and then more variants and longer campaigns (marked exhaustive)
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "exhaustive and not gpu and not soak and not browser and not engines"
+test-all: test test-more  ## the same, and then the explorer, more variants and longer campaigns (marked exhaustive)
+
+# MORE="exhaustive and not explorer" leaves out what depends on kernels/ and explorer/ alone.
+MORE ?= exhaustive or explorer
+
+test-more: venv
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "($(MORE)) and not gpu and not soak and not browser and not engines"
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser

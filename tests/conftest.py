@@ -43,7 +43,17 @@ LONGEST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items):
+# Of the explorer's tests those that every run has. The others are marked `explorer`, unless a path names them.
+SMOKE = ("explorer/test_check.py", "execution/test_shipped_all_reduce.py", "compiled/test_stream_races.py")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    named = any("explorer" in str(given) for given in config.args)
+    for item in items:
+        of_it = item.path.is_relative_to(config.rootpath / "tests" / "explorer")
+        if of_it and not named and not str(item.path).endswith(SMOKE):
+            item.add_marker(pytest.mark.explorer)
     places = {name: place for place, name in enumerate(LONGEST)}
 
     def place(item):

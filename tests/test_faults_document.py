@@ -7,8 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FAULTS = [f"F{number:02}" for number in range(1, 49)]
 ROW = re.compile(r"^\| (F\d\d) \| (.+?) \| (.+?) \| (.*?) ?\| (.+) \|$")
@@ -53,20 +51,3 @@ def document() -> str:
 
 def test_every_fault_has_a_row_and_every_test_exists():
     assert faults(document()) == []
-
-
-ROTTED = {
-    "F17 is missing": ("| F17 |", "| F77 |"),
-    "F17 is there twice": ("| F18 |", "| F17 |"),
-    "F10: there is no tests/store/test_control.py::": ("::test_a_recycled_pid_is_not_alive", "::test_a_pid"),
-    "F42: there is no": ("tests/store/test_records.py::test_a_pickle", "tests/store/test_record.py::test_a_pickle"),
-    "F10 names no test": ("test_a_recycled_pid_is_not_alive`", "test_a_recycled_pid_is_not_alive` (gpu)"),
-    "F10: `tests/test_a_recycled": ("`tests/store/test_control.py::test_a_recycled", "`tests/test_a_recycled"),
-}
-
-
-@pytest.mark.parametrize("words", ROTTED)
-def test_a_table_that_has_rotted_is_found(words):
-    old, new = ROTTED[words]
-    assert old in document()
-    assert any(text.startswith(words) for text in faults(document().replace(old, new, 1)))

@@ -26,7 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--slack", type=float, default=5.0, help="seconds beyond a promised limit, because the machine is busy")
     add("--memory", type=float, default=16.0, help="MiB that a process may grow by")
     add("--json", type=Path, help="write the figures to this file")
-    add("--inject", default="", help="a mistake to be found: wrong, hang, lost, unnamed, descriptors, threads, ...")
     given = parser.parse_args(arguments)
     for name, known in (("faults", FAULTS), ("routes", ROUTES)):
         unknown = set(getattr(given, name).split(",")) - set(known)
@@ -37,7 +36,6 @@ def main(arguments: list[str] | None = None) -> int:
     settings = Settings(
         tuple(given.faults.split(",")), tuple(given.routes.split(",")), given.minutes * 60, given.every, seed,
         given.slack, int(given.memory * MEBIBYTE), given.rounds,
-        tuple(filter(None, given.inject.split(","))),
     )  # fmt: skip
     folder = Path(tempfile.mkdtemp(prefix="tricomm-soak-"))
     totals = Soak(settings, folder).run()
