@@ -38,9 +38,7 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
     Rounds are shorter than a time slice, so that most of them pass undisturbed on a busy machine.
     """
     x, y = torch.ones(count), torch.ones(count)
-    with (
-        _fake_backend(), communicator() as comm, _group(comm, x) as group, _capturing(x) as captured
-    ):  # fmt: skip
+    with _fake_backend(), communicator() as comm, _group(comm, x) as group, _capturing(x) as captured:
         calls_by_name: dict[str, Callable[[], Any]] = {
             "fake": lambda: dist.all_reduce(x),
             "c10d": lambda: dist.all_reduce(x, group=group),
@@ -159,11 +157,14 @@ def main(count: int, calls: int, as_json: bool) -> None:
     click.echo(f"# all_reduce of {count} float32, host time of a call, kernel not launched; no GPU time")
     rows = [("dist.all_reduce, fake backend", f"{times['fake_us']:.2f}", "")]
     for name, text in (
-        ("c10d", "dist.all_reduce, tricomm"), ("communicator", "Communicator.all_reduce"),
-        ("captured", "Communicator.all_reduce, captured"), ("out", "Communicator.all_reduce, out="),
-        ("all_gather", "Communicator.all_gather, out="), ("reduce_scatter", "Communicator.reduce_scatter, out="),
+        ("c10d", "dist.all_reduce, tricomm"),
+        ("communicator", "Communicator.all_reduce"),
+        ("captured", "Communicator.all_reduce, captured"),
+        ("out", "Communicator.all_reduce, out="),
+        ("all_gather", "Communicator.all_gather, out="),
+        ("reduce_scatter", "Communicator.reduce_scatter, out="),
         ("fused", "Communicator.all_reduce_rms_norm"),
-    ):  # fmt: skip
+    ):
         rows.append((text, f"{times[f'{name}_us']:.2f}", f"{times[f'{name}_over_fake']:.2f} x"))
     share = f"{times['counting_share']:.2%}"
     rows.append(("of that, counting it (comm.stats())", f"{times['counting_us']:.2f}", share))

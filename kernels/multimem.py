@@ -33,9 +33,13 @@ MULTICAST = tl.constexpr(layout.MULTICAST)
 
 _FLOATS = {"float32": "v4.f32", "float16": "acc::f32.v4.f16x2", "bfloat16": "acc::f32.v4.bf16x2"}
 _INTEGERS = {
-    "sum": ("add", "u"), "min": ("min", "s"), "max": ("max", "s"), "band": ("and", "b"), "bor": ("or", "b"),
+    "sum": ("add", "u"),
+    "min": ("min", "s"),
+    "max": ("max", "s"),
+    "band": ("and", "b"),
+    "bor": ("or", "b"),
     "bxor": ("xor", "b"),
-}  # fmt: skip
+}
 
 _STORE = tl.constexpr(
     "{ .reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $4, 0; mov.b64 {a, b}, $2; mov.b64 {c, d}, $3; "
@@ -140,9 +144,13 @@ def store_to_all(pointers, first, words, count, SPEC: tl.constexpr):
         at = tl.multiple_of(pointers[0] + first, 16) + 2 * pair
         low, high = tl.split(tl.reshape(words, [SPEC.BLOCK // 2, 2]))
         tl.inline_asm_elementwise(
-            _STORE, "=r,l,l,l,r", [at, low, high, (first + 2 * pair < count).to(tl.int32)], dtype=tl.int32,
-            is_pure=False, pack=1,
-        )  # fmt: skip
+            _STORE,
+            "=r,l,l,l,r",
+            [at, low, high, (first + 2 * pair < count).to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         lane = tl.arange(0, SPEC.BLOCK)
         for rank in tl.static_range(SPEC.WORLD_SIZE):

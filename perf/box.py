@@ -33,11 +33,17 @@ class Box:
         """The facts for selection with the table `tuned`. Raises `InvalidArgument` for an arena that is too small."""
         links, ranks = self.fingerprint, self.fingerprint.world_size
         return SelectionFacts(
-            links.device, ranks, layout.plan(ranks, self.arena_bytes), self.most_blocks, topology=links.topology,
-            reachable=self.routes.reachable, tuned=tuned.rows if tuned is not None else (),
-            tuned_name=tuned.name if tuned is not None else "", batch_invariant=self.routes.batch_invariant,
+            links.device,
+            ranks,
+            layout.plan(ranks, self.arena_bytes),
+            self.most_blocks,
+            topology=links.topology,
+            reachable=self.routes.reachable,
+            tuned=tuned.rows if tuned is not None else (),
+            tuned_name=tuned.name if tuned is not None else "",
+            batch_invariant=self.routes.batch_invariant,
             no_multicast=self.no_multicast,
-        )  # fmt: skip
+        )
 
 
 def dumps(comm: Communicator) -> str:

@@ -45,8 +45,9 @@ class RowForm:
         """The epilogue with a weight of that type. Raises `InvalidArgument` for rows that a call refuses."""
         fused_checks.check_row(self.hidden, self.quantize)
         layout = "swizzled_128x4" if self.quantize == "nvfp4" else ""
-        return Epilogue(self.hidden, weight, EPS, norm=not self.quantize, quantize=self.quantize or None,
-                        scale_layout=layout)  # fmt: skip
+        return Epilogue(
+            self.hidden, weight, EPS, norm=not self.quantize, quantize=self.quantize or None, scale_layout=layout
+        )
 
     def rows(self, nbytes: int, itemsize: int) -> int:
         """The rows of a call of `nbytes`: whole ones, at least one."""
@@ -84,9 +85,15 @@ class RowLaunch:
 
 
 def launched(
-    site: SelectionFacts, kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int,
-    shape: tuple[int, int, int] | None = None, aligned: bool = True, mode: str = "graph",
-) -> RowLaunch:  # fmt: skip
+    site: SelectionFacts,
+    kernel: Kernel,
+    form: RowForm,
+    dtype: torch.dtype,
+    rows: int,
+    shape: tuple[int, int, int] | None = None,
+    aligned: bool = True,
+    mode: str = "graph",
+) -> RowLaunch:
     """`kernel` for `rows` rows in `mode`; `shape` (blocks, warps, tile) in place of the policy's.
 
     Raises `InvalidArgument` if the kernel does not take such rows, or no call has them.
@@ -107,7 +114,7 @@ def launched(
 
 def fitting(
     site: SelectionFacts, kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int, mode: str = "graph"
-) -> Choice | str:  # fmt: skip
+) -> Choice | str:
     """How `kernel` takes such rows, or why it does not. Raises `InvalidArgument` for rows that no call has."""
     request = _request(kernel, form, dtype, rows)
     try:
@@ -133,7 +140,7 @@ def chosen(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -
 
 def kernels(
     site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int
-) -> tuple[tuple[Kernel, ...], dict[str, str]]:  # fmt: skip
+) -> tuple[tuple[Kernel, ...], dict[str, str]]:
     """(the fused kernels that take such rows, by name of the others why not). Raises `InvalidArgument` with the reasons
     if none does."""
     each = {kernel: fitting(site, kernel, form, dtype, rows) for kernel in registry.of(FUSED, site.world_size)}

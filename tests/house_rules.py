@@ -21,11 +21,14 @@ ANY_NUMBER_OF_MODULES = {"kernels/collectives"}
 # Modules that are deliberately called alike, because each is the counterpart of the other in another room.
 MIRRORS: set[str] = set()
 PUBLIC = {
-    "tricomm/communicator.py:__init__", "explorer/campaign.py:check", "tricomm/core/planner.py:explain",
+    "tricomm/communicator.py:__init__",
+    "explorer/campaign.py:check",
+    "tricomm/core/planner.py:explain",
     "tricomm/core/calls/fused_collectives.py:all_reduce_rms_norm",
     "tricomm/core/calls/fused_collectives.py:all_reduce_rms_norm_quantized",
-    "tricomm/flashinfer.py:create_allreduce_fusion_workspace", "tricomm/flashinfer.py:allreduce_fusion",
-}  # fmt: skip
+    "tricomm/flashinfer.py:create_allreduce_fusion_workspace",
+    "tricomm/flashinfer.py:allreduce_fusion",
+}
 
 Sources = dict[str, ast.Module]
 

@@ -21,25 +21,31 @@ METHODS = {"item", "cpu", "cuda", "copy_", "synchronize", "empty_cache"}
 MAKERS = {"torch.tensor", "torch.as_tensor", "torch.empty", "torch.zeros", "torch.ones", "torch.full"}
 ELSEWHERE = {
     # between two tensors of one device: enqueued, or a copy on the CPU
-    "copy_ in tricomm.core.calls.rows.unpack", "copy_ in tricomm.core.calls.point_to_point.PointToPoint.recv",
-    "copy_ in tricomm.core.fused.unfused.finish", "copy_ in tricomm.core.fused.unfused._fp8",
-    "copy_ in tricomm.core.fused.unfused._fp8_per_token", "copy_ in tricomm.core.fused.unfused._nvfp4",
+    "copy_ in tricomm.core.calls.rows.unpack",
+    "copy_ in tricomm.core.calls.point_to_point.PointToPoint.recv",
+    "copy_ in tricomm.core.fused.unfused.finish",
+    "copy_ in tricomm.core.fused.unfused._fp8",
+    "copy_ in tricomm.core.fused.unfused._fp8_per_token",
+    "copy_ in tricomm.core.fused.unfused._nvfp4",
     # filled by a kernel
     "torch.full in tricomm.core.fused.unfused._number",
     # the methods of the library's own Driver and Gpu, which have rows as cuCtxSynchronize and torch.cuda.synchronize
     "synchronize in tricomm.core.group.Group.begin",
-    "synchronize in store.cuda.cuda_ipc.IpcBlocks.allocate", "synchronize in store.cuda.cuda_vmm.VmmBlocks.allocate",
+    "synchronize in store.cuda.cuda_ipc.IpcBlocks.allocate",
+    "synchronize in store.cuda.cuda_vmm.VmmBlocks.allocate",
     "synchronize in store.cuda.cuda_arena.CudaArena._write_probe",
     "synchronize in store.cuda.cuda_arena.CudaArena._clear_probe",
     "synchronize in store.cuda.cuda_arena.CudaArena._check_context",
     "synchronize in store.cuda.cuda_multicast.Multicast._try.run",
     "synchronize in store.cuda.cuda_multicast.Multicast._clear",
-    "synchronize in store.cuda.cuda_arena.CudaArena.suspend", "synchronize in store.local_arena._GpuBlocks.give_back",
-    "synchronize in store.local_arena._GpuBlocks.__init__", "synchronize in store.local_arena._GpuBlocks.free",
+    "synchronize in store.cuda.cuda_arena.CudaArena.suspend",
+    "synchronize in store.local_arena._GpuBlocks.give_back",
+    "synchronize in store.local_arena._GpuBlocks.__init__",
+    "synchronize in store.local_arena._GpuBlocks.free",
     "synchronize in store.local_arena._GpuBlocks.take_again",
     # the interpreter's own, on the CPU
     "item in kernels.launch.triton_adapter._atomic_poll",
-}  # fmt: skip
+}
 
 
 def calls(source: str, module: str) -> set[str]:
@@ -177,7 +183,7 @@ def test_every_finding_has_a_row_and_every_test_that_it_names_exists():
         ("test_uneven_gpu.py::test_on_a_gpu", "test_uneven_gpu.py::test_on_gpus", "C8: there is no tests/gpu"),
         ("store/test_host_words.py", "store/test_words.py", "C2: there is no tests/store/test_words.py"),
     ],
-)  # fmt: skip
+)
 def test_a_row_that_has_rotted_is_found(old, new, words):
     text = DOCUMENT.read_text()
     assert old in text

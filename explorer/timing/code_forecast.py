@@ -50,13 +50,24 @@ class CodeForecastRow:
     def to_json(self) -> dict[str, Any]:
         parts = {f"{name}_us": value for name, value in zip(PARTS, self.time.parts, strict=True)}
         return {
-            "collective": self.collective, "size_bytes": self.size_bytes, "algorithm": self.kernel.algorithm,
-            "protocol": self.kernel.protocol, "time_us": self.time_us, "launch_us": self.time.boundary + self.eager_us,
-            **parts, **asdict(self.time.shape), "in_flight_bytes": self.time.in_flight,
-            "allows_gbs": self.time.allows_gbs, "executed": self.time.executed, "busbw_gbs": self.busbw_gbs,
-            "chunks": self.time.chunks, "barriers": self.time.barriers, "shares_us": asdict(self.shares),
-            "limit": self.shares.limit, "best": self.best,
-        }  # fmt: skip
+            "collective": self.collective,
+            "size_bytes": self.size_bytes,
+            "algorithm": self.kernel.algorithm,
+            "protocol": self.kernel.protocol,
+            "time_us": self.time_us,
+            "launch_us": self.time.boundary + self.eager_us,
+            **parts,
+            **asdict(self.time.shape),
+            "in_flight_bytes": self.time.in_flight,
+            "allows_gbs": self.time.allows_gbs,
+            "executed": self.time.executed,
+            "busbw_gbs": self.busbw_gbs,
+            "chunks": self.time.chunks,
+            "barriers": self.time.barriers,
+            "shares_us": asdict(self.shares),
+            "limit": self.shares.limit,
+            "best": self.best,
+        }
 
 
 @dataclass(frozen=True)
@@ -108,16 +119,20 @@ def _unlike(machine: MachineSpec) -> list[str]:
 def _cells(row: CodeForecastRow) -> tuple[str, ...]:
     shape, time = row.time.shape, row.time
     return (
-        str(row.size_bytes), f"{row.kernel.algorithm}/{row.kernel.protocol}",
-        f"{shape.blocks}/{shape.warps}/{shape.tile}", f"{row.time_us:.1f}", *(f"{part:.1f}" for part in time.parts),
-        f"{row.busbw_gbs:.1f}", f"{time.in_flight / 1024:.0f}", f"{time.allows_gbs:.0f}", row.shares.text(),
+        str(row.size_bytes),
+        f"{row.kernel.algorithm}/{row.kernel.protocol}",
+        f"{shape.blocks}/{shape.warps}/{shape.tile}",
+        f"{row.time_us:.1f}",
+        *(f"{part:.1f}" for part in time.parts),
+        f"{row.busbw_gbs:.1f}",
+        f"{time.in_flight / 1024:.0f}",
+        f"{time.allows_gbs:.0f}",
+        row.shares.text(),
         "*" if row.best else "",
-    )  # fmt: skip
+    )
 
 
-def forecast(
-    gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM
-) -> CodeForecast:  # fmt: skip
+def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM) -> CodeForecast:
     """Every kernel of a comma list of collectives, from its code; an all_reduce_rms_norm has rows of `form`.
 
     Raises `InvalidArgument` with the nearest names, `ResourceError` if nothing can be compiled here.

@@ -26,9 +26,14 @@ from tricomm.perf.row_calls import RowForm, RowLaunch
 
 
 def predict(
-    machine: MachineSpec, kernel: Kernel, world_size: int, rows: int, form: RowForm, dtype: torch.dtype,
+    machine: MachineSpec,
+    kernel: Kernel,
+    world_size: int,
+    rows: int,
+    form: RowForm,
+    dtype: torch.dtype,
     shape: LaunchShape | None = None,
-) -> CodeTime:  # fmt: skip
+) -> CodeTime:
     """One call of `rows` rows a rank, in a graph, tensors in L2. `shape` None: the policy's.
 
     Raises `InvalidArgument` if the kernel does not take such rows.
@@ -49,9 +54,15 @@ def predict(
 
 @lru_cache(256)
 def run(
-    machine: MachineSpec, kernel: Kernel, world_size: int, rows: int, form: RowForm, dtype: torch.dtype,
-    shape: LaunchShape | None, plan: Layout,
-) -> TimedCall:  # fmt: skip
+    machine: MachineSpec,
+    kernel: Kernel,
+    world_size: int,
+    rows: int,
+    form: RowForm,
+    dtype: torch.dtype,
+    shape: LaunchShape | None,
+    plan: Layout,
+) -> TimedCall:
     """One call of `rows` rows, in arenas of `plan`."""
     bound = _bound(machine, kernel, world_size, rows, form, dtype, shape)
     arenas = TimedArenas(world_size, plan, 0, 0, False)
@@ -63,17 +74,27 @@ def run(
         x, y = calls[rank].x, calls[rank].residual_out
         more = (fused_kernels.operands(calls[rank]),)
         return gpu.launched(
-            bound.function, bound.choice.blocks, bound.constexprs, bound.bits, [], arenas.group(rank),
+            bound.function,
+            bound.choice.blocks,
+            bound.constexprs,
+            bound.bits,
+            [],
+            arenas.group(rank),
             (x, y, x.numel(), CALL, more),
-        )  # fmt: skip
+        )
 
     return timed_call.executed(machine, arenas, bound.choice.blocks, launch)
 
 
 def _bound(
-    machine: MachineSpec, kernel: Kernel, world_size: int, rows: int, form: RowForm, dtype: torch.dtype,
+    machine: MachineSpec,
+    kernel: Kernel,
+    world_size: int,
+    rows: int,
+    form: RowForm,
+    dtype: torch.dtype,
     shape: LaunchShape | None,
-) -> RowLaunch:  # fmt: skip
+) -> RowLaunch:
     launched = (shape.blocks, shape.warps, shape.tile) if shape is not None else None
     return row_calls.launched(machines.facts(machine, world_size), kernel, form, dtype, rows, launched)
 

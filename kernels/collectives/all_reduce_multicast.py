@@ -93,7 +93,7 @@ def _take(tensors, chunk, SPEC: tl.constexpr):
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_multicast_zero_copy(
     x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, into, SPEC: tl.constexpr
-):  # fmt: skip
+):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     start, owner = enter(group, call)
     me = rank_of(group)

@@ -33,7 +33,7 @@ from tricomm.kernels.primitives import (
     report_mismatch,
     report_overlap,
     signal,
-)  # fmt: skip
+)
 from tricomm.kernels.wide_words import plane_words, see_wide
 
 HEADERS = tl.constexpr(layout.HEADERS)

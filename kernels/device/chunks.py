@@ -85,9 +85,16 @@ def unknown(whole, SPEC: tl.constexpr):
         table = table_of(whole.group)
         nothing = tl.load(table + RANK, volatile=True) - whole.me
         again = Chunk(
-            table, whole.me + nothing, whole.call, whole.epoch, whole.base, whole.count, whole.own + nothing,
-            whole.stride + nothing, whole.owner,
-        )  # fmt: skip
+            table,
+            whole.me + nothing,
+            whole.call,
+            whole.epoch,
+            whole.base,
+            whole.count,
+            whole.own + nothing,
+            whole.stride + nothing,
+            whole.owner,
+        )
     else:
         again = whole
     return again
@@ -95,9 +102,16 @@ def unknown(whole, SPEC: tl.constexpr):
 
 @triton.jit
 def run_ll(
-    LOAD: tl.constexpr, PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words,
-    PARTS: tl.constexpr, SPEC: tl.constexpr,
-):  # fmt: skip
+    LOAD: tl.constexpr,
+    PUSH: tl.constexpr,
+    TAKE: tl.constexpr,
+    tensors,
+    group,
+    call,
+    chunk_words,
+    PARTS: tl.constexpr,
+    SPEC: tl.constexpr,
+):
     """LL: run a whole call. LOAD(tensors, chunk, SPEC), header, PUSH(tensors, chunk, tiles, SPEC) with what LOAD has
     returned, TAKE(tensors, chunk, status, SPEC) for each chunk, until one returns a status that is not zero.
 
@@ -134,9 +148,7 @@ def run_ll(
 
 
 @triton.jit
-def run_loaded(
-    LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr
-):  # fmt: skip
+def run_loaded(LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
     """`run_chunks` of BODY(tensors, chunk, tile, SPEC): `tile` is what LOAD(tensors, chunk, SPEC) has returned, of the
     first chunk in flight beside the epoch."""
     owner = tl.zeros([], tl.int64)
@@ -175,9 +187,15 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
 
 @triton.jit
 def run_one_shot(
-    LOAD: tl.constexpr, PUSH_LL: tl.constexpr, PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call,
+    LOAD: tl.constexpr,
+    PUSH_LL: tl.constexpr,
+    PUSH: tl.constexpr,
+    TAKE: tl.constexpr,
+    tensors,
+    group,
+    call,
     SPEC: tl.constexpr,
-):  # fmt: skip
+):
     """A call of one hop, in chunks of a buffer: `run_ll` (LOAD, PUSH_LL, TAKE) or `run_pushed` (PUSH, TAKE)."""
     words = buffer_words(group, 1, SPEC)
     if SPEC.LL:

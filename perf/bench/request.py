@@ -93,9 +93,14 @@ def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str,
 
 
 def cases(
-    collectives: tuple[str, ...], algorithms: str | None, protocols: str | None, world_size: int,
-    dtypes: tuple[str, ...] = ("float32",), against: tuple[str, ...] = (), row: tuple[int, str] = (0, ""),
-) -> tuple[Case, ...]:  # fmt: skip
+    collectives: tuple[str, ...],
+    algorithms: str | None,
+    protocols: str | None,
+    world_size: int,
+    dtypes: tuple[str, ...] = ("float32",),
+    against: tuple[str, ...] = (),
+    row: tuple[int, str] = (0, ""),
+) -> tuple[Case, ...]:
     """For every type: the shipped kernels of `collectives` in the comma lists (or `all`), then the libraries `against`.
 
     `row` is (hidden, quantize) of an all_reduce_rms_norm, beside which its unfused form is always measured. None for a

@@ -290,6 +290,13 @@ def _missing(module: str) -> bool:
 
 
 PROBES: dict[str, Callable[[], Iterator[ProbeResult]]] = {
-    "versions": _versions, "devices": _devices, "shared memory": _memory, "limits": _limits, "tuning tables": _tables,
-    "history": _history, "environment": _variables, "extras": _extras, "a call": _call,
-}  # fmt: skip
+    "versions": _versions,
+    "devices": _devices,
+    "shared memory": _memory,
+    "limits": _limits,
+    "tuning tables": _tables,
+    "history": _history,
+    "environment": _variables,
+    "extras": _extras,
+    "a call": _call,
+}

@@ -35,9 +35,14 @@ _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 @click.option("--history/--no-history", default=True, show_default=True, help="Append rows to the history.")
 @click.pass_context
 def bench(
-    context: click.Context, /, nproc: int | None, json_file: Path | None, csv_file: Path | None, history: bool,
+    context: click.Context,
+    /,
+    nproc: int | None,
+    json_file: Path | None,
+    csv_file: Path | None,
+    history: bool,
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Time the collectives and check their results, with the columns and formulas of nccl-tests.
 
     Starts --nproc ranks on this machine, or is one of them if torchrun (RANK, WORLD_SIZE) has started it. Every row

@@ -23,9 +23,15 @@ from tricomm.commands.common import check_row_options, given, usage
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def predict(
-    context: click.Context, /, check: bool, from_code: bool, as_json: bool, hidden: int, quantize: str | None,
+    context: click.Context,
+    /,
+    check: bool,
+    from_code: bool,
+    as_json: bool,
+    hidden: int,
+    quantize: str | None,
     **asked: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Predict the time of every kernel from counted bytes, hops and barriers. Nothing is measured, no GPU is needed.
 
     With --from-code the kernels are compiled and executed on the PTX machine, which takes about a minute: it says what
