@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
