@@ -46,7 +46,7 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, s
     try:
         for count in settings["sizes"]:
             ways = {name: _calls(group, rank, world_size, count) for name, group in groups.items()}
-            for call in settings["only"] or ways["ours"]:
+            for call in (call for call in ways["ours"] if not settings["only"] or call in settings["only"]):
                 took = _timed({name: way[call] for name, way in ways.items()}, settings["rounds"])
                 emit("row", ranks=world_size, call=call, count=count, **_compared(took))
         for name in _STEPS:

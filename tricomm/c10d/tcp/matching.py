@@ -130,23 +130,26 @@ class Matching:
         """The message of one of `ranks` that the receive `message` takes; if there is none, the receive is kept."""
         self._number += 1
         message.number = self._number
-        found = [queue[0] for rank in ranks if (queue := self._arrivals.get((rank, message.tag)))]
-        if found:
-            first = min(found, key=lambda arrival: arrival.number)
-            return _pop(self._arrivals, (first.rank, message.tag))
+        if self._arrivals:
+            found = [queue[0] for rank in ranks if (queue := self._arrivals.get((rank, message.tag)))]
+            if found:
+                first = min(found, key=lambda arrival: arrival.number)
+                return _pop(self._arrivals, (first.rank, message.tag))
         self._receives.setdefault((message.rank, message.tag), deque()).append(message)
         self.from_any += message.any
         return None
 
     def arrive(self, rank: int, tag: int) -> Transfer | None:
         """The receive that takes the next message of `rank` with `tag`."""
-        keys = [key for key in ((rank, tag), (ANY, tag)) if key in self._receives]
-        if not keys:
-            return None
-        message = _pop(self._receives, min(keys, key=lambda key: self._receives[key][0].number))
-        self.from_any -= message.any
-        message.rank = rank
-        return message
+        key, of_any = (rank, tag), (ANY, tag)
+        if self.from_any and of_any in self._receives:
+            own = self._receives.get(key)
+            if own is None or self._receives[of_any][0].number < own[0].number:
+                self.from_any -= 1
+                message = _pop(self._receives, of_any)
+                message.rank = rank
+                return message
+        return _pop(self._receives, key) if key in self._receives else None
 
     def keep(self, rank: int, tag: int, dtype: int, nbytes: int, id: int, data: bytearray | None) -> Arrival:
         """Keep a message that no receive has asked for."""

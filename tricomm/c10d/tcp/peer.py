@@ -17,30 +17,29 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 from collections import deque
 from select import POLLIN, POLLOUT
 
 from tricomm.c10d.tcp.matching import Arrival, Matching, Transfer
 
 EAGER_BYTES = 128 * 1024
+STAGING_BYTES = 32 * 1024
 
 _HEAD = struct.Struct("<HBxIIQQ")  # magic, kind, type, tag, bytes, id
 _MAGIC = 0x7C03
 _EAGER, _READY, _CLEAR, _REFUSE, _DATA = range(5)
-_STAGING_BYTES = 32 * 1024
 _NOTHING = memoryview(bytearray())
-_here = threading.local()
 
 
 class Peer:
     """The connection to `rank`. The caller of every method holds the group's lock."""
 
-    def __init__(self, rank: int, connection: socket.socket, matching: Matching) -> None:
+    def __init__(self, rank: int, connection: socket.socket, matching: Matching, staging: memoryview) -> None:
         self.rank, self.socket, self.fd = rank, connection, connection.fileno()
         self.closed: Exception | None = None  # why no message will come or go any more
         self.receives = 0  # from this rank, under way
         self._matching = matching
+        self._staging = staging
         self._out: deque[tuple[list[memoryview], Transfer | None]] = deque()  # frames to be written
         self._announced: dict[int, Transfer] = {}  # by id: sends that wait for their receive
         self._cleared: dict[int, Transfer] = {}  # by id: receives whose data the sender has been asked for
@@ -56,8 +55,8 @@ class Peer:
         """The events of its socket that this rank waits for."""
         if self.closed is not None:
             return 0
-        wanted = self.receives or self._announced or self._matching.from_any
-        return (POLLIN if wanted else 0) | (POLLOUT if self._out else 0)
+        out = POLLOUT if self._out else 0
+        return POLLIN | out if self.receives or self._announced or self._matching.from_any else out
 
     # Messages
 
@@ -117,9 +116,9 @@ class Peer:
 
     def read(self) -> None:
         """Read what has come."""
-        staging = _staging()
+        staging = self._staging
         while self.closed is None:
-            direct = len(self._into) >= _STAGING_BYTES
+            direct = len(self._into) >= STAGING_BYTES
             room = self._into if direct else staging
             try:
                 count = self.socket.recv_into(room)
@@ -249,10 +248,3 @@ class Peer:
     def _finish(self, message: Transfer) -> None:
         self.receives -= 1
         message.finish()
-
-
-def _staging() -> memoryview:
-    kept: memoryview | None = getattr(_here, "staging", None)
-    if kept is None:
-        kept = _here.staging = memoryview(bytearray(_STAGING_BYTES))
-    return kept

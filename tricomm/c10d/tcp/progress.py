@@ -30,6 +30,8 @@ class Moving(Protocol):
         """Whether messages are left."""
         ...
 
+    watched: bool
+
 
 _moving: weakref.WeakValueDictionary[int, Moving] = weakref.WeakValueDictionary()
 _awake = threading.Event()
@@ -44,7 +46,7 @@ def watch(one: Moving) -> None:
         with _starting:
             if _thread is None:
                 _thread = threads.start("tricomm-messages", _run)
-    _moving[id(one)] = one
+    one.watched, _moving[id(one)] = True, one
     if not _awake.is_set():
         _awake.set()
 
@@ -68,9 +70,10 @@ def _move() -> bool:
     for one in threads.living(_moving):
         moved = one.advance() or moved
         if not one.unfinished:
+            one.watched = False
             _moving.pop(id(one), None)
             if one.unfinished:  # a message was added meanwhile
-                _moving[id(one)] = one
+                watch(one)
     return moved
 
 

@@ -21,7 +21,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -29,7 +28,7 @@ from tricomm import threads
 from tricomm.c10d.call_futures import Loss
 from tricomm.c10d.tcp import progress, set_up, waits, waker
 from tricomm.c10d.tcp.matching import ANY, COLLECTIVE, FIRST_LINE_TAG, HANDSHAKE, Matching, Transfer, user_tag
-from tricomm.c10d.tcp.peer import Peer
+from tricomm.c10d.tcp.peer import STAGING_BYTES, Peer
 from tricomm.c10d.tcp.waits import Wait
 from tricomm.c10d.tcp.waker import Waker
 from tricomm.errors import CollectiveMismatch, GroupAborted, ResourceError, TricommError
@@ -69,8 +68,10 @@ class Transport:
         self._peers: dict[int, Peer] = {}
         self._driver: Waker | None = None
         self._sleepers: list[Wait] = []
+        self.watched = False  # by `progress`
         connections = set_up.connect(generation, name)
-        self._peers = {rank: Peer(rank, one, self._matching) for rank, one in sorted(connections.items())}
+        staging = memoryview(bytearray(STAGING_BYTES))
+        self._peers = {rank: Peer(rank, one, self._matching, staging) for rank, one in sorted(connections.items())}
         self._by_fd = {peer.fd: peer for peer in self._peers.values()}
         _transports[id(self)] = self
         byte = {rank: memoryview(bytearray(1)) for rank in self.others}
@@ -134,13 +135,11 @@ class Transport:
 
     def send(self, data: memoryview, dtype: int, dst: int, tag: int) -> Transfer:
         """Start to send `data`, which `wait` waits for. Raises as `exchange` does."""
-        message = Transfer(dst, user_tag(tag), (data,), dtype)
-        return self._start(message, lambda: self._peers[dst].send(message, eager=False), "send")
+        return self._start(Transfer(dst, user_tag(tag), (data,), dtype), True)
 
     def recv(self, data: memoryview, dtype: int, src: int | None, tag: int) -> Transfer:
         """Start to receive into `data`, from `src` or (None) from any rank; `wait` waits for it."""
-        message = Transfer(ANY if src is None else src, user_tag(tag), (data,), dtype)
-        return self._start(message, lambda: self._receive(message), "recv")
+        return self._start(Transfer(ANY if src is None else src, user_tag(tag), (data,), dtype), False)
 
     def wait(self, message: Transfer, deadline: float, what: Callable[[], str]) -> None:
         """Wait for a message that `send` or `recv` began. Raises as `exchange` does."""
@@ -171,15 +170,19 @@ class Transport:
         """Whether there are messages to be moved."""
         return self.error is None and any(peer.interest for peer in self._peers.values())
 
-    def _start(self, message: Transfer, begin: Callable[[], Any], what: str) -> Transfer:
-        self.check_usable(what)
+    def _start(self, message: Transfer, sent: bool) -> Transfer:
+        if self._errors:
+            self.check_usable("send" if sent else "recv")
         try:
             with self._lock:
-                begin()
-                left, driver = not message.done, self._driver
+                if sent:
+                    self._peers[message.rank].send(message, eager=False)
+                else:
+                    self._receive(message)
+                driver = self._driver
             if driver is not None:
                 driver.wake()
-            if left:
+            if not (message.done or self.watched):
                 with suppress(ResourceError):  # without another thread the message is moved by `wait`
                     progress.watch(self)
         except BaseException as error:
@@ -187,7 +190,7 @@ class Transport:
             raise
         return message
 
-    def _receive(self, message: Transfer) -> Transfer:
+    def _receive(self, message: Transfer) -> None:
         arrival = self._matching.receive(message, self.others if message.any else (message.rank,))
         if arrival is not None:
             self._peers[arrival.rank].take(arrival, message)
@@ -195,7 +198,6 @@ class Transport:
             self._peers[message.rank].expect(message)
         elif all(peer.closed is not None for peer in self._peers.values()):
             self._end_receives_from_any()
-        return message
 
     def _end_receives_from_any(self) -> None:
         for message in self._matching.withdraw(ANY):
@@ -207,7 +209,7 @@ class Transport:
         """Return when `waiting` is over. Raises its error."""
         me = waker.of_thread()
         try:
-            while not waiting.over and self.error is None:
+            while waiting.left and waiting.cause is None and not self._errors:
                 with self._lock:
                     if self._driver is None:
                         self._driver = me
@@ -235,11 +237,12 @@ class Transport:
                 poller = self._poller(me)
             events = poller.poll(me.tick)
             with self._lock:
-                if self.error is not None:
+                if self._errors:
                     return
                 self._handle(events)
-            if waiting.over:
-                return
+                if waiting.over:
+                    self._hand_over()
+                    return
             waiting.look()
             if waiting.over:
                 return
@@ -248,10 +251,13 @@ class Transport:
         with self._lock:
             if waiting in self._sleepers:
                 self._sleepers.remove(waiting)
-            if self._driver is me:
-                self._driver = None
-            if self._driver is None and self._sleepers:
-                self._sleepers[0].wake()
+            if self._driver in (me, None):
+                self._hand_over()
+
+    def _hand_over(self) -> None:
+        self._driver = None
+        if self._sleepers:
+            self._sleepers[0].wake()
 
     def _poller(self, own: Waker | None) -> select.poll:
         poller = select.poll()

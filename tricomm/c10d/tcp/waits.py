@@ -91,18 +91,15 @@ class Wait:
             if not message.done:
                 self.left += 1
                 message.waiters.append(self)
-            elif message.error is not None:
-                self._note(message)
+            elif message.error is not None and self.cause is None:
+                self.cause = message.error
 
     def finished(self, message: Transfer) -> None:
         self.left -= 1
-        self._note(message)
-        if self.over:
-            self.wake()
-
-    def _note(self, message: Transfer) -> None:
         if message.error is not None and self.cause is None:
             self.cause = message.error
+        if self._latch is not None and self.over:
+            self.wake()
 
     # While another thread moves the messages
 
