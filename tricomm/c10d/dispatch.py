@@ -245,7 +245,7 @@ class Dispatcher:
         """Run a CPU call by the kernels, if it goes to them."""
         if self._route(call).route.backend != KERNELS:
             return False
-        _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call)
+        _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call.flatten())
         return True
 
     # CUDA

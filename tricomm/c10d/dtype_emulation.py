@@ -8,6 +8,7 @@ bytes.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,6 +37,9 @@ _IN_PLACE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 _SCALED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # by `PREMUL_SUM`
 _SIGN = -(1 << 63)
 _E4M3_MOST = 448.0  # e4m3fn has no infinity
+_WRITABLE = 0x200  # PyBUF_WRITE
+_memory_at = ctypes.pythonapi.PyMemoryView_FromMemory
+_memory_at.restype, _memory_at.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _BLOCK = 32768  # elements: they stay in the cache, and torch starts no threads for so few
 
 
@@ -46,9 +50,12 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def memory(data: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor of bytes."""
-    array: Any = data.numpy()
-    return memoryview(array)
+    """The memory of a contiguous tensor of bytes; the caller keeps the tensor.
+
+    `Tensor.numpy()` would forbid to resize its storage, as FSDP does.
+    """
+    view: memoryview = _memory_at(data.data_ptr(), data.numel(), _WRITABLE)
+    return view
 
 
 def check_reduction(op: str, dtype: torch.dtype, what: str) -> None:
@@ -79,8 +86,9 @@ def premultiply(call: Any, op: Any, rank: int) -> None:
 
     Raises `InvalidArgument` as `factor_of` does.
     """
-    if call.op == "premul_sum" and call.device.type == "cpu" and call.x is not None:
-        factor = factor_of(op, call.x.dtype, call.collective)
+    if call.op == "premul_sum" and call.device.type == "cpu" and call.dtype is not None:
+        call.flatten()
+        factor = factor_of(op, call.dtype, call.collective)
         call.op, call.handle = "sum", None
         call.prepare = partial(_scale, call, factor, call.collective != "reduce" or call.root == rank)
 

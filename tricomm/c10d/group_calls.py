@@ -31,12 +31,14 @@ OPERATIONS = arguments.REDUCE_OPS | {"PREMUL_SUM": "premul_sum"}
 @dataclass
 class GroupCall:
     """`x` and `out` are contiguous, 1-dimensional and detached; in a collective that works in place they are one.
+    `parts` and `outs` are there instead if the caller gave lists of tensors, one for each rank. Messages take them as
+    they are; `flatten` makes one tensor of each list.
 
     `splits` are (elements sent to each rank, elements received from each). `prepare` is called when it is the call's
     turn, `finish` copies the result into the caller's own tensors. `result` is the value of the future: the caller's
     list. `fused` is the call of which an all_reduce is a part: the kernels run all of it; after another backend's
-    all_reduce `finish` does the rest. `handle` is the symmetric memory in which the larger tensor of an all_gather or a
-    reduce_scatter lies, if the peers can read it.
+    all_reduce `finish` does the rest. `handle` is symmetric memory that contains the larger tensor of an all_gather or
+    a reduce_scatter, if the peers can read it.
     """
 
     collective: str
@@ -56,11 +58,40 @@ class GroupCall:
     keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, for as long as a stream uses them
     fused: FusedCall | None = None
     handle: Symmetric | None = None
+    parts: list[torch.Tensor] = field(default_factory=list)
+    outs: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def dtype(self) -> torch.dtype | None:
         tensor = self.x if self.x is not None else self.out
-        return None if tensor is None else tensor.dtype
+        if tensor is None:
+            rows = self.parts or self.outs
+            return rows[0].dtype if rows else None
+        return tensor.dtype
+
+    def inputs(self) -> list[torch.Tensor]:
+        return self.parts or ([] if self.x is None else [self.x])
+
+    def outputs(self) -> list[torch.Tensor]:
+        return self.outs or ([] if self.out is None else [self.out])
+
+    def flatten(self) -> GroupCall:
+        """Make one tensor of each list; returns the call."""
+        if self.parts:
+            self.x, self.parts = torch.cat(self.parts), []
+            self.keep.append(self.x)
+        if self.outs:
+            outs, before = self.outs, self.finish
+            out = self.out = outs[0].new_empty(sum(part.numel() for part in outs))
+            self.keep.append(out)
+
+            def finish() -> None:
+                for part, row in zip(outs, out.split([part.numel() for part in outs]), strict=True):
+                    put(part, row)
+                before()
+
+            self.finish, self.outs = finish, []
+        return self
 
     @property
     def nbytes(self) -> int | None:
@@ -134,26 +165,35 @@ def read_first(batch: list[GroupCall], rank: int) -> None:
     """Copy each input that shares memory with an output, so that every call of `batch` reads it as it is now. A call in
     place does not need that: the input of an all_gather, or the output of a reduce_scatter, is row `rank` of the
     other."""
-    if len(batch) == 1 and (batch[0].x is batch[0].out or batch[0].device.type != "cpu"):
+    if len(batch) == 1 and (batch[0].x is batch[0].out is not None or batch[0].device.type != "cpu"):
         return
-    outputs = [(call, out) for call in batch for out in call.result if isinstance(out, torch.Tensor)]
+    outputs = [(call, out) for call in batch for out in call.outputs()]
+    written = {out.untyped_storage().data_ptr() for _, out in outputs}
     for call in batch:
-        x = call.x
-        if x is None or not any(
-            arguments.overlap(x, out) for other, out in outputs if not _in_place(call, other, rank)
-        ):
-            continue
-        call.keep.append(copy := x.clone())
-        if call.out is x:
-            call.out = copy
-            call.finish = partial(_put, call.keep[0], copy)
-        call.x = copy
+        for place, x in enumerate(call.inputs()):
+            if x.untyped_storage().data_ptr() not in written or not any(
+                arguments.overlap(x, out) for other, out in outputs if not _in_place(call, x, other, out, rank)
+            ):
+                continue
+            copy = x.clone()
+            call.keep.append(copy)
+            if call.parts:
+                call.parts[place] = copy
+                continue
+            if call.out is x:
+                call.out = copy
+                call.finish = partial(put, x, copy)
+            call.x = copy
 
 
-def _in_place(call: GroupCall, other: GroupCall, rank: int) -> bool:
-    """Whether `call` is `other`, and works in place."""
-    x, out = call.x, call.out
-    if call is not other or x is None or out is None or call.splits is not None:
+def _in_place(call: GroupCall, x: torch.Tensor, other: GroupCall, out: torch.Tensor, rank: int) -> bool:
+    """Whether `x` and `out`, of `call` and `other`, are of one call that works in place."""
+    if call is not other:
+        return False
+    if call.parts or call.outs:  # row `rank` of a list may be the other tensor, or that row of the other list
+        mine = (not call.parts or x is call.parts[rank]) and (not call.outs or out is call.outs[rank])
+        return mine and x.data_ptr() == out.data_ptr() and x.numel() == out.numel()
+    if call.splits is not None:
         return False
     part, whole = (x, out) if x.numel() < out.numel() else (out, x)
     return part.data_ptr() == whole.data_ptr() + (x.numel() != out.numel()) * rank * part.nbytes
@@ -181,35 +221,19 @@ def checked_tensor(x: Any, what: str) -> torch.Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def tensor_list(tensors: Any, what: str, length: int) -> list[torch.Tensor]:
-    """One tensor per rank; c10d wraps the list in another one."""
-    tensors = list(tensors)
-    if len(tensors) == 1 and isinstance(tensors[0], list | tuple):
-        tensors = list(tensors[0])
-    if len(tensors) != length:
-        raise InvalidArgument(f"{what}: a list of {length} tensors is needed, one per rank; found {len(tensors)}")
-    return [checked_tensor(x, f"{what}[{i}]") for i, x in enumerate(tensors)]
-
-
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def flattened(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
+def flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
     if not x.is_contiguous() or x.is_neg() or x.is_conj():
         raise InvalidArgument(f"{what}: the output is not contiguous, or a negated view; copy from one that is neither")
     return x.data.view(-1)
 
 
-def _put(out: torch.Tensor, flat: torch.Tensor) -> None:
+def put(out: torch.Tensor, flat: torch.Tensor) -> None:
     """Copy without autograd's notice, as NCCL writes: `data` has a version counter of its own."""
     out.data.copy_(flat.view(out.shape))
-
-
-def _scatter_to(outs: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    """Each output gets its part of `flat`."""
-    for out, part in zip(outs, flat.split([out.numel() for out in outs]), strict=True):
-        _put(out, part)
 
 
 def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1, result: Any = None) -> GroupCall:
@@ -217,42 +241,16 @@ def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1,
     arguments.check_writable(x, collective)
     if op != "none":
         check_reduction(op, x.dtype, collective)
-    flat = _flat(x.data)
+    flat = flattened(x.data)
     call = GroupCall(collective, flat, flat, op, root, count=x.numel(), device=x.device, keep=[x, flat])
     call.result = [x] if result is None else result
     if flat.data_ptr() != x.data_ptr() and x.numel():
-        call.finish = lambda: _put(x, flat)
+        call.finish = lambda: put(x, flat)
     return call
 
 
 def barrier(device: torch.device) -> GroupCall:
     return GroupCall("barrier", device=device)
-
-
-def all_gather_list(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) -> GroupCall:
-    """all_gather into a list. Its tensors may differ in size: each rank gives as many elements as its own has."""
-    what = "all_gather"
-    arguments.check_alike(what, x, *outs)
-    for out in outs:
-        arguments.check_writable(out, what)
-    sizes = tuple(out.numel() for out in outs)
-    if sizes[rank] != x.numel():
-        raise InvalidArgument(
-            f"{what}: this rank gives {x.numel()} elements, and its place in the output list has {sizes[rank]}"
-        )
-    flat = torch.empty(sum(sizes), dtype=x.dtype, device=x.device)
-    even = len(set(sizes)) == 1
-    return GroupCall(
-        "all_gather" if even else "all_gather_v",
-        _flat(x),
-        flat,
-        count=x.numel() if even else 0,
-        sizes=() if even else sizes,
-        result=result,
-        finish=partial(_scatter_to, outs, flat),
-        device=x.device,
-        keep=[x, flat, *outs],
-    )
 
 
 def all_gather_single(
@@ -262,34 +260,9 @@ def all_gather_single(
     what = "all_gather_into_tensor"
     arguments.check_alike(what, x, out)
     arguments.check_size(what, "output", out, world_size * x.numel(), f"{world_size} ranks with {x.numel()} each")
-    flat = _flat_output(out, what)
+    flat = flat_output(out, what)
     return GroupCall(
-        "all_gather", _flat(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out], handle=handle
-    )
-
-
-def reduce_scatter_list(out: torch.Tensor, parts: list[torch.Tensor], op: str, rank: int) -> GroupCall:
-    """reduce_scatter from a list, of tensors of any sizes."""
-    what = "reduce_scatter"
-    arguments.check_alike(what, out, *parts)
-    arguments.check_writable(out, what)
-    check_reduction(op, out.dtype, what)
-    sizes = tuple(part.numel() for part in parts)
-    if sizes[rank] != out.numel():
-        raise InvalidArgument(f"{what}: the output has {out.numel()} elements, this rank's input {sizes[rank]}")
-    even = len(set(sizes)) == 1
-    into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-    return GroupCall(
-        what if even else "reduce_scatter_v",
-        torch.cat([_flat(p) for p in parts]),
-        into,
-        op,
-        count=sum(sizes) if even else 0,
-        sizes=() if even else sizes,
-        result=[out],
-        device=out.device,
-        finish=lambda: _put(out, into),
-        keep=[out, into, *parts],
+        "all_gather", flattened(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out], handle=handle
     )
 
 
@@ -303,71 +276,11 @@ def reduce_scatter_single(
     arguments.check_size(
         what, "input", x, world_size * out.numel(), f"{world_size} ranks with an output of {out.numel()}"
     )
-    flat = _flat_output(out, what)
+    flat = flat_output(out, what)
     return GroupCall(
-        "reduce_scatter", _flat(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out],
+        "reduce_scatter", flattened(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out],
         handle=handle,
     )  # fmt: skip
-
-
-def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:
-    """gather; `outs` is empty on all ranks but `root`."""
-    arguments.check_alike("gather", x, *outs)
-    for out in outs:
-        arguments.check_writable(out, "gather")
-    for i, out in enumerate(outs):
-        if out.numel() != x.numel():
-            raise InvalidArgument(f"gather: output {i} has {out.numel()} elements, the input {x.numel()}")
-    call = GroupCall(
-        "gather", _flat(x), None, root=root, count=x.numel(), result=[outs], device=x.device, keep=[x, *outs]
-    )
-    if outs:
-        flat = torch.empty(len(outs) * x.numel(), dtype=x.dtype, device=x.device)
-        call.out = flat
-        call.keep.append(flat)
-        call.finish = partial(_scatter_to, outs, flat)
-    return call
-
-
-def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> GroupCall:
-    """scatter; `parts` is empty on all ranks but `root`."""
-    arguments.check_alike("scatter", out, *parts)
-    arguments.check_writable(out, "scatter")
-    for i, part in enumerate(parts):
-        if part.numel() != out.numel():
-            raise InvalidArgument(f"scatter: input {i} has {part.numel()} elements, the output {out.numel()}")
-    into = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
-    x = torch.cat([_flat(p) for p in parts]) if parts else None
-    return GroupCall(
-        "scatter",
-        x,
-        into,
-        root=root,
-        count=out.numel(),
-        result=[out],
-        device=out.device,
-        finish=lambda: _put(out, into),
-        keep=[out, into, *parts],
-    )
-
-
-def all_to_all_lists(outs: list[torch.Tensor], parts: list[torch.Tensor]) -> GroupCall:
-    """all_to_all of lists, of tensors of any sizes."""
-    arguments.check_alike("all_to_all", outs[0], *outs, *parts)
-    for out in outs:
-        arguments.check_writable(out, "all_to_all")
-    sent, received = [p.numel() for p in parts], [o.numel() for o in outs]
-    flat = torch.empty(sum(received), dtype=outs[0].dtype, device=outs[0].device)
-    return GroupCall(
-        "all_to_all_v",
-        torch.cat([_flat(p) for p in parts]),
-        flat,
-        splits=(sent, received),
-        result=list(outs),
-        finish=partial(_scatter_to, outs, flat),
-        device=flat.device,
-        keep=[flat, *outs, *parts],
-    )
 
 
 def all_to_all_single(
@@ -376,11 +289,11 @@ def all_to_all_single(
     """all_to_all of one tensor, in rows of dimension 0; without splits, in equal parts."""
     what = "all_to_all_single"
     arguments.check_alike(what, x, out)
-    flat = _flat_output(out, what)
+    flat = flat_output(out, what)
     received = _elements_by_rank(out, out_splits, world_size, f"{what} output")
     sent = _elements_by_rank(x, in_splits, world_size, f"{what} input")
     return GroupCall(
-        "all_to_all_v", _flat(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out]
+        "all_to_all_v", flattened(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out]
     )
 
 

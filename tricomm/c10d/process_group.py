@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tricomm.c10d import group_calls, messages
+from tricomm.c10d import group_calls, list_calls
 from tricomm.c10d.call_guard import WrapperTensor, guard_methods, is_refusal, sends
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
 from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.dtype_emulation import as_bytes, premultiply
 from tricomm.c10d.fallback_backends import Backends, CallBlock
 from tricomm.c10d.group_calls import GroupCall
+from tricomm.c10d.tcp.messages import CpuMessages
 from tricomm.c10d.torch_names import AnsweringGroup, c10d
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork, in_backward, limit_seconds, raise_in_backward
 from tricomm.core.entry_guard import name_refusal
@@ -54,7 +55,7 @@ class TricommGroup(AnsweringGroup):
         self._block = CallBlock()
         self._point_to_point = None
         if backends.transport is not None:
-            self._point_to_point = messages.CpuMessages(backends.transport, config.timeout, str(config))
+            self._point_to_point = CpuMessages(backends.transport, config.timeout, str(config))
         backends.register(self)
 
     @property
@@ -117,8 +118,8 @@ class TricommGroup(AnsweringGroup):
 
     def allgather(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.AllgatherOptions, opts, None, timeout)
-        rows = group_calls.tensor_list(outs, "all_gather output list", self.size())
-        call = group_calls.all_gather_list(rows, group_calls.single_tensor(xs, "all_gather"), self.rank(), result=outs)
+        rows = list_calls.tensor_list(outs, "all_gather output list", self.size())
+        call = list_calls.all_gather(rows, group_calls.single_tensor(xs, "all_gather"), self.rank(), result=outs)
         return self._submit([call], opts, ("allgather",), outs, xs, opts)
 
     def allgather_coalesced(self, outs: list[list[torch.Tensor]], xs: list[torch.Tensor], opts: Any = None) -> Any:
@@ -133,7 +134,7 @@ class TricommGroup(AnsweringGroup):
         for x, *row in zip(xs, *outs, strict=True):
             rows = [group_calls.checked_tensor(out, "all_gather_coalesced output") for out in row]
             given = group_calls.checked_tensor(x, "all_gather_coalesced")
-            batch.append(group_calls.all_gather_list(rows, given, self.rank(), rows))
+            batch.append(list_calls.all_gather(rows, given, self.rank(), rows))
         return self._submit(batch, opts, ("allgather_coalesced",), outs, xs, opts)
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, handle: Any = None) -> Any:
@@ -156,7 +157,7 @@ class TricommGroup(AnsweringGroup):
         opts = group_calls.options(c10d.GatherOptions, opts, "rootRank", timeout)
         root = self._checked_root(opts, "gather")
         rows = self._root_list(outs, root, "gather output")
-        call = group_calls.gather(rows, group_calls.single_tensor(xs, "gather"), root)
+        call = list_calls.gather(rows, group_calls.single_tensor(xs, "gather"), root)
         return self._submit([call], opts, ("gather",), outs, xs, opts)
 
     # Scattering
@@ -165,16 +166,14 @@ class TricommGroup(AnsweringGroup):
         opts = group_calls.options(c10d.ScatterOptions, opts, "rootRank", timeout)
         root = self._checked_root(opts, "scatter")
         parts = self._root_list(xs, root, "scatter input")
-        call = group_calls.scatter(group_calls.single_tensor(outs, "scatter"), parts, root)
+        call = list_calls.scatter(group_calls.single_tensor(outs, "scatter"), parts, root)
         return self._submit([call], opts, ("scatter",), outs, xs, opts)
 
     def reduce_scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.ReduceScatterOptions, opts, "reduceOp", timeout)
-        parts = group_calls.tensor_list(xs, "reduce_scatter input list", self.size())
+        parts = list_calls.tensor_list(xs, "reduce_scatter input list", self.size())
         op = group_calls.operation(opts.reduceOp)
-        call = group_calls.reduce_scatter_list(
-            group_calls.single_tensor(outs, "reduce_scatter"), parts, op, self.rank()
-        )
+        call = list_calls.reduce_scatter(group_calls.single_tensor(outs, "reduce_scatter"), parts, op, self.rank())
         return self._submit([call], opts, ("reduce_scatter",), outs, xs, opts)
 
     def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, handle: Any = None) -> Any:
@@ -207,9 +206,9 @@ class TricommGroup(AnsweringGroup):
 
     def alltoall(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.AllToAllOptions, opts, None, timeout)
-        rows = group_calls.tensor_list(outs, "all_to_all output list", self.size())
-        parts = group_calls.tensor_list(xs, "all_to_all input list", self.size())
-        return self._submit([group_calls.all_to_all_lists(rows, parts)], opts, ("alltoall",), outs, xs, opts)
+        rows = list_calls.tensor_list(outs, "all_to_all output list", self.size())
+        parts = list_calls.tensor_list(xs, "all_to_all input list", self.size())
+        return self._submit([list_calls.all_to_all(rows, parts)], opts, ("alltoall",), outs, xs, opts)
 
     def all_to_all_single(
         self, out: torch.Tensor, x: torch.Tensor, out_splits: Any, in_splits: Any, opts: Any = None
@@ -344,7 +343,7 @@ class TricommGroup(AnsweringGroup):
     def _root_list(self, tensors: Any, root: int, what: str) -> list[torch.Tensor]:
         """A list of one tensor per rank on the root, and nothing on the others."""
         if self.rank() == root:
-            return group_calls.tensor_list(tensors, f"{what} list", self.size())
+            return list_calls.tensor_list(tensors, f"{what} list", self.size())
         given = sum(len(row) if isinstance(row, list | tuple) else 1 for row in tensors)
         if given:
             raise InvalidArgument(f"{what} list: only rank {root} gives one, rank {self.rank()} gave {given} tensors")

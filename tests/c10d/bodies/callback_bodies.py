@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, same
-from tricomm.c10d import call_futures, dtype_emulation, group_calls, message_collectives
+from tricomm.c10d import call_futures, dtype_emulation, group_calls
 from tricomm.c10d.call_futures import CallFuture
+from tricomm.c10d.tcp import message_collectives
 
 
 def _value(rank, call):
@@ -207,7 +208,7 @@ def _fails(*args):
 
 def of_one_rank(rank, world_size, tell, url, route, step):
     """An error of rank 1 alone: before it sends anything, after the last message, or in the middle of a call."""
-    name = {"before": (dtype_emulation, "_scale"), "after": (group_calls, "_put")}.get(
+    name = {"before": (dtype_emulation, "_scale"), "after": (group_calls, "put")}.get(
         step, (message_collectives, "reduce_into")
     )
     with default_group(rank, world_size, url, route, timeout=20.0):

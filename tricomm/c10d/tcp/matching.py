@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -52,19 +52,23 @@ class Transfer:
 
     rank    the peer, or `ANY`; once a message has come, its source
     parts   the caller's memory: of a receive, one part
+    keep    owns that memory
     dtype   the code of its type
     loose   of a receive: a shorter message fits, too, and a longer one is cut off
     error   why the message did not arrive or was not sent
     misfit  bytes and type of the message that came, if it does not fit; it is consumed
     """
 
-    __slots__ = ("any", "done", "dtype", "error", "loose", "misfit", "number", "parts", "rank", "tag", "waiters")
+    __slots__ = (
+        "any", "done", "dtype", "error", "keep", "loose", "misfit", "number", "parts", "rank", "tag", "waiters"
+    )  # fmt: skip
 
     def __init__(
         self, rank: int, tag: int, parts: tuple[memoryview, ...], dtype: int = BYTES, loose: bool = False
     ) -> None:
         self.rank, self.tag, self.parts, self.dtype, self.loose = rank, tag, parts, dtype, loose
         self.any = rank == ANY
+        self.keep: Any = None
         self.number = 0
         self.done = False
         self.error: Exception | None = None

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 from tricomm import threads
 from tricomm.c10d.call_futures import Loss
 from tricomm.c10d.tcp import progress, set_up, waits, waker
-from tricomm.c10d.tcp.matching import ANY, COLLECTIVE, FIRST_LINE_TAG, HANDSHAKE, Matching, Transfer, user_tag
+from tricomm.c10d.tcp.matching import ANY, COLLECTIVE, FIRST_LINE_TAG, HANDSHAKE, Matching, Transfer
 from tricomm.c10d.tcp.peer import STAGING_BYTES, Peer
 from tricomm.c10d.tcp.waits import Wait
 from tricomm.c10d.tcp.waker import Waker
@@ -133,13 +133,13 @@ class Transport:
             self._interrupted(error)
             raise
 
-    def send(self, data: memoryview, dtype: int, dst: int, tag: int) -> Transfer:
-        """Start to send `data`, which `wait` waits for. Raises as `exchange` does."""
-        return self._start(Transfer(dst, user_tag(tag), (data,), dtype), True)
+    def send(self, message: Transfer) -> None:
+        """Start to send `message`, for which `wait` waits. Raises as `exchange` does."""
+        self._start(message, True)
 
-    def recv(self, data: memoryview, dtype: int, src: int | None, tag: int) -> Transfer:
-        """Start to receive into `data`, from `src` or (None) from any rank; `wait` waits for it."""
-        return self._start(Transfer(ANY if src is None else src, user_tag(tag), (data,), dtype), False)
+    def recv(self, message: Transfer) -> None:
+        """Start to receive `message`, for which `wait` waits. Raises as `exchange` does."""
+        self._start(message, False)
 
     def wait(self, message: Transfer, deadline: float, what: Callable[[], str]) -> None:
         """Wait for a message that `send` or `recv` began. Raises as `exchange` does."""
@@ -170,7 +170,7 @@ class Transport:
         """Whether there are messages to be moved."""
         return self.error is None and any(peer.interest for peer in self._peers.values())
 
-    def _start(self, message: Transfer, sent: bool) -> Transfer:
+    def _start(self, message: Transfer, sent: bool) -> None:
         if self._errors:
             self.check_usable("send" if sent else "recv")
         try:
@@ -188,7 +188,6 @@ class Transport:
         except BaseException as error:
             self._interrupted(error)
             raise
-        return message
 
     def _receive(self, message: Transfer) -> None:
         arrival = self._matching.receive(message, self.others if message.any else (message.rank,))

@@ -17,9 +17,9 @@ from itertools import accumulate
 
 import torch
 
-from tricomm.c10d.call_records import CallContext
 from tricomm.c10d.dtype_emulation import as_bytes, reduce_into
 from tricomm.c10d.group_calls import GroupCall
+from tricomm.c10d.tcp.call_records import CallContext
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 _ONE_SHOT_BYTES = 64 * 1024
@@ -57,6 +57,14 @@ def _rows(x: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
 
 def _even(x: torch.Tensor, count: int) -> list[torch.Tensor]:
     return list(as_bytes(x).view(count, -1).unbind()) if x.numel() else [as_bytes(x)] * count
+
+
+def _outputs(call: GroupCall, count: int) -> list[torch.Tensor]:
+    """The rows of `call`'s output as bytes, by rank."""
+    if call.outs:
+        return [as_bytes(row) for row in call.outs]
+    assert call.out is not None, "a call of this collective has an output"
+    return _rows(call.out, list(call.sizes)) if call.sizes else _even(call.out, count)
 
 
 def _exchange_rows(context: CallContext, x: torch.Tensor, rows: list[torch.Tensor]) -> None:
@@ -122,8 +130,12 @@ def _reduce(context: CallContext, call: GroupCall) -> None:
 
 
 def _reduce_scatter(context: CallContext, call: GroupCall) -> None:
-    x, out = _input_and_output(call)
-    _receive_and_reduce(context, call.op, list(x.split(list(call.sizes or (out.numel(),) * context.world_size))), out)
+    assert call.out is not None, "a reduce_scatter has an output"
+    rows = call.parts
+    if not rows:
+        x, out = _input_and_output(call)
+        rows = list(x.split(list(call.sizes or (out.numel(),) * context.world_size)))
+    _receive_and_reduce(context, call.op, rows, call.out)
 
 
 def _broadcast(context: CallContext, call: GroupCall) -> None:
@@ -135,17 +147,17 @@ def _broadcast(context: CallContext, call: GroupCall) -> None:
 
 
 def _all_gather(context: CallContext, call: GroupCall) -> None:
-    x, out = _input_and_output(call)
-    _exchange_rows(context, x, _rows(out, list(call.sizes)) if call.sizes else _even(out, context.world_size))
+    assert call.x is not None, "every rank of an all_gather gives something"
+    _exchange_rows(context, call.x, _outputs(call, context.world_size))
 
 
 def _gather(context: CallContext, call: GroupCall) -> None:
     assert call.x is not None, "every rank of a gather gives something"
     mine = as_bytes(call.x)
-    if call.out is None:
+    if call.root != context.rank:
         context.exchange([(call.root, mine)], [])
         return
-    rows = _even(call.out, context.world_size)
+    rows = _outputs(call, context.world_size)
     context.exchange([], [(r, rows[r]) for r in context.others()])
     rows[context.rank].copy_(mine)
 
@@ -153,19 +165,24 @@ def _gather(context: CallContext, call: GroupCall) -> None:
 def _scatter(context: CallContext, call: GroupCall) -> None:
     assert call.out is not None, "every rank of a scatter gets something"
     mine = as_bytes(call.out)
-    if call.x is None:
+    if call.root != context.rank:
         context.exchange([], [(call.root, mine)])
         return
-    rows = _even(call.x, context.world_size)
+    if call.x is None:
+        rows = [as_bytes(part) for part in call.parts]
+    else:
+        rows = _even(call.x, context.world_size)
     context.exchange([(r, rows[r]) for r in context.others()], [])
     mine.copy_(rows[context.rank])
 
 
 def _all_to_all_v(context: CallContext, call: GroupCall) -> None:
-    x, out = _input_and_output(call)
     assert call.splits is not None, "an all_to_all has splits"
-    sent, received = call.splits
-    _swap_rows(context, _rows(x, sent), _rows(out, received))
+    sent, received = [as_bytes(part) for part in call.parts], [as_bytes(row) for row in call.outs]
+    if not sent:
+        x, out = _input_and_output(call)
+        sent, received = _rows(x, call.splits[0]), _rows(out, call.splits[1])
+    _swap_rows(context, sent, received)
 
 
 def _barrier(context: CallContext, call: GroupCall) -> None:

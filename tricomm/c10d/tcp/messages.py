@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Work
 
 from tricomm.c10d.call_futures import told
 from tricomm.c10d.dtype_emulation import as_bytes, memory
-from tricomm.c10d.tcp.matching import Transfer, code_of, dtype_of
+from tricomm.c10d.tcp.matching import ANY, Transfer, code_of, dtype_of, user_tag
 from tricomm.c10d.tcp.transport import Transport
 from tricomm.c10d.work_handles import limit_seconds
 from tricomm.errors import CollectiveMismatch
@@ -28,12 +28,16 @@ class CpuMessages:
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> MessageWork:
         """Send contiguous `x`, which may be changed once the handle's `wait` has returned."""
-        message = self.transport.send(_memory(x), code_of(x.dtype), dst, tag)
+        message = Transfer(dst, user_tag(tag), (_memory(x),), code_of(x.dtype))
+        message.keep = x
+        self.transport.send(message)
         return MessageWork(self, message, x, f"send to rank {dst}")
 
     def recv(self, x: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Receive into contiguous `x`, from `src` or (None) from the first rank that sends."""
-        message = self.transport.recv(_memory(x), code_of(x.dtype), src, tag)
+        message = Transfer(ANY if src is None else src, user_tag(tag), (_memory(x),), code_of(x.dtype))
+        message.keep = x
+        self.transport.recv(message)
         return MessageWork(self, message, x, "recv from any rank" if src is None else f"recv from rank {src}")
 
 
