@@ -17,11 +17,12 @@ import torch
 from tricomm.c10d.call_queue import Turn
 from tricomm.c10d.dtype_emulation import memory
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.c10d.tcp.matching import COLLECTIVE, FIRST_LINE_TAG, LINE_TAGS
-from tricomm.c10d.tcp.transport import Part, Transport
+from tricomm.c10d.tcp.matching import COLLECTIVE, FIRST_LINE_TAG, LINE_TAGS, Transfer
+from tricomm.c10d.tcp.transport import Transport
 from tricomm.errors import CollectiveMismatch
 
-Row = tuple[int, torch.Tensor]  # a rank, and the bytes that go there or come from there
+Part = tuple[int, memoryview]  # a rank, and the memory that is sent to it or received from it
+Row = tuple[int, torch.Tensor]  # the same, as a tensor of bytes
 
 _SHORT_BYTES = 64 * 1024  # of data that goes with the record; it is copied once more on arrival
 _HEAD = struct.Struct("<QQII")  # line, number, fingerprint, whether the rank cannot make the call
@@ -60,7 +61,10 @@ class CallContext:
             records.check(self, sent, received)
 
     def exchange_memory(self, sends: list[Part], receives: list[Part]) -> None:
-        self.transport.exchange(sends, receives, self.deadline, self.what, self.tag)
+        """Send and receive; parts without bytes are left out, on both sides."""
+        sent = [Transfer(rank, self.tag, (data,)) for rank, data in sends if data]
+        received = [Transfer(rank, self.tag, (data,)) for rank, data in receives if data]
+        self.transport.exchange(sent, received, self.deadline, self.what)
 
 
 class CallRecords:
@@ -99,13 +103,10 @@ class CallRecords:
         expected = {r: len(data) for r, data in receives if len(data) <= _SHORT_BYTES}
         others = context.others()
         records = [(r, self._room(r, self._size + expected.get(r, 0))) for r in others]
-        context.transport.exchange_records(
-            [(r, (self._mine, short[r]) if r in short else (self._mine,)) for r in others],
-            records,
-            context.deadline,
-            context.what,
-            context.tag,
-        )
+        tag, mine = context.tag, self._mine
+        sent = [Transfer(r, tag, (mine, short[r]) if r in short else (mine,)) for r in others]
+        received = [Transfer(r, tag, (record,), loose=True) for r, record in records]
+        context.transport.exchange(sent, received, context.deadline, context.what)
         head = self._mine[: _HEAD.size]
         if problem is not None or any(record[: _HEAD.size] != head for _, record in records):
             words = _calls_in_words(context, batch, problem)

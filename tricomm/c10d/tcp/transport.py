@@ -37,8 +37,6 @@ from tricomm.store.bounded_store import first_line
 from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
 
-Part = tuple[int, memoryview]  # a rank, and the memory that goes there or comes from there
-
 _transports: weakref.WeakValueDictionary[int, Transport] = weakref.WeakValueDictionary()
 
 
@@ -74,44 +72,19 @@ class Transport:
         self._peers = {rank: Peer(rank, one, self._matching, staging) for rank, one in sorted(connections.items())}
         self._by_fd = {peer.fd: peer for peer in self._peers.values()}
         _transports[id(self)] = self
-        byte = {rank: memoryview(bytearray(1)) for rank in self.others}
-        end = time.monotonic() + generation.deadline.left
-        self.exchange(list(byte.items()), list(byte.items()), end, lambda: f"{name}: first exchange", HANDSHAKE)
+        sends, receives = ([Transfer(r, HANDSHAKE, (memoryview(bytearray(1)),)) for r in self.others] for _ in "ab")
+        self.exchange(sends, receives, time.monotonic() + generation.deadline.left, lambda: f"{name}: first exchange")
 
     # Messages
 
     def exchange(
-        self,
-        sends: Iterable[Part],
-        receives: Iterable[Part],
-        deadline: float,
-        what: Callable[[], str],
-        tag: int = COLLECTIVE,
+        self, sends: list[Transfer], receives: list[Transfer], deadline: float, what: Callable[[], str]
     ) -> None:
         """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`.
 
-        Parts with no bytes are left out, on both sides. Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout` or
-        `GroupAborted`, with the text of `what`; the group is then lost.
+        Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout`, `CollectiveMismatch` or `GroupAborted`, with the text of
+        `what`; the group is then lost.
         """
-        sent = [Transfer(rank, tag, (data,)) for rank, data in sends if data]
-        self._exchange(sent, [Transfer(rank, tag, (data,)) for rank, data in receives if data], deadline, what)
-
-    def exchange_records(
-        self,
-        sends: Iterable[tuple[int, tuple[memoryview, ...]]],
-        receives: Iterable[Part],
-        deadline: float,
-        what: Callable[[], str],
-        tag: int,
-    ) -> None:
-        """As `exchange`, with messages of several parts. A message may be shorter than its receive; of a longer one the
-        rest is lost."""
-        sent = [Transfer(rank, tag, parts) for rank, parts in sends]
-        self._exchange(sent, [Transfer(rank, tag, (data,), loose=True) for rank, data in receives], deadline, what)
-
-    def _exchange(
-        self, sends: list[Transfer], receives: list[Transfer], deadline: float, what: Callable[[], str]
-    ) -> None:
         messages = receives + sends
         waiting = Wait(self, deadline, what, in_callback=bool(messages) and messages[0].tag >= FIRST_LINE_TAG)
         try:
