@@ -7,7 +7,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import arguments
 from tricomm.core import bootstrap, nccl
-from tricomm.core.bootstrap import pick_device
+from tricomm.core.bootstrap import Adapter, pick_device
 from tricomm.core.calls.collectives import Collectives
 from tricomm.core.calls.fused_collectives import FusedCollectives
 from tricomm.core.calls.point_to_point import PointToPoint
@@ -41,7 +41,8 @@ from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
 from tricomm.policy import user_tables
-from tricomm.policy.backend_choice import BackendChoice, GroupFacts
+from tricomm.policy.backend_choice import GroupFacts
+from tricomm.policy.router import Router
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store.arena import Arena
@@ -62,10 +63,6 @@ class Communicator:
     there is none, where the kernels run under Triton's interpreter. `timeout` (seconds or timedelta; default:
     `options.timeout`) bounds each call, and the rendezvous if there is no `meeting_timeout` (seconds).
 
-    `look` is called periodically while this rank waits for the others at the rendezvous; an error that it raises ends
-    the rendezvous on all ranks. `decided` is the route of every call if the owner chooses routes itself, as the backend
-    of `torch.distributed` does.
-
     On GPUs NCCL runs what the kernels do not: other types and sizes, groups that span nodes or cannot share memory.
 
     Raises `RendezvousError` if the ranks do not meet or disagree, `ResourceError` if memory or peer access is refused
@@ -82,21 +79,41 @@ class Communicator:
         options: Options | None = None,
         *,
         meeting_timeout: float | None = None,
-        look: Callable[[], None] = lambda: None,
-        decided: BackendChoice | None = None,
     ) -> None:
-        # An owner that decides the routes looked at the environment when it agreed with the other ranks.
         check_rank(rank, world_size)
-        options = bootstrap.settings(store, rank, world_size, options) if decided is None else options or Options()
+        options = bootstrap.settings(store, rank, world_size, options)
+        self._meet(store, rank, world_size, device, timeout, options, meeting_timeout)
+
+    @classmethod
+    def _behind(cls, adapter: Adapter, *meeting: Any) -> Self:
+        """A communicator of the calls that `adapter` routes to the kernels; `meeting` is what `_meet` takes."""
+        comm = cls.__new__(cls)
+        comm._meet(*meeting, adapter=adapter)
+        return comm
+
+    def _meet(
+        self,
+        store: Store,
+        rank: int,
+        world_size: int,
+        device: Any,
+        timeout: Any,
+        options: Options,
+        meeting_timeout: float | None = None,
+        *,
+        adapter: Adapter | None = None,
+    ) -> None:
         limit = options.timeout if timeout is None else seconds(timeout, "timeout")
         device = pick_device(device)
         memory = bootstrap.layout_of(world_size, device, options)
         wait = meeting_timeout or limit
-        terms = bootstrap.Terms(rank, world_size, device, limit, wait, options, memory, look, decided is not None)
+        look = (lambda: None) if adapter is None else adapter.on_wait
+        terms = bootstrap.Terms(rank, world_size, device, limit, wait, options, memory, look)
+        router = None if adapter is None else adapter.router
 
         def make(undo: ExitStack) -> None:
             shared = bootstrap.join(undo, store, terms)
-            self._assemble(undo, Group(shared, device, limit, options, PROCESSES), store, decided)
+            self._assemble(undo, Group(shared, device, limit, options, PROCESSES), store, router)
             if self._gpu is None:  # a GPU may still run kernels
                 release = partial(self._group.drop, self._monitor.stop)
                 weakref.finalize(self, self._monitor.abandon, release).atexit = False
@@ -106,9 +123,15 @@ class Communicator:
 
     @classmethod
     def over(
-        cls, control: ControlPage, arena: Arena, arena_layout: layout.Layout, device: torch.device, timeout: float,
-        options: Options, runtime: Runtime,
-    ) -> Self:  # fmt: skip
+        cls,
+        control: ControlPage,
+        arena: Arena,
+        arena_layout: layout.Layout,
+        device: torch.device,
+        timeout: float,
+        options: Options,
+        runtime: Runtime,
+    ) -> Self:
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm, options = cls.__new__(cls), with_environment(options)
         shared = bootstrap.without_fallback(control, arena, arena_layout, device, options)
@@ -116,8 +139,8 @@ class Communicator:
         return comm
 
     def _assemble(
-        self, undo: ExitStack, group: Group, store: Store | None = None, decided: BackendChoice | None = None
-    ) -> None:  # fmt: skip
+        self, undo: ExitStack, group: Group, store: Store | None = None, router: Router | None = None
+    ) -> None:
         """Make what a communicator consists of, each part over those before it; the monitor starts last."""
         self._group, self._gpu, self._splits = group, group.gpu, 0
         self._store = store  # kept alive: if this rank hosts it, another one may still be at the rendezvous
@@ -131,7 +154,7 @@ class Communicator:
         publish.add(activity)
         faults = Faults(group, monitor)
         launcher = Launcher(group, faults, monitor)
-        planner = Planner(group, faults, launcher, monitor, activity, tuned, decided)
+        planner = Planner(group, faults, launcher, monitor, activity, tuned, router)
         self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
         self._guard, self._planner = launcher.guard, planner
         self._collectives = Collectives(group, faults, planner, launcher)
@@ -266,8 +289,7 @@ class Communicator:
     )
     reachable: bool = fact(lambda comm: comm._group.reachable, "Whether every rank's memory is mapped on every other.")
     site: SelectionFacts = fact(lambda comm: comm._planner.site, "The facts that decide between the kernels.")
-    routes: GroupFacts = fact(lambda comm: comm._planner.routes, "The facts that decide between the kernels and NCCL.")
-    switch: bool = fact(lambda comm: comm._planner.routes.switch, "Whether calls may go through a switch that adds.")
+    routes: GroupFacts = fact(lambda comm: comm._planner.router.facts, "What decides between the kernels and NCCL.")
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -297,7 +319,8 @@ class Communicator:
         If calls were captured in a CUDA graph, memory stays allocated until the process ends: a replay is then
         harmless, but its output is undefined.
         """
-        try: self._close(again=False)  # noqa: E701  # fmt: skip
+        try:
+            self._close(again=False)  # noqa: E701
         except BaseException as error:
             self._guard.unwound(error)
             self._close(again=True)

@@ -1,5 +1,7 @@
 """The decision of a route: a pure function of what all ranks share."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from tests import ranks
 from tests.c10d.bodies import route_bodies as bodies
 from tricomm import errors
 from tricomm.c10d import capabilities, dispatch
+from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.tcp import message_collectives
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.policy import backend_choice
@@ -50,8 +53,11 @@ def test_without_anybody_behind_the_kernels_the_refusal_says_why():
         decide(GroupFacts("cuda", 8, 1, None, None), "all_reduce", torch.complex32, "sum", 8)
 
 
-def test_every_row_of_the_table_has_a_kernel():
-    for collective in dispatch._COMMUNICATOR_CALLS:
+BY_KERNELS = sorted(set(COLLECTIVES) - {"all_to_all"})  # even exchanges are uneven ones
+
+
+def test_every_collective_has_a_kernel():
+    for collective in BY_KERNELS:
         op = "sum" if collective in backend_choice.REDUCTIONS else "none"
         assert decide(CPU, collective, torch.float32, op, None).backend == "kernels"
 
@@ -62,8 +68,11 @@ def test_an_operation_that_a_type_lacks_goes_elsewhere():
 
 
 def test_whatever_is_routed_to_the_kernels_can_be_run_there():
-    assert set(COLLECTIVES) - set(dispatch._COMMUNICATOR_CALLS) == {"all_to_all"}
-    assert set(dispatch._COMMUNICATOR_CALLS) <= set(message_collectives.TABLE)
+    for collective in BY_KERNELS:
+        comm = Mock()
+        dispatch._by_kernels(comm, GroupCall(collective, torch.ones(2), torch.ones(2), splits=([2], [2])))
+        assert [name for name, *_ in comm.method_calls] == [collective]
+    assert set(BY_KERNELS) <= set(message_collectives.TABLE)
 
 
 def member(node=b"n" * 16, flags=0b1111, pid=1):

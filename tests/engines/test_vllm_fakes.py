@@ -224,7 +224,9 @@ def _pretending(engine, device="cuda", invariant=False):
         close=lambda: closed.append(True),
         suspended=False,
     )
-    group._facts = engine_group.GroupFacts(device, 2, 1, None, "nccl", batch_invariant=invariant)
+    most = engine_group._ANY_SIZE if invariant or engine.invariant else None
+    facts = engine_group.GroupFacts(device, 2, 1, None, "nccl", batch_invariant=invariant, most_bytes=most)
+    group._router = engine_group.Router(facts, "tp:0", 1, engine.name)
     group._seat = engine_group.Seat(None, 1, 2, torch.device("cpu"), "tp:0")
     return group, closed
 
@@ -251,7 +253,7 @@ def test_a_capture_takes_only_sizes_that_were_called_before_and_keeps_its_memory
 
 def test_what_a_switch_adds_is_taken_up_to_a_larger_size():
     group, _ = _pretending(Engine("vLLM", LOG))
-    group._facts = engine_group.GroupFacts("cuda", 8, 1, None, "nccl", switch=True)
+    group._router.facts = engine_group.GroupFacts("cuda", 8, 1, None, "nccl", switch=True)
     assert group._up_to("all_reduce") == f"up to {16 << 20} bytes"
     assert group._up_to("all_gather") == f"up to {8 << 20} bytes"
     x = torch.empty(9 << 20, dtype=torch.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,48 +18,18 @@ from tricomm.c10d.fast_path import FastPath
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.streams import GroupStream
 from tricomm.communicator import Communicator
-from tricomm.core.bootstrap import pick_device
+from tricomm.core.bootstrap import Adapter, pick_device
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.metrics.counters import KERNELS, count_fallback
 from tricomm.options import Options
-from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts
+from tricomm.policy.router import Router
 from tricomm.store.bounded_store import first_line
 from tricomm.store.control import PackedDescriptor
 
-_MOST_SHAPES = 1024
-_DECIDED = BackendChoice(KERNELS, "the c10d group has decided it")
-
-
-def _all_reduce(comm: Communicator, call: GroupCall) -> None:
-    if call.fused is None:
-        comm.all_reduce(call.x, op=call.op)  # type: ignore[arg-type]  # it has an input
-    else:
-        comm.run_fused(call.fused)
-        call.finish = lambda: None
-
-
-# Every collective over a communicator. Even and uneven exchanges share a row: no single rank knows which one it is.
-_COMMUNICATOR_CALLS: dict[str, Callable[[Any, GroupCall], Any]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": lambda comm, call: comm.all_gather(call.x, out=call.handle or call.out),
-    "reduce_scatter": lambda comm, call: comm.reduce_scatter(call.handle or call.x, op=call.op, out=call.out),
-    "broadcast": lambda comm, call: comm.broadcast(call.x, call.root),
-    "reduce": lambda comm, call: comm.reduce(call.x, call.root, op=call.op),
-    "gather": lambda comm, call: comm.gather(call.x, call.root, out=call.out),
-    "scatter": lambda comm, call: comm.scatter(call.x, call.root, out=call.out),
-    "all_to_all_v": lambda comm, call: comm.all_to_all_v(call.x, *(call.splits or ()), out=call.out),
-    "barrier": lambda comm, call: comm.barrier(async_op=call.async_op),
-}
-
-
-@dataclass(frozen=True)
-class _Routed:
-    """What the shape of a call decides: its route, and the record for the peers if it does not go to the kernels."""
-
-    route: BackendChoice
-    record: PackedDescriptor | None
+_MOST_RECORDS = 1024
 
 
 class Dispatcher:
@@ -79,7 +49,8 @@ class Dispatcher:
         self._streams: dict[torch.device, GroupStream] = {}
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(agreed.no_kernels)
-        self._routed: dict[tuple[Any, ...], _Routed] = {}
+        self._routers: dict[torch.device, Router] = {}
+        self._records: dict[tuple[Any, ...], PackedDescriptor] = {}  # of calls that do not go to the kernels
         self._lost: GroupAborted | None = None  # by an interrupted call
         self._closed = False
 
@@ -90,8 +61,9 @@ class Dispatcher:
         `native` makes the same calls through NCCL.
         """
         self.check_usable(batch[0].collective)
-        if self.batch_invariant:
-            self._refuse(batch)
+        if self.batch_invariant:  # refuses reductions before anything is sent
+            for call in batch:
+                self.router(call.device).choice(*call.facts)
         return self._cpu.run(batch, self) if batch[0].device.type == "cpu" else self.on_cuda(batch, native)
 
     @property
@@ -101,54 +73,41 @@ class Dispatcher:
 
     # Routes
 
-    def site(self, device: str) -> GroupFacts:
-        """The facts that decide a route; the same on all ranks."""
-        no_kernels = self._no_kernels.get(device, f"no {device} kernels")
-        return GroupFacts(
-            device,
-            self._config.world_size,
-            self._agreed.nodes,
-            no_kernels,
-            torch_backend(device),
-            reachable=all(c.reachable for d, c in self._comms.items() if d.type == device),
-            batch_invariant=self.batch_invariant,
-        )
+    def router(self, device: torch.device) -> Router:
+        """The router of the calls on `device`, whose facts are the same on all ranks."""
+        router = self._routers.get(device)
+        if router is None:
+            config, agreed, kind = self._config, self._agreed, device.type
+            no_kernels = self._no_kernels.get(kind, f"no {kind} kernels")
+            facts = GroupFacts(
+                kind,
+                config.world_size,
+                agreed.nodes,
+                no_kernels,
+                torch_backend(kind),
+                batch_invariant=agreed.batch_invariant,
+            )
+            router = self._routers[device] = Router(facts, config.name, config.rank)
+        return router
 
-    def _refuse(self, batch: list[GroupCall]) -> None:
-        """Raises `InvalidArgument` for a call that a batch-invariant group cannot make, before anything is sent."""
-        for call in batch:
-            if call.shape not in self._routed:
-                self._decide(self.site(call.device.type), call)
+    def _route(self, call: GroupCall) -> BackendChoice:
+        """The route of `call`, which is counted."""
+        self._prepare(call)
+        route = self.router(call.device).route(*call.facts, name=None if call.fused is None else FUSED)
+        if route.backend != KERNELS:  # the communicator counts its own calls
+            count_fallback(route.backend, call.collective, call.nbytes)
+        return route
 
-    def _route(self, call: GroupCall) -> _Routed:
-        """The route of `call`, which is counted.
-
-        The first call makes the kernels' communicator, whatever its own route is. Otherwise ranks that disagree about
-        the call, and so about its route, would wait for each other.
-        """
-        key = call.shape
-        routed = self._routed.get(key)
-        if routed is None:
-            route, made = self._decide_finally(call)
-            routed = _Routed(route, None if route.backend == KERNELS else call.record(route.backend))
-            if made:
-                if len(self._routed) >= _MOST_SHAPES:
-                    self._routed.clear()
-                self._routed[key] = routed
-            self.log_route(call, routed.route)
-        self.count_call(call, routed.route)
-        return routed
-
-    def _decide_finally(self, call: GroupCall) -> tuple[BackendChoice, bool]:
-        """The route of `call`, and whether it is final: it is once the kernels' communicator is made, or cannot be."""
+    def _prepare(self, call: GroupCall) -> None:
+        """Make the kernels' communicator with the first call, whatever the call's own route is. Otherwise ranks that
+        disagree about the call, and so about its route, would wait for each other."""
         device = call.device
-        site = self.site(device.type)
-        made = device in self._comms or site.no_memory is not None
-        route = self._decide(site, call)
-        if not made and (route.backend == KERNELS or not _capturing(device)):
+        if device in self._comms:
+            return
+        router = self.router(device)
+        possible = router.facts.no_memory is None
+        if possible and (router.choice(*call.facts).backend == KERNELS or not _capturing(device)):
             self._communicator(device)
-            route, made = self._decide(self.site(device.type), call), True
-        return route, made
 
     @sends
     def symmetric(self, call: GroupCall, numel: int) -> Symmetric | None:
@@ -161,8 +120,10 @@ class Dispatcher:
         made: list[Symmetric] = []
 
         def make() -> None:
-            if not _capturing(call.device) and self._decide_finally(call)[0].backend == KERNELS:
-                assert call.dtype is not None, "a call with tensors"
+            if _capturing(call.device):
+                return
+            self._prepare(call)
+            if call.dtype is not None and self.router(call.device).choice(*call.facts).backend == KERNELS:
                 made.append(self._comms[call.device].symmetric((numel,), call.dtype, multicast=False))
 
         if call.device.type == "cpu":
@@ -171,26 +132,9 @@ class Dispatcher:
             make()
         return made[0] if made else None
 
-    @staticmethod
-    def _decide(site: GroupFacts, call: GroupCall) -> BackendChoice:
-        return backend_choice.decide(site, call.collective, call.dtype, call.op, call.nbytes)
-
-    @staticmethod
-    def count_call(call: GroupCall, route: BackendChoice) -> None:
-        if route.backend != KERNELS:  # the communicator counts its own calls
-            count_fallback(route.backend, call.collective, call.nbytes)
-
     def message_backend(self, call: GroupCall) -> str:
         """The backend of a send or a receive."""
-        route = self._decide(self.site(call.device.type), call)
-        self.log_route(call, route)
-        return route.backend
-
-    def log_route(self, call: GroupCall, route: BackendChoice) -> None:
-        """With TRICOMM_LOG=routing print the route of a call that was not made before."""
-        backend_choice.log_once(
-            route, self._config.name, self._config.rank, call.collective, call.dtype, call.op, call.nbytes
-        )
+        return self.router(call.device).route(*call.facts).backend
 
     def _communicator(self, device: torch.device) -> None:
         """Make the kernels' communicator; if the ranks cannot share memory after all, all of them know why."""
@@ -203,24 +147,24 @@ class Dispatcher:
             raise InvalidArgument(
                 f"{self._config}: suspended, and the first call on {device} would take memory: resume() comes first"
             )
-        config = self._config
+        config, router = self._config, self.router(device)
         store = PrefixStore(f"kernels/{device.type}", config.store)
         try:
-            comm = Communicator(
+            options = options_for(self._options, config.timeout, device.type)
+            comm = Communicator._behind(
+                Adapter(router, self._still_connected),
                 store,
                 config.rank,
                 config.world_size,
                 device,
                 config.timeout,
-                replace(options_for(self._options, config.timeout, device.type), batch_invariant=self.batch_invariant),
-                look=self._still_connected,
-                decided=_DECIDED,
+                replace(options, batch_invariant=self.batch_invariant),
             )
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
-            self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
+            why = self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
+            router.facts = replace(router.facts, no_kernels=why)
             return
         self._comms[device] = comm
-        self._routed.clear()
         if self._lost is not None:  # the caller was interrupted meanwhile
             comm.interrupted(self._lost)
         # If the kernels' group is given up, a rank in NCCL may be waiting for one that never comes.
@@ -243,24 +187,24 @@ class Dispatcher:
 
     def run_by_kernels(self, call: GroupCall) -> bool:
         """Run a CPU call by the kernels, if it goes to them."""
-        if self._route(call).route.backend != KERNELS:
+        if self._route(call).backend != KERNELS:
             return False
-        _COMMUNICATOR_CALLS[call.collective](self._comms[call.device], call.flatten())
+        _by_kernels(self._comms[call.device], call.flatten())
         return True
 
     # CUDA
 
     def on_cuda(self, batch: list[GroupCall], native: Callable[[], Any]) -> Any:
         """Launch `batch` if the kernels cover all of it, else make the calls through NCCL, with `native`."""
-        routed = [self._route(call) for call in batch]
+        routes = [self._route(call) for call in batch]
         first = batch[0]
         comm = self._comms.get(first.device)
-        if comm is None or not all(entry.route.backend == KERNELS for entry in routed):
-            return self._to_nccl(native, comm, batch, routed)
+        if comm is None or not all(route.backend == KERNELS for route in routes):
+            return self._to_nccl(native, comm, batch, routes)
 
         def action() -> None:
             for call in batch:
-                _COMMUNICATOR_CALLS[call.collective](comm, call)
+                _by_kernels(comm, call)
                 call.finish()
 
         streams = self._streams.get(first.device)
@@ -271,21 +215,30 @@ class Dispatcher:
             self.fast_path.learn(comm, first.result[0], first.op)
         return work
 
-    @staticmethod
     def _to_nccl(
-        native: Callable[[], Any], comm: Communicator | None, batch: list[GroupCall], routed: list[_Routed]
+        self, native: Callable[[], Any], comm: Communicator | None, batch: list[GroupCall], routes: list[BackendChoice]
     ) -> Any:
         """Make the calls through NCCL, and announce them to ranks that may be in a kernel meanwhile."""
         if comm is None:
             return native()
-        for call, entry in zip(batch, routed, strict=True):
-            comm.announce(entry.record or call.record(entry.route.backend))
+        for call, route in zip(batch, routes, strict=True):
+            comm.announce(self._record(call, route.backend))
         try:
             return native()
         except Exception as error:
             setattr(error, NOTHING_SENT, True)
             comm.withdraw(len(batch))
             raise
+
+    def _record(self, call: GroupCall, backend: str) -> PackedDescriptor:
+        """What the peers read of a call that `backend` runs, which may be a part of a batch of NCCL's."""
+        key = *call.shape, backend
+        record = self._records.get(key)
+        if record is None:
+            if len(self._records) >= _MOST_RECORDS:
+                self._records.clear()
+            record = self._records[key] = call.record(backend)
+        return record
 
     # Life
 
@@ -341,6 +294,33 @@ class Dispatcher:
         self._comms.clear()
         if self._backends.transport is not None:
             self._backends.transport.close()
+
+
+def _by_kernels(comm: Communicator, call: GroupCall) -> None:
+    x: Any = call.x
+    sends, takes = call.splits or ([], [])
+    match call.collective:
+        case "all_reduce" if call.fused is not None:
+            comm.run_fused(call.fused)
+            call.finish = lambda: None
+        case "all_reduce":
+            comm.all_reduce(x, call.op)
+        case "all_gather":
+            comm.all_gather(x, call.handle or call.out)
+        case "reduce_scatter":
+            comm.reduce_scatter(call.handle or x, call.op, call.out)
+        case "broadcast":
+            comm.broadcast(x, call.root)
+        case "reduce":
+            comm.reduce(x, call.root, call.op)
+        case "gather":
+            comm.gather(x, call.root, call.out)
+        case "scatter":
+            comm.scatter(x, call.root, call.out)
+        case "all_to_all_v":  # even exchanges, too: no single rank knows whether one is even
+            comm.all_to_all_v(x, sends, takes, call.out)
+        case _:
+            comm.barrier(async_op=call.async_op)
 
 
 def _capturing(device: torch.device) -> bool:

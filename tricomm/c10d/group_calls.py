@@ -36,9 +36,9 @@ class GroupCall:
 
     `splits` are (elements sent to each rank, elements received from each). `prepare` is called when it is the call's
     turn, `finish` copies the result into the caller's own tensors. `result` is the value of the future: the caller's
-    list. `fused` is the call of which an all_reduce is a part: the kernels run all of it; after another backend's
-    all_reduce `finish` does the rest. `handle` is symmetric memory that contains the larger tensor of an all_gather or
-    a reduce_scatter, if the peers can read it.
+    list. `count` is the number of elements of the input, of the root's if there is one. `fused` is the call of which an
+    all_reduce is a part: the kernels run all of it; after another backend's all_reduce `finish` does the rest. `handle`
+    is symmetric memory that contains the larger tensor of an all_gather or a reduce_scatter, if the peers can read it.
     """
 
     collective: str
@@ -101,10 +101,14 @@ class GroupCall:
         return 0 if self.dtype is None else self.count * self.dtype.itemsize
 
     @property
+    def facts(self) -> tuple[str, torch.dtype | None, str, int | None]:
+        """What decides the route of the call; the same on all ranks."""
+        return self.collective, self.dtype, self.op, self.nbytes
+
+    @property
     def shape(self) -> tuple[Any, ...]:
-        """All that decides the route of the call; equal on all ranks, except for the number of the device."""
-        more = None if self.fused is None else self.fused.epilogue
-        return self.device, self.collective, self.dtype, self.op, self.count, self.root, self.sizes, self.nbytes, more
+        """What the call's record depends on."""
+        return *self.facts, self.count, self.root, self.sizes, self.fused and self.fused.epilogue
 
     def text(self) -> str:
         """All that the ranks must agree on, in words."""

@@ -77,7 +77,7 @@ def gather(outs: list[torch.Tensor], x: torch.Tensor, root: int) -> GroupCall:
     return _writing(call, outs)
 
 
-def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> GroupCall:
+def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int, world_size: int) -> GroupCall:
     """scatter; `parts` is empty on all ranks but `root`."""
     _check("scatter", [out], *parts)
     for i, part in enumerate(parts):
@@ -87,7 +87,7 @@ def scatter(out: torch.Tensor, parts: list[torch.Tensor], root: int) -> GroupCal
         "scatter",
         parts=[flattened(part) for part in parts],
         root=root,
-        count=out.numel(),
+        count=world_size * out.numel(),
         result=[out],
         device=out.device,
         keep=[out, *parts],

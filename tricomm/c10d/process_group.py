@@ -166,7 +166,7 @@ class TricommGroup(AnsweringGroup):
         opts = group_calls.options(c10d.ScatterOptions, opts, "rootRank", timeout)
         root = self._checked_root(opts, "scatter")
         parts = self._root_list(xs, root, "scatter input")
-        call = list_calls.scatter(group_calls.single_tensor(outs, "scatter"), parts, root)
+        call = list_calls.scatter(group_calls.single_tensor(outs, "scatter"), parts, root, self.size())
         return self._submit([call], opts, ("scatter",), outs, xs, opts)
 
     def reduce_scatter(self, outs: Any, xs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:

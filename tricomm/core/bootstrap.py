@@ -25,6 +25,7 @@ from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options, with_environment
 from tricomm.policy import backend_choice, launch_shapes
+from tricomm.policy.router import Router
 from tricomm.store.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake, refuse
@@ -39,10 +40,23 @@ _GLOO = 'the backend "tricomm" of torch.distributed has Gloo behind it'
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A group of `torch.distributed`, or of an inference engine, whose communicator takes the calls that `router` sends
+    to the kernels. It has compared the ranks' environments, and has a fallback for the other calls.
+
+    on_wait   is called periodically while this rank waits for the others at the rendezvous; an error that it raises
+              ends the rendezvous on all ranks
+    """
+
+    router: Router
+    on_wait: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True)
 class Terms:
     """The terms on which a rank joins a group. `timeout` bounds each step, `rendezvous_timeout` the rendezvous, in
     seconds; `on_wait` is called periodically while this rank waits for the others, and an error that it raises ends the
-    rendezvous; `decided`: the owner has a backend of its own behind the kernels."""
+    rendezvous."""
 
     rank: int
     world_size: int
@@ -52,7 +66,6 @@ class Terms:
     options: Options
     layout: layout.Layout
     on_wait: Callable[[], None] = lambda: None
-    decided: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.metrics.counters import NCCL, Activity, weight
-from tricomm.policy import backend_choice, selection
+from tricomm.policy import selection
 from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
+from tricomm.policy.router import Router
 from tricomm.policy.selection import Choice
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, TunedTable
@@ -39,17 +40,18 @@ class Planner:
     """Knows the plan of every call that one group has made.
 
     site      the facts that selection needs
-    routes    the facts that decide between the kernels and NCCL, and why not the kernels if they cannot be used
+    router    decides between the kernels and NCCL
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
     prepared  calls that were made and can be repeated, of `core.calls`
     nccl      NCCL's communicator, made by the first call that goes there
 
-    `decided` is the route of every call if the caller has already decided and logged it.
+    Without a `router` the group makes one. A given one is that of a `bootstrap.Adapter`, which sends here what goes to
+    the kernels.
     """
 
     def __init__(
         self, group: Group, faults: Faults, launcher: Launcher, monitor: Monitor, activity: Activity,
-        tuned: TunedTable | None, decided: BackendChoice | None = None,
+        tuned: TunedTable | None, router: Router | None = None,
     ) -> None:  # fmt: skip
         self.site = SelectionFacts(
             group.device_class, group.world_size, group.layout, group.max_blocks, group.options._tuning.blocks,
@@ -60,12 +62,14 @@ class Planner:
             no_multicast=selection.why_not_multicast(group.device_class, group.arena.no_multicast),
         )  # fmt: skip
         switch = not (self.site.no_multicast or self.site.batch_invariant or self.site.beside)
-        self.routes = replace(group.routes, switch=switch)
+        self._adapted = router is not None
+        self.router = router or Router(group.routes, group.name, group.rank)
+        self.router.facts = replace(self.router.facts, reachable=group.reachable, switch=switch)
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.prepared: dict[Any, Any] = {}
         self.nccl: nccl.Nccl | None = None
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
-        self._gpu, self._activity, self._decided = group.gpu, activity, decided
+        self._gpu, self._activity = group.gpu, activity
         self._bind = partial(faults.loaded, group.runtime.bind, group=group.argument, timeout=group.timeout)
 
     def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
@@ -121,9 +125,6 @@ class Planner:
                 self.plans.pop(next(iter(self.plans)))
             key = (asked, dtype, request.elements, aligned, mode == "graph")
             self.plans[key] = group.runtime.planned(request, plan)
-        if self._decided is None:
-            what = collective if request.epilogue is None else FUSED
-            backend_choice.log_once(route, group.name, group.rank, what, dtype, request.op or "none", nbytes)
         return self.plans[asked, dtype, request.elements, aligned, False]
 
     def _bound(
@@ -179,16 +180,12 @@ class Planner:
 
     def _route(self, request: Request, nbytes: int | None) -> BackendChoice:
         """The backend that runs the call, the same on all ranks. The first call for NCCL makes its communicator."""
-        if self._decided is not None:
-            return self._decided
         facts = (request.collective, request.dtype, request.op or "none", nbytes, request.forced)
-        route = backend_choice.decide(self.routes, *facts)
-        if route.backend == NCCL and self.nccl is None:
+        if not self._adapted and self.nccl is None and self.router.choice(*facts).backend == NCCL:
             if request.collective in REDUCTIONS and request.dtype is not None:
                 nccl.check(request.collective, request.op or "none", request.dtype)
             self._open_nccl()
-            route = backend_choice.decide(self.routes, *facts)
-        return route
+        return self.router.route(*facts, name=None if request.epilogue is None else FUSED)
 
     def _open_nccl(self) -> None:
         """Make NCCL's communicator, or note why there is none: all ranks together, in the first call that needs it."""
@@ -197,7 +194,7 @@ class Planner:
             try:
                 self.nccl = nccl.open_nccl(group.control, group.device, group.timeout, group.options.max_blocks)
             except ResourceError as error:
-                self.routes = replace(self.routes, fallback=None, missing=str(error))
+                self.router.facts = replace(self.router.facts, fallback=None, missing=str(error))
                 return
         self._monitor.watch(self.nccl)
 
@@ -242,7 +239,7 @@ class Planner:
         size = None if form.uneven else nbytes
         op_name = name if form.reduces else "none"
         request = request._replace(dtype=dtype or torch.float32) if collective == "all_reduce" else request
-        route = backend_choice.decide(self.routes, collective, request.dtype, op_name, size, request.forced)
+        route = self.router.choice(collective, request.dtype, op_name, size, request.forced)
         if route.backend != NCCL:
             return self._with_memory(self._choice(request, nbytes, mode), request)
         if form.reduces and dtype is not None:

@@ -21,11 +21,13 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tricomm import env
 from tricomm.c10d.capabilities import exchange_capabilities, options_for
 from tricomm.communicator import Communicator
+from tricomm.core.bootstrap import Adapter
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import KERNELS, NCCL
 from tricomm.options import Options
 from tricomm.policy import backend_choice
-from tricomm.policy.backend_choice import BackendChoice, GroupFacts
+from tricomm.policy.backend_choice import GroupFacts
+from tricomm.policy.router import Router
 from tricomm.store.bounded_store import first_line
 
 # Engines make their groups at the same point of their start; a rank that is later than this does not come at all.
@@ -36,7 +38,7 @@ _NORMED = (torch.float32, torch.float16, torch.bfloat16)
 _SUSPENDED = "it is suspended"
 _LEFT = "tricomm: %s: every call is left to %s: %s"
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-_DECIDED = BackendChoice(KERNELS, "the engine's adapter has decided it")
+_ANY_SIZE = 1 << 62
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -94,9 +96,8 @@ class EngineGroup:
     def __init__(self, seat: Seat | None, engine: Engine, text: str = "", why: str = "") -> None:
         self._seat, self._engine, self._opened = seat, engine, 0
         self._text = f"group {seat.name!r}, rank {seat.rank} of {seat.world_size}" if seat is not None else text
-        self._routes: dict[tuple[str, torch.dtype, int], BackendChoice] = {}
         self._made: set[tuple[str, torch.dtype, int]] = set()
-        self._facts: GroupFacts | None = None
+        self._router: Router | None = None
         self._limit: int | None = None
         self._captured = self._warned = False
         self.comm: Communicator | None = None
@@ -109,13 +110,13 @@ class EngineGroup:
     def _open(self, seat: Seat) -> None:
         self._opened += 1
         try:
-            self._facts, self.comm = self._join(seat)
+            self._router, self.comm = self._join(seat)
             self.why_not = ""
         except Exception as error:  # the engine can go on without tricomm, whatever has stopped it on any rank
             self.why_not = first_line(error)
         self._say()
 
-    def _join(self, seat: Seat) -> tuple[GroupFacts, Communicator]:
+    def _join(self, seat: Seat) -> tuple[Router, Communicator]:
         """Meet the other ranks; raises on all of them if one cannot use tricomm."""
 
         def settings() -> bool:
@@ -129,31 +130,25 @@ class EngineGroup:
         if why is not None:
             raise ResourceError(why)
         options = options_for(None, timedelta(seconds=Options.timeout), seat.device.type)
-        comm = Communicator(
+        most = _ANY_SIZE if invariant or self._engine.invariant else self._limit
+        facts = GroupFacts(seat.device.type, seat.world_size, 1, None, NCCL, batch_invariant=invariant, most_bytes=most)
+        router = Router(facts, seat.name, seat.rank, self._engine.name)
+        comm = Communicator._behind(
+            Adapter(router),
             PrefixStore("kernels", store),
             seat.rank,
             seat.world_size,
             seat.device,
-            options=replace(options, batch_invariant=invariant or self._engine.invariant),
-            meeting_timeout=MEETING_SECONDS,
-            decided=_DECIDED,
+            None,
+            replace(options, batch_invariant=invariant or self._engine.invariant),
+            MEETING_SECONDS,
         )
         try:
             self._compare(comm)
         except BaseException:
             comm.close()
             raise
-        facts = GroupFacts(
-            seat.device.type,
-            seat.world_size,
-            1,
-            None,
-            NCCL,
-            reachable=comm.reachable,
-            batch_invariant=invariant,
-            switch=comm.switch,
-        )
-        return facts, comm
+        return router, comm
 
     def _compare(self, comm: Communicator) -> None:
         """Raises `InvalidArgument` on all ranks if their settings would let them decide differently."""
@@ -183,17 +178,9 @@ class EngineGroup:
             )
 
     def _up_to(self, collective: str) -> str:
-        limit = self._bound(collective, torch.bfloat16)
-        return "of any size" if limit is None else f"up to {limit} bytes"
-
-    def _bound(self, collective: str, dtype: torch.dtype) -> int | None:
-        """Bytes of a rank's input up to which the kernels run a call; None: there is no limit."""
-        assert self._facts is not None
-        if self._facts.batch_invariant or self._engine.invariant:
-            return None
-        if self._limit is not None:
-            return self._limit
-        return backend_choice.threshold_of(self._facts, collective, dtype, _op(collective))
+        assert self._router is not None
+        limit = backend_choice.threshold_of(self._router.facts, collective, torch.bfloat16, _op(collective))
+        return "of any size" if limit in (None, _ANY_SIZE) else f"up to {limit} bytes"
 
     # Deciding
 
@@ -222,32 +209,18 @@ class EngineGroup:
         return self._takes(comm, key, "all_reduce", x)
 
     def _takes(self, comm: Communicator, key: tuple[str, torch.dtype, int], collective: str, x: torch.Tensor) -> bool:
-        route = self._routes.get(key)
-        if route is None:
-            if len(self._routes) >= _MOST_SHAPES:
-                self._routes.clear()
-            route = self._routes[key] = self._decide(collective, x)
-        if route.backend != KERNELS:
+        assert self._router is not None
+        if self._router.route(collective, x.dtype, _op(collective), x.nbytes).backend != KERNELS:
             return False
         if comm.gpu is None or not comm.gpu.capturing():
+            if len(self._made) >= _MOST_SHAPES:
+                self._made.clear()
             self._made.add(key)
             return True
         if key not in self._made:
             return self._not_made(key)
         self._captured = True
         return True
-
-    def _decide(self, collective: str, x: torch.Tensor) -> BackendChoice:
-        assert self._facts is not None and self._seat is not None
-        op = _op(collective)
-        route = backend_choice.decide(self._facts, collective, x.dtype, op, None)
-        limit = self._bound(collective, x.dtype)
-        if route.backend != KERNELS:
-            route = BackendChoice(self._engine.name, route.reason)
-        elif limit is not None and x.nbytes > limit:
-            route = BackendChoice(self._engine.name, f"{x.nbytes} bytes are over the limit of {limit}")
-        backend_choice.log_once(route, self._seat.name, self._seat.rank, collective, x.dtype, op, x.nbytes)
-        return route
 
     def _not_made(self, key: tuple[str, torch.dtype, int]) -> bool:
         """False: a kernel cannot be compiled during a capture. All ranks have made the same calls, so all come here."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tricomm import arguments, env
+from tricomm import arguments
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import multimem
 from tricomm.kernels.collective_specs import COLLECTIVES
@@ -25,8 +25,6 @@ from tricomm.policy.tuning_tables import read_table
 
 POINT_TO_POINT = frozenset({"send", "recv"})
 REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-
-_printed: set[tuple[Any, ...]] = set()
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,8 @@ class GroupFacts:
     missing     why there is no fallback, if there is none
     reachable   whether every rank's memory is mapped on every other; if not, only a cube mesh's kernels can run
     batch_invariant    whether the bits of a reduction may depend on rank order alone
-    switch      whether calls may go through a switch that adds (`kernels/multimem.py`), and run alone
+    switch      whether calls may go through NVLS (`kernels/multimem.py`), and run alone
+    most_bytes  the largest input that the kernels run; None: `tables/nccl_threshold.json` says
     """
 
     device: str
@@ -53,6 +52,7 @@ class GroupFacts:
     reachable: bool = True
     batch_invariant: bool = False
     switch: bool = False
+    most_bytes: int | None = None
 
     @property
     def no_memory(self) -> str | None:
@@ -68,7 +68,6 @@ class BackendChoice:
     reason: str
 
 
-@cache
 def decide(
     facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None, forced: bool = False
 ) -> BackendChoice:
@@ -90,7 +89,7 @@ def decide(
         return _in_rank_order(facts, reason, collective, dtype, op)
     limit = threshold_of(facts, collective, dtype, op)
     if reason is None and not forced and limit is not None and nbytes is not None and nbytes > limit:
-        reason = f"{nbytes} bytes are over the NCCL threshold of {limit}"
+        reason = f"{nbytes} bytes are over the {'NCCL threshold' if facts.most_bytes is None else 'limit'} of {limit}"
     if reason is None:
         return BackendChoice(KERNELS, "the kernels cover it")
     if facts.fallback is None:
@@ -164,6 +163,8 @@ def _why_not_kernels(facts: GroupFacts, collective: str, dtype: torch.dtype | No
 
 def threshold_of(facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str) -> int | None:
     """Bytes of one rank's input above which NCCL is faster; None: never."""
+    if facts.most_bytes is not None:
+        return facts.most_bytes
     kind = arguments.DTYPES.get(dtype) if dtype is not None else None
     adds = kind is not None and op in kind.ops and multimem.why_not_reduced(*reduction(kind, op)) is None
     device = "switch" if facts.switch and facts.device == "cuda" and adds else facts.device
@@ -184,23 +185,3 @@ def limits() -> list[dict[str, Any]]:
     """The rows of `tables/nccl_threshold.json`. Raises `ResourceError` if it cannot be read."""
     rows: list[dict[str, Any]] = json.loads(read_table("nccl_threshold"))["rows"]
     return rows
-
-
-def log_once(
-    choice: BackendChoice,
-    group: str,
-    rank: int,
-    collective: str,
-    dtype: torch.dtype | None,
-    op: str,
-    nbytes: int | None,
-) -> None:
-    """With TRICOMM_LOG=routing print a call, the first time that it is made in this group, on rank 0 only."""
-    if rank == 0 and "routing" in (env.text("TRICOMM_LOG") or ""):
-        key = (group, collective, dtype, op, nbytes, choice)
-        if key not in _printed:
-            _printed.add(key)
-            size = "" if nbytes is None else f" {nbytes} B"
-            what = f"{collective} {op}" if collective in REDUCTIONS else collective
-            kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
-            print(f"tricomm routing: {group}: {what}{kind}{size} -> {choice.backend}: {choice.reason}", flush=True)

@@ -30,7 +30,7 @@ def main(rank: int, world_size: int, url: str, folder: Path) -> None:
     between = tricomm.stats()
     dist.all_reduce(y, group=mine)
     inside = tricomm.stats()
-    facts = dist.group.WORLD._dispatcher.site("cpu")
+    facts = dist.group.WORLD._dispatcher.router(torch.device("cpu")).facts
     seen = {
         "whole": x[0].item(),
         "part": y[0].item(),

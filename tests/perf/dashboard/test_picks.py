@@ -50,7 +50,7 @@ def test_what_selection_picks_is_what_explain_says(name: str) -> None:
     assert known is not None
 
     def asked(comm: tricomm.Communicator) -> list[tuple[Any, Any]]:
-        comm._planner.site, comm._planner.routes = known.site(None), known.routes
+        comm._planner.site, comm._planner.router.facts = known.site(None), known.routes
         said = []
         for collective, dtype, size in product(units.DATA_COLLECTIVES, ("float32", "int8"), (64, 1 << 14, 1 << 24)):
             scene = _SCENE | {"collective": collective, "dtype": dtype, "simulated": known.simulated}

@@ -146,7 +146,7 @@ class PointToPoint:
     def _check_any(self) -> None:
         group = self.group
         if not any(base for rank, base in enumerate(group.arena.bases) if rank != group.rank):
-            why = self._planner.routes.no_kernels or "there is no other rank"
+            why = group.routes.no_kernels or "there is no other rank"
             raise InvalidArgument(f"recv: no rank can send a message to rank {group.rank}: {why}")
 
     def _message(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> int:
@@ -258,7 +258,7 @@ class PointToPoint:
 
         A message that is taken later is acknowledged in this rank's memory, which on a GPU would be gone.
         """
-        if self.group.simulated or self._planner.routes.no_kernels is not None:
+        if self.group.simulated or self.group.routes.no_kernels is not None:
             return True
         clock = time if self._gpu is None else self._gpu.clock
         return poll(lambda: not self.unread(), seconds, 1e-3, clock=clock)
