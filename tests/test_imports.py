@@ -25,6 +25,10 @@ def test_imports_go_one_way() -> None:
 def test_bare_room_names_are_banned() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--stdin-filename", "perf/x.py", "-"],
-        input="import kernels\n", cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        input="import kernels\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert "TID251" in done.stdout, done.stdout + done.stderr

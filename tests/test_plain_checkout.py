@@ -85,7 +85,7 @@ assert main(["--list"]) == 0
 from devtools.gpu_evidence import children
 assert children.main("facts") == 0
 """,
-}  # fmt: skip
+}
 _CPU = Fingerprint("cpu", "", 1)
 _TABLE = TunedTable(
     Fingerprint("sm_90", "GPU \u00fc", 4), (TableRow("all_reduce", 4, 4096, "one_shot", "ll", bits=16),)

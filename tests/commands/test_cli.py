@@ -125,12 +125,14 @@ def test_the_shell_completes_commands_and_options() -> None:
     [
         (("info", "--topology", "--table"), "--table would not be looked at"),
         (("check", "--strategy", "pct", "--preemptions", "1"), "--preemptions is the bound of --strategy exhaustive"),
-        (("check", "--replay", __file__, "--schedules", "3", "--world-size", "4"),
-         "so --world-size, --schedules would not be looked at"),
+        (
+            ("check", "--replay", __file__, "--schedules", "3", "--world-size", "4"),
+            "so --world-size, --schedules would not be looked at",
+        ),
         (("check", "--report", "-"), "a file is needed here"),
         (("dashboard", "--html", "-"), "a file is needed here"),
     ],
-)  # fmt: skip
+)
 def test_what_would_not_be_looked_at_is_refused(words: tuple[str, ...], said: str) -> None:
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output

@@ -94,9 +94,15 @@ def made(comm, x, op, kernel, way):
     max_examples=12, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
 )
 @given(
-    calls(), st.sampled_from(TYPES), st.sampled_from(OPS), st.sampled_from([2, 3, 5]), st.sampled_from([TINY, 1 << 20]),
-    st.sampled_from([16, 64, None]), st.sampled_from([1, 2, 3]), st.integers(0, 3),
-)  # fmt: skip
+    calls(),
+    st.sampled_from(TYPES),
+    st.sampled_from(OPS),
+    st.sampled_from([2, 3, 5]),
+    st.sampled_from([TINY, 1 << 20]),
+    st.sampled_from([16, 64, None]),
+    st.sampled_from([1, 2, 3]),
+    st.integers(0, 3),
+)
 def test_the_bits_are_those_of_rank_order_however_a_tensor_is_reduced(
     cut, name, op, world_size, arena, tile, blocks, offset
 ):

@@ -192,7 +192,7 @@ REFUSED = {
     "itself": (lambda c: c.all_to_all_v(X, [2, 2, 2], [2 + (r == c.rank) for r in range(3)]), "sends itself 2 rows"),
     "an output of another type": (lambda c: c.all_gather(X, torch.ones(18).int()), "out has dtype"),
     "an unknown algorithm": (lambda c: c.all_to_all(X, algorithm="ring"), "no ring/any kernel"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -76,13 +76,17 @@ def test_every_type_and_size(options, protocol):
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 400), st.sampled_from([getattr(torch, n) for n in DTYPES]), st.integers(0, 2**32 - 1),
-            st.sampled_from(["ll", "simple", None]), st.integers(0, 5),
+            st.integers(0, 400),
+            st.sampled_from([getattr(torch, n) for n in DTYPES]),
+            st.integers(0, 2**32 - 1),
+            st.sampled_from(["ll", "simple", None]),
+            st.integers(0, 5),
         ),
-        min_size=1, max_size=6,
+        min_size=1,
+        max_size=6,
     ),
     st.sampled_from([1, layout.CLEAR_EVERY - 2, 2**31 - 3, 2**32 - 4]),
-)  # fmt: skip
+)
 def test_any_messages_back_to_back_near_the_ends_of_the_counters(cases, first):
     options = tricomm.Options(arena_bytes=64 << 10, _tuning=Tuning(tile=16, first_epoch=first))
     assert tricomm.simulate(lambda comm: handed_over(comm, cases), 2, options=options) == [[], []]
@@ -197,7 +201,7 @@ def test_strided_and_symmetric_tensors():
         (lambda c, x: c.send(x, 1, protocol="tree"), "there is no any/tree kernel; there is one_shot/ll, one_shot/si"),
         (lambda c, x: c.recv(x[:1].expand(5), 1), "elements of the tensor share memory"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_and_the_group_goes_on(call, words):
     def body(comm):
         x = torch.arange(5)
@@ -221,7 +225,7 @@ def test_what_cannot_be_is_refused_and_the_group_goes_on(call, words):
         ([3, 3, 5, 3], dict(tag=4), CollectiveMismatch, "another tag, and no room; .*tag 3, .*tag 3, .*tag 5, .*tag 3"),
         ([3] * 5, dict(tag=4), CollectiveMismatch, "another tag, and no room"),
     ],
-)  # fmt: skip
+)
 def test_messages_that_do_not_match_are_named(sent, asked, kind, words):
     def body(comm):
         if comm.rank == 0:

@@ -28,8 +28,9 @@ def test_memory_goes_and_comes_back_at_the_same_addresses(url):
         assert result["forked"] == 0
         assert "not suspended" in result["awake"] and "suspended" in result["explained"]
         assert [(m.kind, m.nbytes > 0, m.suspended) for m in result["stats"]] == [
-            ("posix_shm", False, True), ("posix_shm", True, False)
-        ] * 2  # fmt: skip
+            ("posix_shm", False, True),
+            ("posix_shm", True, False),
+        ] * 2
 
 
 def test_a_rank_that_dies_while_all_sleep_is_noticed_and_named(url):

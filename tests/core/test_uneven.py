@@ -123,8 +123,11 @@ def test_bytes_and_times_are_those_of_each_call(comm):
         comm.all_to_all_v(X[:rows], [0, rows], [0, 0], Y[:0])
     result = comm.stats()
     assert {c.bucket: (c.calls, c.nbytes, c.timed) for c in result.calls} == {
-        16: (1, 16, 1), 32: (1, 32, 0), 1024: (1, 1024, 1), 64: (1, 48, 0)
-    }  # fmt: skip
+        16: (1, 16, 1),
+        32: (1, 32, 0),
+        1024: (1, 1024, 1),
+        64: (1, 48, 0),
+    }
     assert [span.nbytes for span in result.spans] == [16, 1024]
 
 

@@ -159,9 +159,12 @@ def test_a_handle_of_another_communicator_is_refused():
 
 
 SWITCHED = [
-    (torch.float32, (33,)), (torch.bfloat16, (5, 31)), (torch.int32, (1,)), (torch.int64, (160,)),
+    (torch.float32, (33,)),
+    (torch.bfloat16, (5, 31)),
+    (torch.int32, (1,)),
+    (torch.int64, (160,)),
     (torch.complex64, (7,)),
-]  # fmt: skip
+]
 
 
 def through_the_switch(comm):

@@ -9,9 +9,13 @@ from tests.explorer.compiled.litmus import Litmus
 DATA, FLAG = 0, 64
 PLAIN, SWITCH = ("st.b32", "ld.b32"), ("multimem.st.relaxed.sys.b32", "multimem.ld_reduce.relaxed.sys.b32")
 FENCES = {
-    "none": None, "before the store": ("one", "before"), "behind the store": ("one", "behind"),
-    "before the load": ("other", "behind"), "behind the load": ("other", "late"), "another thread": ("third", "behind"),
-}  # fmt: skip
+    "none": None,
+    "before the store": ("one", "before"),
+    "behind the store": ("one", "behind"),
+    "before the load": ("other", "behind"),
+    "behind the load": ("other", "late"),
+    "another thread": ("third", "behind"),
+}
 
 
 def passed(store, load, place=None, flag=("st.release.sys.b32", "ld.acquire.sys.b32")):

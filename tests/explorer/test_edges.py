@@ -271,9 +271,10 @@ def wait_and_write(locks, out_ptr, rank, EXCHANGES: tl.constexpr, COUNTS: tl.con
 
 @pytest.mark.parametrize("compiled", [None, "sm_90"])
 @pytest.mark.parametrize(
-    ("exchanges", "counts", "most"), [(False, 0, 1500), (True, 0, 1500), (False, 1, 40_000)],
+    ("exchanges", "counts", "most"),
+    [(False, 0, 1500), (True, 0, 1500), (False, 1, 40_000)],
     ids=["stores the same", "exchanges", "counts"],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("strategy", ["random", "pct", "exhaustive"])
 def test_a_loop_that_waits_and_writes_leaves_the_others_their_turn(strategy, exchanges, counts, most, compiled):
     def fn(comm):

@@ -123,8 +123,10 @@ def test_a_report_survives_its_file_and_repeats_exactly(tmp_path):
     assert summary(stored) == summary(report) and stored.findings == report.findings
     ((result,),) = explorer.replay(stored, two_writers)
     assert (result.kind, result.where, result.text) == (
-        report.findings[0].kind, report.findings[0].where, report.findings[0].text,
-    )  # fmt: skip
+        report.findings[0].kind,
+        report.findings[0].where,
+        report.findings[0].text,
+    )
     assert explorer.replay(stored, lambda comm: words(comm) and None) == [[]], "mended, and it still repeats"
 
 

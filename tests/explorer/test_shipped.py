@@ -36,9 +36,10 @@ KERNELS = pytest.mark.parametrize(
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
 # Those whose every schedule with one preemption CI sees: each way to meet once. The others' are for `make soak`.
 SEARCHED = [
-    k for k in registry.KERNELS
+    k
+    for k in registry.KERNELS
     if k not in CUBE and (k.collective in ("all_reduce", "all_gather", "barrier") or k.name.startswith("broadcast_one"))
-]  # fmt: skip
+]
 # In CI those, and of the others one a protocol; `make soak` has all.
 SOME = [
     k
@@ -217,10 +218,12 @@ def test_messages_of_one_rank_are_refused_and_left_out_by_name():
         (("hybrid_cube_mesh", "ll", 2, 80), ["no --world-size"]),
         (("hybrid_cube_mesh", "ll", 2, None), ["no --world-size"]),
         (("hybrid_cube_mesh", "ll128", 2, 70), ["neither --compiled nor --world-size"]),
-        (("hybrid_cube_mesh", "ll128", None, 70),
-         ["no --compiled, which interprets the kernels", "--compiled sm_75 or sm_80 or sm_90 or sm_100"]),
+        (
+            ("hybrid_cube_mesh", "ll128", None, 70),
+            ["no --compiled, which interprets the kernels", "--compiled sm_75 or sm_80 or sm_90 or sm_100"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_would_work_is_said_where_nothing_does(monkeypatch, asked, ways):
     monkeypatch.setattr(registry.multimem, "why_not", lambda number: "too old" if number < 90 else None)
     monkeypatch.setattr(registry.wide_words, "why_not", lambda number: "too old" if number < 75 else None)

@@ -8,8 +8,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 MISSING = (
-    "greenlet", "plotly", "selenium", "click", "rich", "hypothesis", "prometheus_client", "xdist", "pytest_timeout",
-)  # fmt: skip
+    "greenlet",
+    "plotly",
+    "selenium",
+    "click",
+    "rich",
+    "hypothesis",
+    "prometheus_client",
+    "xdist",
+    "pytest_timeout",
+)
 
 
 def collected(folder, missing, *where):
@@ -19,8 +27,12 @@ def collected(folder, missing, *where):
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-m", "gpu", "--collect-only", "-q", *where],
-        cwd=ROOT, env=os.environ | alone, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=os.environ | alone,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     return done.returncode, done.stdout + done.stderr
 
 

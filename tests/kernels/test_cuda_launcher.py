@@ -17,8 +17,15 @@ from tricomm.kernels.launch import cuda_launcher as launching
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 
-CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
-              "ELEMENT": "float32"}  # fmt: skip
+CONSTEXPRS = {
+    **COMPILE_OPTIONS,
+    "WORLD_SIZE": 2,
+    "BLOCK": 512,
+    "LANES": 256,
+    "PTX": True,
+    "OP": "sum",
+    "ELEMENT": "float32",
+}
 KERNELS = pytest.mark.parametrize("kernel", [k for k in registry.KERNELS if compiles(k)], ids=lambda k: k.name)
 GROUP = torch.arange(1 << 40, (1 << 40) + 512)
 GROUP[layout.RANK] = GROUP[layout.POSITION] = 1

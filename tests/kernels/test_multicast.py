@@ -35,12 +35,18 @@ def test_calls_of_changing_size_type_and_grid_among_those_of_other_kernels():
 @pytest.mark.parametrize(
     ("element", "op", "reason"),
     [
-        ("float32", "sum", ""), ("bfloat16", "sum", ""), ("int64", "bxor", ""), ("int32", "min", ""),
-        ("float32", "max", "no max of float32"), ("float64", "sum", "no sum of float64"),
-        ("bfloat16", "avg", "no avg"), ("float8_e5m2", "sum", "no sum of float8"), ("int8", "sum", "no sum of int8"),
+        ("float32", "sum", ""),
+        ("bfloat16", "sum", ""),
+        ("int64", "bxor", ""),
+        ("int32", "min", ""),
+        ("float32", "max", "no max of float32"),
+        ("float64", "sum", "no sum of float64"),
+        ("bfloat16", "avg", "no avg"),
+        ("float8_e5m2", "sum", "no sum of float8"),
+        ("int8", "sum", "no sum of int8"),
         ("int32", "prod", "no prod"),
     ],
-)  # fmt: skip
+)
 def test_reductions_of_the_switch(element, op, reason):
     result = multimem.why_not_reduced(element, op)
     assert result is None if not reason else reason in result

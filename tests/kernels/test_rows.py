@@ -24,9 +24,15 @@ SMALL = tuned(smallest(2), blocks=2, tile=32)  # of ll128 there is no smaller on
 
 def results(comm, x, residual, weight, way, eps=1e-5):
     result = comm.all_reduce_rms_norm_quantized(
-        x, residual, weight, eps, quantize="fp8_per_token", norm_out=torch.full_like(x, 9), algorithm=way[0],
+        x,
+        residual,
+        weight,
+        eps,
+        quantize="fp8_per_token",
+        norm_out=torch.full_like(x, 9),
+        algorithm=way[0],
         protocol=way[1],
-    )  # fmt: skip
+    )
     return result.norm, result.residual, result.codes.view(torch.uint8), result.scales
 
 
@@ -37,10 +43,9 @@ def same(a, b):
 @pytest.mark.parametrize(
     ("dtype", "rows", "hidden", "world_size"),
     some(
-        [(torch.bfloat16, 5, 264, 3), (torch.float16, 3, 8, 4), (torch.float32, 7, 200, 2), (torch.half, 1, 4096, 2)],
-        4,
+        [(torch.bfloat16, 5, 264, 3), (torch.float16, 3, 8, 4), (torch.float32, 7, 200, 2), (torch.half, 1, 4096, 2)], 4
     ),
-)  # fmt: skip
+)
 def test_the_bits_do_not_depend_on_kernel_tiles_grid_chunks_or_alignment(dtype, rows, hidden, world_size):
     def body(comm, offset=0):
         draw = torch.Generator().manual_seed(comm.rank)

@@ -48,9 +48,13 @@ def test_calls_and_bytes_by_collective_and_bucket() -> None:
 
     for rank, result in enumerate(tricomm.simulate(body, 2, options=SMALL)):
         assert result == {
-            ("all_reduce", 4): (1, 4), ("all_reduce", 256): (2, 496), ("all_gather", 32): (1, 20),
-            ("all_to_all_v", 16): (1, 12), ("barrier", 0): (1, 0), (("send", "recv")[rank], 16): (1, 16),
-        }  # fmt: skip
+            ("all_reduce", 4): (1, 4),
+            ("all_reduce", 256): (2, 496),
+            ("all_gather", 32): (1, 20),
+            ("all_to_all_v", 16): (1, 12),
+            ("barrier", 0): (1, 0),
+            (("send", "recv")[rank], 16): (1, 16),
+        }
 
 
 def test_a_failed_call_is_not_counted_and_evicted_plans_are() -> None:

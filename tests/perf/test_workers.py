@@ -48,12 +48,16 @@ def _pids_and_error(module: str, timeout: float) -> tuple[list[int], str]:
     ("body", "timeout", "said"),
     [
         ("if rank == 1: raise ValueError('no good')\ntime.sleep(60)", 40.0, "rank 1: ValueError: no good"),
-        ("time.sleep(0.3)\nif rank == 2: print('last words', file=sys.stderr, flush=True); os._exit(7)\ntime.sleep(60)",
-         40.0, "rank 2: exit code 7; its last output: last words"),
+        (
+            "time.sleep(0.3)\nif rank == 2: print('last words', file=sys.stderr, flush=True); os._exit(7)\n"
+            "time.sleep(60)",
+            40.0,
+            "rank 2: exit code 7; its last output: last words",
+        ),
         ("time.sleep(60)", 10.0, "rank 0, 1, 2: no message for 10 s"),
     ],
     ids=["raises", "dies", "hangs"],
-)  # fmt: skip
+)
 def test_a_bad_rank_is_named_and_all_are_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, timeout: float, said: str
 ) -> None:

@@ -38,12 +38,17 @@ def _tables(draw: st.DrawFn) -> TunedTable:
     def row() -> TableRow:
         kernel = draw(_kernels)
         return TableRow(
-            kernel.collective, world_size, draw(_maybe | st.integers(0, 1 << 60)), kernel.algorithm, kernel.protocol,
+            kernel.collective,
+            world_size,
+            draw(_maybe | st.integers(0, 1 << 60)),
+            kernel.algorithm,
+            kernel.protocol,
             mode=draw(_maybe | st.sampled_from(["eager", "graph"])),
             bits=draw(_maybe | st.sampled_from([8, 16, 32, 64])),
-            blocks=draw(_maybe | st.integers(1, 64)), warps=draw(_maybe | st.sampled_from([1, 2, 4, 8, 16, 32])),
+            blocks=draw(_maybe | st.integers(1, 64)),
+            warps=draw(_maybe | st.sampled_from([1, 2, 4, 8, 16, 32])),
             tile=draw(_maybe | st.integers(1, 20).map(lambda n: 1 << n)),
-        )  # fmt: skip
+        )
 
     rows = tuple(row() for _ in range(draw(st.integers(0, 5))))
     return TunedTable(where, rows, draw(text), draw(st.dictionaries(text, text, max_size=3)))
@@ -166,9 +171,11 @@ def test_ranks_use_one_table_or_none(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_communicator_chooses_by_the_users_table() -> None:
-    user_tables.save(TunedTable(Fingerprint("cpu", "", 1), (
-        TableRow("all_reduce", 1, 4096, "two_shot", "simple", blocks=2, tile=32),
-    )))  # fmt: skip
+    user_tables.save(
+        TunedTable(
+            Fingerprint("cpu", "", 1), (TableRow("all_reduce", 1, 4096, "two_shot", "simple", blocks=2, tile=32),)
+        )
+    )
     with tempfile.TemporaryDirectory() as folder:
         with tricomm.init(f"file://{folder}/m", rank=0, world_size=1, device="cpu") as comm:
             choice = comm.explain("all_reduce", nbytes=1024)

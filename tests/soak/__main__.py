@@ -34,9 +34,15 @@ def main(arguments: list[str] | None = None) -> int:
     seed = random.SystemRandom().randrange(1 << 31) if given.seed is None else given.seed
     print(f"seed {seed}", file=sys.stderr, flush=True)
     settings = Settings(
-        tuple(given.faults.split(",")), tuple(given.routes.split(",")), given.minutes * 60, given.every, seed,
-        given.slack, int(given.memory * MEBIBYTE), given.rounds,
-    )  # fmt: skip
+        tuple(given.faults.split(",")),
+        tuple(given.routes.split(",")),
+        given.minutes * 60,
+        given.every,
+        seed,
+        given.slack,
+        int(given.memory * MEBIBYTE),
+        given.rounds,
+    )
     folder = Path(tempfile.mkdtemp(prefix="tricomm-soak-"))
     totals = Soak(settings, folder).run()
     print(totals.table())

@@ -79,5 +79,7 @@ def in_callbacks(group: Any, turn: Turn) -> Pairs:
 
 
 CALLS: tuple[Call, ...] = (
-    *(of_the_fuzz(kind) for kind in fuzz_calls.KINDS if kind not in MANY), backward, in_callbacks,
-)  # fmt: skip
+    *(of_the_fuzz(kind) for kind in fuzz_calls.KINDS if kind not in MANY),
+    backward,
+    in_callbacks,
+)

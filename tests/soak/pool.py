@@ -114,9 +114,15 @@ def _serve(pipe: Connection) -> None:
         listener.listen(64)
         port = listener.getsockname()[1]
         store = TCPStore(
-            "127.0.0.1", port, None, True, timedelta(seconds=60), wait_for_workers=False,
-            master_listen_fd=os.dup(listener.fileno()), use_libuv=True,
-        )  # fmt: skip
+            "127.0.0.1",
+            port,
+            None,
+            True,
+            timedelta(seconds=60),
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listener.fileno()),
+            use_libuv=True,
+        )
         pipe.send(port)
         while not pipe.poll(1.0):
             pass

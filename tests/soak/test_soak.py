@@ -32,9 +32,18 @@ def test_one_of_each_fault(tmp_path):
 
 def test_a_short_one(tmp_path):
     code, result = run(
-        tmp_path, "--minutes", "3", "--every", "1", "--rounds", "2", "--faults", "kill,pause", "--routes",
+        tmp_path,
+        "--minutes",
+        "3",
+        "--every",
+        "1",
+        "--rounds",
+        "2",
+        "--faults",
+        "kill,pause",
+        "--routes",
         "communicator",
-    )  # fmt: skip
+    )
     assert code == 0 and result["faults"] == 2, result["problems"]
 
 
@@ -71,11 +80,14 @@ def quoted(kind):
         ("store", [Report(attempt=("RendezvousError", True, "", 5.0))] * 3, []),
         ("store", [Report(attempt=("", True, "", 0.1))] * 3, ["unexpected"]),
         ("store", [Report(attempt=("RendezvousError", True, "", 60.0))] * 3, ["late"] * 3),
-        ("descriptors", [Report(attempt=("ResourceError", True, "", 0.1))] * 2 + [Report(attempt=("", True, "", 0.1))],
-         ["unexpected"]),
+        (
+            "descriptors",
+            [Report(attempt=("ResourceError", True, "", 0.1))] * 2 + [Report(attempt=("", True, "", 0.1))],
+            ["unexpected"],
+        ),
         ("descriptors", [Report(attempt=("OSError", False, "", 0.1))] * 3, ["unnamed"] * 3),
     ],
-)  # fmt: skip
+)
 def test_each_round_is_judged(fault, reports, kinds):
     result = judge(Outcome("communicator", fault, 2, 9.0, reports), 5.0)
     assert [kind for kind, _ in result] == kinds, result

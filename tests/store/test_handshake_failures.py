@@ -41,21 +41,28 @@ def odd_one(size: int, **odd: object) -> list[dict]:
 TOKENS = [{"rank": 0, "world": 2, "token": "Secret"}, {"rank": 1, "world": 2, "token": "secret"}]
 MISFITS = {
     "duplicate": (
-        odd_one(3, rank=1), "RendezvousError", "duplicate rank", "pid {1}", "pid {2}", "both say that they are rank 1",
+        odd_one(3, rank=1),
+        "RendezvousError",
+        "duplicate rank",
+        "pid {1}",
+        "pid {2}",
+        "both say that they are rank 1",
     ),
     "outside": (odd_one(3, rank=5), "RendezvousError", r"rank 5 is not in 0\.\.2"),
     "negative": (odd_one(3, rank=-1), "RendezvousError", r"rank -1 is not in 0\.\.2"),
-    "world sizes": (
-        odd_one(3, world=4), "RendezvousError", "says that the world size is [34]", "says [34]", "rank 2",
-    ),
+    "world sizes": (odd_one(3, world=4), "RendezvousError", "says that the world size is [34]", "says [34]", "rank 2"),
     "layout": (odd_one(2, layout=7), "RendezvousError", "has other options than rank", "memory layout", "1234"),
     "host": (odd_one(2, patch="boot"), "SpansNodes", "is on another host than rank", re.escape(socket.gethostname())),
     "no pidfd, and another namespace": (
-        odd_one(2, patch="namespace"), "ResourceError", "lives in another PID namespace", "pidfd_open", "--pid=host",
+        odd_one(2, patch="namespace"),
+        "ResourceError",
+        "lives in another PID namespace",
+        "pidfd_open",
+        "--pid=host",
     ),
     "token on one": (odd_one(2, token="secret"), "RendezvousError", "bad MAC", "TRICOMM_TOKEN"),
     "two tokens": (TOKENS, "RendezvousError", "bad MAC", "TRICOMM_TOKEN"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("misfit", MISFITS)

@@ -22,9 +22,13 @@ class c_nvmlGpuFabricInfoV_t(ctypes.Structure):
     """As of 12.570: the UUID is text, which ends at its first zero for whoever reads the attribute."""
 
     _fields_ = [
-        ("version", ctypes.c_uint), ("clusterUuid", ctypes.c_char * 16), ("status", ctypes.c_uint),
-        ("cliqueId", ctypes.c_uint32), ("state", ctypes.c_uint8), ("healthMask", ctypes.c_uint32),
-    ]  # fmt: skip
+        ("version", ctypes.c_uint),
+        ("clusterUuid", ctypes.c_char * 16),
+        ("status", ctypes.c_uint),
+        ("cliqueId", ctypes.c_uint32),
+        ("state", ctypes.c_uint8),
+        ("healthMask", ctypes.c_uint32),
+    ]
 
     def __init__(self) -> None:
         super().__init__(version=0x02000024)

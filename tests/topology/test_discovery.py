@@ -129,8 +129,13 @@ def test_more_devices_than_there_may_be() -> None:
     assert result.topology is None and result.reason == "65 devices; 64 are the most"
 
 
-FATAL = ["init_v2", "device_get_handle_by_uuid", "device_get_pci_info_v3", "device_get_nvlink_capability",
-         "device_get_nvlink_state"]  # fmt: skip
+FATAL = [
+    "init_v2",
+    "device_get_handle_by_uuid",
+    "device_get_pci_info_v3",
+    "device_get_nvlink_capability",
+    "device_get_nvlink_state",
+]
 
 
 def failing(call: str) -> FakeNvml:
@@ -215,9 +220,14 @@ def test_the_real_bindings_have_all_that_is_called() -> None:
     assert len(bytes(bytearray(fabric.cluster_uuid))) == 16
     assert (int(fabric.state), int(fabric.status), int(fabric.clique_id)) == (0, 0, 0)
     for kind, number, name in [
-        ("IntNvLinkDeviceType", 0, "GPU"), ("IntNvLinkDeviceType", 2, "SWITCH"),
-        ("IntNvLinkDeviceType", 255, "UNKNOWN"), ("NvLinkCapability", 0, "P2P_SUPPORTED"),
-        ("GpuP2PCapsIndex", 0, "READ"), ("GpuP2PCapsIndex", 1, "WRITE"), ("GpuP2PCapsIndex", 2, "NVLINK"),
-        ("GpuP2PStatus", 0, "OK"), ("GpuFabricState", 3, "COMPLETED"),
-    ]:  # fmt: skip
+        ("IntNvLinkDeviceType", 0, "GPU"),
+        ("IntNvLinkDeviceType", 2, "SWITCH"),
+        ("IntNvLinkDeviceType", 255, "UNKNOWN"),
+        ("NvLinkCapability", 0, "P2P_SUPPORTED"),
+        ("GpuP2PCapsIndex", 0, "READ"),
+        ("GpuP2PCapsIndex", 1, "WRITE"),
+        ("GpuP2PCapsIndex", 2, "NVLINK"),
+        ("GpuP2PStatus", 0, "OK"),
+        ("GpuFabricState", 3, "COMPLETED"),
+    ]:
         assert getattr(bindings, kind)(number).name.endswith(name)

@@ -145,14 +145,22 @@ def changed(**fields: Any) -> str:
         (changed(devices=[0, False]), "devices must be 2 whole numbers"),
         (changed(devices=[0, 0]), r"links\[0\]\[1\]=4, peers\[0\]\[1\]=True: 0 and 1 on one device"),
         (changed(devices=[0, 0], links=[[0, 0], [0, 0]], peers=[[True, False], [True, True]]), "on one device"),
-        (changed(devices=[0, 1, 0], links=[[0, 1, 0], [1, 0, 2], [0, 2, 0]], peers=[[True] * 3] * 3),
-         "row 1, column 2 is not as row 1, column 0, which are the same devices"),
-        (changed(devices=[0, 1, 0], links=[[0, 1, 0], [1, 0, 1], [0, 1, 0]],
-                 peers=[[True] * 3, [True] * 3, [True, False, True]]), "row 2, column 1 is not as row 0, column 1"),
+        (
+            changed(devices=[0, 1, 0], links=[[0, 1, 0], [1, 0, 2], [0, 2, 0]], peers=[[True] * 3] * 3),
+            "row 1, column 2 is not as row 1, column 0, which are the same devices",
+        ),
+        (
+            changed(
+                devices=[0, 1, 0],
+                links=[[0, 1, 0], [1, 0, 1], [0, 1, 0]],
+                peers=[[True] * 3, [True] * 3, [True, False, True]],
+            ),
+            "row 2, column 1 is not as row 0, column 1",
+        ),
         (changed(kind="pcie"), "says kind 'pcie', but its links make it 'fully_connected'"),
         (changed(kind=["fully_connected"]), "says kind"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_topology_is_refused_with_the_reason(text: str, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words) as caught:
         Topology.loads(text, "box 7")

@@ -67,11 +67,20 @@ class _Libc:
 KINDS = {
     "thread": (_no_thread, [(threading.Thread, "start")]),
     "file": (_no_descriptor, [(os, "open"), (io, "open"), (builtins, "open"), (os, "listdir"), (os, "scandir")]),
-    "descriptor": (_no_descriptor, [(os, "memfd_create"), (os, "pidfd_open"), (os, "dup"), (os, "eventfd"),
-                                    (socket.socket, "__init__"), (socket, "create_connection")]),
+    "descriptor": (
+        _no_descriptor,
+        [
+            (os, "memfd_create"),
+            (os, "pidfd_open"),
+            (os, "dup"),
+            (os, "eventfd"),
+            (socket.socket, "__init__"),
+            (socket, "create_connection"),
+        ],
+    ),
     "memory": (_no_memory, [(os, "posix_fallocate"), (mmap, "mmap"), (_Libc, "mmap"), (os, "mkdir"), (os, "fchmod")]),
     "tensor": (_no_tensor, [(torch, name) for name in ("empty", "zeros", "tensor", "frombuffer", "ones")]),
-}  # fmt: skip
+}
 
 
 class Refusal:

@@ -19,9 +19,7 @@ SECONDS = 1.0 + ranks.BUSY
 
 def check(name, kind, every, tmp_path, timeout=90.0):
     tmp_path.chmod(0o700)
-    (mine, left), (others, left_there) = ranks.run(
-        2, bodies.walk, str(tmp_path), name, kind, every, timeout=timeout
-    )  # fmt: skip
+    (mine, left), (others, left_there) = ranks.run(2, bodies.walk, str(tmp_path), name, kind, every, timeout=timeout)
     assert left == left_there == {}
     assert sum(raised is not None for _, _, raised, _ in mine) > len(mine) / 2
     for (where, caught, raised, free), (theirs, text, heard) in zip(mine, others, strict=True):

@@ -40,9 +40,10 @@ def check(folder, route, cases):
 
     def one(numbered):
         number, (rank, kind, place, lasting) = numbered
-        return [f"{kind} {place} {lasting}: {text}" for text in wrong(
-            run(folder / str(number), route, kind, place, rank, lasting)
-        )]  # fmt: skip
+        return [
+            f"{kind} {place} {lasting}: {text}"
+            for text in wrong(run(folder / str(number), route, kind, place, rank, lasting))
+        ]
 
     with ThreadPoolExecutor(2) as pool:
         assert [text for found in pool.map(one, enumerate(cases)) for text in found] == []

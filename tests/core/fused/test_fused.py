@@ -26,9 +26,12 @@ def poisoned(*shape, dtype):
 
 @pytest.mark.parametrize(
     ("dtype", "rows", "hidden", "bias"),
-    [(torch.bfloat16, 3, 40, 0.0), *some([(torch.float16, 5, 8, 1.0), (torch.float32, 1, 1000, 1.0)], lambda *_: False),
-     pytest.param(torch.bfloat16, 7, 4104, 1.0, marks=pytest.mark.exhaustive)],
-)  # fmt: skip
+    [
+        (torch.bfloat16, 3, 40, 0.0),
+        *some([(torch.float16, 5, 8, 1.0), (torch.float32, 1, 1000, 1.0)], lambda *_: False),
+        pytest.param(torch.bfloat16, 7, 4104, 1.0, marks=pytest.mark.exhaustive),
+    ],
+)
 @pytest.mark.parametrize("world_size", [2, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3)]])
 @ROUTES
 def test_the_norm_is_within_an_ulp_of_the_exact_one(dtype, rows, hidden, bias, world_size, protocol):
@@ -119,17 +122,26 @@ def test_static_fp8_is_the_nearest_code_and_saturates(scale, protocol):
 
 @pytest.mark.parametrize(
     ("layout", "rows", "hidden", "protocol"),
-    [("swizzled_128x4", 130, 80, "simple"), ("linear", 3, 48, None),
-     *[pytest.param("swizzled_128x4", n, 80, None, marks=[pytest.mark.exhaustive] * (n > 36)) for n in (35, 130)]],
-)  # fmt: skip
+    [
+        ("swizzled_128x4", 130, 80, "simple"),
+        ("linear", 3, 48, None),
+        *[pytest.param("swizzled_128x4", n, 80, None, marks=[pytest.mark.exhaustive] * (n > 36)) for n in (35, 130)],
+    ],
+)
 def test_nvfp4_has_its_scales_where_the_layout_says(layout, rows, hidden, protocol):
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, rows, hidden, torch.bfloat16)
         weight[:16] = 0  # a block of zeros has scale 0
         return comm.all_reduce_rms_norm_quantized(
-            x, residual, weight, quantize="nvfp4", scale=40.0, scale_layout=layout, norm_out=torch.empty_like(x),
+            x,
+            residual,
+            weight,
+            quantize="nvfp4",
+            scale=40.0,
+            scale_layout=layout,
+            norm_out=torch.empty_like(x),
             protocol=protocol,
-        )  # fmt: skip
+        )
 
     for codes, scales, _, norm in on_all(body):
         values, result = reference.nvfp4(codes, scales, layout)
@@ -196,7 +208,7 @@ def _refused(**changes):
         ({"quantize": "nvfp4", "scale": 1.0, "scale_out": torch.ones(4, 2).byte()}, "512 bytes are needed"),
         ({"quantize": "nvfp4", "scale": 1.0, "x": torch.ones(4, 24)}, "nvfp4 needs a multiple of 16"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_refused_by_name(changes, words):
     assert re.search(words, _refused(**changes))
 

@@ -52,12 +52,14 @@ def test_fused_or_not_the_bits_are_the_same(dtype):
         results = []
         forms = (("fp8", {"scale": 0.3}), ("fp8_per_token", {}), ("nvfp4", {"scale": 37.5}))
         for (quantize, more), gain in itertools.product(forms, (weight, infinite)):
-            results.append([
-                comm.all_reduce_rms_norm_quantized(
-                    x, residual, gain, quantize=quantize, norm_out=torch.empty_like(x), protocol=protocol, **more
-                )
-                for protocol in (None, "simple")
-            ])  # fmt: skip
+            results.append(
+                [
+                    comm.all_reduce_rms_norm_quantized(
+                        x, residual, gain, quantize=quantize, norm_out=torch.empty_like(x), protocol=protocol, **more
+                    )
+                    for protocol in (None, "simple")
+                ]
+            )
         return results
 
     for results in on_all(body):

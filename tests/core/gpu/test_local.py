@@ -26,9 +26,19 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize(
     ("world_size", "whether", "connections", "needed"),
-    [(2, True, None, None), (3, True, None, 12), (8, True, None, 32), (8, True, "16", 32), (8, True, "32", None),
-     (4, True, "16", None), (4, True, "15", 16), (8, False, "8", 32), (8, False, None, None), (1, True, "1", None)],
-)  # fmt: skip
+    [
+        (2, True, None, None),
+        (3, True, None, 12),
+        (8, True, None, 32),
+        (8, True, "16", 32),
+        (8, True, "32", None),
+        (4, True, "16", None),
+        (4, True, "15", 16),
+        (8, False, "8", 32),
+        (8, False, None, None),
+        (1, True, "1", None),
+    ],
+)
 def test_more_ranks_than_hardware_queues_are_refused(started, world_size, whether, connections, needed):
     started(whether, connections)
     words = f"need {needed} hardware queues" if needed is not None else "on a CPU a call returns only"

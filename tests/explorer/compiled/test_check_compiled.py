@@ -155,7 +155,9 @@ def test_the_command_leaves_out_by_name_what_cannot_be_compiled():
     some = forked.command("check", *of_two, "--collective", "broadcast", "--protocol", "simple")
     assert some.returncode == 0, some.stderr
     assert [line.split(":")[0] for line in some.stdout.splitlines()] == [
-        "broadcast_one_shot_simple", "broadcast_two_shot_simple"]  # fmt: skip
+        "broadcast_one_shot_simple",
+        "broadcast_two_shot_simple",
+    ]
     assert some.stderr.startswith("left out: broadcast_multicast_simple: ")
     none = forked.command("check", *of_two, "--algorithm", "multicast")
     assert none.returncode == 2 and "no shipped kernel that was asked for can run so" in none.stderr
@@ -237,9 +239,13 @@ def _push_and_poll(boxes, out_ptr, rank, FLAG: tl.constexpr, WORDS: tl.constexpr
     lane = tl.arange(0, WORDS)
     if rank == 0:
         tl.inline_asm_elementwise(
-            "st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0;", "=r,l,l",
-            [boxes[1] + lane, lane.to(tl.int64) + 5 + (FLAG << 32)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            "st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,l",
+            [boxes[1] + lane, lane.to(tl.int64) + 5 + (FLAG << 32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         late = 1
         while late > 0:

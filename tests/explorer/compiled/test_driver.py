@@ -30,8 +30,17 @@ from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
 
 KERNEL = registry.KERNELS[0]
-CONSTEXPRS = {**COMPILE_OPTIONS, "WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
-              "ELEMENT": "float32", "ALIGNED": True, **KERNEL.fixed}  # fmt: skip
+CONSTEXPRS = {
+    **COMPILE_OPTIONS,
+    "WORLD_SIZE": 2,
+    "BLOCK": 512,
+    "LANES": 256,
+    "PTX": True,
+    "OP": "sum",
+    "ELEMENT": "float32",
+    "ALIGNED": True,
+    **KERNEL.fixed,
+}
 GROUP = torch.zeros(512, dtype=torch.int64)
 ARGUMENT = layout.group_argument(GROUP, GROUP, 2)
 _ranks = itertools.count(100)

@@ -27,8 +27,12 @@ def random_kernel(seed: int) -> PtxKernel:
             a, b, c = (f"%r{pick.randint(n, registers)}" for n in (1, 0, 1))
             p, q = (f"%p{pick.randint(0, 2)}" for _ in range(2))
             guard = pick.choice(["", "", "", "", f"@{p} ", f"@!{p} "])
-            choices = [f"mov.u32 {a}, {pick.randint(0, 3)};", f"add.s32 {a}, {c}, {pick.choice([b, '1', '2'])};",
-                       f"selp.b32 {a}, {c}, {b}, {q};", f"setp.lt.s32 {p}, {c}, {b};"]  # fmt: skip
+            choices = [
+                f"mov.u32 {a}, {pick.randint(0, 3)};",
+                f"add.s32 {a}, {c}, {pick.choice([b, '1', '2'])};",
+                f"selp.b32 {a}, {c}, {b}, {q};",
+                f"setp.lt.s32 {p}, {c}, {b};",
+            ]
             rows.append(guard + pick.choice(choices))
         p, to = f"%p{pick.randint(0, 2)}", pick.randint(pick.choice([0, block + 1, block + 1]), blocks)
         rows.append(f"setp.lt.s32 {p}, {pick.choice(['%r0', '%r0', '%r1', '%r2'])}, {pick.randint(1, 4)};")

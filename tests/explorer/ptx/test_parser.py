@@ -72,9 +72,11 @@ def test_a_module():
     kernel = parse(text, "k")
     assert (kernel.name, kernel.target, kernel.version) == ("k", "sm_90a", (8, 7))
     assert kernel.parameters == (
-        Parameter("a", "u32", 0, 4), Parameter("b", "u64", 8, 8, True), Parameter("t", "b8", 16, 24),
+        Parameter("a", "u32", 0, 4),
+        Parameter("b", "u64", 8, 8, True),
+        Parameter("t", "b8", 16, 24),
         Parameter("q", "b8", 40, 1),
-    )  # fmt: skip
+    )
     assert (kernel.threads, kernel.most, kernel.max_registers) == (None, 256, 96)
     assert kernel.variables["message"] == Variable("message", "global", 4, 1, b"\1\2\3\0")
     assert kernel.variables["x"] == Variable("x", "shared", 8, 8)
@@ -92,10 +94,15 @@ def test_python_lines():
     """Inline assembly has the line of its first location, and so does what follows it until the next one."""
     loc = ".loc\t2 {} 5, function_name $L__info_string{}, inlined_at 1 7 3\n"
     body = (
-        ".loc 1 7 3\nmov.b32 %r1, 0;\n" + loc.format(20, 1) + "mov.b32 %r1, 1;\n// begin inline asm\n"
-        + loc.format(20, 1) + "mov.b32 %r1, 2;\n" + loc.format(21, 1) + "mov.b32 %r1, 3;\n\n// end inline asm\n"
+        ".loc 1 7 3\nmov.b32 %r1, 0;\n"
+        + loc.format(20, 1)
+        + "mov.b32 %r1, 1;\n// begin inline asm\n"
+        + loc.format(20, 1)
+        + "mov.b32 %r1, 2;\n"
+        + loc.format(21, 1)
+        + "mov.b32 %r1, 3;\n\n// end inline asm\n"
         "mov.b32 %r1, 4;\n.loc 2 0 5\nmov.b32 %r1, 5;\n" + loc.format(22, 0) + "mov.b32 %r1, 6;\n"
-    )  # fmt: skip
+    )
     names = "".join(
         f"$L__info_string{n}:\n" + "".join(f".b8 {byte} // x\n" for byte in (*name, 0))
         for n, name in enumerate((b"k", b"put"))

@@ -117,27 +117,36 @@ def test_what_this_triton_does_not_compile_is_left_out_by_name(monkeypatch: pyte
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
     assert done.output.splitlines()[-3:] == [
-        "#", "# left out: all_reduce_one_shot_ll128, all_reduce_two_shot_ll128: no wide words on 90",
+        "#",
+        "# left out: all_reduce_one_shot_ll128, all_reduce_two_shot_ll128: no wide words on 90",
         "# left out: all_reduce_multicast_simple: no switch",
-    ]  # fmt: skip
+    ]
     result = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
     assert len(result["left_out"]) == 3 and {row["protocol"] for row in result["results"]} == {"ll", "simple"}
 
 
 @pytest.mark.parametrize(
     ("gpu", "launch", "compiled"),
-    [("h100", None, None), ("v100", "v100", "v100 are sm_70"), ("pcie3", "pcie3", "pcie3 may be of any"),
-     ("pcie4", None, "pcie4 may be of any")],
-)  # fmt: skip
+    [
+        ("h100", None, None),
+        ("v100", "v100", "v100 are sm_70"),
+        ("pcie3", "pcie3", "pcie3 may be of any"),
+        ("pcie4", None, "pcie4 may be of any"),
+    ],
+)
 def test_the_header_says_what_is_not_calibrated_and_not_compiled_for_such_gpus(
     gpu: str, launch: str | None, compiled: str | None
 ) -> None:
     row = code_forecast.CodeForecastRow("all_reduce", 4, _LL, from_code.predict(_H100, _LL, 2, 4), 0.0, 1.0, True)
     head = code_forecast.CodeForecast(MACHINES[gpu], 2, "graph", [row], {}).lines()[2:-3]
-    wanted = [launch and (
-        "# launch is what a published time leaves beside the critical path; that of V100 leaves nothing, so it is 0 "
-        f"for {launch}: not calibrated"
-    ), compiled and f"# compiled for sm_75, the oldest architecture that Triton has; {compiled}"]  # fmt: skip
+    wanted = [
+        launch
+        and (
+            "# launch is what a published time leaves beside the critical path; that of V100 leaves nothing, so it is "
+            f"0 for {launch}: not calibrated"
+        ),
+        compiled and f"# compiled for sm_75, the oldest architecture that Triton has; {compiled}",
+    ]
     assert head[:-3] == [line for line in wanted if line]
 
 

@@ -204,10 +204,12 @@ def test_a_wrong_result_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--collective", "all_gather", "--op", "max"], "op 'max': all_gather reduces nothing; leave it out"),
         (["--collective", "all_reduce_rms_norm", "--op", "max"], "all_reduce_rms_norm has sums alone"),
         (["--collective", "all", "--hidden", "64"], "--hidden: only rows of all_reduce_rms_norm have that"),
-        (["--collective", "all_reduce_rms_norm", "--quantize", "nvfp4", "--hidden", "1000"],
-         "rows of 1000 elements; nvfp4 needs a multiple of 16"),
+        (
+            ["--collective", "all_reduce_rms_norm", "--quantize", "nvfp4", "--hidden", "1000"],
+            "rows of 1000 elements; nvfp4 needs a multiple of 16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_usage_errors(arguments: list[str], said: str) -> None:
     from click.testing import CliRunner
 

@@ -19,8 +19,9 @@ def test_what_the_lists_name_and_no_kernel_is_has_a_reason(monkeypatch: pytest.M
     known = "all_reduce has no such kernel; there is one_shot/ll, one_shot/ll128, one_shot/simple, two_shot/ll, "
     known += "two_shot/ll128, two_shot/simple, multicast/simple"
     assert request.left_out(("all_reduce",), "multicast, one_shot", "ll128,ll", 2) == [
-        ("all_reduce multicast/ll128", known), ("all_reduce multicast/ll", known),
-    ]  # fmt: skip
+        ("all_reduce multicast/ll128", known),
+        ("all_reduce multicast/ll", known),
+    ]
     few = "one_shot/ll, one_shot/ll128, one_shot/simple"
     assert request.left_out(("all_reduce", "gather"), "one_shot,two_shot", None, 2) == [
         ("gather two_shot/any", f"gather has no such kernel; there is {few}")

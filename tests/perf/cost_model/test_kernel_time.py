@@ -111,15 +111,14 @@ def test_what_the_gpus_or_this_triton_lack_is_left_out_by_name_and_never_the_fas
     asked = ("--collective", "all_reduce,all_reduce_rms_norm", "--sizes", "1K,64M", "--json")
     result = json.loads(_predict(*asked).output)
     wide = [f"{name}_{form}_ll128" for name in asked[1].split(",") for form in ("one_shot", "two_shot")]
-    assert result["left_out"] == {
-        **dict.fromkeys(wide, "no wide words"), "all_reduce_multicast_simple": "no multimem",
-    }  # fmt: skip
+    assert result["left_out"] == {**dict.fromkeys(wide, "no wide words"), "all_reduce_multicast_simple": "no multimem"}
     assert {row["protocol"] for row in result["results"]} == {"ll", "simple"}
     assert {row["algorithm"] for row in result["results"]} == {"one_shot", "two_shot"}
     assert _predict(*asked[:-1]).output.splitlines()[-3:] == [
-        "#", f"# left out: {', '.join(wide)}: no wide words",
+        "#",
+        f"# left out: {', '.join(wide)}: no wide words",
         "# left out: all_reduce_multicast_simple: no multimem",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_check_as_json_has_the_rows_of_the_table() -> None:
@@ -148,10 +147,12 @@ def test_json_of_every_collective() -> None:
         (("--sizes", "0"), "size '0'"),
         (("--check", "--gpu", "h100", "--json", "--sizes", "1K"), "so --gpu, --sizes would not be looked at"),
         (("--quantize", "fp8"), "--quantize: only rows of all_reduce_rms_norm have that, and asked for is all_reduce;"),
-        (("--collective", "all_reduce_rms_norm", "--hidden", "1000", "--quantize", "nvfp4"),
-         "all_reduce_rms_norm: rows of 1000 elements; nvfp4 needs a multiple of 16"),
+        (
+            ("--collective", "all_reduce_rms_norm", "--hidden", "1000", "--quantize", "nvfp4"),
+            "all_reduce_rms_norm: rows of 1000 elements; nvfp4 needs a multiple of 16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_arguments_are_usage_errors_with_the_nearest_match(arguments: tuple[str, ...], said: str) -> None:
     done = _predict(*arguments)
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output

@@ -87,14 +87,30 @@ def _copied(x_ptr, y_ptr, group, numel, call, BLOCK: tl.constexpr, LANES: tl.con
 
 
 @triton.jit
-def _good(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
-          ALIGNED: tl.constexpr):  # fmt: skip
+def _good(
+    x_ptr,
+    y_ptr,
+    group,
+    numel: tl.int64,
+    call: tl.int64,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     _copied(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
 
 
 @triton.jit
-def _masked(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
-            ALIGNED: tl.constexpr):  # fmt: skip
+def _masked(
+    x_ptr,
+    y_ptr,
+    group,
+    numel: tl.int64,
+    call: tl.int64,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     at = tl.program_id(0) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
     values = tl.load(x_ptr + at, mask=at < numel)
     _flags(group[0], call, LANES)
@@ -102,15 +118,31 @@ def _masked(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.cons
 
 
 @triton.jit
-def _gpu_scope(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
-               ALIGNED: tl.constexpr):  # fmt: skip
+def _gpu_scope(
+    x_ptr,
+    y_ptr,
+    group,
+    numel: tl.int64,
+    call: tl.int64,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     _good(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
     tl.atomic_xchg(group[0] + 512, call, sem="release", scope="gpu")
 
 
 @triton.jit
-def _no_flag_is_read(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
-                     ALIGNED: tl.constexpr):  # fmt: skip
+def _no_flag_is_read(
+    x_ptr,
+    y_ptr,
+    group,
+    numel: tl.int64,
+    call: tl.int64,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
     lane = tl.arange(0, LANES)
     signal(group[0] + lane, tl.zeros([LANES], tl.int64) + call, lane < 8, True, True)
@@ -118,8 +150,16 @@ def _no_flag_is_read(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK
 
 
 @triton.jit
-def _spills(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
-            ALIGNED: tl.constexpr):  # fmt: skip
+def _spills(
+    x_ptr,
+    y_ptr,
+    group,
+    numel: tl.int64,
+    call: tl.int64,
+    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
     parts = ()
     for i in tl.static_range(96):
         parts = parts + (tl.load(group[0] + i * BLOCK + tl.arange(0, BLOCK)),)

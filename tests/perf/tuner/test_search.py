@@ -166,9 +166,11 @@ def test_rows_of_what_was_not_tuned_stay() -> None:
     merged = tuned_tables.replaced(old, new)
     ranges = [(r.collective, r.min_bytes, r.max_bytes, r.blocks) for r in merged]
     assert ranges == [
-        ("all_reduce", 1024, 4095, a.blocks), ("all_reduce", 8193, 65536, a.blocks),
-        ("all_gather", 1024, 1024, a.blocks), ("all_reduce", 4096, 8192, b.blocks),
-    ]  # fmt: skip
+        ("all_reduce", 1024, 4095, a.blocks),
+        ("all_reduce", 8193, 65536, a.blocks),
+        ("all_gather", 1024, 1024, a.blocks),
+        ("all_reduce", 4096, 8192, b.blocks),
+    ]
     assert tuned_tables.replaced(new, old) == tuple(old)
     assert [tuned_tables.replaced(merged, again) for again in (old, merged)] == [tuple(old), merged]
 

@@ -148,9 +148,13 @@ def test_another_ranks_hash_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
 # What is on the disk
 
 _candidates = st.builds(
-    Candidate, st.sampled_from(["one_shot", "two_shot"]), st.sampled_from(["ll", "simple"]), st.integers(1, 64),
-    st.sampled_from([4, 8]), st.sampled_from([512, 1024]),
-)  # fmt: skip
+    Candidate,
+    st.sampled_from(["one_shot", "two_shot"]),
+    st.sampled_from(["ll", "simple"]),
+    st.integers(1, 64),
+    st.sampled_from([4, 8]),
+    st.sampled_from([512, 1024]),
+)
 _points = st.builds(Point, st.just("all_reduce"), st.sampled_from([16, 32]), st.just("eager"), st.integers(1, 1 << 40))
 
 

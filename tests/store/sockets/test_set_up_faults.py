@@ -33,9 +33,17 @@ from tricomm.store.rendezvous import open_store
 SIZE = 3
 STORE = str(Path(descriptors.__file__).parent)
 OF_THE_SYSTEM = (
-    (os, "memfd_create"), (os, "fchmod"), (os, "posix_fallocate"), (os, "fstat"), (fcntl, "fcntl"), (os, "mkdir"),
-    (os, "stat"), (os, "lstat"), (fcntl, "flock"), (os, "pidfd_open"),
-)  # fmt: skip
+    (os, "memfd_create"),
+    (os, "fchmod"),
+    (os, "posix_fallocate"),
+    (os, "fstat"),
+    (fcntl, "fcntl"),
+    (os, "mkdir"),
+    (os, "stat"),
+    (os, "lstat"),
+    (fcntl, "flock"),
+    (os, "pidfd_open"),
+)
 OF_SOCKETS = ("__init__", "setblocking", "setsockopt", "bind", "sendmsg", "recvmsg")
 # Without these a rank goes on: there is no pidfd, or the number of a namespace is unknown.
 BEARABLE = {"pidfd_open", "stat"}

@@ -129,9 +129,22 @@ class FusedCollectives:
         number = scale if static is None else None
         given = (x, residual_out, weight, residual, norm_out, static, quant_out, scale_out)
         key = (
-            eps, type(eps), weight_bias, type(weight_bias), residual is None, residual_out is None, norm_out is None,
-            algorithm, protocol, quantize, scale_layout, number, type(scale), quant_out is None, scale_out is None,
-        )  # fmt: skip
+            eps,
+            type(eps),
+            weight_bias,
+            type(weight_bias),
+            residual is None,
+            residual_out is None,
+            norm_out is None,
+            algorithm,
+            protocol,
+            quantize,
+            scale_layout,
+            number,
+            type(scale),
+            quant_out is None,
+            scale_out is None,
+        )
         tensors = self._repeats.repeat(key, given)
         if tensors is None:
             arguments = FusedArguments(

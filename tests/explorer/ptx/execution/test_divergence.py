@@ -32,8 +32,10 @@ def test_a_barrier_that_only_some_lanes_come_to(unit, watched):
         ld.shared.u32 %r9, [buffer]; bra end;
         rest: mov.u32 %r9, 5;
         end: bar.sync 0; {OUT}""".replace("buffer", "0"),
-        unit=unit, watched=watched, shared=16,
-    )  # fmt: skip
+        unit=unit,
+        watched=watched,
+        shared=16,
+    )
     assert out.tolist() == [99] * 16 + [5] * 16 + [99] * 32
 
 
@@ -58,8 +60,10 @@ def test_lanes_meet_for_a_shuffle(unit, watched):
         f"""{TID} mov.u32 %r5, -1; setp.lt.u32 %p0, %r0, 5; mov.u32 %r1, %r0; @%p0 bra low;
         add.u32 %r1, %r1, 100;
         low: shfl.sync.idx.b32 %r9, %r1, 31, 31, %r5; shfl.sync.bfly.b32 %r9, %r1, 16, 31, 0xffffffff; {OUT}""",
-        threads=32, unit=unit, watched=watched,
-    )  # fmt: skip
+        threads=32,
+        unit=unit,
+        watched=watched,
+    )
     assert out.tolist() == [(t ^ 16) + (100 if (t ^ 16) >= 5 else 0) for t in range(32)]
 
 
@@ -71,8 +75,9 @@ def test_values_that_lanes_get_on_different_ways(unit, watched):
         low: mov.u32 %r1, 2;
         join: mov.u32 %r2, 0; mov.u32 %r9, 0;
         loop: add.u32 %r9, %r9, %r1; add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, 5; @%p1 bra loop; {OUT}""",
-        unit=unit, watched=watched,
-    )  # fmt: skip
+        unit=unit,
+        watched=watched,
+    )
     assert out.tolist() == [10] * 3 + [5] * 61
 
 

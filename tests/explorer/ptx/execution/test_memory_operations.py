@@ -33,14 +33,19 @@ def test_vectors_in_every_order(elements, kind, order, unit, watched):
     letter = {1: "%r", 2: "%rs", 4: "%r", 8: "%rd"}[size]
     names = ", ".join(f"{letter}{20 + n}" for n in range(elements))
     place = {
-        "tid": "mov.u32 %r1, %r0;", "31 - tid": "sub.u32 %r1, 31, %r0;", "same": "mov.u32 %r1, 3;",
+        "tid": "mov.u32 %r1, %r0;",
+        "31 - tid": "sub.u32 %r1, 31, %r0;",
+        "same": "mov.u32 %r1, 3;",
         "scattered": "mul.lo.u32 %r1, %r0, 5; xor.b32 %r1, %r1, 9; and.b32 %r1, %r1, 31;",
         "masked": "mov.u32 %r1, %r0;",
-    }[order]  # fmt: skip
+    }[order]
     f = {
-        "tid": lambda n: n, "31 - tid": lambda n: 31 - n, "same": lambda n: 3, "scattered": lambda n: (n * 5 ^ 9) & 31,
+        "tid": lambda n: n,
+        "31 - tid": lambda n: 31 - n,
+        "same": lambda n: 3,
+        "scattered": lambda n: (n * 5 ^ 9) & 31,
         "masked": lambda n: n,
-    }[order]  # fmt: skip
+    }[order]
     zeros = "".join(f"mov.b{max(16, 8 * size)} {letter}{20 + n}, 0;" for n in range(elements)).replace(
         "b16 %r2", "b32 %r2"
     )
@@ -108,11 +113,17 @@ def test_constants_and_parameters_of_many_widths():
 
 
 ATOMICS = [
-    ("add", "u32", lambda a, b: a + b), ("min", "s32", lambda a, b: min(_s(a), _s(b))), ("max", "u32", max),
-    ("and", "b32", lambda a, b: a & b), ("or", "b32", lambda a, b: a | b), ("xor", "b32", lambda a, b: a ^ b),
-    ("exch", "b32", lambda a, b: b), ("inc", "u32", lambda a, b: 0 if a >= b else a + 1),
-    ("dec", "u32", lambda a, b: b if a == 0 or a > b else a - 1), ("add", "s32", lambda a, b: a + b),
-]  # fmt: skip
+    ("add", "u32", lambda a, b: a + b),
+    ("min", "s32", lambda a, b: min(_s(a), _s(b))),
+    ("max", "u32", max),
+    ("and", "b32", lambda a, b: a & b),
+    ("or", "b32", lambda a, b: a | b),
+    ("xor", "b32", lambda a, b: a ^ b),
+    ("exch", "b32", lambda a, b: b),
+    ("inc", "u32", lambda a, b: 0 if a >= b else a + 1),
+    ("dec", "u32", lambda a, b: b if a == 0 or a > b else a - 1),
+    ("add", "s32", lambda a, b: a + b),
+]
 
 
 def _s(value):
@@ -254,9 +265,11 @@ def test_multimem_reads_and_writes_every_member():
 @pytest.mark.parametrize("what", ["load", "store", "atomic", "shared"])
 def test_what_is_outside_is_an_error(what, unit, watched):
     text = {
-        "load": "ld.global.u32 %r1, [%rd10];", "store": "st.global.u32 [%rd10], 1;",
-        "atomic": "red.global.add.u32 [%rd10], 1;", "shared": "st.shared.u32 [%r9], 1;",
-    }[what]  # fmt: skip
+        "load": "ld.global.u32 %r1, [%rd10];",
+        "store": "st.global.u32 [%rd10], 1;",
+        "atomic": "red.global.add.u32 [%rd10], 1;",
+        "shared": "st.shared.u32 [%r9], 1;",
+    }[what]
     source = np.zeros(31, "u4")
     body = f"{TID} mul.wide.u32 %rd9, %r0, 4; add.s64 %rd10, %rd0, %rd9; shl.b32 %r9, %r0, 2; {text}"
     with pytest.raises(
@@ -282,22 +295,35 @@ def refused(text, match):
 
 @pytest.mark.parametrize(
     "text",
-    ["mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%fd0, %fd1}, {%fd2}, {%fd3}, {%fd0, %fd1};",
-     "mapa.shared::cluster.u64 %rd1, %rd0, 0;", "wgmma.fence.sync.aligned;", "barrier.cluster.arrive;",
-     "cp.async.bulk.commit_group;", "ld.global.u32.strange %r0, [%rd0];", "atom.global.mul.u32 %r0, [%rd0], 3;",
-     "shfl.idx.b32 %r0, %r1, 0, 31;",
-     "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r0], %r1, [%r2];"],
-)  # fmt: skip
+    [
+        "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%fd0, %fd1}, {%fd2}, {%fd3}, {%fd0, %fd1};",
+        "mapa.shared::cluster.u64 %rd1, %rd0, 0;",
+        "wgmma.fence.sync.aligned;",
+        "barrier.cluster.arrive;",
+        "cp.async.bulk.commit_group;",
+        "ld.global.u32.strange %r0, [%rd0];",
+        "atom.global.mul.u32 %r0, [%rd0], 3;",
+        "shfl.idx.b32 %r0, %r1, 0, 31;",
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r0], %r1, [%r2];",
+    ],
+)
 def test_what_is_not_known_is_refused_by_name(text):
     refused(text, r"(?s)kernel k.*PTX line|PTX line.*kernel k")
 
 
 @pytest.mark.parametrize(
     "text",
-    ["ld.global.u32 %r1, %r2;", "st.global.u32 %r2, %r1;", "red.global.add.u32 %r1, 1;",
-     "mbarrier.init.shared.b64 %r1, 1;", "mbarrier.arrive.shared.b64 %rd1, %r1;", "mbarrier.inval.shared.b64 5;",
-     "cp.async.ca.shared.global %r1, [%rd1], 16;", "cp.async.ca.shared.global [%r1], %rd1, 16;",
-     "cp.async.mbarrier.arrive.shared.b64 %r1;"],
-)  # fmt: skip
+    [
+        "ld.global.u32 %r1, %r2;",
+        "st.global.u32 %r2, %r1;",
+        "red.global.add.u32 %r1, 1;",
+        "mbarrier.init.shared.b64 %r1, 1;",
+        "mbarrier.arrive.shared.b64 %rd1, %r1;",
+        "mbarrier.inval.shared.b64 5;",
+        "cp.async.ca.shared.global %r1, [%rd1], 16;",
+        "cp.async.ca.shared.global [%r1], %rd1, 16;",
+        "cp.async.mbarrier.arrive.shared.b64 %r1;",
+    ],
+)
 def test_an_operand_that_has_to_be_an_address_is_named(text):
     refused(text, r"(?s)kernel k.*PTX line.*an address in brackets is expected")

@@ -86,9 +86,16 @@ def test_votes_of_some_lanes(unit):
 @UNITS
 @pytest.mark.parametrize(
     "op, kind, model",
-    [("add", "u32", sum), ("min", "u32", min), ("max", "s32", None), ("min", "s32", None), ("and", "b32", None),
-     ("or", "b32", None), ("xor", "b32", None)],
-)  # fmt: skip
+    [
+        ("add", "u32", sum),
+        ("min", "u32", min),
+        ("max", "s32", None),
+        ("min", "s32", None),
+        ("and", "b32", None),
+        ("or", "b32", None),
+        ("xor", "b32", None),
+    ],
+)
 def test_redux(op, kind, model, unit):
     values = np.random.default_rng(5).integers(0, 1 << 32, THREADS, dtype="u4")
     observed, values = result(f"redux.sync.{op}.{kind} %r9, %r1, -1;", unit, values)
@@ -99,9 +106,13 @@ def test_redux(op, kind, model, unit):
         expected = own[0]
         for v in own[1:]:
             expected = {
-                "add": expected + v, "min": min(expected, v), "max": max(expected, v), "and": expected & v,
-                "or": expected | v, "xor": expected ^ v,
-            }[op]  # fmt: skip
+                "add": expected + v,
+                "min": min(expected, v),
+                "max": max(expected, v),
+                "and": expected & v,
+                "or": expected | v,
+                "xor": expected ^ v,
+            }[op]
         assert observed[t] == expected & M
 
 
@@ -168,9 +179,13 @@ def test_what_the_surroundings_are_told():
     told = run(kernel(body), [np.zeros(1, "u4")], 32, watched=True)[0].told
     everyone = list(range(32))
     assert told == [
-        ("fence", "acq_rel", "gpu", everyone), ("fence", "sc", "sys", everyone), ("fence", "sc", "cta", everyone),
-        ("arrive", 0, everyone), ("barrier", 0, everyone), ("warp", everyone),
-    ]  # fmt: skip
+        ("fence", "acq_rel", "gpu", everyone),
+        ("fence", "sc", "sys", everyone),
+        ("fence", "sc", "cta", everyone),
+        ("arrive", 0, everyone),
+        ("barrier", 0, everyone),
+        ("warp", everyone),
+    ]
 
 
 def test_hints_have_no_effect():
