@@ -46,7 +46,7 @@ def test_hang():
     time.sleep(600)
 @pytest.mark.parametrize("number", range(40))
 def test_slow(number):
-    time.sleep(0.2)
+    time.sleep(0.3)
 """
 
 
@@ -113,10 +113,6 @@ def told(folder, steps, seconds=math.inf, environment=HERE):
     return process.returncode == 0, Journal(folder / "out")
 
 
-def outcomes(journal):
-    return {test.rpartition("::")[2]: record["outcome"] for test, record in journal.tests.items()}
-
-
 def test_steps_run_in_order_and_a_failed_one_leaves_out_its_dependents_alone(tmp_path, ran):
     steps = [
         script("first"),
@@ -136,17 +132,12 @@ def test_steps_run_in_order_and_a_failed_one_leaves_out_its_dependents_alone(tmp
 
 
 def test_tests_that_fail_crash_or_hang_cost_only_themselves_and_are_tried_again_later(tmp_path, tests, ran):
-    step = tests("not slow", limit=6.0)
+    step = tests("not slow", limit=10.0)
     good, journal = told(tmp_path, [step])
     assert not good and ran() == ["test_one", "test_bad", "test_missing", "test_crash", "test_hang"]
-    assert outcomes(journal) == {
-        "test_one": "passed",
-        "test_bad": "failed",
-        "test_missing": "skipped",
-        "test_crash": "crashed",
-        "test_hang": "timeout",
-    }
     by_name = {name.rpartition("::")[2]: record for name, record in journal.tests.items()}
+    outcomes = ["passed", "failed", "skipped", "crashed", "timeout"]
+    assert [by_name[name]["outcome"] for name in ran()] == outcomes
     assert by_name["test_one"]["data"] == {"median_us": 1.5} and "three is not four" in by_name["test_bad"]["reason"]
     assert "no such library" in by_name["test_missing"]["reason"]
     summary = (tmp_path / "out" / "summary.md").read_text()
@@ -159,16 +150,16 @@ def test_the_budget_is_kept_and_three_commands_do_what_one_would(tmp_path, tests
     step, began = tests("slow"), time.monotonic()
     good, journal = told(tmp_path, [step], 0.1)
     assert good and not ran() and not journal.steps  # too short to start anything
-    for _ in range(8):
+    for _ in range(12):  # on a busy machine pytest may take most of a budget to start
         began = time.monotonic()
-        good, journal = told(tmp_path, [step], 6.0)
-        assert good and time.monotonic() - began < 10.0
+        good, journal = told(tmp_path, [step], 9.0)
+        assert good and time.monotonic() - began < 15.0
         if journal.steps["tests"]["outcome"] == "passed":
             break
         assert journal.steps["tests"]["outcome"] == "cut"
         waiting = journal.waiting("tests")
         assert f"* tests, {len(waiting)}: " in (tmp_path / "out" / "summary.md").read_text()
-    assert journal.run > 2 and sorted(ran()) == sorted({f"test_slow[{n}]" for n in range(40)})
+    assert journal.run > 1 and sorted(ran()) == sorted({f"test_slow[{n}]" for n in range(40)})
 
 
 def test_a_step_ends_with_its_share_and_continues_when_the_others_have_ended(tmp_path, ran):
@@ -318,12 +309,10 @@ def test_steps_have_names_of_their_own_and_need_earlier_ones(gpus):
 def selects(step, test):
     """Whether a step's pytest command selects a test."""
     words = list(step.command)
-    ignored = {word for before, word in zip(words, words[1:], strict=False) if before == "--ignore"}
-    places = tuple(word for word in words if word.startswith("tests/") and word not in ignored)
-    file, _, name = test.partition("::")
-    if not test.startswith(places) or file in ignored:
-        return False
-    return "-k" not in words or Expression.compile(words[words.index("-k") + 1]).evaluate(lambda word: word in name)
+    keyword = Expression.compile(words[words.index("-k") + 1]) if "-k" in words else None
+    places = tuple(word for word in words if word.startswith("tests/"))
+    name = test[test.rindex("/", 0, test.index("::")) :]
+    return test.startswith(places) and (keyword is None or keyword.evaluate(lambda word: word in name))
 
 
 def test_every_gpu_test_is_in_a_step_and_every_step_has_some():
