@@ -79,10 +79,10 @@ class Driver:
 
     def _within(self, step: Step, share: float | None, waiting: Sequence[Step]) -> None:
         left = self.end - time.monotonic()
-        if share is not None:
-            left *= share / sum(each.share or 0.0 for each in waiting)
         if left < self.least:
             return
+        if share is not None:
+            left = max(self.least, left * share / sum(each.share or 0.0 for each in waiting))
         began = time.monotonic()
         outcome, reason = self._until(step, began + left)
         self._step_ended(step, outcome, reason, time.monotonic() - began)

@@ -86,6 +86,7 @@ def bench(asked: Record, folder: Path, step: str) -> int:
     from tricomm.perf.bench import request, session
     from tricomm.perf.bench_row import to_json
     from tricomm.perf.units import DATA_COLLECTIVES
+    from tricomm.perf.workers import RankFailed
 
     write = partial(append, Journal(folder).path)
     ranks, against = asked["ranks"], tuple(asked["against"].split(","))
@@ -102,6 +103,9 @@ def bench(asked: Record, folder: Path, step: str) -> int:
     )
     try:
         session.run(settings, ranks, listener, results)
+    except RankFailed as error:
+        print(f"{len(results.rows)} rows, then {error}")
+        return 1
     finally:
         name = step.replace(" ", "-").replace(",", "")
         (folder / f"{name}.json").write_text(json.dumps(results.to_json(settings), indent=1) + "\n")
@@ -140,8 +144,9 @@ class Progress:
         record["data"] = dict(report.user_properties)
         if report.outcome != "passed" and record["outcome"] != "failed":
             skip = report.outcome == "skipped" and isinstance(report.longrepr, tuple)
-            words = report.longrepr[2] if skip else report.longreprtext
-            record |= {"outcome": report.outcome, "reason": words[-_REASON:]}
+            crash = getattr(report.longrepr, "reprcrash", None)
+            words = report.longrepr[2] if skip else crash.message if crash is not None else report.longreprtext
+            record |= {"outcome": report.outcome, "reason": words[:_REASON]}
 
     def pytest_runtest_logfinish(self) -> None:
         self.write("test", step=self.step, run=self.journal.run, **self.record)

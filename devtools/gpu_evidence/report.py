@@ -19,6 +19,7 @@ _FRAME = (
     "On one GPU the ranks share its memory: times show kernels, memory and launches, not NVLink. Compare rows of one "
     "step only. Processes on one GPU take turns in slices of time, which dominate their times."
 )
+_RATIO = "Ratio: the library's median time over tricomm's; above 1, tricomm is faster."
 Record = dict[str, Any]
 
 
@@ -153,13 +154,8 @@ def _summary(journal: Journal, steps: Sequence[Step]) -> Iterator[str]:
     bad = [record for record in journal.tests.values() if record["outcome"] not in GOOD]
     yield from (f"* `{r['test']}`: {r['outcome']}: {_cell(r['reason'])}" for r in bad)
     yield from () if bad else ("none",)
-    yield from (
-        "",
-        "## Rows of the benchmark",
-        "",
-        "A ratio is the library's median over tricomm's: above 1, tricomm is",
-    )
-    yield from ("faster.", "", *_table(("step", "collective", "bytes", "mode", "library", "p50 us", "GB/s", "ratio")))
+    names = ("step", "collective", "bytes", "mode", "library", "p50 us", "GB/s", "ratio")
+    yield from ("", "## Rows of the benchmark", "", _RATIO, "", *_table(names))
     for name, rows in journal.rows.items():
         yield from (_row(name, *cells) for cells in bench_cells(rows))
     yield from (f"* {_cell(note)}" for note in journal.notes)

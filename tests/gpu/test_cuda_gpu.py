@@ -12,6 +12,7 @@ import torch
 import tricomm
 from tests import ranks
 
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 NBYTES = 64 << 20
 OPTIONS = tricomm.Options(timeout=60.0, arena_bytes=NBYTES, share_device=True, nccl=False)
 
@@ -49,18 +50,15 @@ def open_and_close_often(rank, world_size, tell, url):
     return free
 
 
-@pytest.mark.gpu
 def test_processes_on_one_gpu(url):
     assert ranks.run(2, write_and_read, url, None, timeout=120) == [([], 1000.0)] * 2
 
 
-@pytest.mark.gpu
 def test_groups_that_end_leave_no_memory(url):
     for free in ranks.run(2, open_and_close_often, url, timeout=200):
         assert free[-1] >= free[2] - 2 * NBYTES, f"memory leaks: {free}"
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("visible", [["0,1", "1,0"], ["0", "1"]], ids=["all visible", "peer invisible"])
 def test_processes_on_two_gpus(visible, url):
     if torch.cuda.device_count() < 2:
@@ -68,7 +66,6 @@ def test_processes_on_two_gpus(visible, url):
     assert ranks.run(2, write_and_read, url, visible, timeout=120) == [([], 1000.0)] * 2
 
 
-@pytest.mark.gpu
 def test_a_query_does_not_wait_for_a_launch_on_a_full_queue() -> None:
     """The watch asks an event: if that waited behind another thread's launch, nobody would end what that waits for."""
     stream, event, x = torch.cuda.Stream(), torch.cuda.Event(), torch.zeros(1, device="cuda")
