@@ -134,6 +134,13 @@ def test_the_evidence_lists_its_steps_and_knows_the_machine(said):
     assert json.loads(said["facts"][0])["versions"]["torch"]
 
 
+def test_the_evidence_measures_with_ranks_in_processes(tmp_path):
+    asked = {"ranks": 2, "collectives": "all_reduce", "sizes": "1K", "against": "gloo", "modes": "eager"}
+    told = json.dumps({"folder": str(tmp_path), "step": "bench", "end": 0.0})
+    done = _run(tmp_path, "-m", "devtools.gpu_evidence.children", "bench", json.dumps(asked), GPU_EVIDENCE=told)
+    assert "2 rows, 0 wrong elements" in _good(done)
+
+
 def test_a_group_finds_no_table_of_the_users_and_says_nothing(said):
     assert said["a group"] == [f"cpu {_CPU.digest}"]  # as where everything is installed
     assert not any("table" in line for line in said["errors"][: said["errors"].index("before the table")])
