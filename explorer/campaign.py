@@ -13,8 +13,9 @@ import torch
 from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import selftest
+from tricomm.explorer.execution import Ranks
 from tricomm.explorer.ptx.global_memory import BadAddress
-from tricomm.explorer.report.findings import Execution, Finding
+from tricomm.explorer.report.findings import Execution, Finding, Outcome, Subject
 from tricomm.explorer.report.report import CampaignPlan, Report, options_of
 from tricomm.explorer.schedule import shrinking
 from tricomm.explorer.schedule.choices import Strategy
@@ -22,7 +23,6 @@ from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.strategies import NAMES, Given, Priorities, RandomWalk
 from tricomm.explorer.simulation import prepared
 from tricomm.explorer.world import oracle
-from tricomm.explorer.world.execution import Outcome, Ranks, Subject
 from tricomm.kernels import layout
 from tricomm.options import Options, tuned
 

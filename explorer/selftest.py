@@ -11,9 +11,9 @@ import triton.language as tl
 from tricomm.communicator import Communicator
 from tricomm.errors import ResourceError
 from tricomm.explorer.compiled.compiled_runtime import checked_options
-from tricomm.explorer.report.findings import Execution
+from tricomm.explorer.execution import Ranks
+from tricomm.explorer.report.findings import Execution, Subject
 from tricomm.explorer.schedule.strategies import Given
-from tricomm.explorer.world.execution import Ranks, Subject
 from tricomm.kernels import layout
 from tricomm.options import Options
 

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.explorer.compiled import compiled_runtime
-from tricomm.explorer.report.findings import Execution
+from tricomm.explorer.execution import Ranks
+from tricomm.explorer.report.findings import Execution, Subject
 from tricomm.explorer.schedule.strategies import RandomWalk
-from tricomm.explorer.world.execution import Ranks, Subject
 from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter
 from tricomm.options import Options

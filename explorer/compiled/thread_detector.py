@@ -19,14 +19,13 @@ from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, disti
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.memory_model import allowed
-from tricomm.explorer.memory_model.access_kinds import kind_of
-from tricomm.explorer.memory_model.detector import MOST, RELEASES
+from tricomm.explorer.memory_model.access_kinds import RELEASES, kind_of
 from tricomm.explorer.memory_model.regions import Region
-from tricomm.explorer.memory_model.rest import free_shadows, not_at_rest
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.report import diagnosis
-from tricomm.explorer.report.findings import Finding, Record
+from tricomm.explorer.report.findings import MOST_FINDINGS, Finding, Record
+from tricomm.explorer.report.rest import free_shadows, not_at_rest
 from tricomm.kernels import layout
 
 _SHARED_GRANULE = 4
@@ -64,7 +63,7 @@ class ThreadDetector:
 
     def report(self, finding: Finding) -> None:
         """Keep a finding, unless there is one about the same two lines already."""
-        if len(self.findings) < MOST and all(f.key != finding.key for f in self.findings):
+        if len(self.findings) < MOST_FINDINGS and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
 
     # Host code

@@ -13,8 +13,7 @@ from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.weak_memory import LateStore, WeakMemory, words_of
-from tricomm.explorer.memory_model.machine import OutOfBounds
-from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.explorer.memory_model.regions import Memory, OutOfBounds, Region
 from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.schedule.contention import Contention

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+RELEASES = ("release", "acq_rel")  # semantics
 PLAIN = 0
 SIZE = 31  # the low bits: bytes of the element; above them the scope, 0 for a weak access
 MULTICAST = 128  # by an address that stands for all ranks' memory

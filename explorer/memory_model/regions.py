@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tricomm.errors import TricommError
 from tricomm.kernels import layout
 from tricomm.store.local_arena import host_view
 
@@ -35,6 +36,10 @@ _TABLE = {
 }
 _ABORT_WORDS = [layout.ABORT, layout.STATUS]
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
+
+
+class OutOfBounds(TricommError):
+    """An access outside of all memory that the kernel was given."""
 
 
 @dataclass(eq=False)

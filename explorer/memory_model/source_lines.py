@@ -34,7 +34,7 @@ _HIDDEN = tuple(
     for m in (memory_access, triton_adapter, triton_shortcuts, interpreter, interpreted_wide, kernel_launch)
 )
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_HERE = str(Path(__file__).parent)
+_OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("memory_model", "interpreted"))
 _ROOT = interpreter.Program.__call__.__code__
 _KERNELS = str(Path(kernels.__file__ or "").parent)
 _PACKAGE = str(Path(_KERNELS).parent)
@@ -93,7 +93,7 @@ def current() -> Site:
         file = frame.f_code.co_filename
         hidden = _hidden.get(file)
         if hidden is None:
-            hidden = _hidden[file] = file.startswith((*_HIDDEN, _HERE))
+            hidden = _hidden[file] = file.startswith((*_HIDDEN, *_OWN))
         if not hidden:
             key.append((file, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tricomm.communicator import Communicator
 from tricomm.explorer.memory_model.source_lines import Site
+from tricomm.options import Options
 
 KINDS = (
     "race",
@@ -22,6 +24,7 @@ KINDS = (
 )
 
 
+MOST_FINDINGS = 20
 MOST_PATIENCE = 64
 _LIMIT = 1 << 63
 
@@ -161,3 +164,30 @@ class Finding:
 def _short(where: str) -> str:
     path, _, line = where.rpartition(":")
     return f"{Path(path).name}:{line}"
+
+
+@dataclass
+class Outcome:
+    """The outcome of an execution. `results` belong to the ranks that returned; `errors` to the ranks that raised, in
+    the order in which they were raised."""
+
+    results: dict[int, Any]
+    errors: dict[int, Exception]
+    findings: list[Finding]
+    records: list[Record]
+    choices: tuple[tuple[int, str], ...]
+    steps: int
+    deadlock: str | None = None
+
+
+@dataclass
+class Subject:
+    """The function to execute: `fn(comm)` for `world_size` ranks under `options`. `residency`: blocks at once;
+    `compiled`: the architecture whose compiled kernels run, None for Triton's interpreter."""
+
+    fn: Callable[[Communicator], Any]
+    world_size: int
+    options: Options
+    residency: int | None = None
+    most_steps: int = 1_000_000
+    compiled: str | None = None

@@ -12,8 +12,7 @@ from typing import Any
 import triton
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.report.findings import Finding, checked
-from tricomm.explorer.world.execution import Subject
+from tricomm.explorer.report.findings import Finding, Subject, checked
 from tricomm.options import Options, Tuning
 
 SCHEMA = 1

@@ -8,8 +8,8 @@ from random import Random
 import numpy as np
 import pytest
 
+from tricomm.explorer.interpreted.detector import Detector
 from tricomm.explorer.memory_model.clocks import STRICT
-from tricomm.explorer.memory_model.detector import Detector
 from tricomm.explorer.memory_model.regions import Place, Region
 from tricomm.explorer.memory_model.source_lines import NOWHERE
 from tricomm.explorer.schedule.tasks import Task

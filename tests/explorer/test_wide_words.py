@@ -12,8 +12,8 @@ import tricomm
 from tests.explorer import wide_kernels
 from tests.explorer.mutation import _keep
 from tricomm.explorer import Report, campaign
-from tricomm.explorer.memory_model import delays as delays_of_stores
-from tricomm.explorer.memory_model.delays import Delays, Held
+from tricomm.explorer.interpreted import delays as delays_of_stores
+from tricomm.explorer.interpreted.delays import Delays, Held
 from tricomm.explorer.schedule.tasks import Task
 from tricomm.kernels.launch.memory_access import Access
 from tricomm.kernels.wide_words import why_not

@@ -19,7 +19,7 @@ from tests.explorer import small_kernels as k
 from tests.explorer.test_check import words
 from tricomm.errors import CollectiveTimeout, InvalidArgument, PeerDied
 from tricomm.explorer.compiled import thread_detector
-from tricomm.explorer.memory_model import detector
+from tricomm.explorer.interpreted import detector
 from tricomm.kernels.launch import triton_adapter
 
 

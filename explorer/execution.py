@@ -6,7 +6,6 @@ import re
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from tricomm.communicator import Communicator
@@ -18,15 +17,15 @@ from tricomm.explorer.compiled.stream_queues import NoOrders
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.unit_machine import UnitMachine
 from tricomm.explorer.compiled.weak_memory import WeakMemory
+from tricomm.explorer.interpreted.delays import Delays
+from tricomm.explorer.interpreted.detector import Detector
+from tricomm.explorer.interpreted.machine import Machine
 from tricomm.explorer.memory_model import source_lines
-from tricomm.explorer.memory_model.delays import Delays
-from tricomm.explorer.memory_model.detector import Detector
-from tricomm.explorer.memory_model.machine import Machine, OutOfBounds
-from tricomm.explorer.memory_model.regions import Array, Memory, Region, closed_by
+from tricomm.explorer.memory_model.regions import Array, Memory, OutOfBounds, Region, closed_by
 from tricomm.explorer.ptx.global_memory import BadAddress
 from tricomm.explorer.ptx.unit import StepLimit
 from tricomm.explorer.report import diagnosis
-from tricomm.explorer.report.findings import Execution, Finding, Record
+from tricomm.explorer.report.findings import Execution, Finding, Outcome, Subject
 from tricomm.explorer.schedule import deadlocks
 from tricomm.explorer.schedule.choices import Strategy
 from tricomm.explorer.schedule.contention import Contention
@@ -36,36 +35,8 @@ from tricomm.explorer.schedule.tasks import Launch, State
 from tricomm.explorer.world.host_state import Hosts
 from tricomm.explorer.world.oracle import Oracle
 from tricomm.explorer.world.world import World
-from tricomm.options import Options
 
 _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
-
-
-@dataclass
-class Outcome:
-    """The outcome of an execution. `results` belong to the ranks that returned; `errors` to the ranks that raised, in
-    the order in which they were raised."""
-
-    results: dict[int, Any]
-    errors: dict[int, Exception]
-    findings: list[Finding]
-    records: list[Record]
-    choices: tuple[tuple[int, str], ...]
-    steps: int
-    deadlock: str | None = None
-
-
-@dataclass
-class Subject:
-    """The function to execute: `fn(comm)` for `world_size` ranks under `options`. `residency`: blocks at once;
-    `compiled`: the architecture whose compiled kernels run, None for Triton's interpreter."""
-
-    fn: Callable[[Communicator], Any]
-    world_size: int
-    options: Options
-    residency: int | None = None
-    most_steps: int = 1_000_000
-    compiled: str | None = None
 
 
 class Ranks:

@@ -18,20 +18,17 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.memory_model import allowed
-from tricomm.explorer.memory_model.access_kinds import PLAIN, kind_of, same_size, scope_of
+from tricomm.explorer.memory_model.access_kinds import PLAIN, RELEASES, kind_of, same_size, scope_of
 from tricomm.explorer.memory_model.clocks import ACQUIRES, SEEN, STRICT, Message, Thread
 from tricomm.explorer.memory_model.regions import Array, Place, Region
-from tricomm.explorer.memory_model.rest import free_shadows, not_at_rest
 from tricomm.explorer.memory_model.shadow import SCOPES, Clash, Index, LastByKind, Shadow
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.report import diagnosis
-from tricomm.explorer.report.findings import Finding, Record
+from tricomm.explorer.report.findings import MOST_FINDINGS, Finding, Record
+from tricomm.explorer.report.rest import free_shadows, not_at_rest
 from tricomm.explorer.schedule.tasks import Launch, Task
 from tricomm.kernels import layout
 from tricomm.kernels.launch.memory_access import Access
-
-MOST = 20
-RELEASES = ("release", "acq_rel")
 
 
 @dataclass(slots=True)
@@ -171,7 +168,7 @@ class Detector:
 
     def report(self, finding: Finding) -> None:
         """Keep a finding, unless one with the same kind and lines is kept already."""
-        if len(self.findings) < MOST and all(f.key != finding.key for f in self.findings):
+        if len(self.findings) < MOST_FINDINGS and all(f.key != finding.key for f in self.findings):
             self.findings.append(finding)
 
     def leftovers(self, arenas: list[Region]) -> None:

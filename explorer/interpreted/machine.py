@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from tricomm.errors import TricommError
+from tricomm.explorer.interpreted.delays import Delays, Held
+from tricomm.explorer.interpreted.detector import Detector
 from tricomm.explorer.memory_model import allowed, source_lines
-from tricomm.explorer.memory_model.delays import Delays, Held
-from tricomm.explorer.memory_model.detector import Detector
-from tricomm.explorer.memory_model.regions import Array, Memory, Place
+from tricomm.explorer.memory_model.regions import Array, Memory, OutOfBounds, Place
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.scheduler import Scheduler
@@ -16,10 +15,6 @@ from tricomm.explorer.schedule.tasks import State, Task
 from tricomm.kernels.launch.memory_access import Access
 
 _PATIENCE = 64  # rounds before a loop of plain loads, or of a kernel after an abort, counts as a poll
-
-
-class OutOfBounds(TricommError):
-    """An access outside of all memory that the kernel was given."""
 
 
 class Machine:
