@@ -24,6 +24,7 @@ from tricomm.c10d.tcp.matching import Arrival, Matching, Transfer
 
 EAGER_BYTES = 128 * 1024
 STAGING_BYTES = 32 * 1024
+_PIECE_BYTES = 256 * 1024  # of long data, in one write
 
 _HEAD = struct.Struct("<HBxIIQQ")  # magic, kind, type, tag, bytes, id
 _MAGIC = 0x7C03
@@ -45,6 +46,7 @@ class Peer:
         self._cleared: dict[int, Transfer] = {}  # by id: receives whose data the sender has been asked for
         self._next_id = 0
         # The frame that is being read: part of its head, or the memory for the rest of its data
+        self._reading = False
         self._head = bytearray()
         self._into, self._skip = _NOTHING, 0
         self._message: Transfer | None = None
@@ -95,48 +97,60 @@ class Peer:
     # The socket
 
     def write(self) -> None:
-        """Write frames until none is left or the socket takes no more."""
+        """Write frames until none is left or the socket takes no more. Long data goes in pieces, and what has come is
+        read between them: both sides then find the data in their caches."""
         while self._out:
             parts, message = self._out[0]
+            long = len(parts[-1]) > _PIECE_BYTES
             try:
-                written = self.socket.sendmsg(parts)
+                written = self.socket.sendmsg([*parts[:-1], parts[-1][:_PIECE_BYTES]] if long else parts)
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
                 self.close(error)
                 return
-            if written < sum(map(len, parts)):
+            if long or written < sum(map(len, parts)):
                 while written >= len(parts[0]):
                     written -= len(parts.pop(0))
                 parts[0] = parts[0][written:]
-                return
+                if not long:
+                    return
+                if self.receives and not self._reading:
+                    self.read()
+                continue
             self._out.popleft()
             if message is not None:
                 message.finish()
 
     def read(self) -> None:
         """Read what has come."""
-        staging = self._staging
-        while self.closed is None:
-            direct = len(self._into) >= STAGING_BYTES
-            room = self._into if direct else staging
-            try:
-                count = self.socket.recv_into(room)
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as error:
-                self.close(error)
-                return
-            if count == 0:
-                self.close(ConnectionResetError("the connection was closed by the peer"))
-            elif direct:
-                self._into = self._into[count:]
-                if not (self._into or self._skip):
-                    self._frame_ended()
-            else:
-                self._parse(staging[:count])
-            if count < len(room):
-                return
+        self._reading = True  # a frame may be answered meanwhile
+        try:
+            while self.closed is None and self._read_once():
+                pass
+        finally:
+            self._reading = False
+
+    def _read_once(self) -> bool:
+        """Read once; whether there may be more."""
+        direct = len(self._into) >= STAGING_BYTES
+        room = self._into if direct else self._staging
+        try:
+            count = self.socket.recv_into(room)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError as error:
+            self.close(error)
+            return False
+        if count == 0:
+            self.close(ConnectionResetError("the connection was closed by the peer"))
+        elif direct:
+            self._into = self._into[count:]
+            if not (self._into or self._skip):
+                self._frame_ended()
+        else:
+            self._parse(self._staging[:count])
+        return count == len(room)
 
     def close(self, error: Exception) -> None:
         """No message comes or goes any more; what is under way fails with `error`."""
