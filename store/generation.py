@@ -2,7 +2,7 @@
 
     set  tricomm/<name>/rank/<rank>       this rank's process, with a fresh nonce; empty once it has given up
     set  tricomm/<name>/agreed/<rank>     a digest of the records of all ranks, as this rank has read them
-    set  tricomm/<name>/met/<rank>        the nonces that this rank knew when it gave up
+    set  tricomm/<name>/met/<rank>        the nonces that this rank knew when it gave up, or was connected
     set  tricomm/<name>/failed/<rank>     why it gave up, if the others cannot find out
     set  tricomm/<name>/failing           the nonce of the last rank that wrote such a reason
     set  tricomm/<name>/generation        the generation that was set up last, so that its keys can be deleted
@@ -258,8 +258,7 @@ class Generation:
             told = self._noticed | {self.rank: self._nonce} if isinstance(error, PeerDied) and not agreed else known
             met = [told.get(r, _NOBODY) for r in range(self.world_size)]
             met += {*known.values(), *self._old} - {*met}
-            sealed = self._header("met", self.rank).seal(bytes([alone]) + b"".join(met), self._token)
-            self._calls.set(self._key("met", self.rank), sealed)
+            self._write_met(alone, met)
             if alone or agreed or isinstance(error, PeerDied):
                 failure = Failure(os.getpid(), type(error).__name__, f"{type(error).__name__}: {error}")
                 self._calls.set(self._key("failed", self.rank), self._record(failure).pack(self._token))
@@ -268,6 +267,10 @@ class Generation:
             if mine is not None and self._calls.read(self._key("rank", self.rank)) == mine.pack(self._token):
                 self._calls.set(self._key("rank", self.rank), b"")
         self._release()
+
+    def _write_met(self, alone: bool, nonces: list[bytes]) -> None:
+        sealed = self._header("met", self.rank).seal(bytes([alone]) + b"".join(nonces), self._token)
+        self._calls.set(self._key("met", self.rank), sealed)
 
     def _raise_if_failed(self) -> None:
         failing = self._calls.read("failing")
@@ -317,7 +320,9 @@ class Generation:
         none reads them any more."""
         self._settled = True
         with suppress(*_GONE):
-            for what in ("rank", "agreed", "met", "failed"):
+            # A rank may die before it deletes its record: later generations must not take that for one of theirs.
+            self._write_met(False, [self._seen[r].nonce for r in range(self.world_size)])
+            for what in ("rank", "agreed", "failed"):
                 self._calls.delete(self._key(what, self.rank))
             if self.rank == 0:
                 before = self._calls.read("generation")
@@ -335,7 +340,7 @@ class Generation:
             return
         with suppress(*_GONE), closing(BoundedStore(self._root, _END_SECONDS)) as calls:
             if calls.add(f"{self.name}/left", 1) == self.world_size:
-                rest = (self.name,) if self._settled else (self.name, "rank", "agreed")
+                rest = (self.name, "met") if self._settled else (self.name, "met", "rank", "agreed")
                 self._delete(calls, lambda first: first in rest)
                 if calls.read("generation") == self.name.encode():
                     calls.delete("generation")

@@ -32,12 +32,16 @@ def _create(opts: Any, pg_options: Any) -> Any:
 
 
 class _Operators(_OpNamespace):
-    """`torch.ops.tricomm`. Operators work over groups of every backend, so they cannot wait for a group of ours."""
+    """`torch.ops.tricomm` until its first use. Operators work over groups of every backend, so they cannot wait for a
+    group of tricomm's."""
 
     def __getattr__(self, op_name: str) -> Any:
-        if not op_name.startswith("__"):
-            import_module("tricomm.c10d.custom_ops")
-        return super().__getattr__(op_name)
+        if op_name.startswith("__"):
+            return super().__getattr__(op_name)
+        import_module("tricomm.c10d.custom_ops")
+        if vars(torch.ops).get("tricomm") is self:
+            del vars(torch.ops)["tricomm"]  # Inductor finds operators by the name of torch's own namespace
+        return getattr(torch.ops.tricomm, op_name)
 
 
 def _together(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:

@@ -99,6 +99,22 @@ def test_what_killed_processes_left_is_not_taken_for_a_rank(first, child):
         assert len(names([attempt(store, 1 - first), early.result()])) == 1
 
 
+def test_a_rank_that_died_when_all_were_connected_is_not_taken_for_its_successor(child):
+    store, (body, popen) = HashStore(), child
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(attempt, store, 1, own=lambda: body)
+        one = attempt(store, 0)
+    assert len(names([one, other.result()])) == 1
+    one.settle()
+    popen.kill()  # it has not deleted its record
+    popen.wait()
+    with ThreadPoolExecutor(2) as pool:
+        early = pool.submit(attempt, store, 0)
+        time.sleep(0.8)  # longer than until an ended process is named
+        assert not early.done()
+        assert len(names([attempt(store, 1), early.result()])) == 1
+
+
 def test_a_rank_that_ends_is_named_at_once_and_only_then(child):
     store, (body, popen) = HashStore(), child
     leave_record(store, 1, body)
