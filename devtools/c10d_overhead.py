@@ -134,7 +134,7 @@ def _group(comm: Communicator, x: torch.Tensor) -> Iterator[TricommGroup]:
     config = GroupConfig(HashStore(), 0, 1, timedelta(seconds=60), [0], "overhead")
     group = TricommGroup(config, exchange_capabilities(config.store, 0, 1, 60.0), Backends({}))
     comm.all_reduce(x)
-    group._fast_path.learn(comm, x, "sum")  # as after a first call on a GPU, which `comm` stands for
+    group._fast_path.learn(comm._internal, x, "sum")  # as after a first call on a GPU, which `comm` stands for
     ranks = dist.distributed_c10d._world.pg_group_ranks
     ranks[group] = {0: 0}
     try:

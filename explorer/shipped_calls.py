@@ -107,7 +107,7 @@ class ShippedCalls:
             fused_checks.checked(FusedArguments(start, tensors[1], weight, 1e-6, **given), comm.device)
             for start in (tensors[0], tensors[2])
         )
-        comm.run_fused(call, kernel.algorithm, kernel.protocol)
+        comm._internal.run_fused(call, kernel.algorithm, kernel.protocol)
         unfused.finish(exact, exact.x)
         for name in ("residual_out", "norm_out", "quant_out", "scale_out"):
             got, want = getattr(call, name), getattr(exact, name)

@@ -48,10 +48,16 @@ class Box:
 
 def dumps(comm: Communicator) -> str:
     """The facts of the box that `comm` runs on, as JSON."""
-    routes = comm.routes
+    routes = comm._internal.routes
     if comm.gpu is not None:  # a benchmark's group is made without NCCL
         routes = replace(routes, fallback=NCCL, missing="")
-    facts = Box(comm.fingerprint, comm.options.arena_bytes, comm.most_blocks, comm.site.no_multicast, routes)
+    facts = Box(
+        comm._internal.fingerprint,
+        comm.options.arena_bytes,
+        comm._internal.most_blocks,
+        comm._internal.site.no_multicast,
+        routes,
+    )
     return json.dumps(asdict(facts))
 
 

@@ -23,28 +23,28 @@ from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import Adapter, pick_device
 from tricomm.core.calls.collectives import Collectives
 from tricomm.core.calls.fused_collectives import FusedCollectives
+from tricomm.core.calls.fused_methods import FusedMethods
+from tricomm.core.calls.memory_methods import MemoryMethods
 from tricomm.core.calls.point_to_point import PointToPoint
+from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.calls.row_collectives import RowCollectives
 from tricomm.core.calls.suspension import Suspension
+from tricomm.core.calls.tuning_methods import TuningMethods
 from tricomm.core.calls.user_kernels import UserKernels
-from tricomm.core.entry_guard import by_hand, entry, fact, guarded, set_up
+from tricomm.core.entry_guard import entry, guarded, set_up
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
+from tricomm.core.internal import Internal
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.planner import Planner
 from tricomm.core.runtime import PROCESSES, Runtime
-from tricomm.core.watch.monitor import FallbackBackend
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
-from tricomm.policy import user_tables
-from tricomm.policy.backend_choice import GroupFacts
 from tricomm.policy.router import Router
-from tricomm.policy.selection_facts import SelectionFacts
-from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store.arena import Arena
 from tricomm.store.control import ControlPage, RankState
 from tricomm.store.rendezvous import check_rank, open_store
@@ -55,7 +55,7 @@ _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _kept: list[Communicator] = []  # closed, but a kernel may still use their memory
 
 
-class Communicator:
+class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
     """Ranks of one node that share memory and run collectives over it; on GPUs, with NCCL behind the kernels.
 
     `store` is any `torch.distributed` Store; after the rendezvous only `split`, and groups that share no memory, use
@@ -157,47 +157,16 @@ class Communicator:
         planner = Planner(group, faults, launcher, monitor, activity, tuned, router)
         self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
         self._guard, self._planner = launcher.guard, planner
-        self._collectives = Collectives(group, faults, planner, launcher)
+        self._calls = PreparedCalls(group, faults, planner, launcher)
+        self._run = self._calls.run
         self._fused = FusedCollectives(group, faults, planner, launcher)
         self._rows = RowCollectives(group, faults, planner, launcher)
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
         self._suspension = Suspension(group, faults, launcher, self._messages)
+        self._internal = Internal(group, faults, monitor, launcher, planner, self._calls, self._fused, self._messages)
         monitor.start(self._messages.describe)
         _live.add(self)
-
-    # Collectives, messages, a user's own kernels
-
-    all_reduce = entry(Collectives.all_reduce, "_collectives")
-    all_reduce_rms_norm = entry(FusedCollectives.all_reduce_rms_norm, "_fused")
-    all_reduce_rms_norm_quantized = entry(FusedCollectives.all_reduce_rms_norm_quantized, "_fused")
-    all_reduce_rows = entry(RowCollectives.all_reduce_rows, "_rows")
-    run_fused = entry(FusedCollectives.run_checked, "_fused")
-    all_gather = entry(Collectives.all_gather, "_collectives")
-    reduce_scatter = entry(Collectives.reduce_scatter, "_collectives")
-    broadcast = entry(Collectives.broadcast, "_collectives")
-    reduce = entry(Collectives.reduce, "_collectives")
-    gather = entry(Collectives.gather, "_collectives")
-    scatter = entry(Collectives.scatter, "_collectives")
-    all_to_all = entry(Collectives.all_to_all, "_collectives")
-    all_to_all_v = entry(Collectives.all_to_all_v, "_collectives")
-    barrier = entry(Collectives.barrier, "_collectives")
-    repeat = entry(Collectives.repeat, "_collectives")
-    remember = entry(Collectives.remember, "_collectives")
-    send = entry(PointToPoint.send, "_messages")
-    recv = entry(PointToPoint.recv, "_messages")
-    unread = entry(PointToPoint.unread, "_messages")
-    symmetric = entry(UserKernels.symmetric, "_user_kernels")
-    register = entry(UserKernels.register, "_user_kernels")
-    launch = entry(UserKernels.launch, "_user_kernels")
-    suspend = entry(Suspension.suspend, "_suspension")
-    resume = entry(Suspension.resume, "_suspension")
-    synchronize = entry(Launcher.synchronize, "_launcher")
-    announce = entry(Launcher.announce, "_launcher")
-    withdraw = entry(Launcher.withdraw, "_launcher")
-    explain = entry(Planner.explain, "_planner")
-    use_table = entry(Planner.use_table, "_planner")
-    time_calls = entry(Planner.time_calls, "_planner")
 
     @guarded
     def split(self, ranks: Sequence[int]) -> Communicator | None:
@@ -231,14 +200,6 @@ class Communicator:
         """Raise the group's fault if there is one; costs two memory reads if there is none."""
         self._faults.check()
 
-    def interrupted(self, error: BaseException) -> None:
-        """Abort the group because `error` has stopped this rank, and tell the others; does nothing if it is closed."""
-        self._faults.interrupted(error)
-
-    def watch(self, backend: FallbackBackend) -> None:
-        """Ask `backend`, which makes calls beside the kernels, for its errors too, and abort it with the group."""
-        self._monitor.watch(backend)
-
     # What it is, and what it has done
 
     def stats(self) -> Statistics:
@@ -249,53 +210,60 @@ class Communicator:
         self._activity.collect()
         return self._activity.statistics()
 
-    rank: int = fact(lambda comm: comm._group.rank, "This rank's number, from 0.")
-    world_size: int = fact(lambda comm: comm._group.world_size, "How many ranks there are.")
-    group: str = fact(lambda comm: comm._group.name, "The group's name, the same on all ranks.")
-    device: torch.device = fact(lambda comm: comm._group.device, "The device of this rank's tensors.")
-    options: Options = fact(
-        lambda comm: comm._group.options, "What was given, with what the environment asks of every group."
-    )
-    topology: Topology | None = fact(
-        lambda comm: comm._group.topology, "How the ranks' devices are linked; None if that is not known."
-    )
-    simulated: bool = fact(
-        lambda comm: comm._group.device.type != "cuda",
-        "Whether there is no GPU, and a CPU runs the kernels: no time measured there says anything about a GPU.",
-    )
-    gpu: Gpu | None = fact(
-        lambda comm: comm._group.gpu, "The GPU on whose streams the kernels run; None if they are interpreted."
-    )
-    kind: str = fact(
-        lambda comm: comm._group.arena.kind,
-        "How memory is shared: posix_shm, cuda_vmm, cuda_ipc or local; none if NCCL serves every call.",
-    )
-    suspended: bool = fact(
-        lambda comm: comm._group.suspended,
-        "Whether `suspend` has given the memory back, and `resume` not taken it yet.",
-    )
-    arena_layout: layout.Layout = fact(lambda comm: comm._group.layout, "Where headers and mailboxes are in an arena.")
-    most_blocks: int = fact(
-        lambda comm: comm._group.max_blocks,
-        "The largest grid whose blocks are surely resident together on every rank's device.",
-    )
-    peer_ranges: list[tuple[int, int]] = fact(
-        lambda comm: [(base, comm._group.arena.nbytes) for base in comm._group.arena.bases],
-        "(first address, bytes) of every rank's arena as mapped in this process.",
-    )
-    group_table: torch.Tensor = fact(
-        lambda comm: comm._group.table,
-        "int64 tensor that `tricomm.kernels.primitives` take as `group`: this rank's number, and its peers' memory.",
-    )
-    reachable: bool = fact(lambda comm: comm._group.reachable, "Whether every rank's memory is mapped on every other.")
-    site: SelectionFacts = fact(lambda comm: comm._planner.site, "The facts that decide between the kernels.")
-    routes: GroupFacts = fact(lambda comm: comm._planner.router.facts, "What decides between the kernels and NCCL.")
+    @property
+    def rank(self) -> int:
+        """This rank's number, from 0."""
+        return self._group.rank
 
     @property
-    def fingerprint(self) -> Fingerprint:
-        """The kind of box that this group runs on: tuning tables are keyed by it."""
-        group = self._group
-        return user_tables.fingerprint(group.device_class, group.device, group.world_size, group.topology)
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._group.world_size
+
+    @property
+    def group(self) -> str:
+        """The group's name, the same on all ranks."""
+        return self._group.name
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's tensors."""
+        return self._group.device
+
+    @property
+    def options(self) -> Options:
+        """What was given, with what the environment asks of every group."""
+        return self._group.options
+
+    @property
+    def topology(self) -> Topology | None:
+        """How the ranks' devices are linked; None if that is not known."""
+        return self._group.topology
+
+    @property
+    def simulated(self) -> bool:
+        """Whether there is no GPU, and a CPU runs the kernels: no time measured there says anything about a GPU."""
+        return self._group.device.type != "cuda"
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU on whose streams the kernels run; None if they are interpreted."""
+        return self._group.gpu
+
+    @property
+    def kind(self) -> str:
+        """How memory is shared: posix_shm, cuda_vmm, cuda_ipc or local; none if NCCL serves every call."""
+        return self._group.arena.kind
+
+    @property
+    def suspended(self) -> bool:
+        """Whether `suspend` has given the memory back, and `resume` not taken it yet."""
+        return self._group.suspended
+
+    @property
+    def group_table(self) -> torch.Tensor:
+        """int64 tensor that `tricomm.kernels.primitives` take as `group`: this rank's number, and its peers' memory."""
+        return self._group.table
 
     def __repr__(self) -> str:
         return str(self._group)
@@ -309,10 +277,10 @@ class Communicator:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, KeyboardInterrupt):  # between two calls: tell its cause before the group is closed
-            self.interrupted(error)
+            self._faults.interrupted(error)
         self.close()
 
-    @by_hand
+    @entry
     def close(self) -> None:
         """Leave the group and release everything. Idempotent; a forked child's copy is only marked as closed.
 

@@ -120,7 +120,7 @@ def ours(comm: Communicator, case: Case, made: FusedTensors) -> Callable[[], Any
     """tricomm's call."""
     call = made.call
     forced = (case.algorithm, case.protocol)
-    return lambda: comm.run_fused(call, *forced)
+    return lambda: comm._internal.run_fused(call, *forced)
 
 
 Join = Callable[[], Any]  # makes the library's group of torch.distributed

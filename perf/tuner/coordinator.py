@@ -35,10 +35,10 @@ class Coordinator:
     def __init__(self, emit: Callable[..., None], worker: TuningWorker, request: TuningRequest) -> None:
         self._emit, self._worker = emit, worker
         comm = worker.comm
-        self._cpu, self._world_size, self._fingerprint = comm.simulated, comm.world_size, comm.fingerprint
+        self._cpu, self._world_size, self._fingerprint = comm.simulated, comm.world_size, comm._internal.fingerprint
         self._points = request.points(self._cpu)
         self._in_force = {point: _in_force(comm, point) for point in self._points}
-        self._site = comm.site
+        self._site = comm._internal.site
         self._machine = _similar_machine(self._fingerprint.device, self._fingerprint.topology)
         self._times = CheckedTimes(emit, worker)
         key = request.key(self._fingerprint.digest, tuning_tables.KERNELS, provenance.versions())
@@ -76,7 +76,7 @@ class Coordinator:
         known = registry.of(point.collective, self._world_size, multicast=not self._cpu)
         kernels = [k for k in known if self._runs(point, k)]
         comm = self._worker.comm
-        candidates = pool(kernels, comm.arena_layout, comm.most_blocks, self._cpu, point.beside)
+        candidates = pool(kernels, comm._internal.arena_layout, comm._internal.most_blocks, self._cpu, point.beside)
         return [c for c in candidates if _as_it_is(self._site, point, c)] if point.epilogue else candidates
 
     def _runs(self, point: Point, kernel: registry.Kernel) -> bool:

@@ -295,7 +295,7 @@ def namespace(function):
 
 def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
     comm, told = FakeComm(cuda), []
-    comm.interrupted = told.append
+    comm._internal = types.SimpleNamespace(interrupted=told.append)
     cuda.done = False
     work = run(cuda, streams.GroupStream(comm), True)
 

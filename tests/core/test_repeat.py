@@ -167,9 +167,13 @@ def test_repeats_are_counted_and_announced(comm):
     x = torch.ones(SHAPE)
     for _ in range(3):
         comm.all_reduce(x)
-    assert comm.repeat("sum", x) and not comm.repeat("max", x)  # as a c10d group does
+    assert comm._internal.repeat("sum", x) and not comm._internal.repeat("max", x)  # as a c10d group does
     flat = torch.ones(24)
-    assert not comm.repeat("sum", flat) and comm.remember("sum", flat) and not comm.remember("max", flat)
+    assert (
+        not comm._internal.repeat("sum", flat)
+        and comm._internal.remember("sum", flat)
+        and not comm._internal.remember("max", flat)
+    )
     assert tricomm.stats()["kernels"]["all_reduce"] == before + 4 and comm._launcher.sequence == sequence + 4
 
 

@@ -166,9 +166,9 @@ class Dispatcher:
             return
         self._comms[device] = comm
         if self._lost is not None:  # the caller was interrupted meanwhile
-            comm.interrupted(self._lost)
+            comm._internal.interrupted(self._lost)
         # If the kernels' group is given up, a rank in NCCL may be waiting for one that never comes.
-        comm.watch(self._backends)
+        comm._internal.watch(self._backends)
 
     def gpu(self) -> torch.device:
         """The GPU of calls without a tensor: the one that this group uses, if just one, else the rank's own."""
@@ -212,7 +212,7 @@ class Dispatcher:
             streams = self._streams[first.device] = GroupStream(comm)
         work = streams.run(action, batch, first.timeout or self._config.timeout)
         if first.collective == "all_reduce" and not first.async_op and len(batch) == 1 and first.fused is None:
-            self.fast_path.learn(comm, first.result[0], first.op)
+            self.fast_path.learn(comm._internal, first.result[0], first.op)
         return work
 
     def _to_nccl(
@@ -222,12 +222,12 @@ class Dispatcher:
         if comm is None:
             return native()
         for call, route in zip(batch, routes, strict=True):
-            comm.announce(self._record(call, route.backend))
+            comm._internal.announce(self._record(call, route.backend))
         try:
             return native()
         except Exception as error:
             setattr(error, NOTHING_SENT, True)
-            comm.withdraw(len(batch))
+            comm._internal.withdraw(len(batch))
             raise
 
     def _record(self, call: GroupCall, backend: str) -> PackedDescriptor:
@@ -277,7 +277,7 @@ class Dispatcher:
         if self._lost is None:
             self._lost = GroupAborted(f"rank {self._config.rank} was stopped by {first_line(error)}")
         for comm in list(self._comms.values()):
-            comm.interrupted(error)
+            comm._internal.interrupted(error)
         self.abort_waits(self._lost)
         self._cpu.refuse(self._lost)
         self._backends.abort()
@@ -301,7 +301,7 @@ def _by_kernels(comm: Communicator, call: GroupCall) -> None:
     sends, takes = call.splits or ([], [])
     match call.collective:
         case "all_reduce" if call.fused is not None:
-            comm.run_fused(call.fused)
+            comm._internal.run_fused(call.fused)
             call.finish = lambda: None
         case "all_reduce":
             comm.all_reduce(x, call.op)

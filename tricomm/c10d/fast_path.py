@@ -15,7 +15,7 @@ from tricomm.c10d.call_guard import sends
 from tricomm.c10d.group_calls import OPERATIONS
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import FinishedWork
-from tricomm.communicator import Communicator
+from tricomm.core.internal import Internal
 
 # One handle for all calls: the caller already holds the result of a finished one.
 _FINISHED = FinishedWork([])
@@ -31,11 +31,11 @@ class FastPath:
     """One group's all_reduce calls that its communicator can repeat."""
 
     def __init__(self) -> None:
-        self._comm: Communicator | None = None
+        self._comm: Internal | None = None
         self._repeat: Callable[[str, torch.Tensor], bool] | None = None
         self.made = 0
 
-    def learn(self, comm: Communicator, x: torch.Tensor, op: str) -> None:
+    def learn(self, comm: Internal, x: torch.Tensor, op: str) -> None:
         """From now on repeat all_reduces of tensors like `x`, of which `comm` has just made one, flattened.
 
         For one communicator only: a group has one, unless its process uses several GPUs.

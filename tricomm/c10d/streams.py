@@ -43,7 +43,7 @@ class CudaWork(Work):
             except TricommError:
                 raise
             except BaseException as error:
-                self._comm.interrupted(error)
+                self._comm._internal.interrupted(error)
                 raise
         self._comm.check()
         return True

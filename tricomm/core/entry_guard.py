@@ -15,29 +15,19 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import CodeType, FrameType, FunctionType
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from types import CodeType, FrameType
+from typing import Any, TypeVar, cast
 
 import torch
 
 from tricomm.errors import ResourceError, TricommError
+from tricomm.gpu import Gpu
 from tricomm.store.bounded_store import first_line
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _codes: set[CodeType] = set()
 # Of what the system refuses at a limit: descriptors, memory, threads, space.
 _REFUSALS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.ENOBUFS}
-# The call is on the line of the `try`: then even an exception at the first instruction is inside of it.
-_METHOD = "_method if (gpu := self._gpu) is None or gpu.current_device() == gpu.index else gpu.under(_method)"
-_SOURCE = """
-def {name}({parameters}):
-    try: return ({on_its_device})({arguments})
-    except BaseException as error:
-        self._guard.unwound(error)
-        raise
-"""
 
 
 class CallLock:
@@ -92,65 +82,44 @@ class Guard:
         return False
 
 
+def entry(method: _Method) -> _Method:
+    """Marks a public method whose `except` clause calls `Guard.unwound`. Its object has `_guard`.
+
+    The clause is written out where every microsecond counts; `guarded` adds it.
+    """
+    _codes.add(cast(Any, method).__code__)
+    return method
+
+
 def guarded(method: _Method) -> _Method:
     """`method` with the guard around it. Its object has `_guard`, which is told of every exception that leaves it, and
     `_gpu`, which is the current device inside, or None."""
-    return cast(_Method, _surrounded(method, "self"))
+
+    @functools.wraps(method)
+    def call(self: Any, /, *args: Any, **keywords: Any) -> Any:
+        try:
+            return on_device(self._gpu, method)(self, *args, **keywords)
+        except BaseException as error:
+            if not isinstance(error, TypeError) or _fit(method, self, *args, **keywords):
+                self._guard.unwound(error)
+            raise
+
+    _codes.add(cast(Any, call).__code__)
+    return cast(_Method, call)
 
 
-def entry(method: Callable[Concatenate[Any, _P], _R], owner: str) -> Callable[Concatenate[Any, _P], _R]:
-    """A guarded method of a facade: `method` of the collaborator that the facade has as its attribute `owner`.
-
-    It calls the collaborator's method without another frame, and has its signature and docstring.
-    """
-    return cast(Callable[Concatenate[Any, _P], _R], _surrounded(method, f"self.{owner}"))
+def on_device(gpu: Gpu | None, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, with `gpu` as the current device inside."""
+    return method if gpu is None or gpu.current_device() == gpu.index else gpu.under(method)
 
 
-def fact(read: Callable[[Any], _R], meaning: str) -> _R:
-    """A property of a facade, whose value `read` returns; the class annotates its type."""
-    return cast(_R, property(read, doc=meaning))
-
-
-def _surrounded(method: Any, owner: str) -> Callable[..., Any]:
-    """The wrapper is made from the method's signature: one that takes any arguments would cost a small call 6 % more.
-    A call whose arguments do not fit the signature is refused outside of the guard."""
-    parameters, arguments, star = [], [], False
-    several = bool(method.__code__.co_flags & inspect.CO_VARARGS)
-    for parameter in inspect.signature(method).parameters.values():
-        name = parameter.name
-        by_keyword = parameter.kind is parameter.KEYWORD_ONLY
-        if by_keyword and not star:
-            parameters.append("*")
-        prefix = "*" if parameter.kind is parameter.VAR_POSITIONAL else ""
-        prefix = "**" if parameter.kind is parameter.VAR_KEYWORD else prefix
-        star = star or by_keyword or prefix == "*"
-        parameters.append(prefix + name + ("" if parameter.default is parameter.empty else "=None"))
-        arguments.append(f"{name}={name}" if by_keyword and several else prefix + name)
-    arguments[0] = owner
-    source = _SOURCE.format(
-        name=method.__name__, parameters=", ".join(parameters), on_its_device=_METHOD, arguments=", ".join(arguments)
-    )
-    names: dict[str, Any] = {"_method": method if several else _positional(method)}
-    exec(compile(source, f"<guarded {method.__qualname__}>", "exec"), names)
-    made = names[method.__name__]
-    functools.update_wrapper(made, method)
-    made.__defaults__ = method.__defaults__
-    made.__kwdefaults__ = method.__kwdefaults__
-    _codes.add(made.__code__)
-    return cast(Callable[..., Any], made)
-
-
-def _positional(method: Any) -> Callable[..., Any]:
-    """`method`, taking its keyword-only arguments by position, behind the others: a call by position is quicker."""
-    code = method.__code__
-    code = code.replace(co_argcount=code.co_argcount + code.co_kwonlyargcount, co_kwonlyargcount=0)
-    return FunctionType(code, method.__globals__, method.__name__, None, method.__closure__)
-
-
-def by_hand(method: _Method) -> _Method:
-    """Count `method`, which has a guard of its own, among the guarded ones."""
-    _codes.add(cast(Any, method).__code__)
-    return method
+def _fit(method: Callable[..., Any], *args: Any, **keywords: Any) -> bool:
+    """Whether the arguments fit the signature: a call that they do not fit has not begun."""
+    try:
+        inspect.signature(method).bind(*args, **keywords)
+    except TypeError:
+        return False
+    return True
 
 
 def set_up(make: Callable[[ExitStack], None]) -> None:

@@ -166,10 +166,7 @@ class Launcher:
     # The end of calls
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Wait for the calls on the current stream; raises the group's fault, or `CollectiveTimeout`.
-
-        `timeout` is in seconds (default: the communicator's).
-        """
+        """As `Communicator.synchronize`."""
         self._faults.check_usable()
         self.wait(self._group.timeout if timeout is None else timeout)
 

@@ -205,13 +205,7 @@ class Planner:
         algorithm: str | None = None, protocol: str | None = None, mode: str = "eager", hidden: int | None = None,
         quantize: str | None = None, out: Symmetric | torch.Tensor | None = None,
     ) -> Choice:  # fmt: skip
-        """The backend and the kernel of a call with `nbytes` bytes of input, and why. Pure: asks no other rank.
-
-        `nbytes` is one rank's input, the root's if there is one; `dtype` is float32 by default; `mode` is eager, or
-        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm. A symmetric handle
-        instead of `nbytes` means a call that reads it in place; `out` is the output if it is not that handle. Whether
-        NCCL can be used at all shows only when a call first goes there. Raises `InvalidArgument` for a bad argument.
-        """
+        """As `Communicator.explain`."""
         handle = nbytes if isinstance(nbytes, Symmetric) else None
         if handle is not None:
             nbytes, dtype = handle.local.nbytes, handle.dtype
@@ -261,11 +255,7 @@ class Planner:
         return choice
 
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
-        """From now on choose by `rows`, and by the shipped tables beyond them. Called by all ranks together.
-
-        For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` for anything but rows, and on all
-        ranks if their rows differ; then nothing has changed.
-        """
+        """As `Communicator.use_table`."""
         self._faults.check_usable()
         if not isinstance(rows, list | tuple) or not all(isinstance(row, TableRow) for row in rows):
             raise InvalidArgument(f"use_table: a list of TableRow is needed, not {rows!r:.200}")
@@ -279,12 +269,7 @@ class Planner:
             self.forget()
 
     def time_calls(self, every: int) -> None:
-        """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
-
-        On a GPU a call is timed by events on its stream, at the cost of recording them. Calls in a CUDA graph are not
-        timed. Call this before calls are warmed up for a capture: it forgets what they have prepared. Raises
-        `InvalidArgument` for a negative number.
-        """
+        """As `Communicator.time_calls`."""
         self._faults.check_usable()
         self._activity.time_calls(every)
         self.forget()

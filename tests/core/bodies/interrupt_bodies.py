@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import gc
 import os
 import signal
@@ -22,6 +23,7 @@ from tricomm.errors import TricommError
 from tricomm.store.control import Descriptor
 
 OWN = ("fds", "maps", "threads")  # of this process alone; others use /dev/shm, too
+_NOP = dis.opmap["NOP"]
 HOME = os.path.dirname(tricomm.__file__)
 
 
@@ -59,8 +61,8 @@ def launch(comm):
 
 
 def announce(comm):
-    comm.announce(RECORD)
-    comm.withdraw(1)
+    comm._internal.announce(RECORD)
+    comm._internal.withdraw(1)
     comm.barrier()
 
 
@@ -124,11 +126,12 @@ class Walk:
 
     def trace(self, frame, event, argument):
         name = frame.f_code.co_filename
-        inside = name.startswith((HOME, "<guarded")) and frame.f_code.co_name != "__del__"
+        inside = name.startswith(HOME) and frame.f_code.co_name != "__del__"
         return self.line if inside else None
 
     def line(self, frame, event, argument):
-        if event == "line":
+        # Python runs signal handlers where functions begin, call and jump back: not in the NOP of `try:`.
+        if event == "line" and frame.f_code.co_code[frame.f_lasti] != _NOP:
             where = (frame.f_code.co_filename, frame.f_lineno)
             if self.at is None:
                 self.lines.append(where)

@@ -26,7 +26,7 @@ def test_every_collective_equals_torch():
         x, rank = inputs(comm.rank, SIZE), comm.rank
         assert comm.simulated and comm.gpu is not None
         choice = comm.explain("all_reduce", x.numel() * 4)
-        assert "sm_90" in str(comm.fingerprint) and (choice.block, choice.warps) == (128, 4)
+        assert "sm_90" in str(comm._internal.fingerprint) and (choice.block, choice.warps) == (128, 4)
         made = {
             "all_reduce": comm.all_reduce(x.clone()),
             "all_gather": comm.all_gather(x),

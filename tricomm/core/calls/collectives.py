@@ -1,6 +1,6 @@
-"""The collectives of a communicator: what is checked, which rows go where, and what comes back.
+"""The collectives of a communicator: its public methods, and the guard around each.
 
-    user tensor -> all_reduce -> check -> plan (selection, once a shape) -> one kernel -> peers' mailboxes -> tensor
+    user tensor -> all_reduce -> prepared call, or check and plan -> one kernel -> peers' mailboxes -> tensor
 
 Calls are checked before anything is sent, so a refused call consumes no sequence number and the group stays usable.
 Every collective also takes a list of tensors of one dtype, and then gives a list: they share one launch.
@@ -8,40 +8,38 @@ Every collective also takes a list of tensors of one dtype, and then gives a lis
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from tricomm.core.calls.first_calls import INTO
 from tricomm.core.calls.prepared_calls import PreparedCalls
-from tricomm.core.faults import Faults
+from tricomm.core.entry_guard import Guard, entry, guarded
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import Request
-from tricomm.core.launcher import Launcher
-from tricomm.core.planner import Planner
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import InvalidArgument
+from tricomm.gpu import Gpu
 
 Tensor = torch.Tensor | Symmetric
 Tensors = Tensor | Sequence[torch.Tensor]
 Outputs = torch.Tensor | Sequence[torch.Tensor] | None
-_BARRIER = Request("barrier")
 
 
 class Collectives:
-    """One group's collectives. `async_op=True` returns a `Work` instead of the output; `algorithm` and `protocol` force
-    a kernel.
+    """The collectives. `async_op=True` returns a `Work` instead of the output; `algorithm` and `protocol` force a
+    kernel.
 
     All raise `InvalidArgument` before anything is sent; a fault of the group raises its own error.
     """
 
-    def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
-        self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
-        self._rank, self._world_size, self._device = group.rank, group.world_size, group.device
-        self._prepared = PreparedCalls(group, faults, planner, launcher)
-        self._launch, self._run = launcher.launch, self._prepared.run
+    _group: Group
+    _gpu: Gpu | None
+    _guard: Guard
+    _calls: PreparedCalls
+    _run: Callable[..., Any]  # of `_calls`
 
+    @entry
     def all_reduce(
         self,
         x: Tensors,
@@ -57,22 +55,15 @@ class Collectives:
         In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max, prod, band, bor or bxor, or a
         `ReduceOp`. Types narrower than 32 bits are accumulated in 32 and rounded once.
         """
-        if out is x:
-            out = None
-        return self._run(("all_reduce", op, algorithm, protocol, -1, out is None), x, out, async_op)
+        try:
+            if out is x:
+                out = None
+            return self._run(("all_reduce", op, algorithm, protocol, -1, out is None), x, out, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
-    def repeat(self, op: str, x: torch.Tensor) -> bool:
-        """Repeat an all_reduce in place. False, with nothing done, if it is new or needs the checks of a first call."""
-        return self._run(("all_reduce", op, None, None, -1, True), x, known_only=True) is not None
-
-    def remember(self, op: str, x: torch.Tensor) -> bool:
-        """Let `repeat` make all_reduces of tensors like `x`, after a call with the same elements in another shape.
-        False if such tensors need the checks of a first call."""
-        if type(x) is not torch.Tensor or x.requires_grad or not x.is_contiguous():
-            return False
-        kind = ("all_reduce", op, None, None, -1, True)
-        return self._prepared.learn(kind, Request("all_reduce", op), (x,), x, x.numel())
-
+    @entry
     def all_gather(
         self,
         x: Tensors,
@@ -88,8 +79,13 @@ class Collectives:
         size (a scalar counts as one element). In place if `x` is this rank's row of `out`; if `out` is then a
         symmetric handle, the peers read that row in place.
         """
-        return self._run(("all_gather", "none", algorithm, protocol, -1, out is None), x, out, async_op)
+        try:
+            return self._run(("all_gather", "none", algorithm, protocol, -1, out is None), x, out, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
+    @entry
     def reduce_scatter(
         self,
         x: Tensors,
@@ -105,8 +101,13 @@ class Collectives:
         Dimension 0 of `x` is a multiple of the world size; `out` has its shape with dimension 0 divided by it. In
         place if `out` is this rank's row of `x`.
         """
-        return self._run(("reduce_scatter", op, algorithm, protocol, -1, out is None), x, out, async_op)
+        try:
+            return self._run(("reduce_scatter", op, algorithm, protocol, -1, out is None), x, out, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
+    @entry
     def all_to_all(
         self,
         x: Tensors,
@@ -120,8 +121,13 @@ class Collectives:
 
         Dimension 0 of `x` is a multiple of the world size. `out` does not overlap `x`.
         """
-        return self._run(("all_to_all", "none", algorithm, protocol, -1, out is None), x, out, async_op)
+        try:
+            return self._run(("all_to_all", "none", algorithm, protocol, -1, out is None), x, out, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
+    @entry
     def all_to_all_v(
         self,
         x: Tensor,
@@ -142,16 +148,26 @@ class Collectives:
         of its capture. No rank knows the others' splits, so the size plays no part in the choice of a kernel: force
         protocol `ll` for small rows.
         """
-        kind = ("all_to_all_v", "none", algorithm, protocol, -1, out is None)
-        return self._prepared.run_uneven(kind, x, in_splits, out_splits, out, async_op)
+        try:
+            kind = ("all_to_all_v", "none", algorithm, protocol, -1, out is None)
+            return self._calls.run_uneven(kind, x, in_splits, out_splits, out, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
+    @entry
     def broadcast(
         self, x: Tensors, src: int, *, algorithm: str | None = None, protocol: str | None = None, async_op: bool = False
     ) -> Any:
         """Give every rank the `x` of rank `src`, in place."""
-        check_root(src, self._world_size, "broadcast src")
-        return self._run(("broadcast", "none", algorithm, protocol, src, True), x, None, async_op)
+        try:
+            check_root(src, self._group.world_size, "broadcast src")
+            return self._run(("broadcast", "none", algorithm, protocol, src, True), x, None, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
+    @entry
     def reduce(
         self,
         x: Tensors,
@@ -163,9 +179,14 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Reduce `x` over all ranks as `all_reduce` does, in place on rank `dst`; others keep theirs and get None."""
-        check_root(dst, self._world_size, "reduce dst")
-        return self._run(("reduce", op, algorithm, protocol, dst, True), x, None, async_op)
+        try:
+            check_root(dst, self._group.world_size, "reduce dst")
+            return self._run(("reduce", op, algorithm, protocol, dst, True), x, None, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
+    @entry
     def gather(
         self,
         x: Tensors,
@@ -177,9 +198,14 @@ class Collectives:
         async_op: bool = False,
     ) -> Any:
         """Concatenate every rank's `x` along dimension 0 on rank `dst`, into `out` or a new tensor; others get None."""
-        check_root(dst, self._world_size, "gather dst")
-        return self._run(("gather", "none", algorithm, protocol, dst, out is None), x, out, async_op)
+        try:
+            check_root(dst, self._group.world_size, "gather dst")
+            return self._run(("gather", "none", algorithm, protocol, dst, out is None), x, out, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
+    @entry
     def scatter(
         self,
         x: Tensors | None,
@@ -195,19 +221,19 @@ class Collectives:
         Dimension 0 of `x` is a multiple of the world size. Ranks other than `src` pass their `out`, or an `x` that
         only gives shape and dtype; its values are not read.
         """
-        check_root(src, self._world_size, "scatter src")
-        if x is not None:
-            return self._run(("scatter", "none", algorithm, protocol, src, out is None), x, out, async_op)
-        return self._run(("scatter", "none", algorithm, protocol, src, INTO), out, None, async_op)
+        try:
+            check_root(src, self._group.world_size, "scatter src")
+            if x is not None:
+                return self._run(("scatter", "none", algorithm, protocol, src, out is None), x, out, async_op)
+            return self._run(("scatter", "none", algorithm, protocol, src, INTO), out, None, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
 
+    @guarded
     def barrier(self, *, async_op: bool = False) -> Any:
         """Return None when every rank has entered the barrier; with `async_op=True` return a `Work` at once."""
-        group = self._group
-        self._faults.check_usable()
-        self._launch(self._planner.plan(_BARRIER, None, 0, True), group.table, group.table)
-        if not async_op:
-            self._launcher.wait(group.timeout)
-        return self._launcher.finish(None, async_op)
+        return self._calls.barrier(async_op=async_op)
 
 
 def check_root(root: Any, world_size: int, what: str) -> None:

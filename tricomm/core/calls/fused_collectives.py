@@ -58,19 +58,7 @@ class FusedCollectives:
         protocol: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Reduce `x` over all ranks, add `residual`, and normalise each row: (norm, new residual), of x's shape.
-
-        `x` is [..., hidden] of fp32, fp16 or bf16, `residual` the same or None (the new residual is the sum then),
-        `weight` is [hidden] of x's type or fp32. The sum has the bits of `all_reduce`; the residual is added in fp32
-        and rounded to x's type; the norm is residual * rsqrt(mean(residual ** 2) + eps) * (weight + weight_bias) of
-        the rounded residual, in fp32, rounded once. `weight_bias` is 1.0 for Gemma.
-
-        `norm_out` and `residual_out` take the results, in new memory if they are None: `norm_out` may be `x`,
-        `residual_out` may be `residual` or `x`. `residual`, `weight` and the numbers have to be the same on all ranks;
-        the numbers are compared. If no fused kernel takes a call (`explain` says why), an all-reduce and torch run
-        it. With `async_op=True` a `Work` is returned. Raises `InvalidArgument` before anything is sent, or the
-        group's fault.
-        """
+        """As `Communicator.all_reduce_rms_norm`."""
         given = (x, residual_out, weight, residual, norm_out, None, None, None)
         key = (
             eps,
@@ -108,19 +96,7 @@ class FusedCollectives:
         protocol: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """As `all_reduce_rms_norm`, and quantise the norm: `Quantized(codes, scales, residual, norm)`.
-
-        `quantize` is
-
-        "fp8"            codes float8_e4m3fn of x's shape: norm / `scale`, at most 448; `scale` is a number or a tensor
-                         of one fp32 element, the same on all ranks
-        "fp8_per_token"  likewise, with a scale for each row: largest magnitude / 448, in `scales`, [..., 1] fp32
-        "nvfp4"          codes uint8 [..., hidden / 2], two e2m1 a byte, in blocks of 16 elements; `scales` are bytes
-                         of e4m3: a block's largest magnitude / 6 * `scale`; `scale_layout` is swizzled_128x4 (the
-                         default; rows are padded to 128, blocks to 4) or linear
-
-        The norm itself is written only into a given `norm_out`. Raises as `all_reduce_rms_norm` does.
-        """
+        """As `Communicator.all_reduce_rms_norm_quantized`."""
         if quantize is None:
             raise InvalidArgument(
                 f"{FUSED}: quantize=None: all_reduce_rms_norm does not quantise; here is {', '.join(QUANTIZATIONS)}"

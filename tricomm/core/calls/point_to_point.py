@@ -78,15 +78,7 @@ class PointToPoint:
         group.control.doing = self.running
 
     def send(self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False) -> Any:
-        """Send `x` to rank `dst`, whose `recv` has the same number of elements, dtype and tag. Returns None.
-
-        Up to four short messages of a tag complete whether or not the receiver has asked for them. A message that finds
-        no free slot completes only with its receiver, so two ranks that send each other more than that must not both
-        send first. On a GPU it is enqueued on the current stream: later calls wait for its end.
-
-        Raises `InvalidArgument` for a rank that does not exist or is this one, a tag that is not from 0 to 2^32 - 1,
-        and while a CUDA graph is captured.
-        """
+        """As `Communicator.send`."""
         self._check_peer(dst, "send dst")
         self._message("send", arguments.allocated("send", self._input(x, "send").contiguous), dst, tag, protocol)
         return self.launcher.finish(None, async_op)
@@ -94,15 +86,7 @@ class PointToPoint:
     def recv(
         self, x: Tensor, src: int | None = None, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
     ) -> Any:
-        """Receive into `x` what rank `src` (None: any rank) sends with this `tag`. Returns the source's rank.
-
-        Messages of one rank and one tag arrive in the order in which they were sent. One with another tag may be
-        received first, as long as those before it fit into the slots of the pair. With `src=None`, ranks are looked at
-        in ascending order, and on a GPU the host waits for the source; with `async_op=True` the `Work` gives it.
-
-        Raises `InvalidArgument` as `send` does; `CollectiveMismatch` if the message has this tag and another dtype or
-        size, or if messages with other tags leave no room for more; `CollectiveTimeout` that names what is pending.
-        """
+        """As `Communicator.recv`."""
         if src is None:
             self._check_any()
         else:
@@ -245,7 +229,7 @@ class PointToPoint:
         )
 
     def unread(self) -> list[int]:
-        """Ranks that have not taken all of what this one has sent them."""
+        """As `Communicator.unread`."""
         if self.group.suspended:
             self.faults.raise_refused()
         group, memory = self.group, self.group.layout

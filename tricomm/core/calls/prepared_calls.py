@@ -26,6 +26,7 @@ from tricomm.kernels.launch.kernel_launch import Again
 
 _STATUS = layout.STATUS
 _MOST_VARIANTS = 8
+_BARRIER = Request("barrier")
 _ONE_GETS = frozenset({"reduce", "gather"})
 # Never made, no tensor, or one without storage: sparse, or wrapped by vmap or grad; no memory for the output.
 _NEW = (LookupError, TypeError, AttributeError, RuntimeError, NotImplementedError)
@@ -82,7 +83,11 @@ class PreparedCalls:
         """Make a call and return its result. With `known_only` a call that is not known, or that needs the checks of a
         first call, is not made, and None is returned."""
         entry, y = None, x
-        captured = (gpu := self._gpu) is not None and gpu.capturing()
+        captured = False
+        if (gpu := self._gpu) is not None:
+            if gpu.current_device() != gpu.index:
+                return gpu.under(self.run)(kind, x, out, async_op, known_only)
+            captured = gpu.capturing()
         try:
             if out is None:
                 known = (variants := self._calls[kind, x.shape])[0]
@@ -93,7 +98,8 @@ class PreparedCalls:
                     y = known.make()
                     target = y.data_ptr()
             else:
-                known = (variants := self._calls[kind, x.shape, out.shape])[0]
+                out.shape  # noqa: B018  # raises if it is nested: `look` would end the process
+                known = (variants := self._calls[kind, x.shape])[0]
                 if not known.look(x, out):
                     known = _first_like(variants, x, out)
                 y, address, target = out, x.data_ptr(), out.data_ptr()
@@ -120,8 +126,11 @@ class PreparedCalls:
 
     def run_uneven(self, kind: Kind, x: Any, sends: Any, takes: Any, out: Any, async_op: bool) -> Any:
         """Make a call that sends and takes other numbers of rows each time, and return its output."""
-        entry, y, group, gpu = None, out, self._group, self._gpu
-        captured = gpu is not None and gpu.capturing()
+        entry, y, group, captured = None, out, self._group, False
+        if (gpu := self._gpu) is not None:
+            if gpu.current_device() != gpu.index:
+                return gpu.under(self.run_uneven)(kind, x, sends, takes, out, async_op)
+            captured = gpu.capturing()
         try:
             given = (x,) if out is None else (x, out)
             known = _first_like(self._calls[kind, *(t.shape[1:] for t in given)], *given)
@@ -147,6 +156,23 @@ class PreparedCalls:
         self._launch(entry[0], x, y, (tuple(sends), tuple(takes)))
         return self._launcher.finish(y, async_op)
 
+    def remember(self, op: str, x: torch.Tensor) -> bool:
+        """Prepare all_reduces of tensors like `x`, after a call with the same elements in another shape. False if such
+        tensors need the checks of a first call."""
+        if type(x) is not torch.Tensor or x.requires_grad or not x.is_contiguous():
+            return False
+        kind = ("all_reduce", op, None, None, -1, True)
+        return self.learn(kind, Request("all_reduce", op), (x,), x, x.numel())
+
+    def barrier(self, *, async_op: bool) -> Any:
+        """As `Communicator.barrier`."""
+        group = self._group
+        self._faults.check_usable()
+        self._launch(self._planner.plan(_BARRIER, None, 0, True), group.table, group.table)
+        if not async_op:
+            self._launcher.wait(group.timeout)
+        return self._launcher.finish(None, async_op)
+
     def _new(self, kind: Kind, x: Any, out: Any, async_op: bool, splits: tuple[Any, Any] | None = None) -> Any:
         """Make a call that is not known, and keep it."""
         made = self._first.make(kind, x, out, splits)
@@ -164,8 +190,7 @@ class PreparedCalls:
         rest = 0 if request.collective == "all_reduce" or uneven else row
         aligned = not (x.data_ptr() | y.data_ptr() | rest) % 16
         plans = self._planner.planned(request, x.dtype, elements, aligned)
-        # A nested tensor has no shape; `look` would end the process.
-        key = kind, *(t.shape[1:] if uneven else t.shape for t in given)
+        key = (kind, *(t.shape[1:] for t in given)) if uneven else (kind, x.shape)
         variants: list[PreparedCall] = self._calls.get(key, [])
         try:
             known = _first_like(variants, *given)

@@ -37,13 +37,7 @@ class RowCollectives:
         protocol: str | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Sum `x`, [..., hidden] of fp16, bf16 or fp32, over all ranks, and hand each row to `epilogue` on every rank.
-
-        `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors
-        among `operands`, which are contiguous tensors on this device, and numbers. `x` is not changed. `hidden` is a
-        multiple of 8 up to 16384. All ranks pass the same function, and operands of the same types. Returns None.
-        Raises `InvalidArgument` for arguments that do not fit.
-        """
+        """As `Communicator.all_reduce_rows`."""
         self._faults.check_usable()
         arguments.check_tensor(x, self._group.device, _WHAT)
         for name, function in (("epilogue", epilogue), ("prepare", prepare or nothing)):

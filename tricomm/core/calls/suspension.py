@@ -31,21 +31,7 @@ class Suspension:
         self._group, self._faults, self._launcher, self._messages = group, faults, launcher, messages
 
     def suspend(self) -> None:
-        """Give this communicator's memory back to the device, on all ranks, and keep its addresses.
-
-        Collective: one thread of each rank calls it, once its other threads have made the same calls on all ranks.
-        Waits for calls in flight, for this communicator's timeout at most. Captured graphs, plans and symmetric handles
-        stay valid, and work again after `resume`; the contents of symmetric memory are lost. Until then every call is
-        refused without consuming a sequence number, except `resume`, `close` and those that ask no other rank. No graph
-        with a call of this communicator may be replayed: its kernels would touch addresses with nothing behind them. A
-        rank that dies meanwhile is noticed as usual. NCCL keeps its memory.
-
-        Raises on all ranks, with the group awake: `InvalidArgument` if one is suspended already, captures a graph, has
-        sent messages that were not received, or has closed other symmetric handles than the rest, and for memory that
-        cannot come back at its addresses (cuda_ipc); `ResourceError` if memory cannot be given back, and then the
-        contents of symmetric memory are lost all the same. `CollectiveMismatch`, with the group lost, if another rank
-        is in a call that this one has not made.
-        """
+        """As `Communicator.suspend`."""
         group, control = self._group, self._group.control
         self._faults.check_usable()
         with self._launcher.held(while_suspended=False), self._faults.abort_on_error("suspend"):
@@ -62,12 +48,7 @@ class Suspension:
                 self._wake_after(error)
 
     def resume(self) -> None:
-        """Take zeroed memory at the addresses that `suspend` has kept, on all ranks, so that calls are possible again.
-
-        Collective, by one thread of each rank. Raises on all ranks, with the group suspended, so that it can be tried
-        again: `InvalidArgument` if it is not suspended, or if symmetric handles were closed meanwhile on some ranks
-        only; `ResourceError` if memory is refused.
-        """
+        """As `Communicator.resume`."""
         group = self._group
         if not group.suspended or group.closed:
             self._faults.check_usable()

@@ -28,14 +28,7 @@ class UserKernels:
         self._handles = 0
 
     def symmetric(self, shape: Sequence[int], dtype: torch.dtype, *, multicast: bool = True) -> Symmetric:
-        """Memory of `shape` and `dtype` on every rank that every peer can reach. Collective; the same on all ranks.
-
-        `multicast`: with a multicast address, if that is possible and this communicator's own memory has one;
-        `Symmetric.no_multicast` says why not.
-
-        Raises `InvalidArgument` on all ranks if an argument is bad or differs between ranks (the group stays usable),
-        `ResourceError` if memory is refused anywhere.
-        """
+        """As `Communicator.symmetric`."""
         group = self._group
         self._faults.check_usable()
         if group.runtime.no_symmetric is not None:
@@ -59,20 +52,7 @@ class UserKernels:
             return made
 
     def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
-        """A handle on every rank's own `tensor`, which collectives then read and write in place.
-
-        Collective: a contiguous tensor of the same shape and dtype on all ranks, at an address that is a multiple of 16
-        bytes. On GPUs CUDA has to be able to share its memory: that of torch's expandable segments or symmetric memory
-        by descriptors, that of torch's usual segments by legacy CUDA IPC. With `group`, a process group of the same
-        ranks, it has to be torch's symmetric memory; torch's own mappings are used, including its multicast address if
-        all ranks have one (`Symmetric.no_multicast` says why not). On a CPU it has to lie in torch's shared memory
-        (`share_memory_()`). The tensor is kept until `handle.close()` (by all ranks) or the communicator's end, and
-        peers can reach all of the memory that was allocated together with it.
-
-        Raises on all ranks, with the group usable: `InvalidArgument` if one gives a tensor that cannot be registered,
-        if they differ, or if they lie at different offsets of torch's memory; `ResourceError` for memory that cannot be
-        shared. Such a tensor can still be passed itself, and is then staged; `explain` says why.
-        """
+        """As `Communicator.register`."""
         own = self._group
         self._faults.check_usable()
         if own.runtime.no_symmetric is not None or not own.reachable:
@@ -97,16 +77,7 @@ class UserKernels:
             return Symmetric(arena, name, tuple(tensor.shape), tensor.dtype, tensor, released)
 
     def launch(self, kernel: Any, grid: Any, *args: Any, **constexprs: Any) -> None:
-        """Run a user's `@triton.jit` kernel on the device of this communicator's tensors.
-
-        Positional arguments are runtime values (tensors, tuples of tensors, numbers), keywords constexprs and launch
-        options. `grid` is a number, a tuple of up to three, or a function of the constexprs. On a CPU the kernel is
-        interpreted and has run on return; when a peer is gone or the time is up, it is ended wherever it is, and this
-        call raises the fault. On a GPU the next call or `synchronize()` raises it, and only waits that use `primitives`
-        end: a kernel that polls by its own loads runs until its process ends.
-
-        Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
-        """
+        """As `Communicator.launch`."""
         group, launcher = self._group, self._launcher
         self._faults.check_usable()
         if not triton_adapter.is_kernel(kernel):

@@ -1,0 +1,147 @@
+"""The fused calls of a communicator: its public methods, and the guard around each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tricomm.core.calls.fused_collectives import FusedCollectives
+from tricomm.core.calls.row_collectives import RowCollectives
+from tricomm.core.entry_guard import Guard, entry, on_device
+from tricomm.gpu import Gpu
+
+
+class FusedMethods:
+    """All-reduces with what follows them in one kernel."""
+
+    _gpu: Gpu | None
+    _guard: Guard
+    _fused: FusedCollectives
+    _rows: RowCollectives
+
+    @entry
+    def all_reduce_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float = 1e-06,
+        *,
+        weight_bias: float = 0.0,
+        norm_out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Reduce `x` over all ranks, add `residual`, and normalise each row: (norm, new residual), of x's shape.
+
+        `x` is [..., hidden] of fp32, fp16 or bf16, `residual` the same or None (the new residual is the sum then),
+        `weight` is [hidden] of x's type or fp32. The sum has the bits of `all_reduce`; the residual is added in fp32
+        and rounded to x's type; the norm is residual * rsqrt(mean(residual ** 2) + eps) * (weight + weight_bias) of
+        the rounded residual, in fp32, rounded once. `weight_bias` is 1.0 for Gemma.
+
+        `norm_out` and `residual_out` take the results, in new memory if they are None: `norm_out` may be `x`,
+        `residual_out` may be `residual` or `x`. `residual`, `weight` and the numbers have to be the same on all ranks;
+        the numbers are compared. If no fused kernel takes a call (`explain` says why), an all-reduce and torch run
+        it. With `async_op=True` a `Work` is returned. Raises `InvalidArgument` before anything is sent, or the
+        group's fault.
+        """
+        try:
+            return on_device(self._gpu, self._fused.all_reduce_rms_norm)(
+                x,
+                residual,
+                weight,
+                eps,
+                weight_bias=weight_bias,
+                norm_out=norm_out,
+                residual_out=residual_out,
+                algorithm=algorithm,
+                protocol=protocol,
+                async_op=async_op,
+            )
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
+
+    @entry
+    def all_reduce_rms_norm_quantized(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float = 1e-06,
+        *,
+        quantize: str,
+        scale: torch.Tensor | float | None = None,
+        scale_layout: str | None = None,
+        weight_bias: float = 0.0,
+        norm_out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        quant_out: torch.Tensor | None = None,
+        scale_out: torch.Tensor | None = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """As `all_reduce_rms_norm`, and quantise the norm: `Quantized(codes, scales, residual, norm)`.
+
+        `quantize` is
+
+        "fp8"            codes float8_e4m3fn of x's shape: norm / `scale`, at most 448; `scale` is a number or a tensor
+                         of one fp32 element, the same on all ranks
+        "fp8_per_token"  likewise, with a scale for each row: largest magnitude / 448, in `scales`, [..., 1] fp32
+        "nvfp4"          codes uint8 [..., hidden / 2], two e2m1 a byte, in blocks of 16 elements; `scales` are bytes
+                         of e4m3: a block's largest magnitude / 6 * `scale`; `scale_layout` is swizzled_128x4 (the
+                         default; rows are padded to 128, blocks to 4) or linear
+
+        The norm itself is written only into a given `norm_out`. Raises as `all_reduce_rms_norm` does.
+        """
+        try:
+            return on_device(self._gpu, self._fused.all_reduce_rms_norm_quantized)(
+                x,
+                residual,
+                weight,
+                eps,
+                quantize=quantize,
+                scale=scale,
+                scale_layout=scale_layout,
+                weight_bias=weight_bias,
+                norm_out=norm_out,
+                residual_out=residual_out,
+                quant_out=quant_out,
+                scale_out=scale_out,
+                algorithm=algorithm,
+                protocol=protocol,
+                async_op=async_op,
+            )
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
+
+    @entry
+    def all_reduce_rows(
+        self,
+        x: torch.Tensor,
+        epilogue: Any,
+        *operands: Any,
+        prepare: Any = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: bool = False,
+    ) -> Any:
+        """Sum `x`, [..., hidden] of fp16, bf16 or fp32, over all ranks, and hand each row to `epilogue` on every rank.
+
+        `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors
+        among `operands`, which are contiguous tensors on this device, and numbers. `x` is not changed. `hidden` is a
+        multiple of 8 up to 16384. All ranks pass the same function, and operands of the same types. Returns None.
+        Raises `InvalidArgument` for arguments that do not fit.
+        """
+        try:
+            return on_device(self._gpu, self._rows.all_reduce_rows)(
+                x, epilogue, *operands, prepare=prepare, algorithm=algorithm, protocol=protocol, async_op=async_op
+            )
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise

@@ -1,0 +1,124 @@
+"""Messages, symmetric memory, users' kernels and the suspension of a communicator: its public methods."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tricomm.core.calls.collectives import Tensor
+from tricomm.core.calls.point_to_point import PointToPoint
+from tricomm.core.calls.suspension import Suspension
+from tricomm.core.calls.user_kernels import UserKernels
+from tricomm.core.entry_guard import guarded
+from tricomm.core.symmetric import Symmetric
+
+
+class MemoryMethods:
+    """Calls over memory that the ranks share."""
+
+    _messages: PointToPoint
+    _user_kernels: UserKernels
+    _suspension: Suspension
+
+    @guarded
+    def send(self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False) -> Any:
+        """Send `x` to rank `dst`, whose `recv` has the same number of elements, dtype and tag. Returns None.
+
+        Up to four short messages of a tag complete whether or not the receiver has asked for them. A message that finds
+        no free slot completes only with its receiver, so two ranks that send each other more than that must not both
+        send first. On a GPU it is enqueued on the current stream: later calls wait for its end.
+
+        Raises `InvalidArgument` for a rank that does not exist or is this one, a tag that is not from 0 to 2^32 - 1,
+        and while a CUDA graph is captured.
+        """
+        return self._messages.send(x, dst, tag, protocol=protocol, async_op=async_op)
+
+    @guarded
+    def recv(
+        self, x: Tensor, src: int | None = None, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
+    ) -> Any:
+        """Receive into `x` what rank `src` (None: any rank) sends with this `tag`. Returns the source's rank.
+
+        Messages of one rank and one tag arrive in the order in which they were sent. One with another tag may be
+        received first, as long as those before it fit into the slots of the pair. With `src=None`, ranks are looked at
+        in ascending order, and on a GPU the host waits for the source; with `async_op=True` the `Work` gives it.
+
+        Raises `InvalidArgument` as `send` does; `CollectiveMismatch` if the message has this tag and another dtype or
+        size, or if messages with other tags leave no room for more; `CollectiveTimeout` that names what is pending.
+        """
+        return self._messages.recv(x, src, tag, protocol=protocol, async_op=async_op)
+
+    @guarded
+    def symmetric(self, shape: Sequence[int], dtype: torch.dtype, *, multicast: bool = True) -> Symmetric:
+        """Memory of `shape` and `dtype` on every rank that every peer can reach. Collective; the same on all ranks.
+
+        `multicast`: with a multicast address, if that is possible and this communicator's own memory has one;
+        `Symmetric.no_multicast` says why not.
+
+        Raises `InvalidArgument` on all ranks if an argument is bad or differs between ranks (the group stays usable),
+        `ResourceError` if memory is refused anywhere.
+        """
+        return self._user_kernels.symmetric(shape, dtype, multicast=multicast)
+
+    @guarded
+    def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
+        """A handle on every rank's own `tensor`, which collectives then read and write in place.
+
+        Collective: a contiguous tensor of the same shape and dtype on all ranks, at an address that is a multiple of 16
+        bytes. On GPUs CUDA has to be able to share its memory: that of torch's expandable segments or symmetric memory
+        by descriptors, that of torch's usual segments by legacy CUDA IPC. With `group`, a process group of the same
+        ranks, it has to be torch's symmetric memory; torch's own mappings are used, including its multicast address if
+        all ranks have one (`Symmetric.no_multicast` says why not). On a CPU it has to lie in torch's shared memory
+        (`share_memory_()`). The tensor is kept until `handle.close()` (by all ranks) or the communicator's end, and
+        peers can reach all of the memory that was allocated together with it.
+
+        Raises on all ranks, with the group usable: `InvalidArgument` if one gives a tensor that cannot be registered,
+        if they differ, or if they lie at different offsets of torch's memory; `ResourceError` for memory that cannot be
+        shared. Such a tensor can still be passed itself, and is then staged; `explain` says why.
+        """
+        return self._user_kernels.register(tensor, group)
+
+    @guarded
+    def launch(self, kernel: Any, grid: Any, *args: Any, **constexprs: Any) -> None:
+        """Run a user's `@triton.jit` kernel on the device of this communicator's tensors.
+
+        Positional arguments are runtime values (tensors, tuples of tensors, numbers), keywords constexprs and launch
+        options. `grid` is a number, a tuple of up to three, or a function of the constexprs. On a CPU the kernel is
+        interpreted and has run on return; when a peer is gone or the time is up, it is ended wherever it is, and this
+        call raises the fault. On a GPU the next call or `synchronize()` raises it, and only waits that use `primitives`
+        end: a kernel that polls by its own loads runs until its process ends.
+
+        Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
+        """
+        return self._user_kernels.launch(kernel, grid, *args, **constexprs)
+
+    @guarded
+    def suspend(self) -> None:
+        """Give this communicator's memory back to the device, on all ranks, and keep its addresses.
+
+        Collective: one thread of each rank calls it, once its other threads have made the same calls on all ranks.
+        Waits for calls in flight, for this communicator's timeout at most. Captured graphs, plans and symmetric handles
+        stay valid, and work again after `resume`; the contents of symmetric memory are lost. Until then every call is
+        refused without consuming a sequence number, except `resume`, `close` and those that ask no other rank. No graph
+        with a call of this communicator may be replayed: its kernels would touch addresses with nothing behind them. A
+        rank that dies meanwhile is noticed as usual. NCCL keeps its memory.
+
+        Raises on all ranks, with the group awake: `InvalidArgument` if one is suspended already, captures a graph, has
+        sent messages that were not received, or has closed other symmetric handles than the rest, and for memory that
+        cannot come back at its addresses (cuda_ipc); `ResourceError` if memory cannot be given back, and then the
+        contents of symmetric memory are lost all the same. `CollectiveMismatch`, with the group lost, if another rank
+        is in a call that this one has not made.
+        """
+        return self._suspension.suspend()
+
+    @guarded
+    def resume(self) -> None:
+        """Take zeroed memory at the addresses that `suspend` has kept, on all ranks, so that calls are possible again.
+
+        Collective, by one thread of each rank. Raises on all ranks, with the group suspended, so that it can be tried
+        again: `InvalidArgument` if it is not suspended, or if symmetric handles were closed meanwhile on some ranks
+        only; `ResourceError` if memory is refused.
+        """
+        return self._suspension.resume()
