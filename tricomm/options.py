@@ -63,7 +63,7 @@ class Options:
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
                    algorithm, protocol, chunk, grid or graph. A call without that promise is refused. Also for all
-                   groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/batch-invariance.md)
+                   groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/torch-distributed.md#batch-invariance)
 
     Raises `InvalidArgument` for a value out of range, and for an option that is gone (`tricomm.gone`).
     """

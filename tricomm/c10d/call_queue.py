@@ -9,8 +9,8 @@ waits for another, so it does not matter when a callback is attached, on which t
     second callback of call 2         2/2/1 ...
 
 The name of a call ("2/1/1") depends only on the program, and ranks match calls by it: each line has its own tag for
-messages, and each record carries line and number. `docs/c10d.md` states the rule, `devtools.call_order_model` explores
-every order of events for small programs.
+messages, and each record carries line and number. `docs/torch-distributed.md` states the rule,
+`devtools.call_order_model` explores every order of events for small programs.
 
 A thread runs the calls of a line until none is queued. If a call has callbacks, another thread takes over the line,
 because a callback may wait for a later call. The queue takes no lock, because an interrupt in the caller's thread could

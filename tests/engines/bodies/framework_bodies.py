@@ -1,4 +1,4 @@
-"""What ranks do with training frameworks over the backend, each by the line that docs/integrations.md gives."""
+"""What ranks do with training frameworks over the backend, each by the line that docs/engines.md gives."""
 
 from __future__ import annotations
 
