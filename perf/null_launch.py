@@ -19,7 +19,7 @@ from tricomm import Communicator, Options
 from tricomm.core.runtime import Processes
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
-from tricomm.store.arena import open_arena
+from tricomm.store.arenas.arena import open_arena
 from tricomm.store.handshake import handshake
 
 

@@ -15,8 +15,6 @@ CIRCLES = {
     "explorer/compiled -> explorer/memory_model -> explorer/report -> explorer/schedule -> explorer/world",
     "explorer/ptx -> explorer/ptx/analysis -> explorer/ptx/arithmetic -> explorer/ptx/generated -> "
     "explorer/ptx/operations",
-    "perf/evidence -> perf/evidence/stages",
-    "store -> store/cuda",
     "tricomm/c10d -> tricomm/c10d/tcp",
 }
 

@@ -45,7 +45,7 @@ from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
 from tricomm.policy.router import Router
-from tricomm.store.arena import Arena
+from tricomm.store.arenas.arena import Arena
 from tricomm.store.control import ControlPage, RankState
 from tricomm.store.rendezvous import check_rank, open_store
 from tricomm.topology.model import Topology

@@ -17,9 +17,9 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options, seconds
 from tricomm.policy import launch_shapes
+from tricomm.store.arenas.local_arena import LocalArena, LocalGroup
 from tricomm.store.control import ControlPage
 from tricomm.store.handshake import handshake
-from tricomm.store.local_arena import LocalArena, LocalGroup
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MOST_QUEUES = 32  # the most hardware queues that CUDA maps streams to

@@ -26,7 +26,7 @@ from tricomm.kernels.launch import compiler, kernel_launch
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
 from tricomm.policy import launch_shapes
-from tricomm.store.arena import Arena
+from tricomm.store.arenas.arena import Arena
 from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tricomm.errors import TricommError
 from tricomm.kernels import layout
-from tricomm.store.local_arena import host_view
+from tricomm.store.arenas.local_arena import host_view
 
 Array = NDArray[Any]
 

@@ -32,9 +32,9 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter, kernel_launch
 from tricomm.options import Options
 from tricomm.store import page, process
-from tricomm.store.arena import Arena
+from tricomm.store.arenas.arena import Arena
+from tricomm.store.arenas.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.store.control import ControlPage, PackedDescriptor, RankSegment, RankState
-from tricomm.store.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.topology.model import Topology
 
 CPU = torch.device("cpu")

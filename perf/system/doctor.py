@@ -30,7 +30,7 @@ from tricomm.options import Options
 from tricomm.perf.history import database
 from tricomm.policy import user_tables
 from tricomm.store import descriptors
-from tricomm.store.arena import expected_kind, no_multicast_expected
+from tricomm.store.arenas.arena import expected_kind, no_multicast_expected
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.segments import Segment
 from tricomm.topology import discovery, nvml

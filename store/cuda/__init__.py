@@ -1,1 +1,1 @@
-"""GPU memory that ranks share: the driver calls, and the kinds of memory made of them."""
+"""The CUDA driver, and an address range that it maps."""

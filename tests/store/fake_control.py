@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 
 from tricomm import errors
+from tricomm.store.arenas.local_arena import host_page_address
 from tricomm.store.host_words import HostWords
-from tricomm.store.local_arena import host_page_address
 
 PAGE = 4096
 

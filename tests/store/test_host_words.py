@@ -24,11 +24,11 @@ from tricomm.errors import GroupAborted, ResourceError
 from tricomm.kernels import layout
 from tricomm.options import Options
 from tricomm.store import host_words
+from tricomm.store.arenas.cuda_ipc import open_cuda_ipc
+from tricomm.store.arenas.local_arena import LocalGroup
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
 from tricomm.store.handshake import handshake
 from tricomm.store.host_words import HostWords
-from tricomm.store.local_arena import LocalGroup
 from tricomm.store.segments import Segment
 
 CPU = torch.device("cpu")

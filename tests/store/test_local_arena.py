@@ -9,8 +9,8 @@ import torch
 
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.store.arenas.local_arena import LocalGroup, host_page_address, raw_view
 from tricomm.store.host_words import HostWords
-from tricomm.store.local_arena import LocalGroup, host_page_address, raw_view
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda:0")

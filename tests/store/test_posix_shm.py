@@ -19,10 +19,11 @@ from tests.open_files import open_files
 from tests.soak.growth import orphans
 from tests.store.store_ranks import holdings, in_threads, more_than, nothing_left, pages, succeed
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, ResourceError, TricommError
-from tricomm.store import posix_shm, segments
-from tricomm.store.arena import open_arena
+from tricomm.store import segments
+from tricomm.store.arenas import posix_shm
+from tricomm.store.arenas.arena import open_arena
+from tricomm.store.arenas.posix_shm import open_posix_shm
 from tricomm.store.handshake import handshake
-from tricomm.store.posix_shm import open_posix_shm
 from tricomm.store.rendezvous import open_store
 from tricomm.store.segments import Segment
 

@@ -26,7 +26,7 @@ from tricomm.metrics.counters import NCCL
 from tricomm.options import Options, with_environment
 from tricomm.policy import backend_choice, launch_shapes
 from tricomm.policy.router import Router
-from tricomm.store.arena import Arena, open_arena
+from tricomm.store.arenas.arena import Arena, open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake, refuse
 from tricomm.store.rendezvous import open_store

@@ -22,7 +22,7 @@ from tricomm.kernels.launch.kernel_launch import GroupArgument
 from tricomm.metrics.counters import HeldMemory
 from tricomm.options import Options
 from tricomm.policy import launch_shapes
-from tricomm.store.arena import Arena
+from tricomm.store.arenas.arena import Arena
 from tricomm.store.control import RankState
 from tricomm.store.process import forks
 

@@ -16,9 +16,9 @@ from tricomm.gpu import Gpu
 from tricomm.kernels.launch import kernel_launch
 from tricomm.policy import user_tables
 from tricomm.policy.tuning_tables import TunedTable
-from tricomm.store.arena import Arena, open_arena
+from tricomm.store.arenas.arena import Arena, open_arena
+from tricomm.store.arenas.registered import open_registered
 from tricomm.store.control import ControlPage
-from tricomm.store.registered import open_registered
 from tricomm.topology.model import Topology
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.core.bodies.common_bodies import communicator
 from tests.core.bodies.suspension_bodies import refused
-from tricomm.store import registered
+from tricomm.store.arenas import registered
 
 
 def _shared(numbers):

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import HashStore
 from tests.fake_cuda import FakeDevice, OnFakeGpu, World
 from tricomm import Communicator, Options, communicator
 from tricomm.kernels import layout
-from tricomm.store.arena import open_arena
+from tricomm.store.arenas.arena import open_arena
 from tricomm.store.handshake import handshake
 
 MINE, OTHER = 1, 0

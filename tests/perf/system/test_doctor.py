@@ -18,7 +18,7 @@ from tricomm.cli import cli
 from tricomm.kernels.launch import interpreter
 from tricomm.perf.system import doctor, info
 from tricomm.perf.system.doctor import FAIL, PASS, WARN
-from tricomm.store import arena
+from tricomm.store.arenas import arena
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from tests.store.cuda.fake_vmm import GRANULE, Physical
-from tricomm.store.cuda.cuda_multicast import PROBE
+from tricomm.store.arenas.cuda_multicast import PROBE
 
 if TYPE_CHECKING:
     from tests.store.cuda.fake_bindings import Bindings

@@ -10,8 +10,8 @@ from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.fake_control import FakeGroup
 from tests.store.store_ranks import in_threads
 from tricomm.errors import ResourceError
-from tricomm.store.cuda.cuda_arena import CudaArena
-from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
+from tricomm.store.arenas.cuda_arena import CudaArena
+from tricomm.store.arenas.cuda_vmm import open_cuda_vmm
 
 NBYTES = 4096
 GRANULE = 2 << 20

@@ -13,8 +13,8 @@ from tests.store.cuda.jobs import NBYTES, Job, fails_on_all, refused, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
-from tricomm.store.cuda import cuda_ipc
-from tricomm.store.cuda.cuda_ipc import BlockRecord, open_cuda_ipc, parse_record
+from tricomm.store.arenas import cuda_ipc
+from tricomm.store.arenas.cuda_ipc import BlockRecord, open_cuda_ipc, parse_record
 
 
 def ipc_job(world: FakeCuda, visible: list[list[int]]) -> Job:

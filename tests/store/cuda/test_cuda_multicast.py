@@ -16,8 +16,8 @@ from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, ResourceError, TricommError
-from tricomm.store.cuda.cuda_arena import CudaArena
-from tricomm.store.cuda.cuda_multicast import PROBE
+from tricomm.store.arenas.cuda_arena import CudaArena
+from tricomm.store.arenas.cuda_multicast import PROBE
 
 SIZE = 3
 

@@ -19,11 +19,11 @@ from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
-from tricomm.store import arena as arena_module
-from tricomm.store.arena import open_cuda
-from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
-from tricomm.store.cuda.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
-from tricomm.store.cuda.passing import TOKEN_BYTES
+from tricomm.store.arenas import arena as arena_module
+from tricomm.store.arenas.arena import open_cuda
+from tricomm.store.arenas.cuda_ipc import open_cuda_ipc
+from tricomm.store.arenas.cuda_vmm import VmmRecord, open_cuda_vmm, parse_record
+from tricomm.store.arenas.passing import TOKEN_BYTES
 
 PLACES = {
     "one rank": (1, [[0]]),

@@ -14,8 +14,8 @@ from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.cuda.jobs import GRANULE, Job, refused
 from tests.store.store_ranks import in_threads
 from tricomm.errors import RendezvousError, ResourceError
-from tricomm.store.cuda.cuda_arena import CudaArena
-from tricomm.store.cuda.registered_memory import PiecesRecord, open_registered_gpu, parse_pieces
+from tricomm.store.arenas.cuda_arena import CudaArena
+from tricomm.store.arenas.registered_memory import PiecesRecord, open_registered_gpu, parse_pieces
 
 NBYTES = 96
 

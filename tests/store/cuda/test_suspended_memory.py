@@ -13,9 +13,9 @@ from tests.store.cuda.fake_driver import FakeCuda
 from tests.store.cuda.jobs import Job, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm.errors import PeerDied, ResourceError
-from tricomm.store.cuda.cuda_arena import CudaArena
-from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
-from tricomm.store.local_arena import LocalGroup
+from tricomm.store.arenas.cuda_arena import CudaArena
+from tricomm.store.arenas.cuda_ipc import open_cuda_ipc
+from tricomm.store.arenas.local_arena import LocalGroup
 
 
 def suspend(job: Job, arenas: list[CudaArena]) -> list[Any]:

@@ -26,8 +26,8 @@ from tests.marks import some
 from tests.store.store_ranks import LAYOUT, holdings, in_threads, nothing_left
 from tricomm.errors import TricommError
 from tricomm.store import descriptors
+from tricomm.store.arenas.posix_shm import open_posix_shm
 from tricomm.store.handshake import handshake
-from tricomm.store.posix_shm import open_posix_shm
 from tricomm.store.rendezvous import open_store
 
 SIZE = 3

@@ -18,7 +18,7 @@ from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.store.arena import Arena
+from tricomm.store.arenas.arena import Arena
 from tricomm.store.collective_stages import CollectiveStages
 
 log = logging.getLogger("tricomm")

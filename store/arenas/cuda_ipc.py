@@ -18,10 +18,10 @@ import torch
 
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import RendezvousError, ResourceError, TricommError
+from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
 from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, Cleanup, Driver
-from tricomm.store.cuda.memory_records import RecordFormat
 
 CLOSE_SECONDS = 5.0
 GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size

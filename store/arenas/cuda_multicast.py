@@ -18,12 +18,12 @@ from typing import TypeVar
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import ResourceError
+from tricomm.store.arenas.cuda_arena import GpuSite
+from tricomm.store.arenas.passing import passing
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_arena import GpuSite
 from tricomm.store.cuda.cuda_driver import Cleanup
 from tricomm.store.cuda.mapped_memory import MappedMemory
-from tricomm.store.cuda.passing import passing
 
 _T = TypeVar("_T")
 WORD = 4

@@ -15,13 +15,13 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
+from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.arenas.cuda_multicast import Multicast
+from tricomm.store.arenas.memory_records import RecordFormat
+from tricomm.store.arenas.passing import TOKEN_BYTES, passing
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
 from tricomm.store.cuda.cuda_driver import DESCRIPTOR, Cleanup, Driver
-from tricomm.store.cuda.cuda_multicast import Multicast
 from tricomm.store.cuda.mapped_memory import MappedMemory
-from tricomm.store.cuda.memory_records import RecordFormat
-from tricomm.store.cuda.passing import TOKEN_BYTES, passing
 
 _FORMAT = RecordFormat(b"TCVM", f"Q{TOKEN_BYTES}s")
 _MOST = 1 << 47

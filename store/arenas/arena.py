@@ -17,7 +17,7 @@ from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import DESCRIPTOR, FABRIC, Driver, load_driver
 
 if TYPE_CHECKING:
-    from tricomm.store.cuda.cuda_arena import CudaArena
+    from tricomm.store.arenas.cuda_arena import CudaArena
 
 NOT_BOUND = "registered memory is not bound to a multicast address (torch's symmetric memory with group= may be)"
 _log = logging.getLogger("tricomm")
@@ -92,7 +92,7 @@ def open_arena(
     `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
     """
     if device.type == "cpu":
-        from tricomm.store.posix_shm import open_posix_shm
+        from tricomm.store.arenas.posix_shm import open_posix_shm
 
         return open_posix_shm(control, nbytes, timeout)
     if device.type == "cuda":
@@ -114,8 +114,8 @@ def open_cuda(
     """`open_blocks` with memory shared by file descriptors. A rank may ask for fabric handles
     (TRICOMM_CUDA_VMM=fabric); legacy CUDA IPC is the fallback if a rank cannot share by descriptors, or must not
     (TRICOMM_CUDA_VMM=0). `CudaArena.reason` says why. Raises as `open_blocks` does, with the reasons of all kinds."""
-    from tricomm.store.cuda.cuda_ipc import open_cuda_ipc
-    from tricomm.store.cuda.cuda_vmm import open_cuda_vmm
+    from tricomm.store.arenas.cuda_ipc import open_cuda_ipc
+    from tricomm.store.arenas.cuda_vmm import open_cuda_vmm
 
     deadline = Deadline(timeout)
     wanted = CollectiveStages(control, "GPU memory", deadline).gather("kind", lambda: env.gpu_memory().encode())

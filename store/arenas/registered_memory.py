@@ -18,13 +18,13 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
-from tricomm.store.arena import NOT_BOUND
+from tricomm.store.arenas.arena import NOT_BOUND
+from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.arenas.cuda_ipc import IpcBlocks
+from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_arena import CudaArena, GpuSite, open_blocks
 from tricomm.store.cuda.cuda_driver import Cleanup, Driver, load_driver
-from tricomm.store.cuda.cuda_ipc import IpcBlocks
-from tricomm.store.cuda.memory_records import RecordFormat
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 

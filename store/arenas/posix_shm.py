@@ -15,10 +15,10 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, RendezvousError, ResourceError
+from tricomm.store.arenas.local_arena import check_view
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.descriptors import DescriptorSocket
-from tricomm.store.local_arena import check_view
 from tricomm.store.records import NAME_BYTES
 from tricomm.store.segments import Segment
 

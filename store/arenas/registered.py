@@ -21,11 +21,11 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
-from tricomm.store.arena import NOT_BOUND, Arena
+from tricomm.store.arenas.arena import NOT_BOUND, Arena
+from tricomm.store.arenas.local_arena import check_view, raw_view
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.descriptors import DescriptorSocket
-from tricomm.store.local_arena import check_view, raw_view
 from tricomm.store.records import NAME_BYTES
 from tricomm.store.segments import MAX_NBYTES, Segment
 
@@ -99,7 +99,7 @@ def open_registered(
     if group is not None:
         return _of_torch(control, tensor, timeout, group, no_multicast)
     if tensor.device.type == "cuda":
-        from tricomm.store.cuda.registered_memory import open_registered_gpu
+        from tricomm.store.arenas.registered_memory import open_registered_gpu
 
         return open_registered_gpu(control, tensor.data_ptr(), tensor.nbytes, tensor.device, timeout)
     return _of_shared_memory(control, tensor, timeout)

@@ -18,10 +18,10 @@ import torch
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.store.arenas.local_arena import check_view, raw_view
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import Cleanup, Driver, load_driver
-from tricomm.store.local_arena import check_view, raw_view
 
 WORD_BYTES = 8
 
