@@ -120,7 +120,7 @@ def _search(box: MadeUpBox, most: int, sizes: Sequence[int] = tuner_benchmark.SI
 
 
 @given(st.integers(0, 900))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=4)
 def test_whatever_the_budget_is_decisions_are_of_what_was_measured(most: int) -> None:
     box = MadeUpBox("a100", 4, 2)
     result = _search(box, most)
