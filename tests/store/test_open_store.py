@@ -146,7 +146,7 @@ def test_the_port_is_taken():
 def test_bounded_calls_end_and_leave_no_thread():
     class Silent:
         def set(self, key, value):
-            time.sleep(3)
+            time.sleep(1.5)
 
         def add(self, key, amount):
             raise ValueError("first line\nsecond line")
@@ -169,7 +169,7 @@ def test_bounded_calls_end_and_leave_no_thread():
         with pytest.raises(RendezvousError, match="still does not answer store set"):
             bounded.add("n", 1)
         bounded.close()
-        time.sleep(3)
+        time.sleep(1.5)
 
 
 def test_only_monotonic_clocks(monkeypatch):
