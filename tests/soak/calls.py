@@ -15,6 +15,8 @@ import torch
 
 from tests.c10d.bodies.collective_bodies import wanted
 from tests.c10d.bodies.groups import of, poisoned
+from tests.core.bodies.exact import anything, outcome
+from tricomm.kernels.collectives import registry
 
 COUNTS = (1, 2, 7, 64, 1000, 3001)  # never 17: that is the count of a wrong call
 DTYPES = (
@@ -56,9 +58,6 @@ class Turn:
     def dtype(self) -> torch.dtype:
         return self.choices.choice(DTYPES)
 
-    def root(self) -> int:
-        return self.choices.randrange(self.world_size)
-
     def op(self, dtype: torch.dtype) -> str:
         return self.choices.choice(OPS if dtype.is_floating_point else (*OPS, "avg", "bxor"))
 
@@ -69,23 +68,6 @@ class Turn:
 
 def sums(parts: list[torch.Tensor], op: str) -> torch.Tensor:
     return wanted(parts, NAMES[op], parts[0].dtype)
-
-
-def all_reduce(comm: Any, turn: Turn) -> Pairs:
-    dtype = turn.dtype()
-    shape, op = (turn.count(),), turn.op(dtype)
-    parts, how = turn.parts(shape, dtype), turn.choices.choice(("in place", "out", "async", "strided"))
-    x = parts[turn.rank].clone()
-    if how == "out":
-        out = poisoned(shape, dtype)
-        comm.all_reduce(x, op, out=out)
-        return [(out, sums(parts, op)), (x, parts[turn.rank])]
-    if how == "strided":
-        x = torch.stack([x, x], 1)[:, 0]
-    work = comm.all_reduce(x, op, async_op=how == "async")
-    if how == "async":
-        work.wait()
-    return [(x.contiguous(), sums(parts, op))]
 
 
 def lists(comm: Any, turn: Turn) -> Pairs:
@@ -99,61 +81,16 @@ def lists(comm: Any, turn: Turn) -> Pairs:
     return pairs + [(x, torch.cat(p)) for x, p in zip(gathered, parts, strict=True)]
 
 
-def all_gather(comm: Any, turn: Turn) -> Pairs:
-    dtype, rows = turn.dtype(), turn.count()
-    parts = turn.parts((rows, 2), dtype)
-    out = poisoned((rows * turn.world_size, 2), dtype)
-    comm.all_gather(parts[turn.rank], out=out)
-    return [(out, torch.cat(parts))]
+def by_any_kernel(collective: str) -> Call:
+    """A call of a random size, type and way to give its tensors, by a random kernel."""
+    kernels = [k for k in registry.KERNELS if k.collective == collective and not k.needs_cube]
 
+    def call(comm: Any, turn: Turn) -> Pairs:
+        case = anything(turn.choices, turn.choices.choice(kernels), turn.world_size)
+        return [(torch.tensor([outcome(comm, case, turn.number)]), torch.tensor([True]))]
 
-def reduce_scatter(comm: Any, turn: Turn) -> Pairs:
-    dtype, rows = turn.dtype(), turn.count()
-    op, parts = turn.op(dtype), turn.parts((rows * turn.world_size,), dtype)
-    out = poisoned((rows,), dtype)
-    comm.reduce_scatter(parts[turn.rank].clone(), op, out=out)
-    return [(out, sums(parts, op)[turn.rank * rows : (turn.rank + 1) * rows])]
-
-
-def broadcast(comm: Any, turn: Turn) -> Pairs:
-    dtype, root = turn.dtype(), turn.root()
-    parts = turn.parts((turn.count(),), dtype)
-    x = parts[turn.rank].clone()
-    comm.broadcast(x, root)
-    return [(x, parts[root])]
-
-
-def reduce(comm: Any, turn: Turn) -> Pairs:
-    dtype, root = turn.dtype(), turn.root()
-    op, parts = turn.op(dtype), turn.parts((turn.count(),), dtype)
-    x = parts[turn.rank].clone()
-    comm.reduce(x, root, op)
-    return [(x, sums(parts, op) if turn.rank == root else parts[turn.rank])]
-
-
-def gather(comm: Any, turn: Turn) -> Pairs:
-    dtype, root = turn.dtype(), turn.root()
-    parts = turn.parts((turn.count(),), dtype)
-    out = poisoned((len(parts[0]) * turn.world_size,), dtype) if turn.rank == root else None
-    comm.gather(parts[turn.rank], root, out=out)
-    return [] if out is None else [(out, torch.cat(parts))]
-
-
-def scatter(comm: Any, turn: Turn) -> Pairs:
-    dtype, root, rows = turn.dtype(), turn.root(), turn.count()
-    whole = turn.part(root, (rows * turn.world_size,), dtype)
-    out = poisoned((rows,), dtype)
-    comm.scatter(whole.clone() if turn.rank == root else None, root, out=out)
-    return [(out, whole[turn.rank * rows : (turn.rank + 1) * rows])]
-
-
-def all_to_all(comm: Any, turn: Turn) -> Pairs:
-    dtype, rows = turn.dtype(), turn.count()
-    parts = turn.parts((rows * turn.world_size,), dtype)
-    out = poisoned(tuple(parts[0].shape), dtype)
-    comm.all_to_all(parts[turn.rank], out=out)
-    mine = slice(turn.rank * rows, (turn.rank + 1) * rows)
-    return [(out, torch.cat([p[mine] for p in parts]))]
+    call.__name__ = collective
+    return call
 
 
 def all_to_all_v(comm: Any, turn: Turn) -> Pairs:
@@ -191,17 +128,5 @@ def barrier(comm: Any, turn: Turn) -> Pairs:
     return []
 
 
-CALLS: tuple[Call, ...] = (
-    all_reduce,
-    lists,
-    all_gather,
-    reduce_scatter,
-    broadcast,
-    reduce,
-    gather,
-    scatter,
-    all_to_all,
-    all_to_all_v,
-    messages,
-    barrier,
-)
+SIMPLE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "gather", "scatter", "all_to_all")
+CALLS: tuple[Call, ...] = (*map(by_any_kernel, SIMPLE), lists, all_to_all_v, messages, barrier)
