@@ -258,3 +258,11 @@ def test_handles_go_through_the_switch_from_where_it_is_worth_two_barriers():
         assert over(64 << 20, *fitting, no_multicast="no") == fitting[0]
         assert over(64 << 20, *fitting, batch_invariant=True) == fitting[0]
     assert over(64 << 20, "one_shot") == "one_shot"
+
+
+def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
+    greedy = TableRow("all_reduce", 4, None, "one_shot", "ll", blocks=64, warps=32, tile=1 << 20)
+    choice = choose(tuned(greedy, max_blocks=7), "all_reduce", 8)
+    assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
+    small = choose(tuned(TableRow("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
+    assert (small.block, small.warps) == (512, 16)  # a word a thread: every thread has a part of each tile

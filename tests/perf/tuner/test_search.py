@@ -182,3 +182,11 @@ def test_what_changed_is_said_with_its_confidence() -> None:
     assert said[0] == f"simulated: all_reduce 16 bit graph 65536 B: {old} -> {new}"
     assert "10.00 -> 8.00 us, saves +20.0% (95 %: +15.0% to +25.0%)" in said[1]
     assert said[2].startswith("simulated: 1 of 2 decisions change") and "1 of 3 points were not reached" in said[3]
+
+
+def test_an_outlier_moves_nothing() -> None:
+    samples = [10.0, 10.1, 9.9, 10.05, 9.95]
+    clean, dirty = statistics.estimate(samples), statistics.estimate([*samples, 400.0, 90.0])
+    assert dirty == clean
+    mean = sum([*samples, 400.0, 90.0]) / 7
+    assert mean > 7 * clean.centre  # what a mean would have made of it
