@@ -54,7 +54,7 @@ def _pids_and_error(module: str, timeout: float) -> tuple[list[int], str]:
             40.0,
             "rank 2: exit code 7; its last output: last words",
         ),
-        ("time.sleep(60)", 10.0, "rank 0, 1, 2: no message for 10 s"),
+        ("time.sleep(60)", 5.0, "rank 0, 1, 2: no message for 5 s"),
     ],
     ids=["raises", "dies", "hangs"],
 )
