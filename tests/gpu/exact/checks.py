@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.marks import compiles
-from tricomm import Communicator, Options, Symmetric
+from tricomm import Communicator, Options
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES
@@ -70,23 +70,23 @@ def parts(kernel: Kernel) -> tuple[str, ...]:
 def of_part(kernel: Kernel, world_size: int, part: str, few: bool = False) -> dict[str, list[CheckedCall]]:
     """The calls of `kernel` in one of `PARTS`, by type: one size of one type, its other sizes, every size of the other
     types, and a few sizes of all other operations. Empty if `world_size` ranks cannot run the kernel."""
-    by_type: dict[str, list[CheckedCall]] = {}
     names = ("float32",) if kernel.collective == "barrier" else (FIRST_TYPE, "complex64") if few else tuple(DTYPES)
+    by_type = {}
     for name in names:
         every = calls(kernel, world_size, name, few)
-        sizes = [call for call in every if call.op == every[0].op]
-        if part == PARTS[3]:
-            wanted = [call for call in every if call.op != every[0].op]
-        elif part == PARTS[2]:
-            wanted = sizes if name != FIRST_TYPE else []
-        elif kernel.collective == "barrier":
-            wanted = sizes if part == PARTS[0] else []
-        else:
-            first = [call for call in sizes if call.count == _ONE[few]] if name == FIRST_TYPE else []
-            wanted = first if part == PARTS[0] else [call for call in sizes if call not in first]
-            wanted = wanted if name == FIRST_TYPE else []
+        wanted = [call for call in every if _part(kernel, name, call, every[0].op, few) == part]
         by_type |= {name: wanted} if wanted else {}
     return by_type
+
+
+def _part(kernel: Kernel, name: str, call: CheckedCall, first_op: str, few: bool) -> str:
+    if kernel.collective == "barrier":
+        return PARTS[0]
+    if call.op != first_op:
+        return PARTS[3]
+    if name != FIRST_TYPE:
+        return PARTS[2]
+    return PARTS[0] if call.count == _ONE[few] else PARTS[1]
 
 
 def calls(kernel: Kernel, world_size: int, dtype: str, few: bool = False) -> list[CheckedCall]:
@@ -132,10 +132,9 @@ def _errors(comm: Communicator, kernel: Kernel, dtype: torch.dtype, call: Checke
     with comm.device:  # on a CPU, a row for each of eight ranks would take seconds
         data = check_data.values(name, call.op, world_size, comm.rank, number, call.count, dtype)
         exact = check_data.expected(name, call.op, world_size, number, call.count, comm.rank, dtype)
-    memory = _Symmetric if kernel.zero_copy else _Memory
-    source = target = memory(comm, dtype, data.numel(), call)
+    source = target = _Memory(comm, dtype, data.numel(), call.offset, kernel.zero_copy)
     if not collective_calls.in_place(name, kernel):
-        target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call)
+        target = _Memory(comm, dtype, call.count * kernel.kind.rows_out(world_size), call.offset, False)
     source.inside.copy_(data)
     source.snapshot()
     target.snapshot()
@@ -183,17 +182,20 @@ def _sent(
 
 
 class _Memory:
-    """A tensor `inside` a larger one, which is poisoned at first, and the `argument` that it is passed as."""
+    """A tensor `inside` a larger one, which is poisoned at first, and the `argument` that it is passed as.
 
-    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, call: CheckedCall) -> None:
-        self._over(torch.empty(count + 2 * call.offset + _PADDING, dtype=dtype, device=comm.device), count, call.offset)
-        self.argument: torch.Tensor | Symmetric = self.inside
+    A symmetric tensor is used as a whole, because a handle has no offset.
+    """
 
-    def _over(self, whole: torch.Tensor, count: int, offset: int) -> None:
+    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, offset: int, symmetric: bool) -> None:
+        offset, padding = (0, 0) if symmetric else (offset, 2 * offset + _PADDING)
+        self._handle = comm.symmetric((count,), dtype) if symmetric else None
+        whole = self._handle.local if self._handle else torch.empty(count + padding, dtype=dtype, device=comm.device)
         check_data.poison(whole)
         self._bytes = whole.view(torch.uint8)
         self._part = slice(offset * whole.itemsize, (offset + count) * whole.itemsize)
         self.inside = whole[offset : offset + count]
+        self.argument = self._handle or self.inside
 
     def snapshot(self) -> None:
         """From here on, no byte must change."""
@@ -207,15 +209,5 @@ class _Memory:
         return not torch.equal(self._bytes, self._snapshot)
 
     def close(self) -> None:
-        """There is nothing to free."""
-
-
-class _Symmetric(_Memory):
-    """The whole of a symmetric tensor, because a handle has no offset."""
-
-    def __init__(self, comm: Communicator, dtype: torch.dtype, count: int, call: CheckedCall) -> None:
-        self._handle = self.argument = comm.symmetric((count,), dtype)
-        self._over(self._handle.local, count, 0)
-
-    def close(self) -> None:
-        self._handle.close()
+        if self._handle is not None:
+            self._handle.close()
