@@ -1,5 +1,4 @@
-"""What a user may set on a communicator. All but the timeouts must be the same on all ranks; the rendezvous compares
-them."""
+"""The settings of a communicator. All but the timeouts must be the same on all ranks; the rendezvous compares them."""
 
 from __future__ import annotations
 
@@ -54,10 +53,10 @@ class Options:
     timeout        seconds that a call may take before `CollectiveTimeout`; also the limit of the rendezvous
     stall_timeout  seconds without a sign of life from a peer, while it is needed, before `PeerStalled`
     arena_bytes    memory per rank that peers can reach: headers and mailboxes; longer messages go in chunks
-    max_blocks     upper limit of a kernel's grid, of NCCL's, too; None: what is surely resident at once
-    beside_compute whether calls run beside other kernels, such as a matrix product, and leave them room: table rows
-                   for that, compact kernels of 128 registers a thread (docs/tuning.md), and 16 blocks unless
-                   `max_blocks` says otherwise
+    max_blocks     upper limit of the grid of a kernel, NCCL's included; None: the blocks that are surely resident
+    beside_compute whether calls run at the same time as other kernels, such as a matrix product: table rows for
+                   that, compact kernels of 128 registers a thread (docs/tuning.md), and 16 blocks unless `max_blocks`
+                   says otherwise
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: read from the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
@@ -110,7 +109,7 @@ def tuned(options: Options, **forced: Any) -> Options:
 
 
 def with_environment(options: Options | None) -> Options:
-    """`options`, or the defaults, with what the environment asks of every group: TRICOMM_BATCH_INVARIANT."""
+    """`options`, or the defaults, with the environment's TRICOMM_BATCH_INVARIANT."""
     options = options or Options()
     return replace(options, batch_invariant=True) if env.batch_invariant() else options
 

@@ -183,7 +183,7 @@ def _functions(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:
 
 
 def _nearest(path: str, paths: set[str]) -> str:
-    """The one of `paths` with the same name at its end, and as many folders as possible; `path` if there is none."""
+    """The path with the same file name and the longest common end; `path` itself if there is none."""
     wanted = PurePath(path).parts[::-1]
     same = {p: len(os.path.commonprefix([wanted, PurePath(p).parts[::-1]])) for p in paths}
     best = max(same, key=lambda p: (same[p], p), default=path)

@@ -140,7 +140,7 @@ def interpret(blocks: Sequence[Program], timeout: float = 600.0, interrupt: Call
         _leave(launch, nested, outer)
         interrupts.over()
     except BaseException:
-        # An exception may have come at any line, also of the three above; all of them may run again.
+        # An exception may have interrupted any line, one of the three above included; all of them may run again.
         interrupts.raising = False
         _leave(launch, nested, outer)
         interrupts.over()

@@ -4,8 +4,8 @@
 
 A barrier of a kernel through a switch has an alias fence, too, unless it works on handles.
 The bytes, hops and barriers are the registry's, which `devtools.traffic` counts. The latencies and bandwidths
-are those of `perf.cost_model.machines`. Nothing here was measured with these kernels:
-`tricomm predict --check` sets the model beside published times of kernels of the same shape.
+are in `perf.cost_model.machines`. None of these kernels has been measured: `tricomm predict --check` compares the
+model with published times of kernels of the same shape.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message ta
 class TimeShares:
     """Microseconds of a call by limit; they add up to its time.
 
-    latency          launch, the way to the first push, hops, polls, the end: what a call of one tile a block takes
-    bytes in flight  the further tiles of a block, one behind the other: more blocks or larger tiles shorten it
+    latency          launch, the way to the first push, hops, polls, the end: the time of a call of one tile a block
+    bytes in flight  the further tiles of a block, one after another: more blocks or larger tiles shorten it
     links            bytes that wait for a link
     barriers         of all ranks: fences, hops, polls
     memory           bytes to and from the GPU's own memory
@@ -113,8 +113,8 @@ def predict(
 
 
 def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float:
-    """Bytes of own memory beside input and output: arrived data is read again, and the input is staged for the switch.
-    A kernel that reads and writes in place through the switch has none."""
+    """Bytes of own memory in addition to input and output: arrived data is read again, the input is staged for NVLS.
+    A kernel that reads and writes in place by multimem has none."""
     if kernel.switched is None:
         return sent
     if kernel.zero_copy:
@@ -177,7 +177,7 @@ def find(name: str) -> MachineSpec:
 
 @dataclass(frozen=True)
 class Checked:
-    """A published measurement beside the model's answer."""
+    """A published measurement and the model's answer."""
 
     row: published.PublishedTime
     time_us: float
@@ -208,7 +208,7 @@ def losses(rows: list[Checked], one_implementation: bool = False) -> list[float]
     """For each size with several published kernels: how much slower the kernel is that the model takes for the
     fastest, relative to the really fastest one; 0 if the model is right.
 
-    Kernels of one size are those of one publication, so of one box and one method, or of one implementation in it.
+    Kernels of one size come from one publication, so from one box and one method, or from one implementation in it.
     """
     groups: dict[tuple[object, ...], list[Checked]] = {}
     for checked in rows:
@@ -225,7 +225,7 @@ def _fastest(group: list[Checked]) -> Checked:
 
 
 def report(rows: list[Checked]) -> list[str]:
-    """The table that sets the model beside the published times, and how often the order of kernels is right."""
+    """The table of modelled and published times, and how often the order of kernels is right."""
     lines = ["# model: predicted, not measured; 'measured' is others' hardware and kernels; * gave a constant"]
     lines += text_table.lines(_HEADER, map(_cells, rows), right=("W", "bytes", "measured", "model", "error"))
     free = [row for row in rows if not row.row.calibrates]
@@ -248,7 +248,7 @@ def _orders(rows: list[Checked], one: str) -> list[str]:
 
 
 def to_json(rows: list[Checked]) -> dict[str, Any]:
-    """What `report` says of each row, and the median error; `measured_us` is others'."""
+    """The rows of `report`, and the median error; `measured_us` is others'."""
     results = [
         {**asdict(each.row), "measured_us": each.row.time_us, "time_us": each.time_us, "error": each.error}
         for each in rows

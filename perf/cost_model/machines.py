@@ -10,7 +10,7 @@ kernels   the part of it that a kernel's loads and stores reach: 320 and 600 in 
 multicast the part of it that loads and stores through the switch reach: PyTorch's multimem all-reduce of 64 MiB took
           320 us of 8 H100 (vllm-project/vllm#42324) and NCCL's NVLS reached 480 GB/s of bus bandwidth
           (NVIDIA/nccl#1455), both 307 for (1 + 1/N) n bytes a direction; Blackwell's is scaled with `kernels` and
-          NCCL's efficiencies of NVLS (`src/graph/tuning.cc`: 0.85 and 0.74). 0: no switch that adds
+          NCCL's efficiencies of NVLS (`src/graph/tuning.cc`: 0.85 and 0.74). 0: no NVLS
 block     the part that one block of 512 threads reaches: 65 (Hopper) and 55 (Blackwell) in the same model; scaled with
           the links for older GPUs
 memory    bandwidth of the GPU's own memory, from its data sheet
@@ -41,10 +41,9 @@ boundary    microseconds from the end of a kernel to the first instruction of th
             no row of it gave a constant
 host        microseconds until a store to host memory is acknowledged: `MachineSpec.hop` of PCIe
 
-What could be checked and what not. The clocks stand in a table of all three (PMC10448217, its table 3). The latencies
-of the two papers were written down from memory: their abstracts could be read here, their tables not. Pointer chases of
-another source (github.com/markdewing/AI_kernels, latency/README.md) gave, in cycles of L1, L2 and memory: 36, 221, 460
-on V100, 40, 281, 690 on GH200, 40, 295, 860 on B200. That agrees with L1 and within 15 % with L2; memory of Hopper and
+Checks: the clocks of all three are in table 3 of PMC10448217. The latencies of the two papers were written down from
+memory: their abstracts could be read here, their tables not. Pointer chases of another source
+(github.com/markdewing/AI_kernels, latency/README.md) gave, in cycles of L1, L2 and memory: 36, 221, 460 on V100, 40, 281, 690 on GH200, 40, 295, 860 on B200. That agrees with L1 and within 15 % with L2; memory of Hopper and
 Blackwell may be 1.4 and 1.8 times as slow as here, which only tensors that are larger than L2 would feel. Hopper's
 numbers here are of an H800, whose NVLinks are fewer; no latency here is of its links. `port`, `host` and the cycles of
 a barrier and of an acquire (`timed_ranks`) are not checked either.
@@ -92,8 +91,8 @@ class MachineSpec:
 
     @property
     def no_switch(self) -> str:
-        """Why no kernel goes through a switch here; empty if one can."""
-        return "" if self.multicast else f"no switch adds and copies in a box of {self.name}"
+        """Why no kernel uses multimem on these GPUs; empty if one can."""
+        return "" if self.multicast else f"a box of {self.name} has no NVLS"
 
     @property
     def alias_fence(self) -> float:
@@ -117,7 +116,7 @@ ARENA_BYTES = 64 << 20  # the default of `Options`
 
 
 def facts(machine: MachineSpec, world_size: int, cube: bool = False) -> SelectionFacts:
-    """What selection knows of a communicator on such GPUs."""
+    """The selection facts of a communicator on such GPUs."""
     plan, topology = layout.plan(world_size, ARENA_BYTES), "hybrid_cube_mesh" if cube else ""
     return SelectionFacts(
         machine.target, world_size, plan, layout.MAX_BLOCKS, topology=topology, no_multicast=machine.no_switch
@@ -126,7 +125,7 @@ def facts(machine: MachineSpec, world_size: int, cube: bool = False) -> Selectio
 
 @dataclass(frozen=True)
 class Latencies:
-    """Of one GPU. Its links are those of a `MachineSpec`."""
+    """Of one GPU. `MachineSpec` has its links."""
 
     clock: float
     l1: float

@@ -234,7 +234,7 @@ def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
     for others in unfit:
         assert of(64 << 20, **others) == "two_shot", others
     for facts, told in (
-        ({"no_multicast": "the probe said no"}, "through the switch, and here the probe said no; there is one_shot/"),
+        ({"no_multicast": "the probe said no"}, "needs NVLS (multimem), and here the probe said no; there is one_shot"),
         ({"no_multicast": "", "batch_invariant": True}, "adds in the switch's order"),
     ):
         with pytest.raises(InvalidArgument, match=re.escape(told)):

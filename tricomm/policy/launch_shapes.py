@@ -1,7 +1,7 @@
 """The launch shape of a kernel: blocks, warps and tile, by a table's row, by rule, or forced by the group's options.
 
-Pure functions of what all ranks share, as in `selection`. A row's value that a kernel cannot use is cut to one that it
-can; a forced one is refused.
+Pure functions of facts that all ranks share, as in `selection`. If a kernel cannot use a row's value, the nearest one
+that it can use is taken; a forced one is refused.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _short_tile(words: int, enough: int) -> int:
 def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile: int) -> int:
     """As many blocks as run at once, or fewer that have no more tiles each: a chunk takes as long as its busiest block.
 
-    So from a megabyte on 512 KiB or more are on their way to a GPU's SMs at once: every block has several tiles there.
+    So from a megabyte on 512 KiB or more are on their way to a GPU's SMs at once: every block has several tiles.
     """
     room = facts.layout.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
     _, chunk = alike(words, room * (facts.world_size if kernel.staged else 1), tile)

@@ -1,7 +1,7 @@
 """The kernel and the launch shape of an all-reduce of rows with an epilogue: a pure function, as in `selection`.
 
-A block takes whole rows, so a call has as many blocks as rows, up to the most that run at once. A tile is a row, or a
-shard of one, or a part that the registers of a block hold from all ranks at once. Whether the call is fused at all
+A block takes whole rows, so a call has one block a row, up to the number that is resident at once. A tile is a row,
+or a shard of one, or a part that the registers of a block hold from all ranks at once. Whether the call is fused at all
 depends on the number of rows only if the group is not batch-invariant. The algorithm may always depend on it, because
 all algorithms give the same bits.
 """
@@ -111,7 +111,7 @@ def choose(
 
 
 def constexprs(facts: SelectionFacts, choice: Choice, hidden: int, aligned: bool) -> dict[str, Any]:
-    """What a kernel of rows is compiled for, besides `launch_plan.constexprs`."""
+    """The constexprs of a kernel of rows, in addition to `launch_plan.constexprs`."""
     shards = facts.world_size if choice.algorithm == "two_shot" else 1
     values: dict[str, Any] = {"HIDDEN": hidden, "SHARDS": shards, "ALIGNED": aligned}
     if facts.device != "cpu":

@@ -34,7 +34,7 @@ class Choice:
     name the row that decided (`row` is None if the caller forced the kernel), `runner_up` the kernel of the next row
     that fits. `zero_copy`: peers read the input in place. `route` is the backend: kernels, or nccl. NCCL makes its own
     choice: algorithm and protocol are "nccl" then. `fused`: the kernel normalises, too, in an all_reduce_rms_norm; if
-    it does not, the choice is that of the all-reduce before it.
+    it does not, the choice is the one for the all-reduce before it.
     """
 
     collective: str
@@ -112,7 +112,7 @@ def choose(
 
 
 def why_not_multicast(device: str, reason: str) -> str:
-    """Why calls on `device` ("cpu", "sm_90", "cuda") cannot go through the switch; empty if they can. `reason` is why
+    """Why calls on `device` ("cpu", "sm_90", "cuda") cannot use NVLS (multimem); empty if they can. `reason` is why
     the memory has no multicast address; empty if it has one."""
     if reason or device == "cpu":
         return reason
@@ -176,7 +176,7 @@ def _in_symmetric(
                 break
     rows = kernel.kind.rows_in(facts.world_size)
     shape = shape_of(facts, kernel, -(-nbytes // (8 * rows)))
-    how = "through the switch, which adds and copies" if kernel.multicast else "by whether the result goes there too"
+    how = "by NVLS (multimem)" if kernel.multicast else "by whether the result goes there too"
     text = f"a symmetric handle is read in place; algorithm {how}{reason}{_promise(facts, kernel)}"
     names = (collective, kernel.algorithm, kernel.protocol)
     return Choice(*names, *shape, text, table, number, zero_copy=True, registers=registers)
@@ -207,7 +207,7 @@ def _not_in_symmetric(
         )
     if kernel.multicast and facts.no_multicast:
         return (
-            f"{collective}: {kernel.algorithm}/{kernel.protocol} goes through the switch, and here "
+            f"{collective}: {kernel.algorithm}/{kernel.protocol} needs NVLS (multimem), and here "
             f"{facts.no_multicast}; there is {first.algorithm}/{first.protocol}"
         )
     return (
@@ -241,7 +241,7 @@ def _allowed(
         return fits
     if facts.no_multicast and any(k.collective == collective and k.algorithm == algorithm for k in registry.MULTICAST):
         raise InvalidArgument(
-            f"{collective}: {asked} goes through the switch, and here {facts.no_multicast}; there is "
+            f"{collective}: {asked} needs NVLS (multimem), and here {facts.no_multicast}; there is "
             + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
         )
     shipped = [k for k in registry.of(collective, registry.CUBE_RANKS) if k.needs_cube]
@@ -306,7 +306,7 @@ def _in_rank_order(
 
 
 def _promise(facts: SelectionFacts, kernel: registry.Kernel) -> str:
-    """What a batch-invariant group can say of a call by `kernel`."""
+    """The promise of a batch-invariant group for a call by `kernel`."""
     if not facts.batch_invariant:
         return ""
     return f"; {_IN_ORDER if kernel.reduces else _NO_SUM}"
@@ -352,5 +352,5 @@ def table_rows(
 
 @cache
 def shipped_tables() -> tuple[ShippedTable, ...]:
-    """The tables that come with tricomm. Raises `ResourceError` if they cannot be read."""
+    """The tables that tricomm ships. Raises `ResourceError` if they cannot be read."""
     return shipped(read_table("default"))

@@ -1,4 +1,4 @@
-"""What selection knows of a communicator."""
+"""The facts about a communicator that selection needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tricomm.policy.tuning_tables import TableRow
 
 @dataclass(frozen=True)
 class SelectionFacts:
-    """The facts about a communicator that selection needs; the same on all ranks."""
+    """The same on all ranks."""
 
     device: str  # "cpu" or "sm_90" and so on
     world_size: int
