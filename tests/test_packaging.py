@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,9 @@ def test_the_package_says_what_it_is(wheel: Path) -> None:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         text = archive.read(name).decode()
         entry = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
+    needed = [line for line in text.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert [re.split(r"[^\w-]", line.split()[1])[0] for line in needed] == ["torch", "triton", "numpy"]
+    assert all(f"Provides-Extra: {extra}" in text for extra in ("cli", "explorer", "cuda", "nccl"))
     assert "License-Expression: Apache-2.0" in text and "Requires-Python: >=3.11" in text
     assert "tricomm = tricomm.__main__:main" in entry
     assert "[vllm.general_plugins]\ntricomm = tricomm.engines.vllm_plugin:register" in entry

@@ -1,6 +1,6 @@
 """torch, Triton and NumPy run tricomm from a checkout; commands and the explorer name the extra that they need.
 
-Processes here have a `sitecustomize` that refuses those packages, which the processes that they start have, too.
+A `sitecustomize` hides all other packages from these processes and from their children.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 
 def register() -> None:
-    """Register "tricomm" for `dist.init_process_group`; idempotent. The entry point of torch >= 2.14 calls it too."""
+    """Register "tricomm" for `dist.init_process_group`; idempotent. torch >= 2.14 calls it by its entry point."""
     if hasattr(dist.Backend, "TRICOMM"):
         return
     dist.Backend.register_backend("tricomm", _create, extended_api=True, devices=["cpu", "cuda"])

@@ -46,8 +46,8 @@ def _when(module: str, act: Callable[[], None], otherwise: str) -> None:
 
 
 class _ImportWatch(MetaPathFinder):
-    """Leaves the search to the other finders, and acts after the import of `module`. `otherwise` says what a failure to
-    act means."""
+    """Leaves the search to the other finders, and acts after the import of `module`. `otherwise` is the
+    consequence of a failure, for the warning."""
 
     def __init__(self, module: str, act: Callable[[], None], otherwise: str) -> None:
         self._module, self._act, self._otherwise = module, act, otherwise

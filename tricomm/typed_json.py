@@ -1,4 +1,4 @@
-"""JSON into dataclasses, by their annotations. What does not fit is refused with its place in the text."""
+"""JSON into dataclasses, by their annotations; an error names the place of the wrong value."""
 
 from __future__ import annotations
 

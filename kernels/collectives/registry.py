@@ -23,10 +23,10 @@ CUBE_RANKS = 8
 class Kernel:
     """One shipped kernel: the function of its name, compiled for `protocol`.
 
-    `written` and `read` are the bytes of the busiest rank to and from peers, per byte of its input (per byte of the
-    message if there is a root), without headers, for a type of 32 bits or more, as functions of the world size.
-    `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`: if the switch adds and
-    copies, the bytes of the busier direction of a GPU's links, which differ from those of the accesses.
+    `written` and `read` are functions of the world size: the bytes of the busiest rank to and from peers, per byte of
+    its input (per byte of the message if there is a root). Headers are not counted; the type has 32 bits or more.
+    `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`, with NVLS: the bytes of
+    the busier direction of a GPU's links, which differ from the bytes of the accesses.
     """
 
     collective: str
@@ -108,7 +108,7 @@ class Kernel:
         return multimem.why_not(architecture) if self.multicast else None
 
     def why_not_ranks(self, world_size: int) -> str | None:
-        """None if that many ranks can run it, else the reason."""
+        """None if `world_size` ranks can run it, else the reason."""
         if self.needs_cube and world_size != CUBE_RANKS:
             return f"a hybrid cube mesh has {CUBE_RANKS} ranks, not {world_size}"
         if self.pairwise and world_size < 2:
@@ -236,14 +236,14 @@ MULTICAST_ZERO_COPY = (
     Kernel("all_reduce", "multicast", "simple", _rows, _rows, 5, 2, zero_copy=True, switched=_switched),
 )
 
-# With an epilogue, of rows: RMSNorm and what goes with it, or a user's own.
+# With an epilogue of rows: RMSNorm, optionally quantised, or a user's function.
 FUSED = tuple(
     kernel
     for name in collective_specs.FUSED
     for kernel in (*_flagged(name, "one_shot", _peers, 1), *_flagged(name, "two_shot", _shards, 2))
 )
 
-# Between two ranks; the costs are those of the busier one.
+# Between two ranks; costs of the busier rank.
 MESSAGES = (
     Kernel("send", "one_shot", "ll", _times(_LL, _once), _none, 1, 0),
     Kernel("send", "one_shot", "simple", _once, _none, 1, 0),
@@ -257,7 +257,7 @@ _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*AL
 
 
 def of(collective: str, world_size: int, multicast: bool = False) -> list[Kernel]:
-    """The kernels of `collective` for that many ranks. Those of a cube mesh need eight, those of a switch `multicast`
+    """The kernels of `collective` for `world_size` ranks. Cube-mesh kernels need eight, NVLS kernels `multicast`
     memory."""
     cube = world_size == CUBE_RANKS
     known = (*KERNELS, *(MULTICAST if multicast else ()), *FUSED, *MESSAGES)

@@ -101,7 +101,7 @@ class ShippedTable:
 
 
 def read_table(name: str) -> bytes:
-    """A table that comes with tricomm. Raises `ResourceError` if it cannot be read."""
+    """A shipped table. Raises `ResourceError` if it cannot be read."""
     try:
         return files("tricomm").joinpath(f"tables/{name}.json").read_bytes()
     except OSError as error:
@@ -159,7 +159,7 @@ class TunedTable:
 
 
 def shipped(text: bytes) -> tuple[ShippedTable, ...]:
-    """The tables that come with tricomm. Not checked here: a test holds our own file to the limits of a user's."""
+    """The shipped tables in `text`. Not checked here: a test holds our own file to the limits of a user's."""
     tables = json.loads(text)["tables"]
     return tuple(ShippedTable(**{**table, "rows": tuple(TableRow(**row) for row in table["rows"])}) for table in tables)
 
@@ -171,7 +171,7 @@ def _digest(values: Any) -> hashlib._Hash:
 
 @dataclass(frozen=True)
 class _TunedFile:
-    """The JSON form of a `TunedTable`. `simulated` is there for people: the device says it, too."""
+    """The JSON form of a `TunedTable`. `simulated` repeats for people that the device is a CPU."""
 
     schema: int
     kernels: int
@@ -183,7 +183,7 @@ class _TunedFile:
 
 
 def dumps(table: TunedTable) -> bytes:
-    """JSON that `loads` takes back, a row a line."""
+    """JSON for `loads`, with one row per line."""
     box = _given(table.fingerprint)
     file = _TunedFile(_SCHEMA, KERNELS, table.fingerprint, table.simulated, (), table.date, dict(table.versions))
     head = _encoded({**_given(file), "fingerprint": box})
