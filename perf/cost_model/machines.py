@@ -43,10 +43,11 @@ host        microseconds until a store to host memory is acknowledged: `MachineS
 
 Checks: the clocks of all three are in table 3 of PMC10448217. The latencies of the two papers were written down from
 memory: their abstracts could be read here, their tables not. Pointer chases of another source
-(github.com/markdewing/AI_kernels, latency/README.md) gave, in cycles of L1, L2 and memory: 36, 221, 460 on V100, 40, 281, 690 on GH200, 40, 295, 860 on B200. That agrees with L1 and within 15 % with L2; memory of Hopper and
-Blackwell may be 1.4 and 1.8 times as slow as here, which only tensors that are larger than L2 would feel. Hopper's
-numbers here are of an H800, whose NVLinks are fewer; no latency here is of its links. `port`, `host` and the cycles of
-a barrier and of an acquire (`timed_ranks`) are not checked either.
+(github.com/markdewing/AI_kernels, latency/README.md) gave, in cycles of L1, L2 and memory: 36, 221, 460 on V100, 40,
+281, 690 on GH200, 40, 295, 860 on B200. That agrees with L1 and within 15 % with L2; memory of Hopper and Blackwell may
+be 1.4 and 1.8 times as slow as here, which only tensors that are larger than L2 would feel. Hopper's numbers here are
+of an H800, whose NVLinks are fewer; no latency here is of its links. `port`, `host` and the cycles of a barrier and of
+an acquire (`timed_ranks`) are not checked either.
 
 A fence of the system takes what `MachineSpec.barrier` leaves without its hop and the look that ends it (`timed_links`).
 Of an alias fence alone no time is published: it takes as much less a hop and an answer, if no store is on its way.
