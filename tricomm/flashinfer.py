@@ -123,16 +123,30 @@ class AllReduceFusionWorkspace:
 
 
 def create_allreduce_fusion_workspace(
-    backend: Literal["trtllm", "mnnvl", "mnnvl-cutedsl", "auto"] = "auto", world_size: int | None = None,
-    rank: int | None = None, max_token_num: int | None = None, hidden_dim: int | None = None,
-    dtype: torch.dtype | None = None, gpus_per_node: int | None = None, comm_backend: Any = None,
-    force_oneshot_support: bool = False, group: Any = None, *, top_k: int | None = None, rms_eps: float | None = None,
-    weight_bias: float | None = None, routed_scaling_factor: float | None = None,
-    include_shared_expert: bool | None = None, add_residual: bool | None = None,
-    write_residual_output: bool | None = None, apply_rms_norm: bool | None = None,
-    output_dtype: torch.dtype | None = None, dynamic_fp8: bool | None = None, write_norm_output: bool | None = None,
+    backend: Literal["trtllm", "mnnvl", "mnnvl-cutedsl", "auto"] = "auto",
+    world_size: int | None = None,
+    rank: int | None = None,
+    max_token_num: int | None = None,
+    hidden_dim: int | None = None,
+    dtype: torch.dtype | None = None,
+    gpus_per_node: int | None = None,
+    comm_backend: Any = None,
+    force_oneshot_support: bool = False,
+    group: Any = None,
+    *,
+    top_k: int | None = None,
+    rms_eps: float | None = None,
+    weight_bias: float | None = None,
+    routed_scaling_factor: float | None = None,
+    include_shared_expert: bool | None = None,
+    add_residual: bool | None = None,
+    write_residual_output: bool | None = None,
+    apply_rms_norm: bool | None = None,
+    output_dtype: torch.dtype | None = None,
+    dynamic_fp8: bool | None = None,
+    write_norm_output: bool | None = None,
     config: Any = None,
-) -> AllReduceFusionWorkspace:  # fmt: skip
+) -> AllReduceFusionWorkspace:
     """A workspace over the ranks of `group`; all of them call it.
 
     `group` is a process group of torch.distributed (default: all ranks), or a `tricomm.Communicator`, which is used as
@@ -200,20 +214,35 @@ def _check_place(own: int, size: int, rank: int | None, world_size: int | None) 
 
 
 def allreduce_fusion(
-    input: torch.Tensor, workspace: AllReduceFusionWorkspace, pattern: int, launch_with_pdl: bool = False,
-    trigger_completion_at_end: bool = True, output: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None, norm_out: torch.Tensor | None = None,
-    quant_out: torch.Tensor | None = None, scale_out: torch.Tensor | None = None,
-    residual_in: torch.Tensor | None = None, rms_gamma: torch.Tensor | None = None, rms_eps: float = 1e-6,
-    scale_factor: torch.Tensor | float | None = None, layout_code: int | None = None, use_oneshot: bool | None = None,
-    fp32_acc: bool = False, moe_reduction_device_num_experts: int | None = None,
+    input: torch.Tensor,
+    workspace: AllReduceFusionWorkspace,
+    pattern: int,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    output: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
+    quant_out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    residual_in: torch.Tensor | None = None,
+    rms_gamma: torch.Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale_factor: torch.Tensor | float | None = None,
+    layout_code: int | None = None,
+    use_oneshot: bool | None = None,
+    fp32_acc: bool = False,
+    moe_reduction_device_num_experts: int | None = None,
     moe_reduction_scale_input: torch.Tensor | None = None,
     moe_reduction_active_experts_token_input: torch.Tensor | None = None,
-    moe_reduction_token_input: torch.Tensor | None = None, expanded_idx_to_permuted_idx: torch.Tensor | None = None,
-    expert_scale_factor: torch.Tensor | None = None, shared_expert_output: torch.Tensor | None = None,
-    block_quant_group_size: int | None = None, weight_bias: float = 0.0, *,
+    moe_reduction_token_input: torch.Tensor | None = None,
+    expanded_idx_to_permuted_idx: torch.Tensor | None = None,
+    expert_scale_factor: torch.Tensor | None = None,
+    shared_expert_output: torch.Tensor | None = None,
+    block_quant_group_size: int | None = None,
+    weight_bias: float = 0.0,
+    *,
     moe_finalize_backend: Literal["trtllm", "cake"] = "trtllm",
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """All-reduce `input`, [tokens, hidden], followed by what `pattern` says; all ranks call it.
 
     Outputs that are None are allocated. Returns `quant_out` of a quantising pattern, `norm_out` of

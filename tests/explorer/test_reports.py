@@ -149,17 +149,31 @@ EXECUTION = ("findings", 0, "execution")
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        ((*EXECUTION, "patience"), 2**70), ((*EXECUTION, "patience"), 10**400), ((*EXECUTION, "seed"), 10**400),
-        ((*EXECUTION, "choices"), [[10**400, "r0b0"]]), ((*EXECUTION, "choices"), [[1, None]]),
-        ((*EXECUTION, "fault"), ["drop", 7, 3]), ((*EXECUTION, "fault"), ["burn", 0, 3]), ((*EXECUTION, "seed"), ...),
-        (("findings", 0, "where"), [None]), (("findings", 0, "where"), None), (("findings", 0, "text"), "\0"),
-        (("findings", 0, "events", 0, "chain"), 3), (("findings", 0, "events", 0, "rank"), ...),
-        (("subject", "file"), "\0"), (("subject", "function"), ["x"]), (("subject", "function"), ...),
-        (("subject",), {"kernel": "barrier", "sizes": [10**400]}), (("subject",), {"kernel": "barrier"}),
-        (("seconds",), 10**400), (("seed",), None), (("world_size",), 10**400), (("options", "timeout"), 10**400),
+        ((*EXECUTION, "patience"), 2**70),
+        ((*EXECUTION, "patience"), 10**400),
+        ((*EXECUTION, "seed"), 10**400),
+        ((*EXECUTION, "choices"), [[10**400, "r0b0"]]),
+        ((*EXECUTION, "choices"), [[1, None]]),
+        ((*EXECUTION, "fault"), ["drop", 7, 3]),
+        ((*EXECUTION, "fault"), ["burn", 0, 3]),
+        ((*EXECUTION, "seed"), ...),
+        (("findings", 0, "where"), [None]),
+        (("findings", 0, "where"), None),
+        (("findings", 0, "text"), "\0"),
+        (("findings", 0, "events", 0, "chain"), 3),
+        (("findings", 0, "events", 0, "rank"), ...),
+        (("subject", "file"), "\0"),
+        (("subject", "function"), ["x"]),
+        (("subject", "function"), ...),
+        (("subject",), {"kernel": "barrier", "sizes": [10**400]}),
+        (("subject",), {"kernel": "barrier"}),
+        (("seconds",), 10**400),
+        (("seed",), None),
+        (("world_size",), 10**400),
+        (("options", "timeout"), 10**400),
     ],
     ids=lambda v: f"{v!r:.20}",
-)  # fmt: skip
+)
 def test_a_changed_report_is_refused_by_name(users_file, tmp_path, path, value):
     report = tricomm.check(subjects.from_file(f"{users_file}:racy"), 2, schedules=5).as_json()
     (tmp_path / "changed.json").write_text(changed(report, path, value))

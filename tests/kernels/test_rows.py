@@ -138,37 +138,51 @@ def calls(comm, way):
 
 MUTANTS = {
     "the epilogue runs before the last tile has come": (
-        "kernels/collectives/all_reduce_rows_one_shot.py", "lefts = lefts + (SPEC.LEFTS[i + g],)",
+        "kernels/collectives/all_reduce_rows_one_shot.py",
+        "lefts = lefts + (SPEC.LEFTS[i + g],)",
         "lefts = lefts + (0,)",
     ),
     "the epilogue runs before the sums have come": (
-        "kernels/collectives/all_reduce_rows_two_shot.py", "lefts = lefts + (SPEC.LEFTS[k * SPEC.WORLD_SIZE + n],)",
+        "kernels/collectives/all_reduce_rows_two_shot.py",
+        "lefts = lefts + (SPEC.LEFTS[k * SPEC.WORLD_SIZE + n],)",
         "lefts = lefts + (0,)",
     ),
     "a row ends a word early": (
-        "kernels/device/rows.py", "return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n]",
+        "kernels/device/rows.py",
+        "return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n]",
         "return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n] - 1",
     ),
     "rows lie over each other in the mailbox": (
-        "kernels/collectives/all_reduce_rows_one_shot.py", "this * SPEC.PITCH + i * SPEC.TILE", "i * SPEC.TILE",
+        "kernels/collectives/all_reduce_rows_one_shot.py",
+        "this * SPEC.PITCH + i * SPEC.TILE",
+        "i * SPEC.TILE",
     ),
     "blocks arrive in no order": (
-        "kernels/device/arrival.py", 'before + 1, mask=lane == 0, sem="acq_rel"',
+        "kernels/device/arrival.py",
+        'before + 1, mask=lane == 0, sem="acq_rel"',
         'before + 1, mask=lane == 0, sem="relaxed"',
     ),
     "the first block that arrives moves the epoch on": (
-        "kernels/device/arrival.py", "(before == tl.num_programs(0) - 1)", "(before == 0)",
+        "kernels/device/arrival.py",
+        "(before == tl.num_programs(0) - 1)",
+        "(before == 0)",
     ),
     "arrivals of rows are not counted from 0 again": (
-        "kernels/device/arrival.py", "    tl.store(table + ARRIVALS, zeros, mask=last)\n", "",
+        "kernels/device/arrival.py",
+        "    tl.store(table + ARRIVALS, zeros, mask=last)\n",
+        "",
     ),
     "a block without rows does not arrive": (
-        "kernels/collectives/all_reduce_rows_one_shot.py", "last & (row >= count) & (status == 0)", "last & (row < 0)",
+        "kernels/collectives/all_reduce_rows_one_shot.py",
+        "last & (row >= count) & (status == 0)",
+        "last & (row < 0)",
     ),
     "a block arrives with its first row": (
-        "kernels/collectives/all_reduce_rows_one_shot.py", "last & (row + stride >= count)", "last & (row < stride)",
+        "kernels/collectives/all_reduce_rows_one_shot.py",
+        "last & (row + stride >= count)",
+        "last & (row < stride)",
     ),
-}  # fmt: skip
+}
 
 
 def explored(way, edits):

@@ -30,9 +30,11 @@ CPU = GroupFacts("cpu", 2, 1, "CPU tensors go to Gloo", "gloo", batch_invariant=
 CUBE_ROWS = tuple(
     TableRow("all_reduce", 8, most, algorithm, protocol)
     for most, algorithm, protocol in (
-        (1 << 10, "hybrid_cube_mesh", "ll"), (1 << 20, "two_shot", "ll"), (None, "hybrid_cube_mesh_two_shot", "simple"),
+        (1 << 10, "hybrid_cube_mesh", "ll"),
+        (1 << 20, "two_shot", "ll"),
+        (None, "hybrid_cube_mesh_two_shot", "simple"),
     )
-)  # fmt: skip
+)
 
 
 def site(world_size=8, device="sm_70", batch_invariant=True, **more):
@@ -42,11 +44,16 @@ def site(world_size=8, device="sm_70", batch_invariant=True, **more):
 
 @settings(deadline=None)
 @given(
-    st.sampled_from(sorted(COLLECTIVES)), st.integers(0, 1 << 34), st.integers(1, 16),
-    st.sampled_from(["cpu", "sm_70", "sm_90"]), st.sampled_from(["", "hybrid_cube_mesh", "nvswitch"]),
-    st.sampled_from(["eager", "graph"]), st.sampled_from([8, 16, 32, 64]), st.sampled_from([None, "ll", "simple"]),
+    st.sampled_from(sorted(COLLECTIVES)),
+    st.integers(0, 1 << 34),
+    st.integers(1, 16),
+    st.sampled_from(["cpu", "sm_70", "sm_90"]),
+    st.sampled_from(["", "hybrid_cube_mesh", "nvswitch"]),
+    st.sampled_from(["eager", "graph"]),
+    st.sampled_from([8, 16, 32, 64]),
+    st.sampled_from([None, "ll", "simple"]),
     st.booleans(),
-)  # fmt: skip
+)
 def test_any_choice_reduces_in_rank_order(collective, nbytes, world_size, device, topology, mode, bits, protocol, own):
     if collective == "barrier":
         protocol = None

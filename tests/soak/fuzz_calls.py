@@ -262,7 +262,21 @@ def objects(t: Turn) -> Made:
 
 
 KINDS: tuple[Callable[[Turn], Made], ...] = (
-    all_reduce, all_reduce_coalesced, broadcast, reduce, all_gather, all_gather_into_tensor, gather, scatter,
-    reduce_scatter, reduce_scatter_tensor, all_to_all, all_to_all_single, barrier, messages, manager, functionals,
+    all_reduce,
+    all_reduce_coalesced,
+    broadcast,
+    reduce,
+    all_gather,
+    all_gather_into_tensor,
+    gather,
+    scatter,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    messages,
+    manager,
+    functionals,
     objects,
-)  # fmt: skip
+)

@@ -282,9 +282,16 @@ def reduce_scatter_single(
     )
     flat = flat_output(out, what)
     return GroupCall(
-        "reduce_scatter", flattened(x), flat, op, count=x.numel(), result=[out], device=x.device, keep=[x, out],
+        "reduce_scatter",
+        flattened(x),
+        flat,
+        op,
+        count=x.numel(),
+        result=[out],
+        device=x.device,
+        keep=[x, out],
         handle=handle,
-    )  # fmt: skip
+    )
 
 
 def all_to_all_single(

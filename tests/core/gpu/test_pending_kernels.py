@@ -115,8 +115,9 @@ def test_memory_is_neither_taken_nor_given_back_in_a_capture(comm, world):
     refused = {
         "symmetric": lambda: comm.symmetric((8,), torch.float32),
         "register": lambda: comm.register(torch.ones(64).share_memory_()),
-        "split": lambda: comm.split([0]), "suspend": comm.suspend,
-    }  # fmt: skip
+        "split": lambda: comm.split([0]),
+        "suspend": comm.suspend,
+    }
     with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
         for name, call in refused.items():
             with pytest.raises(InvalidArgument, match=f"{name}: the current stream captures a CUDA graph"):

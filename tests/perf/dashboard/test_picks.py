@@ -24,9 +24,14 @@ from tricomm.policy import user_tables
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
 _SCENE = {
-    "device": "a box", "simulated": False, "world_size": 8, "collective": "all_reduce", "dtype": "float32", "op": "sum",
+    "device": "a box",
+    "simulated": False,
+    "world_size": 8,
+    "collective": "all_reduce",
+    "dtype": "float32",
+    "op": "sum",
     "mode": "eager",
-}  # fmt: skip
+}
 _NORM = {"collective": FUSED, "op": "fp8@8192", "dtype": "bfloat16"}
 _SMALL = tricomm.Options(arena_bytes=1 << 20)
 _BOXES: dict[str, dict[str, Any]] = {
