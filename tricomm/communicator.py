@@ -24,6 +24,7 @@ from tricomm.core.bootstrap import Adapter, pick_device
 from tricomm.core.calls.collectives import Collectives
 from tricomm.core.calls.fused_collectives import FusedCollectives
 from tricomm.core.calls.fused_methods import FusedMethods
+from tricomm.core.calls.internal import Internal
 from tricomm.core.calls.memory_methods import MemoryMethods
 from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.prepared_calls import PreparedCalls
@@ -34,7 +35,6 @@ from tricomm.core.calls.user_kernels import UserKernels
 from tricomm.core.entry_guard import entry, guarded, set_up
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
-from tricomm.core.internal import Internal
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.planner import Planner
 from tricomm.core.runtime import PROCESSES, Runtime

@@ -15,7 +15,7 @@ from tricomm.c10d.call_guard import sends
 from tricomm.c10d.group_calls import OPERATIONS
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import FinishedWork
-from tricomm.core.internal import Internal
+from tricomm.core.calls.internal import Internal
 
 # One handle for all calls: the caller already holds the result of a finished one.
 _FINISHED = FinishedWork([])
