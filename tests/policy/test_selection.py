@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.marks import compiles
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout, multimem, wide_words
@@ -145,6 +146,39 @@ def test_where_not_all_ranks_reach_each_other_only_what_goes_around_that_is_left
 def test_a_cube_mesh_of_fewer_ranks_is_refused_with_how_many_it_needs():
     with pytest.raises(InvalidArgument, match="needs 8 ranks on a hybrid cube mesh; here are 4 ranks"):
         choose(site(), "all_reduce", 1024, "hybrid_cube_mesh")
+
+
+def shapes_of_rows(hidden, here, quantize=""):
+    """Those of all fused kernels that take rows of `hidden` elements, of 16 and of 32 bits."""
+    for bits in (16, 32):
+        for kernel in filter(compiles, registry.of(FUSED, here.world_size)):
+            choice = row_shapes.choose(here, FUSED, bits, hidden, 3, (kernel.algorithm, kernel.protocol), quantize)
+            if not isinstance(choice, str):
+                yield choice
+
+
+@pytest.mark.parametrize("device", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("quantize", ["", "nvfp4"])
+def test_tiles_and_warps_of_rows_are_powers_of_two(device, quantize):
+    """Triton has no others."""
+    count = 0
+    for world_size in (2, 3, 8, 15, 16):
+        for hidden in range(16, row_shapes.MOST_HIDDEN + 1, 16 * 61):
+            for choice in shapes_of_rows(hidden, site(device, world_size), quantize):
+                count += 1
+                assert choice.block.bit_count() == choice.warps.bit_count() == 1
+    assert count > 300
+
+
+def test_a_forced_tile_that_makes_too_many_of_a_row_is_refused():
+    """All of a row's tiles stand in the code one behind the other, which a compiler takes minutes for."""
+    two_shots = "tile=32: tiles of 128 to .* make at most 32 of a row of 16384"
+    with pytest.raises(InvalidArgument, match=two_shots):
+        row_shapes.choose(site(tile=32, world_size=8), FUSED, 16, 16384, 3, ("two_shot", "ll"))
+    with pytest.raises(InvalidArgument, match="tiles of 256 to .* make at most 16 of a row of 16384"):
+        row_shapes.choose(site(tile=32, world_size=8), FUSED, 16, 16384, 3, (None, None))
+    assert row_shapes.choose(site(tile=128, world_size=8), FUSED, 16, 16384, 3, (None, None)).block == 128
+    assert row_shapes.choose(site("cpu", tile=32, world_size=8), FUSED, 16, 16384, 3, (None, None)).block == 32
 
 
 # The user's own rows
