@@ -1,4 +1,4 @@
-"""Calls of torch.distributed's default group: those of the fuzz, DDP's backward, and calls in callbacks of futures."""
+"""Random calls of torch.distributed's default group: the fuzz's, DDP's backward, and calls in callbacks of futures."""
 
 from __future__ import annotations
 
