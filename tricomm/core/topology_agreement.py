@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import UUID
 
 import torch
@@ -17,19 +17,23 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout, wide_words
 from tricomm.options import Options
 from tricomm.store.control import ControlPage
-from tricomm.topology import discovery, mesh
+from tricomm.topology import mesh
 from tricomm.topology.model import Topology
-from tricomm.topology.presets import dgx1v
+
+if TYPE_CHECKING:  # a CPU has no links to ask NVML for
+    from tricomm.topology.discovery import Discovery
 
 log = logging.getLogger("tricomm")
 _DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 _NARROW = b"/narrow"
-Find = Callable[[tuple[bytes, ...]], discovery.Discovery]
+Find = Callable[[tuple[bytes, ...]], "Discovery"]
 
 
 @cache
-def _found(uuids: tuple[bytes, ...]) -> discovery.Discovery:
+def _found(uuids: tuple[bytes, ...]) -> Discovery:
     """Cached per process: it takes several hundred calls of NVML, and links do not change."""
+    from tricomm.topology import discovery
+
     return discovery.of_devices(uuids)
 
 
@@ -49,6 +53,8 @@ def agree(
     check(options, control.world_size)
     if device.type != "cuda":
         return options.topology
+    from tricomm.topology import discovery
+
     mine = uuid if uuid is not None else discovery.TorchCuda().device_uuid(device.index)
     may_share = options.share_device or env.share_device()
     answers = control.exchange(mine + bytes([may_share]), "device UUIDs", timeout)
@@ -128,6 +134,8 @@ def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPositio
     """The ranks' positions in a hybrid cube mesh; on other or unknown links those of a DGX-1V. None without 8 ranks."""
     if world_size != mesh.RANKS:
         return None
+    from tricomm.topology.presets import dgx1v
+
     tables = mesh.positions(topology.links) if topology is not None else None
     return tables or mesh.positions(dgx1v().links)
 
