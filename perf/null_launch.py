@@ -19,6 +19,7 @@ from tricomm import Communicator, Options
 from tricomm.core.runtime import Processes
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
+from tricomm.options import digest_of
 from tricomm.store.arenas.arena import open_arena
 from tricomm.store.handshake import handshake
 
@@ -100,6 +101,6 @@ def communicator(gpu: bool = True) -> Communicator:
     """
     options = Options(arena_bytes=1 << 20)
     plan, device = layout.plan(1, options.arena_bytes), torch.device("cpu")
-    control = handshake(HashStore(), 0, 1, 60.0, options.agreed(plan, "cpu"))
+    control = handshake(HashStore(), 0, 1, 60.0, digest_of(options, plan, "cpu"))
     arena = open_arena(control, plan.nbytes, device, 60.0)
-    return Communicator.over(control, arena, plan, device, 60.0, options, NullRuntime(gpu))
+    return Communicator._over(control, arena, plan, device, 60.0, options, NullRuntime(gpu))

@@ -122,7 +122,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         set_up(make)
 
     @classmethod
-    def over(
+    def _over(
         cls,
         control: ControlPage,
         arena: Arena,

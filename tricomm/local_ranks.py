@@ -15,7 +15,7 @@ from tricomm.core.bootstrap import pick_device
 from tricomm.core.runtime import Processes
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
-from tricomm.options import Options, seconds
+from tricomm.options import Options, digest_of, seconds
 from tricomm.policy import launch_shapes
 from tricomm.store.arenas.local_arena import LocalArena, LocalGroup
 from tricomm.store.control import ControlPage
@@ -60,14 +60,14 @@ def local(
         )
     plan = layout.plan(world_size, options.arena_bytes)
     launch_shapes.check_device(gpu.type, plan, options._tuning.tile)
-    agreed = options.agreed(plan, gpu.type)
+    agreed = digest_of(options, plan, gpu.type)
     store = HashStore()
 
     def meeting(rank: int) -> ControlPage:
         return handshake(store, rank, world_size, limit, agreed)
 
     def joining(rank: int) -> Communicator:
-        comm = Communicator.over(controls[rank], arenas[rank], plan, gpu, limit, options, _ONE_PROCESS)
+        comm = Communicator._over(controls[rank], arenas[rank], plan, gpu, limit, options, _ONE_PROCESS)
         undo.callback(comm.close)
         return comm
 

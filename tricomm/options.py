@@ -98,9 +98,10 @@ class Options:
         elif self.beside_compute:
             object.__setattr__(self, "max_blocks", BESIDE_BLOCKS)
 
-    def agreed(self, arena: layout.Layout, device: str) -> int:
-        """A number that differs if two ranks' memory or settings do not fit together."""
-        return zlib.crc32(repr((arena.digest, device, replace(self, timeout=1.0, stall_timeout=1.0))).encode())
+
+def digest_of(options: Options, arena: layout.Layout, device: str) -> int:
+    """A number that differs if two ranks' memory or settings do not fit together."""
+    return zlib.crc32(repr((arena.digest, device, replace(options, timeout=1.0, stall_timeout=1.0))).encode())
 
 
 def tuned(options: Options, **forced: Any) -> Options:

@@ -112,7 +112,7 @@ class World:
 
     def join(self, rank: int) -> Communicator:
         """In a rank's host code: its communicator."""
-        return Communicator.over(
+        return Communicator._over(
             self.controls[rank],
             self.arenas[rank],
             self.plan,

@@ -18,7 +18,7 @@ from tricomm.core import launch_plan
 from tricomm.core.runtime import Processes
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher
-from tricomm.options import Tuning
+from tricomm.options import Tuning, digest_of
 from tricomm.store.arenas.arena import open_arena
 from tricomm.store.handshake import handshake
 
@@ -81,9 +81,9 @@ def comm(device):
     memory = layout.plan(2, options.arena_bytes)
 
     def join(rank):
-        control = handshake(store, rank, 2, 60.0, options.agreed(memory, "cpu"))
+        control = handshake(store, rank, 2, 60.0, digest_of(options, memory, "cpu"))
         arena = open_arena(control, memory.nbytes, cpu, 60.0)
-        return Communicator.over(control, arena, memory, cpu, 60.0, options, FakeRuntime(device))
+        return Communicator._over(control, arena, memory, cpu, 60.0, options, FakeRuntime(device))
 
     with ThreadPoolExecutor(2) as ranks, ExitStack() as undo:
         comms = list(ranks.map(join, range(2)))

@@ -22,7 +22,7 @@ from tricomm.core.launcher import Launcher
 from tricomm.core.runtime import PROCESSES
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.kernels import layout
-from tricomm.options import Options
+from tricomm.options import Options, digest_of
 from tricomm.store import host_words
 from tricomm.store.arenas.cuda_ipc import open_cuda_ipc
 from tricomm.store.arenas.local_arena import LocalGroup
@@ -135,13 +135,13 @@ class Job:
         return self.together(lambda rank: Communicator(store, rank, 2, "cpu", options=OPTIONS))
 
     def local(self) -> list[Communicator]:
-        store, agreed = HashStore(), OPTIONS.agreed(PLAN, "cuda")
+        store, agreed = HashStore(), digest_of(OPTIONS, PLAN, "cuda")
         controls = self.together(lambda rank: handshake(store, rank, 2, 20.0, agreed))
         pages = [control.host_words for control in controls]
         self.drivers = [self.drivers[0]] * 2
         arenas = LocalGroup(2, torch.device("cuda", 0), pages, self.drivers[0]).open(PLAN.nbytes)
         return self.together(
-            lambda rank: Communicator.over(controls[rank], arenas[rank], PLAN, CPU, 20.0, OPTIONS, PROCESSES)
+            lambda rank: Communicator._over(controls[rank], arenas[rank], PLAN, CPU, 20.0, OPTIONS, PROCESSES)
         )
 
     def works(self, comm: Communicator, value: int) -> None:

@@ -23,7 +23,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, Resou
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import NCCL
-from tricomm.options import Options, with_environment
+from tricomm.options import Options, digest_of, with_environment
 from tricomm.policy import backend_choice, launch_shapes
 from tricomm.policy.router import Router
 from tricomm.store.arenas.arena import Arena, open_arena
@@ -193,7 +193,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     """Meet over `store` and share memory, as `Communicator` says; every rank calls it. `undo` gives it all back."""
     device, options, rank, world_size = terms.device, terms.options, terms.rank, terms.world_size
     native, missing = fallback(device, options)
-    agreed = options.agreed(terms.layout, device.type)
+    agreed = digest_of(options, terms.layout, device.type)
     limit = terms.rendezvous_timeout
     why: str | None = None
     nodes = 1

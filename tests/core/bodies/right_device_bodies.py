@@ -15,6 +15,7 @@ from tests.fake_cuda import OnFakeGpu, World
 from tests.kernels.fake_launch import Result
 from tricomm import Communicator, Options, errors
 from tricomm.kernels import layout
+from tricomm.options import digest_of
 from tricomm.store.arenas.arena import open_arena
 from tricomm.store.handshake import handshake
 
@@ -37,9 +38,9 @@ def on_fake_gpu(rank, world_size, url):
         options = Options(arena_bytes=256 * 1024, timeout=60.0)
         plan = layout.plan(world_size, options.arena_bytes)
         store = FileStore(url.removeprefix("file://"), world_size)
-        control = handshake(store, rank, world_size, 60.0, options.agreed(plan, "cpu"))
+        control = handshake(store, rank, world_size, 60.0, digest_of(options, plan, "cpu"))
         arena = open_arena(control, plan.nbytes, device, 60.0)
-        comm = Communicator.over(control, arena, plan, device, 60.0, options, runtime)
+        comm = Communicator._over(control, arena, plan, device, 60.0, options, runtime)
         comm.all_reduce(torch.ones(8))
         comm.barrier()
         yield comm, world, runtime.fake

@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import HashStore
 from tests.fake_cuda import FakeDevice, OnFakeGpu, World
 from tricomm import Communicator, Options, communicator
 from tricomm.kernels import layout
+from tricomm.options import digest_of
 from tricomm.store.arenas.arena import open_arena
 from tricomm.store.handshake import handshake
 
@@ -28,8 +29,8 @@ def over(runtime):
     """A group of one rank on the CPU's memory, whose kernels are launched on the fake GPU of `runtime`."""
     options = Options(arena_bytes=1 << 20, timeout=20.0)
     plan = layout.plan(1, options.arena_bytes)
-    control = handshake(HashStore(), 0, 1, 20.0, options.agreed(plan, "cpu"))
-    return Communicator.over(control, open_arena(control, plan.nbytes, CPU, 20.0), plan, CPU, 20.0, options, runtime)
+    control = handshake(HashStore(), 0, 1, 20.0, digest_of(options, plan, "cpu"))
+    return Communicator._over(control, open_arena(control, plan.nbytes, CPU, 20.0), plan, CPU, 20.0, options, runtime)
 
 
 @pytest.fixture
