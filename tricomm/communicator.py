@@ -86,7 +86,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
 
     @classmethod
     def _behind(cls, adapter: Adapter, *meeting: Any) -> Self:
-        """A communicator of the calls that `adapter` routes to the kernels; `meeting` is what `_meet` takes."""
+        """A communicator of the calls that `adapter` routes to the kernels; `meeting` are the arguments of `_meet`."""
         comm = cls.__new__(cls)
         comm._meet(*meeting, adapter=adapter)
         return comm

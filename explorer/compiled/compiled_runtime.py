@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from tricomm.core.entry_guard import CallLock
-from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.topology_agreement import DeviceFacts
 from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument
@@ -218,9 +217,6 @@ class CompiledRuntime:
                 launch(x, y, count, call, rows)
 
         return run
-
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
-        return self._interpreted.planned(request, plan)
 
     def call_lock(self) -> CallLock:
         return self._interpreted.call_lock()

@@ -10,6 +10,7 @@ import hashlib
 import mmap
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -112,7 +113,7 @@ class World:
 
     def join(self, rank: int) -> Communicator:
         """In a rank's host code: its communicator."""
-        return Communicator._over(
+        comm = Communicator._over(
             self.controls[rank],
             self.arenas[rank],
             self.plan,
@@ -121,6 +122,8 @@ class World:
             self.options,
             self._runtime(self, rank),
         )
+        comm._internal.observe(partial(self.planned, rank))
+        return comm
 
     def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> SimulatedHandle:
         """In a rank's host code: its part of the memory that all ranks ask for in the same order."""
@@ -319,9 +322,6 @@ class RankRuntime:
             self.prepare(kernel, blocks, args, constexprs, group[0].device, timeout)()
 
         return run
-
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
-        return self._world.planned(self._rank, request, plan)
 
     def call_lock(self) -> CallLock:
         return CallLock(TaskLock(self._world.turns, self._rank))

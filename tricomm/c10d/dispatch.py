@@ -87,7 +87,7 @@ class Dispatcher:
                 torch_backend(kind),
                 batch_invariant=agreed.batch_invariant,
             )
-            router = self._routers[device] = Router(facts, config.name, config.rank)
+            router = self._routers[device] = Router(facts, config.name, config.rank, alone=False)
         return router
 
     def _route(self, call: GroupCall) -> BackendChoice:
@@ -186,7 +186,7 @@ class Dispatcher:
         return "cpu" in self._no_kernels and self._no_kernels["cpu"] is None
 
     def run_by_kernels(self, call: GroupCall) -> bool:
-        """Run a CPU call by the kernels, if it goes to them."""
+        """Run a CPU call by the kernels, if that is its route."""
         if self._route(call).backend != KERNELS:
             return False
         _by_kernels(self._comms[call.device], call.flatten())
@@ -231,7 +231,7 @@ class Dispatcher:
             raise
 
     def _record(self, call: GroupCall, backend: str) -> PackedDescriptor:
-        """What the peers read of a call that `backend` runs, which may be a part of a batch of NCCL's."""
+        """The record of a call that `backend` runs, for the peers."""
         key = *call.shape, backend
         record = self._records.get(key)
         if record is None:
@@ -317,7 +317,7 @@ def _by_kernels(comm: Communicator, call: GroupCall) -> None:
             comm.gather(x, call.root, call.out)
         case "scatter":
             comm.scatter(x, call.root, call.out)
-        case "all_to_all_v":  # even exchanges, too: no single rank knows whether one is even
+        case "all_to_all_v":  # of equal splits as well: no single rank knows them all
             comm.all_to_all_v(x, sends, takes, call.out)
         case _:
             comm.barrier(async_op=call.async_op)

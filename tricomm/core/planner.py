@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -44,6 +44,7 @@ class Planner:
     plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
     prepared  calls that were made and can be repeated, of `core.calls`
     nccl      NCCL's communicator, made by the first call that goes there
+    observer  wraps each new plan, to observe its calls: the explorer's
 
     Without a `router` the group makes one. A given one is that of a `bootstrap.Adapter`, which sends here what goes to
     the kernels.
@@ -64,10 +65,11 @@ class Planner:
         switch = not (self.site.no_multicast or self.site.batch_invariant or self.site.beside)
         self._adapted = router is not None
         self.router = router or Router(group.routes, group.name, group.rank)
-        self.router.facts = replace(self.router.facts, reachable=group.reachable, switch=switch)
+        self.router.facts = replace(self.router.facts, reachable=group.reachable, switch=switch and self.router.alone)
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.prepared: dict[Any, Any] = {}
         self.nccl: nccl.Nccl | None = None
+        self.observer: Callable[[Request, LaunchPlan], LaunchPlan] | None = None
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity = group.gpu, activity
         self._bind = partial(faults.loaded, group.runtime.bind, group=group.argument, timeout=group.timeout)
@@ -124,7 +126,7 @@ class Planner:
             if len(self.plans) >= _MOST_PLANS:
                 self.plans.pop(next(iter(self.plans)))
             key = (asked, dtype, request.elements, aligned, mode == "graph")
-            self.plans[key] = group.runtime.planned(request, plan)
+            self.plans[key] = plan if self.observer is None else self.observer(request, plan)
         return self.plans[asked, dtype, request.elements, aligned, False]
 
     def _bound(

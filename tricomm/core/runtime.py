@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import torch
 
 from tricomm.core.entry_guard import CallLock
-from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.core.watch.monitor import Monitor
@@ -47,9 +46,6 @@ class Runtime(Protocol):
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         """See `kernel_launch.bind`."""
 
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
-        """The plan to keep for `request`: `plan`, or one that wraps it to observe its calls."""
-
     def call_lock(self) -> CallLock:
         """The lock of a group's calls; not taken yet."""
 
@@ -87,9 +83,6 @@ class Processes:
 
     prepare = staticmethod(kernel_launch.prepare)
     bind = staticmethod(kernel_launch.bind)
-
-    def planned(self, request: Request, plan: LaunchPlan) -> LaunchPlan:
-        return plan
 
     def call_lock(self) -> CallLock:
         return CallLock()

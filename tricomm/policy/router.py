@@ -17,18 +17,21 @@ class Router:
     """Routes the calls of the group `name`, of which this process is `rank`.
 
     A `torch.distributed` group and a group of an inference engine share theirs with the communicator of their kernels.
-    `fallback` is the name of the fallback in routes, if it is not that of the facts.
+    `fallback` renames the fallback in routes. `alone`: no computation runs during the calls, so that NVLS's larger
+    threshold holds.
     """
 
-    def __init__(self, facts: GroupFacts, name: str, rank: int, fallback: str | None = None) -> None:
-        self._facts, self._name, self._fallback = facts, name, fallback
+    def __init__(
+        self, facts: GroupFacts, name: str, rank: int, fallback: str | None = None, alone: bool = True
+    ) -> None:
+        self._facts, self._name, self._fallback, self.alone = facts, name, fallback, alone
         self._logs = rank == 0 and "routing" in (env.text("TRICOMM_LOG") or "")
         self._logged: set[tuple[Any, ...]] = set()
         self._routes: dict[tuple[Any, ...], BackendChoice] = {}
 
     @property
     def facts(self) -> GroupFacts:
-        """What the ranks agreed on. With other facts every route is decided anew."""
+        """The facts that the ranks agreed on. Setting others drops all routes."""
         return self._facts
 
     @facts.setter

@@ -1,8 +1,8 @@
-"""What the library's own backends, adapters and tools need of a communicator, and its users do not."""
+"""Methods of a communicator for this library's own backends, adapters and tools."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from tricomm.core.entry_guard import entry, guarded
 from tricomm.core.faults import Faults
 from tricomm.core.fused.fused_call import FusedCall
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import LaunchPlan
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
 from tricomm.core.watch.monitor import FallbackBackend, Monitor
@@ -89,6 +89,10 @@ class Internal:
     def watch(self, backend: FallbackBackend) -> None:
         """Ask `backend`, which makes calls besides the kernels, for its errors too, and abort it with the group."""
         self._monitor.watch(backend)
+
+    def observe(self, observer: Callable[[Request, LaunchPlan], LaunchPlan]) -> None:
+        """From now on keep what `observer` makes of each new plan."""
+        self._planner.observer = observer
 
     # Facts
 

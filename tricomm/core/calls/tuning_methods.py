@@ -1,4 +1,4 @@
-"""What a user asks a communicator about its kernels, and sets: its public methods."""
+"""Selection, tuning tables and times of a communicator: its public methods."""
 
 from __future__ import annotations
 
