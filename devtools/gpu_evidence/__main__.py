@@ -29,6 +29,7 @@ _PDEATHSIG, _CHILD_SUBREAPER = 1, 36  # options of prctl
 _POLL = 0.1  # seconds
 _WRITE_EVERY = 30.0  # seconds, so that a run that is killed has left a summary
 _FACTS = 120.0  # seconds
+_ENDING = 5.0  # seconds that a killed process may take to end
 _LAST_WORDS = 1000  # characters of a child's output
 _WRITING = 5.0  # seconds of the budget for the last summary
 _SEVERAL = 2  # GPUs, for which --list has all steps
@@ -163,7 +164,8 @@ def _started(command: Sequence[str], log: Path, **more: str) -> Iterator[tuple[s
         yield process, log
     finally:
         _kill_descendants()
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_ENDING)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -175,8 +177,12 @@ def _end_with_parent() -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill all processes below this one; orphans among them have become its children."""
-    while pids := _descendants():
+    """Kill all processes below this one; orphans among them have become its children.
+
+    A process that waits for a driver that hangs cannot be killed: it is left after `_ENDING` seconds.
+    """
+    end = time.monotonic() + _ENDING
+    while (pids := _descendants()) and time.monotonic() < end:
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -258,7 +264,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     signal.signal(signal.SIGTERM, _interrupted)
     chosen = [step for step in steps if not asked.step or step.name in asked.step]
-    return 0 if run(asked.out, chosen, environment, began + budget - _WRITING) else 1
+    try:
+        return 0 if run(asked.out, chosen, environment, began + budget - _WRITING) else 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

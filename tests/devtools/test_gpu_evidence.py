@@ -20,6 +20,7 @@ from devtools.gpu_evidence import children, report
 from devtools.gpu_evidence.__main__ import main
 from devtools.gpu_evidence.report import Journal
 from devtools.gpu_evidence.steps import Step, all_steps, bench
+from tests.ranks import BUSY
 from tests.wheel_gate import ROOT
 
 HERE = {"date": "2026-01-01", "commit": "a", "sources": "s", "device": ["GPU"], "versions": {"torch": "2.11"}}
@@ -147,24 +148,24 @@ def test_tests_that_fail_crash_or_hang_cost_only_themselves_and_are_tried_again_
 
 
 def test_the_budget_is_kept_and_three_commands_do_what_one_would(tmp_path, tests, ran):
-    step, began = tests("slow"), time.monotonic()
+    step = tests("slow")
     good, journal = told(tmp_path, [step], 0.1)
     assert good and not ran() and not journal.steps  # too short to start anything
     for _ in range(12):  # on a busy machine pytest may take most of a budget to start
-        began = time.monotonic()
         good, journal = told(tmp_path, [step], 9.0)
-        assert good and time.monotonic() - began < 15.0
+        assert good and journal.steps["tests"]["seconds"] < 9.0 + BUSY
         if journal.steps["tests"]["outcome"] == "passed":
             break
         assert journal.steps["tests"]["outcome"] == "cut"
         waiting = journal.waiting("tests")
         assert f"* tests, {len(waiting)}: " in (tmp_path / "out" / "summary.md").read_text()
-    assert journal.run > 1 and sorted(ran()) == sorted({f"test_slow[{n}]" for n in range(40)})
+    assert journal.run > 1 and set(ran()) == {f"test_slow[{n}]" for n in range(40)}
+    assert len(ran()) - 40 <= 2 * journal.run  # only a test in which the time of a step ended is repeated
 
 
 def test_a_step_ends_with_its_share_and_continues_when_the_others_have_ended(tmp_path, ran):
-    steps = [script("long", "time.sleep(3)", share=1.0), script("short", share=3.0)]
-    good, journal = told(tmp_path, steps, 8.0)
+    steps = [script("long", "time.sleep(5)", share=1.0), script("short", share=3.0)]
+    good, journal = told(tmp_path, steps, 16.0)
     assert good and ran() == ["long", "short", "long"]
     assert {record["outcome"] for record in journal.steps.values()} == {"passed"}
 
