@@ -1,4 +1,4 @@
-"""Names that were removed are answered with what to use instead, wherever a user gives them."""
+"""A removed name is refused with its replacement, in options, calls, tables, topologies and commands."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What ranks do over two communicators at once. Integer values, different by communicator, rank and call."""
+"""Bodies of ranks that use two communicators at once. Integer values, different by communicator, rank and call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two communicators on two streams: their calls are not ordered, and a graph of one runs beside calls of the other."""
+"""Two communicators on two streams: their calls are not ordered, and a graph of one runs during calls of the other."""
 
 from __future__ import annotations
 

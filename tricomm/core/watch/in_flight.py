@@ -1,4 +1,4 @@
-"""What this rank runs at the moment, for how long, and which peers have not done their part in it."""
+"""The call of this rank that is in flight, its time so far, and the peers that have not finished it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _UserCall:
 
 
 class InFlight:
-    """What this rank runs; `elapsed`: for how many seconds. `describers` turn a status code that a kernel has reported
+    """The call in flight; `elapsed`: its seconds so far. `describers` turn a status code that a kernel has reported
     into a `Fault`."""
 
     def __init__(self, control: ControlPage) -> None:
