@@ -1,6 +1,6 @@
 """How fast the kernels and the host path should be, in numbers that need no GPU, of this checkout and of another one.
 
-    python -m devtools.bars                          beside docs/performance.json
+    python -m devtools.bars                          beside devtools/notes/performance.json
     python -m devtools.bars --against CHECKOUT       beside another checkout, which runs its own code
     python -m devtools.bars --json > FILE            the numbers alone; --against FILE compares with them later
     python -m devtools.bars --kept FILE              keeps each row there; the same command continues an interrupted run
@@ -48,7 +48,7 @@ LABEL = "modelled from the compiled code, not measured"
 MACHINE, WORLD_SIZE = MACHINES["h100"], 8
 FUSED_ROWS, FORMS = (1, 8, 32), (RowForm(8192), RowForm(8192, "fp8_per_token"), RowForm(8192, "nvfp4"))  # bfloat16
 NCCL_US = 2.3  # for 8 bytes on 8 H200 (NVIDIA/nccl#1940)
-_KEPT = Path(__file__).resolve().parent.parent / "docs" / "performance.json"
+_KEPT = Path(__file__).resolve().parent.parent / "devtools" / "notes" / "performance.json"
 _HEADER = ("what", "unit", "before", "now", "now/before", "bar", "passes")
 _BYTES = 3072 * WORLD_SIZE  # every tile has a ragged end, and all shards are alike
 _FAILED = (TricommError, OSError, subprocess.SubprocessError)

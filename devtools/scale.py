@@ -2,8 +2,8 @@
 
 One line for each set-up of interpreted ranks: what rank 0 has in addition to the state before. Mapped: the segments
 that ranks share, the peers' among them. Resident: the proportional share of touched pages (Pss). Store keys: those of
-all ranks. CPU: that of all threads of an idle process. `docs/scale.md` has the last results, and what follows from them
-for other machines.
+all ranks. CPU: that of all threads of an idle process. `devtools/notes/scale.md` has the last results, and their
+consequences for other machines.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _mode(name: str) -> int:
 
 @click.command()
 def main() -> None:
-    """Print the table of docs/scale.md, measured on this machine."""
+    """Print the table of devtools/notes/scale.md, measured on this machine."""
     load = os.getloadavg()[0]
     rows = [tuple(row[name] for name in _COLUMNS) for row in measure()]
     click.echo("\n".join(text_table.lines(_COLUMNS, rows)))

@@ -1,4 +1,4 @@
-"""docs/hardware.md lists every call of CUDA's driver that may block; the tests that it names exist."""
+"""devtools/notes/hardware.md lists every call of CUDA's driver that may block; the tests that it names exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCUMENT = ROOT / "docs" / "hardware.md"
+DOCUMENT = ROOT / "devtools" / "notes" / "hardware.md"
 FOLDERS = ("kernels", "store", "tricomm")  # perf measures, the explorer and the PTX machine run on a CPU
 HEAD = "## Calls of the driver that may block"
 ROW = re.compile(r"^\| `([\w.]+)` \| ((?:`[\w.]+`(?:, )?)+|anywhere) \| (.+?) \| (.+) \|$")

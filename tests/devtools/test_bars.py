@@ -15,7 +15,7 @@ from devtools.kept_rows import KeptRows
 from tricomm.errors import InvalidArgument
 from tricomm.perf import provenance
 
-_KEPT = Path(bars.__file__).parent.parent / "docs" / "performance.json"
+_KEPT = Path(bars.__file__).parent.parent / "devtools" / "notes" / "performance.json"
 
 
 def _numbers(**values: Any) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Behaviour that only hardware can show: contexts, threads, freed memory, graphs that outlive their group, neighbours.
 
-Each test decides a row of docs/hardware.md. Run with `-m gpu`; those of two GPUs are skipped with one.
+Each test decides a row of devtools/notes/hardware.md. Run with `-m gpu`; those of two GPUs are skipped with one.
 """
 
 from __future__ import annotations

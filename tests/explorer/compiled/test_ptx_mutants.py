@@ -1,6 +1,6 @@
 """Changes to the PTX of shipped kernels: what the memory model forbids is noticed, and each rule of it is needed.
 
-What is harmless, and why, stands in `docs/mutants.md`.
+What is harmless, and why, stands in `devtools/notes/mutants.md`.
 """
 
 from __future__ import annotations
