@@ -168,8 +168,8 @@ def _summary(journal: Journal, steps: Sequence[Step]) -> Iterator[str]:
     for step in steps:
         if waiting := journal.waiting(step.name):
             yield f"* {step.name}, {len(waiting)}: {'; '.join(test.rpartition('::')[2] for test in waiting)}"
-        elif step.name not in journal.steps:
-            yield f"* {step.name}: not started"
+        elif step.name not in journal.steps or journal.steps[step.name]["outcome"] == "cut":
+            yield f"* {step.name}: {'cut off' if step.name in journal.steps else 'not started'}"
 
 
 def _where(it: Record) -> str:

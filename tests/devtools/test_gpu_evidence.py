@@ -157,8 +157,9 @@ def test_the_budget_is_kept_and_three_commands_do_what_one_would(tmp_path, tests
         if journal.steps["tests"]["outcome"] == "passed":
             break
         assert journal.steps["tests"]["outcome"] == "cut"
-        waiting = journal.waiting("tests")
-        assert f"* tests, {len(waiting)}: " in (tmp_path / "out" / "summary.md").read_text()
+        waiting = journal.waiting("tests")  # empty if pytest had no time to list the tests
+        left = f"* tests, {len(waiting)}: " if waiting else "* tests: cut off"
+        assert left in (tmp_path / "out" / "summary.md").read_text()
     assert journal.run > 1 and set(ran()) == {f"test_slow[{n}]" for n in range(40)}
     assert len(ran()) - 40 <= 2 * journal.run  # only a test in which the time of a step ended is repeated
 
