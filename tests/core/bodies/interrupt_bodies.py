@@ -126,7 +126,8 @@ class Walk:
 
     def trace(self, frame, event, argument):
         name = frame.f_code.co_filename
-        inside = name.startswith(HOME) and frame.f_code.co_name != "__del__"
+        # `rank` is asked for by the test, before its call.
+        inside = name.startswith(HOME) and frame.f_code.co_name not in ("__del__", "rank")
         return self.line if inside else None
 
     def line(self, frame, event, argument):
