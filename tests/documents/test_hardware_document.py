@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "devtools" / "notes" / "hardware.md"
 FOLDERS = ("kernels", "store", "tricomm")  # perf measures, the explorer and the PTX machine run on a CPU
 HEAD = "## Calls of the driver that may block"

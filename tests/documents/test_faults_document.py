@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FAULTS = [f"F{number:02}" for number in range(1, 49)]
 NAMED = re.compile(r"^\| (F\d\d) \||\((F\d\d)\)", re.MULTILINE)
 
@@ -41,7 +41,7 @@ def problems(page: str, tests: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def kept() -> tuple[str, dict[str, list[str]]]:
-    return (ROOT / "docs" / "faults.md").read_text(), json.loads((ROOT / "tests" / "fault_tests.json").read_text())
+    return (ROOT / "docs" / "faults.md").read_text(), json.loads((ROOT / "tests" / "documents" / "fault_tests.json").read_text())
 
 
 def test_every_fault_is_described_and_tested():
