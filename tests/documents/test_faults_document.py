@@ -41,7 +41,9 @@ def problems(page: str, tests: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def kept() -> tuple[str, dict[str, list[str]]]:
-    return (ROOT / "docs" / "faults.md").read_text(), json.loads((ROOT / "tests" / "documents" / "fault_tests.json").read_text())
+    return (ROOT / "docs" / "faults.md").read_text(), json.loads(
+        (ROOT / "tests" / "documents" / "fault_tests.json").read_text()
+    )
 
 
 def test_every_fault_is_described_and_tested():
