@@ -55,8 +55,19 @@ class MemoryForm:
 
     def access(self, space: str, threads: Array, addresses: Array, *how: Any) -> ThreadAccess:
         """The access of `threads` to `addresses` of `space`; `how` is `perform`, `supply` and `stored` of it."""
-        facts = (self.itemsize, self.elements, self.sem, self.scope, self.instruction)
-        return ThreadAccess(self.kind, self.op, space, threads, addresses, *facts, *how)
+        return ThreadAccess(
+            self.kind,
+            self.op,
+            space,
+            threads,
+            addresses,
+            self.itemsize,
+            self.elements,
+            self.sem,
+            self.scope,
+            self.instruction,
+            *how,
+        )
 
 
 def place_of(instruction: Instruction) -> str:
