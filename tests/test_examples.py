@@ -32,6 +32,7 @@ SAYS = {
     "fsdp2_in_place": ["AllGather: 2584 bytes of symmetric memory", "to the bit: True"],
     "tensor_parallel": ["close to the whole model: True"],
     "fused_norm": ["the same bits by either name: True, FP8 within its precision: True"],
+    "racy_kernel": ["race at racy_kernel.py", "make it sem='release', after a tl.debug_barrier()"],
     "own_kernel": ["no finding in 20 schedules"],
     "meeting_points": ["file: [2.0, 2.0]", "tcp: [2.0, 2.0]", "communicator: [2.0, 2.0]"],
 }

@@ -71,9 +71,7 @@ def _block_barrier(thread: Thread, slot: int, time: int, flag: str, part: Part, 
 def _weak(part: Part, join: Joined) -> str:
     wrong = []
     if part.sem not in ("release", "acq_rel"):
-        wrong.append(
-            f"the store at {part.site.short} is {part.sem}: make it sem='release', behind a tl.debug_barrier()"
-        )
+        wrong.append(f"the store at {part.site.short} is {part.sem}: make it sem='release', after a tl.debug_barrier()")
     if join.sem not in ("acquire", "acq_rel"):
         wrong.append(
             f"the load at {join.site.short} is {join.sem}: make it sem='acquire', with a tl.debug_barrier() after it"
