@@ -1,8 +1,8 @@
 """How the ranks compare a call on the CPU before they use each other's data.
 
 Another type or operation would give wrong numbers. So the first exchange of a call carries records of a fixed size.
-Each rank reads those of all others, so all come to one verdict. A mismatch costs the call, not the group, because no
-data is used. Short data goes with the record, and longer data after the verdict. Descriptions of the calls are
+Each rank reads all records, so all ranks reach one verdict. A mismatch costs the call, not the group, because no data
+is used. Short data is sent with the record, and longer data after the verdict. Descriptions of the calls are
 exchanged only if the records differ. TRICOMM_CHECK=0, on all ranks, skips the comparison.
 """
 
@@ -24,7 +24,7 @@ from tricomm.errors import CollectiveMismatch
 Part = tuple[int, memoryview]  # a rank, and the memory that is sent to it or received from it
 Row = tuple[int, torch.Tensor]  # the same, as a tensor of bytes
 
-_SHORT_BYTES = 64 * 1024  # of data that goes with the record; it is copied once more on arrival
+_SHORT_BYTES = 64 * 1024  # of data that is sent with the record, and copied once more on arrival
 _HEAD = struct.Struct("<QQII")  # line, number, fingerprint, whether the rank cannot make the call
 _WORDS = struct.Struct("<40s200s")  # the call's name and description
 
@@ -68,7 +68,7 @@ class CallContext:
 
 
 class CallRecords:
-    """This rank's record of a batch of calls, and those of the others.
+    """The ranks' records of a batch of calls.
 
     A group reuses the object for its calls, one after another.
     """

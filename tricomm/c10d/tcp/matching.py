@@ -42,7 +42,7 @@ def dtype_of(code: int) -> torch.dtype | None:
 
 
 class Waiter(Protocol):
-    """What waits for messages."""
+    """A wait for messages."""
 
     def finished(self, message: Transfer) -> None: ...
 
@@ -98,10 +98,10 @@ class Transfer:
 
 
 class Arrival:
-    """A message that has come, or begun to come, before its receive.
+    """A message that arrives before its receive.
 
-    data     its bytes; None: the sender waits until the receive is there
-    message  the receive that takes it, if that came before the last byte
+    data     its bytes; None if the sender waits for the receive
+    message  the receive that takes it, if the last byte has not arrived
     """
 
     __slots__ = ("complete", "data", "dtype", "id", "message", "nbytes", "number", "rank")
@@ -156,7 +156,7 @@ class Matching:
         return _pop(self._receives, key) if key in self._receives else None
 
     def keep(self, rank: int, tag: int, dtype: int, nbytes: int, id: int, data: bytearray | None) -> Arrival:
-        """Keep a message that no receive has asked for."""
+        """Keep a message without a receive."""
         self._number += 1
         arrival = Arrival(rank, dtype, nbytes, id, data, self._number)
         self._arrivals.setdefault((rank, tag), deque()).append(arrival)

@@ -1,6 +1,6 @@
 """Point to point on the CPU: a message has the size and the type that its receive expects, or it is refused.
 
-A message that does not fit is a `CollectiveMismatch` on the receiver: the message is consumed, and the group goes on.
+A message that does not fit raises `CollectiveMismatch` on the receiver: it is dropped, and the group stays usable.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class MessageWork(Work):
         self._error: BaseException | None = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Block until the message is there; raises `CollectiveMismatch` if the tensor is of another size or type.
+        """Block until the message is sent or has arrived.
 
-        Raises `CollectiveTimeout` after `timeout` (default: the group's), `PeerDied` or `PeerStalled`; the group is
-        then lost.
+        Raises `CollectiveMismatch` if the tensor is of another size or type. Raises `CollectiveTimeout` after `timeout`
+        (default: the group's), `PeerDied` or `PeerStalled`; the group is then lost.
         """
         if self._error is None and not self.is_success():
             seconds = limit_seconds(timeout) or self._points.limit.total_seconds()

@@ -2,15 +2,15 @@
 
     frame       head (28 bytes), then the data of an EAGER or DATA frame
     EAGER       a whole message: of a collective, or of at most `EAGER_BYTES`
-    READY       announces a longer message, which waits for its receive, so that it takes no memory at the receiver
-    CLEAR       the receive is there; the sender answers with the DATA frame of the same id
-    REFUSE      the receive has another size or type, and has consumed the message
+    READY       announces a longer message. Its data follows after the receive is posted, so it takes no extra memory.
+    CLEAR       answers READY: the receive is posted. The sender sends the DATA frame with the same id.
+    REFUSE      answers READY: the receive has another size or type, and the message is dropped.
 
     sender      READY(id, tag, type, bytes)                        DATA(id) data
     receiver                                 CLEAR(id)
 
-Data goes straight into the receive's memory, or into a buffer if no receive has asked for it. A frame's head and short
-data are read into a staging buffer, so that several short messages take one system call.
+Data is read straight into the receive's memory, or into a buffer if no receive is posted. A frame's head and short data
+are read into a staging buffer, so several short messages take one system call.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Peer:
         self._staging = staging
         self._out: deque[tuple[list[memoryview], Transfer | None]] = deque()  # frames to be written
         self._announced: dict[int, Transfer] = {}  # by id: sends that wait for their receive
-        self._cleared: dict[int, Transfer] = {}  # by id: receives whose data the sender has been asked for
+        self._cleared: dict[int, Transfer] = {}  # by id: receives that wait for a DATA frame
         self._next_id = 0
         # The frame that is being read: part of its head, or the memory for the rest of its data
         self._reading = False
@@ -81,7 +81,7 @@ class Peer:
         self.receives += 1
 
     def take(self, arrival: Arrival, message: Transfer) -> None:
-        """Give `arrival`, which has come from this rank, to the receive `message`."""
+        """Give `arrival`, a message of this rank, to the receive `message`."""
         message.rank = self.rank
         if arrival.complete:
             arrival.deliver(message)
@@ -97,8 +97,10 @@ class Peer:
     # The socket
 
     def write(self) -> None:
-        """Write frames until none is left or the socket takes no more. Long data goes in pieces, and what has come is
-        read between them: both sides then find the data in their caches."""
+        """Write frames until none is left or the socket takes no more.
+
+        Long data is written in pieces, with a read between them: both sides then find the data in their caches.
+        """
         while self._out:
             parts, message = self._out[0]
             long = len(parts[-1]) > _PIECE_BYTES

@@ -19,7 +19,7 @@ _IDLE_SECONDS = 1.0  # without messages, after which it has to be woken: most me
 
 
 class Moving(Protocol):
-    """What has messages to be moved."""
+    """A transport with messages in flight."""
 
     def advance(self) -> bool:
         """Move what can be moved at once. Returns whether anything moved."""

@@ -2,7 +2,7 @@
 
 Every rank listens, and tells the others its address and a key over the store. Of each pair the higher rank connects to
 the lower one and sends that one's key; the lower rank answers with the other's key. So each knows that it has reached
-that rank of that group, and a connection of anybody else is closed. Nothing here waits for one rank before another, so
+that rank of that group. Other connections are closed. Nothing here waits for one rank before another, so
 groups that connect in a different order on each rank do not wait for each other.
 """
 
@@ -28,7 +28,7 @@ _ADDRESS = struct.Struct(f"<64sH{_KEY_BYTES}s")  # host, port, key
 _HELLO = struct.Struct(f"<8sI{_KEY_BYTES}s")  # magic, the sender's rank, the receiver's key
 _MAGIC = b"TRICOMM1"
 _SPARE = 16  # descriptors that a group leaves for files, the store, and the socket at which it listens
-_STRANGERS = 64  # connections at once that have not said who they are, besides those of the group
+_STRANGERS = 64  # connections without a hello that are kept open, in addition to the group's
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 _UNDER_WAY = (errno.EINPROGRESS, errno.EINTR)
@@ -171,8 +171,8 @@ class _Meeting:
 
 
 def _listener() -> socket.socket:
-    """A socket that listens at the address of the interface in GLOO_SOCKET_IFNAME, else at that of the host name, else
-    on the loopback interface."""
+    """A listening socket: at the address of the interface in GLOO_SOCKET_IFNAME, of the host name, or loopback, in this
+    order."""
     interface = (os.environ.get(_INTERFACE) or "").split(",")[0].strip()
     hosts = [_address_of(interface)] if interface else [*_addresses_of_host_name(), "127.0.0.1"]
     for host in hosts:

@@ -2,7 +2,7 @@
 
 The thread that waits for messages moves them itself: it *drives* the connections, so that a call costs no switch of
 threads, and a signal's handler can run meanwhile. Of several threads that wait at once, one drives, also for the
-others, which sleep; when it is done, another one takes over. Messages that nobody waits for are moved by `progress`.
+others, which sleep; when it is done, another one takes over. `progress` moves messages without a waiting thread.
 
 Collectives are exchanges of messages (`exchange`), with tags from `FIRST_OWN_TAG` on; users' messages have lower tags.
 
@@ -318,7 +318,7 @@ class Transport:
                 self._lock.release()
 
     def shut_down(self, rank: int | None = None) -> None:
-        """Shut down the connection to `rank`, or (None) all: every wait for it ends, here and there."""
+        """Shut down the connection to `rank`, or (None) all: waits for it end on both ranks."""
         for peer in list(self._peers.values()) if rank is None else [self._peers[rank]]:
             with suppress(OSError):  # the other side was first
                 peer.socket.shutdown(socket.SHUT_RDWR)
@@ -330,8 +330,8 @@ class Transport:
                 waiting.wake()
 
     def _interrupted(self, error: BaseException) -> None:
-        """A call ends by `error`. If that came from outside, give the group up, and wait for a moment in which no
-        other thread writes into the caller's tensors."""
+        """A call ends by `error`. If no wait has raised it, give the group up, and return after other threads have
+        stopped writing into the caller's tensors."""
         if isinstance(error, ResourceError | CollectiveMismatch):
             self.fail(self.of_loss(error))
         elif not isinstance(error, TricommError):
@@ -342,7 +342,7 @@ class Transport:
             self._lock.release()
 
     def _release(self) -> None:
-        """Close the sockets. What has come unread is read first, because the kernel would discard unsent data."""
+        """Close the sockets. Unread data is read first; otherwise the kernel discards what is not yet sent."""
         for peer in self._peers.values():
             with suppress(OSError):
                 while peer.socket.recv(1 << 16, socket.MSG_DONTWAIT):

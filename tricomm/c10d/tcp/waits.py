@@ -1,8 +1,8 @@
 """Faults of a wait for messages: how it ends, and which rank the error names.
 
-The thread that waits looks at its own wait from time to time: whether its time is over, and whether a process that it
+The waiting thread looks at its own wait from time to time: whether its time is over, and whether a process that it
 needs has ended or is stopped. A rank that gives a group up writes the reason into the store before it closes its
-connections, and the others look for it there. Without the store they still name the ranks that are missing.
+connections, and the other ranks read it. Without the store they still name the missing ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tricomm.store.bounded_store import BoundedStore, first_line
 from tricomm.store.records import Capabilities, MessageHeader
 
 TICK = 0.05  # seconds between two looks at a wait
-_NEW = 0.1  # seconds of a wait before processes are looked at
-_GRACE = 0.5  # seconds for a process to end after its connections, and for a reason to come through the store
+_NEW = 0.1  # seconds of a wait before the first look at processes
+_GRACE = 0.5  # seconds for a process to end after its connections, and for a reason to arrive over the store
 _HELD = 1.0  # after which the connection of an ended process is closed here: a child of it may hold the other end
 _STORE_SECONDS = 1.0
 _LONGEST_REASON = 2000
@@ -85,7 +85,7 @@ class Wait:
         return not self.left or self.cause is not None
 
     def add(self, messages: list[Transfer]) -> None:
-        """Wait for `messages`, too."""
+        """Add `messages` to the wait."""
         self.messages += messages
         for message in messages:
             if not message.done:
