@@ -155,6 +155,13 @@ def test_an_error_of_an_earlier_kernel_stays_and_is_named_by_every_call():
     assert not device.launches
 
 
+def test_a_launch_that_fails_is_named():
+    device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
+    run = bind(registry.KERNELS[0], device)
+    with pytest.raises(ResourceError, match="cuLaunchKernel on fake .* failed: CUDA_ERROR_OUT_OF_MEMORY"):
+        run(GROUP, GROUP, 1, 1)
+
+
 def test_a_kernel_that_does_not_compile_is_named():
     with pytest.raises(ResourceError, match="Triton cannot compile all_reduce_one_shot for sm_90"):
         bind(next(k for k in registry.KERNELS if k.name == "all_reduce_one_shot_ll"), gpu(), LANES=3)

@@ -100,6 +100,23 @@ def test_interrupts_at_any_moment_leave_triton_and_the_lock_as_they_were():
     assert caught > 50 and left == []
 
 
+def test_closures_and_keyword_defaults_are_found():
+    factor = tl.constexpr(3)
+
+    @triton.jit
+    def scaled(x, *, more=1):
+        return x * factor + more
+
+    @triton.jit
+    def kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
+        at = tl.arange(0, BLOCK)
+        tl.store(y_ptr + at, scaled(tl.load(x_ptr + at)))
+
+    x, y = torch.arange(8, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)
+    run(kernel, x, y, BLOCK=8)
+    assert torch.equal(y, 3 * x + 1)
+
+
 @pytest.mark.parametrize(
     ("args", "constexprs"),
     [((1,), {"BLOCK": 4}), ((1, 2, 3), {}), ((1, 2, 3), {"BLOCK": 4, "NO": 1}), ((object(), 2, 3), {"BLOCK": 4})],

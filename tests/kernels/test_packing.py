@@ -4,6 +4,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import dtypes
@@ -33,6 +35,12 @@ def _halves(x_ptr, y_ptr, n: tl.int64, SPEC: tl.constexpr):
     others = (load_words(x_ptr + 2 * n, 0, n, SPEC.BLOCK, False), load_words(x_ptr + 3 * n, 0, n, SPEC.BLOCK, False))
     total = combine(accumulate(some, 2, SPEC), accumulate(others, 2, SPEC), SPEC)
     store_words(y_ptr, 0, finish(total, SPEC), n, SPEC.BLOCK, False)
+
+
+@triton.jit
+def _copy(x_ptr, y_ptr, n: tl.int64, IN: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr):
+    for first in range(0, n, BLOCK):
+        store_words(y_ptr, first, load_words(x_ptr, first, n, BLOCK, IN), n, BLOCK, OUT)
 
 
 def reduce(x: torch.Tensor, op: str, kernel=_reduce) -> torch.Tensor:
@@ -178,3 +186,23 @@ def test_two_partial_results_make_the_whole(dtype, op):
 def test_what_is_undefined_is_refused_with_what_there_is(name, op):
     with pytest.raises(InvalidArgument, match=f"op '{op}' is not defined for {name}; there is sum"):
         dtypes.reduction(dtypes.DTYPES[name], op)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    count=st.integers(1, 150),
+    source=st.integers(0, 9),
+    target=st.integers(0, 9),
+    dtype=st.sampled_from(FLOATS + INTEGERS),
+    tile=st.sampled_from([2, 16, 64]),
+)
+def test_any_count_at_any_offset_is_copied_and_nothing_else_is_touched(count, source, target, dtype, tile):
+    room = bits(torch.randint(-100, 100, (count + 20,), generator=torch.Generator().manual_seed(count)).to(dtype))
+    x = room[source : source + count]
+    into = bits(torch.full((count + 20,), 55, dtype=torch.float64).to(dtype))
+    before = into.clone()
+    y = into[target : target + count]
+    constexprs = {"IN": x.data_ptr() % 16 == 0, "OUT": y.data_ptr() % 16 == 0, "BLOCK": tile}
+    interpreter.interpret(interpreter.programs(_copy, (1,), (x, y, count), constexprs))
+    assert torch.equal(y, x)
+    assert torch.equal(into[:target], before[:target]) and torch.equal(into[target + count :], before[target + count :])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -73,3 +75,17 @@ def test_nothing_but_the_paths_of_files_changes(compiled_in):
     assert moved != made.asm["ptx"], "no file of Triton's own is in it"
     assert compiler.with_present_files(moved, made.src.fn) == made.asm["ptx"]
     assert compiler.ttgir_text(made) == made.asm["ttgir"]
+
+
+@pytest.mark.parametrize("gone", [0, 1])
+def test_the_ptx_of_a_cubin_is_known_as_long_as_one_kernel_of_it_is_alive(compiled_in, gone):
+    once = compiled_in("only")
+    cubin = b"assembled twice"
+    made = [
+        compiler.noted(SimpleNamespace(asm={"cubin": cubin, "ptx": once.asm["ptx"]}, src=once.src)) for _ in range(2)
+    ]
+    for which in (gone, 0):
+        assert compiler.ptx_of(cubin) == once.asm["ptx"]
+        made.pop(which)
+        gc.collect()
+    assert compiler.ptx_of(cubin) is None

@@ -53,6 +53,18 @@ def test_a_plans_descriptor_is_written_once():
     assert page.last().sequence == 2 and page.called(1).sequence == 1
 
 
+def test_a_descriptor_of_another_number_is_not_taken_for_the_calls():
+    """As a slow reader sees it: the word of an old call, and what has its place by now."""
+    buffer, page = fresh()
+    announce = page.announcer()
+    announce(1, descriptor(5).packed())
+    old = bytes(buffer[2 * 4096 + 8 : 2 * 4096 + 16])
+    for sequence in range(2, 200):
+        announce(sequence, descriptor(sequence).packed())
+    buffer[2 * 4096 + 8 : 2 * 4096 + 16] = old
+    assert page.called(1) is None
+
+
 def test_sequence_numbers_and_numbers_of_descriptors_that_are_large(monkeypatch):
     _, page = fresh()
     monkeypatch.setattr(pages, "_BITS", 7)  # a number's lower bits soon begin anew

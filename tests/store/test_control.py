@@ -11,6 +11,7 @@ import pytest
 
 from tests import ranks
 from tests.store.store_ranks import holdings, in_threads, more_than, nothing_left, pages, succeed
+from tricomm import errors
 from tricomm.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -208,6 +209,21 @@ def test_values_that_have_to_be_equal():
         succeed(3, lambda r: group[r].require_equal(alike, "usable again", 5))
         outcomes = in_threads(3, lambda r: group[r].require_equal(alike + "y" * r, "long", 5))
         assert [type(o) for o in outcomes] == [InvalidArgument] * 3
+
+
+def test_agree_on_several_errors_and_foreign_ones():
+    with pages(2) as group:
+        mine = [KeyError("a" * 5000), InvalidArgument("bad")]
+        outcomes = in_threads(2, lambda r: group[r].agree(mine[r], "two", 5))
+        assert [type(o) for o in outcomes] == [TricommError] * 2
+        assert "rank 0: KeyError: 'aaa" in str(outcomes[0]) and "rank 1: bad" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("name", [n for n in dir(errors) if n[0].isupper() and n not in ("TricommError",)])
+def test_agree_keeps_every_class_of_ours(name):
+    with pages(1) as (page,):
+        with pytest.raises(getattr(errors, name), match="stage: rank 0: words"):
+            page.agree(getattr(errors, name)("words"), "stage", 1)
 
 
 def test_close_is_idempotent_and_final():

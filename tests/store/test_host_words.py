@@ -109,6 +109,17 @@ def test_memory_that_is_registered_stays_whatever_becomes_of_its_owner(world: Fa
     assert world.complaints == []
 
 
+def test_a_page_that_cuda_does_not_give_back_stays(world: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+    driver, memory = ready(world), Segment.create("tricomm-test", 4096)
+    words = words_of(memory)
+    words.on_device(driver, 0)
+    driver.fail_at("cuMemHostUnregister")
+    words.close()
+    memory.close()
+    assert "stays mapped" in caplog.text and "cuMemHostUnregister" in caplog.text
+    assert identity(memory.address) is not None
+
+
 # Groups over the fake driver; the host's side of them is real, and their tables are left out, for no kernel runs
 
 

@@ -130,3 +130,16 @@ def test_any_failing_call_leaves_nothing(name: str, nth: int) -> None:
     for page in words:
         page.close()
     world.verify()
+
+
+def test_a_failing_close_frees_what_it_can() -> None:
+    world, driver = fake_gpu()
+    words = pages(2)
+    arenas = LocalGroup(2, GPU, words, driver).open(4096)
+    driver.fail_at("cuCtxSynchronize")
+    arenas[0].close()
+    with pytest.raises(ResourceError, match="cuCtxSynchronize"):
+        arenas[1].close()
+    for page in words:
+        page.close()
+    world.verify()

@@ -143,6 +143,24 @@ def test_the_port_is_taken():
         assert waited < 20, "this waited for the limit of 30 s"
 
 
+def open_silent(rank, world_size, tell, port):
+    began = time.monotonic()
+    try:
+        open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 1.5)
+    except RendezvousError as error:
+        return str(error), time.monotonic() - began
+    return "opened", 0
+
+
+def test_something_else_listens_there_and_says_nothing():
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        port = silent.getsockname()[1]
+        [(text, seconds)] = ranks.run(1, open_silent, port)
+    assert f"127.0.0.1:{port}" in text and 1.0 <= seconds < 2.5 + ranks.BUSY
+
+
 def test_bounded_calls_end_and_leave_no_thread():
     class Silent:
         def set(self, key, value):

@@ -270,6 +270,14 @@ def test_a_peer_that_cannot_be_mapped(monkeypatch, rank):
         assert "Cannot allocate memory" in text
 
 
+def test_sizes_that_differ():
+    with pages(2) as group, nothing_left():
+        outcomes = in_threads(2, lambda r: open_posix_shm(group[r], 4096 * (r + 1), 5))
+        assert [type(o) for o in outcomes] == [RendezvousError] * 2
+        assert "rank 1 shares 8192 bytes, this rank shares 4096" in str(outcomes[0])
+        del outcomes
+
+
 def hostile(rank, nbytes):
     return posix_shm._RECORD.pack(posix_shm._MAGIC, rank, nbytes, bytes(8))
 

@@ -146,6 +146,16 @@ def test_boundary_values(data, words):
         parse(data, RankRecord, 3, 1, None)
 
 
+@pytest.mark.parametrize(
+    "body,words",
+    [(dict(pid=0), "bad pid: 0"), (dict(pid=2**22 + 1), "bad pid"), (dict(start_time=2**64 - 1), "bad start time")],
+)
+def test_boundary_values_of_capabilities(body, words):
+    record = dataclasses.replace(RECORD, body=dataclasses.replace(CAPABILITIES, **body))
+    with pytest.raises(RendezvousError, match=f"rank 1's record: {words}"):
+        parse(record.pack(None), Capabilities, 3, 1, None)
+
+
 HEADER = MessageHeader(1, 4, 7, "task")
 
 

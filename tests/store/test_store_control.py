@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from tricomm import errors
+from tricomm.store.records import ExchangeMessage, StoreRecord
 from tricomm.store.store_control import open_store_control
 
 
@@ -88,6 +89,20 @@ def test_what_others_write_is_not_believed(monkeypatch):
             open_store_control(other, 0, 2, 5.0, 1)
         with pytest.raises(errors.RendezvousError, match="bad MAC"):
             peer.result()
+
+
+def test_a_record_of_another_group_is_refused():
+    """A record with another nonce than the group's is of a rank of another group."""
+
+    def body(rank, store):
+        control, _ = open_store_control(store, rank, 2, 10.0, 1)
+        if rank:
+            forged = StoreRecord(1, 2, 1, b"x" * 16, ExchangeMessage(1, "split", b""))
+            return store.set("tricomm/control/1/1/1", forged.pack(None))
+        return control.exchange(b"", "split", 10.0)
+
+    outcomes = everywhere(2, body)
+    assert isinstance(outcomes[0], errors.RendezvousError) and "in another group" in str(outcomes[0])
 
 
 def test_an_old_record_of_a_rank_is_refused_before_it_is_used(monkeypatch):

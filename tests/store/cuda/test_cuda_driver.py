@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from collections.abc import Callable
 
@@ -98,6 +99,18 @@ def test_facts_of_a_device() -> None:
     assert driver.device_bus_id(0) == "0000:01:00.0"
     assert driver.can_access_peer(0, 1)
     assert driver.device_uuid(0) == ready(FakeCuda(2)).device_uuid(1) != driver.device_uuid(1)
+
+
+def test_a_page_that_cannot_be_mapped_is_not_left_pinned() -> None:
+    driver, page = ready(), mmap.mmap(-1, 4096)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    driver.fail_at("cuMemHostGetDevicePointer")
+    with driver.current(CONTEXT), pytest.raises(ResourceError, match="cuMemHostGetDevicePointer"):
+        driver.host_register(address, 4096)
+    assert driver.calls[-2:] == ["cuMemHostUnregister", "cuCtxPopCurrent"]
+
+
+CONTEXT = 1000
 
 
 def ready(world: FakeCuda | None = None) -> FakeDriver:

@@ -91,6 +91,17 @@ def test_a_handle_of_something_else_is_refused_by_all(monkeypatch: pytest.Monkey
     job.verify()
 
 
+def test_all_that_ask_for_them_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_rank(monkeypatch, "fabric", "fabric")
+    job = two_gpus(open_cuda)
+    arenas = job.open_all()
+    assert {(arena.kind, arena.reason) for arena in arenas} == {
+        ("cuda_vmm", "fabric handles, because TRICOMM_CUDA_VMM=fabric")
+    }
+    job.close_all(arenas)
+    job.verify()
+
+
 def test_what_some_do_not_ask_for_or_have_is_decided_together(monkeypatch: pytest.MonkeyPatch) -> None:
     job = two_gpus(open_cuda)
 

@@ -12,7 +12,7 @@ from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda
 from tests.store.cuda.jobs import Job, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
-from tricomm.errors import ResourceError
+from tricomm.errors import PeerDied, ResourceError
 from tricomm.store.arenas.cuda_arena import CudaArena
 from tricomm.store.arenas.cuda_ipc import open_cuda_ipc
 from tricomm.store.arenas.local_arena import LocalGroup
@@ -109,6 +109,41 @@ def test_memory_that_another_took_meanwhile_is_named_and_nothing_is_half_done() 
     job.verify()
 
 
+@pytest.mark.parametrize("call", ["cuMemCreate", "cuMemImportFromShareableHandle", "cuMemcpyDtoH"])
+def test_a_rank_that_dies_in_resume_is_named_and_leaves_nothing(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    suspend(job, arenas)
+    usual = job.drivers[1]._call
+
+    def dying(name: str, *arguments: object) -> Any:
+        if name == call:
+            job.drivers[1].kill()
+            job.group.kill(1)
+            raise SystemExit
+        return usual(name, *arguments)
+
+    monkeypatch.setattr(job.drivers[1], "_call", dying)
+    blocks: Any = arenas[1]._blocks
+    monkeypatch.setattr(blocks, "give_back", lambda undo: blocks._passing.abandon())
+    outcomes = in_threads(2, lambda rank: _or_dead(rank, lambda: resume_one(job, arenas, rank)))
+    assert isinstance(outcomes[0], PeerDied) and "[1]" in str(outcomes[0]), outcomes[0]
+    arenas[0].close()
+    job.group.controls[0].close()
+    job.world.verify()
+
+
+def resume_one(job: Job, arenas: list[CudaArena], rank: int) -> None:
+    arenas[rank].resume(job.group.controls[rank], 10.0)  # type: ignore[arg-type]
+
+
+def _or_dead(rank: int, action: Any) -> Any:
+    try:
+        return action()
+    except SystemExit:
+        return "dead"
+
+
 def test_legacy_ipc_says_that_it_cannot() -> None:
     job = two_gpus(open_cuda_ipc)
     arenas = job.open_all()
@@ -146,4 +181,14 @@ def test_ranks_of_one_process_on_a_gpu() -> None:
                 driver.write(base, b"x" * 5000)
         driver.release_context(0)
     job.close_all(arenas)
+    job.verify()
+
+
+def test_a_gpu_without_such_memory_serves_local_ranks_that_cannot_sleep() -> None:
+    job = Job(FakeCuda(1), [[0]])
+    job.drivers[0].process.vmm.supported = False
+    pages = [control.host_words for control in job.group.controls]
+    (arena,) = LocalGroup(1, torch.device("cuda", 0), pages, job.drivers[0]).open(5000)
+    assert "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is 0" in arena.no_suspend
+    arena.close()
     job.verify()

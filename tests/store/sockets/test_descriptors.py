@@ -173,6 +173,17 @@ def test_a_second_message_of_a_rank_is_refused(folder):
         assert taken == [1] and passing.refused == {"again": 1}
 
 
+def test_a_rank_that_gives_up_ends_the_wait_of_the_others(folder):
+    def look():
+        raise ResourceError("there is no use in waiting")
+
+    with Meeting(2) as meeting, nothing_left():
+        began = time.monotonic()
+        with pytest.raises(ResourceError, match="no use"):
+            meeting.join(0, 60.0, look)
+        assert time.monotonic() - began < 1.0 + ranks.BUSY
+
+
 def test_a_rank_that_does_not_come_is_named(folder):
     with Meeting(3) as meeting, nothing_left():
         outcomes = in_threads(2, lambda rank: meeting.join(rank, 0.5))
