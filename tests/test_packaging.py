@@ -50,6 +50,34 @@ def test_the_wheel_is_complete_and_has_no_generic_names(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-any.whl")
 
 
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "tricomm/kernels/collectives/registry.py",
+        "tricomm/py.typed",
+        "tricomm/tables/default.json",
+        "tricomm/perf/dashboard/page/page.js",
+    ],
+)
+def test_the_gate_finds_what_lacks(wheel: Path, tmp_path: Path, lost: str) -> None:
+    assert lost in " ".join(wheel_gate.content(_rewritten(wheel, tmp_path, without=lost)))
+
+
+def test_the_gate_finds_a_generic_name(wheel: Path, tmp_path: Path) -> None:
+    assert "kernels/x.py would land" in " ".join(wheel_gate.content(_rewritten(wheel, tmp_path, extra="kernels/x.py")))
+
+
+def _rewritten(wheel: Path, folder: Path, without: str = "", extra: str = "") -> Path:
+    changed = folder / wheel.name
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(changed, "w") as new:
+        for name in old.namelist():
+            if name != without:
+                new.writestr(name, old.read(name))
+        if extra:
+            new.writestr(extra, "")
+    return changed
+
+
 def test_every_module_imports_from_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
@@ -72,6 +100,11 @@ def test_the_package_says_what_it_is(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0" in text and "Requires-Python: >=3.11" in text
     assert "tricomm = tricomm.__main__:main" in entry
     assert "[vllm.general_plugins]\ntricomm = tricomm.engines.vllm_plugin:register" in entry
+
+
+def test_the_licence_is_there_in_full() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text) > 10_000
 
 
 def test_the_rooms_are_relative_links() -> None:

@@ -129,6 +129,12 @@ def said(tmp_path_factory, table) -> dict[str, list[str]]:
     return {**lines, "errors": done.stderr.splitlines()}
 
 
+@pytest.mark.parametrize("package", REFUSED)
+def test_the_hook_does_refuse(tmp_path, package):
+    done = _run(tmp_path, "-c", f"import {package}")
+    assert done.returncode == 1 and f"No module named '{package}'" in done.stderr
+
+
 def test_the_evidence_lists_its_steps_and_knows_the_machine(said):
     assert said["steps"] == [step.name for step in all_steps(2)]
     assert json.loads(said["facts"][0])["versions"]["torch"]

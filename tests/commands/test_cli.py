@@ -59,6 +59,16 @@ def test_help_has_examples_that_the_parser_takes(path: tuple[str, ...]) -> None:
     assert done.exit_code == 0 and "tricomm" in done.output
 
 
+def test_every_option_says_what_it_is() -> None:
+    silent = [
+        (path, option.name)
+        for path, command in ALL.items()
+        for option in command.params
+        if isinstance(option, click.Option) and not option.help and not isinstance(option.type, click.Choice)
+    ]
+    assert [s for s in silent if s[1] != "seed"] == []
+
+
 def test_version_and_exit_codes_from_outside() -> None:
     version = [sys.executable, "-m", "tricomm", "--version"]
     done = subprocess.run(version, capture_output=True, text=True, timeout=120)
@@ -67,6 +77,17 @@ def test_version_and_exit_codes_from_outside() -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr and "float32" in done.stderr
     done = forked.command("bench", "--no-history", env={**os.environ, "TRICOMM_STATS": "often"})
     assert done.returncode == 1 and "TRICOMM_STATS='often'" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["bnch"], ["bench", "--size", "1"], ["completion", "csh"]], ids=" ".join)
+def test_a_mistake_in_the_command_line_ends_with_2(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["tricomm", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main_module.main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told and "Traceback" not in told
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,12 @@ def test_the_backend_is_registered_in_any_order(order: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_without_the_hook_a_later_torch_has_no_backend() -> None:
+    code = "import sys, tricomm; sys.meta_path.pop(0); import torch.distributed as dist\n"
+    done = _python(f"{code}assert not hasattr(dist.Backend, 'TRICOMM')")
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_backend_that_cannot_be_imported_does_not_break_the_import_of_torch() -> None:
     code = "import sys, tricomm, warnings; warnings.simplefilter('always'); sys.modules['tricomm.torch_backend'] = None"
     done = _python(f"{code}\nimport torch")

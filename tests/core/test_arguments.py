@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tricomm
 from tricomm import arguments
 from tricomm.core import launch_plan
-from tricomm.core.fused.fused_call import Epilogue
+from tricomm.core.fused.fused_call import Epilogue, UserEpilogue
 from tricomm.errors import InvalidArgument
-from tricomm.options import Options, Tuning
+from tricomm.options import Options, Tuning, seconds
 from tricomm.policy.selection import Choice
 
 CPU = torch.device("cpu")
@@ -29,6 +29,22 @@ def test_operations_by_name_and_by_reduce_op(op, name):
 def test_an_unknown_operation_is_refused_with_the_list(op):
     with pytest.raises(InvalidArgument, match="sum, avg, min, max, prod"):
         arguments.operation(op)
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        ([1.0], "a torch.Tensor is needed, found list"),
+        (torch.eye(3).to_sparse(), "to_dense"),
+        (torch.ones(3, requires_grad=True), "detach"),
+        (torch.ones(3, dtype=torch.complex64).conj(), "resolve_conj"),
+        (torch.empty(3, device="meta"), "meta tensor has no data"),
+    ],
+    ids=["list", "sparse", "grad", "conj", "meta"],
+)
+def test_tensors_that_no_kernel_takes(x, words):
+    with pytest.raises(InvalidArgument, match=words):
+        arguments.check_tensor(x, CPU, "all_reduce")
 
 
 def test_tensors_without_memory_of_their_own_are_refused():
@@ -56,6 +72,26 @@ def test_a_tensor_of_another_device_is_refused_with_both():
 def test_requires_grad_is_fine_where_nothing_is_recorded():
     with torch.no_grad():
         arguments.check_tensor(torch.ones(3, requires_grad=True), CPU, "all_reduce")
+
+
+def test_outputs_are_checked_for_shape_dtype_and_overlap():
+    x = torch.ones(10)
+    with pytest.raises(InvalidArgument, match=r"shape \(9,\), expected \(10,\)"):
+        arguments.check_output(torch.ones(9), (10,), x, "all_reduce")
+    with pytest.raises(InvalidArgument, match="dtype torch.float64"):
+        arguments.check_output(torch.ones(10, dtype=torch.float64), (10,), x, "all_reduce")
+    with pytest.raises(InvalidArgument, match="not contiguous"):
+        arguments.check_output(torch.ones(20)[::2], (10,), x, "all_reduce")
+    room = torch.ones(12)
+    with pytest.raises(InvalidArgument, match="overlaps"):
+        arguments.check_apart(room[:10], room[2:], "all_reduce", 0)
+    arguments.check_apart(room, room, "all_reduce", 0)
+    with pytest.raises(InvalidArgument, match="pass separate memory$"):
+        arguments.check_apart(room, room, "all_to_all", None)
+    arguments.check_apart(room[4:8], room, "all_gather", row=1)
+    for row in (0, 2):
+        with pytest.raises(InvalidArgument, match="overlaps"):
+            arguments.check_apart(room[4:8], room, "all_gather", row)
 
 
 def test_an_expanded_tensor_cannot_be_written_in_place():
@@ -121,6 +157,19 @@ def test_fingerprints_differ_in_every_fact():
 def test_options_out_of_range(bad, words):
     with pytest.raises(InvalidArgument, match=words):
         Options(**bad)
+
+
+@pytest.mark.parametrize("value", [0, -1, float("inf"), "5", True, None, 1e300, timedelta.max])
+def test_a_timeout_is_a_positive_number_of_seconds(value):
+    with pytest.raises(InvalidArgument, match="positive number of seconds"):
+        seconds(value, "timeout")
+
+
+def test_the_facts_of_an_epilogue_have_no_address_in_them():
+    """So they are the same in every process, also of a function that Triton interprets."""
+    function = SimpleNamespace(fn=test_the_facts_of_an_epilogue_have_no_address_in_them)
+    facts = UserEpilogue(8, function, function, ("*i16",)).facts
+    assert repr(facts) == repr((8, *[f"{__name__}:{function.fn.__name__}"] * 2, ("*i16",)))
 
 
 def test_forced_shapes_that_cannot_be_used_are_refused_on_all_ranks_and_the_group_goes_on():

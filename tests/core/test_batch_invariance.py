@@ -4,6 +4,7 @@ The numbers are chosen so that another order of summation gives other bits, whic
 """
 
 import functools
+import operator
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,8 @@ import tricomm
 from tests import ranks
 from tests.c10d.bodies import invariance_bodies as c10d
 from tests.core.bodies import nccl_bodies
+from tests.explorer.mutation import Edit, loaded
+from tests.marks import some
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import reference
 from tricomm.kernels.collectives import registry
@@ -124,6 +127,16 @@ def test_the_bits_are_those_of_rank_order_however_a_tensor_is_reduced(
     assert torch.equal(result, in_rank_order(op, name, world_size, count))
 
 
+@pytest.mark.parametrize("protocol", [k.protocol for k in registry.of("reduce_scatter", 3)])
+def test_the_rows_of_a_reduce_scatter_are_those_of_an_all_reduce(protocol):
+    def body(comm):
+        x = numbers(comm.rank, 3 * 201, "bfloat16")
+        return comm.reduce_scatter(x, protocol=protocol)
+
+    result = torch.cat(tricomm.simulate(body, 3, options=INVARIANT))
+    assert torch.equal(bits(result), in_rank_order("sum", "bfloat16", 3, 603))
+
+
 def test_compiled_kernels_eager_and_in_a_graph():
     """A tensor whole in a graph, and in parts eagerly, by the PTX of a GPU's kernels."""
     count = 1100  # beyond a tile
@@ -230,6 +243,19 @@ SMALL = TableRow("all_reduce", 8, 256, "hybrid_cube_mesh", "ll")
 ROWS = (SMALL, TableRow("all_reduce", 8, None, "two_shot", "simple"))
 
 
+REDUCE = "return finish(accumulate(parts, SPEC.WORLD_SIZE, SPEC), SPEC)"
+
+
+def test_kernels_that_reduce_in_another_order_have_other_bits():
+    def body(comm):
+        return comm.all_reduce(numbers(comm.rank, 100, "bfloat16"))
+
+    backwards = REDUCE.replace("parts", "(parts[2], parts[1], parts[0])")
+    with loaded((Edit("kernels/reduction.py", REDUCE, backwards),)):
+        result = bits(tricomm.simulate(body, 3, options=INVARIANT)[0])
+    assert not torch.equal(result, in_rank_order("sum", "bfloat16", 3, 100))
+
+
 @functools.cache
 def split_on_a_cube_mesh(batch_invariant):
     """On a cube mesh with a table of its own: the bits of 100 elements in one call, and in calls of 30."""
@@ -258,3 +284,13 @@ def test_forcing_a_cube_mesh_is_refused():
         return comm.all_reduce(torch.ones(3))[0].item()
 
     assert tricomm.simulate(body, 8, options=replace(INVARIANT, arena_bytes=1 << 20)) == [8.0] * 8
+
+
+@pytest.mark.parametrize("name", some(["float32", "bfloat16", "float16"], 2))
+def test_other_orders_of_these_numbers_have_other_bits(name):
+    parts = [numbers(rank, 400, name) for rank in range(3)]
+    ordered = bits(reference.reduced("sum", parts))
+    backwards = bits(reference.reduced("sum", parts[::-1]))
+    rounded = bits(functools.reduce(lambda a, b: operator.add(a.float(), b.float()).to(a.dtype), parts))
+    assert (ordered != backwards).sum() > 2
+    assert name == "float32" or (ordered != rounded).sum() > 20

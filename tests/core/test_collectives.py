@@ -156,6 +156,17 @@ def test_a_list_shares_one_launch():
     assert tricomm.simulate(body, 3) == [8] * 3
 
 
+def test_what_gets_nothing_keeps_what_it_has():
+    def body(comm):
+        x = torch.tensor([1.0 + comm.rank, 5.0])
+        got = comm.reduce(x, 1)
+        return x.tolist(), got is x, comm.gather(x, 1) is None
+
+    assert tricomm.simulate(body, 3) == [
+        ([1.0, 5.0], False, True), ([6.0, 15.0], True, False), ([3.0, 5.0], False, True)
+    ]  # fmt: skip
+
+
 def test_zero_elements_launch_nothing():
     def body(comm):
         none = torch.empty(0)

@@ -15,6 +15,10 @@ def test_messages_round_a_ring(url, protocol):
     assert ranks.run(3, message_bodies.handed_on, url, protocol, timeout=150) == [[]] * 3
 
 
+def test_one_block_takes_what_several_have_sent_one_after_another(url):
+    assert ranks.run(2, message_bodies.of_many_queues, url, timeout=60) == [2, (0, True, True)]
+
+
 def test_what_somebody_sent_before_leaving_still_arrives(url):
     result = ranks.run(3, message_bodies.left_early, url, timeout=60)
     assert result[0] == [(2, list(range(1, 8))), (1, list(range(7)))]

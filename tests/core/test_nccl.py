@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tests.c10d.bodies.groups import of
 from tests.core.bodies import fake_nccl
 from tricomm import errors
 from tricomm.core import nccl
@@ -42,6 +41,10 @@ def everywhere(world_size, body, timeout=30.0):
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(run, range(world_size)))
+
+
+def of(rank, shape, dtype=torch.float32, call=0):
+    return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(call * 101 + rank)).to(dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -150,6 +153,12 @@ def test_an_asynchronous_error_aborts():
     assert everywhere(1, body) == ["aborted"]
 
 
+def test_closed_once_and_in_order():
+    kept = []
+    everywhere(2, lambda comm, rank: kept.append(comm._comm))
+    assert [comm.ended for comm in kept] == ["destroyed"] * 2
+
+
 def failing(monkeypatch, rank_at_fault, name, fault):
     """`open_nccl` on two ranks, of which one's `nccl.<name>` does `fault`."""
     real, here = getattr(nccl, name), threading.local()
@@ -223,3 +232,26 @@ def test_the_end_is_bounded_and_never_raises(caplog):
     began = time.monotonic()
     nccl.end(comm, False, 0.1)
     assert time.monotonic() - began < 3 and "left behind" in caplog.text
+
+
+def test_the_fake_bites():
+    comm = nccl.open_nccl(alone(), CPU, 5.0)
+    for call in (
+        lambda: comm._comm.send(torch.ones(1), 0, stream=0),
+        lambda: comm._comm.allgather(torch.ones(2), torch.ones(1), stream=0),
+        lambda: comm._comm.allreduce(torch.ones(2), torch.ones(2), 0, stream=None),
+        lambda: comm._comm.allreduce(torch.ones(4)[::2], torch.ones(2), 0, stream=0),
+        lambda: comm._comm.destroy(),
+    ):
+        with pytest.raises((fake_nccl.NcclInvalid, RuntimeError, TypeError)):
+            call()
+
+
+def test_a_single_element_of_any_stride_is_bytes_and_nothing_else_with_gaps():
+    memory = torch.arange(8, dtype=torch.int32)
+    one = memory[3:].as_strided((1,), (2,), 3)
+    assert torch.equal(nccl._bytes(one), memory[3:4].view(torch.uint8))
+    assert torch.equal(nccl._bytes(memory[2:]), memory[2:].view(torch.uint8)) and not len(nccl._bytes(memory[:0]))
+    for gaps in (memory[::2], memory.view(2, 4).t()):
+        with pytest.raises(RuntimeError):
+            nccl._bytes(gaps)

@@ -248,6 +248,46 @@ def test_two_that_both_send_more_than_fits_are_told_so():
         tricomm.simulate(body, 2, options=SMALL)
 
 
+@pytest.mark.parametrize("cleared", [True, False])
+def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_new(cleared):
+    first = layout.CLEAR_EVERY - 4
+
+    def body(comm):
+        slots = comm.arena_layout
+        words = comm._group.arena.tensor(comm.rank, slots.slots, (layout.SLOTS, slots.slot // 8), torch.int64)
+        words[:] = (first + 8) << 32 | 0xBAD
+        comm.barrier()
+        for turn in range(8):  # numbers of which the last four clear
+            if comm.rank == 0:
+                comm.send(torch.tensor([turn]), 1, protocol="ll")
+            else:
+                y = poisoned(1, torch.int64)
+                comm.recv(y, 0, protocol="ll")
+                assert int(y) == turn
+        return bool(((words >> 32) == first + 8).any())
+
+    options = tricomm.Options(arena_bytes=64 << 10, _tuning=Tuning(tile=16, first_epoch=first))
+    edit = Edit("kernels/device/message_queues.py", "(number % CLEAR_EVERY < SLOTS)", "(number < 0)")
+    edits = () if cleared else (edit,)
+    with loaded(edits):
+        assert tricomm.simulate(body, 2, options=options)[1] == (not cleared)
+
+
+def test_messages_are_counted():
+    def body(comm):
+        before = dict(tricomm.stats()["kernels"])
+        comm.barrier()
+        if comm.rank:
+            comm.send(torch.zeros(3), 0)
+        else:
+            comm.recv(torch.zeros(3))
+        comm.barrier()
+        after = tricomm.stats()["kernels"]
+        return [after.get(name, 0) - before.get(name, 0) for name in ("send", "recv")]
+
+    assert tricomm.simulate(body, 2, options=SMALL) == [[1, 1]] * 2
+
+
 @pytest.mark.parametrize("first", [1, 2**31 - 3, 2**32 - 3])
 def test_what_has_not_been_taken_is_known(first):
     def body(comm):
@@ -287,3 +327,16 @@ def test_alone_nobody_can_send():
             comm.recv(torch.zeros(3))
 
     tricomm.simulate(body, 1, options=SMALL)
+
+
+def test_the_kernels_need_not_launch_the_same_grid():
+    """Queues are the unit, not blocks: from any source one block takes what several have sent."""
+
+    def body(comm):
+        if comm.rank == 0:
+            comm.send(torch.arange(20_000), 1)
+        else:
+            y = poisoned(20_000, torch.int64)
+            return comm.recv(y), torch.equal(y, torch.arange(20_000))
+
+    assert tricomm.simulate(body, 2, options=WIDE)[1] == (0, True)

@@ -1,5 +1,7 @@
 """A call that was made before takes a short way: it must refuse and give what the first one does."""
 
+import inspect
+import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 import torch.distributed as dist
 
 import tricomm
+from tricomm.core.calls import prepared_calls
+from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.planner import Planner
 from tricomm.errors import InvalidArgument
 
@@ -56,6 +60,33 @@ def test_what_the_first_call_refuses(comm, what):
 def test_arguments_that_the_first_call_refuses(comm, kwargs, words):
     with pytest.raises(InvalidArgument, match=words):
         comm.all_reduce(torch.ones(SHAPE), **kwargs)
+
+
+LOOKS = {  # what gets through without the look at a tensor, or without the one at its storage
+    "meta": BAD["meta"][0],
+    "gaps": lambda: torch.ones(4, 12)[:, ::2],
+    "grad": BAD["grad"][0],
+    "negated": lambda: torch._neg_view(torch.ones(SHAPE)),
+    "another type": lambda: torch.nn.Parameter(torch.ones(SHAPE)),
+    "freed": freed,
+}
+
+
+@pytest.mark.parametrize("what", LOOKS)
+def test_without_the_looks_a_tensor_gets_through_that_must_not(comm, monkeypatch, what):
+    source = textwrap.dedent(inspect.getsource(PreparedCalls.run))
+    look = "if not known.look(x):"
+    storage = "if len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes:"
+    assert source.count(look) == source.count(storage) == 1
+    names = dict(vars(prepared_calls))
+    mutant = source.replace(storage, "if True:") if what == "freed" else source.replace(look, "if False:")
+    exec("from __future__ import annotations\n" + mutant, names)
+    launched, calls = [], comm._collectives._prepared
+    monkeypatch.setattr(calls, "_launch", lambda *call: launched.append(call))
+    call = ("all_reduce", "sum", None, None, -1, True), LOOKS[what]()
+    assert calls.run(*call, known_only=True) is None and launched == []
+    assert names["run"](calls, *call, known_only=True) is not None
+    assert len(launched) == 1
 
 
 WAYS = {  # a call over one rank, and what it gives
@@ -160,6 +191,26 @@ def test_shapes_and_types_that_take_turns(comm, monkeypatch):
         assert comm.all_reduce(x) is x and torch.equal(x.view(-1), torch.arange(24, dtype=x.dtype))
         y = comm.all_gather(x)
         assert y.shape == x.shape and y.dtype == x.dtype and torch.equal(x, y)
+
+
+def test_in_place_by_an_output_that_is_the_input(comm):
+    x = torch.arange(24.0).view(SHAPE)
+    for _ in range(3):
+        assert comm.all_gather(x, out=x) is x and comm.all_reduce(x, out=x) is x
+        assert comm.reduce_scatter(x, out=x) is x
+        with pytest.raises(InvalidArgument, match="overlaps"):
+            comm.all_to_all(x, out=x)
+        comm.all_to_all(x, out=torch.empty(SHAPE))
+    assert torch.equal(x, torch.arange(24.0).view(SHAPE))
+
+
+def test_every_way_to_lie_in_memory(comm):
+    for x in (torch.ones(SHAPE), torch.ones(25)[1:], torch.ones(6, 4).t(), torch.ones(48)[::2], torch.nn.Parameter(
+        torch.ones(SHAPE), requires_grad=False
+    )):  # fmt: skip
+        for _ in range(2):
+            x.fill_(7)
+            assert comm.all_reduce(x) is x and torch.equal(x, torch.full_like(x, 7))
 
 
 def test_repeats_are_counted_and_announced(comm):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import tricomm
 from tests import ranks
@@ -120,3 +122,32 @@ def _sleeps(comm, begin=True):
 def test_simulated_ranks_sleep_too_and_no_schedule_shows_a_race():
     assert tricomm.simulate(_sleeps, 2, options=SMALL) == [[True] * 3] * 2
     assert tricomm.check(_sleeps, 2, schedules=3, options=SMALL).ok
+
+
+def test_without_a_fresh_start_the_next_call_goes_wrong():
+    with pytest.raises(tricomm.TricommError):
+        tricomm.simulate(lambda comm: _sleeps(comm, begin=False), 2, options=SMALL)
+
+
+def test_without_the_look_of_the_monitor_a_death_in_sleep_shows_at_the_next_call_only():
+    store, result, looked = HashStore(), [], threading.Barrier(2)
+
+    def rank(number):
+        with tricomm.Communicator(store, number, 2, "cpu", 30.0, SMALL) as comm:
+            comm.suspend()
+            if number == 0:
+                monitor = comm._monitor
+                for suspended in (False, True):
+                    monitor.suspended = suspended
+                    monitor._control.alive = lambda peer: False
+                    monitor.look(0.02)
+                    result.append(monitor.fault)
+            looked.wait(30.0)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    without, with_it = result
+    assert without is None and with_it.kind == "PeerDied" and "rank 1" in with_it.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -14,7 +15,7 @@ import tricomm
 from tests.core.operations import Operations
 from tests.kernels.fake_launch import FakeGpu
 from tricomm import Communicator
-from tricomm.core import launch_plan
+from tricomm.core import launch_plan, planner
 from tricomm.core.runtime import Processes
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher
@@ -117,6 +118,15 @@ def test_a_call_with_other_lengths_makes_no_plan_and_no_memory_and_no_copy(comm,
     assert operations.seen != []
 
 
+def test_lengths_take_no_place_among_the_plans_that_are_kept(comm, monkeypatch):
+    monkeypatch.setattr(planner, "_MOST_PLANS", 3)
+    comm.all_reduce(X[0])
+    (kept,) = comm._planner.plans.values()
+    for number in range(9):
+        comm.all_to_all_v(X[:number], [0, number], [0, 9 - number], Y[: 9 - number])
+    assert kept in comm._planner.plans.values() and len(comm._planner.plans) == 2
+
+
 def test_bytes_and_times_are_those_of_each_call(comm):
     comm.time_calls(2)
     for rows in (1, 2, 64, 3):
@@ -146,3 +156,30 @@ def test_every_stream_and_every_graph_has_the_lengths_of_its_own_call(comm, devi
         want.append((raw, (1, rows), (1, rows + 3)))
     device.raw = 0
     assert [(launch.stream, *words(launch)[3:]) for launch in device.launches] == want
+
+
+def test_two_threads_do_not_mix_their_lengths(comm, device, monkeypatch):
+    """The second one calls when the first has packed its words and not launched them."""
+    first, second = ((1, 2), (1, 4)), ((5, 6), (5, 8))
+    others, ways = [], [comm.all_to_all_v]
+
+    def call(rows):
+        ways[-1](X[: sum(rows[0])], *rows, Y[: sum(rows[1])])
+
+    def between():
+        if others == [None]:
+            others[0] = threading.Thread(target=call, args=(second,))
+            others[0].start()
+            others[0].join(0.2)
+        return 0
+
+    monkeypatch.setattr(device, "stream", between)  # asked after the words are packed
+    call(first)  # makes the plan
+    (chosen,) = comm._planner.plans.values()
+    for want in ([first, second], [second, second]):
+        device.launches.clear()
+        others[:] = [None]
+        call(first)
+        others[0].join()
+        assert [words(launch)[3:] for launch in device.launches] == want
+        ways.append(lambda x, into, takes, y: chosen.run(x, y, 4, 1, (into, takes)))  # without taking turns

@@ -102,6 +102,17 @@ def test_no_schedule_shows_a_race(kernel):
     assert check(kernel, schedules=3, strategy="pct", seed=3).ok
 
 
+@pytest.mark.parametrize("phase", [0, 1])
+@pytest.mark.parametrize("kernel", CALLS)
+def test_each_barrier_is_needed(kernel, phase, unshrunk):
+    """Without the first, memory is read before it is written; without the second, written while it is still read."""
+    line = f"status = barrier(group, start, call, {phase}, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)"
+    name = kernel.partition("_zero_copy")[0]
+    with loaded((Edit(f"kernels/collectives/{name}.py", line, "status = 0"),)):
+        report = check(kernel, schedules=40)
+    assert {f.kind for f in report.findings} & {"race", "wrong_result", "rank_mismatch"}, str(report)
+
+
 def test_a_row_that_peers_read_is_not_written(unshrunk):
     """In place, a rank that copied its own row too would write what the others read."""
     edit = Edit("kernels/collectives/all_gather_one_shot.py", "range(in_place.to(tl.int32), SPEC", "range(0, SPEC")
@@ -136,6 +147,18 @@ def test_what_a_handle_cannot_do_is_refused_with_what_can():
         return comm.broadcast(w, 1).local.tolist(), comm.all_reduce(w.local, protocol="ll").tolist()
 
     assert tricomm.simulate(body, 2, options=tuned(OPTIONS, tile=None)) == [([1.0] * 8, [2.0] * 8)] * 2
+
+
+def test_a_view_of_the_handle_is_in_place():
+    def body(comm):
+        w = comm.symmetric((40,), torch.int64)
+        w.local.copy_(torch.arange(40) + comm.rank)
+        assert comm.all_reduce(w, out=w.local.view(40)).data_ptr() == w.local.data_ptr()
+        return w.local.tolist()
+
+    report = tricomm.check(body, 2, schedules=6, options=OPTIONS)
+    assert report.ok, report
+    assert tricomm.simulate(body, 2, options=OPTIONS) == [[2 * n + 1 for n in range(40)]] * 2
 
 
 def test_ranks_that_pass_other_handles_are_told():
@@ -239,6 +262,15 @@ def test_no_access_through_the_switch_is_made_twice():
         assert tricomm.simulate(body, 2, options=options, compiled="sm_90") == [(True, True)] * 2
     with pytest.raises(InvalidArgument, match="tiles of 64 to"):
         tricomm.simulate(body, 2, options=tuned(options, tile=32), compiled="sm_90")
+
+
+def test_the_output_handle_is_part_of_the_call():
+    def body(comm):
+        w, *others = (comm.symmetric((4,), torch.int64) for _ in range(3))
+        comm.all_reduce(w, out=others[comm.rank], algorithm="multicast")
+
+    with pytest.raises(tricomm.CollectiveMismatch, match="handle 1 into 2"):
+        tricomm.simulate(body, 2, options=OPTIONS)
 
 
 def test_what_does_not_go_through_the_switch_is_refused_by_name():

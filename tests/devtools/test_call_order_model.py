@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import get_args, get_type_hints
 
 import pytest
@@ -10,8 +11,8 @@ from devtools import call_order_model
 from devtools.call_order_model import __main__ as command
 from devtools.call_order_model.events import Case, explore
 from devtools.call_order_model.random_programs import random_program
-from devtools.call_order_model.ranks import WRONG, Rules
-from devtools.call_order_model.scenarios import program, sync, taken_away
+from devtools.call_order_model.ranks import DEADLOCK, MISMATCH, WRONG, Call, Rank, Rules, Then, Wait
+from devtools.call_order_model.scenarios import PROGRAMS, program, sync, taken_away
 from devtools.every_order import SAFE
 from tests.marks import some
 
@@ -21,6 +22,10 @@ CASES = call_order_model.cases()
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_the_verdict_is_as_wanted(case):
     assert explore(case, case.want)[0] == case.want
+
+
+def test_each_case_has_a_name_of_its_own():
+    assert len({case.name for case in CASES}) == len(CASES)
 
 
 def test_each_rule_is_taken_away_in_each_way():
@@ -39,6 +44,58 @@ def test_each_rule_is_taken_away_in_each_way():
 def test_random_programs_are_safe_in_every_order(seed):
     each = random_program(seed, calls=5, callbacks=3)
     assert explore(Case("", SAFE, (each, each), {"g": (0, 1)}), SAFE)[0] == SAFE
+
+
+def names(scenario):
+    """The names that each call of a group of one rank gets in all orders."""
+    made = defaultdict(set)
+
+    def rank(state=None):
+        return Rank(0, PROGRAMS[scenario], {"g": (0,)}, Rules(), state)
+
+    seen, stack = set(), [rank().frozen()]
+    while stack:
+        now = rank(stack.pop())
+        for name, call in now.calls.items():
+            made[name].add(call.identity)
+        after = {*now.moves(), *(state for _, state in now.finishes())} - seen
+        seen |= after
+        stack += after
+    return dict(made)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "wanted"),
+    [
+        ("a late callback", {"a": "1", "b": "2", "x": "1/1/1"}),
+        ("PowerSGD", {"a": "1", "p": "1/1/1", "q": "1/1.1/1", "b": "2", "r": "2/1/1", "s": "2/1.1/1"}),
+        ("collect_all", {"a": "1", "b": "2", "d": "3", "x": "1/1.1/1", "y": "1/2/1"}),
+        ("nested callbacks", {"a": "1", "x": "1/1/1", "y": "1/1/1/1/1", "b": "2"}),
+        ("two lines attach to one future", {"a": "1", "b": "2", "x": "2/(1/1)1/1", "y": "2/1/1"}),
+        (
+            "asynchronous calls in callbacks",
+            {"a": "1", "x1": "1/1/1", "x2": "1/1/2", "b": "2", "y1": "2/1/1", "y2": "2/1/2"},
+        ),
+    ],
+)
+def test_a_call_has_one_name_whatever_the_order_is(scenario, wanted):
+    assert names(scenario) == {call: {name} for call, name in wanted.items()}
+
+
+def of_two(first, second, want):
+    return explore(Case("", want, (first, second), {"g": (0, 1)}), want)[0]
+
+
+def test_the_model_looks_at_what_is_paired():
+    both = (Call("a"), Call("b"))
+    assert of_two(program(*both), program(*both), SAFE) == SAFE
+    assert of_two(program(*both), program(*both[::-1]), SAFE) == WRONG
+    assert of_two(program(*both), program(both[0]), SAFE) == MISMATCH
+
+
+def test_a_wait_for_what_never_completes_is_a_deadlock():
+    crossed = program(Call("a"), Then("a", "x", "fx"), Wait("fx"), x=(Wait("b"),))
+    assert of_two(crossed, crossed, SAFE) == DEADLOCK
 
 
 def test_the_command_compares_the_verdicts(monkeypatch, capsys):

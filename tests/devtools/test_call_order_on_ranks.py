@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from devtools.call_order_model.random_programs import random_program
 from devtools.call_order_model.ranks import All, Call, Destroy, Then
 from devtools.call_order_model.scenarios import PROGRAMS
 from tests import ranks
@@ -72,3 +73,12 @@ def without_destroy(programs):
 @pytest.mark.parametrize("size", (2, 3))
 def test_the_model_s_programs(route, size, url):
     assert ranks.run(size, run_programs, url, route, 3 * without_destroy(PROGRAMS.values()), 1) == [[]] * size
+
+
+@pytest.mark.parametrize(
+    ("programs", "seed"), [(20, 1), *(pytest.param(500, seed, marks=pytest.mark.soak) for seed in range(2, 6))]
+)
+@pytest.mark.parametrize("route", ROUTES)
+def test_random_programs(route, programs, seed, url):
+    made = [random_program(1000 * seed + number, calls=10, callbacks=8) for number in range(programs)]
+    assert ranks.run(2, run_programs, url, route, made, seed, timeout=600.0) == [[], []]

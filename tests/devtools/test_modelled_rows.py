@@ -8,11 +8,50 @@ import pytest
 from click.testing import CliRunner
 
 from devtools import modelled_rows
-from devtools.modelled_rows import GROUPS, chosen_by, fastest, lacks, table_rows
+from devtools.modelled_rows import GROUPS, chosen_by, fastest, lacks, table_rows, worst
 from tricomm.explorer.timing import from_code
 from tricomm.policy import selection
 
 LL, WIDE, PLAIN, SWITCH = ("one_shot", "ll"), ("one_shot", "ll128"), ("two_shot", "simple"), ("multicast", "simple")
+TIMES = {
+    1: {LL: 4.0, WIDE: 3.95, PLAIN: 9.0, SWITCH: 9.0},
+    2: {LL: 5.0, WIDE: 4.5, PLAIN: 9.0, SWITCH: 9.0},
+    4: {LL: 9.5, WIDE: 6.0, PLAIN: 9.3, SWITCH: 8.0},
+    8: {LL: 30.0, WIDE: 20.0, PLAIN: 12.0, SWITCH: 10.0},
+}
+
+
+def test_a_size_has_the_fastest_kernel_that_a_group_has():
+    rows = table_rows(fastest(TIMES))
+    assert [chosen_by(rows, n, "") for n in TIMES] == [LL, WIDE, WIDE, SWITCH]  # 1.3 % are no reason for wide words
+    assert [chosen_by(rows, n, "wide") for n in TIMES] == [LL, LL, SWITCH, SWITCH]
+    assert [chosen_by(rows, n, "switch") for n in TIMES] == [LL, WIDE, WIDE, PLAIN]
+    assert [chosen_by(rows, n, "wide switch") for n in TIMES] == [LL, LL, LL, PLAIN]  # 2 %: it goes on
+    assert worst(TIMES, rows) == pytest.approx(9.5 / 9.3 - 1)
+
+
+def test_a_change_of_kernel_needs_a_gain_of_3_per_cent():
+    for gain, right in ((1.029, [LL, LL]), (1.031, [LL, PLAIN])):
+        times = {1: {LL: 1.0, PLAIN: 2.0}, 2: {LL: gain, PLAIN: 1.0}}
+        assert [chosen_by(table_rows(fastest(times)), n, "") for n in times] == right
+
+
+def test_no_kernel_is_taken_again_after_another_one():
+    """A step of a chunk, here at 2, is no reason to go away and come back."""
+    times = {
+        1: {WIDE: 1.0, PLAIN: 2.0},
+        2: {WIDE: 2.15, PLAIN: 2.0},
+        4: {WIDE: 2.15, PLAIN: 2.6},
+        8: {WIDE: 9.0, PLAIN: 3.0},
+    }
+    rows = table_rows(fastest(times))
+    assert [chosen_by(rows, n, "") for n in times] == [WIDE, WIDE, WIDE, PLAIN]
+
+
+def test_a_group_takes_what_comes_first_of_what_it_has():
+    """It wants the switch, and has what the others want before it."""
+    wanted = {(n, missing): SWITCH if missing == "wide" else PLAIN for n in TIMES for missing in GROUPS}
+    assert table_rows(wanted) == [(None, PLAIN)]
 
 
 @pytest.mark.parametrize("seed", range(20))

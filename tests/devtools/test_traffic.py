@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from devtools.traffic import Moved, count
+from devtools.traffic import Counter, Moved, count
 from tests.marks import some
 from tricomm.kernels.collectives import registry
 from tricomm.topology.presets import dgx1v
@@ -49,6 +50,14 @@ def test_nothing_crosses_a_link_that_a_cube_mesh_lacks() -> None:
     assert all(
         m.written == m.optimum for m in results if m.kernel.name == "all_reduce_hybrid_cube_mesh_two_shot_simple"
     )
+
+
+def test_the_counter_sees_peers_only_and_headers_apart() -> None:
+    counter = Counter([(10_000, 8192)], (1024, 4096))
+    for kind, first in (("store", 10_000 + 1024), ("load", 10_000 + 4096), ("store", 10_000 + 5000), ("store", 0)):
+        counter(kind, np.arange(first, first + 32, 8, dtype=np.uint64), 8)
+    counter("store", np.array([18_192], dtype=np.uint64), 8)
+    assert (counter.headers, counter.read, counter.written) == (32, 32, 32)
 
 
 def test_a_byte_too_many_is_not_one() -> None:

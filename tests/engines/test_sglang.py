@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +17,7 @@ if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
 from tests.engines.bodies import sglang_bodies as bodies  # noqa: E402
-from tricomm.engines import sglang_plugin  # noqa: E402
+from tricomm.engines import sglang_all_reduce, sglang_plugin  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -38,3 +42,52 @@ def test_this_version_is_in_the_tested_range():
     import sglang
 
     assert sglang_plugin.TESTED.refusal("SGLang", sglang.__version__) is None
+
+
+SIGNATURES = {
+    "dispatch_custom_allreduce": "group, device",
+    "flashinfer_allreduce_residual_rmsnorm": "input_tensor, residual, weight, eps=1e-06, max_token_num=2048, "
+    "use_oneshot=None, trigger_completion_at_end=False, fp32_acc=True, use_attn_tp_group=True",
+    "resolve_fusion_group": "use_attn_tp_group",
+}
+# What SGLang asks of a custom all-reduce, other than of its own classes.
+ASKED = {"capture", "disabled", "should_custom_ar", "custom_all_reduce", "fused_allreduce_rmsnorm"}
+# For which it looks first whether they are there, or on ROCm only.
+OPTIONAL = {
+    "fused_ar_rms", "custom_fused_ar_rms", "custom_fused_ar_rms_per_group_quant", "reduce_scatter", "should_custom_ag",
+    "all_gather_reg", "all_gather_unreg",
+}  # fmt: skip
+
+
+def test_the_functions_have_what_the_adapter_uses():
+    functions = sglang_plugin.functions()
+    assert sglang_all_reduce.misfits(functions) == []
+    results = {
+        name: ", ".join(
+            str(p.replace(annotation=p.empty, kind=p.POSITIONAL_OR_KEYWORD))
+            for p in inspect.signature(function).parameters.values()
+        )
+        for name, function in functions.items()
+    }
+    assert results == SIGNATURES
+
+
+def test_the_scheduler_releases_memory_as_the_adapter_expects():
+    """Read, because its import needs what only a GPU's installation has."""
+    module, name = sglang_plugin.MEMORY.rsplit(".", 1)
+    package = find_spec(module.rpartition(".")[0])
+    source = Path(package.origin).with_name(f"{module.rpartition('.')[2]}.py").read_text()
+    result = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name)
+    methods = {node.name: node for node in result.body if isinstance(node, ast.FunctionDef)}
+    for method in ("release_memory_occupation", "resume_memory_occupation"):
+        assert [argument.arg for argument in methods[method].args.args] == ["self", "recv_req"]
+        assert "self.offload_tags" in ast.unparse(methods[method])
+
+
+def test_the_coordinator_asks_for_what_the_adapter_has():
+    coordinator = bodies.parallel_state.GroupCoordinator
+    asked = set(re.findall(r"\bca_comm\.([a-z]\w*)", inspect.getsource(coordinator)))
+    assert asked - OPTIONAL == ASKED
+    assert all(hasattr(sglang_all_reduce.SglangAllReduce, name) for name in ASKED)
+    text = inspect.signature(coordinator.fused_allreduce_rmsnorm).parameters
+    assert list(text) == ["self", "input_", "residual_inp_", "weight_", "eps"]

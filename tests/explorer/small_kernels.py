@@ -24,9 +24,23 @@ def sizes(wide, narrow, rank):
 
 
 @triton.jit
+def narrow_scope(peers, rank, WORLD_SIZE: tl.constexpr):
+    """All ranks count in rank 0's word, at a scope that does not leave a GPU."""
+    tl.atomic_add(peers[0], 1, sem="relaxed", scope="gpu")
+
+
+@triton.jit
 def wide_scope(peers, out_ptr, WORLD_SIZE: tl.constexpr):
     """The same, and right."""
     tl.store(out_ptr, tl.atomic_add(peers[0], 1, sem="relaxed", scope="sys"))
+
+
+@triton.jit
+def atomic_and_plain(peers, out_ptr, rank, WORLD_SIZE: tl.constexpr):
+    if rank == 0:
+        tl.atomic_xchg(peers[0], 1, sem="release", scope="sys")
+    else:
+        tl.store(out_ptr, tl.load(peers[0]))
 
 
 @triton.jit
@@ -104,6 +118,17 @@ def trusts_one_word(peers, out_ptr, rank):
         while tl.load(peers[1] + 2, volatile=True) >> 32 != 1:
             pass
         tl.store(out_ptr + at, tl.load(peers[1] + 2 + 2 * at, volatile=True) & 0xFFFFFFFF)
+
+
+@triton.jit
+def blocks_race(y_ptr, BLOCK: tl.constexpr):
+    """Every block of a launch writes the same words of a tensor that only its rank has."""
+    tl.store(y_ptr + tl.arange(0, BLOCK), tl.program_id(0))
+
+
+@triton.jit
+def blocks_apart(y_ptr, BLOCK: tl.constexpr):
+    tl.store(y_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(0))
 
 
 @triton.jit

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.explorer.compiled.litmus import Litmus
+from tricomm.explorer.compiled.thread_clocks import Clocks
 
 DATA, FLAG = 0, 64
 PLAIN, SWITCH = ("st.b32", "ld.b32"), ("multimem.st.relaxed.sys.b32", "multimem.ld_reduce.relaxed.sys.b32")
@@ -60,6 +62,34 @@ def test_an_alias_fence_orders_nothing_by_itself(place):
     assert "make it sem='release'" in result[0].advice
 
 
+def test_a_thread_of_its_own_needs_one_too():
+    for fenced in (False, True):
+        litmus = Litmus()
+        block = litmus.block()
+        block(0, PLAIN[0], DATA, 7)
+        if fenced:
+            block.fence(0, "alias", "sys")
+        block(0, SWITCH[1], DATA)
+        assert litmus.kinds == ([] if fenced else ["race"])
+        block(0, PLAIN[0], DATA, 8)  # after the load through the switch, and no fence
+        assert litmus.kinds == (["race"] if fenced else ["race", "race"])
+
+
+def test_the_fence_of_one_thread_is_not_that_of_another():
+    """A barrier hands on what its threads know through a fence, and no more."""
+    for fences in ((), (0,), (1,), (0, 1)):
+        litmus = Litmus()
+        block = litmus.block(threads=3)
+        block([0, 1], PLAIN[0], [DATA, DATA + 4], [7, 8])
+        for thread in fences:
+            block.fence(thread, "alias", "sys")
+        block.barrier()
+        block(2, SWITCH[1], DATA)
+        assert litmus.kinds == ([] if 0 in fences else ["race"])
+        block(2, SWITCH[1], DATA + 4)
+        assert len(litmus.kinds) == 2 - len(fences)
+
+
 def test_the_fence_of_another_thread_serves_if_the_order_goes_through_it():
     """Barrier, fence in one thread, barrier: so the block's threads need none of their own."""
     for fenced in (False, True):
@@ -83,6 +113,18 @@ def test_the_end_of_a_launch_is_an_alias_fence():
     after = litmus.block()
     after(0, PLAIN[1], DATA)
     after(1, PLAIN[1], DATA)
+    assert litmus.kinds == []
+
+
+def test_a_relaxed_store_hands_on_what_earlier_launches_did_through_the_switch():
+    litmus = Litmus()
+    block = litmus.block()
+    block(0, SWITCH[0], DATA, 7)
+    block.end()
+    after, other = litmus.block(), litmus.block(1)
+    after(0, "st.relaxed.sys.b32", FLAG, 1)
+    other(0, "ld.acquire.sys.b32", FLAG)
+    other(0, PLAIN[1], DATA)
     assert litmus.kinds == []
 
 
@@ -113,6 +155,45 @@ def test_a_flag_that_all_add_to_by_the_multicast_address_hands_data_on(fenced):
     assert litmus.kinds == ([] if fenced else ["race"])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_thread_that_has_fenced_learns_on(threads):
+    litmus = Litmus()
+    one, other = litmus.block(0, threads=threads), litmus.block(1, threads=threads)
+    other.fence(0, "alias", "sys")
+    one(0, PLAIN[0], DATA, 7)
+    one(0, "st.release.sys.b32", FLAG, 1)
+    other(0, "ld.acquire.sys.b32", FLAG)
+    other(0, PLAIN[1], DATA)
+    assert litmus.kinds == []
+
+
+@pytest.mark.parametrize(("one", "other"), [(PLAIN, SWITCH), (SWITCH, PLAIN)], ids=["plain first", "switch first"])
+@pytest.mark.parametrize("readers", [1, 14])
+def test_a_read_is_not_forgotten_for_a_later_one_of_the_same_thread_by_the_other_address(one, other, readers):
+    """Both weak. What is stored then is ordered behind both, but by no fence behind the first."""
+    weak = [name.replace("relaxed.sys", "weak") for name in (one[1], other[1])]
+    litmus = Litmus()
+    block = litmus.block(threads=readers + 1)
+    for name in weak:
+        block(list(range(readers)), name, [DATA] * readers)
+    block.barrier()
+    assert litmus.kinds == []
+    block(readers, other[0].replace("relaxed.sys", "weak"), DATA, 7)
+    assert litmus.kinds == ["race"]
+
+
+def test_a_strong_store_is_not_forgotten_for_a_later_one_by_the_other_address():
+    for fenced in (False, True):
+        litmus = Litmus()
+        block = litmus.block()
+        block(0, "st.relaxed.sys.b32", DATA, 7)
+        if fenced:
+            block.fence(0, "alias", "sys")
+        block(0, SWITCH[0], DATA, 8)
+        block(0, "multimem.ld_reduce.weak.b32", DATA)
+        assert litmus.kinds == ([] if fenced else ["race"])
+
+
 @pytest.mark.parametrize("readers", [1, 12])
 def test_a_read_is_not_forgotten_for_a_later_one_by_the_other_address(readers):
     """The plain reads lie before those through the switch, but no fence is between; then a store through the switch."""
@@ -125,3 +206,16 @@ def test_a_read_is_not_forgotten_for_a_later_one_by_the_other_address(readers):
     assert litmus.kinds == []
     block(0, SWITCH[0], DATA, 7)
     assert litmus.kinds == ["race"]
+
+
+def test_clocks_that_grow_keep_both_halves():
+    clocks = Clocks()
+    one, other = clocks.team(0, 2), clocks.team(1, 2)
+    clocks.fence_aliases(one, one.slots[:1])
+    given, fenced = clocks.row(one), int(clocks.time[one.slots[0]]) - 2
+    clocks.team(0, 3 * clocks.size)
+    clocks.learn(other, np.arange(2), given)
+    asked = np.repeat(one.slots[:1], 2)
+    known = [clocks.known(other, other.slots, asked, apart) for apart in (None, np.array([True, False]))]
+    assert known[0].tolist() == [fenced + 1] * 2 and known[1].tolist() == [fenced, fenced + 1]
+    assert clocks.known_of_all(other, other.slots).shape == (2, clocks.size)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -54,6 +58,25 @@ def test_a_write_after_write_names_both_lines_ranks_and_what_is_missing():
     assert finding.seed == 0 and report.ran == 1
 
 
+def test_atomics_of_different_sizes():
+    def fn(comm):
+        wide = words(comm)
+        narrow = wide.peers[0].view(torch.int32)
+        comm.launch(k.sizes, 1, wide.peers[0], narrow, comm.rank)
+
+    (finding,) = tricomm.check(fn, 2, schedules=5).findings
+    assert finding.kind == "race" and "different sizes (8 and 4 bytes)" in finding.text or "(4 and 8" in finding.text
+    assert places(finding) == {line("wide, 1", "sizes"), line("narrow, 1", "sizes")}
+
+
+def test_a_scope_that_does_not_reach_the_other_rank():
+    def fn(comm):
+        comm.launch(k.narrow_scope, 1, words(comm).peers, comm.rank, WORLD_SIZE=comm.world_size)
+
+    report = tricomm.check(fn, 2, schedules=5)
+    assert kinds(report) == {"scope"} and "scope='sys'" in report.findings[0].advice
+
+
 def test_atomics_of_one_size_and_a_wide_scope_may_meet():
     def fn(comm):
         out = torch.full((1,), -1)
@@ -61,6 +84,16 @@ def test_atomics_of_one_size_and_a_wide_scope_may_meet():
         comm.barrier()
 
     assert tricomm.check(fn, 3, schedules=12).ok
+
+
+def test_an_atomic_against_a_plain_access():
+    def fn(comm):
+        comm.launch(
+            k.atomic_and_plain, 1, words(comm).peers, torch.zeros(1, dtype=torch.int64), comm.rank, WORLD_SIZE=2
+        )
+
+    (finding,) = tricomm.check(fn, 2, schedules=5).findings
+    assert finding.kind == "race" and "an atomic or volatile access against a plain one" in finding.text
 
 
 @pytest.mark.parametrize("compiled", [None, "sm_90"])
@@ -183,6 +216,15 @@ def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults, uns
     assert kinds(report) == ({"wrong_result"} if faults else set())
 
 
+def test_blocks_of_one_launch_on_their_ranks_own_memory():
+    def fn(comm, kernel):
+        comm.launch(kernel, 3, torch.zeros(24, dtype=torch.int32), BLOCK=8)
+
+    (finding,) = tricomm.check(lambda comm: fn(comm, k.blocks_race), 1, schedules=3).findings
+    assert finding.kind == "race" and finding.ranks == (0, 0)
+    assert tricomm.check(lambda comm: fn(comm, k.blocks_apart), 1, schedules=3).ok
+
+
 @pytest.mark.parametrize("identical", [None, True, False])
 def test_ranks_that_do_not_hold_the_same_bits(identical):
     def fn(comm):
@@ -196,6 +238,13 @@ def test_ranks_that_do_not_hold_the_same_bits(identical):
     assert kinds(tricomm.check(fn, 3, schedules=2, identical=identical)) == (
         set() if identical is False else {"rank_mismatch"}
     )
+
+
+def test_results_of_its_own_for_every_rank_are_no_mismatch():
+    assert tricomm.check(lambda comm: torch.full((3,), float(comm.rank)), 3, schedules=2).ok
+    assert kinds(tricomm.check(lambda comm: torch.full((3,), float(comm.rank)), 3, schedules=2, identical=True)) == {
+        "rank_mismatch"
+    }
 
 
 def test_a_result_that_depends_on_the_schedule():
@@ -246,6 +295,22 @@ def test_host_code_that_touches_shared_memory_unordered(peer):
     assert kinds(report) == ({"race"} if peer == 0 else set())
     if peer == 0:
         assert any("host code" in f.text for f in report.findings)
+
+
+LINKED = """
+import torch, triton, tricomm
+assert "/linked/" in triton.__file__, triton.__file__
+report = tricomm.check(lambda comm: comm.all_reduce(torch.ones(9), algorithm="one_shot", protocol="ll"), 2, schedules=1)
+assert report.ok, report
+"""
+
+
+def test_an_environment_behind_a_symbolic_link(tmp_path):
+    linked, root = tmp_path / "linked", Path(tricomm.__file__).parents[1]
+    linked.symlink_to(sysconfig.get_path("purelib"))
+    environment = os.environ | {"PYTHONPATH": f"{linked}{os.pathsep}{root}"}
+    done = subprocess.run([sys.executable, "-c", LINKED], env=environment, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from tricomm.cli import main
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import campaign
 from tricomm.explorer.report.report import Report
-from tricomm.explorer.schedule import scheduler
+from tricomm.explorer.schedule import contention, scheduler
 from tricomm.options import Tuning
 
 
@@ -56,12 +56,63 @@ def test_launches_of_many_blocks(world_size, blocks):
     assert [f.kind for f in broken.findings] == ["race"] * (world_size > 1)
 
 
+def test_room_for_more_blocks_is_made_while_others_run():
+    def fn(comm):
+        for blocks in (1, 2, 5, 11):
+            passing_on(blocks)(comm)
+
+    assert tricomm.check(fn, 2, schedules=6).ok
+
+
+def test_blocks_beyond_64_are_not_taken_for_another_ranks():
+    tasks = [type("T", (), {"key": key}) for key in ("r0b64", "r1b0")]
+    place = type(
+        "P", (), {"region": type("R", (), {"name": "x", "nbytes": 8}), "offsets": torch.zeros(1).long().numpy()}
+    )
+    known = contention.Contention(2)
+    assert not known.contested(tasks[0], [place]) and known.contested(tasks[1], [place])
+
+
+@triton.jit
+def look_a_few_times(memory, rank, out, LOOKS: tl.constexpr):
+    """Rank 1 gives up where it has not found what rank 0 puts there."""
+    if rank == 0:
+        tl.atomic_xchg(memory[1], 1, sem="release", scope="sys")
+    else:
+        seen = 0
+        for _ in range(LOOKS):
+            seen += tl.atomic_add(memory[1], 0, sem="acquire", scope="sys")
+        tl.store(out, seen)
+
+
+def test_a_loop_that_gives_up_is_seen_to_give_up():
+    def fn(comm):
+        memory, out = comm.symmetric((1,), torch.int32), torch.full((1,), -1, dtype=torch.int32)
+        comm.launch(look_a_few_times, 1, memory.peers, comm.rank, out, LOOKS=4)
+        assert comm.rank == 0 or out.item() > 0, "gave up"
+
+    report = tricomm.check(fn, 2, schedules=40)
+    assert report.findings and report.findings[0].kind == "wrong_result" and "gave up" in report.findings[0].text
+    again = campaign.replay(report, fn)
+    assert [f.key for f in again[0]] == [report.findings[0].key]
+
+
 @triton.jit
 def scale(factor, out, rounds):
     """Loads one word of symmetric memory again in every round."""
     total = 0
     for n in range(rounds):
         total += n * tl.load(factor)
+    tl.store(out, total)
+
+
+@triton.jit
+def scale_and_look(factor, flag, out, rounds):
+    total = 0
+    for n in range(rounds):
+        total += n * tl.load(factor)
+    for _ in range(5):
+        total += tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     tl.store(out, total)
 
 
@@ -84,6 +135,16 @@ def test_a_loop_that_loads_one_word_again_and_again_is_no_wait(monkeypatch, unsh
     assert finding.kind == "deadlock"
 
 
+def test_rounds_of_one_loop_do_not_count_for_the_next():
+    def fn(comm):
+        memory, out = comm.symmetric((2,), torch.int32), torch.full((1,), -1, dtype=torch.int32)
+        memory.local.fill_(1)
+        comm.launch(scale_and_look, 1, memory.local, memory.local[1:], out, 100)
+        assert out.item() == 99 * 100 // 2 + 5
+
+    assert tricomm.check(fn, 2, schedules=1).ok
+
+
 def test_many_blocks_that_wait_by_plain_loads_are_named_soon(unshrunk):
     def fn(comm):
         comm.launch(wait_by_plain_loads, 8, comm.symmetric((1,), torch.int32).local.zero_())
@@ -91,6 +152,17 @@ def test_many_blocks_that_wait_by_plain_loads_are_named_soon(unshrunk):
     report = tricomm.check(fn, 3, schedules=1)
     assert report.findings[0].kind == "deadlock" and "block 7 of wait_by_plain_loads waits at" in str(report)
     assert report.steps < 1.5 * scheduler._WEAK_STEPS
+
+
+def test_a_loop_of_plain_loads_without_an_end_is_named(monkeypatch, unshrunk):
+    monkeypatch.setattr(scheduler, "_WEAK_STEPS", 500)
+
+    def fn(comm):
+        memory = comm.symmetric((1,), torch.int32).local.zero_()
+        comm.launch(wait_by_plain_loads, 1, memory)
+
+    (finding,) = tricomm.check(fn, 2, schedules=1).findings
+    assert finding.kind == "deadlock" and "wait_by_plain_loads waits at " in finding.text
 
 
 def test_blocks_that_have_no_place_are_named_once_for_a_rank_and_without_a_line():
@@ -181,6 +253,10 @@ def test_seeds_that_make_no_sense(seed):
         tricomm.simulate(nothing, 2, seed=seed)
 
 
+def test_a_result_that_is_no_plain_tensor_is_passed_by():
+    assert tricomm.check(nothing, 2, schedules=2).ok
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -214,6 +290,14 @@ def test_where_nothing_can_be_written_is_said_before_the_campaign(monkeypatch, c
     with pytest.raises(SystemExit) as error:
         main()
     assert error.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_file_that_ends_the_process_is_refused(monkeypatch, tmp_path, capsys):
+    (tmp_path / "quits.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.setattr(sys, "argv", ["tricomm", "check", f"{tmp_path}/quits.py:fn"])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2 and "does not load: SystemExit" in capsys.readouterr().err
 
 
 RACY = """

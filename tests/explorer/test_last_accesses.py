@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tricomm.explorer.interpreted.detector import Detector
-from tricomm.explorer.memory_model.clocks import STRICT
+from tricomm.explorer.memory_model.clocks import STRICT, Thread
 from tricomm.explorer.memory_model.regions import Place, Region
+from tricomm.explorer.memory_model.shadow import LastByKind
 from tricomm.explorer.memory_model.source_lines import NOWHERE
 from tricomm.explorer.schedule.tasks import Task
 from tricomm.kernels.launch.memory_access import Access
@@ -83,6 +84,84 @@ def test_nothing_strong_stands_for_a_read_before_it_that_may_not_be_met_unordere
         assert _met((first, later), other) == [(0, 1)]
 
 
+@pytest.mark.parametrize("first", [name for name in READS if name != "load"])
+def test_a_strong_read_that_does_not_fit_races_with_a_strong_write(first):
+    assert _met((first,), "store.relaxed.sys.8") == [(0, 1)]
+
+
+@pytest.mark.parametrize("first", WRITES)
+@pytest.mark.parametrize("later", FITTING_WRITES)
+def test_a_write_of_another_rank_stands_for_none_before_it(first, later):
+    word = Word()
+    one, other, third = map(word.task, range(3))
+    word.does(one, first)
+    word.hand_over(one, other)
+    word.does(other, later)
+    word.does(third, "xchg.relaxed.sys.8")
+    assert word.races == [(0, 2)]
+
+
+def test_a_write_of_one_scope_and_size_stands_for_none_of_another_ranks():
+    word = Word()
+    one, other, beside = word.task(0), word.task(1), word.task(1, 1)
+    word.does(one, "xchg.relaxed.sys.8")
+    word.hand_over(one, other)
+    word.does(other, "xchg.relaxed.sys.8")
+    word.does(beside, "look.relaxed.gpu.8")
+    assert word.races == [(0, 1)]
+
+
+@pytest.mark.parametrize("first", WRITES + READS)
+def test_a_plain_write_stands_for_all_that_it_is_ordered_after(first):
+    word = Word()
+    one, other, third = map(word.task, range(3))
+    word.does(one, first)
+    word.does(one, "store.relaxed.sys.8")
+    word.hand_over(one, other)
+    word.does(other, "store")
+    word.does(third, "xchg.relaxed.sys.8")
+    assert word.races == [(1, 2)]
+
+
+def test_a_word_is_handed_over_in_itself():
+    word = Word()
+    one, other = map(word.task, range(2))
+    word.does(one, "store.relaxed.gpu.8")
+    word.hand_over(one, other, at=0)
+    word.does(other, "store")
+    assert word.races == []
+
+
+@pytest.mark.parametrize(
+    ("first", "release"), [("store.relaxed.sys.8", "store.release.sys.8"), ("look.relaxed.sys.8", "look.acq_rel.sys.8")]
+)
+def test_a_release_stands_for_nothing_after_the_last_block_barrier(first, release):
+    for barrier, races in ((True, []), (False, [(0, 1)])):
+        word = Word()
+        one, other = map(word.task, range(2))
+        word.does(one, first)
+        if barrier:
+            word.detector.barrier(one)
+        word.does(one, release)
+        word.does(other, "look.acquire.sys.8")
+        word.detector.barrier(other)
+        word.does(other, "store")
+        assert word.races == races
+
+
+@pytest.mark.parametrize("flag", ["store.release.sys.8", "store.relaxed.sys.8"])
+def test_a_release_is_before_no_access_that_has_read_an_earlier_flag_of_its_block(flag):
+    for first, races in (("word", []), ("flag", [(0, 1)])):
+        word = Word()
+        one, other = map(word.task, range(2))
+        for name, at in ((flag, 8), ("store.release.sys.8", 0))[:: 1 if first == "flag" else -1]:
+            word.does(one, name, at)
+        word.does(other, "look.acquire.sys.8", at=8)
+        word.detector.barrier(other)
+        word.does(other, "store")
+        assert word.races == (races if "release" in flag else [(0, 1)])
+
+
 def test_many_releases_do_not_cover_what_came_after_the_last_block_barrier():
     word = Word()
     one, other = map(word.task, range(2))
@@ -108,6 +187,33 @@ def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_read
         word.does(one, release)
         word.does(other, acquire)
         assert word.races == races
+
+
+@pytest.mark.parametrize("release", ["store.release.sys.8", "look.acq_rel.sys.8"])
+def test_an_acquire_that_writes_comes_after_what_was_read_before_the_release_that_it_reads(release):
+    word = Word()
+    one, other = map(word.task, range(2))
+    word.does(one, "load")
+    word.detector.barrier(one)
+    word.does(one, release)
+    word.does(other, "xchg.acquire.sys.8")
+    assert word.races == []
+    if release.startswith("store"):
+        word.does(other, "load.relaxed.gpu.8")
+        assert word.races == [(0, 1)]  # the block's other threads do not know of the release yet
+
+
+def test_an_acquire_learns_of_a_word_only_from_that_word():
+    """The elements of one tile are acquires of several threads."""
+    word = Word()
+    one, other = map(word.task, range(2))
+    word.does(one, "store", at=8)
+    word.does(one, "store.relaxed.sys.8", at=8)
+    word.detector.barrier(one)
+    word.does(one, "store.release.sys.8")
+    tile = Access("load", np.ones(2, bool), np.zeros(2, np.uint64), 8, "acquire", "sys", lambda lanes: None)
+    word.detector.access(other, tile, [Place(word.region, np.array([0, 8]))], NOWHERE, False)
+    assert word.races == [(0, 1)]
 
 
 def test_rows_for_more_threads_and_finer_granules_keep_what_was_there():
@@ -220,3 +326,15 @@ def test_a_race_is_found_when_a_detector_that_keeps_everything_finds_it():
     programs = [_program(seed) for seed in range(600)]
     assert [n for n, (all_kept, kept) in enumerate(programs) if all_kept != kept] == []
     assert 100 < sum(race for race, _ in programs) < 500
+
+
+def test_what_is_displaced_is_needed(monkeypatch):
+    monkeypatch.setattr(LastByKind, "late", lambda *given: None)
+    assert any(all_kept != kept for all_kept, kept in map(_program, range(100)))
+
+
+def test_a_late_store_does_not_know_what_its_block_acquires_after_it():
+    thread = Thread(0, 0, np.zeros((4, 4), np.int32))
+    stored = thread.frozen()
+    thread.pending[1] = 5
+    assert thread.known_to_block[1] == 5 and stored.known_to_block[1] == 0

@@ -1,5 +1,7 @@
 """Kernels through a switch under many schedules, interpreted and compiled."""
 
+import re
+
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from tricomm.kernels import multimem
 from tricomm.kernels.collectives import registry
 
 KERNELS = some(registry.MULTICAST, lambda number, kernel: kernel.reduces)
+ALL_REDUCE = "all_reduce", "multicast", "simple"
+_FENCE = re.compile(r"@p fence\.proxy\.alias;")
 COMPILED = pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
 
 
@@ -25,6 +29,35 @@ def test_any_order_of_events_is_right(kernel):
 def test_the_compiled_form_is_right_too(kernel):
     report = ptx_mutants.explore((kernel.collective, kernel.algorithm, kernel.protocol), 2)
     assert report.ok, report
+
+
+@COMPILED
+@pytest.mark.parametrize("kernel", some(registry.MULTICAST, 9), ids=lambda kernel: kernel.name)
+def test_the_alias_fence_of_the_barriers_is_needed(kernel):
+    """Three chunks and more, so that a mailbox is used again within the call, and two blocks."""
+    key, name = (kernel.collective, kernel.algorithm, kernel.protocol), kernel.function.__name__
+    settings = {"sizes": (1600,), "blocks": 2}
+    text = ptx_mutants.text_of(key, sizes=(1600,), blocks=2)
+    assert len(_FENCE.findall(text)) == 1 and text.count("fence.proxy") == 1
+    assert ptx_mutants.explore(key, 2, **settings).ok
+    with ptx_mutants.changed("no alias fence", lambda code: _FENCE.sub("", code), name):
+        report = ptx_mutants.explore(key, 1, **settings)
+    assert report.findings and all("put fence.proxy.alias" in finding.advice for finding in report.findings), report
+
+
+MISTAKES = {
+    "the header before the stage is complete": lambda text: text.replace("st.release.sys", "st.relaxed.sys"),
+    "no acquire behind the headers": lambda text: text.replace("ld.acquire.sys", "ld.relaxed.sys"),
+    "the sum of another word": lambda text: re.sub(r"(ld_reduce\S* b, \[%rd\d+ \+ )8", r"\g<1>24", text),
+}
+
+
+@COMPILED
+@pytest.mark.parametrize("name", some(MISTAKES, 2))
+def test_mistakes_in_the_compiled_form_are_seen(name):
+    with ptx_mutants.changed(name, MISTAKES[name], "all_reduce_multicast"):
+        report = ptx_mutants.explore(ALL_REDUCE, 4)
+    assert {finding.kind for finding in report.findings} & {"race", "wrong_result"}, report
 
 
 @COMPILED

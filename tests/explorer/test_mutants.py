@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests.explorer.mutants import MUTANTS
-from tests.explorer.mutation import Edit, Mutant, explore
+from tests.explorer.mutation import Edit, Mutant, edited, explore, loaded
 from tests.marks import most, odd, some
+from tricomm.core import launch_plan
+from tricomm.core.group import Group
 from tricomm.explorer import Report
-from tricomm.explorer.memory_model.shadow import LastByKind
+from tricomm.explorer.campaign import Campaign
+from tricomm.explorer.memory_model import clocks, detector
+from tricomm.explorer.memory_model.clocks import Thread
+from tricomm.explorer.memory_model.detector import Detector
+from tricomm.explorer.memory_model.shadow import LastByKind, Shadow
+from tricomm.explorer.world.oracle import Oracle
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import triton_adapter
 
 
 @functools.cache
@@ -70,12 +82,148 @@ def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     assert kinds(report) == mutant.clean, str(report)
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        Edit("kernels/primitives.py", "this is nowhere", ""),
+        Edit("kernels/primitives.py", "tl.debug_barrier()", ""),
+        Edit("tricomm/core/group.py", "this is nowhere", ""),
+        Edit("tests/explorer/pad_kernels.py", "this is nowhere", ""),
+        Edit("kernels/nowhere.py", "", ""),
+    ],
+    ids=lambda edit: f"{edit.file}: {edit.old}",
+)
+def test_an_edit_that_does_not_apply_is_refused(edit):
+    with pytest.raises(ValueError, match="times, not once|no files"), loaded([edit]):
+        pass
+    assert launch_plan.registry is registry
+
+
+def test_edits_are_made_one_after_another():
+    assert edited("a", "x y", [Edit("a", "x", "y z"), Edit("b", "x", "-"), Edit("a", "z y", "w")]) == "y w"
+
+
+def test_nothing_of_a_mutant_stays_behind():
+    methods = dict(vars(Group))
+    with loaded(MUTANTS["K29"].edits) as pads:
+        name, folder = pads.__package__, Path(pads.__file__).parent
+        assert (
+            launch_plan.registry.__name__ == f"{name}.collectives.registry"
+            and dict(vars(Group)) != methods
+            and folder.is_dir()
+        )
+    assert launch_plan.registry is registry and dict(vars(Group)) == methods and not folder.exists()
+    assert not [m for m in sys.modules if m.startswith(name)]
+    assert not [f for f in (*triton_adapter.substitutes, *triton_adapter._plain) if f.__module__.startswith(name)]
+
+
 # Without one of its rules the explorer misses a mutant.
+
+
+def every_flag_releases_and_acquires(patch: pytest.MonkeyPatch) -> None:
+    publish, observe = Thread.publish, Thread.observe
+    patch.setattr(Thread, "publish", lambda self, sem, *rest: publish(self, "acq_rel", *rest))
+    patch.setattr(Thread, "observe", lambda self, message, sem, *rest: observe(self, message, "acq_rel", *rest))
+    patch.setattr(detector, "RELEASES", ("relaxed", "acquire", "release", "acq_rel"))
+
+
+def every_scope_is_the_system(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(clocks, "_includes", lambda *given: True)
+    patch.setattr(detector, "SCOPES", dict.fromkeys(detector.SCOPES, detector.SCOPES["sys"]))
+
+
+def a_block_is_one_thread(patch: pytest.MonkeyPatch) -> None:
+    publish, observe = Thread.publish, Thread.observe
+
+    def publishing(self: Thread, *given: object) -> object:
+        self.barrier()
+        return publish(self, *given)
+
+    def observing(self: Thread, *given: object) -> None:
+        observe(self, *given)
+        self.barrier()
+
+    patch.setattr(Thread, "publish", publishing)
+    patch.setattr(Thread, "observe", observing)
 
 
 def only(patch: pytest.MonkeyPatch, written: bool) -> None:
     late = LastByKind.late
     patch.setattr(LastByKind, "late", lambda self, *given: late(self, *given) if self._written == written else None)
+
+
+def reads_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    only(patch, written=True)
+
+
+def writes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Shadow, "unordered_write", lambda self, index, known: self.written[index] < 0)
+    only(patch, written=False)
+
+
+def sizes_do_not_matter(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(detector, "same_size", lambda *given: True)
+
+
+def ll_words_are_overwritten_freely(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Detector, "_ll_overwritten", lambda *given: None)
+
+
+def no_check_for_unread_flags(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Detector, "leftovers", lambda *given: None)
+
+
+def results_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Oracle, "findings", lambda self: [])
+    patch.setattr(Campaign, "_compared", lambda *given: [])
+
+
+RULES: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+    (every_flag_releases_and_acquires, "K01"),
+    (every_flag_releases_and_acquires, "K02"),
+    (every_flag_releases_and_acquires, "K15"),
+    (every_scope_is_the_system, "K03"),
+    (every_scope_is_the_system, "K25"),
+    (a_block_is_one_thread, "K33a"),
+    (a_block_is_one_thread, "K33b"),
+    (reads_are_forgotten, "K16"),
+    (reads_are_forgotten, "M17"),
+    (writes_are_forgotten, "K24"),
+    (sizes_do_not_matter, "M25"),
+    (ll_words_are_overwritten_freely, "M05"),
+    (ll_words_are_overwritten_freely, "M09"),
+    (no_check_for_unread_flags, "M29"),
+    (results_are_not_compared, "K26"),
+]
+
+
+@pytest.mark.parametrize(("rule", "name"), some(RULES, 5, odd), ids=lambda value: getattr(value, "__name__", value))
+def test_each_rule_is_needed(rule, name, monkeypatch):
+    """Under the very schedules that show the mutant, nothing is found without the rule."""
+    number = first_report(name).ran
+    rule(monkeypatch)
+    report = explore(MUTANTS[name], schedules=number)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("name", ["K27", "K28"])
+def test_too_few_places_for_the_grid_are_needed(name):
+    assert explore(MUTANTS[name], residency=None).ok
+
+
+@pytest.mark.parametrize("name", ["K18", "M17", "M32"])
+def test_epochs_before_the_limits_are_needed(name):
+    assert explore(replace(MUTANTS[name], first_epoch=1), schedules=1).ok
+
+
+def test_late_stores_are_needed():
+    assert explore(MUTANTS["M37"], schedules=first_report("M37").ran, faults=()).ok
+
+
+def test_more_than_one_schedule_is_needed():
+    mutant = replace(MUTANTS["K20"], strategy="random")
+    assert explore(mutant, schedules=1).ok
+    assert not explore(mutant, schedules=60).ok
 
 
 def test_a_report_says_which_flag_a_lost_word_should_have():

@@ -31,6 +31,25 @@ def test_a_right_kernel_is_passed(family, variant, world_size, schedules, strate
     assert report.ran == schedules and report.complete
 
 
+@pytest.mark.soak
+@RIGHT
+@pytest.mark.parametrize(
+    ("world_size", "schedules", "strategy", "seed"),
+    [(2, 200, "random", 3), (3, 200, "random", 4), (4, 60, "random", 5), (2, 100, "pct", 6), (3, 100, "pct", 7)],
+)
+def test_a_right_kernel_is_passed_at_length(family, variant, world_size, schedules, strategy, seed):
+    test_a_right_kernel_is_passed(family, variant, world_size, schedules, strategy, seed)
+
+
+@pytest.mark.soak
+@RIGHT
+def test_a_right_kernel_is_passed_under_every_schedule_with_one_preemption(family, variant):
+    body = public.body(family, variant, **public.FAMILIES[family].smallest)
+    report = tricomm.check(body, 2, None, "exhaustive", preemptions=1)
+    assert report.ok, report
+    assert report.complete
+
+
 @pytest.mark.parametrize(
     ("family", "mistake"),
     some(((name, mistake) for name, family in public.FAMILIES.items() for mistake in family.mistakes), 8),
@@ -51,3 +70,8 @@ def test_a_mistake_is_named_where_it_is(family, mistake):
         allowed = {mark for pair in mistake.pairs for mark in pair.split(", ")} | set(mistake.lone)
         named = [mark for mark in results if not (finding.kind == "deadlock" and mark.startswith(_OURS))]
         assert named and set(named) <= allowed, (results, report)
+
+
+@pytest.mark.parametrize("family", public.FAMILIES)
+def test_every_family_has_its_mistakes(family):
+    assert len(public.FAMILIES[family].mistakes) >= 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from tricomm.explorer.schedule import shrinking
 from tricomm.explorer.schedule.strategies import Given, RandomWalk
 from tricomm.explorer.world.oracle import ObservedCall, Oracle
 from tricomm.kernels.collectives import registry
-from tricomm.kernels.launch import triton_adapter
+from tricomm.kernels.launch import interpreter, triton_adapter
 
 USERS_FILE = '''
 import torch
@@ -108,6 +109,13 @@ def test_a_campaign_repeats_itself_and_its_seed_matters():
     assert summary(as_found(3)) == summary(as_found(3, turn=1)) != summary(as_found(4))
 
 
+@pytest.mark.soak
+def test_a_search_for_a_simpler_execution_repeats_itself():
+    first = summary(shrunk())
+    shrunk.cache_clear()
+    assert summary(shrunk()) == first
+
+
 def test_choices_are_shrunk_and_still_show_it():
     unshrunk = len(as_found(3).findings[0].execution.choices)
     report = shrunk()
@@ -128,6 +136,17 @@ def test_a_report_survives_its_file_and_repeats_exactly(tmp_path):
         report.findings[0].text,
     )
     assert explorer.replay(stored, lambda comm: words(comm) and None) == [[]], "mended, and it still repeats"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[]", '{"schema": 9, "tool": "tricomm check"}', '{"schema": 1, "tool": "x"}', "[" * 100_000],
+    ids=["empty", "object", "list", "newer", "another tool", "nested"],
+)
+def test_a_file_that_is_no_report_is_refused(tmp_path, text):
+    (tmp_path / "no.json").write_text(text)
+    with pytest.raises(InvalidArgument, match="no report of tricomm check"):
+        Report.load(tmp_path / "no.json")
 
 
 def changed(report, path, value):
@@ -181,6 +200,13 @@ def test_a_changed_report_is_refused_by_name(users_file, tmp_path, path, value):
     assert done.exit_code == 2 and "Error: " in done.output, done.exception
 
 
+def test_a_report_with_odd_accesses_is_still_drawn(users_file, tmp_path):
+    report = tricomm.check(subjects.from_file(f"{users_file}:racy"), 2, schedules=5).as_json()
+    (tmp_path / "changed.json").write_text(changed(report, ("findings", 0, "accesses"), [{}, {"step": None}]))
+    done = command("--replay", tmp_path / "changed.json", "--timeline", tmp_path / "picture.svg")
+    assert done.exit_code == 1 and "<svg" in (tmp_path / "picture.svg").read_text()
+
+
 def command(*arguments):
     return CliRunner().invoke(cli, ["check", *map(str, arguments)])
 
@@ -202,6 +228,13 @@ def test_the_command_on_a_right_function_and_as_json(users_file):
     (result,) = json.loads(done.output)
     assert done.exit_code == 0 and result["ok"] and result["ran"] == 12 and result["simulated"] is True
     assert result["subject"] == {"file": str(users_file), "function": "right", "sha256": digest(str(users_file))}
+
+
+def test_the_command_checks_shipped_kernels():
+    done = command("--collective", "barrier", "--world-size", 2, "--schedules", 2)
+    assert done.exit_code == 0 and done.output.startswith("barrier: no finding in 2 schedules")
+    report = Path("report-of-nothing.json")
+    assert not report.exists()
 
 
 @pytest.mark.parametrize(
@@ -258,6 +291,17 @@ def test_an_unknown_triton_is_refused(monkeypatch):
     for run in (tricomm.simulate, tricomm.check):
         with pytest.raises(InvalidArgument, match=r"4\.0\.0 is not among the tested versions"):
             run(lambda comm: None, 2)
+
+
+def test_private_names_of_triton_are_in_the_modules_that_adapt_it():
+    root = Path(interpreter.__file__).resolve().parents[2]
+    users = {
+        path.name
+        for folder in ("kernels", "store", "perf", "tricomm")
+        for path in (root / folder).rglob("*.py")
+        if "triton.runtime" in path.read_text()
+    }
+    assert users == {"triton_adapter.py", "triton_shortcuts.py", "interpreted_wide.py", "jit_dispatch.py"}
 
 
 @pytest.mark.parametrize(

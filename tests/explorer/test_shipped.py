@@ -48,6 +48,7 @@ SOME = [
     for k in CHECKED
 ]
 SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 6, odd), ids=lambda k: k.name)
+FALSE_ALARMS = 2000
 SIZES = (20, 1, 17)  # two tiles, one block's and a part of the other's; one tile; two again
 FEW = (5, 1)  # of tiles of four words
 OTHERWISE = dgx1v().of([7, 2, 5, 0, 1, 3, 6, 4])
@@ -180,6 +181,14 @@ def turns(kernels: Sequence[Kernel], sizes: Sequence[int]) -> Callable[[tricomm.
     return fn
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kernel", CUBE, ids=lambda k: k.name)
+def test_a_cube_whose_ranks_lie_otherwise(kernel):
+    """Quads that are no runs of ranks, and positions that are not the order of the ranks."""
+    options = replace(shipped.options(registry.CUBE_RANKS, 1, 4), topology=OTHERWISE)
+    passed(shipped.body(kernel, (5,)), registry.CUBE_RANKS, schedules=2, options=options)
+
+
 @pytest.mark.parametrize("kernel", [k for k in CUBE if k.reduces], ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], 2))
 def test_a_cube_adds_quad_by_quad(kernel, dtype):
@@ -193,12 +202,49 @@ def test_a_cube_adds_quad_by_quad(kernel, dtype):
     passed(fn, registry.CUBE_RANKS, schedules=1, options=options)
 
 
+@pytest.mark.soak
+@KERNELS
+def test_no_false_alarm(kernel):
+    schedules = FALSE_ALARMS // (20 if kernel.needs_cube else 2)
+    clean(kernel, 2, schedules=schedules, sizes=shipped.SIZES)
+    clean(kernel, 2, schedules=schedules, sizes=shipped.SIZES, strategy="pct", blocks=1)
+    clean(kernel, 2, schedules=schedules // 5, sizes=shipped.SIZES, faults=campaign.FAULTS)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kernel", [k for k in registry.KERNELS if k not in CUBE], ids=lambda k: k.name)
+def test_every_schedule_with_two_preemptions(kernel):
+    clean(kernel, 2, schedules=None, strategy="exhaustive", preemptions=2, sizes=(3, 3), blocks=1)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20))
+def test_kernels_of_a_cube_in_turn(seed):
+    """All of eight ranks' kernels in one order after another, from every edge of the epoch."""
+    kernels = list(registry.KERNELS)
+    Random(seed).shuffle(kernels)
+    passed(turns(kernels, (3, 1)), registry.CUBE_RANKS, schedules=12, seed=seed)
+
+
 @pytest.mark.parametrize("asked", some([["--collective", "all_gather,send"], []], 2), ids=["some", "all"])
 def test_the_command_runs_every_kernel_on_as_many_ranks_as_it_needs(asked):
     done = CliRunner().invoke(cli, ["check", "--schedules", "1", *asked])
     assert done.exit_code == 0, done.output
     wanted = [k.name for k in CHECKED if not asked or k.collective in asked[1].split(",")]
     assert [line.split(":")[0] for line in done.stdout.splitlines() if ": no finding in 1 " in line] == wanted
+
+
+def test_the_command_leaves_out_by_name_what_so_many_ranks_cannot_run():
+    asked = ["check", "--schedules", "1", "--world-size", "2", "--algorithm"]
+    some_run = CliRunner().invoke(cli, [*asked, "hybrid_cube_mesh,multicast", "--collective", "all_gather"])
+    assert some_run.exit_code == 0 and "all_gather_multicast_simple: no finding" in some_run.stdout
+    told = "a hybrid cube mesh has 8 ranks, not 2"
+    cube = [f"all_gather_hybrid_cube_mesh_{protocol}" for protocol in ("ll", "ll128", "simple")]
+    assert some_run.stderr.splitlines() == [f"left out: {', '.join(cube)}: {told}"]
+    none = CliRunner().invoke(cli, [*asked, "hybrid_cube_mesh", "--collective", "all_gather"])
+    assert none.exit_code == 2 and " ".join(none.stderr.split()).endswith(
+        f"no shipped kernel that was asked for can run so: {', '.join(cube)}: {told}. What works: no --world-size"
+    )
 
 
 def test_messages_of_one_rank_are_refused_and_left_out_by_name():

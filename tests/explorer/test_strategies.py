@@ -9,7 +9,8 @@ from random import Random
 import pytest
 
 from tricomm.explorer.schedule.bounded_search import BoundedSearch, Touch
-from tricomm.explorer.schedule.strategies import Priorities, RandomWalk
+from tricomm.explorer.schedule.choices import default
+from tricomm.explorer.schedule.strategies import Given, Priorities, RandomWalk
 
 
 @dataclass(eq=False)
@@ -164,11 +165,41 @@ def test_what_the_bounded_search_passes_by_shows_nothing_new(numbers):
     assert fewer < every * 0.7
 
 
+@pytest.mark.parametrize("broken", ["conflicts are not seen", "reads do not count"])
+def test_passing_by_more_than_that_loses_something(monkeypatch, broken):
+    change = {"conflicts are not seen": lambda a, b: False,
+              "reads do not count": lambda a, b: a.writes and b.writes and not a.words.isdisjoint(b.words)}  # fmt: skip
+    monkeypatch.setattr(Touch, "conflicts", change[broken])
+
+    def lost(number):
+        whole, _ = behaviours(programs(number), 2, saw=lambda search, touch: None, looks=False)
+        return behaviours(programs(number), 2)[0] != whole
+
+    assert any(map(lost, range(40)))
+
+
 def test_nothing_is_moved_across_what_host_code_does():
     scripts = [[("w", 0), ("w", 0)], [("w", 1), ("w", 1)]]
     whole, n = behaviours(scripts, 2, saw=lambda search, touch: None, looks=False)
     assert behaviours(scripts, 2)[1] < n
     assert behaviours(scripts, 2, saw=lambda search, touch: search.saw(None), looks=False)[1] == n
+
+
+def test_the_bounded_search_preempts_before_strong_accesses_only():
+    class Plain(Fake):
+        sync = False
+
+    search, seen = BoundedSearch(2), []
+    while search.begin():
+        tasks = [Plain(0, 2), Plain(1, 2)]
+        current, order = None, []
+        while ready := [t for t in tasks if t.steps]:
+            current = search.choose(0, current, ready)
+            current.steps -= 1
+            order.append(current.rank)
+        seen.append(order)
+        search.end()
+    assert sorted(seen) == [[0, 0, 1, 1], [1, 1, 0, 0]]
 
 
 def test_a_function_that_does_not_repeat_itself_is_seen():
@@ -188,3 +219,27 @@ def test_a_seed_is_a_schedule(make):
     orders = [run(make(seed), (8, 8, 8)) for seed in range(20)]
     assert orders == [run(make(seed), (8, 8, 8)) for seed in range(20)]
     assert len({tuple(order) for order in orders}) > 10
+
+
+def test_priorities_run_one_task_until_it_drops():
+    orders = [run(Priorities(seed, 3, 24), (8, 8, 8)) for seed in range(30)]
+    assert max(preemptions(order, (8, 8, 8)) for order in orders) == 2
+
+
+def test_choices_repeat_a_schedule():
+    for seed in range(10):
+        walk, choices = RandomWalk(seed), []
+        tasks = [Fake(rank, 6) for rank in range(3)]
+        current, order = None, []
+        while ready := [t for t in tasks if t.steps]:
+            chosen = walk.choose(len(order), current, ready)
+            if chosen is not default(current, ready):
+                choices.append((len(order), chosen.key))
+            current = chosen
+            current.steps -= 1
+            order.append(current.rank)
+        assert run(Given(choices), (6, 6, 6)) == order
+
+
+def test_choices_that_cannot_be_made_are_passed_by():
+    assert run(Given([(0, "r7"), (1, "r1")]), (2, 2)) == [0, 1, 1, 0]

@@ -71,6 +71,10 @@ def test_the_pair_is_marked_where_it_is(report):
     assert at <= stores
 
 
+def test_nothing_is_marked_that_is_not_there(report):
+    assert of_class(picture(with_events(report, 50)), "ring") == []
+
+
 @pytest.mark.parametrize("special", [0, 1500, 2998])
 def test_a_long_execution_is_cut_around_the_pair(report, special):
     long = with_events(report, 3000, special, special + 1)
@@ -87,6 +91,21 @@ def test_what_lies_between_two_that_are_far_apart_is_cut_too(report):
     assert not_drawn(page) + len(marks(svg)) == 3000 and " between" in page
     places = [int(e.get("x")) for e in of_class(svg, "tick")]
     assert places == sorted(set(places))
+
+
+def test_every_waiter_of_a_deadlock_has_a_name(report):
+    access = {"rank": 0, "where": "here.py:1"}
+    events = [{**report.findings[0].events[0], **access, "block": n} for n in range(40)]
+    finding = replace(
+        report.findings[0], accesses=tuple({**access, "block": n} for n in range(40)), events=tuple(events)
+    )
+    names = [e.text for e in of_class(picture(replace(report, findings=[finding])), "tag")]
+    assert len(set(names)) == 40 and names[:2] == ["A", "B"] and names[-1] == "40"
+
+
+def test_the_axis_tells_the_steps(report):
+    svg = picture(with_events(report, 50))
+    assert [e.text for e in of_class(svg, "tick")] == ["0", "10", "20", "30", "40"]
 
 
 def test_what_a_report_says_cannot_become_markup(report):

@@ -14,6 +14,9 @@ from tests.explorer.mutation import _keep
 from tricomm.explorer import Report, campaign
 from tricomm.explorer.interpreted import delays as delays_of_stores
 from tricomm.explorer.interpreted.delays import Delays, Held
+from tricomm.explorer.memory_model.regions import Place, Region
+from tricomm.explorer.memory_model.source_lines import NOWHERE
+from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.tasks import Task
 from tricomm.kernels.launch.memory_access import Access
 from tricomm.kernels.wide_words import why_not
@@ -38,10 +41,19 @@ def kinds(report: Report) -> set[str]:
     return {finding.kind for finding in report.findings}
 
 
+def test_sums_of_odd_sizes_are_exact():
+    tricomm.simulate(partial(wide_kernels.sums, sizes=(30, 1, 7, 12, 13, 25)), 3)
+
+
 @pytest.mark.parametrize(("world_size", "strategy"), [(3, "random"), (2, "pct")])
 def test_wide_words_are_passed(world_size, strategy):
     report = explore("wide", 6, world_size, strategy=strategy)
     assert report.ok, report
+
+
+def test_a_flag_in_one_of_two_words_of_64_bits_is_found():
+    report = explore("halves", 20)
+    assert "wrong_result" in kinds(report), report
 
 
 def test_a_wide_word_that_is_read_in_halves_is_found():
@@ -113,3 +125,18 @@ def test_two_late_stores_to_one_place_arrive_in_their_order(monkeypatch, kept):
         brought = [held.access for held in delays.before(task, _access("load", 4104, 8))]
         assert (brought == [first, second]) == kept
     assert seen == {True, False}
+
+
+def test_whoever_polls_half_of_a_wide_word_is_woken_by_a_store_of_all_of_it():
+    task = _task(0)
+    task.note_read(_access("load", 4096 + 8, 8), NOWHERE, np.zeros(1, np.int64), 1)
+    assert task.watches(4096, 4096)
+    assert not task.watches(4096 + 16, 4096 + 16)
+
+
+def test_blocks_that_access_the_two_halves_of_a_wide_word_contend():
+    memory = np.zeros(8, np.int64)
+    region = Region("symmetric", 0, memory.ctypes.data, memory.nbytes, "words")
+    known = Contention(2)
+    assert not known.contested(_task(0), [Place(region, np.array([16]))], 16)
+    assert known.contested(_task(1), [Place(region, np.array([24]))], 8)

@@ -15,11 +15,13 @@ import triton
 import triton.language as tl
 
 import tricomm
+from tests.core.bodies.user_kernel import rotate
 from tests.explorer import small_kernels as k
 from tests.explorer.test_check import words
-from tricomm.errors import CollectiveTimeout, InvalidArgument, PeerDied
+from tricomm.errors import CollectiveMismatch, CollectiveTimeout, InvalidArgument, PeerDied
 from tricomm.explorer.compiled import thread_detector
 from tricomm.explorer.interpreted import detector
+from tricomm.explorer.world import host_state
 from tricomm.kernels.launch import triton_adapter
 
 
@@ -55,6 +57,23 @@ def test_every_world_size_and_every_kernel(world_size):
             assert torch.equal(observed[2 * call + 1], torch.tensor([[r, call] for r in range(world_size)]).reshape(-1))
 
 
+def order_of_turns(seed):
+    def fn(comm):
+        out = torch.full((6,), -1)
+        comm.launch(k.tickets, 1, words(comm).peers, out, WORLD_SIZE=comm.world_size, TIMES=6)
+        return out.tolist(), torch.randn(3).tolist(), random.random()
+
+    return tricomm.simulate(fn, 3, seed=seed)
+
+
+def test_a_seed_is_an_interleaving_to_the_last_bit():
+    results = [order_of_turns(seed) for seed in range(6)]
+    assert results == [order_of_turns(seed) for seed in range(6)]
+    assert len({str([turns for turns, _, _ in ranks]) for ranks in results}) > 3
+    assert len({str(ranks[0][1]) for ranks in results}) == 6, "random numbers do not come from the seed"
+    assert len({str(rank[1]) for rank in results[0]}) == 3, "two ranks draw the same numbers"
+
+
 def test_the_callers_random_numbers_and_grad_mode_are_its_own():
     torch.manual_seed(5)
     random.seed(5)
@@ -73,6 +92,19 @@ def test_the_callers_random_numbers_and_grad_mode_are_its_own():
     assert torch.equal(torch.randn(2), expected[0]) and random.random() == expected[1] and torch.is_grad_enabled()
 
 
+def test_a_users_kernel_over_symmetric_memory():
+    def fn(comm):
+        memory, out = comm.symmetric((15,), torch.float32), torch.full((16,), -1.0)
+        memory.local.copy_(torch.arange(15.0) + 100 * comm.rank)
+        comm.barrier()
+        comm.launch(rotate, (1,), memory.peers, out, comm.rank, WORLD_SIZE=comm.world_size, BLOCK=16)
+        assert memory.table.tolist() == [p.data_ptr() for p in memory.peers]
+        return out
+
+    for rank, out in enumerate(tricomm.simulate(fn, 3)):
+        assert torch.equal(out, torch.cat([torch.arange(15.0) + 100 * ((rank + 1) % 3), torch.tensor([-1.0])]))
+
+
 def test_an_error_names_its_rank_and_line_and_the_others_see_a_dead_peer():
     seen = {}
 
@@ -88,6 +120,15 @@ def test_an_error_names_its_rank_and_line_and_the_others_see_a_dead_peer():
         tricomm.simulate(fn, 3)
     assert any("rank 1" in note and "test_world.py:" in note for note in caught.value.__notes__)
     assert set(seen) == {0, 2} and all("rank 1" in text for text in seen.values())
+
+
+def test_different_calls_are_a_mismatch_on_every_rank():
+    def fn(comm):
+        with pytest.raises(CollectiveMismatch, match=r"rank \d all_reduce.*rank \d all_reduce"):
+            comm.all_reduce(torch.ones(3 + comm.rank))
+        return True
+
+    assert tricomm.simulate(fn, 2) == [True, True]
 
 
 def test_a_deadlock_is_seen_and_not_waited_for():
@@ -134,6 +175,14 @@ def test_a_kernel_that_the_interpreter_cannot_run(run):
     assert any("test_world.py:" in note for note in caught.value.__notes__)
 
 
+def test_an_access_outside_is_an_error_and_no_crash():
+    def fn(comm):
+        comm.launch(k.outside, 1, words(comm).local, torch.zeros(16, dtype=torch.int64), 3, BLOCK=16)
+
+    with pytest.raises(tricomm.TricommError, match=r"small_kernels.py:\d+: rank [01], block 0 reads .* past the end"):
+        tricomm.simulate(fn, 2)
+
+
 def test_a_ctrl_c_leaves_everything_usable():
     def fn(comm):
         comm.barrier()
@@ -172,6 +221,11 @@ def test_results_outlive_the_ranks_and_a_late_call_is_refused():
     assert [r.tolist() for r in results] == [[1.0] * 4, [2.0] * 4]
     with pytest.raises(tricomm.GroupAborted, match="closed"):
         kept[0].barrier()
+
+
+def test_a_check_does_not_import_torchs_compiler():
+    """Which torch does, for seconds, at the first operation under a mode whose method it has wrapped."""
+    assert not hasattr(host_state._Watch.__torch_dispatch__, "__wrapped__")
 
 
 @pytest.mark.parametrize("compiled", [None, "sm_90"])

@@ -44,6 +44,11 @@ def test_they_start_without_any_other_package(tmp_path):
         assert "mark.gpu" not in file.read_text() or file == Path(__file__) or named, said
 
 
+def test_a_package_that_they_would_need_is_found(tmp_path):
+    code, said = collected(tmp_path, ["triton"], "tests/gpu/test_times_gpu.py")
+    assert code != 0 and "triton" in said
+
+
 def test_no_gpu_test_is_anywhere_else():
     marked = re.compile(r"(?:@|pytestmark = \[?|[ (,])pytest\.mark\.gpu\b")
     files = [file for file in (ROOT / "tests").rglob("*.py") if marked.search(file.read_text())]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +117,36 @@ def test_one_compile_and_one_load_serve_all_calls_groups_and_grids(monkeypatch):
     assert (len(compiles), other.calls.count("cuModuleLoadData")) == (2, 1), "another device loads the same code"
 
 
+def test_two_launchers_do_not_share_their_arguments():
+    device = gpu()
+    one, two = bind(registry.KERNELS[0], device), bind(registry.KERNELS[0], device)
+    x = torch.zeros(8)
+    one(x, x, 1, 11)
+    two(GROUP, GROUP, 2, 22)
+    assert [launch.words[:-2] for launch in device.launches] == [
+        [x.data_ptr(), x.data_ptr(), *group_parameters(2), 1, 11],
+        [GROUP.data_ptr()] * 2 + [*group_parameters(2), 2, 22],
+    ]
+
+
+def test_a_launch_in_a_thread_without_a_context_is_made_in_the_devices_own():
+    device = gpu()
+    run = bind(registry.KERNELS[0], device)
+    device.current = False
+    run(GROUP, GROUP, 1, 1)
+    assert len(device.launches) == 1 and device.calls.count("cuLaunchKernel") == 2
+    assert not device.current, "what was current in the thread is so again"
+
+
+@pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLaunchKernel"])
+def test_a_refusal_leaves_the_threads_context_as_it_was(call):
+    device = gpu(current=False)
+    device.failures = {(call, nth): Result.CUDA_ERROR_OUT_OF_MEMORY for nth in (1, 2)}
+    with pytest.raises(ResourceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
+        bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
+    assert not device.current
+
+
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncLoad"])
 def test_a_load_that_fails_is_named_and_tried_again_by_the_next(call):
     device = gpu(failures={(call, 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
@@ -131,6 +163,33 @@ def test_a_driver_without_a_call_that_loads_kernels_loads_them_anyway():
     device.idle.clear()  # a peer's kernel runs: nothing may be loaded now
     run(GROUP, GROUP, 1, 1)
     assert len(device.launches) == 1
+
+
+def test_a_load_that_waits_for_a_device_keeps_no_other_kernel_waiting():
+    """Ranks are threads: the kernel that one device waits for ends only after the others have launched theirs."""
+    one, other = gpu(), gpu()
+    first, second = registry.KERNELS[:2]
+    bind(second, one), bind(first, other)
+    one.idle.clear()
+    threads = [threading.Thread(target=bind, args=(first, one)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    done = threading.Event()
+
+    def launches():
+        for kernel, device in ((second, one), (first, other), (second, other)):
+            bind(kernel, device)(GROUP, GROUP, 1, 1)
+        done.set()
+
+    while one.calls.count("cuModuleLoadData") < 2:
+        time.sleep(1e-3)
+    threads.append(threading.Thread(target=launches))
+    threads[-1].start()
+    ended = done.wait(10)
+    one.idle.set()
+    for thread in threads:
+        thread.join(20)
+    assert ended and one.calls.count("cuModuleLoadData") == 2, "two threads load a kernel once"
 
 
 def test_a_kernel_is_loaded_before_a_capture_or_refused_in_it():

@@ -4,15 +4,20 @@ import os
 import signal
 import threading
 
+import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter as _triton
 
 from tests import ranks
 from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.kernels.launch.numpy_rounding import round_to_bf16
 from tricomm.kernels.primitives import pause
+
+CPU = torch.device("cpu")
 
 
 @triton.jit
@@ -36,6 +41,11 @@ def _copy(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 @triton.jit
 def _assembly(x_ptr):
     tl.store(x_ptr, tl.inline_asm_elementwise("mov.u32 $0, 1;", "=r", [], dtype=tl.int32, is_pure=True, pack=1))
+
+
+@triton.jit
+def _broken(x_ptr):
+    tl.store(x_ptr, tl.load(x_ptr).no_such_thing)
 
 
 def run(kernel, *args, grid=(1,), **constexprs):
@@ -126,6 +136,13 @@ def test_arguments_that_do_not_fit_are_refused_before_a_block_runs(args, constex
         interpreter.check(_copy, args, constexprs)
 
 
+def test_leaves_triton_as_it_was_after_an_error():
+    before = tl.load
+    with pytest.raises(AttributeError):
+        run(_broken, torch.zeros(1, dtype=torch.int32))
+    assert tl.load is before
+
+
 def special_floats() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     random = torch.randint(-(2**31), 2**31 - 1, (4096 - 16,), generator=generator, dtype=torch.int64)
@@ -147,6 +164,21 @@ def test_fp32_is_rounded_as_torch_rounds_it(target):
     y = torch.full((4096,), 7, dtype=target)
     run(_cast, x, y, BLOCK=4096)
     assert same_bits_or_both_nan(y, x.to(target))
+
+
+def test_every_bf16_pattern_widens_exactly():
+    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    y = torch.full((65536,), 7.0)
+    run(_cast, x, y, BLOCK=65536)
+    assert same_bits_or_both_nan(y, x.float())
+
+
+def test_the_mending_is_what_makes_the_difference():
+    """Triton's own cast, outside a launch, truncates: the test above could fail."""
+    halfway = np.array([0x3F80FFFF], dtype=np.uint32).view(np.float32)
+    builder = _triton.interpreter_builder
+    unmended = builder.cast_impl(_triton.TensorHandle(halfway, tl.float32), tl.bfloat16).data
+    assert round_to_bf16(halfway) != unmended
 
 
 def test_inline_assembly_is_refused_by_name():

@@ -49,6 +49,12 @@ def test_a_grid_that_cannot_be_is_refused(grid):
         prepare(barrier, grid, (torch.zeros(128, dtype=torch.int64), 1), CONSTEXPRS, CPU)
 
 
+def test_nothing_runs_before_it_is_asked_to():
+    group = torch.zeros(128, dtype=torch.int64)
+    prepare(barrier, 1, (group, 1), {**CONSTEXPRS, "num_warps": 4}, CPU)
+    assert not group.any()
+
+
 def test_a_shipped_kernels_constants_are_one_parameter_and_a_users_stay_as_they_are():
     ours = specialized(["group", "call", "SPEC"], {**CONSTEXPRS, "LL": True, "num_warps": 4})
     assert ours == {"SPEC": Specialization(4, 512, 256, True, LL=True), "num_warps": 4}

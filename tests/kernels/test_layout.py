@@ -28,6 +28,11 @@ def test_parts_lie_one_behind_the_other():
         assert all(place % 128 == 0 for place in (plan.ll, plan.wide, plan.simple, plan.queue_states, plan.slots))
 
 
+def test_no_plan_is_larger_than_its_arena():
+    for nbytes in ARENAS:
+        assert layout.plan(8, nbytes).nbytes <= nbytes
+
+
 def test_the_largest_tile_is_a_power_of_two_and_divides_its_part_of_a_buffer():
     for plan in PLANS:
         for kernel in registry.KERNELS:

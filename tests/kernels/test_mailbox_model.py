@@ -6,7 +6,7 @@ import pytest
 
 from devtools import mailbox_model
 from devtools.mailbox_model import __main__ as command
-from devtools.mailbox_model.explore import LOSES, SAFE, Case, calls, explore, poll, push
+from devtools.mailbox_model.explore import LOSES, SAFE, WRONG, Case, barrier, calls, explore, poll, push, read
 
 CASES = mailbox_model.cases()
 
@@ -14,6 +14,35 @@ CASES = mailbox_model.cases()
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_the_verdict_is_as_wanted(case):
     assert explore(case.ranks, case.want)[0] == case.want
+
+
+def test_each_case_has_a_name_of_its_own():
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_a_word_is_lost_if_it_is_overwritten_before_its_poll():
+    sender = push(0, [1], 1, "a") + push(0, [1], 3, "a")
+    assert explore([[[sender]], [[poll(1, [0], 1, "a")]]])[0] == LOSES
+    assert explore([[[sender]], [[poll(1, [0], 3, "a")]]])[0] == SAFE
+
+
+def test_a_read_does_not_wait():
+    ranks = [[[push(0, [1], 1, "a") + barrier(0, [1], 1)]], [[barrier(1, [0], 1) + read(1, [0], 1, "a")]]]
+    assert explore(ranks)[0] == SAFE
+    assert explore([[[push(0, [1], 1, "a")]], [[read(1, [0], 1, "a")]]])[0] == WRONG
+
+
+def test_blocks_run_concurrently_and_launches_in_turn():
+    poller, pusher = poll(0, [0], 1, "a"), push(0, [0], 1, "a")
+    assert explore([[[poller, pusher]]]) == (SAFE, 3)
+    assert explore([[[pusher], [], [poller]]]) == (SAFE, 3)
+    assert explore([[[poller], [pusher]]]) == (LOSES, 1)
+
+
+def test_the_wanted_fault_is_looked_for_behind_another():
+    reads, waits = [read(0, [1], 1, "a")], [poll(0, [1], 1, "a")]
+    assert explore([[waits]], WRONG)[0] == LOSES
+    assert explore([[reads], [[push(1, [0], 1, "a") + poll(1, [0], 1, "a")]]], LOSES)[0] == LOSES
 
 
 def test_too_many_states_are_an_error():

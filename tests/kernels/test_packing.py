@@ -182,10 +182,22 @@ def test_two_partial_results_make_the_whole(dtype, op):
     agree(reduce(x[[2, 3, 0, 1]], op, _halves), reduce(x, op, _halves))
 
 
+@pytest.mark.parametrize("op", BITWISE)
+def test_two_partial_results_of_bits_make_the_whole(op):
+    x = torch.randint(-128, 128, (4, 77), generator=torch.Generator().manual_seed(1)).to(torch.int8)
+    agree(reduce(x, op, _halves), total_of(x, op))
+
+
 @pytest.mark.parametrize("name, op", [("float32", "band"), ("bool", "avg"), ("complex64", "max"), ("int8", "nand")])
 def test_what_is_undefined_is_refused_with_what_there_is(name, op):
     with pytest.raises(InvalidArgument, match=f"op '{op}' is not defined for {name}; there is sum"):
         dtypes.reduction(dtypes.DTYPES[name], op)
+
+
+def test_the_order_matters_so_the_test_of_it_can_fail():
+    x = torch.tensor([[1e8], [1.0], [-1e8]])
+    assert float(reduce(x, "sum")) == 0.0
+    assert float(reduce(x[[0, 2, 1]], "sum")) == 1.0
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,4 +1,7 @@
-"""The mailbox protocol between real processes: epochs, their wrap-around, fingerprints, aborts and overlaps."""
+"""The mailbox protocol between real processes: sizes, epochs, wrap-around, and what each protection is for.
+
+Each negative control takes one protection out and must see the failure that the protection prevents.
+"""
 
 import os
 import time
@@ -10,11 +13,12 @@ import triton
 import triton.language as tl
 
 from tests import ranks
-from tests.kernels.arenas import DATA_KERNELS, Block, Rank, data
+from tests.kernels import arenas
+from tests.kernels.arenas import DATA_KERNELS, Block, Rank, expected, gets, inputs, output, poisoned
 from tests.marks import odd, some
 from tricomm.kernels import layout, primitives
+from tricomm.kernels.device import mailbox
 from tricomm.kernels.launch import interpreter, triton_adapter
-from tricomm.perf.bench import check_data
 
 EVERY = 1 << 30
 NAMES = {k.name: k for k in DATA_KERNELS}
@@ -39,11 +43,35 @@ def wait_for_all(rank: Rank) -> None:
         time.sleep(0.001)
 
 
-def right(me: Rank, kernel, count: int, seed: int, op="sum", dtype=torch.float32, **how) -> bool:
-    """Make one call; True where it gives exactly what it should."""
-    x, y, exact = data(kernel, me.world_size, me.rank, seed, count, op, dtype)
-    me.run(kernel, x, y, op, root=check_data.root(me.world_size, seed), **how)
-    return exact is None or check_data.wrong(y, exact) == 0
+def right(me: Rank, kernel, count: int, seed: int, **how) -> bool:
+    """Make one call of fp32; True where it gives what it should."""
+    root = seed % me.world_size
+    parts = inputs(kernel, count, torch.float32, me.world_size, seed)
+    x = parts[me.rank].clone()
+    y = output(kernel, count, torch.float32, me.world_size, x, me.rank == root)
+    me.run(kernel, x, y, root=root, **how)
+    return not gets(kernel, me.rank, root) or torch.equal(y, expected(kernel, parts, "sum", me.rank, root))
+
+
+def back_to_back(rank, world_size, tell, where, name, cases):
+    """Calls of different sizes, dtypes, grids and offsets without a pause between them; returns the wrong ones."""
+    me = Rank(rank, where)
+    me.fill_mailboxes(0)
+    wait_for_all(me)
+    kernel, wrong = NAMES[name], []
+    for seed, (whole, dtype, offset, blocks, tile, op) in enumerate(cases):
+        count = max(1, whole // kernel.kind.rows_in(world_size))
+        root = seed % world_size
+        parts = inputs(kernel, count, dtype, world_size, seed)
+        x = torch.zeros(len(parts[rank]) + offset, dtype=dtype)[offset:]
+        x.copy_(parts[rank])
+        y = output(kernel, count, dtype, world_size, x, rank == root)
+        me.run(kernel, x, y, op, blocks, tile, root=root)
+        if gets(kernel, rank, root) and not torch.equal(y, expected(kernel, parts, op, rank, root)):
+            wrong.append((count, str(dtype), offset, blocks, tile, op))
+        if not torch.equal(x, parts[rank]):
+            wrong.append(("input changed", count, str(dtype)))
+    return wrong, me.epoch
 
 
 CASES = [
@@ -69,8 +97,46 @@ WORLDS += [
 ]
 
 
-def around_the_wrap(rank, world_size, tell, where, name, first, calls):
+@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 11, odd))
+def test_calls_of_changing_size_dtype_grid_and_offset(name, world_size):
+    with block(world_size) as where:
+        results = ranks.run(world_size, back_to_back, where, name, CASES)
+    assert [wrong for wrong, _ in results] == [[]] * world_size
+    assert len({epoch for _, epoch in results}) == 1
+
+
+def bits(y):
+    return y.view(torch.int32 if y.itemsize == 4 else torch.int16).tolist()
+
+
+def same_bits(rank, world_size, tell, where):
+    """One shot and two shots, both protocols, on values whose sum depends on the order."""
+    me = Rank(rank, where)
+    wait_for_all(me)
+    x = torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank * 3)
+    results = []
+    for name, kernel in NAMES.items():
+        if kernel.collective == "all_reduce":
+            for dtype in (torch.float32, torch.bfloat16):
+                y = poisoned(1001, dtype)
+                me.run(kernel, x.to(dtype), y)
+                results.append((name, str(dtype), bits(y)))
+    return results
+
+
+def test_all_ranks_and_all_algorithms_have_the_same_bits():
+    with block(3) as where:
+        results = ranks.run(3, same_bits, where)
+    for dtype in (torch.float32, torch.bfloat16):
+        outputs = [y for rank in results for _, d, y in rank if d == str(dtype)]
+        assert len(outputs) == 18
+        assert all(y == outputs[0] for y in outputs)
+
+
+def around_the_wrap(rank, world_size, tell, where, name, first, calls, without=None):
     """`calls` calls from epoch `first` on, in mailboxes full of words of epochs to come."""
+    if without == "clear":
+        interpreter.substitute(mailbox.clear_idle, lambda *args: None)
     me = Rank(rank, where, epoch=first)
     stale = first
     for _ in range(calls // 2 + 1):
@@ -100,6 +166,12 @@ def test_stale_words_are_cleared_before_their_epoch_comes_round(name, edge):
         results = ranks.run(2, around_the_wrap, where, name, first, 8)
     assert [wrong for wrong, _ in results] == [[], []]
     assert {epoch for _, epoch in results} == {first + 8}
+
+
+def test_without_the_clearing_a_stale_word_is_taken_for_new():
+    with block(2, 64 * 1024) as where:
+        results = ranks.run(2, around_the_wrap, where, "all_reduce_one_shot_ll", EVERY - 2, 8, "clear")
+    assert any(wrong for wrong, _ in results)
 
 
 @triton.jit
@@ -137,6 +209,20 @@ def test_the_epoch_goes_over_2_to_the_32(name):
     assert results[0][1][-1] < 100 and 0 not in results[0][1]
 
 
+def uneven(rank, world_size, tell, where):
+    """Two ranks of very different speed, calls of several chunks whose last one leaves blocks without words."""
+    me = Rank(rank, where)
+    wait_for_all(me)
+    kernel, wrong = NAMES["all_reduce_one_shot_ll"], []
+    if rank == 1:
+        interpreter.substitute(primitives.pause, lambda spins: time.sleep(0.02))
+    for seed, count in enumerate([1100, 3, 1100, 2, 1, 1100, 5] * 2):
+        if not right(me, kernel, count, seed, blocks=2, tile=64):
+            wrong.append((seed, count))
+            break
+    return wrong
+
+
 def _give_up_after(me, seconds, plain):
     """A host that sets the abort word when a call takes too long."""
     end = time.monotonic() + seconds
@@ -149,10 +235,42 @@ def _give_up_after(me, seconds, plain):
     return pause
 
 
+def test_ranks_of_different_speed_lose_no_word():
+    with block(2, 64 * 1024) as where:
+        assert ranks.run(2, uneven, where) == [[], []]
+
+
+def first_calls(rank, world_size, tell, where, without):
+    """Rank 1 sleeps; how many barriers does rank 0 get through meanwhile?"""
+    from tricomm.kernels.collectives.barrier import barrier
+
+    if without == "headers":
+        interpreter.substitute(primitives.wait_headers, lambda *args: 0)
+    me = Rank(rank, where)
+    wait_for_all(me)
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(1.5)
+    constexprs = {"WORLD_SIZE": world_size, "BLOCK": 64, "LANES": 16, "PTX": False}
+    passed = 0
+    for number in range(1, 5):
+        arenas.prepare(barrier, (1,), (me.arena, number << 32 | 7), constexprs, torch.device("cpu"))()
+        if time.monotonic() - began < 1.2:
+            passed += 1
+    return passed
+
+
+def test_headers_hold_a_fast_rank_back():
+    with block(2) as where:
+        assert ranks.run(2, first_calls, where, None)[0] == 0
+    with block(2) as where:
+        assert ranks.run(2, first_calls, where, "headers")[0] == 4, "the control: without headers nothing holds it"
+
+
 def different(rank, world_size, tell, where, names, blocks):
     me = Rank(rank, where)
     wait_for_all(me)
-    x, y = torch.ones(100 * world_size), torch.full((100 * world_size,), float("nan"))
+    x, y = torch.ones(100 * world_size), poisoned(100 * world_size, torch.float32)
     me.run(NAMES[names[rank]], x, y, fingerprint=1000 + rank, blocks=blocks[rank])
     return me.status, bool(y.isnan().all()), me.epoch
 
@@ -179,7 +297,7 @@ def test_a_wrong_fingerprint_stops_both_ranks_before_any_data_is_used(first, blo
 def alone(rank, world_size, tell, where, name):
     me = Rank(rank, where)
     interpreter.substitute(primitives.pause, _give_up_after(me, 0.5, triton_adapter.yield_to_others))
-    y = torch.full((100 * world_size,), float("nan"))
+    y = poisoned(100 * world_size, torch.float32)
     began = time.monotonic()
     me.run(NAMES[name], torch.ones(100 * world_size), y, blocks=2)
     return time.monotonic() - began, me.epoch, os.getpid()
@@ -193,12 +311,25 @@ def test_the_abort_word_ends_every_wait(name):
     assert 0.5 <= seconds < 10 and epoch == 1
 
 
+def overlapping(rank, world_size, tell, where):
+    me = Rank(rank, where)
+    me.arena[layout.BUSY] = 12345  # as another launch of this communicator would have left it while it runs
+    wait_for_all(me)
+    me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
+    return me.status
+
+
+def test_a_launch_beside_another_one_is_reported():
+    with block(2) as where:
+        assert ranks.run(2, overlapping, where) == [layout.OVERLAP] * 2
+
+
 def overlapping_and_alone(rank, world_size, tell, where, status, abort):
     """Another launch has left its busy word, and no peer ever comes: what the status word says in the end."""
     me = Rank(rank, where)
     me.arena[layout.BUSY], me.control[layout.STATUS], me.control[layout.ABORT] = 12345, status, abort
     interpreter.substitute(primitives.pause, _give_up_after(me, 5.0, triton_adapter.yield_to_others))
-    me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), torch.zeros(8), fingerprint=1)
+    me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
     return me.status
 
 

@@ -77,6 +77,12 @@ def test_nothing_but_the_paths_of_files_changes(compiled_in):
     assert compiler.ttgir_text(made) == made.asm["ttgir"]
 
 
+def test_a_file_that_is_none_of_the_kernels_stays(compiled_in):
+    made = compiled_in("stays")
+    foreign = '.file\t9 "/elsewhere/generated.py"\n' + made.asm["ptx"]
+    assert compiler.with_present_files(foreign, made.src.fn) == foreign
+
+
 @pytest.mark.parametrize("gone", [0, 1])
 def test_the_ptx_of_a_cubin_is_known_as_long_as_one_kernel_of_it_is_alive(compiled_in, gone):
     once = compiled_in("only")

@@ -14,9 +14,10 @@ from triton.compiler import ASTSource
 from tests import ranks
 from tests.explorer import wide_kernels
 from tests.explorer.wide_kernels import gather_sum
-from tests.kernels.arenas import Rank
+from tests.kernels.arenas import Rank, poisoned
 from tests.kernels.test_protocol import block, wait_for_all
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import wide_words
 from tricomm.kernels.launch import interpreter
 from tricomm.kernels.launch.kernel_launch import prepare
 from tricomm.kernels.wide_words import load_wide, put_wide, store_wide, why_not
@@ -35,11 +36,11 @@ def sums(rank, world_size, tell, where, tile):
     wrong = []
     for epoch, size in enumerate(SIZES, (1 << 32) - 4):  # past 2^31, to the last epochs
         parts = [wide_kernels.part(epoch, r, size) for r in range(world_size)]
-        y = torch.full((size + 1,), -99)
+        y = poisoned(size + 1, torch.int64)
         how = {"FORM": "wide", "WORLD_SIZE": world_size, "BLOCK": tile, "PTX": False}
         args = (parts[rank], y, boxes, me.arena, rank, epoch % (1 << 32), size)
         prepare(gather_sum, (tiles,), args, how, CPU)()
-        if not torch.equal(y[:size], torch.stack(parts).sum(0)) or y[size] != -99:
+        if not torch.equal(y[:size], torch.stack(parts).sum(0)) or y[size] != poisoned(1, torch.int64)[0]:
             wrong.append((epoch, size))
     return wrong
 
@@ -120,3 +121,7 @@ def test_an_older_triton_compiles_none():
     while innermost.__cause__ is not None:
         innermost = innermost.__cause__
     assert "wide words need Triton 3.9" in str(innermost)
+
+
+def test_the_compile_time_check_is_the_same_as_the_named_one():
+    assert wide_words.COMPILES.value == (why_not(90) is None)

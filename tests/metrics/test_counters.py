@@ -22,6 +22,7 @@ from tests.core.bodies.common_bodies import communicator
 from tricomm.core.watch import in_flight
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
+from tricomm.metrics.counters import Activity, Tally, bucket, count_fallback, fallback_by_size, weight
 from tricomm.metrics.timer import Clock
 from tricomm.options import Tuning
 from tricomm.perf.null_launch import communicator as null_communicator
@@ -69,6 +70,30 @@ def test_a_failed_call_is_not_counted_and_evicted_plans_are() -> None:
         assert _counted(comm.stats()) == {("all_reduce", 32): (2, 64)}
 
 
+def test_one_addition_counts_calls_and_bytes_beyond_64_bits() -> None:
+    activity = Activity("g", 0, 1, torch.device("cpu"), {})
+    tally = activity.tally("all_reduce", "one_shot", "ll", 1 << 40)
+    assert tally is activity.tally("all_reduce", "one_shot", "ll", (1 << 39) + 1)
+    for _ in range(1000):
+        tally.total += weight(1 << 60)
+    (calls,) = activity.statistics().calls
+    assert (calls.calls, calls.nbytes, calls.timed, calls.p50_us) == (1000, 1000 << 60, 0, None)
+
+
+def test_buckets() -> None:
+    assert [bucket(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [0, 1, 2, 4, 4, 8, 1024, 2048]
+
+
+def test_quantiles_are_of_the_latest() -> None:
+    activity = Activity("g", 0, 1, torch.device("cpu"), {})
+    tally: Tally = activity.tally("barrier", "one_shot", "simple", 0)
+    for microseconds in (*[1e6] * 600, *range(1, 513)):
+        tally.took(microseconds / 1e6)
+    tally.total = weight(0)
+    (calls,) = activity.statistics().calls
+    assert (calls.timed, calls.p50_us, calls.p99_us) == (1112, pytest.approx(256), pytest.approx(507))
+
+
 def test_times_only_when_asked_and_every_so_many() -> None:
     with null_communicator(gpu=False) as comm:
         x = torch.ones(8)
@@ -101,6 +126,14 @@ def _late(rank: int, world_size: int, tell: object, url: str) -> float:
             time.sleep(0.8)
         comm.barrier()
         return comm.stats().waited[1 - rank] - before
+
+
+def test_what_goes_to_others_is_counted_by_size() -> None:
+    before = fallback_by_size().get(("gloo", "all_reduce", 4096), (0, 0))
+    for _ in range(2):
+        count_fallback("gloo", "all_reduce", 4000)
+    after = fallback_by_size()["gloo", "all_reduce", 4096]
+    assert (after[0] - before[0], after[1] - before[1]) == (2, 8000)
 
 
 _JOB = """

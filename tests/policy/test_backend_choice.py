@@ -16,6 +16,8 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import GroupFacts, decide
 
+GPU = GroupFacts("cuda", 8, 1, None, "nccl")
+
 
 def test_by_size_and_type(url):
     result = ranks.run(3, bodies.by_route, url, timeout=200)
@@ -36,7 +38,7 @@ def test_by_size_and_type(url):
         assert bool(lines) == (rank == 0)
         if lines:
             assert len(lines) == len(set(lines))
-            assert sum("all_reduce sum float32 " in line and "-> nccl: " in line for line in lines) == 1
+            assert sum("all_reduce sum float32 " in line and "-> nccl: " in line for line in lines) == 2
             assert any("all_gather uint16 24 B -> nccl: no kernel takes" in line for line in lines)
 
 
@@ -123,6 +125,11 @@ def test_ranks_that_go_different_ways_are_named_at_once(sizes, before, url):
         assert "all_reduce" in text
 
 
+def test_without_the_comparison_they_wait_until_the_time_is_up(url):
+    for kind, _, seconds in ranks.run(2, bodies.different_calls, url, (SMALL, LARGE), [LARGE], False):
+        assert kind in ("CollectiveTimeout", "GroupAborted") and seconds > 2.0
+
+
 # The decision alone
 
 
@@ -136,6 +143,33 @@ def test_what_not_every_rank_reaches():
         decide(GroupFacts("cuda", 4, 1, None, "nccl", reachable=False), "all_reduce", torch.float32, "sum", 8).backend
         == "nccl"
     )
+
+
+def test_a_size_is_no_reason_where_nobody_else_is_there():
+    route = decide(GroupFacts("cuda", 8, 1, None, None, "no NCCL here"), "all_reduce", torch.float32, "sum", 1 << 30)
+    assert route.backend == "kernels" and "NCCL threshold" in route.reason and "no NCCL here" in route.reason
+
+
+def test_a_forced_kernel_is_run_or_refused():
+    assert decide(GPU, "all_reduce", torch.float32, "sum", 1 << 30, True).backend == "kernels"
+    with pytest.raises(InvalidArgument, match="all_reduce: a kernel is forced.*spans 2 nodes"):
+        decide(GroupFacts("cuda", 8, 2, None, "nccl"), "all_reduce", torch.float32, "sum", 8, True)
+
+
+@pytest.mark.parametrize(("world_size", "most"), [(2, 8), (3, 16), (8, 16), (16, 16)])
+def test_what_the_switch_adds_stays_with_the_kernels_for_longer(world_size, most):
+    apart = GroupFacts("cuda", world_size, 1, None, "nccl")
+    through = GroupFacts("cuda", world_size, 1, None, "nccl", switch=True)
+
+    def by(facts, nbytes, dtype=torch.bfloat16, op="sum", collective="all_reduce"):
+        return decide(facts, collective, dtype, op, nbytes).backend
+
+    assert by(through, most << 20) == "kernels" and by(through, (most << 20) + 8) == "nccl"
+    assert by(apart, 8 << 20) == "kernels" and by(apart, (8 << 20) + 8) == "nccl"
+    for dtype, op in ((torch.float64, "sum"), (torch.float32, "max"), (torch.uint8, "sum"), (torch.float32, "prod")):
+        assert by(through, (8 << 20) + 8, dtype, op) == "nccl", "the switch does not reduce that"
+    assert by(through, most << 20, torch.int32, "max") == "kernels"
+    assert by(through, (8 << 20) + 8, collective="all_gather", op="none") == "nccl"
 
 
 def test_on_a_cpu_nobody_is_behind_the_kernels(url):

@@ -64,6 +64,15 @@ def test_any_choice_reduces_in_rank_order(collective, nbytes, world_size, device
     assert ("in rank order" in choice.reason) == kernel.reduces and "batch-invariant" in choice.reason
 
 
+def test_without_the_mode_the_same_tables_choose_a_cube_mesh():
+    for nbytes in (8, 1 << 30):
+        facts = site(batch_invariant=False, tuned=CUBE_ROWS)
+        assert "hybrid_cube_mesh" in choose(facts, "all_reduce", nbytes).algorithm
+    unordered = {"hybrid_cube_mesh", "hybrid_cube_mesh_two_shot", "multicast"}
+    assert {k.algorithm for k in registry.ALL if not k.rank_order} == unordered
+    assert choose(site(), "all_gather", 8, "hybrid_cube_mesh").algorithm == "hybrid_cube_mesh"
+
+
 @pytest.mark.parametrize("reachable", [True, False])
 @pytest.mark.parametrize("how", [("hybrid_cube_mesh", None), ("hybrid_cube_mesh_two_shot", "simple")])
 def test_a_forced_cube_mesh_is_refused_with_what_keeps_the_order(how, reachable):
@@ -80,6 +89,10 @@ def test_no_size_goes_to_nccl(collective, nbytes, forced):
     op = "sum" if collective in REDUCTIONS else "none"
     route = decide(GPU, collective, torch.float32, op, nbytes, forced)
     assert route.backend == "kernels" and "batch-invariant" in route.reason
+
+
+def test_without_the_mode_size_does():
+    assert decide(GroupFacts("cuda", 8, 1, None, "nccl"), "all_reduce", torch.float32, "sum", 1 << 34).backend == "nccl"
 
 
 def gpu(**more):
@@ -108,6 +121,12 @@ def test_what_cannot_be_promised_is_refused_with_what_can(facts, call, words):
     assert decide(GroupFacts(**{**vars(facts), "batch_invariant": False}), *call).backend in ("nccl", "gloo", "kernels")
 
 
+@pytest.mark.parametrize("facts", [gpu(nodes=2), gpu(no_kernels="no peer access"), gpu(reachable=False), CPU])
+@pytest.mark.parametrize("call", [("broadcast", torch.float32), ("send", torch.uint16), ("all_gather_v", torch.int8)])
+def test_what_only_moves_goes_wherever_it_went(facts, call):
+    assert decide(facts, *call, "none", 8).backend == facts.fallback
+
+
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v"])
 def test_messages_over_gloo_are_reduced_in_rank_order_by_us(collective):
     for dtype in (torch.float32, torch.uint16, torch.bfloat16):
@@ -129,6 +148,12 @@ def test_the_variable_is_the_option_of_every_group(monkeypatch):
         with_environment(None)
     with pytest.raises(InvalidArgument, match="batch_invariant=1: True or False"):
         Options(batch_invariant=1)
+
+
+def test_ranks_of_other_minds_have_other_settings():
+    memory = layout.plan(2, 1 << 20)
+    one, other = (Options(batch_invariant=value).agreed(memory, "cpu") for value in (False, True))
+    assert one != other
 
 
 def test_tools_follow_the_variable(monkeypatch):

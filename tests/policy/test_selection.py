@@ -18,7 +18,9 @@ from tricomm.policy.compact_forms import has_compact_form
 from tricomm.policy.launch_shapes import check_grid
 from tricomm.policy.selection import choose
 from tricomm.policy.selection_facts import SelectionFacts
-from tricomm.policy.tuning_tables import TableRow
+from tricomm.policy.tuning_tables import ShippedTable, TableRow
+
+_ANY = ("all_reduce", 16, None)
 
 WORLDS = [1, 2, 3, 4, 5, 8]
 DEVICES = ["cpu", "sm_80", "sm_90", "sm_100"]
@@ -40,6 +42,15 @@ def test_every_size_has_a_kernel_whose_tile_fits_its_room(device, world_size):
             assert choice.block <= layout.plan(world_size, 64 << 20).largest_tile(kernel.algorithm, kernel.protocol)
             assert choice.block & (choice.block - 1) == 0
             assert choice == choose(site(device, world_size), collective, nbytes)
+
+
+def test_small_goes_by_ll_and_large_by_simple_two_shot():
+    assert (choose(site(), "all_reduce", 1024).algorithm, choose(site(), "all_reduce", 1024).protocol) == (
+        "one_shot",
+        "ll",
+    )
+    large = choose(site(), "all_reduce", 1 << 26)
+    assert (large.algorithm, large.protocol) == ("two_shot", "simple")
 
 
 def test_the_reason_names_table_and_row_or_who_forced_it():
@@ -116,38 +127,6 @@ def test_a_forced_tile_of_rows_is_the_one_that_runs_or_is_refused(device):
     assert refused > 10
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
-def test_plain_data_of_a_megabyte_or_more_keep_half_a_megabyte_in_flight(world_size):
-    for nbytes in (1 << 20, 3 << 20, 8 << 20, 64 << 20):
-        choice = choose(site(world_size=world_size), "all_reduce", nbytes, "two_shot", "simple")
-        assert choice.blocks * choice.block * 8 * world_size >= 512 << 10, "a tile of every rank"
-        shard = site(world_size=world_size).layout.buffer_words("two_shot", "simple", "all_reduce")
-        tiles = -(-min(layout.alike(n := nbytes // 8 // world_size, shard, choice.block)[1], n) // choice.block)
-        rounds = -(-tiles // choice.blocks)
-        assert 0 <= rounds * choice.blocks - tiles < rounds, "nearly all blocks have the same number of tiles"
-
-
-def test_a_kernel_of_a_cube_mesh_is_picked_on_one_only():
-    for kind in ("", "nvswitch", "fully_connected", "pairs", "pcie", "partial", "hybrid_cube_mesh"):
-        for nbytes in SIZES:
-            for collective in ("all_reduce", "all_gather"):
-                choice = choose(site("sm_70", 8, topology=kind), collective, nbytes)
-                assert choice.algorithm.startswith("hybrid_cube_mesh") == (kind == "hybrid_cube_mesh"), (kind, choice)
-
-
-def test_where_not_all_ranks_reach_each_other_only_what_goes_around_that_is_left():
-    here = site("sm_70", 8, topology="hybrid_cube_mesh", reachable=False)
-    assert choose(here, "all_gather", 1024).algorithm == "hybrid_cube_mesh"
-    for collective, algorithm in (("broadcast", None), ("all_reduce", "one_shot"), ("barrier", None)):
-        with pytest.raises(InvalidArgument, match="reach|cube mesh"):
-            choose(here, collective, 1024, algorithm)
-
-
-def test_a_cube_mesh_of_fewer_ranks_is_refused_with_how_many_it_needs():
-    with pytest.raises(InvalidArgument, match="needs 8 ranks on a hybrid cube mesh; here are 4 ranks"):
-        choose(site(), "all_reduce", 1024, "hybrid_cube_mesh")
-
-
 def shapes_of_rows(hidden, here, quantize=""):
     """Those of all fused kernels that take rows of `hidden` elements, of 16 and of 32 bits."""
     for bits in (16, 32):
@@ -181,6 +160,65 @@ def test_a_forced_tile_that_makes_too_many_of_a_row_is_refused():
     assert row_shapes.choose(site("cpu", tile=32, world_size=8), FUSED, 16, 16384, 3, (None, None)).block == 32
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16])
+def test_plain_data_of_a_megabyte_or_more_keep_half_a_megabyte_in_flight(world_size):
+    for nbytes in (1 << 20, 3 << 20, 8 << 20, 64 << 20):
+        choice = choose(site(world_size=world_size), "all_reduce", nbytes, "two_shot", "simple")
+        assert choice.blocks * choice.block * 8 * world_size >= 512 << 10, "a tile of every rank"
+        shard = site(world_size=world_size).layout.buffer_words("two_shot", "simple", "all_reduce")
+        tiles = -(-min(layout.alike(n := nbytes // 8 // world_size, shard, choice.block)[1], n) // choice.block)
+        rounds = -(-tiles // choice.blocks)
+        assert 0 <= rounds * choice.blocks - tiles < rounds, "nearly all blocks have the same number of tiles"
+
+
+def test_the_grid_of_a_long_message_is_that_of_equal_chunks():
+    for kernel in ("two_shot", "multicast"):
+        blocks = choose(site(world_size=8, no_multicast=""), "all_reduce", 16 << 20, kernel, "simple").blocks
+        assert blocks == 64, "of two chunks of 8 MiB, though 8.75 fit"
+
+
+def test_the_shipped_table_is_sound():
+    for table in selection.shipped_tables():
+        for collective in set(COLLECTIVES) - {"barrier"}:
+            last = [r for r in table.rows if r.collective == collective][-1]
+            assert last.max_bytes is None
+            assert last.world_size == layout.MAX_WORLD_SIZE or table.topology == "hybrid_cube_mesh"
+
+
+def test_a_kernel_of_a_cube_mesh_is_picked_on_one_only():
+    for kind in ("", "nvswitch", "fully_connected", "pairs", "pcie", "partial", "hybrid_cube_mesh"):
+        for nbytes in SIZES:
+            for collective in ("all_reduce", "all_gather"):
+                choice = choose(site("sm_70", 8, topology=kind), collective, nbytes)
+                assert choice.algorithm.startswith("hybrid_cube_mesh") == (kind == "hybrid_cube_mesh"), (kind, choice)
+
+
+def test_where_not_all_ranks_reach_each_other_only_what_goes_around_that_is_left():
+    here = site("sm_70", 8, topology="hybrid_cube_mesh", reachable=False)
+    assert choose(here, "all_gather", 1024).algorithm == "hybrid_cube_mesh"
+    for collective, algorithm in (("broadcast", None), ("all_reduce", "one_shot"), ("barrier", None)):
+        with pytest.raises(InvalidArgument, match="reach|cube mesh"):
+            choose(here, collective, 1024, algorithm)
+
+
+def test_a_cube_mesh_of_fewer_ranks_is_refused_with_how_many_it_needs():
+    with pytest.raises(InvalidArgument, match="needs 8 ranks on a hybrid cube mesh; here are 4 ranks"):
+        choose(site(), "all_reduce", 1024, "hybrid_cube_mesh")
+
+
+def test_the_runner_up_is_named():
+    narrow = wide_words.why_not(90) is not None
+    assert choose(site(), "all_reduce", 1024).runner_up == ("two_shot/ll" if narrow else "one_shot/ll128")
+    assert choose(site(), "all_reduce", 1 << 30).runner_up == ""
+
+
+def test_a_row_may_be_for_graphs_only(monkeypatch):
+    rows = (TableRow(*_ANY, "one_shot", "simple", mode="graph"), TableRow(*_ANY, "one_shot", "ll"))
+    monkeypatch.setattr(selection, "shipped_tables", lambda: (ShippedTable("mine", "cpu", rows),))
+    results = [choose(site("cpu"), "all_reduce", 8, mode=mode).protocol for mode in ("graph", "eager")]
+    assert results == ["simple", "ll"]
+
+
 # The user's own rows
 
 
@@ -199,10 +237,24 @@ def test_a_tuned_row_comes_before_the_shipped_ones_which_take_the_rest():
     assert choose(here, "all_gather", 1).table == "hopper"
 
 
+def test_a_tuned_row_may_be_for_a_width_and_a_mode():
+    narrow = TableRow("all_reduce", 4, None, "two_shot", "simple", mode="graph", bits=16)
+    names = [choose(tuned(narrow), "all_reduce", 8, mode=m, bits=b).table for m in ("graph", "eager") for b in (16, 32)]
+    assert names == ["tuned abc", "hopper", "hopper", "hopper"]
+
+
 def test_a_tuned_kernel_that_cannot_run_here_is_passed_over():
     cube = TableRow("all_reduce", 4, None, "hybrid_cube_mesh", "ll")
     assert choose(tuned(cube), "all_reduce", 8).table == "hopper"
     assert choose(tuned(cube), "all_reduce", 8, algorithm="one_shot").algorithm == "one_shot"
+
+
+def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
+    greedy = TableRow("all_reduce", 4, None, "one_shot", "ll", blocks=64, warps=32, tile=1 << 20)
+    choice = choose(tuned(greedy, max_blocks=7), "all_reduce", 8)
+    assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
+    small = choose(tuned(TableRow("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
+    assert (small.block, small.warps) == (512, 16)  # a word a thread: every thread has a part of each tile
 
 
 def test_wide_words_are_refused_by_name_where_there_are_none():
@@ -214,6 +266,60 @@ def test_wide_words_are_refused_by_name_where_there_are_none():
                 choose(site(device), "all_gather", 1024, protocol="ll128")
             fits = {choose(site(device), "all_reduce", 1 << n, algorithm="two_shot").protocol for n in range(4, 26)}
             assert "ll128" not in fits
+
+
+def test_forced_wide_words_have_planes_that_span_all_threads():
+    for kernel in (k for k in registry.KERNELS if k.wide):
+        ranks = registry.CUBE_RANKS if kernel.needs_cube else 3
+        for power in range(3, 26):
+            for device in ("cpu",) if wide_words.why_not(90) else ("cpu", "sm_90"):
+                choice = choose(site(device, ranks), kernel.collective, 1 << power, kernel.algorithm, "ll128")
+                assert device == "cpu" or choice.block // 2 >= 32 * choice.warps
+
+
+@pytest.mark.parametrize(
+    ("collective", "wide", "narrow"),
+    [
+        ("all_reduce", {16 << 10: "one_shot/ll128", 96 << 10: "two_shot/ll", 256 << 10: "two_shot/ll128"},
+         {16 << 10: "one_shot/ll", 64 << 10: "two_shot/ll", 256 << 10: "two_shot/ll"}),
+        ("all_gather", {4096: "one_shot/ll128", 192 << 10: "one_shot/ll128", 256 << 10: "one_shot/simple"},
+         {4096: "one_shot/ll", 128 << 10: "one_shot/ll", 192 << 10: "one_shot/simple"}),
+        ("reduce_scatter", {256 << 10: "one_shot/ll", 1 << 20: "one_shot/ll128", 2 << 20: "one_shot/simple"},
+         {256 << 10: "one_shot/ll", 512 << 10: "one_shot/ll", 1 << 20: "one_shot/simple"}),
+        ("all_to_all", {256 << 10: "one_shot/ll", 1 << 20: "one_shot/ll128", 2 << 20: "one_shot/simple"},
+         {256 << 10: "one_shot/ll", 512 << 10: "one_shot/ll", 768 << 10: "one_shot/simple"}),
+        ("broadcast", {64 << 10: "one_shot/ll128", 128 << 10: "one_shot/ll128", 512 << 10: "two_shot/simple"},
+         {64 << 10: "one_shot/ll", 128 << 10: "one_shot/simple", 512 << 10: "two_shot/simple"}),
+    ],
+)  # fmt: skip
+def test_eight_hoppers_take_wide_words_where_they_are_modelled_faster_and_there_are_any(collective, wide, narrow):
+    """docs/performance.md has the times. Without wide words the row behind them decides."""
+    for reason, wanted in ((None, wide), ("no wide words", narrow)):
+        with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
+            results = {n: choose(site(world_size=8), collective, n) for n in wanted}
+        assert {n: f"{c.algorithm}/{c.protocol}" for n, c in results.items()} == wanted
+
+
+def test_four_hoppers_have_rows_of_their_own_and_without_wide_words_the_ones_behind_them():
+    def of(collective, *sizes):
+        return [choose(site(), collective, n << 10).protocol for n in sizes]
+
+    for reason, wide in ((None, "ll128"), ("no wide words", "ll")):
+        with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
+            assert of("all_gather", 32, 256, 1024) == ["ll", wide, "simple"]
+            for collective in ("reduce_scatter", "all_to_all"):
+                assert of(collective, 64, 512, 1024) == [wide, wide, "simple"]
+            assert of("broadcast", 128, 256) == [wide, "simple"]
+
+
+def test_eight_hoppers_broadcast_through_a_switch_where_that_is_modelled_faster_and_do_not_gather():
+    def of(collective, nbytes, **facts):
+        choice = choose(site(world_size=8, no_multicast="", **facts), collective, nbytes)
+        return choice.algorithm
+
+    assert {of("all_gather", n << 10) for n in (64, 256, 512, 1024)} == {"one_shot"}, "an alias fence takes too long"
+    assert [of("broadcast", n << 10) for n in (128, 192, 8192)] == ["one_shot", "multicast", "multicast"]
+    assert of("broadcast", 256 << 10, batch_invariant=True) == "multicast", "nothing is reduced"
 
 
 # Room for other kernels
@@ -292,11 +398,3 @@ def test_handles_go_through_the_switch_from_where_it_is_worth_two_barriers():
         assert over(64 << 20, *fitting, no_multicast="no") == fitting[0]
         assert over(64 << 20, *fitting, batch_invariant=True) == fitting[0]
     assert over(64 << 20, "one_shot") == "one_shot"
-
-
-def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
-    greedy = TableRow("all_reduce", 4, None, "one_shot", "ll", blocks=64, warps=32, tile=1 << 20)
-    choice = choose(tuned(greedy, max_blocks=7), "all_reduce", 8)
-    assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
-    small = choose(tuned(TableRow("all_reduce", 4, None, "one_shot", "ll", warps=32, tile=512)), "all_reduce", 8)
-    assert (small.block, small.warps) == (512, 16)  # a word a thread: every thread has a part of each tile

@@ -6,6 +6,7 @@ import json
 import logging
 import tempfile
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ from hypothesis import strategies as st
 
 import tricomm
 from tests.store.store_ranks import pages, succeed
-from tricomm.errors import CollectiveMismatch, InvalidArgument
+from tricomm import typed_json
+from tricomm.errors import CollectiveMismatch, InvalidArgument, ResourceError
+from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
-from tricomm.policy import tuning_tables, user_tables
+from tricomm.policy import selection, tuning_tables, user_tables
+from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
+from tricomm.topology.presets import nvswitch
 
 _H100 = Fingerprint("sm_90", "NVIDIA H100 80GB HBM3", 4, "nvswitch", "0123456789abcdef")
 _CPU = Fingerprint("cpu", "", 2)
@@ -121,6 +126,17 @@ def test_a_row_that_is_wrong_says_where(name: str, value: Any, said: str) -> Non
         tuning_tables.loads(json.dumps(data).encode(), "that file")
 
 
+def test_the_shipped_tables_keep_to_what_a_users_file_must() -> None:
+    file = files("tricomm").joinpath("tables/default.json")
+    raw = json.loads(file.read_bytes())
+    assert set(raw) == {"schema", "version", "source", "tables"} and raw["schema"] == 2
+    for read, written in zip(selection.shipped_tables(), raw["tables"], strict=True):
+        assert read.rows and all(isinstance(name, str) for name in (read.name, read.device, read.topology or ""))
+        for row, said in zip(read.rows, written["rows"], strict=True):
+            assert typed_json.convert(said, TableRow, strict=True) == row
+            tuning_tables.check_row(row, "here")
+
+
 def test_no_table_is_so_long(_folder: Path) -> None:
     with pytest.raises(InvalidArgument, match="no tuning table is so long"):
         tuning_tables.loads(b" " * (tuning_tables.MAX_BYTES + 1), "that file")
@@ -146,6 +162,27 @@ def test_a_broken_or_foreign_table_is_named_and_ignored(_folder: Path, caplog: p
         caplog.clear()
         file.write_bytes(tuning_tables.dumps(TunedTable(_CPU, ())))  # a CPU's, under a GPU's name
         assert user_tables.load(_H100) is None and "is of 2 ranks on cpu" in caplog.text and str(file) in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path / "file"))
+    with pytest.raises(ResourceError, match="cannot be written.*TRICOMM_TUNING_DIR"):
+        user_tables.save(TunedTable(_H100, ()))
+    assert user_tables.load(_H100) is None
+
+
+def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRICOMM_TUNING_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    assert user_tables.folder() == Path("/somewhere/tricomm/tables")
+
+
+def test_boxes_that_are_linked_otherwise_have_other_tables() -> None:
+    boxes = [
+        user_tables.fingerprint("cpu", torch.device("cpu"), 4, links) for links in (None, nvswitch(4), nvswitch(4, 12))
+    ]
+    assert len({box.digest for box in boxes}) == 3 and boxes[1].topology == "nvswitch"
 
 
 def test_ranks_use_one_table_or_none(caplog: pytest.LogCaptureFixture) -> None:
@@ -227,3 +264,17 @@ def test_ranks_with_different_tables_would_come_apart() -> None:
 
     with pytest.raises(CollectiveMismatch):
         tricomm.simulate(body, 2)
+
+
+def test_what_is_simulated_does_not_depend_on_the_users_tables() -> None:
+    user_tables.save(TunedTable(_CPU, (TableRow("all_reduce", 2, None, "two_shot", "ll"),)))
+    assert tricomm.simulate(lambda comm: comm.explain("all_reduce", nbytes=8).table, 2) == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("device", "table"),
+    [("sm_80", "ampere"), ("sm_90", "hopper"), ("sm_100", "blackwell"), ("sm_103", "blackwell"), ("sm_120", "cuda")],
+)
+def test_an_architecture_has_its_table(device, table):
+    facts = SelectionFacts(device, 8, layout.plan(8, 64 << 20), 64)
+    assert selection.choose(facts, "all_reduce", 1 << 20).table == table

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests import ranks
-from tests.c10d.bodies.groups import default_group, same
+from tests.c10d.bodies.groups import default_group, poisoned, same
 from tests.soak.calls import Pairs
 from tests.soak.fuzz_calls import KINDS, Turn, manager
 
@@ -38,8 +38,8 @@ LIMIT = 60.0  # seconds of a call
 class Fuzz:
     """One rank's part of the program."""
 
-    def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: str) -> None:
-        self._rank, self._groups, self._seed = rank, groups, seed
+    def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: str, inject: str) -> None:
+        self._rank, self._groups, self._seed, self._inject = rank, groups, seed, inject
         self._attach = {"none": (), "all": ("early", "late", "after")}.get(callbacks, (callbacks,))
         # torch's manager is not thread-safe: it also takes the calls of a group's callbacks.
         self._kinds = [kind for kind in KINDS if not self._attach or kind is not manager]
@@ -63,7 +63,7 @@ class Fuzz:
                     self._late.remove((due, attach))
                     self.pause(0.3)  # on some ranks the call is over by now
                     attach()
-            if self._rank in members:
+            if self._rank in members and not (self._inject == "skip" and number == 40 and self._rank == 1):
                 self._call(group, members, (number,))
             while self._delays.random() < 0.2 or len(self._pending) > OUTSTANDING:
                 if not self._wait_for_one():
@@ -94,6 +94,8 @@ class Fuzz:
         name = f"{kind.__name__} {path} of {members}"
         with self._lock:
             self.calls[kind.__name__] += 1
+            if self._inject == "wrong" and self._rank == 1 and sum(self.calls.values()) > 30 and made.pairs:
+                made.pairs.append((made.pairs[0][0], poisoned((1,))))
         attached = self._attach if made.future and len(path) <= DEPTH else ()
         how = turn.choices.choice(("sync", "async", "async", *attached))
         self.pause(0.2 if how == "late" else 0.03)
@@ -151,16 +153,17 @@ class Fuzz:
 
 
 def body(
-    rank: int, world_size: int, tell: Any, url: str, route: str, calls: int, seed: int, callbacks: str
+    rank: int, world_size: int, tell: Any, url: str, route: str, calls: int, seed: int, callbacks: str, inject: str
 ) -> tuple[dict[str, int], list[str]]:
     """A rank's calls by kind, and its wrong results and errors."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    with default_group(rank, world_size, url, route, timeout=LIMIT):
+    limit = 5.0 if inject else LIMIT
+    with default_group(rank, world_size, url, route, timeout=limit):
         everyone = list(range(world_size))
         asked = [everyone, everyone, *(list(pair) for pair in itertools.combinations(everyone, 2))]
-        groups = [(dist.new_group(members, timedelta(seconds=LIMIT)), members) for members in asked]
-        fuzz = Fuzz(rank, [(dist.group.WORLD, everyone), *groups], seed, callbacks)
+        groups = [(dist.new_group(members, timedelta(seconds=limit)), members) for members in asked]
+        fuzz = Fuzz(rank, [(dist.group.WORLD, everyone), *groups], seed, callbacks, inject)
         try:
             fuzz.play(calls)
         except Exception as error:
@@ -169,13 +172,13 @@ def body(
 
 
 def run(
-    url: str, route: str, calls: int, seed: int, callbacks: str = "all", world_size: int = 3
+    url: str, route: str, calls: int, seed: int, callbacks: str = "all", world_size: int = 3, inject: str = ""
 ) -> tuple[Counter[str], list[str]]:
     """The calls of all ranks by kind, and the wrong results and errors. Raises if a rank did not end."""
     per_call = 1.0 if route == "kernels" else 0.2
     made, wrong = Counter[str](), []
     for counted, found in ranks.run(
-        world_size, body, url, route, calls, seed, callbacks, timeout=120 + calls * per_call
+        world_size, body, url, route, calls, seed, callbacks, inject, timeout=120 + calls * per_call
     ):
         made.update(counted)
         wrong += found

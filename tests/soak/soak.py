@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.soak import faults, growth
 from tests.soak.faults import FAULTS, PAUSE, STALL, SURVIVED, TIMEOUT, Outcome
-from tests.soak.groups import Where
+from tests.soak.groups import ROUTES, Where
 from tests.soak.pool import Pool
 from tests.soak.report import Totals
 from tests.soak.worker import Job, Report
@@ -23,6 +23,7 @@ from tests.soak.worker import Job, Report
 SIZE = 4
 FORMING = 60.0  # seconds for a group to be made
 ENDING = TIMEOUT + 25.0  # seconds for a call, its error and the group's end, before that counts as a hang
+WATCHDOG = 300.0  # seconds beyond the soak's own end
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Settings:
     slack: float
     memory: int
     rounds: int | None = None
+    inject: tuple[str, ...] = ()
 
 
 @dataclass
@@ -63,7 +65,7 @@ class Soak:
     def run(self) -> Totals:
         """Play rounds until the time is up, then see what has grown."""
         began, names = time.monotonic(), set(os.listdir("/dev/shm"))
-        with Pool(SIZE, self._folder) as pool:
+        with Pool(SIZE, self._folder, self._settings.seconds + WATCHDOG) as pool:
             number = 0
             for route in self._settings.routes:
                 self._play(pool, Plan(-1 - number, route, list(range(SIZE)), None, 0, 0.0))
@@ -101,7 +103,8 @@ class Soak:
             where = Where(
                 plan.route, rank, len(plan.slots), str(self._folder / f"store-{plan.number}"), port, TIMEOUT, STALL
             )
-            pool.send(slot, Job(where, seed, (plan.number + 10) * 100_000, self._warm))
+            inject = self._settings.inject if not self._warm else ()
+            pool.send(slot, Job(where, seed, (plan.number + 10) * 100_000, self._warm, inject))
         outcome = _Watch(pool, plan, self._settings.every).outcome()
         pool.end_server()
         for rank, report in enumerate(outcome.reports):
@@ -240,3 +243,6 @@ class _Watch:
         for rank in late:
             self._pool.dump(self._plan.slots[rank])
             self._over.add(rank)
+
+
+__all__ = ["ROUTES", "Settings", "Soak"]

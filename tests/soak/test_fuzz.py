@@ -16,6 +16,16 @@ def test_random_calls(route, calls, callbacks, url):
     assert set(made) | {"manager"} == {kind.__name__ for kind in KINDS}
 
 
+def test_a_wrong_result_is_found(url):
+    _, wrong = fuzz.run(url, "gloo", 60, seed=5, callbacks="none", inject="wrong")
+    assert "rank 1: " in str(wrong) and "instead of" in str(wrong)
+
+
+def test_a_call_that_one_rank_leaves_out_is_found(url):
+    _, wrong = fuzz.run(url, "gloo", 60, seed=5, callbacks="none", inject="skip")
+    assert "CollectiveMismatch" in str(wrong) or "CollectiveTimeout" in str(wrong)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("world_size", [2, 3])

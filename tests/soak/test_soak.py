@@ -1,18 +1,26 @@
-"""The soak itself: short ones, and what it says of a round."""
+"""The soak itself: a short one, and each of its checks against a mistake that it has to find."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from tests.soak import growth
+from tests.marks import some
+from tests.soak import growth, soak
 from tests.soak.__main__ import main
 from tests.soak.calls import CALLS
 from tests.soak.faults import FAULTS, Outcome, judge
 from tests.soak.growth import MEBIBYTE
 from tests.soak.worker import Report
+
+ROOT = Path(__file__).parents[2]
 
 
 def run(tmp_path, *arguments):
@@ -30,21 +38,67 @@ def test_one_of_each_fault(tmp_path):
     assert set(result["calls by kind"]) >= {call.__name__ for call in CALLS} | {"backward", "sub-group"}
 
 
-def test_a_short_one(tmp_path):
+def test_mistakes_are_found(tmp_path, capfd):
+    """Wrong results, errors without a name and everything that can grow; each round ends at the error."""
+    mistakes = ("wrong", "unnamed", "descriptors", "threads", "mappings", "memory", "names")
     code, result = run(
-        tmp_path,
-        "--minutes",
-        "3",
-        "--every",
-        "1",
-        "--rounds",
-        "2",
-        "--faults",
-        "kill,pause",
-        "--routes",
-        "communicator",
-    )
-    assert code == 0 and result["faults"] == 2, result["problems"]
+        tmp_path, "--minutes", "3", "--every", "1", "--rounds", "7", "--faults", "pause", "--routes", "communicator",
+        "--memory", "16", "--inject", ",".join(mistakes),
+    )  # fmt: skip
+    for name in result["names"]:
+        os.unlink(f"/dev/shm/{name}")
+    assert code == 1
+    assert result["wrong"] >= 7 and result["unnamed"] == 7 and result["names in /dev/shm"] >= 3
+    assert min(result[f"growth of {name}"] for name in growth.COUNTS) >= 2
+    assert result["growth of memory"] > 16 * MEBIBYTE
+    assert "/dev/null" in str(result["problems"]) and "memory (MiB)" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("mistake", some(["hang", "lost"], 2))
+def test_a_rank_that_hangs_or_is_lost_is_found(mistake, tmp_path, monkeypatch):
+    monkeypatch.setattr(soak, "ENDING", 6.0)
+    monkeypatch.setattr(soak, "TIMEOUT", 3.0)
+    code, result = run(
+        tmp_path, "--minutes", "2", "--every", "1", "--rounds", "1", "--faults", "pause", "--routes", "communicator",
+        "--inject", mistake,
+    )  # fmt: skip
+    assert code == 1 and result[mistake] == 1
+    assert "ranks [1] did not end" in str(result["problems"]) or mistake == "lost"
+
+
+def test_a_soak_that_is_killed_leaves_no_process(tmp_path):
+    started = subprocess.Popen(
+        [sys.executable, "-m", "tests.soak", "--every", "600", "--routes", "communicator"], cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert started.stderr is not None
+        for line in started.stderr:
+            if b"warm-up" in line:
+                break
+        ranks = holders(tmp_path)
+        assert len(ranks) == soak.SIZE
+        os.kill(ranks[0], signal.SIGSTOP)  # even one that is stopped goes
+    finally:
+        started.kill()
+        started.wait(10)
+        started.stderr.close()
+    end = time.monotonic() + 30
+    while holders(tmp_path) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert holders(tmp_path) == []
+
+
+def holders(folder: Path) -> list[int]:
+    """The processes whose output goes to a file in `folder`."""
+    results = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{process}/fd/2").startswith(str(folder)):
+                results.append(int(process))
+        except OSError:
+            continue
+    return results
 
 
 def error(kind, named=True, at=10.0):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import ranks
-from tests.store.store_ranks import holdings, in_threads, more_than, nothing_left, pages, succeed
+from tests.store.store_ranks import connect_as, holdings, in_threads, more_than, nothing_left, pages, succeed
 from tricomm import errors
 from tricomm.errors import (
     CollectiveMismatch,
@@ -32,6 +32,17 @@ CALL = Descriptor(0, 2**63 + 5, "all_reduce", "sum", "bfloat16", "two_shot", "ll
 
 def call(sequence: int) -> Descriptor:
     return Descriptor(sequence, sequence * 7, f"collective{sequence % 3}", "max", "int64", "a", "p", 1, 0, 8, "graph")
+
+
+def test_who_is_who():
+    with pages(3) as group:
+        assert [page.rank for page in group] == [0, 1, 2]
+        assert {page.world_size for page in group} == {3}
+        assert len({page.nonce for page in group}) == 1 and len(group[0].nonce) == 16
+        assert {page.group for page in group} == {group[0].nonce[:4].hex()}
+        assert {page.pid(r) for page in group for r in range(3)} == {os.getpid()}
+        assert all(page.alive(r) for page in group for r in range(3))
+        assert not group[0].stopped(2)
 
 
 def test_state_heartbeat_and_sequence_are_seen_by_the_others():
@@ -132,6 +143,19 @@ def test_exchange_gives_everybodys_bytes_in_rank_order(world_size):
                 assert group[rank].exchange(want[rank], f"step {step}", 20) == want
 
         succeed(world_size, body)
+
+
+def test_exchange_waits_for_a_late_rank_and_no_longer():
+    with pages(2) as group:
+
+        def body(rank: int) -> float:
+            time.sleep(0.3 * rank)
+            began = time.monotonic()
+            group[rank].exchange(b"", "late", 10)
+            return time.monotonic() - began
+
+        first, second = succeed(2, body)
+        assert 0.2 < first < 8 and second < 8
 
 
 def test_exchange_names_the_missing_ranks():
@@ -336,6 +360,14 @@ def test_a_recycled_pid_is_not_alive():
         other = type(member)(member.segment, member.pid, member.start_time + 1)
         late = ControlPage(0, page.nonce, [other])
         assert not late.alive(0)
+
+
+def test_ranks_of_real_processes_see_each_other(tmp_path):
+    claims = [{"rank": r, "world": 3} for r in range(3)]
+    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+        pids = group.messages()
+        results = [o.value for o in group.results()]
+    assert [r[:2] for r in results] == [("ok", pids)] * 3
 
 
 def test_a_rank_that_came_and_went_on_between_two_looks_has_come():

@@ -70,6 +70,11 @@ def test_a_file_without_an_end_is_not_read(folder: Path) -> None:
         files.read(folder / "file", 7)
 
 
+def test_a_new_file_is_the_users_alone(folder: Path) -> None:
+    files.opened(folder / "file", "ab").close()
+    assert stat.S_IMODE((folder / "file").stat().st_mode) == 0o600
+
+
 def test_a_file_is_replaced_whole_and_no_link_is_followed(folder: Path) -> None:
     file, target = folder / "file", folder / "target"
     _link(file)
@@ -91,6 +96,12 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(folder: Path, m
     with pytest.raises(OSError, match="No space"):
         files.replace(file, b"new")
     assert file.read_bytes() == b"old" and list(folder.iterdir()) == [file]
+
+
+def test_a_device_is_not_replaced_by_a_file() -> None:
+    with pytest.raises(OSError, match="device"):
+        files.replace("/dev/null", b"")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
 def test_a_lock_is_waited_for_no_longer_than_was_asked(folder: Path) -> None:
@@ -129,3 +140,8 @@ def test_a_directory_or_a_link_of_another_user_is_refused(folder: Path) -> None:
     for name in ("theirs", "link"):
         with pytest.raises(PermissionError, match=f"uid {OTHER}"):
             files.check_directory(folder / name)
+
+
+def test_a_directory_is_made_for_the_user_alone(tmp_path: Path) -> None:
+    files.make_directory(tmp_path / "a" / "b")
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700

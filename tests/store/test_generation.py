@@ -6,15 +6,17 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
-from torch.distributed import FileStore, HashStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from tricomm.c10d.capabilities import _own_capabilities
 from tricomm.errors import InvalidArgument, PeerDied, RendezvousError, TricommError
 from tricomm.store import process
-from tricomm.store.bounded_store import BoundedStore
+from tricomm.store.bounded_store import BoundedStore, server_is_gone
 from tricomm.store.generation import Generation
 
 
@@ -134,6 +136,25 @@ def test_a_rank_that_ends_is_named_at_once_and_only_then(child):
     assert len(names(both(store))) == 1
 
 
+def test_without_the_look_at_processes_only_the_limit_ends_the_wait(child, monkeypatch):
+    store, (body, popen) = HashStore(), child
+    monkeypatch.setattr(process, "state", lambda pid, started: None)
+    leave_record(store, 1, body)
+    popen.kill()
+    popen.wait()
+    error = attempt(store, 0, 1.5)
+    assert isinstance(error, RendezvousError) and "[1] did not come" in str(error)
+
+
+def test_a_known_process_that_ends_before_it_comes_is_named(child):
+    body, popen = child
+    popen.kill()
+    popen.wait()
+    began = time.monotonic()
+    error = attempt(HashStore(), 0, 30.0, known={1: body})
+    assert isinstance(error, PeerDied) and time.monotonic() - began < 5
+
+
 def refused():
     raise InvalidArgument("TRICOMM_X=5 makes no sense")
 
@@ -212,3 +233,11 @@ def test_a_read_does_not_wait_for_a_key():
     plain.delete("x")
     assert plain.read("x") == b"1" and plain.read("y") is None and plain.keys() == []
     plain.close()
+
+
+def test_a_look_at_a_stores_server_leaves_it_working():
+    store = PrefixStore("a", TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20)))
+    for n in range(1, 30):
+        assert not server_is_gone(store)
+        with closing(BoundedStore(store, 20.0)) as calls:
+            assert calls.add("count", 1) == n

@@ -78,6 +78,11 @@ def test_ranks_that_do_not_fit(tmp_path, misfit):
         assert re.match(r"rank -?\d of \d \(pid \d+\): ", text)
 
 
+def test_one_token_for_all(tmp_path):
+    _, result = connect_over_file(tmp_path, [claim | {"token": "secret"} for claim in good(2)])
+    assert [name for name, *_ in result] == ["ok", "ok"]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_another_user():
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), False)
@@ -87,6 +92,33 @@ def test_another_user():
         result = results(group)
     assert [name for name, *_ in result] == ["RendezvousError"] * 2, result
     assert all("runs as uid" in text and "65534" in text and seconds < 2.0 + ranks.BUSY for _, text, seconds in result)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+def test_a_segment_cannot_be_opened_by_another_user(tmp_path):
+    with ranks.start(1, hold_a_segment) as group:
+        pid, fd = group.message(0)
+        [(name, code)] = ranks.run(1, open_as_nobody, pid, fd)
+    assert name == "PermissionError" and code == 13
+
+
+def hold_a_segment(rank, world_size, tell):
+    from tricomm.store.segments import Segment
+
+    segment = Segment.create("tricomm-test", 4096)
+    tell((os.getpid(), segment.fd))
+    time.sleep(60)
+    segment.close()
+
+
+def open_as_nobody(rank, world_size, tell, pid, fd):
+    os.setegid(65534)
+    os.seteuid(65534)
+    try:
+        os.close(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY))
+    except OSError as error:
+        return type(error).__name__, error.errno
+    return "opened", 0
 
 
 def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
@@ -103,6 +135,25 @@ def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
     assert name == "RendezvousError" and "handshake 1 was aborted by rank" in text and "[2] did not come" in text
     assert time.monotonic() - began < 4.5, "this waited for the limit of 5 s"
     assert succeed(3, lambda r: try_in_thread(store, r, 3, 10.0)[0]) == ["ok"] * 3
+
+
+def test_a_rank_outside_after_many_meetings():
+    store = HashStore()
+    for _ in range(3):
+        assert succeed(2, lambda r: try_in_thread(store, r, 2, 10)[0]) == ["ok"] * 2
+    with nothing_left():
+        result = in_threads(3, lambda r: (time.sleep(0.3 * (r == 2)), try_in_thread(store, [0, 0, 7][r], 2, 5))[1])
+    assert all("rank 7 is not in 0..1" in str(text) or "duplicate" in str(text) for _, text in result)
+    result = in_threads(2, lambda r: (time.sleep(0.2 * r), try_in_thread(store, [0, 9][r], 2, 5))[1])
+    assert all(name == "RendezvousError" and "rank 9 is not in 0..1" in text for name, text in result)
+
+
+def test_after_a_duplicate_the_right_ranks_meet():
+    store = HashStore()
+    result = in_threads(3, lambda r: try_in_thread(store, [0, 1, 1][r], 3, 5))
+    assert all("duplicate rank" in text for _, text in result), result
+    assert "duplicate rank" in try_in_thread(store, 2, 3, 5)[1]  # it was late for that meeting
+    assert succeed(3, lambda r: try_in_thread(store, r, 3, 10)[0]) == ["ok"] * 3
 
 
 def test_a_duplicate_that_comes_too_late_spoils_nothing(tmp_path):
@@ -132,6 +183,14 @@ def test_garbage_in_the_store(garbage):
     with nothing_left():
         name, text = try_in_thread(store, 0, 2, 5.0)
     assert name == "RendezvousError" and "rank 1's record: bad " in text
+
+
+def test_a_number_that_is_none():
+    store = HashStore()
+    store.set("tricomm/handshake/0/done", "9" * 5000)
+    store.add("tricomm/handshake/0/generation", 1)
+    name, text = try_in_thread(store, 0, 2, 5.0)
+    assert name == "RendezvousError" and "'tricomm/handshake/0/done' is not a number" in text
 
 
 def test_another_jobs_record_is_refused():
@@ -179,6 +238,18 @@ def test_a_rank_is_killed_at(point, tmp_path):
     assert max(result[0][2], result[2][2]) >= 1.9 or point != "before record"
 
 
+def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
+    claims = good(3)
+    claims[1]["die"] = "after record"
+    claims[2]["delay"] = 1.0 + ranks.BUSY
+    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
+        pids = group.messages()
+        result = results(group)
+    for name, text, seconds in (result[0], result[2]):
+        assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the handshake" in text
+        assert seconds < 0.5 + ranks.BUSY
+
+
 def wait_then_meet(rank, world_size, tell, port, timeout):
     store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 10)
     tell("open")
@@ -204,6 +275,19 @@ def test_the_server_is_killed_or_stopped(hurt):
             assert re.search(r"failed after \d\.\d", text) and seconds < 1.0 + ranks.BUSY
         else:
             assert "timeout after 2." in text and 2.0 <= seconds < 3.0 + ranks.BUSY
+
+
+def wait_in_meeting(rank, world_size, tell, port, timeout):
+    store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=1&world_size=2", None, None, 10)
+    tell("open")
+    return try_handshake(store, rank, 3, timeout)
+
+
+@pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_server_goes_while_ranks_wait(hurt):
+    for name, text, seconds in without_a_server(hurt, wait_in_meeting, 0.5):
+        assert name == "RendezvousError" and re.search(r"store (add|check|get|set)\('tricomm/", text), text
+        assert seconds < 3.0 + ranks.BUSY and (hurt == signal.SIGKILL or seconds >= 2.0)
 
 
 def meet_then_work(rank, world_size, tell, port):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+import tricomm
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.fake_host import identity
 from tricomm import communicator
@@ -109,6 +111,19 @@ def test_memory_that_is_registered_stays_whatever_becomes_of_its_owner(world: Fa
     assert world.complaints == []
 
 
+def test_without_that_a_kernel_would_write_where_nothing_is(world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nobody(set[Any]):
+        def add(self, _: Any) -> None:
+            pass
+
+    monkeypatch.setattr(host_words, "_registered", Nobody())
+    driver = ready(world)
+    address, device = forgotten(driver)
+    gc.collect()
+    with pytest.raises(AssertionError, match="whose memory went while it was pinned"):
+        touch(driver, device, 1)
+
+
 def test_a_page_that_cuda_does_not_give_back_stays(world: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
     driver, memory = ready(world), Segment.create("tricomm-test", 4096)
     words = words_of(memory)
@@ -118,6 +133,21 @@ def test_a_page_that_cuda_does_not_give_back_stays(world: FakeCuda, caplog: pyte
     memory.close()
     assert "stays mapped" in caplog.text and "cuMemHostUnregister" in caplog.text
     assert identity(memory.address) is not None
+
+
+def test_a_forked_child_forgets_and_calls_nothing(world: FakeCuda) -> None:
+    driver, memory = ready(world), Segment.create("tricomm-test", 4096)
+    words = words_of(memory)
+    words.on_device(driver, 0)
+    before = len(driver.calls)
+    child = os.fork()
+    if child == 0:
+        words.close()
+        memory.close()
+        os._exit(0 if len(driver.calls) == before and identity(memory.address) is None else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    words.close()
+    world.verify()
 
 
 # Groups over the fake driver; the host's side of them is real, and their tables are left out, for no kernel runs
@@ -166,6 +196,14 @@ def job(world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(world, monkeypatch)
 
 
+def test_a_group_leaves_nothing(job: Job) -> None:
+    comms = job.processes()
+    for comm in comms:
+        job.works(comm, 5)
+    job.together(lambda rank: comms[rank].close())
+    job.world.verify()
+
+
 def a_group(job: Job, value: int) -> int:
     """Made, used and closed; the host address of rank 0's page."""
     comms = job.processes()
@@ -195,6 +233,18 @@ def test_a_group_after_one_whose_arena_was_kept_has_a_page_of_its_own(
     assert again_after_an_arena_was_kept(job, monkeypatch), "no address came twice, so nothing was tried here"
     assert job.world.complaints == []
     assert not [text for driver in job.drivers for text in driver.process.holds() if "pinned" in text]
+
+
+def test_without_giving_the_page_back_the_next_group_meets_the_old_one(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget(self: HostWords) -> None:
+        self._memory = self._registration = None
+        host_words._registered.clear()
+
+    monkeypatch.setattr(HostWords, "close", forget)
+    with pytest.raises((AssertionError, tricomm.TricommError), match="whose memory went while it was pinned"):
+        again_after_an_arena_was_kept(job, monkeypatch)
 
 
 def test_ranks_of_one_process_give_their_pages_back_one_by_one(job: Job) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 
 import pytest
@@ -50,6 +51,13 @@ def test_every_dtype_has_views(dtype: torch.dtype) -> None:
     assert not arena.tensor(0, 16 + 6 * dtype.itemsize, (8,), torch.uint8).any()
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0, 3), ()])
+def test_odd_shapes(shape: tuple[int, ...]) -> None:
+    (arena,) = LocalGroup(1, CPU, pages(1)).open(64)
+    assert arena.tensor(0, 64 if 0 in shape else 60, shape, torch.int32).shape == shape
+    assert raw_view(arena.bases[0], shape, torch.int32, CPU).shape == shape
+
+
 @pytest.mark.parametrize(
     "rank, offset, shape",
     [(2, 0, (1,)), (-1, 0, (1,)), (0, -4, (1,)), (0, 64, (1,)), (0, 60, (2,)), (0, 2, (1,)), (0, 0, (-1,))],
@@ -58,6 +66,14 @@ def test_views_stay_inside(rank: int, offset: int, shape: tuple[int, ...]) -> No
     arenas = LocalGroup(2, CPU, pages(2)).open(64)
     with pytest.raises(InvalidArgument):
         arenas[0].tensor(rank, offset, shape, torch.float32)
+
+
+def test_each_rank_gets_its_own_control_page() -> None:
+    words = pages(2)
+    arenas = LocalGroup(2, CPU, words).open(64)
+    assert [arena.control_address for arena in arenas] == [page.address for page in words]
+    for arena in arenas:
+        ctypes.memset(arena.control_address, 1, 4096)
 
 
 def test_one_rank_may_close_before_the_others_are_done() -> None:

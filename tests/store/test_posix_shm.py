@@ -11,6 +11,7 @@ import stat
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,6 +67,14 @@ def test_a_segment_is_zeroed_private_sealed_and_shared():
                 _ = segment.buffer
 
 
+def test_nobody_can_shrink_a_segment():
+    one = Segment.create("tricomm-test", 8192)
+    for size in (0, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(one.fd, size)
+    one.close()
+
+
 def test_only_its_maker_writes_to_a_segment_that_is_not_shared():
     one = Segment.create("tricomm-test", 8192, shared=False)
     one.buffer[0] = 7
@@ -77,6 +86,25 @@ def test_only_its_maker_writes_to_a_segment_that_is_not_shared():
         os.write(one.fd, b"x")
     one.close()
     two.close()
+
+
+def test_views_outlive_close_and_then_the_mapping_goes():
+    with nothing_left():
+        one = Segment.create("tricomm-test", 8192)
+        array = np.frombuffer(one.buffer, np.int64)
+        tensor = torch.frombuffer(one.buffer, dtype=torch.int64, count=4, offset=8)
+        one.close()
+        array[1] = 5
+        assert tensor[0] == 5 and len(holdings()["maps"]) == 1
+        del array
+        assert tensor[0] == 5
+        del tensor
+
+
+@pytest.mark.parametrize("nbytes", [0, -1, 2**63, 1 << 47])
+def test_sizes_that_make_no_sense(nbytes):
+    with pytest.raises(InvalidArgument, match="allowed are 1 to"):
+        Segment.create("tricomm-test", nbytes)
 
 
 @pytest.mark.parametrize(
@@ -212,6 +240,12 @@ def test_a_tensor_outlives_its_arena():
             tensor.fill_(3)
             assert tensor.sum() == 24
             del tensor
+
+
+def test_another_device():
+    with pages(1) as (page,):
+        with pytest.raises(InvalidArgument, match="meta"):
+            open_arena(page, 4096, torch.device("meta"), 5)
 
 
 def fails_on(group, rank, patch):

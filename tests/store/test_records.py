@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tricomm.errors import RendezvousError
+from tricomm.store import records
 from tricomm.store.records import (
     Capabilities,
     Delivery,
@@ -37,6 +38,13 @@ TOKENS = [None, b"secret"]
 def test_a_record_comes_back_as_it_was(body, token):
     record = dataclasses.replace(RECORD, body=body)
     assert parse(record.pack(token), type(body), 3, 1, token) == record
+
+
+def test_size_does_not_depend_on_what_is_said():
+    long = dataclasses.replace(RECORD, body=Failure(1, "K" * 99, "ä" * 9999))
+    short = dataclasses.replace(RECORD, body=Failure(1, "", ""))
+    assert len(long.pack(None)) == len(short.pack(b"token"))
+    assert parse(long.pack(None), Failure, 3, None, None).body.text == "ä" * 256
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -81,10 +89,23 @@ def test_no_mutation_is_accepted(token, body):
     fuzz(10_000, token, seed=1, body=body)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("token", TOKENS)
+def test_no_mutation_is_accepted_soak(token):
+    fuzz(100_000, token, seed=2)
+
+
 @pytest.mark.parametrize("sealed,reading", [(None, b"secret"), (b"secret", None), (b"secret", b"Secret")])
 def test_tokens_that_differ(sealed, reading):
     with pytest.raises(RendezvousError, match="rank 1's record: bad MAC.*TRICOMM_TOKEN"):
         parse(RECORD.pack(sealed), RankRecord, 3, 1, reading)
+
+
+def test_forged_without_the_token():
+    data = bytearray(RECORD.pack(b"secret"))
+    data[-32:] = hashlib.sha256(data[:-32]).digest()
+    with pytest.raises(RendezvousError, match="bad MAC"):
+        parse(bytes(data), RankRecord, 3, 1, b"secret")
 
 
 @pytest.mark.parametrize(
@@ -94,6 +115,11 @@ def test_tokens_that_differ(sealed, reading):
 def test_a_valid_record_in_the_wrong_place(rank, generation, words):
     with pytest.raises(RendezvousError, match=words):
         parse(RECORD.pack(b"t"), RankRecord, generation, rank, b"t")
+
+
+def test_a_rank_record_is_no_failure():
+    with pytest.raises(RendezvousError, match="failure record: bad kind"):
+        parse(RECORD.pack(None), Failure, 3, None, None)
 
 
 def sealed(head: dict[str, int], **body: int) -> bytes:
@@ -117,6 +143,10 @@ def sealed(head: dict[str, int], **body: int) -> bytes:
         + payload
     )
     return data + hashlib.sha256(data).digest()
+
+
+def test_the_forger_can_forge():
+    assert parse(sealed({}), RankRecord, 3, 1, None).body.socket == NAME
 
 
 @pytest.mark.parametrize(
@@ -191,3 +221,8 @@ def test_a_pickle_is_only_bytes(tmp_path):
     assert not canary.exists()
     pickle.loads(data)
     assert canary.exists()  # it would have
+
+
+def test_secrets_are_not_printed():
+    assert RECORD.nonce.hex() not in repr(RECORD) and repr(RECORD.nonce) not in repr(RECORD)
+    assert records.SEAL_BYTES == 32

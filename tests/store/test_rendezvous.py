@@ -3,15 +3,40 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from tests import ranks
-from tests.store.store_ranks import LAYOUT, free_port, holdings, more_than, try_handshake
+from tests.store.store_ranks import (
+    LAYOUT,
+    free_port,
+    holdings,
+    in_threads,
+    more_than,
+    nothing_left,
+    succeed,
+    try_handshake,
+)
+from tricomm.errors import RendezvousError
+from tricomm.store.control import RankState
 from tricomm.store.handshake import handshake
 from tricomm.store.rendezvous import open_store
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_threads_over_a_hash_store(world_size):
+    store = HashStore()
+    with nothing_left():
+        pages = succeed(world_size, lambda r: handshake(store, r, world_size, 10, LAYOUT))
+        assert len({p.group for p in pages}) == 1
+        assert not [name for name in holdings()["fds"] if "tricomm" in name]  # nobody else can attach any more
+        assert all(p.state(r) == RankState.READY for p in pages for r in range(world_size))
+        for page in pages:
+            page.close()
+        del pages, page
 
 
 def by_url(rank, world_size, tell, url, environment):
@@ -77,3 +102,15 @@ def two_groups(rank, world_size, tell, url):
 def test_several_groups_over_one_store_with_prefixes(tmp_path):
     for said, groups in ranks.run(3, two_groups, f"file://{tmp_path}/store"):
         assert said == {"a": [b"a"] * 3, "b": [b"b"] * 3} and groups == 2
+
+
+def test_opposite_orders_of_two_groups_do_not_deadlock_but_fail_in_time():
+    store = HashStore()
+
+    def body(rank):
+        for name in ("ab", "ba")[rank]:
+            handshake(PrefixStore(name, store), rank, 2, 1.0, LAYOUT)
+
+    began = time.monotonic()
+    assert [type(o) for o in in_threads(2, body)] == [RendezvousError] * 2
+    assert 1.0 <= time.monotonic() - began < 20

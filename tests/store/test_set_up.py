@@ -1,5 +1,6 @@
 """Groups that are made over one store for ever: after restarts, after faults, and after a death at any step."""
 
+import random
 import signal
 
 import pytest
@@ -59,6 +60,30 @@ def test_a_death_at_every_step_is_named_and_the_group_made_again(route, server, 
     check(walk(server, tmp_path, route, KERNELS if route == "kernels" else [s for s in STEPS if s not in SHORT]))
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_death_at_any_moment_is_named_and_the_group_made_again(route, server, tmp_path):
+    chance = random.Random(1)
+    longest = 0.1 if route == "gloo" else 0.4
+    moments = list(dict.fromkeys(f"{chance.uniform(0, longest):.5f} s" for _ in range(100)))
+    for outcome in walk(server, tmp_path, route, moments, 1200.0):
+        assert outcome.error is None, outcome
+        for moment, kind, text, seen in outcome.value:
+            if kind == "again":
+                assert seen == [6.0] * 3, moment
+            elif kind != "nothing":  # the calls of the group had ended
+                unknown = "rank(s) [1] did not come" in text
+                assert unknown or "rank(s) [1] (pid" in text or "rank 1 (pid" in text, (moment, kind, text)
+                assert seen < (5.0 if unknown else 2.0) + ranks.BUSY, (moment, text, seen)
+
+
+def test_without_a_look_at_processes_a_death_is_not_named(server, tmp_path):
+    with ranks.start(2, bodies.survives, server.port, "gloo", str(tmp_path), SHORT[1:2], False) as others:
+        with ranks.start(1, bodies.dies, server.port, "gloo", str(tmp_path), "", SHORT[1]) as victim:
+            victim.results()
+        assert {kind for _, kind, _ in others.messages()} == {"RendezvousError"}
+
+
 @pytest.mark.parametrize("route", ROUTES)
 def test_processes_that_come_after_others_over_one_store(route, server):
     keys = []
@@ -71,6 +96,13 @@ def test_processes_that_come_after_others_over_one_store(route, server):
 @pytest.mark.parametrize("route", ROUTES)
 def test_groups_begin_and_end_again_and_again_in_one_process(route, server):
     first, last = ranks.run(2, bodies.begins_again, server.port, route, 6)
+    assert first == last and first[0] == first[1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("route", ROUTES)
+def test_five_hundred_groups_begin_and_end(route, server):
+    first, last = ranks.run(2, bodies.begins_again, server.port, route, 500, timeout=3600)
     assert first == last and first[0] == first[1]
 
 

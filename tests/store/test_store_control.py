@@ -8,6 +8,11 @@ import pytest
 from torch.distributed import HashStore
 
 from tricomm import errors
+from tricomm.deadline import Deadline
+from tricomm.store import process
+from tricomm.store.bounded_store import BoundedStore
+from tricomm.store.control import RankState
+from tricomm.store.gather import Gathering
 from tricomm.store.records import ExchangeMessage, StoreRecord
 from tricomm.store.store_control import open_store_control
 
@@ -41,6 +46,35 @@ def test_exchanges_in_order_and_again_over_the_same_store():
         want = [[f"{step} {rank}".encode() for rank in range(3)] for step in range(3)]
         assert all(said == want and len(set(nodes)) == 1 and peers == () for said, nodes, _, peers in result)
         assert len({group for _, _, group, _ in result}) == 1
+
+
+def test_the_node_of_each_rank_is_known(monkeypatch):
+    names = [b"a" * 16, b"b" * 16, b"a" * 16]
+    given = iter(names)
+    monkeypatch.setattr(process, "node_id", lambda: next(given))
+    for nodes in everywhere(3, lambda rank, store: open_store_control(store, rank, 3, 10.0, 5)[1]):
+        assert sorted(nodes) == sorted(names)
+
+
+def test_one_request_takes_the_records_of_all_ranks(monkeypatch):
+    """Once all are there; of those that come one by one each is asked for."""
+    asked = []
+    usual = BoundedStore._call
+
+    def call(self, operation, key, action):
+        asked.append(operation)
+        return usual(self, operation, key, action)
+
+    monkeypatch.setattr(BoundedStore, "_call", call)
+    store = HashStore()
+    gatherings = [Gathering(BoundedStore(store), "test", rank, 8, bytes(16), 1) for rank in range(8)]
+    bodies = [ExchangeMessage(0, "what", bytes([rank])) for rank in range(8)]
+    for gathering, body in zip(gatherings[1:], bodies[1:], strict=True):
+        gathering.store.set(gathering.key("0", gathering.rank), gathering.record(body).pack(None))
+    asked.clear()
+    result = gatherings[0].exchange("0", bodies[0], Deadline(10.0), lambda arrived: pytest.fail("late"), lambda _: None)
+    assert [record.body for record in result] == bodies
+    assert asked == ["set", "check", "get"]
 
 
 def test_other_options_are_named():
@@ -125,3 +159,15 @@ def test_an_old_record_of_a_rank_is_refused_before_it_is_used(monkeypatch):
 
     outcomes = everywhere(2, body, now)
     assert all(isinstance(each, errors.RendezvousError) and "another group" in str(each) for each in outcomes), outcomes
+
+
+def test_nothing_is_known_of_the_others():
+    def body(rank, store):
+        control, _ = open_store_control(store, rank, 2, 10.0, 1)
+        assert (
+            control.alive(1 - rank) and control.state(1 - rank) is RankState.READY and control.fault(1 - rank) is None
+        )
+        assert control.last(1 - rank) is None and control.called(1 - rank, 1) is None
+        control.close()
+
+    assert everywhere(2, body) == [None, None]

@@ -34,6 +34,10 @@ class c_nvmlGpuFabricInfoV_t(ctypes.Structure):
         super().__init__(version=0x02000024)
 
 
+class c_old_fabric_info(ctypes.Structure):
+    _fields_ = [("version", ctypes.c_uint), ("clusterUuid", ctypes.c_char * 80)]
+
+
 class FakeMlPy:
     """The module."""
 

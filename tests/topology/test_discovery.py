@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
 import pytest
+import torch
 
 from tests.store.cuda.fake_driver import FakeCuda as FakeCudaWorld
 from tests.topology import fake_nvml
-from tests.topology.fake_ml_py import FakeMlPy
+from tests.topology.fake_ml_py import FakeMlPy, c_old_fabric_info
 from tests.topology.fake_nvml import Card, FakeCuda, FakeNvml, known, look, meshed, switched, uuid_of
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.topology import discovery, nvml
 from tricomm.topology import presets as shapes
+from tricomm.topology.discovery import Discovery
 
 DGX1V = shapes.dgx1v()
 UNLINKED = {frozenset({i, j}) for i in range(8) for j in range(8) if i != j and not DGX1V.links[i][j]}
@@ -31,6 +34,11 @@ def test_the_dgx_1() -> None:
     topology = known(result)
     assert topology.digest == DGX1V.digest and topology.kind == "hybrid_cube_mesh"
     assert topology.names == ("Fake V100",) * 8 and result.notes == () and result.fabric == ()
+
+
+@pytest.mark.parametrize("visible", [[7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7, 2, 5, 4], [5], [6, 2], [4, 5, 0, 3, 1]])
+def test_devices_are_numbered_as_cuda_does_whatever_order_nvml_has(visible: list[int]) -> None:
+    assert known(look(dgx1v(), visible, UNLINKED)).canonical == DGX1V.of(visible).canonical
 
 
 def test_cuda_in_the_drivers_own_words() -> None:
@@ -70,6 +78,13 @@ def test_mig_has_no_links_and_no_peers(instance: bool) -> None:
     assert known(result).links == ((0, 0, 18), (0, 0, 0), (18, 0, 0))
     assert known(result).peers == ((True, False, True), (False, True, False), (True, False, True))
     assert result.notes == ("device 1: MIG, so no NVLink and no peer access or CUDA IPC with other instances",)
+
+
+def test_ranks_that_share_a_mig_instance_reach_each_other() -> None:
+    fake = FakeNvml([Card(0, instance=True), Card(1, instance=True)])
+    result = discovery.of_devices([uuid_of(0), uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
+    fake.verify()
+    assert known(result).peers == ((True, True, False), (True, True, False), (False, False, True))
 
 
 def test_peer_access_is_cudas_word_and_may_be_one_way() -> None:
@@ -119,6 +134,12 @@ def test_cuda_that_fails_at_peer_access() -> None:
     assert result.topology is None and "not yet initialized" in result.reason
 
 
+def test_no_devices() -> None:
+    fake = FakeNvml([Card(0)])
+    assert look(fake, []) == Discovery(None, "this process sees no CUDA device")
+    assert not fake.calls
+
+
 def test_two_devices_of_one_uuid() -> None:
     result = look(FakeNvml([Card(0)]), [0, 0])
     assert result.topology is None and "same UUID" in result.reason
@@ -147,6 +168,13 @@ def failing(call: str) -> FakeNvml:
 
 
 @pytest.mark.parametrize("call", FATAL)
+def test_a_call_that_fails_leaves_the_links_unknown_with_the_reason(call: str) -> None:
+    result = look(failing(call), [1, 0])
+    assert result.topology is None
+    assert result.reason.startswith("NVML: ") and ("Lost" in result.reason or "not found" in result.reason)
+
+
+@pytest.mark.parametrize("call", FATAL)
 def test_one_device_needs_no_links_to_be_known(call: str) -> None:
     fake = failing(call)
     result = discovery.of_devices([uuid_of(0)] * 2, FakeCuda([0]), fake.nvml())
@@ -167,6 +195,20 @@ def test_a_device_that_nvml_does_not_have() -> None:
     result = look(FakeNvml(meshed(((0, 1), (1, 0)))), [0, 3])
     assert result.topology is None
     assert str(UUID(bytes=uuid_of(3))) in result.reason and "container" in result.reason
+
+
+def test_an_answer_that_nobody_expects_is_a_reason() -> None:
+    class Strange(FakeNvml):
+        def device_get_pci_info_v3(self, device: int) -> Any:
+            return SimpleNamespace()
+
+    result = look(Strange([Card(0), Card(1)]), [0, 1])
+    assert result.topology is None and "bus_id" in result.reason
+
+
+def test_names_that_would_move_the_cursor() -> None:
+    result = look(FakeNvml([Card(0, name="Tesla\x1b[2J V100")]), [0])
+    assert known(result).names == ("Tesla[2J V100",)
 
 
 def test_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +251,23 @@ def test_nvidia_ml_py_and_the_bindings_say_the_same(fake: FakeNvml, cards: int) 
     assert result == look(fake, seen) and result.topology is not None
 
 
+def test_an_nvidia_ml_py_whose_structure_is_wrong_tells_nothing_of_fabrics() -> None:
+    fake = FakeNvml([Card(n, fabric=(3, 0, bytes(16), 7)) for n in range(2)])
+    module = FakeMlPy(fake)
+    module.c_nvmlGpuFabricInfoV_t = c_old_fabric_info
+    result = discovery.read(FakeCuda([0, 1]), module.nvml())
+    assert result.topology is not None and result.fabric == ()
+
+
+def test_the_real_nvidia_ml_py_has_all_that_is_called() -> None:
+    module = pytest.importorskip("pynvml")
+    names = [name for name in dir(FakeMlPy) if name.startswith(("nvmlD", "NVML", "c_nvml"))]
+    assert [name for name in (*names, "nvmlInit", "nvmlShutdown") if not hasattr(module, name)] == []
+    assert module.c_nvmlGpuFabricInfoV_t.clusterUuid.size == 16
+    with pytest.raises(ResourceError, match="NVMLError"):
+        nvml.Nvml(nvml.MlPy(module)).handle(bytes(16))
+
+
 def test_the_real_bindings_have_all_that_is_called() -> None:
     bindings = pytest.importorskip("cuda.bindings.nvml")
     called = [name for name in dir(FakeNvml) if name.startswith(("device_", "init_", "shutdown"))]
@@ -231,3 +290,37 @@ def test_the_real_bindings_have_all_that_is_called() -> None:
         ("GpuFabricState", 3, "COMPLETED"),
     ]:
         assert getattr(bindings, kind)(number).name.endswith(name)
+
+
+def test_torch_says_the_same_of_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    properties = [SimpleNamespace(uuid=text + str(UUID(bytes=uuid_of(3)))) for text in ("", "GPU-")]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) == (1, 0))
+    cuda = discovery.TorchCuda()
+    assert cuda.device_count() == 2 and {cuda.device_uuid(0), cuda.device_uuid(1)} == {uuid_of(3)}
+    assert cuda.can_access_peer(1, 0) and not cuda.can_access_peer(0, 1)
+
+
+def test_pci_addresses_are_as_sys_has_them(tmp_path: Any) -> None:
+    assert nvml.pci_class("ffff:ff:1f.7") is None
+    assert nvml.pci_class("../nowhere") is None
+    assert nvml._address("00000000:0A:00.0") == "0000:0a:00.0"
+    assert nvml._address("0001:0A:1F.1") == "0001:0a:1f.1"
+    assert nvml._address("0007C2DE:04:00.0") == "7c2de:04:00.0"
+    assert nvml._address("ffffffff:ffff:ff") is None and nvml._address("") is None
+
+
+def test_the_fake_bites() -> None:
+    fake = FakeNvml(switched(1))
+    with pytest.raises(fake_nvml.UninitializedError):
+        fake.device_get_name(1000)
+    fake.init_v2()
+    old = fake.device_get_handle_by_uuid(f"GPU-{UUID(bytes=uuid_of(0))}")
+    fake.shutdown()
+    fake.init_v2()
+    with pytest.raises(fake_nvml.UninitializedError):
+        fake.device_get_name(old)
+    assert len(fake.complaints) == 2
+    with pytest.raises(AssertionError):
+        fake.verify()

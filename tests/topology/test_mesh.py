@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 
@@ -102,9 +103,40 @@ def test_of_all_graphs_with_4_neighbours_each_exactly_those_pass() -> None:
     assert passed == meshes
 
 
+def test_a_link_more_or_less_is_no_mesh() -> None:
+    whole = edges_of(((0, 1, 2, 3), (4, 5, 6, 7)))
+    for pair in combinations(range(8), 2):
+        assert positions(graph(whole ^ {pair})) is None, pair
+
+
+def test_random_graphs_are_no_mesh() -> None:
+    meshes = {edges_of(quads) for quads in labellings()}
+    chance = random.Random(5)
+    pairs = list(combinations(range(8), 2))
+    for _ in range(3000):
+        edges = frozenset(chance.sample(pairs, chance.randrange(29)))
+        assert (positions(graph(edges)) is not None) == (edges in meshes)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 7])
+def test_fewer_than_8_devices_are_no_mesh(size: int) -> None:
+    assert positions(graph(frozenset(combinations(range(size), 2)), size)) is None
+
+
 @pytest.mark.parametrize("shape", [shapes.nvswitch(8), shapes.pcie(8), shapes.pairs(8), shapes.nvswitch(16)])
 def test_other_shapes_are_no_mesh(shape: Topology) -> None:
     assert positions(shape.links) is None
+
+
+def test_two_meshes_are_not_one() -> None:
+    mesh = edges_of(((0, 1, 2, 3), (4, 5, 6, 7)))
+    assert positions(graph(mesh | {(i + 8, j + 8) for i, j in mesh}, 16)) is None
+    assert positions(graph(mesh, 9)) is None
+
+
+def test_ranks_that_share_devices_are_no_mesh() -> None:
+    assert positions(shapes.dgx1v().of([0, 1, 2, 3, 4, 5, 6, 6]).links) is None
+    assert positions(shapes.nvswitch(4).of([0, 1, 2, 3] * 2).links) is None
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -118,3 +150,14 @@ def test_real_boxes(name: str) -> None:
     relays = {"dgx1": [4, 5, 6, 7], "alibaba": [6, 7, 4, 5], "azure": [6, 7, 4, 5]}[name]
     assert [mesh[rank].relay for rank in range(4)] == relays
     assert mesh[0].quad_by_position == (0, 1, 2, 3)
+
+
+def test_the_dgx_1_as_shipped() -> None:
+    topology = shapes.dgx1v()
+    assert topology.links == tuple(tuple(map(int, row)) for row in REAL["dgx1"])
+    mesh = positions(topology.links)
+    assert mesh is not None
+    assert mesh[0] == MeshPosition(0, 0, (0, 1, 2, 3), (0, 1, 2, 3), 4)
+    assert mesh[6] == MeshPosition(6, 2, (4, 5, 6, 7), (4, 5, 6, 7), 2)
+    assert [position.quad for position in mesh[:4]] == [(1, 2, 3), (0, 3, 2), (3, 0, 1), (2, 1, 0)]
+    assert [position.relay for position in mesh] == [4, 5, 6, 7, 0, 1, 2, 3]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tricomm.errors import InvalidArgument
 from tricomm.topology import presets as shapes
-from tricomm.topology.model import MAX_DEVICES, MAX_JSON_BYTES, Topology
+from tricomm.topology.model import MAX_DEVICES, MAX_JSON_BYTES, MAX_LINKS, Topology
 
 KNOWN = {
     "nvswitch": shapes.nvswitch(8),
@@ -59,6 +62,22 @@ def test_kind_and_full_connection(topology: Topology, kind: str, full: bool) -> 
     assert (topology.kind, topology.fully_connected) == (kind, full)
 
 
+def test_peer_access_is_apart_from_links() -> None:
+    assert shapes.pcie(4).all_peers and not shapes.pcie(4, peers=False).all_peers
+    assert shapes.pairs(4).all_peers and not shapes.pairs(4, peers=False).all_peers
+    assert shapes.pairs(4, peers=False).of([2, 3]).all_peers
+    linked = Topology(((0, 4), (4, 0)), ((True, True), (False, True)))
+    assert linked.fully_connected and not linked.all_peers
+
+
+def test_shapes_of_real_boxes() -> None:
+    assert [sum(row) for row in shapes.dgx1v().links] == [6] * 8
+    assert shapes.dgx1v().links[0] == (0, 1, 1, 2, 2, 0, 0, 0)
+    assert shapes.dgx1v().peers[0] == (True, True, True, True, True, False, False, False)
+    assert shapes.pairs(4, links=12).links == ((0, 12, 0, 0), (12, 0, 0, 0), (0, 0, 0, 12), (0, 0, 12, 0))
+    assert shapes.nvswitch(3).links == ((0, 18, 18), (18, 0, 18), (18, 18, 0)) and shapes.nvswitch(3).switched
+
+
 @pytest.mark.parametrize("make", [shapes.nvswitch, shapes.pcie, shapes.pairs])
 @pytest.mark.parametrize("count", [0, -2, MAX_DEVICES + 2])
 def test_shapes_of_no_box(make: Any, count: int) -> None:
@@ -71,10 +90,31 @@ def test_pairs_of_an_odd_number() -> None:
         shapes.pairs(3)
 
 
+def test_a_group_is_in_rank_order_and_may_share_devices() -> None:
+    box = Topology(shapes.dgx1v().links, shapes.dgx1v().peers, names=tuple("abcdefgh"))
+    group = box.of([5, 1, 5, 7])
+    assert group.links == ((0, 2, 0, 1), (2, 0, 2, 0), (0, 2, 0, 1), (1, 0, 1, 0))
+    assert group.peers[0] == (True, True, True, True) and group.peers[1] == (True, True, True, False)
+    assert group.names == ("f", "b", "f", "h") and group.devices == (0, 1, 0, 2)
+    assert group.of([3, 0, 2]) == box.of([7, 5, 5])
+    assert box.of([4, 4]) == box.of([4, 4]).of([1, 0])
+    assert box.of(range(8)) == box
+
+
 @pytest.mark.parametrize("devices", [[], [8], [-1], [True, 0], ["0"], [0] * (MAX_DEVICES + 1)])
 def test_a_group_of_what_is_not_there(devices: list[Any]) -> None:
     with pytest.raises(InvalidArgument, match="not in this topology|1 to 64"):
         shapes.dgx1v().of(devices)
+
+
+def test_the_digest_is_of_everything_but_the_names() -> None:
+    base = shapes.pairs(4)
+    named = Topology(base.links, base.peers, names=("x",) * 4)
+    assert named.digest == base.digest and named != base
+    different = [*KNOWN.values(), base.of([0, 2, 1, 3]), base.of([0, 1, 2, 2]), shapes.pairs(4, links=5)]
+    different += [shapes.pcie(2), shapes.pcie(1).of([0, 0]), Topology(shapes.nvswitch(8).links, ((True,) * 8,) * 8)]
+    assert len({t.digest for t in different}) == len({t.canonical for t in different}) == len(different)
+    assert all(len(t.digest) == 16 and int(t.digest, 16) >= 0 for t in different)
 
 
 def test_a_digest_stays_what_it_is() -> None:
@@ -92,10 +132,32 @@ def test_json_there_and_back(name: str, tmp_path: Path) -> None:
     assert json.loads(text)["schema"] == "tricomm-topology-1" and json.loads(text)["kind"] == KNOWN[name].kind
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 9), st.integers(0, 2**32), st.data())
+def test_any_group_of_any_box_goes_through_json(count: int, seed: int, data: st.DataObject) -> None:
+    chance = random.Random(seed)
+    links = [[0] * count for _ in range(count)]
+    for i in range(count):
+        for j in range(i):
+            links[i][j] = links[j][i] = chance.choice([0, 0, 1, 2, MAX_LINKS])
+    peers = [[i == j or chance.random() < 0.7 for j in range(count)] for i in range(count)]
+    box = Topology(tuple(map(tuple, links)), tuple(map(tuple, peers)), names=("Ünï GPU",) * count)
+    ranks = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=12))
+    group = box.of(ranks)
+    assert Topology.loads(group.dumps()) == group
+    for a, i in enumerate(ranks):
+        for b, j in enumerate(ranks):
+            assert group.links[a][b] == links[i][j] and group.peers[a][b] == peers[i][j]
+            assert (group.devices[a] == group.devices[b]) == (i == j)
+
+
 def changed(**fields: Any) -> str:
     """A bridged pair's JSON with some fields changed, or taken away where they are None."""
     whole = {**json.loads(shapes.pairs(2).dumps()), **fields}
     return json.dumps({name: value for name, value in whole.items() if value is not None})
+
+
+GOOD = [[True, True], [True, True]]
 
 
 @pytest.mark.parametrize(
@@ -165,3 +227,27 @@ def test_what_is_no_topology_is_refused_with_the_reason(text: str, words: str) -
     with pytest.raises(InvalidArgument, match=words) as caught:
         Topology.loads(text, "box 7")
     assert "box 7" in str(caught.value)
+
+
+def test_what_may_be_left_out() -> None:
+    result = Topology.loads(changed(kind=None))
+    assert result == shapes.pairs(2) and result.names == () and result.devices == (0, 1)
+    assert Topology.loads(changed(devices=[7, -3])) == result
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "none", tmp_path / "binary", "a\0b"):
+        with pytest.raises(InvalidArgument, match="topology file .* cannot be read"):
+            Topology.load(path)
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(InvalidArgument, match="empty' is not JSON"):
+        Topology.load(tmp_path / "empty")
+
+
+def test_lists_are_taken_and_nothing_can_be_changed() -> None:
+    result = Topology([[0, 1], [1, 0]], GOOD)  # type: ignore[arg-type]
+    assert result == direct([[0, 1], [1, 0]]) and hash(result) == hash(direct([[0, 1], [1, 0]]))
+    assert len(result) == 2
+    with pytest.raises(AttributeError):
+        result.switched = True  # type: ignore[misc]

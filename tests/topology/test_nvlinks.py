@@ -51,6 +51,15 @@ def test_a_pair_has_as_many_links_through_switches_as_the_poorer_one() -> None:
     assert topology.links == ((0, 12, 18), (12, 0, 12), (18, 12, 0)) and topology.kind == "nvswitch"
 
 
+def test_a_card_without_links_among_switched_ones() -> None:
+    topology = known(look(FakeNvml([*switched(2), Card(2)]), [0, 1, 2]))
+    assert topology.links == ((0, 18, 0), (18, 0, 0), (0, 0, 0)) and topology.kind == "partial"
+
+
+def test_one_card_of_a_switched_box() -> None:
+    assert known(look(FakeNvml(switched(8)), [3])).canonical == shapes.pcie(1).canonical
+
+
 def test_an_old_driver_that_cannot_name_the_ends() -> None:
     """R450, as on DGX-1 and DGX-2: cards are known by address, switches by their class in /sys."""
     missing = ("device_get_nvlink_remote_device_type", "device_get_gpu_fabric_info_v", "device_get_p2p_status")
@@ -73,12 +82,42 @@ def test_switches_out_of_sight_count_where_nvml_affirms_the_pair(missing: tuple[
     assert known(look(fake, [0, 1, 2])).kind == "pcie"
 
 
+def test_a_mig_instance_is_not_at_the_ends_that_nobody_can_name() -> None:
+    cards = switched(3, kind=fake_nvml.UNKNOWN, where="")
+    cards[1].mig = True
+    result = look(FakeNvml(cards), [0, 1, 2])
+    assert known(result).links == ((0, 0, 18), (0, 0, 0), (18, 0, 0))
+    assert len(result.notes) == 1 and "MIG" in result.notes[0]
+
+
+def test_links_to_cards_of_the_group_are_not_links_to_switches() -> None:
+    """An old driver names no end, and this one affirms every pair."""
+    fake = FakeNvml(meshed(((0, 1, 0), (1, 0, 1), (0, 1, 0))), ("device_get_nvlink_remote_device_type",))
+    assert known(look(fake, [0, 1, 2])).links == ((0, 1, 0), (1, 0, 1), (0, 1, 0))
+
+
 def test_links_both_ways_are_added_up_but_the_box_is_not_switched() -> None:
     cards = meshed(((0, 2), (2, 0)))
     for card, more in zip(cards, switched(2, 4), strict=True):
         card.links += more.links
     topology = known(look(FakeNvml(cards), [0, 1]))
     assert topology.links == ((0, 6), (6, 0)) and topology.kind == "fully_connected"
+
+
+def test_linked_cards_with_ends_out_of_sight_are_not_switched_as_well() -> None:
+    cards = meshed(((0, 2), (2, 0)))
+    for card in cards:
+        card.links.append(Link("0000ffff:ff:00.0", fake_nvml.UNKNOWN))
+    assert known(look(FakeNvml(cards), [0, 1])).links == ((0, 2), (2, 0))
+
+
+def test_links_of_no_use_to_peers_are_none() -> None:
+    """As in a VM whose GPUs may not reach each other over their links."""
+    for one_way in ((0, 1), (1, 0)):
+        fake = FakeNvml(switched(2))
+        fake.forbidden = {one_way}
+        result = look(fake, [1, 0])
+        assert known(result).kind == "pcie" and "forbids" in result.notes[0]
 
 
 CLUSTER, OTHER = b"\x01" * 16, b"\x02" * 16
@@ -117,3 +156,9 @@ def test_the_fabric_in_words_per_rank() -> None:
     result = discovery.of_devices(uuids, FakeCuda([0, 1]), FakeNvml(cards).nvml())
     words = f"completed, cluster {UUID(bytes=CLUSTER)}, clique 7"
     assert result.fabric == (words, "not told", words)
+
+
+def test_direct_links_need_no_fabric() -> None:
+    cards = meshed(((0, 4), (4, 0)))
+    cards[0].fabric = (1, 0, CLUSTER, 0)
+    assert known(look(FakeNvml(cards), [0, 1])).kind == "fully_connected"

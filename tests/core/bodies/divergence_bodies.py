@@ -9,6 +9,7 @@ import torch
 import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import attempt, communicator
+from tricomm.options import Tuning
 
 
 def other_argument(rank, world_size, tell, url, how):
@@ -22,6 +23,16 @@ def other_argument(rank, world_size, tell, url, how):
             return attempt(lambda: comm.broadcast(x, 1 if odd else 0))
         calls = [lambda: comm.all_reduce(x), lambda: comm.all_gather(x)]
         return attempt(calls[1] if odd else calls[0])
+
+
+def other_grid(rank, world_size, tell, url):
+    """One rank forces another grid."""
+
+    def make():
+        with communicator(rank, world_size, url, _tuning=Tuning(blocks=2 if rank == world_size - 1 else 1)) as comm:
+            comm.all_reduce(torch.ones(8))
+
+    return attempt(make)
 
 
 def once_too_often(rank, world_size, tell, url, how, limit):
@@ -54,3 +65,13 @@ def empty_on_one(rank, world_size, tell, url, following, limit):
             time.sleep(limit + 1.0)
             return None
         return attempt(lambda: comm.all_reduce(torch.ones(8)))
+
+
+def empty_on_all(rank, world_size, tell, url):
+    """Nothing is sent, and the next call is as good as any; scalars count as one element."""
+    with communicator(rank, world_size, url) as comm:
+        for shape in ((0,), (3, 0), (0, 4)):
+            comm.all_reduce(torch.empty(shape))
+            comm.all_gather(torch.empty(shape))
+        x = torch.tensor(float(rank + 1))
+        return comm.all_reduce(x).item()

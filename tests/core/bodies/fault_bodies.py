@@ -70,6 +70,30 @@ def cannot_load(rank, world_size, tell, url, kind):
             return type(error).__name__, str(error), time.monotonic() - began
 
 
+def symmetric_alone(rank, world_size, tell, url):
+    """One rank asks for symmetric memory while the other makes a call."""
+    with communicator(rank, world_size, url) as comm:
+        comm.barrier()
+        began = time.monotonic()
+        try:
+            comm.symmetric((4,), torch.float32) if rank == 0 else comm.all_reduce(torch.ones(4))
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+
+
+def all_stopped(rank, world_size, tell, url):
+    """Calls that go on while the whole job is stopped and continued."""
+    with communicator(rank, world_size, url, stall_timeout=0.6) as comm:
+        comm.barrier()
+        tell(os.getpid())
+        end = time.monotonic() + 5.0
+        more = torch.ones(1, dtype=torch.int32)
+        while more[0]:
+            more = torch.tensor([int(time.monotonic() < end)], dtype=torch.int32)
+            comm.all_reduce(more, op="min")
+        return "fine"
+
+
 def broken_monitor(rank, world_size, tell, url):
     """A monitor that fails says so; it does not leave the next call without a watch."""
     with communicator(rank, world_size, url) as comm:

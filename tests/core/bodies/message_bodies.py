@@ -60,3 +60,13 @@ def waited_for(rank, world_size, tell, url, source, how):
             return None
         comm.recv(torch.zeros(3), source, 4)
     return None
+
+
+def of_many_queues(rank, world_size, tell, url):
+    """Several blocks, which run one after another here, and one block that takes what they have sent."""
+    with communicator(rank, world_size, url, arena_bytes=4 << 20, _tuning=Tuning(tile=64, blocks=3)) as comm:
+        if rank == 0:
+            comm.send(torch.arange(20_000), 1, 2)
+            return comm.world_size
+        y = torch.full((20_000,), -1)
+        return comm.recv(y, None, 2), torch.equal(y, torch.arange(20_000)), comm.arena_layout.queues > 3

@@ -28,8 +28,10 @@ from tests import ranks
 from tests.core.bodies.common_bodies import SMALL
 from tests.open_files import open_files
 from tricomm.c10d import group_over
+from tricomm.core import entry_guard
 from tricomm.errors import TricommError
 from tricomm.store import segments
+from tricomm.store.control import ControlPage
 
 LIMIT = 4.0  # seconds for each call, and for the making of a group
 _LINES = 5  # of the library that tell one place from another
@@ -192,12 +194,14 @@ def _sum(all_reduce):
     assert torch.equal(x, torch.tensor([2.0, 4.0])), x
 
 
-def scenario(rank, world_size, tell, folder, route, kind=None, place=None, victim=0, lasting=False):
+def scenario(rank, world_size, tell, folder, route, kind=None, place=None, victim=0, lasting=False, without=None):
     """The scenario over `route`, with `Refusal(kind, place, lasting)` on rank `victim`; then another group, unhurt.
 
     Returns how it ended, how the other group did, and what was left behind; the places of all calls; how many calls
-    were refused.
+    were refused. `without`: a protection that is taken away.
     """
+    if without is not None:
+        WITHOUT[without]()
     torch.set_num_threads(1)
     before, step = Counted(), Steps()
     with Refusal(kind, place, lasting) if rank == victim else Refusal() as refusal:
@@ -212,6 +216,22 @@ def scenario(rank, world_size, tell, folder, route, kind=None, place=None, victi
         list(refusal.places),
         refusal.hits,
     )
+
+
+def _without_names():
+    entry_guard.name_refusal = lambda error: None
+
+
+def _without_last_exchange():
+    exchange = ControlPage.exchange
+
+    def skipped(page, payload, what, *args, **keywords):
+        return [] if what == "the communicator" else exchange(page, payload, what, *args, **keywords)
+
+    ControlPage.exchange = skipped
+
+
+WITHOUT = {"names": _without_names, "last exchange": _without_last_exchange}
 
 
 def _again(rank, path, route):

@@ -134,6 +134,22 @@ def test_two_launches_that_overlap_are_named_at_once_on_every_rank(url):
         )  # the timeout is 60
 
 
+def test_symmetric_beside_another_call_is_a_mismatch_on_both(url):
+    for kind, text, seconds in ranks.run(2, bodies.symmetric_alone, url):
+        assert kind == "CollectiveMismatch" and "symmetric" in text and "all_reduce" in text, text
+        assert seconds < 1.0 + ranks.BUSY
+
+
+def test_a_job_that_is_stopped_as_a_whole_blames_nobody(url):
+    with ranks.start(2, bodies.all_stopped, url) as started:
+        pids = started.messages()
+        for how in (signal.SIGSTOP, signal.SIGCONT):
+            time.sleep(1.0)
+            for pid in pids:
+                os.kill(pid, how)
+        assert [_result(started, rank) for rank in range(2)] == ["fine"] * 2
+
+
 def test_a_monitor_that_fails_is_a_named_fault_on_all_ranks(url):
     for text in ranks.run(2, bodies.broken_monitor, url):
         assert "rank 0's monitor failed" in text

@@ -12,7 +12,7 @@ import tricomm
 from tests import ranks
 from tests.core.bodies import interrupt_bodies as bodies
 from tests.marks import some
-from tricomm.errors import InvalidArgument
+from tricomm.errors import GroupAborted, InvalidArgument
 
 SECONDS = 1.0 + ranks.BUSY
 
@@ -38,6 +38,13 @@ PAIRS = [(name, kind) for name in NAMES for kind in bodies.KINDS]
 @pytest.mark.parametrize(("name", "kind"), some(PAIRS, lambda number, _: number % 4 in (0, 3)))
 def test_some_lines(name, kind, tmp_path):
     check(name, kind, 20, tmp_path)
+
+
+def test_without_the_guard_the_lock_stays_taken_or_nobody_is_told(tmp_path):
+    tmp_path.chmod(0o700)
+    (mine, _), (others, _) = ranks.run(2, bodies.walk, str(tmp_path), "barrier", "Alarm", 12, True)
+    free = all(free for _, _, _, free in mine)
+    assert not free or any(theirs != "GroupAborted" for theirs, _, _ in others)
 
 
 def test_every_line_of_close():
@@ -79,6 +86,28 @@ def test_a_call_inside_a_call_is_refused_and_the_outer_one_goes_on(alone):
         assert torch.equal(alone.all_reduce(x), torch.full((3,), 2.0))
     assert "a call inside another call of the same thread" in refused[0] and "src=7" in refused[1]
     assert len(refused) == 4 and bodies.lock_is_free(alone)
+
+
+def test_an_interrupt_inside_a_call_inside_a_call_leaves_the_lock_to_the_outer_one(alone):
+    held = []
+
+    def handler():
+        with bodies.Walk(KeyboardInterrupt, None) as seen, pytest.raises(InvalidArgument):
+            alone.barrier()
+        with bodies.Walk(KeyboardInterrupt, seen.lines[3]), pytest.raises(KeyboardInterrupt):
+            alone.barrier()
+        held.append(alone._launcher.lock.mine())
+
+    in_the_middle(alone, handler)
+    with pytest.raises(GroupAborted, match="stopped by KeyboardInterrupt"):
+        alone.all_reduce(torch.ones(3))
+    assert held == [True] and bodies.lock_is_free(alone)
+
+
+def test_arguments_that_do_not_fit_cost_nothing(alone):
+    with pytest.raises(TypeError):
+        alone.all_reduce(torch.ones(3), nonsense=1)
+    alone.all_reduce(torch.ones(3))
 
 
 def check_set_up(every, tmp_path, timeout=90.0):

@@ -71,6 +71,16 @@ def message(control, peer):
     control.pages[0][layout.MESSAGE], control.pages[0][layout.MESSAGE_PEER] = 1, peer
 
 
+def test_a_dead_rank_is_seen_at_once_in_a_collective_whatever_is_queued_behind_it():
+    control = Control()
+    control.pages[0][layout.STARTED] = 5  # runs: its end is not later
+    control.pages[1][layout.ENDED] = 6
+    control.dead = {2}
+    message(control, 1)
+    fault, seconds = after(control, 3.0)
+    assert (fault.kind, fault.culprit) == ("PeerDied", 2) and seconds <= 0.1
+
+
 @pytest.mark.parametrize("gone", ["dead", "closed"])
 def test_a_message_has_a_second_from_when_its_peer_went(gone):
     control = Control()
@@ -92,6 +102,26 @@ def test_from_any_rank_leavers_are_done_without_until_all_have_left():
     assert after(control, 5.0)[0].kind == "PeerDied"
     control.closed, control.dead = set(), {2}
     assert after(control, 5.0)[0].culprit == 2
+
+
+def test_cpu_time_is_a_sign_of_life_and_a_stop_after_it_is_named_within_the_limit():
+    control = Control()
+    control.pages[0][layout.STARTED] = 5
+    control.pages[1][layout.ENDED] = 6
+    control.quiet = {2}
+    assert after(control, 200.0, works=lambda seconds: True) is None
+    assert after(control, 200.0, works=lambda seconds: seconds % 3.0 < 0.01) is None, "it waits for a disk"
+    for works in range(20, 23):
+        fault, seconds = after(control, 100.0, works=lambda now, end=works: now < end)
+        assert (fault.kind, fault.culprit) == ("PeerStalled", 2) and works + 29.0 < seconds < works + 31.0
+
+
+def test_a_message_that_has_ended_waits_for_nobody():
+    control = Control()
+    message(control, 1)
+    control.pages[0][layout.MESSAGE_ENDED] = 1
+    control.dead = {1}
+    assert after(control, 5.0) is None
 
 
 def test_a_late_rank_is_named_and_its_wait_is_counted():

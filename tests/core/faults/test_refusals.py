@@ -66,6 +66,16 @@ def test_every_refusal_on_one_rank_is_named_on_both(route, lasting, tmp_path):
     check(tmp_path, route, [(*place, lasting) for place in places(tmp_path / "first", route)])
 
 
+@pytest.mark.parametrize("without, kind, at, seen", [
+    ("names", "tensor", "core.group", "[init] RuntimeError"),
+    ("last exchange", "thread", "core.watch.watcher", "[all_reduce] GroupAborted"),
+])  # fmt: skip
+def test_without_the_protection_it_shows(without, kind, at, seen, tmp_path):
+    place = next(p for r, k, p in places(tmp_path / "first", "communicator") if r == 1 and k == kind and at in p)
+    results = run(tmp_path / "hurt", "communicator", kind, place, 1, False, without)
+    assert any(seen in text for (_, text, _), *_ in results), results
+
+
 @pytest.mark.parametrize("error", [TimeoutError("alarm"), ConnectionResetError(104, "reset"), OSError("of a handler")])
 def test_an_error_that_a_signal_handler_may_raise_keeps_its_class(error):
     assert entry_guard.name_refusal(error) is None

@@ -1,6 +1,8 @@
 """One thread watches over all groups of a process: it looks at busy ones always, at idle ones in turn."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -9,6 +11,7 @@ import pytest
 from tests import forked, ranks
 from tests.core.bodies import watcher_bodies as bodies
 from tricomm.core.watch.watcher import Watcher
+from tricomm.store import process
 
 
 class Group:
@@ -62,6 +65,25 @@ def test_a_process_that_ends_brings_every_groups_turn_forward():
     for group in groups:
         result.discard(group)
     assert least == 1 and sum(group.looks for group in groups) < 2 * len(groups)
+
+
+def test_who_is_discarded_is_not_looked_at_any_more():
+    class Slow(Group):
+        looking = False
+
+        def look(self, tick):
+            self.looking = True
+            time.sleep(0.2)
+            self.looking = False
+
+    slow, other, result = Slow(busy=True), Group(), Watcher(lambda: 0)
+    result.add(slow)
+    result.add(other)
+    while not slow.looking:
+        time.sleep(0.001)
+    result.discard(slow)
+    assert not slow.looking
+    result.discard(other)
 
 
 def test_hundreds_of_communicators_with_few_descriptors_and_one_thread(tmp_path):
@@ -129,3 +151,31 @@ def test_a_forked_child_ends_at_once_and_the_parent_goes_on(tmp_path):
     done = forking(tmp_path)
     assert done.stdout.split() == ["7", "True"], done.stderr
     assert len(list((tmp_path / "stats").glob("*.json"))) >= 1
+
+
+def test_without_the_look_at_forks_a_child_watches_its_parents_groups(tmp_path):
+    done = forking(tmp_path, "WATCHER.__class__.__init__ = lambda self: None")
+    assert "the parent's groups are watched in the child" in done.stderr
+
+
+def test_threads_look_at_one_process_at_the_same_time():
+    """The watcher and a rank that sets up a group share the one look at a peer's process."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        peer = process.watch(child.pid, process.start_time(child.pid))
+        wrong = []
+
+        def look():
+            try:
+                for _ in range(3000):
+                    assert peer.alive()
+            except BaseException as error:
+                wrong.append(error)
+
+        threads = [threading.Thread(target=look) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        child.stdin.close()
+        child.wait()
+        assert wrong == [] and not peer.alive()

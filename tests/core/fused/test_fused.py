@@ -10,6 +10,7 @@ import torch
 import tricomm
 from tests.core.fused import fused_reference as reference
 from tests.marks import some
+from tricomm.core import fused_kernels
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 POISON = 77.0
@@ -120,6 +121,25 @@ def test_static_fp8_is_the_nearest_code_and_saturates(scale, protocol):
         assert torch.equal(codes.view(torch.uint8), results[0].codes.view(torch.uint8))
 
 
+@ROUTES
+def test_fp8_with_a_scale_for_each_token(protocol):
+    def body(comm):
+        x, residual, weight = reference.inputs(comm.rank, 5, 48, torch.float32)
+        x[2], residual[2] = 0, 0  # a row of zeros has the least scale
+        norm_out = poisoned(5, 48, dtype=x.dtype)
+        return comm.all_reduce_rms_norm_quantized(
+            x, residual, weight, quantize="fp8_per_token", norm_out=norm_out, scale_out=torch.full((5, 1), POISON),
+            protocol=protocol,
+        )  # fmt: skip
+
+    for codes, scales, _, norm in on_all(body):
+        largest = norm.double().abs().amax(-1, keepdim=True)
+        exact = (largest / 448).clamp(min=1 / (512 * 448))
+        assert scales.shape == (5, 1) and torch.allclose(scales.double(), exact, rtol=1e-7, atol=0)
+        assert reference.rounded(codes.double(), norm.double() / scales.double(), reference.E4M3)
+        assert not codes[2].float().any()
+
+
 @pytest.mark.parametrize(
     ("layout", "rows", "hidden", "protocol"),
     [
@@ -155,6 +175,46 @@ def test_nvfp4_has_its_scales_where_the_layout_says(layout, rows, hidden, protoc
         else:
             assert scales.shape == (-(-rows // 128) * 128, -(-hidden // 64) * 4)
             assert scales.view(torch.float8_e4m3fn).double().sum() == result.sum()  # what pads them is 0
+
+
+@ROUTES
+def test_special_values_stay_in_their_row(protocol):
+    def body(comm):
+        x = torch.ones(6, 16)
+        x[0, 3], x[1, 3], x[2], x[3] = float("nan"), float("inf"), 0, 2.0**60
+        x[4], x[5] = 2.0**-60, 3.0
+        weight = torch.ones(16)
+        plain = comm.all_reduce_rms_norm(x, None, weight, 0.0, protocol=protocol)
+        huge = comm.all_reduce_rms_norm(x, None, weight, 1e30, protocol=protocol)
+        codes = comm.all_reduce_rms_norm_quantized(
+            x, None, weight, 0.0, quantize="fp8_per_token", protocol=protocol
+        )  # fmt: skip
+        return plain, huge, codes
+
+    for (norm, residual), (small, _), codes in on_all(body):
+        assert norm[0].isnan().all() and residual[0].isnan().sum() == 1
+        assert norm[1, 3].isnan() and not norm[1, torch.arange(16) != 3].any()
+        assert norm[2].isnan().all()  # eps 0: zero times infinity
+        assert torch.equal(norm[3:], torch.ones(3, 16))
+        assert torch.equal(small[2], torch.zeros(16)) and torch.allclose(small[5], torch.full((16,), 6e-15))
+        assert codes.codes[0].isnan().all() and torch.equal(codes.codes[3:].float(), torch.full((3, 16), 448.0))
+
+
+def test_scales_may_begin_anywhere(monkeypatch):
+    """They take no part in whether a kernel reads words of 16 bytes."""
+    result, make = [], fused_kernels.make
+    monkeypatch.setattr(fused_kernels, "make", lambda *given: result.append(given[3]) or make(*given))
+
+    def body(comm):
+        x, weight, scales = torch.ones(4, 32), torch.ones(32), torch.full((5,), 0.5)
+        codes = comm.all_reduce_rms_norm_quantized(x, None, weight, 0.0, quantize="fp8", scale=scales[1]).codes
+        comm.all_reduce_rms_norm_quantized(x, None, weight, 0.0, quantize="fp8_per_token", scale_out=scales[1:, None])
+        comm.all_reduce_rms_norm(torch.ones(129)[1:].view(4, 32), None, weight)
+        return codes.float(), scales
+
+    ((codes, scales),) = on_all(body, 1)
+    assert (codes == 2).all() and scales[0] == 0.5 and torch.allclose(scales[1:], torch.tensor(1 / 448))
+    assert result == [True, True, False]
 
 
 def _refused(**changes):
@@ -231,6 +291,37 @@ def test_ranks_that_differ_in_what_follows_the_sum_are_named(change, protocol):
 
     for text in on_all(body):
         assert text.count("all_reduce_rms_norm(op=32,eps 1e-") == 2
+
+
+@pytest.mark.parametrize("other", ["rows", "plain", "quantize"])
+def test_ranks_that_make_other_calls_are_named(other):
+    def body(comm):
+        x, weight = torch.ones(4, 32), torch.ones(32)
+        calls = {
+            "rows": lambda: comm.all_reduce_rms_norm(torch.ones(8, 16), None, torch.ones(16)),
+            "plain": lambda: comm.all_reduce(x),
+            "quantize": lambda: comm.all_reduce_rms_norm_quantized(x, None, weight, quantize="fp8_per_token"),
+        }
+        with pytest.raises(CollectiveMismatch) as error:
+            calls[other]() if comm.rank else comm.all_reduce_rms_norm(x, None, weight)
+        return str(error.value)
+
+    words = {"rows": "op=16,", "plain": "all_reduce(op=sum", "quantize": "fp8_per_token"}[other]
+    assert all(words in text and "all_reduce_rms_norm(op=32," in text for text in on_all(body))
+
+
+@ROUTES
+def test_no_rows_on_one_rank_are_a_call_that_it_does_not_make(protocol):
+    """As of every collective: its next call is another one than the others' first."""
+
+    def body(comm):
+        x = torch.ones(4 * (comm.rank != 1), 32)
+        with pytest.raises(CollectiveMismatch) as error:
+            comm.all_reduce_rms_norm(x, None, torch.ones(32), protocol=protocol)
+            comm.barrier()
+        return str(error.value)
+
+    assert all("all_reduce_rms_norm(op=32," in text and "barrier" in text for text in on_all(body, 3))
 
 
 def test_explain_and_the_counters_say_what_runs_it():

@@ -36,6 +36,32 @@ def test_tiny_rows_and_weights_near_the_bias_stay_within_an_ulp(dtype, protocol)
         assert bool(((biased.double() - exact).abs() <= 0.6 * torch.finfo(dtype).eps * exact.abs()).all())
 
 
+def test_unfused_squares_are_added_by_words_as_fused_ones_are():
+    """Rows of which a norm has other bits if each square is cut by itself."""
+
+    def body(comm):
+        x = torch.cat([torch.randn(8, 512, generator=torch.Generator().manual_seed(n)).half() for n in (40, 166)])
+        ones = torch.ones(512, dtype=x.dtype)
+        return [comm.all_reduce_rms_norm(x, None, ones, 0.0, protocol=protocol)[0] for protocol in (None, "simple")]
+
+    ((fused, unfused),) = on_all(body, 1)
+    assert torch.equal(fused, unfused)
+
+
+def test_an_infinite_norm_has_an_infinite_scale_and_a_nan_one_code():
+    def body(comm):
+        x, weight = torch.ones(2, 32), torch.ones(32)
+        x[1, 4], weight[3] = -float("nan"), torch.inf
+        return [
+            comm.all_reduce_rms_norm_quantized(x, None, weight, quantize="fp8_per_token", protocol=protocol)
+            for protocol in (None, "simple")
+        ]
+
+    for codes, scales, _, _ in on_all(body, 1)[0]:
+        rows = codes.view(torch.uint8).tolist()
+        assert scales[0, 0] == torch.inf and rows == [[0] * 3 + [0x7F] + [0] * 28, [0x7F] * 32]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)])
 def test_fused_or_not_the_bits_are_the_same(dtype):
     """Rows of many magnitudes, of special values, and of infinite norms; any NaN has the same code."""

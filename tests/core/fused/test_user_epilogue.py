@@ -26,6 +26,18 @@ def scaled_relu(row, operands, SPEC: tl.constexpr):
             tl.store(out + row.number * SPEC.HIDDEN + at, value, mask=inside)
 
 
+@triton.jit
+def prepared_bias(number, operands, SPEC: tl.constexpr):
+    at, inside = columns_at(0, 0, SPEC)
+    return tl.load(operands[1] + at, mask=inside, other=0)
+
+
+@triton.jit
+def first_of_a_word(row, operands, SPEC: tl.constexpr):
+    at, inside = columns_at(0, 0, SPEC)
+    tl.store(operands[0] + row.number * SPEC.HIDDEN + at, values(row, 0, 0, SPEC) + row.prepared, mask=inside)
+
+
 def numbers(rank, rows=5, hidden=40, dtype=torch.bfloat16):
     return torch.randint(-4, 5, (rows, hidden), generator=torch.Generator().manual_seed(rank)).to(dtype)
 
@@ -48,6 +60,18 @@ def test_each_row_goes_through_the_function(compiled):
     exact = ((numbers(0).float() + numbers(1).float() + bias) * 0.5).clamp(min=0).half()
     for results in tricomm.simulate(body, 2, compiled=compiled):
         assert all(torch.equal(out, exact) for out in results)
+
+
+def test_operands_may_be_loaded_before_the_row_is_there():
+    def body(comm):
+        out = torch.zeros(3, 16)
+        bias = torch.arange(16.0)
+        comm.all_reduce_rows(numbers(comm.rank, 3, 16), first_of_a_word, out, bias, prepare=prepared_bias)
+        return out
+
+    exact = (numbers(0, 3, 16) + numbers(1, 3, 16)).float() + torch.arange(16.0)
+    for out in tricomm.simulate(body, 2):
+        assert torch.equal(out[:, ::4], exact[:, ::4]) and not out[:, 1::4].any()
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent():

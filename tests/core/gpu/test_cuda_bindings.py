@@ -11,7 +11,7 @@ import torch
 
 from tricomm import cuda_bindings
 from tricomm.core import nccl
-from tricomm.cuda_bindings import refusal
+from tricomm.cuda_bindings import load_bindings, refusal
 from tricomm.errors import ResourceError
 from tricomm.kernels.launch.cuda_launcher import TorchDevice
 from tricomm.perf.system import doctor
@@ -80,3 +80,18 @@ def test_doctor_names_a_version_that_will_do(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(pytest.importorskip("cuda.bindings"), "__version__", "12.9.1")
     (finding,) = doctor._bindings()
     assert finding.verdict == doctor.PASS and "cuda-bindings 12.9.1" in finding.text
+
+
+@pytest.mark.usefixtures("old")
+def test_without_the_check_old_bindings_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ResourceError):
+        load_bindings("driver")
+    monkeypatch.setattr(cuda_bindings, "refusal", lambda version: None)
+    assert load_bindings("driver") is sys.modules["cuda.bindings.driver"]
+
+
+def test_nothing_imports_the_bindings_by_another_way() -> None:
+    pattern = re.compile(r"^\s*(from cuda[. ]|import cuda\b)|import_module\(f?\"cuda", re.MULTILINE)
+    folders = [ROOT / name for name in ("tricomm", "kernels", "store", "perf")]
+    results = {p.name for folder in folders for p in folder.rglob("*.py") if pattern.search(p.read_text())}
+    assert results == {"cuda_bindings.py"}

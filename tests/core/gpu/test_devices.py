@@ -37,6 +37,15 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize("device", ["cuda:2", "cuda:9", torch.device("cuda", 7)])
+def test_a_device_that_is_not_there_is_refused_with_those_that_are(device: Any) -> None:
+    with pytest.raises(
+        InvalidArgument, match=r"cuda:0 \(GPU number 0\), cuda:1 \(GPU number 1\).*CUDA_VISIBLE_DEVICES"
+    ):
+        pick_device(device)
+
+
+@pytest.mark.usefixtures("two_gpus")
 def test_it_is_refused_before_anybody_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(*_: Any) -> Any:
         raise AssertionError("the store was opened")
@@ -100,6 +109,12 @@ def test_ranks_on_one_gpu_are_refused_on_all_ranks_and_named(monkeypatch: pytest
     assert job.world.log == [], "no GPU memory was asked for"
 
 
+def test_a_topology_that_is_given_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = Options(arena_bytes=2 << 20, topology=presets.pcie(2))
+    for text in Job(monkeypatch, [1, 1]).join(lambda rank: given):
+        assert "ranks 0, 1 are on one GPU" in text
+
+
 @pytest.mark.parametrize("devices", [[0, 0], [0, 1, 0]])
 def test_it_is_possible_where_it_is_meant(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, devices)
@@ -107,9 +122,25 @@ def test_it_is_possible_where_it_is_meant(devices: list[int], monkeypatch: pytes
     job.world.verify()
 
 
+def test_gpus_of_their_own_need_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Job(monkeypatch, [1, 0]).join(lambda rank: OWN) == ["cuda_vmm"] * 2
+
+
 @pytest.mark.parametrize("name", ["TRICOMM_SHARE_DEVICE", "NCCL_MULTI_RANK_GPU_ENABLE"])
 def test_the_environment_may_say_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
+    assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_vmm"] * 2
+
+
+def test_all_ranks_of_a_gpu_have_to_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = Job(monkeypatch, [0, 0])
+    said = iter([True, False])
+    monkeypatch.setattr(env, "share_device", lambda: next(said))  # the ranks are threads of one process here
+    assert all("ranks 0, 1 are on one GPU" in text for text in job.join(lambda rank: OWN))
+
+
+def test_without_the_check_they_share_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology_agreement, "_refuse_shared", lambda uuids, may_share: None)
     assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_vmm"] * 2
 
 

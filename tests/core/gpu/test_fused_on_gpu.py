@@ -3,6 +3,9 @@ one does; graphs; the host's part of it."""
 
 from __future__ import annotations
 
+import inspect
+import textwrap
+
 import pytest
 import torch
 
@@ -10,6 +13,8 @@ from tests.core.fused import fused_reference as reference
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.gpu.test_host_path import ONE_OF_EACH, Operations, asked, kept_and_used
 from tricomm import GroupAborted
+from tricomm.core.calls import fused_repeat
+from tricomm.core.calls.fused_repeat import FusedRepeats
 from tricomm.errors import InvalidArgument
 from tricomm.perf import null_launch
 
@@ -130,10 +135,47 @@ def test_a_call_again_refuses_what_the_first_one_does(known):
     assert right(given, call(known, *given))
 
 
+LOOKS = {
+    "type(t) in _PLAIN": lambda g: (*g[:2], type("Wrapped", (torch.Tensor,), {})(g[2]), *g[3:]),
+    "and t.dtype is dtype": BAD["type"][0],
+    "and t.shape == shape": BAD["shape"][0],
+    "and t.device == device": BAD["another device"][0],
+    "and t.is_contiguous()": BAD["gaps"][0],
+    "and not (t.requires_grad and grad)": BAD["grad"][0],
+    "and not t.is_neg()": BAD["negated"][0],
+    "and len(t.untyped_storage()) >= t.storage_offset() * itemsize + nbytes": BAD["freed"][0],
+    "if start < first + more and first < start + nbytes and not (may_be and start == first):": BAD["over another"][0],
+}
+
+
+@pytest.mark.parametrize("line", LOOKS)
+def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(known, monkeypatch, line):
+    source = textwrap.dedent(inspect.getsource(FusedRepeats._looked_at))
+    assert source.count(line) == 1
+    other = "if False:" if line.startswith("if") else "True" if line.startswith("type") else ""
+    names = dict(vars(fused_repeat))
+    exec("from __future__ import annotations\n" + source.replace(line, other), names)
+    (call_known,) = (each for each in known._planner.prepared.values() if isinstance(each, fused_repeat.KnownCall))
+    x, residual, weight, norm_out, residual_out = LOOKS[line](tensors())
+    given = (x, residual_out, weight, residual, norm_out, None, None, None)
+    repeats = known._fused._repeats
+    assert repeats._looked_at(call_known, given) is None
+    assert names["_looked_at"](repeats, call_known, given) is not None
+
+
 def test_a_fault_ends_calls_that_were_made_before(known):
     known._faults.abort(GroupAborted, "as a test wants it")
     with pytest.raises(GroupAborted, match="as a test wants it"):
         call(known, *tensors())
+
+
+def test_plans_that_are_forgotten_are_made_anew(known):
+    known.time_calls(1)
+    given = tensors(7)
+    assert right(given, call(known, *given))
+    known.time_calls(0)
+    given = tensors(8)
+    assert right(given, call(known, *given))
 
 
 def test_a_call_again_leaves_no_object_and_asks_torch_for_no_memory():

@@ -34,6 +34,24 @@ def test_an_eager_and_a_captured_call_ask_the_same_three_things_once(comm, world
     assert asked(world, lambda: comm.all_reduce(x)) == ONE_OF_EACH
 
 
+def test_an_asynchronous_call_makes_an_event_and_no_stream(comm, world):
+    result = asked(world, lambda: comm.all_reduce(torch.ones(8), async_op=True))
+    assert result == {
+        **ONE_OF_EACH, "_cuda_getCurrentRawStream": 2, "_cuda_isCurrentStreamCapturing": 2, "Event": 1,
+    }  # fmt: skip
+    side = world.new_stream(torch.device("cuda", MINE))
+    with world.capture(side):
+        comm.all_reduce(torch.ones(8), async_op=True)
+        assert world.log[-1] == f"event on {side}", "not on the stream of the last eager call"
+
+
+def test_a_change_of_streams_makes_the_objects_that_order_them(comm, world):
+    """What the count would show if every call followed its stream by torch's objects."""
+    with world.stream(world.new_stream(torch.device("cuda", MINE))):
+        result = asked(world, lambda: comm.all_reduce(torch.ones(8)))
+    assert result["current_stream"] == 1 and result["_cuda_isCurrentStreamCapturing"] == 1
+
+
 def test_every_other_collective_asks_once_whether_it_is_captured(comm, world):
     x, y = torch.ones(8), torch.ones(8)
     for call in (lambda: comm.all_reduce(x, out=y), lambda: comm.all_gather(x, out=y), lambda: comm.broadcast(x, 0)):
@@ -41,6 +59,21 @@ def test_every_other_collective_asks_once_whether_it_is_captured(comm, world):
         assert asked(world, call)["_cuda_isCurrentStreamCapturing"] == 1
         with world.capture(world.new_stream(torch.device("cuda", MINE))):
             assert asked(world, call)["_cuda_isCurrentStreamCapturing"] == 1
+
+
+def test_a_captured_call_has_the_plan_of_its_mode_and_the_memory_of_its_own(comm, world):
+    x, y = torch.ones(8), torch.ones(8)
+    comm.all_reduce(x)
+    eager = device_of(comm).launches[-1]
+    with world.capture(world.new_stream(torch.device("cuda", MINE))):
+        comm.all_reduce(x)
+        comm.all_reduce(y)
+    first, second = device_of(comm).launches[-2:]
+    assert first.words[:2] == eager.words[:2] == [x.data_ptr()] * 2 and second.words[:2] == [y.data_ptr()] * 2
+    modes = {plan.mode: plan.fingerprint for plan in comm._planner.plans.values() if plan.numel == 8}
+    numbers = [launch.words[-3] for launch in (eager, first, second)]
+    assert [n & 0xFFFFFFFF for n in numbers] == [modes["eager"], modes["graph"], modes["graph"]]
+    assert [n >> 32 for n in numbers] == [numbers[0] >> 32, (numbers[0] >> 32) + 1, (numbers[0] >> 32) + 2]
 
 
 def test_a_repeated_launch_that_is_refused_loses_the_group(comm, world):

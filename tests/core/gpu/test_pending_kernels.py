@@ -11,6 +11,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tests.core.bodies import right_device_bodies as bodies
 from tests.core.gpu.conftest import MINE
+from tests.kernels.fake_streams import FakeEvent, FakeStream
 from tricomm import InvalidArgument
 from tricomm.c10d import dispatch, streams
 from tricomm.c10d.group_calls import GroupCall
@@ -64,6 +65,13 @@ def test_no_call_that_is_known_waits_for_the_device(newest_first, comm, world):
             assert torch.equal(x, want) and torch.equal(y, torch.full((8,), -2.0) if in_place else want), name
 
 
+def test_without_the_order_of_streams_calls_overtake_each_other(comm, world, monkeypatch):
+    monkeypatch.setattr(FakeStream, "wait_stream", lambda stream, other: None)
+    monkeypatch.setattr(FakeEvent, "wait", lambda event, stream: None)
+    made_on_two_streams(comm, world, True)
+    assert world.ran != sorted(world.ran)
+
+
 def overtaken(comm, world):
     """Whether a call on another stream can run before a kernel that was queued after the last call on its stream."""
     first, second = (world.new_stream(torch.device("cuda", MINE)) for _ in range(2))
@@ -108,6 +116,14 @@ def test_an_asynchronous_barrier_under_torch_returns_before_it_has_run(comm, wor
     assert work.wait() and work.is_completed()
 
 
+def test_a_captured_call_has_nothing_to_ask_and_is_ordered_inside_of_its_capture_alone(comm, world):
+    side, x = world.new_stream(torch.device("cuda", MINE)), torch.ones(8)
+    with world.capture(side) as graph:
+        work = comm.all_reduce(x, async_op=True)
+        assert work.is_completed() and work.wait(timeout=5.0) is x
+    assert len(graph) == 1 and work.is_completed() and work.wait(timeout=5.0) is x
+
+
 def test_memory_is_neither_taken_nor_given_back_in_a_capture(comm, world):
     """CUDA would refuse it, and the capture would be lost. A user's kernel is captured."""
     x, comm._store = torch.ones(8), HashStore()
@@ -128,3 +144,15 @@ def test_memory_is_neither_taken_nor_given_back_in_a_capture(comm, world):
         node()
     assert torch.equal(x, torch.full((8,), 7.0))
     assert torch.equal(comm.symmetric((8,), torch.float32).local, torch.zeros(8))
+
+
+def test_times_that_are_asked_for_in_a_capture_are_those_of_later_calls(comm, world):
+    x = torch.ones(8)
+    with world.capture(world.new_stream(torch.device("cuda", MINE))):
+        comm.time_calls(1)
+        comm.stats()
+    for _ in range(2):
+        comm.all_reduce(x)
+        with world.capture(world.new_stream(torch.device("cuda", MINE))):
+            comm.all_reduce(x)
+    assert sum(row.timed for row in comm.stats().calls) == 2

@@ -141,6 +141,23 @@ def test_the_right_device_whatever_is_current(comm, world, entry, situation):
     assert world.used <= ({MINE} if situation in ("nothing", "mine", "somebodys_context") else {MINE, OTHER})
 
 
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_call_runs_on_the_devices_own_current_stream(comm, world, situation):
+    def call():
+        with SITUATIONS[situation](world):
+            side = world.new_stream(torch.device("cuda", MINE))
+            with world.stream(side):
+                comm.all_reduce(torch.ones(8))
+                assert f"{side} waits for stream 0 of cuda:1" in world.log
+            assert device_of(comm).launches[-1].stream == side.cuda_stream
+            with world.stream(world.new_stream(torch.device("cuda", OTHER))):
+                comm.all_reduce(torch.ones(8))
+            assert device_of(comm).launches[-1].stream == 0
+            assert world.log[-2:] == [f"stream 0 of cuda:1 waits for an event on {side}", "event on stream 0 of cuda:1"]
+
+    in_a_thread(call)
+
+
 def test_a_call_is_captured_with_its_own_device_and_refused_with_another(comm, world):
     side = world.new_stream(torch.device("cuda", MINE))
     x = torch.full((8,), 2.0)
@@ -188,6 +205,19 @@ class FakeFuture:
         pass
 
 
+def test_without_the_guard_another_devices_context_is_used(comm, world, monkeypatch):
+    """What the guard is for: events on the wrong device, and a question that makes a context on a device of no use."""
+    monkeypatch.setattr(comm._gpu, "current_device", lambda: MINE)
+
+    def call():
+        with other(world):
+            comm.launch(bodies.fill, 1, torch.zeros(8), N=8)
+
+    in_a_thread(call)
+    assert set(world.complaints) >= {"a user's kernel ran on cuda:0", "made a context on cuda:0, which nobody uses"}
+    world.complaints.clear()
+
+
 def test_a_launch_that_is_refused_says_why_and_loses_the_group(comm, world):
     fake = device_of(comm)
     fake.failures[("cuLaunchKernel", fake.calls.count("cuLaunchKernel") + 1)] = Result.CUDA_ERROR_OUT_OF_MEMORY
@@ -211,6 +241,13 @@ def test_a_graph_that_outlives_its_group_is_harmless(tmp_path):
     tmp_path.chmod(0o700)
     for took, text in ranks.run(2, bodies.replays_after_close, f"file://{tmp_path}/store", "kept"):
         assert took < 10.0 and "closed; make a new communicator" in text
+
+
+def test_without_that_a_replay_touches_memory_that_is_gone(tmp_path):
+    tmp_path.chmod(0o700)
+    with ranks.start(2, bodies.replays_after_close, f"file://{tmp_path}/store", "unprotected") as started:
+        outcome = started.results()[0]
+    assert outcome.value is None and outcome.code in (-11, -7, None), outcome
 
 
 def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the_end(comm, world, monkeypatch):

@@ -11,6 +11,13 @@ def scaled(x_ptr, pair, n, f, flag, one, big, N: tl.constexpr):
 
 
 @triton.jit
+def hungry(x_ptr, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(x_ptr + i[:, None] * N + i[None, :])
+    tl.store(x_ptr + i[None, :] * N + i[:, None], tl.dot(x, x))
+
+
+@triton.jit
 def filled(x_ptr, value, N: tl.constexpr):
     i = tl.arange(0, N)
     tl.store(x_ptr + i, i + value)

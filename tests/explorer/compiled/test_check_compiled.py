@@ -119,6 +119,18 @@ def handed_over(flag: bool, **launch_options: int):
     return fn
 
 
+@pytest.mark.parametrize("launch_options", [{}, {"num_warps": 1}, {"num_warps": 8}])
+def test_a_users_kernel(launch_options):
+    first, second = tricomm.simulate(handed_over(True, **launch_options), 2, compiled="sm_90")
+    assert torch.equal(second, torch.arange(64) * 0.5) and not first.any()
+    assert tricomm.check(handed_over(True, **launch_options), 2, 3, compiled="sm_90").ok
+
+
+def test_a_number_of_warps_that_triton_refuses_is_the_callers_mistake():
+    with pytest.raises(InvalidArgument, match="do not fit.*power of 2"):
+        tricomm.simulate(handed_over(True, num_warps=3), 2, compiled="sm_90")
+
+
 def test_a_finding_names_the_python_line_and_the_instruction(tmp_path):
     report = tricomm.check(handed_over(False), 2, 20, compiled="sm_90", identical=False)
     assert {f.kind for f in report.findings} <= {"race", "uninitialised"} and not report.ok
@@ -190,11 +202,56 @@ def test_a_kernel_that_never_ends_is_stopped_with_its_lines():
     assert report.findings[0].where[0].startswith(f"{__file__}:")
 
 
+@triton.jit
+def _lonely(flag_ptr):
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != 1:
+        pass
+
+
+def test_a_deadlock_names_the_word_that_is_polled():
+    def fn(comm):
+        flags = comm.symmetric((1,), torch.int32)
+        comm.launch(_lonely, 1, flags.local)
+
+    report = tricomm.check(fn, 1, 1, compiled="sm_90")
+    (finding,) = report.findings
+    assert finding.kind == "deadlock" and len(finding.ranks) == 2
+    assert all(where.startswith(f"{__file__}:") for where in finding.where)
+    assert "_lonely (warp 0) waits" in finding.text and "symmetric memory" in finding.text
+    assert "_lonely (warps 1, 2, 3) waits for threads of its block" in finding.text
+
+
+def _waits_for_rank_1(comm):
+    flags = comm.symmetric((1,), torch.int32)
+    assert comm.rank == 0, "rank 1 sends nothing"
+    comm.launch(_lonely, 1, flags.local)
+
+
+def test_that_a_kernel_waits_for_a_rank_that_has_failed_is_a_consequence():
+    report = tricomm.check(_waits_for_rank_1, 2, 1, compiled="sm_90")
+    assert [f.kind for f in report.findings] == ["wrong_result"] and report.steps < 100
+
+
 def test_a_kernel_that_never_reads_the_abort_word_is_a_deadlock_soon_after_the_abort():
     """It is given the rounds that a shipped kernel needs to read the word, once."""
     report = tricomm.check(handed_over(True), 2, 8, faults=["drop"], compiled="sm_90")
     assert [f.kind for f in report.findings] == ["deadlock"], report
     assert "aborted, but still running" in report.findings[0].text and report.steps < 1000, report.steps
+
+
+@triton.jit
+def _sum(x_ptr, out_ptr, N: tl.constexpr):
+    tl.store(out_ptr, tl.sum(tl.load(x_ptr + tl.arange(0, N)), 0))
+
+
+@pytest.mark.parametrize("elements", [16, 64])
+def test_warps_that_copy_a_small_tile_into_shared_memory_do_not_race(elements):
+    def fn(comm):
+        x, out = torch.arange(elements, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        comm.launch(_sum, 1, x, out, N=elements, num_warps=4)
+        assert out[0] == x.sum()
+
+    assert tricomm.check(fn, 1, 3, compiled="sm_90").ok
 
 
 @triton.jit

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.explorer.compiled.small_kernels import scaled
 from tricomm import simulate
 from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, PeerDied
+from tricomm.explorer.compiled.compiled_runtime import checked_options
+from tricomm.explorer.ptx.global_memory import BadAddress
+from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.launch import cuda_launcher
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
+from tricomm.kernels.launch.cuda_launcher import make_launcher
 
 SIZE, COUNT = 2, 300
 
@@ -96,6 +107,26 @@ def test_a_call_returns_before_its_kernel_has_run_and_the_result_is_there_when_i
         assert torch.equal(x, expected) and (seen == expected.numpy()).all()
 
 
+def test_a_captured_call_is_replayed_with_what_its_tensors_hold_then():
+    def body(comm):
+        x = inputs(comm.rank)
+        comm.all_reduce(x.clone())
+        graph, made = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            y = x * 2
+            comm.all_reduce(y)
+        for call in range(3):
+            x.copy_(inputs(comm.rank, call=call))
+            graph.replay()
+            made.append(y.clone())
+        comm.close()  # a group that is in a graph tells its kernels to leave, which is no fault
+        return made
+
+    for made in ran(body):
+        for call, y in enumerate(made):
+            assert torch.equal(y, 2 * sum(inputs(rank, call=call) for rank in range(SIZE)))
+
+
 def test_a_graph_is_replayed_after_its_communicator_has_slept():
     def body(comm):
         x, made = inputs(comm.rank), []
@@ -147,6 +178,45 @@ def test_a_replay_beside_an_eager_call_is_noticed():
     assert noticed == {"overlapped", "mismatch"}
 
 
+def test_a_users_kernel_runs_with_tritons_own_specialisation():
+    def body(comm):
+        x, pair = torch.zeros(64), torch.arange(65, dtype=torch.float32)
+        comm.launch(scaled, 1, x, (pair, pair[1:], 5), 48, 2.5, True, 1, 1 << 40, N=64, num_warps=2)
+        return x
+
+    (x,) = ran(body, 1)
+    assert torch.equal(x[:48], torch.arange(48) * 2.5 + 1 + 2.0**41) and not x[48:].any()
+
+
+def test_a_wrong_hint_of_alignment_shows():
+    kernel = next(k for k in registry.KERNELS if k.name == "all_reduce_one_shot_ll")
+    constexprs = {**COMPILE_OPTIONS, "WORLD_SIZE": 1, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum",
+                  "ELEMENT": "float32", "ALIGNED": True, **kernel.fixed}  # fmt: skip
+
+    def body(comm):
+        group = layout.group_argument(comm.group_table, comm.group_table, 1)
+        launch = make_launcher(kernel.function, 1, constexprs, 32, True, (), group, comm.gpu.driver)
+        x = torch.zeros(4097)
+        assert x.data_ptr() % 16 == 0
+        with comm.gpu.driver.holding((x, comm.group_table)):
+            launch(x[1:], x[1:], 4096, 1 << 32)
+        comm.synchronize()
+
+    with pytest.raises(BadAddress, match="align|divide|multiple"):
+        ran(body, 1)
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_calls_that_do_not_match_are_named(synchronized):
+    def body(comm):
+        comm.all_reduce(torch.zeros(COUNT + comm.rank))
+        if synchronized:
+            comm.synchronize()
+
+    with pytest.raises(CollectiveMismatch, match="count=301"):
+        ran(body)
+
+
 def test_a_rank_that_ends_in_an_error_is_dead_to_the_others():
     seen = []
 
@@ -166,3 +236,28 @@ def test_a_rank_that_ends_in_an_error_is_dead_to_the_others():
     with pytest.raises(KeyError, match="mine"):
         ran(body)
     assert "rank 1" in seen[0]
+
+
+def test_an_endless_kernel_of_a_user_and_a_grid_too_large_are_named():
+    def body(comm):
+        x = torch.zeros(64)
+        comm.launch(scaled, (1, 1 << 17), x, (x, x, 5), 16, 1.0, True, 1, 1, N=64)
+
+    with pytest.raises(InvalidArgument, match="scaled: a grid of"):
+        ran(body, 1)
+
+
+def test_a_compile_may_take_longer_than_other_host_code(monkeypatch):
+    compile_kernel = cuda_launcher.compile_kernel
+
+    def slow(*args):
+        time.sleep(1.5)
+        return compile_kernel(*args)
+
+    monkeypatch.setattr(cuda_launcher, "compile_kernel", slow)
+    monkeypatch.setattr(cuda_launcher, "_compiled", {})
+    monkeypatch.setattr(cuda_launcher, "_loaded", {})
+    options = replace(checked_options(1, None), stall_timeout=0.5)
+    assert ran(lambda comm: comm.all_reduce(torch.ones(4)).sum().item(), 1, options=options) == [4.0]
+    with pytest.raises(InvalidArgument, match="has not come back to tricomm for 0.5 s"):
+        ran(lambda comm: time.sleep(1.5), 1, options=options)

@@ -19,7 +19,7 @@ from tests.explorer.compiled.stub_executor import StubExecutor, gpu
 from tricomm import check
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled import events, module_table, user_launch
-from tricomm.explorer.compiled.compiled_runtime import checked_options
+from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
 from tricomm.explorer.compiled.driver import CudaResult, FunctionAttribute
 from tricomm.explorer.ptx import loaded_kernel
 from tricomm.kernels import layout
@@ -66,6 +66,33 @@ def test_the_launch_path_of_a_gpu_gives_the_machine_the_ptx_of_the_cubin_and_its
     assert words == (x.data_ptr(), y.data_ptr(), GROUP.data_ptr(), *ARGUMENT[1:], 64, 5 << 32 | 0xFFFFFFFF, 0, 0)
     assert [(p.offset, p.size) for p in launch.loaded.kernel.parameters] == list(launch.loaded.layout)
     assert (launch.grid, launch.threads, launch.stream) == ((8, 1, 1), (256, 1, 1), 0)
+
+
+def test_a_users_kernel_is_specialised_and_packed_as_tritons_dispatch_does():
+    simulated = device()
+    x = torch.zeros(64)
+    args = (x, (x, x[1:], 5), 16, 2.5, True, 1, 1 << 40)
+    run = user_launch.prepare(simulated.driver, scaled, 3, args, {"N": 64, "num_warps": 2})
+    side = simulated.new_stream()
+    with side:
+        run()
+    (launch,) = simulated.streams.executor.started
+    assert (launch.grid, launch.threads, launch.stream) == ((3, 1, 1), (64, 1, 1), side.cuda_stream)
+    values = struct.unpack("<3Q2If?3xQ", launch.parameters[:48])
+    assert values == (x.data_ptr(), x.data_ptr(), x.data_ptr() + 4, 5, 16, 2.5, True, 1 << 40), "the 1 is compiled in"
+    assert all(any(t is given for t in launch.tensors) for given in (x,))
+
+
+def test_a_users_function_is_that_of_the_context_that_has_loaded_it(monkeypatch):
+    """Handles are numbers from the same one on in every context."""
+    rank, x = next(_ranks), torch.zeros(64)
+    for number in range(2):
+        monkeypatch.setattr(module_table, "_contexts", {})
+        simulated = gpu(StubExecutor(), rank=rank)
+        if number == 1:
+            bound(simulated)
+        user_launch.prepare(simulated.driver, small_kernels.shifted, 1, (x,), {"N": 32})()
+        assert simulated.streams.executor.started[-1].loaded.name == "shifted"
 
 
 def test_arguments_that_do_not_fit_are_refused():
@@ -133,6 +160,12 @@ def test_a_cubin_without_ptx_is_refused_by_name(monkeypatch):
         monkeypatch.setattr(compiler, "_by_cubin", {})
         assert image[:4] == b"\x7fELF"
         driver.cuModuleGetFunction(0, made.metadata.name.encode())
+
+
+@pytest.mark.parametrize("architecture", ["sm_91", "gfx90a", "90", 90])
+def test_an_architecture_that_triton_does_not_know_is_refused(architecture):
+    with pytest.raises(InvalidArgument, match="is no architecture that Triton compiles for"):
+        capability_of(architecture)
 
 
 def test_an_arena_too_small_for_a_gpus_tiles_is_refused_with_the_bytes_that_are_needed():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from tests.explorer.compiled import ptx_mutants
@@ -16,6 +17,11 @@ from tests.explorer.mutants import MUTANTS
 from tests.explorer.mutation import Edit, loaded
 from tests.explorer.ptx.mutations import Mutation
 from tests.marks import odd, some
+from tricomm.explorer.compiled import race_checks, thread_clocks, thread_detector, unit_machine
+from tricomm.explorer.compiled.thread_clocks import Clocks
+from tricomm.explorer.compiled.thread_epochs import Epochs
+from tricomm.explorer.compiled.thread_shadow import ThreadShadow
+from tricomm.explorer.memory_model.access_kinds import scope_of
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.wide_words import why_not
@@ -122,6 +128,10 @@ def test_all_that_the_memory_model_forbids_is_noticed(group):
     assert not missed
 
 
+def test_there_are_at_least_forty():
+    assert sum(group.least for group in FORBIDDEN) + len(STRINGS) >= 40
+
+
 # The inline PTX of primitives.py
 
 _PRIMITIVES = "kernels/primitives.py"
@@ -164,3 +174,86 @@ def test_a_mistake_in_messages_of_several_chunks_is_noticed(name, key):
 
 
 # Each rule is needed: without it a mutant is passed.
+
+
+def every_access_releases_and_acquires(patch: pytest.MonkeyPatch) -> None:
+    publish, observe = Clocks.publish, Clocks.observe
+    patch.setattr(Clocks, "publish", lambda self, team, slot, sem, *rest: publish(self, team, slot, "acq_rel", *rest))
+    patch.setattr(
+        Clocks, "observe", lambda self, team, slots, ns, sem, scope: observe(self, team, slots, ns, "acq_rel", scope)
+    )
+    patch.setattr(thread_detector, "RELEASES", ("release", "acq_rel", "relaxed", "volatile"))
+
+
+def every_scope_is_the_system(patch: pytest.MonkeyPatch) -> None:
+    wide = dict.fromkeys(thread_clocks.SCOPES, thread_clocks.SYS)
+    for module in (thread_detector, unit_machine):
+        patch.setattr(module, "SCOPES", wide)
+
+
+def a_block_is_one_thread(patch: pytest.MonkeyPatch) -> None:
+    row, learn, known = Clocks.row, Clocks.learn, Clocks.known
+
+    def all_of_it(self, team, thread=0):
+        result = row(self, team, thread)
+        result[:, team.slots] = self.time[team.slots] - (np.arange(len(team.slots)) == thread)
+        return result
+
+    def known_to_it(self, team, slots, others, apart=None):
+        return np.where(self.block[others] == team.number, self.time[others], known(self, team, slots, others, apart))
+
+    patch.setattr(Clocks, "row", all_of_it)
+    patch.setattr(Clocks, "learn", lambda self, team, ts, k: learn(self, team, np.arange(len(team.slots)), k))
+    patch.setattr(Clocks, "known", known_to_it)
+
+
+def reads_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Epochs, "note", lambda *given: None)
+
+
+def writes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ThreadShadow, "unordered_write", lambda self, team, pieces, *rest: np.zeros(len(pieces), bool))
+
+
+def all_strong_accesses_are_morally_strong(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ThreadShadow, "fits", lambda self, kind, slots: lambda kinds, others, mine: scope_of(kinds) > 0)
+
+
+_RULES = [
+    (every_access_releases_and_acquires, S, "signal", "order", "st.release"),
+    (every_access_releases_and_acquires, S, "acquire", "order", "ld.acquire"),
+    (every_scope_is_the_system, S, "signal", "scope", "st.release"),
+    (every_scope_is_the_system, S, "acquire", "scope", "ld.acquire"),
+    (all_strong_accesses_are_morally_strong, L, "acquire", "scope", "ld.acquire"),
+    (a_block_is_one_thread, S, "barrier", "barrier", "removed"),
+    (writes_are_forgotten, S, "signal", "order", "st.release"),
+]
+
+
+@pytest.mark.parametrize(("rule", "key", "function", "kind", "holds"), some(_RULES, 7))
+def test_each_rule_is_needed(rule, key, function, kind, holds, monkeypatch):
+    """Under the very schedules that show the mutant, nothing is found without the rule."""
+    group = Group(key, function, (kind,), 1, holds)
+    mutation = next(m for m in group.mutations if group.kinds_found(m))
+    rule(monkeypatch)
+    assert not group.kinds_found(mutation)
+
+
+@pytest.mark.parametrize(("name", "says"), [("M05", "LL word overwritten"), ("M09", "zero of a clearing")])
+def test_the_rule_of_words_is_needed(name, says, monkeypatch):
+    """Mailboxes that do not rotate; a header after a clearing that releases nothing."""
+    mutant = MUTANTS[name]
+    sizes = (36, 1, 40) if name == "M05" else (1, 520)
+    given = options(2, first_epoch=mutant.first_epoch)
+
+    def findings():
+        with loaded(mutant.edits):
+            return explore(L, sizes=sizes, options=given).findings
+
+    assert any(says in finding.text for finding in findings())
+    monkeypatch.setattr(race_checks.RaceChecks, "overwritten", lambda *given: None)
+    assert not any(says in finding.text for finding in findings())
+
+
+def test_late_stores_and_early_loads_are_no_race_by_themselves():
+    assert explore(L, 8, faults=("delay",)).ok

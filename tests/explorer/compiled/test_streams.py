@@ -29,6 +29,43 @@ def names(launches):
     return [one.loaded for one in launches]
 
 
+def test_a_stream_runs_one_kernel_at_a_time_and_each_knows_the_one_before(device):
+    (queue,) = queues(device, 1)
+    one, two = launch("one"), launch("two")
+    queue.launch(one)
+    device.orders.known = {"host"}
+    queue.launch(two)
+    assert device.executor.started == [one] and one.after == frozenset()
+    device.executor.end(one)
+    assert device.executor.started == [two] and two.after == {one, "host"}
+
+
+def test_two_streams_overlap_and_nothing_orders_them(device):
+    first, second = queues(device, 2)
+    one, two = launch("one"), launch("two")
+    first.launch(one)
+    second.launch(two)
+    assert device.executor.started == [one, two]
+    device.executor.end(one)
+    three = launch("three")
+    second.launch(three)
+    device.executor.end(two)
+    assert three.after == {two}
+
+
+def test_an_event_orders_two_streams(device):
+    first, second = queues(device, 2)
+    one, two = launch("one"), launch("two")
+    first.launch(one)
+    mark = first.record()
+    first.launch(launch("behind the event"))
+    second.wait(mark)
+    second.launch(two)
+    assert device.executor.started == [one] and not mark.done
+    device.executor.end(one)
+    assert mark.done and two in device.executor.started and two.after == {one}
+
+
 def test_an_event_that_is_recorded_again_does_not_hold_back_what_waits_for_its_first_record(device):
     stream, other = device.new_stream(), device.new_stream()
     event = device.recorded(stream)
@@ -116,3 +153,11 @@ def test_waiting_for_a_stream_in_capture_is_refused(device):
         device.synchronize()
     with pytest.raises(InvalidArgument, match="outside of the capture"):
         stream.wait_event(device.recorded(device.new_stream()))
+
+
+def test_nothing_waits_for_what_was_abandoned(device):
+    (queue,) = queues(device, 1)
+    queue.launch(launch("one"))
+    queue.launch(launch("two"))
+    device.streams.abandon()
+    device.synchronize()

@@ -71,6 +71,16 @@ def test_a_fence_by_another_thread_is_none():
     assert passed("st.relaxed.sys.b32", "ld.acquire.sys.b32", before=lambda b: b.fence(1, "acq_rel", "sys")) == ["race"]
 
 
+def test_fence_sc_orders_by_itself():
+    litmus = Litmus()
+    one, other = litmus.block(0), litmus.block(1)
+    one(0, "st.b32", DATA, 7)
+    one.fence(0, "sc", "sys")
+    other.fence(0, "sc", "sys")
+    other(0, "ld.b32", DATA)
+    assert litmus.kinds == []
+
+
 @pytest.mark.parametrize("sem", ["relaxed", "acq_rel"])
 def test_a_read_modify_write_hands_a_release_on(sem):
     litmus = Litmus()
@@ -98,7 +108,26 @@ def test_a_relaxed_store_ends_a_chain_of_another_thread_but_not_of_its_own():
     assert litmus.kinds == ["race"]
 
 
+def test_what_comes_after_a_release_is_not_released():
+    litmus = Litmus()
+    one, other = litmus.block(0), litmus.block(1)
+    one(0, "st.release.sys.b32", FLAG, 1)
+    one(0, "st.b32", DATA, 7)
+    other(0, "ld.acquire.sys.b32", FLAG)
+    other(0, "ld.b32", DATA)
+    assert litmus.kinds == ["race"]
+
+
 # Threads of one block
+
+
+def test_lanes_of_a_warp_have_no_order():
+    litmus = Litmus()
+    block = litmus.block()
+    block(0, "st.b32", DATA, 1)
+    block(1, "ld.b32", DATA)
+    assert litmus.kinds == ["race"]
+    assert "thread 0" in litmus.detector.findings[0].text and "thread 1" in litmus.detector.findings[0].text
 
 
 def test_lanes_of_one_store_race_unless_they_store_the_same():
@@ -109,6 +138,16 @@ def test_lanes_of_one_store_race_unless_they_store_the_same():
         block.barrier()
         block(0, "st.b32", DATA, 3)
         assert litmus.kinds == kinds
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_all_copies_of_a_store_have_to_be_ordered(known):
+    litmus = Litmus()
+    block = litmus.block(threads=3)
+    block([0, 1], "st.b32", [DATA, DATA], [1, 1])
+    block.barrier([known, 2])
+    block(2, "ld.b32", DATA)
+    assert litmus.kinds == ["race"]
 
 
 @pytest.mark.parametrize("how", ["barrier", "warp_barrier"])
@@ -136,6 +175,21 @@ def test_a_barrier_orders_a_block_behind_the_release_of_one_thread():
             other.barrier()
         other([0, 1], "ld.b32", [DATA, DATA + 4])
         assert litmus.kinds == kinds
+
+
+def test_a_warp_that_comes_to_the_next_barrier_early_does_not_hand_on_what_it_did_between():
+    litmus = Litmus()
+    block = litmus.block(threads=2)
+    clocks, team = litmus.detector.clocks, block.maker.team
+    one, other = team.slots[[0]], team.slots[[1]]
+    clocks.arrive(team, 0, one)
+    clocks.arrive(team, 0, other)
+    clocks.go_on(team, 0, one)
+    block(0, "st.b32", DATA, 1)
+    clocks.arrive(team, 0, one)
+    clocks.go_on(team, 0, other)
+    block(1, "ld.b32", DATA)
+    assert litmus.kinds == ["race"]
 
 
 # Races and strength
@@ -170,6 +224,60 @@ def test_two_accesses_without_order(first, second, kinds):
     assert litmus.kinds == kinds
 
 
+def test_no_read_of_many_is_forgotten():
+    for late in range(4):
+        litmus = Litmus()
+        readers = litmus.block(0, threads=4)
+        readers([0, 1, 2, 3], "ld.b32", [DATA] * 4)
+        readers.barrier([t for t in range(4) if t != late])
+        thread = 0 if late else 1
+        readers(thread, "st.b32", DATA, 1)
+        assert litmus.kinds == ["race"]
+        assert f"thread {late}" in litmus.detector.findings[0].text
+
+
+def test_a_strong_write_that_another_one_has_covered_still_races():
+    litmus = Litmus()
+    one, other, third = litmus.block(0), litmus.block(0, number=1), litmus.block(1)
+    one(0, "st.relaxed.sys.b32", DATA, 1)
+    other(0, "st.relaxed.sys.b32", DATA, 2)
+    other(0, "st.release.sys.b32", FLAG, 1)
+    third(0, "ld.acquire.sys.b32", FLAG)
+    third(0, "st.b32", DATA, 3)
+    assert litmus.kinds == ["race"]
+
+
+@pytest.mark.parametrize("first", ["st.b32", "st.relaxed.gpu.b32", "st.relaxed.sys.b64", "atom.exch.relaxed.gpu.b32"])
+@pytest.mark.parametrize("later", ["st.release.sys.b32", "atom.exch.relaxed.sys.b32"])
+def test_a_write_that_may_be_met_unordered_stands_for_none_before_it_that_may_not(first, later):
+    for other in ("ld.relaxed.sys.b32", "st.relaxed.sys.b32", "atom.exch.relaxed.sys.b32"):
+        assert _met((later,), other) == []
+        assert len(_met((first, later), other)) == 1
+
+
+@pytest.mark.parametrize("first", ["ld.relaxed.gpu.b32", "ld.relaxed.sys.b64", "ld.b32"])
+def test_a_read_that_may_be_met_unordered_stands_for_none_before_it_that_may_not(first):
+    for other in ("st.relaxed.sys.b32", "atom.exch.relaxed.sys.b32"):
+        assert _met(("ld.relaxed.sys.b32",), other) == []
+        assert len(_met((first, "ld.relaxed.sys.b32"), other)) == 1
+
+
+@pytest.mark.parametrize("acquire", ["ld.acquire.sys.b32", "atom.add.acquire.sys.b32"])
+def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_reads(acquire):
+    assert _met(("st.b32", "st.relaxed.gpu.b32", "st.release.sys.b32"), acquire) == []
+    assert _met(("st.b32", "st.relaxed.gpu.b32", "st.relaxed.sys.b32"), acquire) == ["race"]
+
+
+def _met(names, other):
+    """Kinds of finding if a thread makes accesses to one word, and then a thread of another rank makes one."""
+    litmus = Litmus()
+    block = litmus.block(0)
+    for name in names:
+        block(0, name, FLAG, 1)
+    litmus.block(1)(0, other, FLAG, 2)
+    return litmus.kinds
+
+
 # Launches
 
 
@@ -182,6 +290,28 @@ def test_a_launch_begins_behind_the_one_before_it():
     assert litmus.kinds == []
     litmus.block(1)(1, "ld.b32", DATA)
     assert litmus.kinds == ["race"]
+
+
+def test_launches_that_nothing_orders_race():
+    litmus = Litmus()
+    first = litmus.block(0)
+    second = litmus.block(0)  # on another stream
+    first(0, "st.b32", DATA, 1)
+    first.end()
+    second(0, "st.b32", DATA, 2)
+    assert litmus.kinds == ["race"]
+
+
+def test_a_relaxed_flag_hands_on_what_earlier_launches_did():
+    litmus = Litmus()
+    first = litmus.block(0)
+    first(0, "st.b32", DATA, 1)
+    first.end()
+    second, other = litmus.block(0), litmus.block(1)
+    second(0, "st.relaxed.sys.b32", FLAG, 1)
+    other(0, "ld.acquire.sys.b32", FLAG)
+    other(0, "ld.b32", DATA)
+    assert litmus.kinds == []
 
 
 SECOND_FLAG, OTHER_DATA = 128, 192
@@ -213,3 +343,54 @@ def test_a_chain_over_ranks_is_as_wide_as_its_narrowest_scope():
     narrow = {"first": "st.release.gpu.b32", "seen": "ld.acquire.gpu.b32"}
     assert written_to_read_to_read(**narrow, ranks=(0, 0, 1)) == []
     assert set(written_to_read_to_read(**narrow, ranks=(0, 1, 0))) == {"scope", "race"}  # flag, data
+
+
+def test_a_reader_knows_only_the_writers_that_it_has_acquired_from():
+    """Two writers and two readers of their flags: strong accesses are no race in any order."""
+    litmus = Litmus()
+    writers = litmus.block(0), litmus.block(1)
+    readers = litmus.block(0, number=1), litmus.block(1, number=1)
+    for writer, data, flag in zip(writers, (DATA, OTHER_DATA), (FLAG, SECOND_FLAG), strict=True):
+        writer(0, "st.b32", data, 7)
+        writer(0, "st.release.sys.b32", flag, 1)
+    for reader, flag in zip(readers, (FLAG, SECOND_FLAG), strict=True):
+        reader(0, "ld.acquire.sys.b32", flag)
+    readers[0](0, "ld.relaxed.sys.b32", SECOND_FLAG)
+    readers[1](0, "ld.relaxed.sys.b32", FLAG)
+    readers[0](0, "ld.b32", DATA)
+    readers[1](0, "ld.b32", OTHER_DATA)
+    assert litmus.kinds == []
+    readers[0](0, "ld.b32", OTHER_DATA)
+    assert litmus.kinds == ["race"]
+
+
+@pytest.mark.parametrize(
+    ("store", "load", "kinds"),
+    [
+        ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.v2.b64", []),
+        ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.b64", []),
+        ("st.relaxed.sys.b128", "ld.relaxed.sys.b128", []),
+        ("st.relaxed.sys.b128", "ld.relaxed.sys.v2.b64", ["race"]),
+        ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.b128", ["race"]),
+        ("st.relaxed.gpu.b128", "ld.relaxed.sys.b128", ["scope"]),
+    ],
+)
+def test_128_bits_are_one_access_or_two_and_never_both(store, load, kinds):
+    litmus = Litmus()
+    litmus.block(0)(0, store, DATA, 7)
+    litmus.block(1)(0, load, DATA)
+    assert litmus.kinds == kinds
+
+
+@pytest.mark.parametrize(("first", "last"), [("st", "ld"), ("ld", "st")])
+def test_another_ranks_access_of_the_same_kind_stands_for_none_before_it(first, last):
+    """The last one's scope includes the second one, which is of its rank, and not the first."""
+    litmus = Litmus()
+    one, other, beside = litmus.block(0), litmus.block(1), litmus.block(1, number=1)
+    one(0, f"{first}.relaxed.sys.b32", DATA, 1)
+    one(0, "st.release.sys.b32", FLAG, 1)
+    assert other(0, "ld.acquire.sys.b32", FLAG) == [1]
+    other(0, f"{first}.relaxed.sys.b32", DATA, 2)
+    assert litmus.kinds == []
+    beside(0, f"{last}.relaxed.gpu.b32", DATA, 3)
+    assert litmus.kinds == ["scope"]

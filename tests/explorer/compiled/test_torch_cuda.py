@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from greenlet import getcurrent, greenlet
@@ -42,6 +44,24 @@ def test_an_operation_waits_for_its_own_stream_only(device):
         assert [one.loaded for one in device.executor.started] == ["side"], "a view looks at no element"
         x.add_(1)
     assert device.executor.started == [] and x.tolist() == [2.0] * 4
+
+
+def test_what_comes_behind_an_operation_knows_it_and_host_code_does_not(device):
+    x = torch.zeros(4)
+    queue(device).launch(one := launch("one"))
+    x.add_(1)
+    queue(device).launch(two := launch("two"))
+    assert one in two.after and "operation" in two.after and device.orders.known == set()
+    device.executor.end(two)
+    assert x.sum().item() == 4.0 and one in device.orders.known
+
+
+def test_a_value_on_the_host_waits(device):
+    x = torch.ones(2)
+    for read in (x.tolist, lambda: float(x[0]), lambda: x.numpy().sum(), lambda: bool(x[0]), x.cpu):
+        queue(device).launch(launch("one"))
+        read()
+        assert device.executor.started == []
 
 
 def test_a_captured_operation_is_repeated_by_every_replay_and_changes_nothing_before(device):
@@ -103,3 +123,29 @@ def test_two_ranks_wait_in_the_middle_of_an_operation_and_torch_is_as_it_was():
         assert len(torch.overrides._get_current_function_mode_stack()) == 1
     assert not torch.overrides._get_current_function_mode_stack()
     assert torch.cuda.Stream.__module__.startswith("torch")
+
+
+def test_executions_in_two_threads_have_each_their_own_gpu_and_leave_torch_as_it_was():
+    before = {name: getattr(torch.cuda, name) for name in ("Stream", "Event", "synchronize", "current_stream")}
+    first, second = gpu(StubExecutor(), SetOrders()), gpu(StubExecutor(), SetOrders())
+    inside, leave = threading.Event(), threading.Event()
+    others = []
+
+    def other():
+        with installed(lambda: second):
+            inside.set()
+            others.append(torch.cuda.current_stream() == second.stream())
+            leave.wait(30)
+        others.append(torch.cuda.current_stream is before["current_stream"])
+
+    thread = threading.Thread(target=other)
+    with installed(lambda: first):
+        thread.start()
+        assert inside.wait(30)
+        assert torch.cuda.current_stream() == first.stream()
+    # The other execution goes on: torch's own functions come back behind it, and not before.
+    assert torch.cuda.current_stream is not before["current_stream"]
+    leave.set()
+    thread.join(30)
+    assert others == [True, True]
+    assert {name: getattr(torch.cuda, name) for name in before} == before

@@ -86,6 +86,18 @@ def test_liveness(seed):
             assert (name in live.before(start)) == result
 
 
+def test_the_lines_of_a_loop():
+    files = '.file 1 "/a/k.py"\n'
+    body = (
+        ".loc 1 1 1\nmov.b32 %r1, 0;\nA:\n.loc 1 5 1\nmov.b32 %r1, 1;\nB: .loc 1 3 1\nbar.sync 0;\n@%p1 bra B; bra A;"
+    )
+    flow = Flow(parse(files + module(body)))
+    inner, outer = flow.loops
+    assert [s.line for s in flow.lines(inner)] == [3] and [s.line for s in flow.lines(outer)] == [3, 5]
+    assert flow.loop_at(0) is None and flow.loop_at(1) == outer and flow.loop_at(2) == inner
+    assert flow.loop_at(len(flow.kernel.instructions)) is None
+
+
 def test_a_branch_through_a_table_is_refused():
     with pytest.raises(InvalidArgument, match="k, PTX line 7: 'brx.idx %r1, L;': branches through a table"):
         Flow(parse(module("brx.idx %r1, L; L: ret;")))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.explorer.ptx.texts import module
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.ptx.analysis.limits import check_launch, static_shared
+from tricomm.explorer.ptx.analysis.limits import capability, check_launch, static_shared
 from tricomm.explorer.ptx.instructions import PtxKernel
 from tricomm.explorer.ptx.text.parser import parse
 
@@ -47,3 +47,21 @@ def test_what_the_kernel_asks_for():
         check_launch(_kernel(".maxntid 64"), (1, 1, 1), (128, 1, 1), 0)
     with pytest.raises(InvalidArgument, match="256 registers a thread in .maxnreg; there may be 255"):
         check_launch(_kernel(".maxnreg 256"), (1, 1, 1), (32, 1, 1), 0)
+
+
+def test_registers():
+    check_launch(_kernel(), (1, 1, 1), (256, 1, 1), 0, 255)
+    check_launch(_kernel(), (1, 1, 1), (1024, 1, 1), 0, 64)
+    with pytest.raises(InvalidArgument, match="k: 73,728 registers of a block; there may be 65,536"):
+        check_launch(_kernel(), (1, 1, 1), (1024, 1, 1), 0, 65)
+    with pytest.raises(InvalidArgument, match="k: 256 registers a thread; there may be 255"):
+        check_launch(_kernel(), (1, 1, 1), (32, 1, 1), 0, 256)
+
+
+def test_architectures():
+    assert [capability(name) for name in ("sm_80", "sm_90", "sm_90a", "sm_100a")] == [80, 90, 90, 100]
+    for name in ("sm_42", "sm_", "90", "sm_90x", "gfx942"):
+        with pytest.raises(InvalidArgument, match=f"'{name}' is no architecture that Triton compiles for"):
+            capability(name)
+    with pytest.raises(InvalidArgument, match="'sm_42' is no architecture"):
+        check_launch(_kernel(target="sm_42"), (1, 1, 1), (32, 1, 1), 0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import triton
 
+from tests.explorer.ptx.corpus import parsed
 from tests.explorer.ptx.texts import HEAD, module
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.ptx.instructions import (
@@ -21,6 +23,7 @@ from tricomm.explorer.ptx.instructions import (
     Vector,
 )
 from tricomm.explorer.ptx.text.parser import parse
+from tricomm.perf.machine_code.kernel_report import Variant
 
 P1, P2, P3 = (Register(f"%p{n}", "pred") for n in (1, 2, 3))
 R1, R2, R3 = (Register(f"%r{n}", "b32") for n in (1, 2, 3))
@@ -90,6 +93,19 @@ def test_a_module():
         parse(text, "m")
 
 
+def test_an_inner_scope_has_names_of_its_own():
+    kernel = parse(
+        module(
+            "{ .reg .pred p; setp.ne.b32 p, %r1, 0; L: @p bra L; { .reg .b32 %r1; mov.b32 %r1, 1; } }\n"
+            "{ .reg .pred p; L: @p bra L; }\nmov.b32 %r1, 2;"
+        )
+    )
+    assert [i.operands[0] for i in kernel.instructions] == [
+        Register("p@1", "pred"), Label("L@1"), Register("%r1@2", "b32"), Label("L@3"), R1,
+    ]  # fmt: skip
+    assert kernel.labels == {"L@1": 1, "L@3": 3}
+
+
 def test_python_lines():
     """Inline assembly has the line of its first location, and so does what follows it until the next one."""
     loc = ".loc\t2 {} 5, function_name $L__info_string{}, inlined_at 1 7 3\n"
@@ -113,6 +129,16 @@ def test_python_lines():
     outer, put = ("/a/k.py", 7, None), ("/a/b.py", 20, "put")
     assert lines == [[outer], *[[put, outer]] * 5, [("/a/b.py", 22, None), outer]]
     assert [i.inline for i in kernel.instructions] == [False, False, True, True, False, False, False]
+
+
+def test_a_shipped_kernel():
+    kernel = parsed(Variant("send_ll", "sm_90", "float32", world_size=2))
+    assert kernel.name == "send" and kernel.threads == (256, 1, 1) and kernel.target == "sm_90a"
+    pushes = [i for i in kernel.instructions if i.name.startswith("st.relaxed.sys.global.v2")]
+    assert pushes and all(i.inline and i.guard and i.source[0].file.endswith("primitives.py") for i in pushes)
+    assert all(i.source for i in kernel.instructions)
+    if triton.__version__ >= "3.8":  # older ones name an inlined line, and not who called it
+        assert pushes[0].source[-1].file.endswith("send.py")
 
 
 def test_text_that_was_cut_anywhere_is_refused():

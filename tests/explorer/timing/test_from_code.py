@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +18,7 @@ from tricomm.kernels import layout, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
 from tricomm.perf.cost_model import kernel_time, machines, published
-from tricomm.perf.cost_model.machines import MACHINES
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _H100 = MACHINES["h100"]
 _LL = registry.find("all_reduce", "one_shot", "ll")
@@ -35,6 +36,15 @@ def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
     assert result.in_flight == 4096 and 10 < result.allows_gbs < 64 * 1.755
 
 
+def test_slower_links_and_a_longer_hop_show() -> None:
+    def path(**changes: float) -> float:
+        return timed_call.run(replace(_H100, **changes), _LL, 2, 1024, _SHAPE, layout.plan(2, 64 << 20), False).time_us
+
+    usual = path()
+    assert path(hop=_H100.hop + 5) == pytest.approx(usual + 5, abs=1.0)  # a poll may look once more or less
+    assert path(kernels=3.2) > usual + 2  # LL sends 8 KiB: 2.6 us at a hundredth of the bandwidth
+
+
 @pytest.mark.parametrize(
     ("kernel", "nbytes", "changes", "limit"),
     [
@@ -49,6 +59,16 @@ def test_a_row_says_what_limits_it(kernel: registry.Kernel, nbytes: int, changes
     assert result.shares.limit == limit, result
     assert min(asdict(result.shares).values()) >= 0
     assert sum(asdict(result.shares).values()) == pytest.approx(result.time_us)
+
+
+def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
+    shape = LaunchShape(2, 8, 512)
+    rounds = 2 * 4096  # bytes
+    exact = [from_code.predict(_H100, _LL, 2, n * rounds, shape) for n in (2, 4)]
+    assert [each.executed for each in exact] == [1.0, 1.0]
+    long = from_code.predict(_H100, _LL, 2, 64 * rounds, shape)
+    assert long.executed == 4 / 64
+    assert long.time_us == pytest.approx(exact[1].time_us + 30 * (exact[1].time_us - exact[0].time_us))
 
 
 @pytest.mark.parametrize(
@@ -70,10 +90,34 @@ def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
     assert sum(result.parts) == pytest.approx(exact.time_us, rel=error)
 
 
+@pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
+@pytest.mark.parametrize("kernel", registry.MULTICAST, ids=lambda kernel: kernel.name)
+def test_chunks_through_a_switch_are_counted_as_the_kernel_makes_them(monkeypatch, kernel) -> None:
+    monkeypatch.setattr(machines, "ARENA_BYTES", 1 << 20)
+    words = 5 * from_code.chunk_words(kernel, 2, layout.plan(2, 1 << 20)) // 2
+    result = from_code.predict(_H100, kernel, 2, 8 * words * kernel.kind.rows_in(2), LaunchShape(2, 8, 512))
+    assert result.chunks == 3
+
+
 def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(from_code, "chunk_words", lambda kernel, world_size, plan: 4096)
     with pytest.raises(from_code.UnknownChunks, match="all_reduce_one_shot_ll: .* took 1 epochs and not 2"):
         from_code.predict(_H100, _LL, 2, 8 * 8192, _SHAPE)
+
+
+def test_rows_of_the_executed_parts_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gather by 12-byte words, three chunks and a rest: the parts end anywhere."""
+    seen: list[int] = []
+
+    def timed(machine: MachineSpec, kernel: str, world_size: int, elements: int, *rest: Any) -> timed_call.TimedCall:
+        seen.append(elements)
+        return timed_call.TimedCall((float(elements),) * len(PARTS), 1.0, 1.0, None, 1, 0, 1, rest[-1], 1.0)
+
+    monkeypatch.setattr(from_code, "_call", timed)
+    shape = LaunchShape(32, 4, 256)
+    for nbytes in (2 << 20, (2 << 20) + 12):
+        from_code.predict(_H100, registry.find("all_gather", "one_shot", "ll128"), 8, nbytes, shape)
+    assert len(seen) >= 6 and not [elements for elements in seen if elements % 4]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +134,16 @@ def test_executed_instructions_are_those_of_the_steady_state() -> None:
     # A load, the push, two loads and an addition for a half, its result, the copy of the other half: at least 10.
     assert 10 < long[0] < 100 and long[1] == pytest.approx(long[0], rel=0.2)
     assert from_code.instructions(_H100, kernel, 2, 1024) > 5 * long[0]  # all of a short call
+
+
+@pytest.mark.parametrize("protocol", ["ll", "ll128"])
+def test_uneven_rows_are_pushed_behind_one_round_trip(protocol: str) -> None:
+    kernel = registry.find("all_to_all_v", "one_shot", protocol)
+    if not compiles(kernel):
+        pytest.skip("refused by name")
+    result = timed_call.run(_H100, kernel, 2, 3072, LaunchShape(1, 2, 128), layout.plan(2, 1 << 20), False)
+    assert result.chain == (1, 1) and result.epochs == 1
+    assert result.moved == units.moved(kernel, 2) * 2 * 4 * 3072
 
 
 def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:

@@ -43,6 +43,16 @@ def test_a_guard_of_the_push_counts() -> None:
     assert timed(body, 2).chain() == (1, 1)
 
 
+def test_a_barrier_hands_on_what_another_warp_has_waited_for() -> None:
+    slow = "ld.global.u64 %a2, [%a0+8]; ld.global.u64 %a2, [%a2]; st.global.u64 [%a0+4096], %a2;"
+    body = f"""mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 32; @%p0 bra S;
+ {slow} bra E;
+S: mov.u64 %a3, 7; bar.sync 0; {_PUSH} bra F;
+E: bar.sync 0;
+F:"""
+    assert timed(body, 2, threads=64).chain() == (0, 2)
+
+
 def test_without_a_push_there_is_no_chain() -> None:
     result = timed(_ONE)
     assert result.chain() is None and result.system_fences() == 0

@@ -3,6 +3,7 @@ half done."""
 
 from __future__ import annotations
 
+import gc
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ import tricomm
 from tests.explorer import small_kernels as k
 from tests.explorer.test_check import line, places, words
 from tricomm.errors import InvalidArgument, PeerDied
+from tricomm.options import Tuning
 
 BOTH = pytest.mark.parametrize("compiled", [None, "sm_90"])
 
@@ -98,6 +100,13 @@ def test_a_call_with_another_ranks_communicator_is_refused():
         tricomm.simulate(fn, 2)
 
 
+def test_a_thread_that_leaves_the_communicator_alone_is_free():
+    def fn(comm):
+        return comm.all_reduce(in_a_thread(lambda: torch.arange(4) * comm.rank))
+
+    assert all(torch.equal(x, torch.arange(4) * 3) for x in tricomm.simulate(fn, 3))
+
+
 def leaver(waits):
     def fn(comm):
         if comm.rank == 1:
@@ -118,6 +127,34 @@ def test_a_rank_that_waits_for_one_that_has_left_says_who_and_where(waits, compi
     assert finding.kind == "deadlock" and {0, 1} == set(finding.ranks)
     assert any("test_strangers.py:" in where for where in finding.where)
     assert "rank 1 has closed the communicator at " in finding.text and "over already" not in finding.text
+
+
+@pytest.mark.parametrize("fault", ["stop", "drop"])
+def test_faults_of_a_function_without_an_access_are_accepted(fault):
+    report = tricomm.check(lambda comm: None, 2, schedules=6, faults=(fault,))
+    assert report.ok and report.ran == 6 and report.steps == 0
+
+
+@BOTH
+def test_handles_that_are_made_anew_are_no_finding(compiled):
+    """Many small ones are closed; then one is made that is as large as their pages together."""
+
+    def fn(comm):
+        small = [comm.symmetric((1,), torch.int64) for _ in range(24)]
+        comm.barrier()
+        for memory in small:
+            memory.close()
+        comm.barrier()
+        gc.collect()
+        for count in (6000, 4000, 2000):
+            memory, y = comm.symmetric((count,), torch.int64), torch.zeros(2 * count, dtype=torch.int64)
+            memory.local.fill_(comm.rank + 1)
+            comm.all_gather(memory, out=y)
+            assert torch.equal(y, torch.tensor([1, 2]).repeat_interleave(count))
+        return True
+
+    options = tricomm.Options(arena_bytes=1 << 20, _tuning=Tuning(tile=64))
+    assert tricomm.simulate(fn, 2, options=options, compiled=compiled) == [True, True]
 
 
 @BOTH

@@ -20,8 +20,9 @@ from tests.perf.test_workers import children, gone
 from tricomm.communicator import Communicator
 from tricomm.core import entry_guard
 from tricomm.core.planner import Planner
+from tricomm.perf import bench_row
 from tricomm.perf.bench import check_data, outputs, session
-from tricomm.perf.bench_row import CSV_HEADER
+from tricomm.perf.bench_row import CSV_HEADER, BenchRow, Measurement
 from tricomm.perf.history import database
 
 _HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
@@ -79,6 +80,14 @@ def test_the_table_has_the_columns_of_nccl_tests(run: Any) -> None:
     assert "\x1b" not in run[0].stdout  # no colour, no progress bar, where it is no terminal
 
 
+def test_the_table_says_where_it_comes_from(run: Any) -> None:
+    head = [line for line in run[0].stdout.splitlines() if line.startswith("#")]
+    assert "simulated" in head[0]
+    text = "\n".join(head)
+    for word in ("device", "topology", "3, memory shared by posix_shm", "tricomm", "python", "torch", "triton", "cuda"):
+        assert word in text
+
+
 def test_the_json_is_marked_and_follows_the_formulas(run: Any) -> None:
     data = run[1]
     assert data["header"]["simulated"] is True and data["header"]["kind"] == "posix_shm"
@@ -90,6 +99,41 @@ def test_the_json_is_marked_and_follows_the_formulas(run: Any) -> None:
         assert place["algbw_gbs"] == pytest.approx(row["size_bytes"] / place["time_us"] / 1e3)
         factor = 4 / 3 if row["collective"] == "all_reduce" else 2 / 3
         assert place["busbw_gbs"] == pytest.approx(place["algbw_gbs"] * factor)
+
+
+def _part(place: str, time_us: float, wrong: int | None, library: str = "tricomm") -> BenchRow:
+    names = (library, "all_reduce", "one_shot", "ll", "float32", "sum", "eager", place)
+    measured = Measurement(*names, 1000, time_us, 2 * time_us, 3 * time_us, 0.0, library == "tricomm", 4, 8, 512)
+    return BenchRow(measured, 250, 3, 1000, 4000.0, 1000.0, 1, 0, time_us=time_us, wrong=wrong)
+
+
+def test_time_is_the_slowest_ranks_and_wrong_is_the_sum() -> None:
+    ranks = [(_part("out_of_place", t, w), _part("in_place", 1.0, None)) for t, w in ((1.0, 0), (4.0, 2), (1.0, 3))]
+    row, in_place = session.merged(ranks)
+    assert in_place.wrong is None and in_place.measured.simulated is True
+    assert (row.time_us, row.avg_us, row.wrong, row.algbw_gbs) == (4.0, 2.0, 5, 0.25)
+    assert (row.measured.p99_us, row.measured.max_us, row.measured.skew_us, row.slowest_rank) == (8.0, 12.0, 3.0, 1)
+    assert session.merged([session.merged([rank]) for rank in ranks]) == (row, in_place)
+
+
+def test_a_row_is_the_same_in_csv_json_and_history() -> None:
+    """The columns are promises: files that were written before have them."""
+    row, gloo = _part("out_of_place", 4.0, 5), _part("in_place", 4.0, None, "gloo")
+    columns = row.columns()
+    assert (
+        ",".join(columns)
+        == ",".join(bench_row.CSV_HEADER)
+        == (
+            "library,collective,algorithm,protocol,dtype,op,mode,size_bytes,count,ranks,simulated,blocks,warps,tile_words,"
+            "moved_bytes,least_bytes,hops,barriers,place,time_us,avg_us,p50_us,p99_us,max_us,skew_us,slowest_rank,"
+            "algbw_gbs,busbw_gbs,wrong,input_bytes,reason"
+        )
+    )
+    assert (columns["size_bytes"], columns["tile_words"], columns["p99_us"], columns["count"]) == (1000, 512, 8.0, 250)
+    assert gloo.columns()["blocks"] is None and bench_row.to_json((gloo,))["out_of_place"] is None
+    data = bench_row.to_json((row,))
+    assert data["out_of_place"]["wrong"] == 5 and data["in_place"] is None and data["moved_bytes"] == 4000.0
+    assert sorted([*data, *data["out_of_place"], "place"]) == sorted([*columns, "out_of_place", "in_place"])
 
 
 def test_rows_are_in_the_history_and_in_csv(tmp_path: Path, _no_history_of_the_user: Path) -> None:
@@ -264,3 +308,24 @@ def test_a_device_that_is_not_there_is_reported() -> None:
         pytest.skip("this machine has a GPU")
     done = forked.command("bench", "--device", "cuda", "--sizes", "1K")
     assert done.returncode == 3 and "sees no CUDA device" in done.stderr, done.stderr
+
+
+@pytest.mark.exhaustive
+def test_the_ranks_of_torchrun_are_joined() -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm")
+    asked = ("bench", "--device", "cpu", "--sizes", "1K", "--iters", "1", "--warmup", "0", "--collective", "all")
+    done = forked.script(*torchrun, *asked, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
+
+
+def test_a_command_that_is_killed_leaves_no_rank_behind() -> None:
+    command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K", "--iters", "1000000"]
+    with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        while "#wrong" not in process.stdout.readline():
+            assert process.poll() is None
+        ranks = _ranks_of(process.pid)
+        process.kill()
+        assert process.wait(timeout=20) == -signal.SIGKILL
+    assert _ended(ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf.bench import check_data
 
@@ -25,6 +26,14 @@ def test_inputs_and_results_are_exact(name: str, op: str, world_size: int) -> No
         assert torch.equal(exact * world_size, torch.stack(parts).sum(0))
 
 
+def test_ranks_calls_and_elements_differ() -> None:
+    facts = ("all_reduce", "sum", 4)
+    a = check_data.values(*facts, 0, 7, 4096)
+    rank, call = check_data.values(*facts, 1, 7, 4096), check_data.values(*facts, 0, 8, 4096)
+    for other in (rank, call, a.roll(1), a.roll(2048)):
+        assert (a != other).float().mean() > 0.9
+
+
 @pytest.mark.parametrize("name", DTYPES)
 def test_poison_is_no_result_and_is_counted(name: str) -> None:
     dtype = getattr(torch, name)
@@ -37,3 +46,18 @@ def test_poison_is_no_result_and_is_counted(name: str) -> None:
     other = exact.clone()
     other[3] = not other[3] if dtype == torch.bool else other[3] + 1
     assert check_data.wrong(out, other) == 1
+
+
+def test_rows_are_in_rank_order() -> None:
+    exact = check_data.expected("all_gather", "sum", 3, 1, 8)
+    assert torch.equal(exact[8:16], check_data.values("all_gather", "sum", 3, 1, 1, 8))
+    sent = check_data.values("all_to_all", "sum", 3, 2, 1, 8)
+    assert torch.equal(check_data.expected("all_to_all", "sum", 3, 1, 8, rank=1)[16:24], sent[8:16])
+
+
+@pytest.mark.parametrize("collective", [name for name, kind in COLLECTIVES.items() if kind.root])
+def test_the_root_goes_round(collective: str) -> None:
+    roots = [check_data.options(collective, "sum", 3, call, 8)[COLLECTIVES[collective].root] for call in range(4)]
+    assert roots == [0, 1, 2, 0]
+    takers = [r for r in range(3) if check_data.gets(collective, 3, r, 1)]
+    assert takers == ([1] if COLLECTIVES[collective].root == "dst" else [0, 1, 2])

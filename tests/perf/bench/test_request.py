@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
+
 import pytest
 
+from tricomm import typed_json
 from tricomm.errors import InvalidArgument
+from tricomm.kernels.collectives import registry
 from tricomm.perf.bench import request
+from tricomm.perf.bench.request import Case, Settings
+from tricomm.perf.units import DATA_COLLECTIVES
+
+
+@pytest.mark.parametrize("world_size", [2, 8])
+def test_all_is_every_shipped_kernel_of_the_collectives(world_size: int) -> None:
+    chosen = request.cases(DATA_COLLECTIVES, "all", "all", world_size)
+    kernels = [k for name in DATA_COLLECTIVES for k in registry.of(name, world_size)]
+    shipped = {(k.collective, k.algorithm, k.protocol) for k in kernels}
+    assert any(k.needs_cube for k in kernels) == (world_size == 8)
+    assert {(c.collective, c.algorithm, c.protocol) for c in chosen} == shipped and len(chosen) == len(shipped)
+
+
+def test_what_is_not_asked_for_is_left_to_selection() -> None:
+    assert request.cases(("all_reduce",), None, None, 2) == (Case("all_reduce", None, None),)
+    assert request.cases(("all_reduce",), "two_shot", None, 2) == (Case("all_reduce", "two_shot", None),)
 
 
 def test_a_kernel_that_is_not_shipped_is_refused_with_those_that_are() -> None:
@@ -37,6 +58,18 @@ def test_what_the_lists_name_and_no_kernel_is_has_a_reason(monkeypatch: pytest.M
     assert result[0] == "all_reduce multicast/simple" and "TRICOMM_BATCH_INVARIANT" in result[1]
 
 
+@pytest.mark.parametrize("text", [None, "all"])
+def test_what_is_not_named_is_not_left_out(text: str | None) -> None:
+    assert request.left_out(DATA_COLLECTIVES, text, text, 2) == []
+
+
+def test_settings_cross_as_json() -> None:
+    cases = (Case("all_reduce", None, "ll", "int8"), Case("all_reduce", None, None, library="gloo"))
+    settings = Settings(cases, (1, 2), op="max", modes=("eager", "graph"), check=False)
+    assert settings.rows == 8
+    assert typed_json.convert(json.loads(json.dumps(asdict(settings))), Settings) == settings
+
+
 def test_all_types_are_those_that_have_the_operation() -> None:
     assert "bool" not in request.parse_dtypes("all", "avg", ("all_reduce",))
     assert "complex64" in request.parse_dtypes("all", "sum", ("all_gather",))
@@ -44,3 +77,10 @@ def test_all_types_are_those_that_have_the_operation() -> None:
         request.parse_dtypes("float32,complex64", "max", ("all_gather", "reduce"))
     with pytest.raises(InvalidArgument, match=r"dtype 'bfloat' is unknown \(did you mean bfloat16\?\)"):
         request.parse_dtypes("bfloat", "sum", ("all_reduce",))
+
+
+def test_libraries_come_behind_the_kernels_of_each_type() -> None:
+    chosen = request.cases(("all_gather",), "all", "all", 2, ("int8", "int32"), ("gloo",))
+    assert [(c.library, c.dtype) for c in chosen] == [
+        (library, dtype) for dtype in ("int8", "int32") for library in ("tricomm", "tricomm", "tricomm", "gloo")
+    ]

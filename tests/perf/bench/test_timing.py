@@ -6,13 +6,23 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tricomm.errors import ResourceError
 from tricomm.perf.bench import timing
 
 _samples = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=300)
+
+
+@given(_samples, st.floats(0.01, 1.0))
+def test_a_quantile_is_a_sample_that_so_many_do_not_exceed(samples: list[float], part: float) -> None:
+    value = timing.quantile(samples, part)
+    assert value in samples
+    assert sum(s <= value for s in samples) >= part * len(samples)
+    assert sum(s < value for s in samples) < part * len(samples)
 
 
 @given(st.lists(_samples, min_size=1, max_size=8))
@@ -25,6 +35,13 @@ def test_the_slowest_rank_decides(ranks: list[list[float]]) -> None:
     assert parts[times["slowest_rank"]]["p50_us"] == times["p50_us"]
     if len(set(map(tuple, ranks))) == 1:
         assert times["skew_us"] == 0
+
+
+def test_graphs_need_a_gpu() -> None:
+    timing.check_mode("eager", simulated=True)
+    timing.check_mode("kernel", simulated=False)
+    with pytest.raises(ResourceError, match="mode 'kernel' needs CUDA graphs"):
+        timing.check_mode("kernel", simulated=True)
 
 
 def test_a_graph_holds_all_calls_and_is_replayed(monkeypatch) -> None:

@@ -129,6 +129,23 @@ def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
     assert page.requests() == []
 
 
+def test_the_chart_of_picks_says_what_is_known(page: Page, tmp_path: Path) -> None:
+    def picked() -> list[str]:
+        return [t["name"] for t in page.traces("picks") if "picked" in t["y"]]
+
+    page.open(_file(tmp_path, dashboard_data.entries(2, box="")))
+    assert picked() == [] and "is not known" in page.text("#picks p") and "tune" not in page.text("#picks p")
+    through_switch = dashboard_data.facts(no_multicast="", switch=True, fallback="nccl")
+    page.open(_file(tmp_path, dashboard_data.entries(2, sizes=(1 << 14, 1 << 24, 1 << 26), box=through_switch)))
+    assert set(picked()) == {"one_shot/ll128", "multicast/simple", "nccl"} and "of 3 sizes" in page.text("#picks p")
+
+
+def test_too_few_runs_are_said(page: Page, tmp_path: Path) -> None:
+    page.open(_file(tmp_path, dashboard_data.entries(3)))
+    assert "20 of 20 points of the latest runs have too few runs to judge" in page.text("#changes p")
+    assert page.text("#changes h2") == "Changes: none found"
+
+
 def test_filters_choose_and_simulated_is_marked(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, _rows()))
     label = "a CPU (simulated: Triton's interpreter on a CPU)"
@@ -158,6 +175,42 @@ def test_a_point_of_the_history_and_its_regression(page: Page, tmp_path: Path) -
     assert traces[1]["x"] == [traces[0]["x"][20]] and page.run("return document.activeElement.id") == "past-line"
 
 
+def test_everything_is_reached_by_keyboard(page: Page, tmp_path: Path) -> None:
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+
+    page.open(_file(tmp_path, _rows()))
+    page.choose("filter-device", "NVIDIA H100 80GB HBM3")  # a filter with one value is not in the way
+    reached = []
+    for _ in range(40):
+        page.driver.switch_to.active_element.send_keys(Keys.TAB)
+        reached.append(page.run("const e = document.activeElement; return e.id || e.className || e.type"))
+    assert reached[0] == "skip"
+    wanted = ["filter-device", "filter-dtype", "past-line", "past-size"]
+    assert [name for name in reached if name in wanted][: len(wanted)] == wanted and "checkbox" in reached
+    before = page.text("#latency h2")
+    page.driver.find_element(By.ID, "filter-device").send_keys("a CPU")
+    page.until(lambda: page.text("#latency h2") != before)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (820, "dark"), (390, "light"), (390, "dark")])
+def test_widths_and_schemes(page: Page, tmp_path: Path, width: int, scheme: str) -> None:
+    page.open(_file(tmp_path, _rows()), width, scheme)
+    page.choose("filter-device", "NVIDIA H100 80GB HBM3")
+    page.run("document.querySelector('#changes button').click()")
+    assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
+    back = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 28)"}[scheme]
+    front = page.run("return document.querySelector('#latency .chart').layout.font.color")
+    assert front == {"light": "#1c2430", "dark": "#e6eaf0"}[scheme]
+    height = page.run("return document.documentElement.scrollHeight")
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    time.sleep(0.5)  # charts follow the window's size
+    SHOTS.mkdir(exist_ok=True)
+    assert page.driver.save_screenshot(str(SHOTS / f"dashboard-{width}-{scheme}.png"))
+
+
 def test_an_empty_history_says_what_to_run(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, []))
     assert page.run("return document.querySelector('#empty').checkVisibility()")
@@ -180,6 +233,16 @@ def test_what_the_history_says_is_text(page: Page, tmp_path: Path) -> None:
     assert page.run("return window.hit") is None and NASTY in page.text("#latency h2")
     assert page.run("return document.querySelectorAll('img, .chart a').length") == 0
     assert "<img" in page.text("#latency .legendtext")
+
+
+def test_without_its_guard_a_name_would_be_markup(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, guard = render._text, "return String(text)"
+    broken = whole("charts.js").replace(guard, "return text; " + guard)
+    assert broken != whole("charts.js")
+    monkeypatch.setattr(render, "_text", lambda name: broken if name == "charts.js" else whole(name))
+    rows = [Entry(e.run, replace(e.measurement, library="<b>bold</b>")) for e in dashboard_data.entries(1)]
+    page.open(_file(tmp_path, rows))
+    assert page.text("#latency .legendtext") == "bold"
 
 
 def test_a_page_with_other_libraries_only_draws_what_there_is(page: Page, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.perf.dashboard import collect, render, serve
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history import schema
+from tricomm.perf.history.database import open_history
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,29 @@ def test_a_point_has_its_latest_times_and_its_past() -> None:
     assert line["p50"][0] == line["past"][0][-1] and line["p99"][0] == pytest.approx(of_size[-1].p99_us, rel=1e-3)
     assert line["moved"] == 8.0  # 2 (N - 1) n over 2 (N - 1) / N n
     assert scene["bus"] == 1.75 and scene["link_gbs"] == 371.0
+
+
+def test_a_step_in_the_past_is_a_change() -> None:
+    (scene,) = collect.page_data(dashboard_data.entries(30, step_at=20))["scenes"]
+    changed = {x["kernel"]: [c[0] for point in x["changes"] for c in point] for x in scene["lines"]}
+    assert changed["one_shot/simple"] == [20] * len(scene["lines"][0]["size"])
+    assert changed["two_shot/ll"] == changed["nccl"] == []
+
+
+def test_a_point_that_took_no_time_before_comes_first() -> None:
+    line = {"kernel": "nccl", "size": [8, 16], "run": [[0], [0]], "changes": [[[0, 2.0, 3.0]], [[0, 0.0, 3.0]]]}
+    scene = dict.fromkeys(("collective", "dtype", "world_size", "mode", "place", "device"), "x")
+    data = {"scenes": [scene | {"simulated": False, "lines": [line]}], "runs": [("2026-01-01", "abc")]}
+    assert [str(change).split()[:4] for change in collect.changes(data)] == [
+        ["+inf%", "0", "->", "3"], ["+50.0%", "2", "->", "3"],
+    ]  # fmt: skip
+
+
+def test_a_long_past_is_cut_and_its_changes_stay_where_they_are() -> None:
+    (scene,) = collect.page_data(dashboard_data.entries(300, step_at=290, sizes=(1024,)))["scenes"]
+    line = next(x for x in scene["lines"] if x["kernel"] == "one_shot/simple")
+    assert len(line["past"][0]) == len(line["run"][0]) == 256 and line["run"][0][-1] == 299
+    assert [c[0] for c in line["changes"][0]] == [290 - (300 - 256)]
 
 
 def test_odd_rows_are_shown_and_not_stumbled_over() -> None:
@@ -113,6 +137,12 @@ def test_what_is_served(server: serve.Server) -> None:
     assert status == 503 and "no client &lt;here&gt;" in text
 
 
+def test_only_this_machine_and_no_foreign_name_gets_an_answer(server: serve.Server) -> None:
+    assert server.server_address[0] == "127.0.0.1"
+    assert _get(server.url, host=f"evil.example:{server.server_address[1]}")[0] == 403
+    assert _get(server.url, host=f"localhost:{server.server_address[1]}")[0] == 200
+
+
 def test_a_busy_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -164,6 +194,14 @@ def test_a_file_that_is_no_history_is_refused_and_stays_as_it_is(content: bytes,
     assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
 
 
+def test_a_history_whose_rows_are_in_its_log_alone_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "history.sqlite"
+    with open_history(path) as past:  # type: ignore[union-attr]
+        assert Path(f"{path}-wal").stat().st_size and path.read_bytes()[68:72] == bytes(4)
+        assert Source(path, print).data()["rows"] == 0
+        past.close()
+
+
 def test_a_broken_history_is_set_aside_and_named(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite"
     path.write_bytes(_begins_as_a_history() + b"no database" * 100)
@@ -208,3 +246,11 @@ def test_too_few_runs_to_judge_are_no_all_clear(tmp_path: Path, runs: int) -> No
     done = _dashboard("--changes", *(("--history", str(path)) if runs else ()))
     assert done.exit_code == 5 and done.output.startswith("0 points are slower")
     assert not runs or "20 of 20 points of the latest runs have too few runs to judge: 14 are needed" in done.output
+
+
+def test_points_that_the_latest_run_has_not_measured_need_no_judgement(tmp_path: Path) -> None:
+    once = dashboard_data.entries(1, sizes=(77,))
+    path = dashboard_data.written(tmp_path / "history.sqlite", [*once, *dashboard_data.entries(20)])
+    assert _dashboard("--changes", "--history", str(path)).exit_code == 0
+    both = [*dashboard_data.entries(30), *dashboard_data.entries(3, dtype="bfloat16")]
+    assert collect.page_data(both)["unjudged"] == (20, 40)  # a chart has a latest run for itself

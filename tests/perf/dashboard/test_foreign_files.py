@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sqlite3
 import threading
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,13 @@ from tests.store.test_files import OTHER, as_root
 from tricomm.cli import cli
 from tricomm.errors import ResourceError
 from tricomm.metrics import publish
+from tricomm.perf.bench import outputs
+from tricomm.perf.bench.request import Settings
+from tricomm.perf.bench.session import Results
 from tricomm.perf.dashboard import jobs
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history.database import open_history
+from tricomm.perf.tuner.sample_log import SampleLog
 from tricomm.policy import user_tables
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
@@ -43,6 +50,14 @@ def own(tmp_path: Path) -> Path:
     file = tmp_path / "own"
     file.write_text("secret")
     return file
+
+
+def test_a_job_writes_over_no_file_that_a_link_points_to(shared: Path, own: Path) -> None:
+    publisher = publish._Publisher(60)
+    for suffix in (".part", ".json"):
+        publisher.file.with_suffix(suffix).symlink_to(own)
+    publisher.write()
+    assert own.read_text() == "secret" and json.loads(publisher.file.read_text())["pid"] == os.getpid()
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])
@@ -132,6 +147,27 @@ def test_a_table_that_another_could_have_placed_is_not_used(shared: Path, own: P
         user_tables.save(TunedTable(BOX, (ROW,)))
 
 
+@as_root
+def test_a_table_of_root_is_for_everybody_and_one_of_another_user_for_nobody(shared: Path, monkeypatch) -> None:
+    file = user_tables.save(TunedTable(BOX, (ROW,)))
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+    assert user_tables.load(BOX).rows == (ROW,)  # type: ignore[union-attr]
+    os.chown(file, OTHER + 1, OTHER)
+    assert user_tables.load(BOX) is None
+    assert user_tables.read(file, named=True).rows == (ROW,)
+
+
+def test_a_tables_lock_and_a_tuning_record_are_no_links(shared: Path, own: Path) -> None:
+    Path(f"{user_tables.path(BOX)}.lock").symlink_to(own)
+    with pytest.raises(ResourceError, match="it is a symbolic link"):
+        user_tables.save(TunedTable(BOX, (ROW,)))
+    record = shared / "tuning-1.jsonl"
+    for file in (record, record.with_name(f"{record.name}.{os.getpid()}.part")):
+        file.symlink_to(own)
+    SampleLog(record, "key").close(finished=False)
+    assert own.read_text() == "secret" and record.read_bytes() == b"key\n" and not record.is_symlink()
+
+
 @pytest.mark.parametrize("end", ["", "-wal", "-shm", ".lock"])
 def test_a_history_is_no_link(end: str, tmp_path: Path, own: Path) -> None:
     path = tmp_path / "history.sqlite"
@@ -144,3 +180,30 @@ def test_a_history_is_no_link(end: str, tmp_path: Path, own: Path) -> None:
     said: list[str] = []
     assert open_history(path, said.append) is None and "it is a symbolic link" in said[0]
     assert own.read_bytes() == b""
+
+
+@as_root
+def test_rows_that_another_user_has_planted_in_the_log_of_a_history_are_not_taken(tmp_path: Path) -> None:
+    path = dashboard_data.written(tmp_path / "history.sqlite", dashboard_data.entries(1)[:1])
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("DELETE FROM measurements")
+        database.commit()
+        os.chown(f"{path}-wal", OTHER, OTHER)
+        said: list[str] = []
+        assert open_history(path, said.append) is None and "belongs to another user" in said[0]
+
+
+def test_the_default_history_is_not_where_others_replace_files(tmp_path: Path) -> None:
+    (tmp_path / "data" / "tricomm").mkdir(parents=True)
+    (tmp_path / "data" / "tricomm").chmod(0o777)
+    said: list[str] = []
+    assert open_history(say=said.append) is None and "can change what is in it" in said[0]
+
+
+def test_a_benchmarks_json_follows_no_link_that_could_be_guessed(shared: Path, own: Path) -> None:
+    file = shared / "rows.json"
+    file.with_name("rows.json.part").symlink_to(own)
+    settings = Settings((), (8,), "sum", ("eager",))
+    with outputs.Files(settings, Results(), file, None, None):
+        pass
+    assert own.read_text() == "secret" and json.loads(file.read_text())["results"] == []

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import sys
 import time
+from contextlib import closing
 from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
@@ -15,11 +17,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.perf.dashboard import dashboard_data
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
-from tricomm.metrics.counters import Activity
+from tricomm.metrics.counters import Activity, Statistics
 from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.dashboard import chrome_trace, jobs, prometheus
 from tricomm.perf.history.database import open_history
@@ -61,6 +66,18 @@ def job_file(folder: Path, pid: int = 0, started: int = 0) -> Path:
     file = folder / f"{record['pid']}-{record['started']}.json"
     file.write_text(json.dumps(record))
     return file
+
+
+def test_what_is_published_is_read(tmp_path: Path) -> None:
+    job_file(tmp_path)
+    (job,) = jobs.read(tmp_path).live
+    assert job.communicators[0].calls[0].calls == 3 and job.communicators[0].waited == {0: 1.5}
+
+
+def test_this_processs_own_snapshot_is_read(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(json.dumps(asdict(publish.snapshot())))
+    published = jobs.read(tmp_path)
+    assert published.notes == () and published.jobs[0].live
 
 
 def test_an_ended_job_is_not_live_and_goes_to_the_history(tmp_path: Path) -> None:
@@ -143,6 +160,32 @@ def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
     assert samples["tricomm_peer_wait_seconds_total"].labels["peer"] == "0"
     assert samples["tricomm_routed_calls_total"].labels["route"] == "gloo"
     assert samples["tricomm_job_updated_timestamp_seconds"].value == 1000
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
+@settings(deadline=None, max_examples=60)
+def test_any_name_survives_the_exposition_format(name: str) -> None:
+    comm = Statistics(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
+    job = JobStatistics(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
+    text = prometheus.exposition([job]).decode()
+    samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
+    assert [s.labels["group"] for s in samples if s.name == "tricomm_peer_wait_seconds_total"] == [name]
+
+
+def test_a_history_of_the_first_version_gets_the_table_and_keeps_its_rows(tmp_path: Path) -> None:
+    path = dashboard_data.written(tmp_path / "history.sqlite", dashboard_data.entries(1))
+    with closing(sqlite3.connect(path)) as database, database:
+        database.executescript("DROP TABLE activity; ALTER TABLE runs DROP COLUMN box;")
+        database.execute("PRAGMA user_version = 1")
+    history = open_history(path)
+    assert history is not None
+    with history:
+        assert [e.measurement for e in history.read()] == [e.measurement for e in dashboard_data.entries(1)]
+        assert history.activities() == []
+
+
+def test_without_jobs_there_are_no_samples(tmp_path: Path) -> None:
+    assert _samples(tmp_path) == {}
 
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

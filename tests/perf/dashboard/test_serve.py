@@ -75,6 +75,21 @@ def test_a_client_that_sends_a_byte_now_and_then_is_cut_at_its_deadline() -> Non
         _until(lambda: _threads(server) == 0)
 
 
+def test_without_a_deadline_a_slow_client_stays() -> None:
+    with _served(seconds=60.0) as server, ExitStack() as stack:
+        client = _connect(server, stack, b"GET")
+        time.sleep(2.0)
+        assert not _ended(client) and _threads(server) == 1
+
+
+def test_a_client_that_does_not_take_its_answer_is_cut() -> None:
+    with _served() as server, ExitStack() as stack:
+        client = _connect(server, stack, b"GET / HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n")
+        assert client.recv(8) == b"HTTP/1.0"
+        _until(lambda: _threads(server) == 0)
+        assert _data(server) == "data"
+
+
 def test_a_hundred_connections_take_no_more_threads_than_places_and_lock_nobody_out() -> None:
     with _served(connections=8, seconds=60.0) as server, ExitStack() as stack:
         slow = []
@@ -88,6 +103,18 @@ def test_a_hundred_connections_take_no_more_threads_than_places_and_lock_nobody_
 
 
 _ASKS_FOR_THE_PAGE = b"GET / HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n"
+
+
+def _never_read(server: serve.Server, stack: ExitStack, count: int) -> None:
+    for _ in range(count):
+        assert _connect(server, stack, _ASKS_FOR_THE_PAGE).recv(8) == b"HTTP/1.0"
+
+
+def test_clients_that_ask_and_never_read_lock_nobody_out() -> None:
+    with _served(seconds=60.0) as server, ExitStack() as stack:
+        for _ in range(3):
+            _never_read(server, stack, 5)
+            assert [_data(server) for _ in range(3)] == ["data"] * 3 and _threads(server) <= 4
 
 
 def test_who_comes_while_all_places_are_at_work_is_told() -> None:
@@ -130,3 +157,10 @@ def test_what_is_too_long_or_of_another_kind_is_refused(request_text: bytes, sta
         assert status in client.recv(4096)
         _until(lambda: _threads(server) == 0)
         assert _data(server) == "data"
+
+
+@pytest.mark.parametrize("host", [b"127.0.0.1", b"localhost", b"localhost:8377"])
+def test_a_host_may_come_without_the_port_as_at_port_80(host: bytes) -> None:
+    with _served() as server, ExitStack() as stack:
+        client = _connect(server, stack, b"GET /data HTTP/1.0\r\nHost: " + host + b"\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.0 200"

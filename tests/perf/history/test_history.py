@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,17 @@ def test_two_processes_write_at_once(tmp_path: Path, said: Said) -> None:
             assert [e.measurement.nbytes for e in history.read(library=name)] == list(range(60))
 
 
+def test_a_writer_waits_for_another_ones_row(tmp_path: Path, said: Said) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        other = sqlite3.connect(history.path, isolation_level=None, check_same_thread=False)
+        other.execute("BEGIN IMMEDIATE")
+        later = threading.Timer(0.3, other.execute, ["ROLLBACK"])
+        later.start()
+        assert history.append(_RUN, _ROW) and not said
+        later.join()
+        other.close()
+
+
 _FIRST_FILES = """
     CREATE TABLE runs (
         id INTEGER PRIMARY KEY, date TEXT NOT NULL, device TEXT NOT NULL, topology TEXT NOT NULL,
@@ -220,6 +232,22 @@ def test_a_damaged_file_is_read_or_kept_and_rows_go_in(
         assert all(k.read_bytes() == damaged and str(k) in said[0] for k in kept)
 
 
+def test_without_the_check_damage_would_surface_later(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        for _ in range(200):
+            history.append(_RUN, _ROW)
+    damaged = bytearray((tmp_path / "h.sqlite").read_bytes())
+    damaged[-4096:] = b"\x77" * 4096
+    (tmp_path / "h.sqlite").write_bytes(damaged)
+    with monkeypatch.context() as patched, pytest.raises(sqlite3.DatabaseError):
+        patched.setattr(schema, "check", lambda database: None)
+        _opened(tmp_path / "h.sqlite", said).read()
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        assert history.read() == [] and "is kept as" in said[-1]
+
+
 def test_another_programs_database_is_not_written_to(tmp_path: Path, said: Said) -> None:
     other = sqlite3.connect(tmp_path / "h.sqlite")
     other.execute("CREATE TABLE theirs (x)")
@@ -244,8 +272,35 @@ def test_a_newer_file_stays_and_rows_go_beside_it(tmp_path: Path, said: Said) ->
     assert path.read_bytes() == before
 
 
+def test_an_older_file_takes_the_steps_that_it_lacks(
+    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with _opened(tmp_path / "h.sqlite", said) as history:
+        history.append(_RUN, _ROW)
+    step = "ALTER TABLE runs ADD COLUMN place TEXT NOT NULL DEFAULT 'here';"
+    monkeypatch.setattr(schema, "_STEPS", (*schema._STEPS, step))
+    monkeypatch.setattr(schema, "VERSION", schema.VERSION + 1)
+    for _ in range(2):
+        with _opened(tmp_path / "h.sqlite", said) as history:
+            assert history.read()[0].measurement == _ROW
+            assert history._database.execute("SELECT place FROM runs").fetchall() == [("here",)]
+    assert not said
+
+
+def test_a_directory_that_cannot_be_written_is_named_and_done_without(tmp_path: Path, said: Said) -> None:
+    (tmp_path / "file").write_text("")
+    assert open_history(tmp_path / "file" / "h.sqlite", said) is None
+    assert open_history(Path("/proc/tricomm/h.sqlite"), said) is None
+    assert len(said) == 2 and all("going on without it" in text for text in said)
+
+
 def test_a_file_that_may_only_be_read_is_named_once(tmp_path: Path, said: Said) -> None:
     with _opened(tmp_path / "h.sqlite", said) as history:
         history._database.execute("PRAGMA query_only = 1")
         assert [history.append(_RUN, _ROW) for _ in range(3)] == [False] * 3
     assert len(said) == 1 and "readonly database; going on without it" in said[0]
+
+
+def test_the_file_lies_in_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert database.default_path() == tmp_path / "tricomm" / "history.sqlite"

@@ -21,7 +21,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.device.packing import load_words, store_words
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.kernels.primitives import signal, wait_sequence
-from tricomm.perf.machine_code import kernel_report
+from tricomm.perf.machine_code import accesses, kernel_report
 from tricomm.perf.machine_code.kernel_report import Variant
 
 
@@ -66,6 +66,18 @@ def _long(number: int, variant: Variant) -> bool:
 def test_each_kernel_keeps_to_the_bars(variant: Variant) -> None:
     broken = kernel_report.check(kernel_report.examine(variant))
     assert [bar.split(":")[0] for bar in broken] == ["spills"] * (_name(variant) == SPILLING), broken
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(14400)
+@pytest.mark.parametrize("arch", kernel_report.ARCHITECTURES)
+@pytest.mark.parametrize("kernel", [k for k in kernel_report.KERNELS if compiles(k)], ids=lambda kernel: kernel.name)
+def test_all_variants(kernel: registry.Kernel, arch: str) -> None:
+    if kernel.why_not_compiled(int(arch.removeprefix("sm_"))) is not None:
+        pytest.skip("refused by name")
+    result = kernel_report.examine_all(kernel_report.variants((arch,), kernel.name, everything=True))
+    broken = {str(report.variant): bad for report in result if (bad := kernel_report.check(report))}
+    assert broken == {}
 
 
 # What the bars are for. Every kernel below has the flags that a good one has, but for what it is about.
@@ -118,16 +130,16 @@ def _masked(
 
 
 @triton.jit
-def _gpu_scope(
-    x_ptr,
-    y_ptr,
-    group,
-    numel: tl.int64,
-    call: tl.int64,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def _masked_store(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+                  ALIGNED: tl.constexpr):  # fmt: skip
+    words = _copied(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
+    at = tl.arange(0, BLOCK)
+    tl.store(group[0] + 4096 + at, words, mask=at < numel)
+
+
+@triton.jit
+def _gpu_scope(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
+               ALIGNED: tl.constexpr):  # fmt: skip
     _good(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
     tl.atomic_xchg(group[0] + 512, call, sem="release", scope="gpu")
 
@@ -183,6 +195,10 @@ def test_a_masked_bulk_access_is_found_in_ptx_and_in_sass() -> None:
     assert "test_kernel_report.py" in result
 
 
+def test_one_narrow_store_among_wide_ones_is_found() -> None:
+    assert "narrower than 128 bits" in _found(_masked_store)
+
+
 def test_a_flag_of_gpu_scope_is_found() -> None:
     result = _found(_gpu_scope)
     assert "not `.sys`" in result and "gpu" in result and "test_kernel_report.py" in result
@@ -196,6 +212,12 @@ def test_spills_are_found() -> None:
     report = kernel_report.examine(Variant("test", "sm_90"), _spills)
     assert report.resources.spill_loads > 0 and report.resources.spill_stores > 0
     assert "spills" in " ".join(kernel_report.check(report))
+
+
+def test_a_misaligned_variant_is_narrow_and_is_not_blamed_for_it() -> None:
+    report = kernel_report.examine(Variant("test", "sm_90", aligned=False), _good)
+    assert report.sass.body_wide_loads == 0 and report.sass.tail > 0
+    assert kernel_report.check(report) == []
 
 
 @triton.jit
@@ -253,6 +275,40 @@ def test_a_report_is_plain_json_and_a_line() -> None:
     assert kernel_report.lines([weak])[2] == (
         "! test sm_90 bfloat16 sum of 8 ranks: flags that are not `.sys`: st.release.gpu at x.py:1"
     )
+
+
+def test_inline_assembly_does_not_shift_lines() -> None:
+    ptx = "\n".join(
+        [
+            '.file 1 "/x.py"', ".loc 1 7 0", "// begin inline asm", ".loc 1 7 0", "mov.u64 a, 0x0;", ".loc 1 8 0",
+            "@%p ld.global.b64 { a }, [ b + 0 ];", "// end inline asm", ".loc 1 9 0",
+            "st.global.v2.b64 [ b ], { a, a };",
+        ]
+    )  # fmt: skip
+    result = accesses.ptx_accesses(accesses.plain_lines(ptx))
+    assert [(a.line[1], a.bits, a.store) for a in result] == [(7, 64, False), (9, 128, True)]
+
+
+def test_sass_is_attributed_to_the_innermost_line() -> None:
+    sass = "\n".join(
+        [
+            '\t//## File "/a.py", line 3 inlined at "/b.py", line 9', '\t//## File "/b.py", line 9',
+            "        /*0090*/              @!P0 LDG.E.128.STRONG.SYS R4, desc[UR10][R4.64+0x30] ;",
+            "        /*00a0*/                   STG.E.U16 desc[UR10][R4.64], R3 ;",
+        ]
+    )  # fmt: skip
+    result = accesses.sass_accesses(sass)
+    assert [(a.line, a.bits, a.store, a.system) for a in result] == [
+        (("/a.py", 3), 128, False, True),
+        (("/a.py", 3), 16, True, False),
+    ]
+
+
+def test_who_waits_for_a_report_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_report, "_PATIENCE", 0.01)
+    variants, late = [Variant("barrier", arch) for arch in ("sm_80", "sm_90")], list[Variant]()
+    assert [report.variant for report in kernel_report.examine_all(variants, late.append)] == variants
+    assert late[0] == variants[0]
 
 
 def _of_two(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:

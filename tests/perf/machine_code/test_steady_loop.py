@@ -37,6 +37,18 @@ def test_the_fast_way_round_counts_and_what_is_no_loop_does_not():
     assert steady_loop.loops(SASS.replace("@!P1 BRA `(.L_x_0)", "NOP"), lambda access: True) == []
 
 
+def test_a_loop_that_clears_is_left_out():
+    placed = SASS.replace(".L_x_0:\n", '.L_x_0:\n\t//## File "/kernels/mailbox.py", line 7\n')
+    assert steady_loop.loops(placed, lambda access: True, lambda line: line[1] == 7) == []
+    assert steady_loop.loops(placed, lambda access: True, lambda line: line[1] == 8) == [7]
+
+
+def test_another_loop_is_counted_apart():
+    longer = SASS.replace("        /*0040*/", "        /*0031*/                   NOP ;\n        /*0040*/")
+    second = longer.replace("L_x_", "L_x_9")
+    assert steady_loop.loops(SASS.replace("EXIT", "NOP") + second, lambda access: True) == [7, 8]
+
+
 @pytest.mark.parametrize("name", kraken.INSTRUCTIONS)
 def test_no_more_instructions_than_kraken(name):
     result = kernel_report.examine(Variant(f"all_reduce_{name}_zero_copy", "sm_90")).steady

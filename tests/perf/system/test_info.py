@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+import tricomm
 from tricomm.cli import cli
 from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.perf import provenance
 from tricomm.perf.system import info, info_table
-from tricomm.policy import selection
+from tricomm.policy import selection, user_tables
 from tricomm.policy.selection_facts import SelectionFacts
-from tricomm.policy.tuning_tables import TableRow
+from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
 
 def test_json_has_every_section() -> None:
@@ -83,6 +85,14 @@ def test_selection_of_gpus_knows_whether_there_is_a_switch(refusal: str, monkeyp
     assert info._site(8).no_multicast == refusal and through_switch is (refusal == "")
 
 
+def test_a_table_of_many_rows_is_cut_with_a_word() -> None:
+    row = {"ranks": 2, "algorithm": "one_shot", "protocol": "ll", "table": "mine", "row": 0, "from": 1}
+    rows = [{**row, "collective": f"c{i}", "to": 4096 + i} for i in range(30)]
+    lines = info_table.ranges(rows)
+    assert len(lines) == 21 and lines[-1] == "  and 10 more: --table"
+    assert lines[1] == "  c1 of 2 ranks: 1 B .. 4097 B one_shot/ll (table mine)"
+
+
 def test_devices_that_are_alike_share_a_line() -> None:
     devices = [{"index": i, "name": "H200", "uuid": str(i)} for i in range(8)]
     assert info_table._brief(devices) == "8 x name H200"
@@ -100,6 +110,13 @@ def test_no_probe_can_make_it_fail(probe: str, monkeypatch: pytest.MonkeyPatch) 
     json.dumps(result)
     if probe not in ("_limit", "_device_links"):
         assert "not available: OSError: this probe is broken" in json.dumps(result)
+
+
+def test_an_error_without_words_still_has_a_name() -> None:
+    def broken() -> None:
+        raise KeyError
+
+    assert provenance.guarded(broken) == "not available: KeyError"
 
 
 def test_a_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,3 +145,20 @@ def test_kernels_as_json() -> None:
     records = json.loads(done.stdout)["variants"]
     assert [r["variant"]["arch"] for r in records] == ["sm_80", "sm_90"]
     assert all(r["violations"] == [] and r["resources"]["registers"] > 0 for r in records)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(["--arch", "sm_1"], "sm_80"), (["--kernel", "x"], "barrier")])
+def test_kernels_usage_errors(arguments: list[str], said: str) -> None:
+    done = CliRunner().invoke(cli, ["kernels", *arguments])
+    assert done.exit_code == 2 and said in done.output
+
+
+def test_the_users_table_is_named_with_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRICOMM_TUNING_DIR", str(tmp_path))
+    row = TableRow("all_reduce", 4, 2048, "two_shot", "simple")
+    user_tables.save(TunedTable(Fingerprint("cpu", "", 4), (row,)))
+    result = info.collect()
+    decided = [c for c in result["selection"] if "tuned" in c["reason"]]
+    assert [(c["ranks"], c["collective"], c["nbytes"]) for c in decided] == [(4, "all_reduce", 1024)]
+    assert "row 0" in decided[0]["reason"] and result["paths"]["tuning tables"] == str(tmp_path)
+    assert result["paths"]["package"] == str(Path(tricomm.__file__).parent)

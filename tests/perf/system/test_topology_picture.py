@@ -65,6 +65,54 @@ def test_the_squares_follow_the_links_not_the_numbers() -> None:
     assert "relays  0 =NV1= 5, 2 =NV2= 4, 6 =NV1= 1, 7 =NV2= 3" in drawn
 
 
+MIXED = """\
+        GPU0  GPU1  GPU2  GPU3
+  GPU0     X   NV2   PCI     -
+  GPU1  NV2!     X   NV3     -
+  GPU2   PCI   NV3     X   PCI
+  GPU3     -   PCI   PCI     X
+
+X itself; NV# so many NVLinks; PCI peer access without NVLink (PIX to SYS; which one is unknown); - no peer access; \
+! linked, but without peer access
+
+4 devices (A, B)
+kind    partial: NVLink between some pairs
+digest  ad4379d40f8b6d20
+fabric  completed, not told
+note    beware"""
+
+
+def test_every_way_to_be_connected() -> None:
+    links = ((0, 2, 0, 0), (2, 0, 3, 0), (0, 3, 0, 0), (0, 0, 0, 0))
+    reach = ("1110", "0110", "1111", "0111")
+    peers = tuple(tuple(mark == "1" for mark in row) for row in reach)
+    mixed = Topology(links, peers, names=("B", "A", "B", ""))
+    assert draw(mixed, ["beware"], ["completed", "not told"]) == MIXED
+
+
+def test_switches_and_shared_devices() -> None:
+    drawn = draw(shapes.nvswitch(12)).splitlines()
+    assert drawn[1] == "   GPU0      X" + "    NVS" * 11 and "12 devices, 18 NVLinks a pair" in drawn
+    assert draw(shapes.nvswitch(2).of([0, 0, 1])).splitlines()[:4] == [
+        "          0:GPU0  1:GPU0  2:GPU1",
+        "  0:GPU0       X       =     NVS",
+        "  1:GPU0       =       X     NVS",
+        "  2:GPU1     NVS     NVS       X",
+    ]
+    assert "3 ranks on 2 devices" in draw(shapes.nvswitch(2).of([0, 0, 1]))
+    assert "kind    fully_connected: NVLink between every pair" in draw(shapes.pcie(1))
+
+
+@pytest.mark.parametrize("topology", [shapes.pcie(2), shapes.pairs(4), shapes.dgx1v().of([0, 1, 2, 3])])
+def test_every_kind_has_words(topology: Topology) -> None:
+    assert f"kind    {topology.kind}: " in draw(topology)
+
+
+def test_what_is_printed_as_json_can_be_given_back(box: Path) -> None:
+    done = run("--topology", str(box), "--json")
+    assert done.exit_code == 0 and Topology.loads(done.output) == shapes.dgx1v()
+
+
 @pytest.mark.parametrize(("text", "words"), [("{}", "schema None"), ("", "is not JSON"), (None, "No such file")])
 def test_a_bad_file_is_a_usage_error(text: str | None, words: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"

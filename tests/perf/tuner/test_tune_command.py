@@ -112,6 +112,15 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert done.returncode == 3 and "TRICOMM_TUNING_DIR names another directory" in done.stderr, done.stderr
 
 
+@pytest.mark.exhaustive
+def test_the_ranks_of_torchrun_tune_together(_folder: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tricomm")
+    asked = ("tune", *_SMALL, "--simulated", "--budget", "1s")
+    done = forked.script(*torchrun, *asked, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("decisions change") == 1 and _rounds(_folder) > 0  # rank 0 alone prints
+
+
 # What can be done with tables
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore
 
 from tricomm import ResourceError
-from tricomm.errors import CollectiveTimeout
+from tricomm.errors import CollectiveTimeout, InvalidArgument, PeerDied
 from tricomm.perf.tuner import worker
 from tricomm.perf.tuner.coordinator import CheckedTimes, adopt
 from tricomm.perf.tuner.points import Candidate, Point
@@ -104,6 +104,11 @@ def _ranks(
 
 def _checked_times(worker_0: TuningWorker) -> CheckedTimes:
     return CheckedTimes(lambda event, **_: None, worker_0)
+
+
+def test_every_sample_is_the_slowest_ranks() -> None:
+    result, _ = _ranks(lambda t: _checked_times(t).times(_POINT, [_A, _C], 2))
+    assert result == {_A: (3.0, 3.0), _C: (12.0, 12.0)}
 
 
 def test_a_candidate_with_a_wrong_result_on_any_rank_is_never_timed() -> None:
@@ -235,3 +240,16 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_is_measured(
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="cannot be written.*TRICOMM_TUNING_DIR"):
         SampleLog(tmp_path / "file" / "t.jsonl", "key")
+
+
+def test_refused_arguments_are_told_apart_from_faults() -> None:
+    _Sampler.faults = {(rank, _A): InvalidArgument("not over these links") for rank in range(3)}
+    answers, made = _ranks(lambda t: t.broadcast(TuningTask("check", _POINT, (_A,), 1)))
+    assert all(a.refused == {0: "not over these links"} and not a.fault for a in answers)
+    assert [len(groups) for groups in made] == [1, 1, 1]
+
+
+def test_a_rank_that_died_is_no_fault_of_the_candidate() -> None:
+    _Sampler.faults = {(rank, _A): PeerDied("rank 1 died") for rank in range(3)}
+    with pytest.raises(PeerDied):
+        _ranks(lambda t: t.broadcast(TuningTask("check", _POINT, (_A,), 1)), world_size=1)

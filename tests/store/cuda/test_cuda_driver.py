@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
+from tests.store.cuda.fake_bindings import GRANULE, CUipcMemHandle
+from tests.store.cuda.fake_driver import CudaRuleBroken, FakeCuda, FakeDriver
 from tricomm.errors import ResourceError
 from tricomm.store.cuda.cuda_driver import Driver, load_driver
+from tricomm.store.segments import Segment
 
 
 def no_libcuda() -> bool:
@@ -119,3 +122,259 @@ def ready(world: FakeCuda | None = None) -> FakeDriver:
     driver.init()
     driver.retain_context(0)
     return driver
+
+
+def exported(world: FakeCuda) -> tuple[FakeDriver, int, bytes]:
+    owner = ready(world)
+    with owner.current(CONTEXT):
+        base = owner.mem_alloc(GRANULE)
+        return owner, base, owner.ipc_get_handle(base)
+
+
+def importer(world: FakeCuda, ordinal: int = 0) -> tuple[FakeDriver, int]:
+    driver = world.process()
+    driver.init()
+    return driver, driver.retain_context(ordinal)
+
+
+@contextmanager
+def exporting(world: FakeCuda) -> Iterator[tuple[FakeDriver, int]]:
+    """A process in its context, and a block whose handle it has given away."""
+    owner, base, _ = exported(world)
+    with owner.current(CONTEXT):
+        yield owner, base
+
+
+@contextmanager
+def mapped(world: FakeCuda) -> Iterator[tuple[FakeDriver, int]]:
+    """Another process in its context, and the address at which it has mapped the first one's block."""
+    _, _, handle = exported(world)
+    peer, context = importer(world)
+    with peer.current(context):
+        yield peer, peer.ipc_open_handle(handle)
+
+
+def free_while_mapped(world: FakeCuda) -> None:
+    owner, base, handle = exported(world)
+    peer, context = importer(world)
+    with peer.current(context):
+        peer.ipc_open_handle(handle)
+    with owner.current(CONTEXT):
+        owner.mem_free(base)
+
+
+def double_free(world: FakeCuda) -> None:
+    with exporting(world) as (owner, base):
+        owner.mem_free(base)
+        owner.mem_free(base)
+
+
+def double_close(world: FakeCuda) -> None:
+    with mapped(world) as (peer, address):
+        peer.ipc_close_handle(address)
+        peer.ipc_close_handle(address)
+
+
+def open_own_handle(world: FakeCuda) -> None:
+    owner, _, handle = exported(world)
+    with owner.current(CONTEXT):
+        owner.ipc_open_handle(handle)
+
+
+def open_after_free(world: FakeCuda) -> None:
+    owner, base, handle = exported(world)
+    with owner.current(CONTEXT):
+        owner.mem_free(base)
+    peer, context = importer(world)
+    with peer.current(context):
+        peer.ipc_open_handle(handle)
+
+
+def export_an_inner_address(world: FakeCuda) -> None:
+    with exporting(world) as (owner, base):
+        owner.ipc_get_handle(base + 256)
+
+
+def export_a_piece_with_neighbours(world: FakeCuda) -> None:
+    owner = ready(world)
+    with owner.current(CONTEXT):
+        owner.ipc_get_handle(owner.mem_alloc(4096))
+
+
+def use_after_free(world: FakeCuda) -> None:
+    with exporting(world) as (owner, base):
+        owner.mem_free(base)
+        owner.read(base, 8)
+
+
+def use_after_close(world: FakeCuda) -> None:
+    with mapped(world) as (peer, address):
+        peer.ipc_close_handle(address)
+        peer.write(address, b"1")
+
+
+def touch_nothing(world: FakeCuda) -> None:
+    with exporting(world) as (owner, base):
+        owner.write(base + GRANULE - 4, bytes(8))
+
+
+def write_without_peer_access(world: FakeCuda) -> None:
+    _, _, handle = exported(world)
+    peer, context = importer(world, ordinal=1)
+    structure = CUipcMemHandle()
+    ctypes.memmove(structure.getPtr(), handle, 64)
+    with peer.current(context):
+        peer.write(peer._call("cuIpcOpenMemHandle", structure, 0), b"1")
+
+
+def unmap_under_a_kernel(world: FakeCuda) -> None:
+    with mapped(world) as (peer, address):
+        peer.process.kernel_running = True
+        peer.ipc_close_handle(address)
+
+
+def free_under_a_kernel(world: FakeCuda) -> None:
+    with exporting(world) as (owner, base):
+        owner.process.kernel_running = True
+        owner.mem_free(base)
+
+
+def release_a_context_twice(world: FakeCuda) -> None:
+    driver = ready(world)
+    driver.release_context(0)
+    driver.release_context(0)
+
+
+def release_a_context_in_use(world: FakeCuda) -> None:
+    exported(world)[0].release_context(0)
+
+
+def use_a_context_that_is_not_held(world: FakeCuda) -> None:
+    with world.process().current(CONTEXT):
+        pass
+
+
+def unpin_what_is_not_pinned(world: FakeCuda) -> None:
+    driver = ready(world)
+    with driver.current(CONTEXT):
+        driver.host_unregister(4096)
+
+
+def pin_part_of_a_page(world: FakeCuda) -> None:
+    driver = ready(world)
+    with driver.current(CONTEXT):
+        driver.host_register(100, 4096)
+
+
+def pinned(driver: FakeDriver) -> tuple[Segment, int]:
+    """Registered memory of this process, and its address on the device."""
+    memory = Segment.create("tricomm-test", 4096)
+    with driver.current(CONTEXT):
+        return memory, driver.host_register(memory.address, 4096)
+
+
+def touch_a_page_that_went(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, address = pinned(driver)
+    memory.close()
+    with driver.current(CONTEXT):
+        driver.write(address, b"1")
+
+
+def unpin_a_page_that_went(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, _ = pinned(driver)
+    memory.close()
+    with driver.current(CONTEXT):
+        driver.host_unregister(memory.address)
+
+
+def pin_what_lies_where_a_pinned_page_went(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, _ = pinned(driver)
+    memory.close()
+    with driver.current(CONTEXT):
+        driver.host_register(memory.address, 4096)
+
+
+def touch_by_the_address_of_an_earlier_registration(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, address = pinned(driver)
+    with driver.current(CONTEXT):
+        driver.host_unregister(memory.address)
+        driver.host_register(memory.address, 4096)
+        driver.write(address, b"1")
+
+
+def unpin_under_a_kernel(world: FakeCuda) -> None:
+    driver = ready(world)
+    memory, _ = pinned(driver)
+    driver.process.kernel_running = True
+    with driver.current(CONTEXT):
+        driver.host_unregister(memory.address)
+
+
+def lose_a_context_with_a_pinned_page(world: FakeCuda) -> None:
+    driver = ready(world)
+    pinned(driver)
+    driver.release_context(0)
+
+
+WRONG = [
+    free_while_mapped, double_free, double_close, open_own_handle, open_after_free, export_an_inner_address,
+    export_a_piece_with_neighbours, use_after_free, use_after_close, touch_nothing, write_without_peer_access,
+    unmap_under_a_kernel, free_under_a_kernel, release_a_context_twice, release_a_context_in_use,
+    use_a_context_that_is_not_held, unpin_what_is_not_pinned, pin_part_of_a_page, touch_a_page_that_went,
+    unpin_a_page_that_went, pin_what_lies_where_a_pinned_page_went, touch_by_the_address_of_an_earlier_registration,
+    unpin_under_a_kernel, lose_a_context_with_a_pinned_page,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_the_fake_complains(wrong: Callable[[FakeCuda], None]) -> None:
+    world = FakeCuda(2)
+    with pytest.raises(CudaRuleBroken):
+        wrong(world)
+    with pytest.raises(AssertionError):
+        world.verify()
+
+
+def test_the_fake_finds_every_kind_of_leak() -> None:
+    world = FakeCuda()
+    owner, _, handle = exported(world)
+    peer, context = importer(world)
+    page = mmap.mmap(-1, 4096)
+    with peer.current(context):
+        peer.ipc_open_handle(handle)
+        peer.host_register(ctypes.addressof(ctypes.c_char.from_buffer(page)), 4096)
+    assert [text.split()[4] for p in (owner, peer) for text in p.process.holds()] == [
+        "block", "the", "mapping", "pinned", "the",
+    ]  # fmt: skip
+    with pytest.raises(AssertionError, match="process 1 still holds mapping"):
+        world.verify()
+
+
+def test_pinned_memory_is_the_hosts_own_and_pinned_once() -> None:
+    driver = ready()
+    memory, address = pinned(driver)
+    with driver.current(CONTEXT):
+        driver.write(address + 8, b"from the GPU")
+        assert bytes(memory.buffer[8:20]) == b"from the GPU" == driver.read(address + 8, 12)
+        with pytest.raises(ResourceError, match="ALREADY_REGISTERED"):
+            driver.host_register(memory.address, 4096)
+        driver.host_unregister(memory.address)
+    driver.release_context(0)
+    driver.process.world.verify()
+
+
+def test_pinned_memory_that_went_is_found_although_nobody_touches_it() -> None:
+    driver = ready()
+    memory, _ = pinned(driver)
+    memory.close()
+    assert "(gone)" in driver.process.holds()[0]
+
+
+def test_calls_without_a_context_are_refused() -> None:
+    driver = ready()
+    with pytest.raises(ResourceError, match="cuMemAlloc: CUDA_ERROR_INVALID_CONTEXT: CUDA's own words"):
+        driver.mem_alloc(8)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.store.cuda.fake_driver import FakeCuda
 from tests.store.cuda.jobs import NBYTES, Job, fails_on_all, refused, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
-from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.arenas import cuda_ipc
 from tricomm.store.arenas.cuda_ipc import BlockRecord, open_cuda_ipc, parse_record
 
@@ -46,6 +49,30 @@ def test_every_rank_reaches_every_block(gpus: int, visible: list[list[int]]) -> 
     job.verify()
 
 
+def test_blocks_are_freed_only_after_all_have_unmapped_them() -> None:
+    job = ipc_job(FakeCuda(2), [[0, 1], [1, 0], [0]])
+    arenas = job.open_all()
+    for driver in job.drivers:
+        driver.process.kernel_running = True
+    job.world.log.clear()
+    job.close_all(arenas)
+    names = [name for _, name in job.world.log]
+    assert names.index("cuMemFree") > max(i for i, name in enumerate(names) if name == "cuIpcCloseMemHandle")
+    job.verify()
+
+
+def test_control_words_are_mapped_once_for_all_arenas_of_a_process() -> None:
+    job = two_gpus()
+    first, second = job.open_all(), job.open_all()
+    for rank in range(2):
+        assert first[rank].control_address == second[rank].control_address
+        assert job.drivers[rank].calls.count("cuMemHostRegister") == 1
+    job.close_all(first)
+    job.close_all(second)
+    assert all(driver.process.pinned.all for driver in job.drivers)  # the page is its owner's, not an arena's
+    job.verify()
+
+
 def calls_of_open() -> list[tuple[int, str, int]]:
     """(rank, call, how many of them) of a set-up that goes well."""
     job = two_gpus()
@@ -60,9 +87,32 @@ def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: st
     fails_on_all(two_gpus(), rank, name, nth)
 
 
+def test_every_kind_of_call_has_been_made_to_fail() -> None:
+    assert {name for _, name, _ in calls_of_open()} == {
+        "cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent",
+        "cuCtxPopCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuMemAlloc", "cuMemsetD8",
+        "cuCtxSynchronize", "cuMemGetAddressRange", "cuIpcGetMemHandle", "cuDeviceCanAccessPeer", "cuIpcOpenMemHandle",
+        "cuMemcpyHtoD", "cuMemcpyDtoH",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_writes_that_do_not_arrive_are_refused_by_all(rank: int) -> None:
+    job = two_gpus()
+    job.drivers[rank].process.loses_writes_to_peers = True
+    refused(in_threads(2, job.open), ResourceError, f"rank {1 - rank}", f"rank(s) [{rank}]", "did not arrive")
+    job.verify()
+
+
 def test_gpus_that_cannot_reach_each_other_are_refused_by_all() -> None:
     job = ipc_job(FakeCuda(2, reachable=lambda a, b: (a, b) != (1, 0)), [[0, 1], [1, 0]])
     refused(in_threads(2, job.open), ResourceError, "rank 1", "0000:01:00.0", "0000:00:00.0", "cuDeviceCanAccessPeer")
+    job.verify()
+
+
+def test_for_an_invisible_gpu_opening_decides() -> None:
+    job = ipc_job(FakeCuda(2, reachable=lambda a, b: False), [[0], [1]])
+    refused(in_threads(2, job.open), ResourceError, "cuIpcOpenMemHandle", "PEER_ACCESS_UNSUPPORTED", "--ipc=host")
     job.verify()
 
 
@@ -89,6 +139,12 @@ def test_bad_arguments_are_refused_by_all(nbytes: int, device: str) -> None:
     job.verify()
 
 
+def test_a_gpu_that_is_not_there_is_named() -> None:
+    job = two_gpus()
+    refused(in_threads(2, lambda rank: job.open(rank, NBYTES, "cuda:7")), ResourceError, "CUDA_VISIBLE_DEVICES")
+    job.verify()
+
+
 def test_a_forged_handle_is_refused_by_all() -> None:
     job = two_gpus()
     job.group.controls[0].tamper = lambda what, data: data[:-64] + bytes(64) if "memory records" in what else data
@@ -96,7 +152,23 @@ def test_a_forged_handle_is_refused_by_all() -> None:
     job.verify()
 
 
+def test_a_block_is_sought_where_its_record_says() -> None:
+    def shifted(what: str, data: bytes) -> bytes:
+        return parse_record(data, 0, NBYTES)._replace(offset=256).pack() if "memory records" in what else data
+
+    job = two_gpus()
+    job.group.controls[0].tamper = shifted
+    refused(in_threads(2, job.open), ResourceError, "rank 0", "rank(s) [1]", "did not arrive")
+    job.verify()
+
+
 RECORD = BlockRecord(3, bytes(range(16)), NBYTES, 256, bytes(range(64)))
+
+
+def test_a_record_survives_the_way() -> None:
+    assert parse_record(RECORD.pack(), 3, NBYTES) == RECORD
+    assert len(RECORD.pack()) <= 1024
+    assert "\\x" not in repr(RECORD) and "handle" not in repr(RECORD)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +187,20 @@ RECORD = BlockRecord(3, bytes(range(16)), NBYTES, 256, bytes(range(64)))
 def test_a_bad_record_is_refused(record: bytes, words: str) -> None:
     with pytest.raises(RendezvousError, match=words):
         parse_record(record, 3, NBYTES)
+
+
+def test_random_records_are_refused_or_sane() -> None:
+    rng = random.Random(1)
+    good = RECORD.pack()
+    for _ in range(20_000):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            record = parse_record(bytes(data[: rng.choice([len(good), len(good), rng.randrange(200)])]), 3, NBYTES)
+        except RendezvousError:
+            continue
+        assert record.rank == 3 and record.nbytes == NBYTES and record.offset < 2 << 20
 
 
 @pytest.fixture
@@ -185,3 +271,21 @@ def test_a_failing_call_in_close_stops_nothing_else(name: str, nth: int, caplog:
     assert after["cuDevicePrimaryCtxRelease"] == 1 or name == "cuDeviceGet"
     assert after["cuMemFree"] == 1 or name == "cuCtxPushCurrent"
     assert job.world.complaints == []
+
+
+def test_views_are_bounded_and_end_with_the_arena() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    for bad in [(2, 0, (1,)), (-1, 0, (1,)), (0, -4, (1,)), (0, NBYTES - 4, (2,)), (0, 2, (1,)), (0, 0, (-1,))]:
+        with pytest.raises(InvalidArgument):
+            arenas[0].tensor(*bad, torch.float32)
+    job.close_all(arenas)
+    with pytest.raises(GroupAborted):
+        arenas[0].tensor(0, 0, (1,), torch.float32)
+
+
+def test_a_closed_group_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    job = two_gpus()
+    job.close_all(job.open_all())
+    assert caplog.records == []

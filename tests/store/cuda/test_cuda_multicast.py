@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.marks import some
@@ -16,6 +17,9 @@ from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, ResourceError, TricommError
+from tricomm.explorer.ptx import grid
+from tricomm.explorer.ptx.global_memory import GlobalMemory
+from tricomm.explorer.ptx.text.parser import parse
 from tricomm.store.arenas.cuda_arena import CudaArena
 from tricomm.store.arenas.cuda_multicast import PROBE
 
@@ -124,6 +128,17 @@ def test_any_failing_call_leaves_all_ranks_without_it_and_the_arena_whole(rank: 
     job.verify()
 
 
+def test_every_kind_of_call_has_been_made_to_fail() -> None:
+    names = {name for _, name, _ in CALLS}
+    print(f"\n{len(CALLS)} calls of {len(names)} kinds were made to fail: all ranks have a multicast address or none")
+    assert names >= {
+        "cuDeviceGetAttribute", "cuMulticastGetGranularity", "cuMulticastCreate", "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle", "cuMulticastAddDevice", "cuMulticastBindMem", "cuMemAddressReserve",
+        "cuMemMap", "cuMemSetAccess", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuModuleUnload",
+        "cuCtxSynchronize", "cuMemcpyDtoH", "cuMemsetD8",
+    }  # fmt: skip
+
+
 def without(change: Any, *told: str) -> None:
     """No rank has the address after `change` of one process's switch, and all know why; the arenas work."""
     job = three_gpus()
@@ -229,3 +244,15 @@ def test_suspended_memory_is_unbound_and_bound_again_at_the_same_address() -> No
     assert "cuMulticastBindMem" in str(outcomes[0]) and all(not job.world.used(gpu) for gpu in range(SIZE))
     job.close_all(arenas)
     job.verify()
+
+
+def test_the_probe_does_what_the_fake_takes_it_for() -> None:
+    members, out, memory = [np.zeros(16, "u4") for _ in range(SIZE)], np.zeros(4, "u4"), GlobalMemory()
+    for array in (*members, out):
+        memory.add(array.ctypes.data, array.nbytes, "memory")
+    memory.add_multicast(1 << 50, 64, [array.ctypes.data for array in members])
+    text = PROBE.rstrip(b"\0").decode()
+    for name, values in (("store", ((1 << 50) + 8, 7)), ("sum", ((1 << 50) + 8, out.ctypes.data + 4))):
+        loaded = grid.LoadedKernel(parse(text, name), memory)
+        grid.run([grid.launch(loaded, (1, 1, 1), (1, 1, 1), 0, struct.pack("<QQ", *values))])
+    assert [array[2] for array in members] == [7] * SIZE and out.tolist() == [0, 7 * SIZE, 0, 0]

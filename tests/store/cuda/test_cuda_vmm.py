@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -67,6 +68,27 @@ def test_close_waits_for_no_peer_and_memory_outlives_its_owner() -> None:
     job.verify()
 
 
+def test_a_peer_that_was_killed_leaves_nothing() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    job.drivers[1].kill()
+    job.group.kill(1)
+    arenas[0].close()
+    job.verify()
+
+
+def test_addresses_are_unmapped_then_handles_released_then_addresses_freed() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    for driver in job.drivers:
+        driver.process.kernel_running = True
+    before = len(job.drivers[0].calls)
+    job.close_all(arenas)
+    steps = [name for name in job.drivers[0].calls[before:] if name.startswith("cuMem")]
+    assert steps == ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"] * 2
+    job.verify()
+
+
 def test_what_is_kept_stays_mapped() -> None:
     job = two_gpus()
     arenas = job.open_all()
@@ -98,6 +120,20 @@ def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: st
     fails_on_all(two_gpus(), rank, name, nth)
 
 
+def test_every_kind_of_call_has_been_made_to_fail() -> None:
+    names = {name for _, name, _ in CALLS}
+    print(
+        f"\n{len(CALLS)} calls of {len(names)} kinds were made to fail, on each rank: all ranks or none, nothing left"
+    )
+    assert names == {
+        "cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent",
+        "cuCtxPopCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuDeviceGetAttribute",
+        "cuMemGetAllocationGranularity", "cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess",
+        "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemsetD8", "cuCtxSynchronize",
+        "cuDeviceCanAccessPeer", "cuMemcpyHtoD", "cuMemcpyDtoH",
+    }  # fmt: skip
+
+
 VMM_ALONE = {"cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemSetAccess"}
 
 
@@ -109,6 +145,17 @@ def test_all_ranks_fall_back_to_legacy_ipc_together(rank: int, name: str, nth: i
     for arena in arenas:
         assert arena.kind == "cuda_ipc" and arena.reason.startswith("legacy CUDA IPC, because cuda_vmm: ")
         assert f"rank {rank}: " in arena.reason and name in arena.reason
+    job.close_all(arenas)
+    job.verify()
+
+
+@pytest.mark.parametrize("name", sorted(VMM_ALONE))
+def test_a_function_that_one_ranks_driver_does_not_have_is_named_by_all(name: str) -> None:
+    job = two_gpus(open_cuda)
+    job.drivers[1].process.missing = {name}
+    arenas = job.open_all()
+    for arena in arenas:
+        assert arena.kind == "cuda_ipc" and f'{name}: Function "{name}" not found' in arena.reason
     job.close_all(arenas)
     job.verify()
 
@@ -159,6 +206,14 @@ def test_a_gpu_without_the_means_and_a_rank_that_must_not(monkeypatch: pytest.Mo
     job.verify()
 
 
+def test_by_default_all_use_descriptors() -> None:
+    job = two_gpus(open_cuda)
+    arenas = job.open_all()
+    assert [(arena.kind, arena.reason) for arena in arenas] == [("cuda_vmm", "")] * 2
+    job.close_all(arenas)
+    job.verify()
+
+
 def test_gpus_that_cannot_reach_each_other_are_refused_with_both_reasons() -> None:
     job = Job(FakeCuda(2, reachable=lambda a, b: False), [[0], [1]], open_cuda)
     refused(in_threads(2, job.open), ResourceError, "cuIpcOpenMemHandle", "and before that", "cuMemSetAccess")
@@ -205,6 +260,10 @@ def test_a_descriptor_of_something_else_is_refused_by_all(monkeypatch: pytest.Mo
 RECORD = VmmRecord(3, bytes(range(16)), NBYTES, GRANULE, bytes(range(TOKEN_BYTES)))
 
 
+def test_a_record_survives_the_way() -> None:
+    assert parse_record(RECORD.pack(), 3, NBYTES) == RECORD
+
+
 @pytest.mark.parametrize(
     "record, words",
     [
@@ -220,3 +279,16 @@ RECORD = VmmRecord(3, bytes(range(16)), NBYTES, GRANULE, bytes(range(TOKEN_BYTES
 def test_a_bad_record_is_refused(record: bytes, words: str) -> None:
     with pytest.raises(RendezvousError, match=words):
         parse_record(record, 3, NBYTES)
+
+
+def test_random_records_are_refused_or_sane() -> None:
+    rng, good = random.Random(1), RECORD.pack()
+    for _ in range(5_000):
+        data = bytearray(good)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            record = parse_record(bytes(data), 3, NBYTES)
+        except RendezvousError:
+            continue
+        assert record.rank == 3 and record.nbytes == NBYTES and NBYTES <= record.whole <= 1 << 47

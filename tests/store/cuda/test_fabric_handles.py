@@ -83,12 +83,33 @@ def test_a_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str,
     fails_on_all(two_gpus(by_fabric), rank, name, nth)
 
 
+def test_the_calls_that_differ_have_been_made_to_fail() -> None:
+    assert Counter(name for _, name, _ in CALLS) == {
+        "cuMemCreate": 2, "cuMemExportToShareableHandle": 2, "cuMemImportFromShareableHandle": 2, "cuMemMap": 4,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("token", some([bytes(64), b"\xff" * 64, b"of another job".ljust(64)], lambda n, _: n == 0))
 def test_a_handle_of_something_else_is_refused_by_all(monkeypatch: pytest.MonkeyPatch, token: bytes) -> None:
     monkeypatch.setattr(FakeDriver, "export_fabric", lambda driver, handle: token)
     job = two_gpus(by_fabric)
     refused(in_threads(2, job.open), ResourceError, "cuMemImportFromShareableHandle", "CUDA_ERROR_INVALID_VALUE")
     job.verify()
+
+
+def test_a_handle_keeps_no_memory_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no rank may let its block go before all have imported it: the stage that maps is joint."""
+    job = two_gpus(by_fabric)
+    driver = job.drivers[0]
+    usual = driver.export_fabric
+
+    def lose(handle: int) -> bytes:
+        token = usual(handle)
+        job.world.by_fabric[token].users = 0
+        return token
+
+    monkeypatch.setattr(driver, "export_fabric", lose)
+    refused(in_threads(2, job.open), ResourceError, "rank 1", "rank 0's memory cannot be mapped")
 
 
 def test_all_that_ask_for_them_get_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,6 +141,11 @@ def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: st
     _failing((1, 1), rank, name, nth)
 
 
+@pytest.mark.parametrize("rank, name, nth", some(LEGACY, lambda number, call: call[0] == 0 and "Ipc" in call[1]))
+def test_any_failing_call_of_legacy_ipc_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
+    _failing((0, 0), rank, name, nth)
+
+
 def _failing(pieces: tuple[int, int], rank: int, name: str, nth: int) -> None:
     if pieces == (0, 0) and name == "cuMemRetainAllocationHandle":
         return  # it fails anyway
@@ -164,6 +169,12 @@ def test_ranks_whose_memory_differs_are_told() -> None:
     users.verify()
     users = Users()
     refused(in_threads(2, lambda rank: users.register(rank, NBYTES * (rank + 1))), RendezvousError, "192", "96")
+    users.verify()
+
+
+def test_more_allocations_than_a_message_takes_are_refused() -> None:
+    users = Users((9, 9), (0, 0))
+    refused(in_threads(2, lambda rank: users.register(rank, 9 * GRANULE)), ResourceError, "more than 8 allocations")
     users.verify()
 
 

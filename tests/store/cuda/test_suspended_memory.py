@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.marks import some
-from tests.store.cuda.fake_driver import FakeCuda
+from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tests.store.cuda.jobs import Job, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm.errors import PeerDied, ResourceError
@@ -93,6 +93,16 @@ def test_any_failing_call_of_resume_fails_all_ranks_and_can_be_repeated(rank: in
     job.verify()
 
 
+def test_every_kind_of_call_has_been_made_to_fail() -> None:
+    names = {name for _, name, _ in SUSPEND}, {name for _, name, _ in RESUME}
+    print(f"\n{len(SUSPEND)} calls of suspend and {len(RESUME)} of resume were made to fail, on each rank")
+    assert {"cuMemUnmap", "cuMemRelease", "cuCtxSynchronize"} <= names[0]
+    assert {
+        "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemsetD8", "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle", "cuMemcpyHtoD", "cuMemcpyDtoH",
+    } <= names[1] and "cuMemAddressReserve" not in names[1]  # fmt: skip
+
+
 def test_memory_that_another_took_meanwhile_is_named_and_nothing_is_half_done() -> None:
     job = Job(FakeCuda(2, capacity=3 << 20), [[0, 1], [1, 0]])
     arenas = job.open_all()
@@ -142,6 +152,32 @@ def _or_dead(rank: int, action: Any) -> Any:
         return action()
     except SystemExit:
         return "dead"
+
+
+def test_without_waiting_for_kernels_cuda_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    monkeypatch.setattr(FakeDriver, "synchronize", lambda self: None)
+    job.drivers[0].process.kernel_running = True
+    suspend(job, arenas)
+    assert any("while a kernel runs" in text for text in job.world.complaints)
+
+
+def test_without_emptying_what_was_refused_memory_comes_over_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    job.drivers[0].fail_at("cuMemUnmap")
+    suspend(job, arenas)
+    monkeypatch.setattr("tricomm.store.cuda.mapped_memory.MappedMemory.require_empty", lambda self, undo: None)
+    refused(resume(job, arenas), ResourceError, "cuMemMap", "CUDA_ERROR_INVALID_VALUE")
+
+
+def test_use_while_suspended_is_what_cuda_forbids() -> None:
+    job = two_gpus()
+    arenas = job.open_all()
+    suspend(job, arenas)
+    with arenas[0]._site.current(), pytest.raises(AssertionError, match="no memory behind it"):
+        job.drivers[0].read(arenas[0].bases[0], 8)
 
 
 def test_legacy_ipc_says_that_it_cannot() -> None:

@@ -33,7 +33,6 @@ DELAY = 1.0  # seconds by which hostile peers may delay a meeting, on a busy mac
 @pytest.fixture
 def folder(monkeypatch):
     """The base of all sockets, which others may pass through; empty in the end."""
-    forkserver.ensure_running()  # or later tests' ranks would look for their sockets here, too
     parent = Path(tempfile.mkdtemp(prefix="tc"))
     parent.chmod(0o711)
     monkeypatch.setenv(descriptors.VARIABLE, str(parent))
@@ -86,6 +85,13 @@ class Meeting:
         return sum((each.refused for each in self.sockets), Counter[str]())
 
 
+def received(meeting: Meeting) -> list[int]:
+    """The rank whose message rank 0 believes to have next, if it does."""
+    got: list[int] = []
+    meeting.sockets[0]._receive(meeting.senders[0], RIGHT, None, lambda rank, held: not got.append(rank))
+    return got
+
+
 def memory(text: str) -> int:
     fd = os.memfd_create("tricomm-test")
     os.write(fd, text.encode())
@@ -124,6 +130,7 @@ def test_more_ranks_than_a_queue_has_places(folder):
 
 def hostile_meeting(count: int) -> None:
     """Three ranks meet while `count` hostile peers write to the sockets of two of them; the third comes after those."""
+    forkserver.ensure_running()
     with nothing_left():
         delay = _hostile_meeting(count)
     assert delay < DELAY + ranks.BUSY
@@ -152,6 +159,40 @@ def _hostile_meeting(count: int) -> float:
 
 def test_hostile_peers_do_not_get_in(folder):
     hostile_meeting(300)
+
+
+@pytest.mark.soak
+def test_ten_thousand_hostile_peers_do_not_get_in(folder):
+    hostile_meeting(10_000)
+
+
+@pytest.mark.parametrize(
+    "kind,name,instead",
+    [("another user's claim", "_of_this_user", lambda extra: True), ("wrong nonce", "_same", lambda one, other: True)],
+)
+def test_without_its_protection_a_hostile_peer_gets_in(kind, name, instead, folder, monkeypatch):
+    """Each check, taken away: then the peer is taken for a rank."""
+    if kind == "another user's claim" and os.geteuid() != 0:
+        pytest.skip("only root can claim to be another user")
+    with Meeting(2) as meeting:
+        for believed in (False, True):
+            if believed:
+                monkeypatch.setattr(descriptors, name, instead)
+            assert Hostile(kind, meeting.paths[0], meeting.senders[1], 0, random.Random(1)).tries()
+            assert received(meeting) == [1] * believed
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_cannot_enter_the_directory(folder):
+    """Not because of what is in it: with another mode the message gets as far as the check of its user."""
+    with Meeting(2) as meeting:
+        for mode, gets_there in ((0o700, False), (0o777, True)):
+            os.chmod(os.path.dirname(meeting.paths[0]), mode)
+            os.chmod(meeting.paths[0], mode)
+            args = meeting.paths[:1], [meeting.senders[1]] * 2, list(KINDS).index("another user") + 1, 7
+            with ranks.start(1, attack, *args) as hostile:
+                kinds, sent = hostile.results()[0].value
+            assert kinds["another user"] == 1 and sent["None"] == gets_there
 
 
 def test_a_second_message_of_a_rank_is_refused(folder):
@@ -257,6 +298,28 @@ def test_a_bad_directory_is_refused_by_name(name, mode, words, tmp_path_factory,
         DescriptorSocket().bind()
 
 
+def test_the_longest_path_works_and_the_next_does_not(tmp_path_factory, monkeypatch):
+    short = str(tmp_path_factory.mktemp("p"))
+    most = descriptors._SUN_PATH_BYTES - len(descriptors._path("", bytes(8)))
+    for extra in (0, 1):
+        path = short + "/" + "x" * (most - len(short) - 1 + extra)
+        os.mkdir(path)
+        monkeypatch.setenv(descriptors.VARIABLE, path)
+        if extra:
+            with pytest.raises(InvalidArgument, match=f"at most {most} bytes"):
+                descriptors.base()
+        else:
+            with Meeting(2) as meeting:
+                assert succeed(2, meeting.join) == [expected(2, 0), expected(2, 1)]
+
+
+def test_a_directory_with_the_sticky_bit_will_do(tmp_path_factory, monkeypatch):
+    shared = tmp_path_factory.mktemp("t")
+    shared.chmod(0o1777)
+    monkeypatch.setenv(descriptors.VARIABLE, str(shared))
+    assert descriptors.base() == str(shared)
+
+
 def test_without_the_variable_it_is_a_directory_of_the_machine(monkeypatch):
     monkeypatch.delenv(descriptors.VARIABLE, raising=False)
     assert descriptors.base() == "/dev/shm"
@@ -287,6 +350,19 @@ def test_what_a_killed_job_leaves_the_next_one_removes(folder):
         assert succeed(2, meeting.join) == [expected(2, 0), expected(2, 1)]
     for foreign in ("tricomm-mine", "tricomm-" + "g" * 16):
         (folder / foreign).rmdir()  # not ours, so it is there
+
+
+def test_a_foreign_file_in_its_directory_does_not_disturb(folder):
+    """As NFS leaves one in the place of a file that is removed while it is open."""
+    passing = DescriptorSocket()
+    passing.bind()
+    [made] = os.listdir(folder)
+    foreign = folder / made / ".nfs0000"
+    foreign.touch()
+    passing.close()
+    assert os.listdir(folder / made) == [foreign.name]
+    foreign.unlink()
+    foreign.parent.rmdir()
 
 
 @pytest.mark.parametrize("locked", [True, False])

@@ -135,6 +135,12 @@ def test_a_call_of_the_system_that_fails(name, nth):
     assert seconds < 2.0 + ranks.BUSY
 
 
+def test_every_call_of_the_system_is_among_them():
+    kinds = {name for name, _ in CALLS}
+    print(f"\n{len(CALLS)} calls of {len(kinds)} kinds in the set-up of a rank, each made to fail")
+    assert kinds == {name for _, name in OF_THE_SYSTEM} | set(OF_SOCKETS)
+
+
 # Kills
 
 

@@ -1,5 +1,7 @@
 """Float arithmetic against fractions that are rounded once."""
 
+import math
+import struct
 from fractions import Fraction
 
 import pytest
@@ -48,6 +50,17 @@ def test_rounding(kind, mode):
     check_floats(f"sqrt.{mode}.{kind} d, a", one, lambda a: model.root(a, form, mode), kind)
     inverse = form.bias << form.digits
     check_floats(f"rcp.{mode}.{kind} d, a", one, lambda a: model.divide(inverse, a, form, mode), kind)
+
+
+def test_fma_that_two_roundings_get_wrong():
+    """1 + 2^-24 is a tie of floats: what lies below it decides, and a sum in double precision loses it."""
+    one, tie = 0x3F800000, 0x33800000
+    for tiny in (1, 0x80000001, 0x00800000, 0x80800000):
+        given = [(tie, one, one), (tie, one, one | 1)]
+        check("fma.rn.f32 d, a, b, c", given, lambda a, b, c: model.fused(a, b, c, F32), **words("f32"))
+        # (1 + 2^-12) (1 + 2^-12) = 1 + 2^-11 + 2^-24: beside a tiny addend.
+        given = [(0x3F800800, 0x3F800800, tiny), (0x3F800800, 0x3F800800, tiny ^ 1 << 31)]
+        check("fma.rn.f32 d, a, b, c", given, lambda a, b, c: model.fused(a, b, c, F32), **words("f32"))
 
 
 def test_default_rounding_and_literals():
@@ -154,6 +167,53 @@ def test_sums_of_a_half_and_a_float(half):
     check(f"fma.rn.f32.{half} d, a, b, c", three, lambda a, b, c: model.fused(wide(a), wide(b), c, F32), **names)
 
 
+def number(bits):
+    return struct.unpack("<f", bits.to_bytes(4, "little"))[0]
+
+
+def near(function):
+    """Correctly rounded, but for the last digit of a double."""
+
+    def close(bits, got):
+        x = number(bits)
+        if math.isnan(x):
+            return got == F32.nan
+        try:
+            exact = function(x)
+        except (ValueError, OverflowError, ZeroDivisionError):
+            return True
+        if math.isinf(exact) or exact == 0:
+            return number(got) == exact
+        return got in {model.encode(Fraction(exact) * (1 + Fraction(i, 2**50)), F32) for i in (-1, 1)}
+
+    return close
+
+
+@pytest.mark.parametrize("name", ("ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt"))
+def test_approximations(name):
+    function = {
+        "ex2": lambda x: 2.0**x, "lg2": math.log2, "sin": math.sin, "cos": math.cos, "tanh": math.tanh,
+        "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / math.sqrt(x), "sqrt": math.sqrt,
+    }[name]  # fmt: skip
+    given = float_rows(F32, 1, 400)
+    made = instruction(f"{name}.approx.f32 d, a", d="b32", a="b32")
+    for (a,), (got,) in zip(given, run(made, given), strict=True):
+        assert near(function)(a, got), f"{name} of {a:#x}: {got:#x}"
+    exact = {
+        "ex2": ((0x40400000, 0x41000000), (0xFF800000, 0), (0x7F800000, 0x7F800000), (0, 0x3F800000)),
+        "lg2": ((0, 0xFF800000), (0x41000000, 0x40400000), (0xBF800000, 0x7FFFFFFF)),
+        "sin": ((0x80000000, 0x80000000), (0x7F800000, 0x7FFFFFFF)),
+        "cos": ((0, 0x3F800000), (0x7F800000, 0x7FFFFFFF)),
+        "tanh": ((0x7F800000, 0x3F800000), (0x80000000, 0x80000000)),
+        "rcp": ((0x80000000, 0xFF800000), (0x7F800000, 0)),
+        "rsqrt": ((0x40800000, 0x3F000000), (0x80000000, 0xFF800000), (0xBF800000, 0x7FFFFFFF)),
+        "sqrt": ((0x40800000, 0x40000000), (0x80000000, 0x80000000)),
+    }[name]
+    for a, result in exact:
+        check(f"{name}.approx.f32 d, a", [(a,)], lambda _, r=result: r, d="b32", a="b32")
+    check(f"{name}.approx.ftz.f32 d, a", [(1,)], lambda a: run(made, [(0,)])[0], d="b32", a="b32")
+
+
 def test_gross_approximations_of_doubles():
     """Of the upper half of a double, 20 digits; its lower half is zero, and so are subnormal numbers."""
     top = model.Kind(11, 20, 0)
@@ -170,3 +230,29 @@ def test_gross_approximations_of_doubles():
             elif value(x, top):
                 assert abs(value(got, F64) ** 2 * value(x, top) - 1) < Fraction(1, 2**19), hex(a)
     check("rsqrt.approx.ftz.f64 d, a", [(0x4010 << 48 | 5,)], lambda a: 0x3FE0 << 48, d="b64", a="b64")
+
+
+def test_approximate_quotients():
+    def by_inverse(a, b):
+        x = value(b, F32)
+        if isinstance(x, Fraction) and abs(x) > 2**126:
+            return model.multiply(a, b & 1 << 31, F32)
+        return model.divide(a, b, F32)
+
+    two = [*float_rows(F32, 2), (0x3F800000, 0xFE800001), (0x7F800000, 0x7F000000), (0x3F800000, 0x7E800000)]
+    check("div.full.f32 d, a, b", two, lambda a, b: model.divide(a, b, F32), **words("f32"))
+    check("div.approx.f32 d, a, b", two, by_inverse, **words("f32"))
+
+
+def test_every_kind_of_double_in_a_fused_sum():
+    """Products and addends whose error terms would underflow or overflow are summed exactly, too."""
+    import random
+
+    chance = random.Random(11)
+    given = []
+    for _ in range(400):
+        a, b = (chance.randrange(1, 2046) << 52 | chance.getrandbits(52) for _ in range(2))
+        exponent = (a >> 52) + (b >> 52) - 1023 + chance.choice((-54, -53, -52, -1, 0, 1, 52, 53, 105, 106))
+        c = min(max(exponent, 0), 2046) << 52 | chance.getrandbits(52) | chance.getrandbits(1) << 63
+        given.append((a, b, c))
+    check("fma.rn.f64 d, a, b, c", given, lambda a, b, c: model.fused(a, b, c, F64), **words("f64"))

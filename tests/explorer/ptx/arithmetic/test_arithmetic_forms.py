@@ -9,6 +9,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer.ptx.arithmetic import OPCODES, rule, unknown
 from tricomm.explorer.ptx.text.parser import parse
 from tricomm.kernels.collectives import registry
+from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf.machine_code.kernel_report import Variant
 
 # Opcodes of the shipped kernels that do not compute.
@@ -32,10 +33,28 @@ def test_shipped_kernels_are_known(variant):
     assert {i.opcode for i in kernel.instructions} - OPCODES <= OTHERS
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("arch", ("sm_80", "sm_90", "sm_100"))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_type_and_operation_is_known(arch, dtype):
+    for op in DTYPES[dtype].ops:
+        for name in ("all_reduce_one_shot_ll", "all_reduce_two_shot_simple"):
+            assert [i.text for i in unknown(parsed(Variant(name, arch, dtype, op, 3)))] == []
+
+
 @pytest.mark.parametrize("kernel", some(COMPILED, lambda _, k: False, most), ids=lambda kernel: kernel.name)
 def test_every_kernel_is_known(kernel):
     for world_size in (8,) if kernel.needs_cube else (2, 8):
         assert [i.text for i in unknown(parsed(Variant(kernel.name, "sm_90", world_size=world_size)))] == []
+
+
+@pytest.mark.parametrize(
+    "kernel", some(COMPILED, lambda _, k: k.name == "all_gather_one_shot_simple", most), ids=lambda kernel: kernel.name
+)
+def test_every_kernel_compiles_for_misaligned_tensors(kernel):
+    """Loops that have no round there are not written: Triton 3.6 crashes on them."""
+    variant = Variant(kernel.name, "sm_90", world_size=8 if kernel.needs_cube else 3, aligned=False)
+    assert unknown(parsed(variant)) == []
 
 
 def test_an_unknown_instruction_is_refused_by_name_and_place():
@@ -94,3 +113,8 @@ REGISTERS = {"a": "b32", "b": "b32", "c": "b32", "d": "b32", "h": "b16", "w": "b
 def test_a_form_that_is_not_ptx_is_refused(text):
     with pytest.raises(InvalidArgument, match="is not an instruction"):
         rule(instruction(text, **REGISTERS))
+
+
+def test_what_does_not_compute_has_no_rule():
+    for text in ("bar.sync 0", "ld.global.b32 d, w", "cvta.to.global.u64 w, w", "shfl.sync.bfly.b32 d, a, 1, 31, -1"):
+        assert rule(instruction(text, **REGISTERS)) is None

@@ -1,9 +1,14 @@
 """Arithmetic of halves, alone and in pairs, against fractions that are rounded once."""
 
+import math
+import random
+
+import numpy as np
 import pytest
+import torch
 
 from tests.explorer.ptx.arithmetic import float_model as model
-from tests.explorer.ptx.arithmetic.arithmetic_cases import check
+from tests.explorer.ptx.arithmetic.arithmetic_cases import check, instruction, run
 from tests.explorer.ptx.arithmetic.float_model import KINDS, NAN, float_rows, flushed, negative, value
 
 HALVES = ("f16", "bf16")
@@ -72,3 +77,62 @@ def test_clamping(kind):
 
         check("add.ftz.f16 d, a, b", two, flush, **names)
         check("add.ftz.f16x2 d, a, b", joined(two), of_both(flush), **pairs)
+
+
+def test_halves_that_two_roundings_get_wrong():
+    """The exact sum lies beside a tie of halves by less than a float, or a double, can hold."""
+    for kind in HALVES:
+        form = KINDS[kind]
+        one, chance = form.bias << form.digits, random.Random(3)
+        given = []
+        for _ in range(300):
+            # (1 + k 2^-d) (2^-d-1 + ...) beside 1: ties, and tiny addends.
+            a = one + chance.getrandbits(form.digits)
+            b = (form.bias - form.digits - 1 << form.digits) + chance.choice((0, 0, 1, chance.getrandbits(form.digits)))
+            given.append((a, b, chance.choice((one, one + 1, 1, 0x8001, a))))
+            given.append((one, 1, a))
+        check(f"fma.rn.{kind} d, a, b, c", given, lambda *x, f=form: model.fused(*x, f), **dict.fromkeys("dabc", "b16"))
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("name", ("ex2", "tanh"))
+def test_approximations(kind, name):
+    form = KINDS[kind]
+    function = math.tanh if name == "tanh" else lambda x: 2.0**x
+    flags = ".ftz" if (name, kind) == ("ex2", "bf16") else ""
+    given = [(a,) for a in range(0, 0x10000, 37)]
+    made = instruction(f"{name}.approx{flags}.{kind} d, a", d="b16", a="b16")
+    from fractions import Fraction
+
+    for (a,), (got,) in zip(given, run(made, given), strict=True):
+        x = value(flushed(a, form) if flags else a, form)
+        if not isinstance(x, Fraction):
+            expected = {
+                NAN: form.nan, model.INFINITE: model.encode(Fraction(1), form) if name == "tanh" else 0x7C00,
+                model.NEGATIVE_INFINITE: model.encode(Fraction(-1), form) if name == "tanh" else 0,
+            }[x]  # fmt: skip
+            expected = 0x7F80 if (kind, name, x) == ("bf16", "ex2", model.INFINITE) else expected
+        elif name == "ex2" and abs(x) > 1000:
+            expected = model.encode(model.INFINITE, form) if x > 0 else 0
+        else:
+            expected = model.encode(Fraction(function(float(x))), form, minus=negative(a, form))
+        if flags:
+            expected = flushed(expected, form)
+        assert got == expected, f"{name} of {a:#x}: {got:#x} instead of {expected:#x}"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind, dtype", (("f16", torch.float16), ("bf16", torch.bfloat16)))
+def test_every_half(kind, dtype):
+    """All halves beside a few: sums and products as torch computes them, but for the bits of a NaN."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    a = torch.from_numpy(every.view(np.int16).copy()).view(dtype)
+    form = KINDS[kind]
+    for b_bits in (0, 1, 0x8001, 0x3C00, 0x3F80, 0x3555, 0x7BFF, 0xFBFF, 0x0400, 0x7C00, 0x1234):
+        b = torch.from_numpy(np.full(1 << 16, b_bits, np.uint16).view(np.int16)).view(dtype)
+        for name, expected in (("add", a + b), ("sub", a - b), ("mul", a * b)):
+            bits = expected.view(torch.int16).numpy().view(np.uint16)
+            bits = np.where(expected.isnan().numpy(), form.nan, bits)
+            made = instruction(f"{name}.{kind} d, a, b", **dict.fromkeys("dab", "b16"))
+            got = [x for (x,) in run(made, [(int(x), b_bits) for x in every])]
+            assert got == bits.tolist(), (name, b_bits)

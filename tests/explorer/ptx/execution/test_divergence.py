@@ -22,6 +22,44 @@ def result(body, threads=64, unit="warp", watched=False, **options):
 
 
 @UNITS
+def test_loops_of_different_lengths(unit, watched):
+    """sum over i < tid % 7 of sum over j < i of (j + tid)"""
+    out = result(
+        f"""{TID} rem.u32 %r1, %r0, 7; mov.u32 %r9, 0; mov.u32 %r2, 0;
+        outer: setp.ge.u32 %p0, %r2, %r1; @%p0 bra done;
+        mov.u32 %r3, 0;
+        inner: setp.ge.u32 %p1, %r3, %r2; @%p1 bra next;
+        add.u32 %r4, %r3, %r0; add.u32 %r9, %r9, %r4; add.u32 %r3, %r3, 1; bra inner;
+        next: add.u32 %r2, %r2, 1; bra.uni outer;
+        done: {OUT}""",
+        unit=unit, watched=watched,
+    )  # fmt: skip
+    assert out.tolist() == [sum(j + t for i in range(t % 7) for j in range(i)) for t in range(64)]
+
+
+@UNITS
+def test_branches_within_branches(unit, watched):
+    out = result(
+        f"""{TID} and.b32 %r1, %r0, 1; and.b32 %r2, %r0, 2; setp.ne.u32 %p0, %r1, 0; setp.ne.u32 %p1, %r2, 0;
+        @%p0 bra odd;
+        @%p1 bra two; mov.u32 %r9, 10; bra end;
+        two: mov.u32 %r9, 12; bra end;
+        odd: @%p1 bra three; mov.u32 %r9, 11; bra end;
+        three: mov.u32 %r9, 13;
+        end: add.u32 %r9, %r9, %r0; {OUT}""",
+        unit=unit, watched=watched,
+    )  # fmt: skip
+    assert out.tolist() == [10 + t % 4 + t for t in range(64)]
+
+
+@UNITS
+def test_an_early_exit(unit, watched):
+    body = f"{TID} setp.gt.u32 %p0, %r0, 40; @%p0 ret; mov.u32 %r9, 7; bar.sync 0; {OUT}"
+    out = result(body, unit=unit, watched=watched)
+    assert out.tolist() == [7] * 41 + [0xDEAD] * 23
+
+
+@UNITS
 def test_a_barrier_that_only_some_lanes_come_to(unit, watched):
     """Lanes 0 to 15 of the first warp meet the second warp at barrier 1; the others go on meanwhile."""
     out = result(
@@ -53,6 +91,19 @@ def test_lanes_that_poll_do_not_starve_those_that_write(unit, watched):
     assert out.tolist() == [3] * 32 and flag[0] == 1
 
 
+@pytest.mark.parametrize("mode", ["", "relaxed.sys."])
+def test_a_unit_that_polls_does_not_starve_others(mode):
+    """Each block waits for the next one, which starts later; also if its loads are weak."""
+    flags = np.zeros(8, "u4")
+    code = kernel(
+        f"""mov.u32 %r1, %ctaid.x; mul.wide.u32 %rd9, %r1, 4; add.s64 %rd10, %rd0, %rd9; setp.eq.u32 %p0, %r1, 7;
+        @%p0 bra last; again: ld.{mode}global.u32 %r2, [%rd10+4]; setp.eq.u32 %p1, %r2, 0; @%p1 bra again;
+        last: add.u32 %r3, %r1, 1; st.{mode}global.u32 [%rd10], %r3;"""
+    )
+    run(code, [flags], 32, blocks=8)
+    assert flags.tolist() == list(range(1, 9))
+
+
 @UNITS
 def test_lanes_meet_for_a_shuffle(unit, watched):
     """Both halves come to the same shuffle, one later; its member mask is in a register."""
@@ -67,6 +118,16 @@ def test_lanes_meet_for_a_shuffle(unit, watched):
     assert out.tolist() == [(t ^ 16) + (100 if (t ^ 16) >= 5 else 0) for t in range(32)]
 
 
+def test_a_shuffle_within_a_branch():
+    out = result(
+        f"""{TID} mov.u32 %r9, %r0; setp.ge.u32 %p0, %r0, 8; @%p0 bra end;
+        shfl.sync.down.b32 %r9, %r0, 1, 31, 0xff;
+        end: {OUT}""",
+        threads=32,
+    )  # fmt: skip
+    assert out[:7].tolist() == [1, 2, 3, 4, 5, 6, 7] and out[8:].tolist() == list(range(8, 32))
+
+
 @UNITS
 def test_values_that_lanes_get_on_different_ways(unit, watched):
     """What is one number for all lanes on each way differs behind them, also when all run together again."""
@@ -79,6 +140,13 @@ def test_values_that_lanes_get_on_different_ways(unit, watched):
         watched=watched,
     )
     assert out.tolist() == [10] * 3 + [5] * 61
+
+
+def test_an_endless_loop_is_stopped_with_its_lines():
+    body = ".loc 1 7 3\nmov.u32 %r0, 1;\nloop:\n.loc 1 9 3\nadd.u32 %r0, %r0, 1;\n.loc 1 11 3\nbra loop;\n"
+    code = kernel(body, variables='.file 1 "/there/mine.py"\n')
+    with pytest.raises(StepLimit, match=r"mine\.py:9, .*mine\.py:11"):
+        run(code, [np.zeros(1, "u4")], steps=1000)
 
 
 def test_an_endless_loop_of_some_lanes_is_stopped():

@@ -12,12 +12,35 @@ from tricomm.explorer.ptx.global_memory import BadAddress, GlobalMemory
 
 HOW = pytest.mark.parametrize("unit, watched", [("warp", False), ("block", False), ("warp", True)])
 TID = "mov.u32 %r0, %tid.x;"
+MODES = ["", ".volatile", ".relaxed.sys", ".cg", ".L1::no_allocate", ".weak"]
 
 
 def octets(count, seed=1):
     """As many random ones, at a multiple of 32."""
     memory = np.random.default_rng(seed).integers(0, 256, count + 32, dtype="u1")
     return memory[-memory.ctypes.data % 32 :][:count]
+
+
+WIDTHS = [("b8", "%r1"), ("b16", "%rs1"), ("b32", "%r1"), ("b64", "%rd9"), ("b128", "%rq1")]
+FORMS = [(*w, mode) for w in WIDTHS for mode in MODES if w[0] != "b128" or mode in ("", ".relaxed.sys")]
+
+
+@HOW
+@pytest.mark.parametrize("kind, register, mode", FORMS)
+def test_loads_and_stores_of_every_width(kind, register, mode, unit, watched):
+    size = int(kind[1:]) // 8
+    source, target = octets(64 * size), octets(64 * size, 2)
+    loads = mode if "no_allocate" in mode or mode != ".cg" else ".cg"
+    text = f"""{TID} mul.wide.u32 %rd10, %r0, {size}; add.s64 %rd11, %rd0, %rd10; add.s64 %rd12, %rd1, %rd10;
+        ld{_between(loads, "global")}.{kind} {register}, [%rd11];
+        st{_between(mode, "global")}.{kind} [%rd12], {register};"""
+    run(kernel(text, 2), [source, target], 64, unit=unit, watched=watched)
+    assert target.tobytes() == source.tobytes()
+
+
+def _between(mode, space):
+    """Orders stand before the space, cache operators behind it."""
+    return f"{mode}.{space}" if mode in (".volatile", ".relaxed.sys", ".weak") else f".{space}{mode}"
 
 
 @HOW

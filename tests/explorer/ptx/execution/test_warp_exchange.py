@@ -188,6 +188,12 @@ def test_what_the_surroundings_are_told():
     ]
 
 
+@pytest.mark.parametrize("name", ["fence", "membar"])
+def test_an_alias_fence_has_two_names(name):
+    told = run(kernel(f"{TID} {name}.proxy.alias; st.global.u32 [%rd0], 1;"), [np.zeros(1, "u4")], 32, watched=True)
+    assert told[0].told == [("fence", "alias", "sys", list(range(32)))]
+
+
 def test_hints_have_no_effect():
     out = np.zeros(1, "u4")
     body = """prefetch.global.L2 [%rd0]; discard.global.L2 [%rd0], 128;
@@ -196,3 +202,11 @@ def test_hints_have_no_effect():
         createpolicy.fractional.L2::evict_last.b64 %rd1, 1.0;
         st.global.L1::evict_last.L2::cache_hint.u32 [%rd0], 5, %rd1; fence.mbarrier_init.release.cluster;"""
     assert run(kernel(body), [out], 32, watched=True)[0].told == [] and out[0] == 5
+
+
+def test_clocks_come_from_the_surroundings():
+    out = np.zeros(2, "u8")
+    body = """mov.u64 %rd1, %globaltimer; st.global.b64 [%rd0], %rd1; mov.u64 %rd2, %clock64;
+        st.global.b64 [%rd0+8], %rd2;"""
+    run(kernel(body), [out], 32, watched=True)
+    assert out.tolist() == [12345, 12345]

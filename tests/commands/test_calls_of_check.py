@@ -3,13 +3,16 @@
 from unittest.mock import patch
 
 import pytest
+import torch
 
 import tricomm
+from tests.explorer.compiled import ptx_mutants
 from tests.explorer.mutation import Edit, _keep, loaded
 from tests.marks import some
-from tricomm.explorer import campaign, shipped
-from tricomm.kernels import layout
+from tricomm.explorer import campaign, shipped, shipped_calls
+from tricomm.kernels import layout, multimem
 from tricomm.kernels.collectives import registry
+from tricomm.options import tuned
 
 CHUNKS = "kernels/device/chunks.py"
 _MEET = "            status = synchronize(ahead, 0, SPEC)\n"
@@ -97,6 +100,29 @@ def test_what_lies_in_a_slot_several_queues_handles_and_orders_show_it(name):
     assert {f.kind for f in report(key, (Edit(*edit),), None, schedules, seed).findings} & kinds
 
 
+@pytest.mark.parametrize("protocol", ["ll", "simple"])
+@pytest.mark.parametrize("first_epoch", [1, 2**32 - 8])
+def test_the_pieces_of_a_message_are_counted_as_the_kernels_count_them(protocol, first_epoch):
+    kernel = registry.find("send", "one_shot", protocol)
+    memory = tuned(shipped.options(3, kernel=kernel), first_epoch=first_epoch)
+    sizes = shipped.sizes(kernel, 3, memory)
+
+    def body(comm):
+        calls, counted = shipped_calls.ShippedCalls(comm), []
+        for number, size in enumerate(sizes):
+            calls.make(kernel, number, size)
+            plan = comm.arena_layout
+            shape = (3, plan.queues, layout.QUEUE_STATE // 8)
+            states = comm._group.arena.tensor(comm.rank, plan.queue_states, shape, torch.int64)
+            counted.append((calls._messages._next[:], states[(comm.rank + 1) % 3, :, layout.SENT].tolist()))
+        return counted
+
+    first = max(first_epoch, layout.SLOTS)
+    for counted in tricomm.simulate(body, 3, options=memory)[:2]:
+        assert all(ours == theirs and len(ours) == 2 for ours, theirs in counted)
+        assert counted[-1][0] != [first] * 2 and len({tuple(ours) for ours, _ in counted}) == len(sizes)
+
+
 @pytest.mark.parametrize("name", some(MISTAKES, 3))
 def test_calls_of_several_chunks_and_of_an_order_show_it(name):
     key, *edit = MISTAKES[name]
@@ -125,3 +151,18 @@ def test_the_first_call_has_three_chunks(kernel, world_size):
     assert memory._tuning.tile <= largest
     compiled = shipped.options(world_size, compiled="sm_90")
     assert shipped.sizes(kernel, world_size, compiled, "sm_90")[0] > chunk
+
+
+@pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
+def test_a_copy_of_the_kernels_through_a_switch_is_clean_too():
+    """A copy has the exemptions of the original: what fills up a pair may stay unread."""
+    with loaded(()):
+        report = ptx_mutants.explore(("all_reduce", "multicast", "simple"), 1, 3)
+    assert report.ok, report
+
+
+def test_ranks_that_count_chunks_differently_are_not_said_to_make_different_calls():
+    more = Edit(CHUNKS, f"{_LEFT}chunks,", f"{_LEFT}1 + (rank_of(group) == 0),")
+    (finding,) = report(("all_reduce", "two_shot", "simple"), [more]).findings
+    assert finding.kind == "exception" and "their kernels count chunks differently" in finding.text
+    assert "different calls" not in finding.text and ".." not in str(finding)
