@@ -11,7 +11,7 @@ from torch.distributed import HashStore
 import tricomm
 from tests import ranks
 from tests.core.bodies import common_bodies
-from tests.marks import some
+from tests.core.bodies.exact import anything
 from tricomm.kernels.collectives import registry
 from tricomm.policy import backend_choice
 
@@ -21,68 +21,15 @@ def other(tmp_path):
     return f"file://{tmp_path}/other"
 
 
-CASES = [
-    (1, torch.float32, "sum", "place"),
-    (1001, torch.bfloat16, "avg", "out"),
-    (1001, torch.float16, "max", "strided"),
-    (517, torch.float64, "prod", "place"),
-    (4001, torch.float32, "sum", "out"),
-    (3, torch.int64, "avg", "place"),
-    (6, torch.int32, "min", "strided"),
-    (1025, torch.int64, "sum", "out"),
-]
-HOW = ("place", "out", "strided")
-REDUCTIONS = [(k.algorithm, k.protocol) for k in registry.of("all_reduce", 2)]
-TYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int16"]
+KERNELS = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "barrier"]
 
 
-@pytest.mark.parametrize("world_size", some([3, 2, 4], 3))
-@pytest.mark.parametrize(("algorithm", "protocol"), REDUCTIONS, ids=lambda v: v)
-def test_all_reduce(world_size, algorithm, protocol, url):
-    """By three ranks every other case, not the same by all kernels."""
-    first = REDUCTIONS.index((algorithm, protocol)) % 2
-    cases = CASES[first::2] if world_size == 3 else CASES
-    assert ranks.run(world_size, common_bodies.every_call, url, algorithm, protocol, cases) == [[]] * world_size
-
-
-@pytest.mark.parametrize(
-    ("world_size", "algorithm", "protocol"),
-    [
-        (8, "one_shot", "ll"),
-        pytest.param(8, "two_shot", "simple", marks=pytest.mark.exhaustive),
-        *[pytest.param(n, a, p, marks=pytest.mark.soak) for n in (5, 6, 7, 8) for a, p in REDUCTIONS],
-    ],
-)
-def test_all_reduce_up_to_eight_ranks(world_size, algorithm, protocol, url):
-    cases = [(13, torch.bfloat16, "sum", "place"), (1001, torch.float32, "avg", "out"), (2, torch.int64, "max", "out")]
-    assert (
-        ranks.run(world_size, common_bodies.every_call, url, algorithm, protocol, cases, timeout=200)
-        == [[]] * world_size
-    )
-
-
-@pytest.mark.parametrize("seed", [11, *[pytest.param(s, marks=pytest.mark.soak) for s in range(20)]])
-@pytest.mark.parametrize(("algorithm", "protocol"), some(REDUCTIONS, 4), ids=lambda v: v)
-def test_all_reduce_of_anything(algorithm, protocol, seed, url):
-    """Random counts (around every boundary of tile, shard and chunk), dtypes, ops and ways to call."""
-    draw = random.Random(f"{seed} {algorithm} {protocol}")
-    edges = [1, 2, 63, 64, 65, 127, 128, 129, 1023, 2048, 4095, 4097]
-    types, ops = [getattr(torch, name) for name in TYPES], ("sum", "avg", "min", "max", "prod")
-    cases = [
-        (draw.choice(edges) + draw.randrange(3), draw.choice(types), draw.choice(ops), draw.choice(HOW))
-        for _ in range(12)
-    ]
-    assert ranks.run(2, common_bodies.every_call, url, algorithm, protocol, cases) == [[]] * 2
-
-
-@pytest.mark.parametrize("world_size", some([3, 2], 2))
-@pytest.mark.parametrize("protocol", ["ll", "simple"])
-def test_all_gather(world_size, protocol, url):
-    assert ranks.run(world_size, common_bodies.gathers, url, protocol) == [[]] * world_size
-
-
-def test_one_rank_is_a_group_too(url):
-    assert ranks.run(1, common_bodies.every_call, url, "two_shot", "ll", CASES[:4]) == [[]]
+@pytest.mark.parametrize("world_size", [1, 2, 3, *[pytest.param(n, marks=pytest.mark.exhaustive) for n in (4, 5, 8)]])
+def test_every_kernel(world_size, url):
+    """Between processes, back to back; tests/core/test_collectives.py has every type, operation and size."""
+    draw = random.Random(world_size)
+    cases = [anything(draw, kernel, world_size) for kernel in KERNELS]
+    assert ranks.run(world_size, common_bodies.every_case, url, cases, timeout=200) == [[]] * world_size
 
 
 def test_a_refused_call_consumes_nothing_and_the_group_goes_on(url):
@@ -96,15 +43,6 @@ def test_close_use_after_close_and_again_over_the_same_store(url):
 def test_a_forked_copy_refuses_and_the_parent_goes_on(url):
     for code, x in ranks.run(2, common_bodies.forked, url):
         assert code == 7 and x == [2.0, 2.0, 2.0]
-
-
-def test_two_communicators_in_one_process(url, other):
-    assert ranks.run(2, common_bodies.two_groups, url, other) == [True, True]
-
-
-def test_the_first_call_with_default_options_is_no_slower(url):
-    for seconds, value in ranks.run(2, common_bodies.default_arena, url):
-        assert value == 2.0 and seconds < 5.0
 
 
 def test_launches_that_do_not_fit_are_refused_and_those_that_wait_are_bounded(url):

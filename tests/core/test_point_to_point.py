@@ -253,7 +253,7 @@ def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_ne
     first = layout.CLEAR_EVERY - 4
 
     def body(comm):
-        slots = comm.arena_layout
+        slots = comm._internal.arena_layout
         words = comm._group.arena.tensor(comm.rank, slots.slots, (layout.SLOTS, slots.slot // 8), torch.int64)
         words[:] = (first + 8) << 32 | 0xBAD
         comm.barrier()

@@ -81,7 +81,7 @@ def test_without_the_looks_a_tensor_gets_through_that_must_not(comm, monkeypatch
     names = dict(vars(prepared_calls))
     mutant = source.replace(storage, "if True:") if what == "freed" else source.replace(look, "if False:")
     exec("from __future__ import annotations\n" + mutant, names)
-    launched, calls = [], comm._collectives._prepared
+    launched, calls = [], comm._calls
     monkeypatch.setattr(calls, "_launch", lambda *call: launched.append(call))
     call = ("all_reduce", "sum", None, None, -1, True), LOOKS[what]()
     assert calls.run(*call, known_only=True) is None and launched == []

@@ -17,9 +17,10 @@ from tricomm.core import launch_plan
 from tricomm.core.group import Group
 from tricomm.explorer import Report
 from tricomm.explorer.campaign import Campaign
-from tricomm.explorer.memory_model import clocks, detector
+from tricomm.explorer.interpreted import detector
+from tricomm.explorer.interpreted.detector import Detector
+from tricomm.explorer.memory_model import clocks
 from tricomm.explorer.memory_model.clocks import Thread
-from tricomm.explorer.memory_model.detector import Detector
 from tricomm.explorer.memory_model.shadow import LastByKind, Shadow
 from tricomm.explorer.world.oracle import Oracle
 from tricomm.kernels.collectives import registry

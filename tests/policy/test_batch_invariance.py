@@ -16,7 +16,7 @@ from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
-from tricomm.options import Options, with_environment
+from tricomm.options import Options, digest_of, with_environment
 from tricomm.perf.bench import request
 from tricomm.perf.system import info
 from tricomm.policy.backend_choice import REDUCTIONS, GroupFacts, decide
@@ -152,7 +152,7 @@ def test_the_variable_is_the_option_of_every_group(monkeypatch):
 
 def test_ranks_of_other_minds_have_other_settings():
     memory = layout.plan(2, 1 << 20)
-    one, other = (Options(batch_invariant=value).agreed(memory, "cpu") for value in (False, True))
+    one, other = (digest_of(Options(batch_invariant=value), memory, "cpu") for value in (False, True))
     assert one != other
 
 

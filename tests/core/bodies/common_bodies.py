@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import torch
 
 import tricomm
-from tests.kernels.arenas import expected, inputs, poisoned
+from tests.core.bodies.exact import outcome
 from tests.open_files import open_files
-from tricomm.kernels.collectives import registry
 from tricomm.options import Tuning
 
 SMALL = dict(arena_bytes=256 * 1024, stall_timeout=30.0, timeout=60.0)
@@ -47,65 +46,10 @@ def leftovers() -> dict[str, set[str]]:
     }
 
 
-def every_call(rank, world_size, tell, url, algorithm, protocol, cases):
-    """All dtypes and ops, in place, out of place and strided, back to back; returns what was wrong."""
-    wrong = []
-    with communicator(rank, world_size, url, arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=64)) as comm:
-        for seed, (count, dtype, op, how) in enumerate(cases):
-            kernel = registry.find("all_reduce", algorithm, protocol)
-            parts = inputs(kernel, count, dtype, world_size, seed)
-            want = expected(kernel, parts, op)
-            how_to = {"op": op, "algorithm": algorithm, "protocol": protocol}
-            if how == "out":
-                out = poisoned(count, dtype)
-                x = parts[rank].clone()
-                got = comm.all_reduce(x, out=out, **how_to)
-                if got is not out or not torch.equal(x, parts[rank]):
-                    wrong.append((seed, "input changed or other output"))
-            elif how == "strided":
-                x = torch.zeros(count, 3, dtype=dtype)[:, 1]
-                x.copy_(parts[rank])
-                got = comm.all_reduce(x, **how_to)
-            else:
-                x = torch.zeros(count + 3, dtype=dtype)[3:]
-                x.copy_(parts[rank])
-                got = comm.all_reduce(x, async_op=True, **how_to).wait()
-                if got is not x:
-                    wrong.append((seed, "not in place"))
-            if not torch.equal(got, want):
-                wrong.append((seed, count, str(dtype), op, how))
-    return wrong
-
-
-def gathers(rank, world_size, tell, url, protocol):
-    wrong, gather = [], registry.find("all_gather", "one_shot", protocol)
-    with communicator(rank, world_size, url, arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=64)) as comm:
-        for seed, (shape, dtype) in enumerate(
-            [
-                ((1,), torch.float32),
-                ((3, 5), torch.bfloat16),
-                ((1025,), torch.float64),
-                ((), torch.int64),
-                ((7,), torch.int32),
-            ]
-        ):
-            parts = [
-                p.reshape(shape) for p in inputs(gather, max(1, torch.Size(shape).numel()), dtype, world_size, seed)
-            ]
-            want = torch.cat([p.reshape(1) if not shape else p for p in parts])
-            got = comm.all_gather(parts[rank].clone(), protocol=protocol)
-            out = torch.full_like(want, 55)
-            same = comm.all_gather(parts[rank].clone(), out=out, protocol=protocol)
-            if shape:  # in place: the input is this rank's row of the output
-                inside = torch.full_like(want, 55)
-                row = inside[rank * shape[0] : (rank + 1) * shape[0]]
-                row.copy_(parts[rank])
-                comm.all_gather(row, out=inside, protocol=protocol)
-                if not torch.equal(inside, want):
-                    wrong.append((shape, str(dtype), "in place"))
-            if not torch.equal(got, want) or not torch.equal(out, want) or same is not out:
-                wrong.append((shape, str(dtype)))
-    return wrong
+def every_case(rank, world_size, tell, url, cases):
+    """Those that give a wrong result."""
+    with communicator(rank, world_size, url, arena_bytes=256 << 10, _tuning=Tuning(blocks=2, tile=32)) as comm:
+        return [case for number, case in enumerate(cases) if not outcome(comm, case, number)]
 
 
 def bad_then_good(rank, world_size, tell, url):
@@ -201,19 +145,6 @@ def forked(rank, world_size, tell, url):
         return os.waitstatus_to_exitcode(status), x.tolist()
 
 
-def two_groups(rank, world_size, tell, url, other):
-    """Two communicators in one process, used in turn with different sizes."""
-    with communicator(rank, world_size, url) as a, communicator(rank, world_size, other) as b:
-        for seed in range(6):
-            x, y = torch.full((seed * 100 + 1,), 1.0 + rank), torch.full((7,), 10 + rank)
-            a.all_reduce(x)
-            b.all_reduce(y, op="max")
-            a.all_gather(y)
-            if x[0] != sum(1 + r for r in range(world_size)) or y[0] != 10 + world_size - 1:
-                return "wrong"
-        return a.group != b.group
-
-
 def three_threads(rank, world_size, tell, url):
     """Three threads share one communicator and make the same calls: they take turns."""
     wrong = []
@@ -289,16 +220,6 @@ def many_launches(rank, world_size, tell, url):
         while time.monotonic() < end:
             comm.launch(rotate, (1,), w.peers, out, comm.rank, WORLD_SIZE=world_size, BLOCK=16)
         return "fine"
-
-
-def default_arena(rank, world_size, tell, url):
-    """The first call with default options takes no longer than another."""
-    with tricomm.init(url, rank, world_size, "cpu") as comm:
-        began = time.monotonic()
-        comm.barrier()
-        x = torch.ones(1000)
-        comm.all_reduce(x)
-        return time.monotonic() - began, x[0].item()
 
 
 def opposite_orders(rank, world_size, tell, url, other):

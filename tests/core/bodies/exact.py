@@ -16,7 +16,7 @@ from tricomm.perf.bench import check_data
 
 @dataclass(frozen=True)
 class Made:
-    """`count` elements a row, `offset` of them beside alignment; `way` is fresh, out, place or strided."""
+    """`count` elements a row, `offset` of them beside alignment; `way` is fresh, out, place, strided or async."""
 
     collective: str
     algorithm: str | None
@@ -34,7 +34,7 @@ def anything(draw: random.Random, kernel: Kernel, world_size: int, most: int = 2
     op = draw.choice(dtype.ops) if kernel.reduces else "sum"
     edges = [n for n in (1, 2, 3, 15, 63, 64, 65, 255, 513, 1025, 2400) if n <= most]
     count = min(most, draw.choice(edges) + draw.randrange(3))
-    way = draw.choice(["fresh", "out", "place", "strided"])
+    way = draw.choice(["fresh", "out", "place", "strided", *(["async"] if kernel.collective == "all_reduce" else [])])
     return Made(kernel.collective, kernel.algorithm, kernel.protocol, dtype.name, op, count, draw.randrange(4), way)
 
 
@@ -47,9 +47,10 @@ def outcome(comm: Communicator, case: Made, number: int) -> bool:
     how = check_data.options(case.collective, case.op, comm.world_size, number, case.count)
     how |= {"algorithm": case.algorithm, "protocol": case.protocol}
     gets = check_data.gets(case.collective, comm.world_size, comm.rank, number)
-    if case.way != "fresh" and gets and not check_data.in_place(case.collective):
+    if case.way not in ("fresh", "async") and gets and not check_data.in_place(case.collective):
         how["out"] = _output(comm, kind, case, x)
-    result = getattr(comm, case.collective)(x, **how)
+    result = getattr(comm, case.collective)(x, **how, **({"async_op": True} if case.way == "async" else {}))
+    result = result.wait() if case.way == "async" else result
     if not gets:
         return result is None and check_data.wrong(x, data) == 0 and beside()
     exact = check_data.expected(*facts, number, case.count, comm.rank, dtype)
