@@ -26,6 +26,9 @@ PUBLIC = {
     "tricomm/core/planner.py:explain",
     "tricomm/core/calls/fused_collectives.py:all_reduce_rms_norm",
     "tricomm/core/calls/fused_collectives.py:all_reduce_rms_norm_quantized",
+    "tricomm/core/calls/fused_methods.py:all_reduce_rms_norm",
+    "tricomm/core/calls/fused_methods.py:all_reduce_rms_norm_quantized",
+    "tricomm/core/calls/tuning_methods.py:explain",
     "tricomm/flashinfer.py:create_allreduce_fusion_workspace",
     "tricomm/flashinfer.py:allreduce_fusion",
 }
