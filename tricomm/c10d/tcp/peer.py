@@ -58,7 +58,12 @@ class Peer:
         if self.closed is not None:
             return 0
         out = POLLOUT if self._out else 0
-        return POLLIN | out if self.receives or self._announced or self._matching.from_any else out
+        return POLLIN | out if self._wanted else out
+
+    @property
+    def _wanted(self) -> bool:
+        """Whether a message of this rank is awaited. Otherwise its data stays in the socket, whose size bounds it."""
+        return bool(self.receives or self._announced or self._matching.from_any)
 
     # Messages
 
@@ -128,7 +133,7 @@ class Peer:
         """Read what has come."""
         self._reading = True  # a frame may be answered meanwhile
         try:
-            while self.closed is None and self._read_once():
+            while self.closed is None and self._read_once() and self._wanted:
                 pass
         finally:
             self._reading = False
