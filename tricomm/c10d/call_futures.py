@@ -41,6 +41,13 @@ class Loss:
         return error
 
 
+def refuse_handlers_call(what: str) -> None:
+    """A call in the middle of another call of its group, in the same thread: only a signal's handler can make it."""
+    raise InvalidArgument(
+        f"{what}: a signal's handler makes a call in the middle of another one; let it set a flag, and call afterwards"
+    )
+
+
 def told(error: BaseException) -> None:
     """Record that `error` is raised to the caller, by a call or by a wait for one."""
     loss = getattr(error, _LOSS, None)

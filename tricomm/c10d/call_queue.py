@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -33,7 +34,7 @@ from typing import Any
 
 import tricomm.communicator  # noqa: F401  # first, so that at the end of a process calls end before communicators
 from tricomm import threads
-from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin
+from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin, refuse_handlers_call
 from tricomm.c10d.work_handles import PendingWork
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.threads import HelperTask
@@ -67,6 +68,7 @@ class Line:
         self._calls: deque[_QueuedCall] = deque()
         self._idle = [True]  # one token: the thread that pops it runs the line; pop is atomic
         self._number = 0
+        self._runner = 0  # the thread that is in the middle of a call
 
     @cached_property
     def key(self) -> int:
@@ -76,6 +78,8 @@ class Line:
     def submit(self, call: _QueuedCall, here: bool) -> None:
         """Run `call` in its turn, in this thread if `here` and if it is the next one. Raises `ResourceError` if no
         thread can be started; the call then has no number."""
+        if self._runner == threading.get_ident():
+            refuse_handlers_call(self.queue._text)
         self._calls.append(call)
         try:
             if not self._take():
@@ -151,12 +155,15 @@ class Line:
         error: BaseException | None = self.queue.refusal
         if error is None:
             try:
+                self._runner = threading.get_ident()
                 call.action(turn)
             except Exception as failure:
                 error = failure
             except BaseException as failure:  # an interrupt, which the caller gets as it is
+                self._runner = 0
                 self._end(call, GroupAborted(f"the call was ended by {type(failure).__name__}: {failure}"))
                 raise
+            self._runner = 0
         return self._end(call, error)
 
     def _end(self, call: _QueuedCall, error: BaseException | None) -> list[CallFuture]:

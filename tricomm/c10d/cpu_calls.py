@@ -58,7 +58,7 @@ class CpuCalls:
         self._text = str(config)
         self._queue = CallQueue(config.name, config.ranks, self._text)
         self._records = CallRecords(config.world_size, str(config))
-        self._connecting = threading.Lock()  # taken by helper threads only
+        self._connecting = threading.Lock()
 
     def run(self, batch: list[GroupCall], owner: Owner) -> Any:
         """Run `batch` in its turn; returns a handle for all of it.
@@ -140,7 +140,7 @@ class CpuCalls:
         return None
 
     def _move(self, batch: list[GroupCall], turn: Turn, owner: Owner, problem: Exception | None) -> None:
-        context = self._context(batch[0], turn)
+        context = self._context(batch[0], turn, owner)
         in_callback = bool(turn.line.name)
         if self._agreed.check:
             records = CallRecords(self._config.world_size, self._text) if in_callback else self._records
@@ -154,7 +154,7 @@ class CpuCalls:
             if in_callback:
                 count_fallback(GLOO, call.collective, call.nbytes)
             if in_callback or not owner.run_by_kernels(call):
-                used = context if call is batch[0] else self._context(call, turn)
+                used = context if call is batch[0] else self._context(call, turn, owner)
                 try:
                     message_collectives.run(used, call)
                 except Exception as error:
@@ -164,17 +164,28 @@ class CpuCalls:
                     used.unchecked.write(batch, turn, error)
                     used.exchange([], [])
 
-    def _context(self, call: GroupCall, turn: Turn) -> CallContext:
+    def _context(self, call: GroupCall, turn: Turn, owner: Owner) -> CallContext:
         """The connections, until the time limit of `call`."""
         limit = (call.timeout or self._config.timeout).total_seconds()
         transport = self._backends.transport
         if transport is None:
             with self._connecting:
-                if self._backends.transport is None:
-                    self._backends.transport = self._connected(turn)
                 transport = self._backends.transport
+                if transport is None:
+                    transport = self._backends.transport = self._connected(turn)
+                    self._end_if_lost(transport, owner)
         end = time.monotonic() + limit
         return CallContext(transport, end, lambda: f"{self._text}, call {turn} ({call.text()})", turn)
+
+    @staticmethod
+    def _end_if_lost(transport: Transport, owner: Owner) -> None:
+        """The group may have been given up or destroyed before it had the connections."""
+        try:
+            owner.check_usable("the first call")
+        except TricommError as error:
+            transport.fail(error)
+            transport.close()
+            raise
 
     def _connected(self, turn: Turn) -> Transport:
         """Connections for a wrapped group, made at the first call that needs them; its native backend uses others."""

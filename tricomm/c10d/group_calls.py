@@ -172,10 +172,12 @@ def read_first(batch: list[GroupCall], rank: int) -> None:
     if len(batch) == 1 and (batch[0].x is batch[0].out is not None or batch[0].device.type != "cpu"):
         return
     outputs = [(call, out) for call in batch for out in call.outputs()]
-    written = {out.untyped_storage().data_ptr() for _, out in outputs}
+    first = min((out.data_ptr() for _, out in outputs), default=0)
+    last = max((out.data_ptr() + out.nbytes for _, out in outputs), default=0)
     for call in batch:
         for place, x in enumerate(call.inputs()):
-            if x.untyped_storage().data_ptr() not in written or not any(
+            apart = x.data_ptr() >= last or x.data_ptr() + x.nbytes <= first
+            if apart or not any(
                 arguments.overlap(x, out) for other, out in outputs if not _in_place(call, x, other, out, rank)
             ):
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
@@ -84,6 +85,15 @@ def _single(parts, rank, x):
     return [(out, torch.cat(parts)), (y, swapped), (z[1:4], sum(parts).split(N // 2)[rank])]
 
 
+def _foreign(parts, rank, x):
+    """Tensors of one array, each of which has a storage of its own."""
+    array = np.zeros(N + 1, np.float32)
+    array[:N] = x.numpy()
+    out = torch.from_numpy(array[1:])
+    dist.all_to_all_single(out, torch.from_numpy(array[:N]))
+    return [(out, torch.cat([part.split(N // 2)[rank] for part in parts]))]
+
+
 def _in_place(parts, rank, x):
     out = poisoned((2 * N,))
     mine = out[rank * N : (rank + 1) * N]
@@ -104,6 +114,7 @@ CASES = {
     "scatters": _scatters,
     "lists": _lists,
     "single": _single,
+    "foreign": _foreign,
     "in place": _in_place,
 }
 

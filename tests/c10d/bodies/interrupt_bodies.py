@@ -41,7 +41,7 @@ CALLS = {"all_reduce": _all_reduce, "async": _asynchronous, "all_gather": _all_g
 
 def _options(kind):
     options = kind()
-    options.asyncOp = False
+    options.asyncOp, options.timeout = False, timedelta(seconds=LIMIT)
     return options
 
 
@@ -53,6 +53,7 @@ def walk(rank, world_size, tell, folder, route, call, kind, part, parts, first, 
     os.environ.update(TRICOMM_CPU=route, TRICOMM_ARENA_BYTES="262144")
     if without:
         process_group.TricommGroup.interrupted = lambda group, error: None
+        globals()["LIMIT"] = 2.0  # of calls
     signal.signal(signal.SIGUSR2, Walk().line)  # what a signal handler raises is an interrupt
     wrong, lines = [], []
     number = 0
@@ -61,7 +62,7 @@ def walk(rank, world_size, tell, folder, route, call, kind, part, parts, first, 
         nonlocal number
         number += 1
         store = dist.FileStore(f"{folder}/{number}", world_size)
-        made = group_over(store, rank, world_size, timedelta(seconds=2.0 if without else LIMIT))
+        made = group_over(store, rank, world_size, timedelta(seconds=30.0))
         if not first:
             CALLS[call](made)
         return made

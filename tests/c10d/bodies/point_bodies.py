@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch.distributed as dist
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
 from tests.core.bodies.common_bodies import attempt
+from tricomm.c10d.tcp import message_collectives
 from tricomm.c10d.tcp import progress as progress_thread
 
 LATE = timedelta(seconds=30)
@@ -110,6 +112,34 @@ def threads(rank, world_size, tell, url, wakes=True):
 
 def refuse_descriptor(*args):
     raise OSError(24, "Too many open files")
+
+
+def lost_in_the_middle(rank, world_size, tell, url):
+    """Rank 0 gives the group up between the two exchanges of an all_reduce."""
+    real = message_collectives.reduce_into
+    with default_group(rank, world_size, url) as world:
+
+        def reduce(*given):
+            if rank == 0:
+                world._dispatcher.abort_waits(tricomm.GroupAborted("given up in the middle"))
+            real(*given)
+
+        message_collectives.reduce_into = reduce
+        return attempt(lambda: dist.all_reduce(torch.ones(1 << 20)))[:2]
+
+
+def handlers_call(rank, world_size, tell, url, call):
+    """A signal's handler of rank 0 makes a call until it comes in the middle of another one."""
+    with default_group(rank, world_size, url, timeout=10.0):
+        if rank == 0:
+            again = {"isend": lambda: dist.isend(torch.ones(1), 1, tag=5), "all_reduce": lambda: dist.all_reduce(y)}
+            y = torch.ones(3)
+            signal.signal(signal.SIGALRM, lambda *_: again[call]())
+            signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+        try:
+            return attempt(lambda: [dist.all_reduce(torch.ones(1 << 18)) for _ in range(3000)])[:2]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def unrecorded(rank, world_size, tell, url):

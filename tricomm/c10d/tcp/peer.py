@@ -15,9 +15,11 @@ are read into a staging buffer, so several short messages take one system call.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterable
 from select import POLLIN, POLLOUT
 
 from tricomm.c10d.tcp.matching import Arrival, Matching, Transfer
@@ -38,6 +40,7 @@ class Peer:
     def __init__(self, rank: int, connection: socket.socket, matching: Matching, staging: memoryview) -> None:
         self.rank, self.socket, self.fd = rank, connection, connection.fileno()
         self.closed: Exception | None = None  # why no message will come or go any more
+        self._refused: Exception | None = None  # why no message will go
         self.receives = 0  # from this rank, under way
         self._matching = matching
         self._staging = staging
@@ -69,8 +72,8 @@ class Peer:
 
     def send(self, message: Transfer, eager: bool) -> None:
         """Send `message`, as far as that is possible at once."""
-        if self.closed is not None:
-            message.finish(self.closed)
+        if self._refused is not None:
+            message.finish(self._refused)
         elif eager or message.nbytes <= EAGER_BYTES:
             self._push(_EAGER, message, message.tag, message.dtype)
         else:
@@ -114,7 +117,7 @@ class Peer:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
-                self.close(error)
+                self._write_failed(error)
                 return
             if long or written < sum(map(len, parts)):
                 while written >= len(parts[0]):
@@ -163,15 +166,22 @@ class Peer:
         """No message comes or goes any more; what is under way fails with `error`."""
         if self.closed is not None:
             return
+        self._write_failed(error)
         self.closed = error
         failed = self._matching.withdraw(self.rank)
-        failed += [message for _, message in self._out if message is not None]
-        failed += [*self._announced.values(), *self._cleared.values()]
+        failed += self._cleared.values()
         being_read = self._message if self._arrival is None else self._arrival.message
         failed += [] if being_read is None else [being_read]
+        self._cleared.clear()
+        for message in failed:
+            message.finish(error)
+
+    def _write_failed(self, error: Exception) -> None:
+        """No message is sent any more. What the peer sent before it closed the connection can still be read."""
+        self._refused = self._refused or error
+        failed = [message for _, message in self._out if message is not None] + [*self._announced.values()]
         self._out.clear()
         self._announced.clear()
-        self._cleared.clear()
         for message in failed:
             message.finish(error)
 
@@ -180,6 +190,10 @@ class Peer:
     def _push(
         self, kind: int, message: Transfer | None, tag: int = 0, dtype: int = 0, nbytes: int = 0, id: int = 0
     ) -> None:
+        if self._refused is not None:
+            if message is not None:
+                message.finish(self._refused)
+            return
         parts = () if message is None else message.parts
         head = memoryview(_HEAD.pack(_MAGIC, kind, dtype, tag, nbytes or sum(map(len, parts)), id))
         self._out.append(([head, *parts], message))
@@ -215,9 +229,11 @@ class Peer:
         if magic != _MAGIC or kind > _DATA:
             self.close(ConnectionAbortedError("the peer sent bytes that are no frame"))
         elif kind == _CLEAR:
-            self._push(_DATA, self._announced.pop(id), id=id)
+            if id in self._announced:  # else writing has failed
+                self._push(_DATA, self._announced.pop(id), id=id)
         elif kind == _REFUSE:
-            self._announced.pop(id).finish()
+            if id in self._announced:
+                self._announced.pop(id).finish()
         elif kind == _DATA:
             self._message = self._cleared.pop(id)
             self._into = self._message.parts[0]
@@ -269,3 +285,15 @@ class Peer:
     def _finish(self, message: Transfer) -> None:
         self.receives -= 1
         message.finish()
+
+
+def poller_of(peers: Iterable[Peer], waker: int = -1) -> select.poll:
+    """Waits for the sockets of `peers` that have messages in flight, and for the descriptor `waker`."""
+    poller = select.poll()
+    for peer in peers:
+        events = peer.interest
+        if events:
+            poller.register(peer.fd, events)
+    if waker >= 0:
+        poller.register(waker, POLLIN)
+    return poller

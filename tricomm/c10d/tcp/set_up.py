@@ -16,7 +16,7 @@ import secrets
 import select
 import socket
 import struct
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 
 from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.bounded_store import first_line
@@ -49,6 +49,7 @@ def connect(generation: Generation, name: str) -> dict[int, socket.socket]:
             host, port = server.getsockname()[:2]
             pages = generation.gather("addresses", _ADDRESS.pack(host.encode(), port, key))
             meeting = _Meeting(generation.rank, server, [_ADDRESS.unpack(page) for page in pages])
+            meeting.begin()
             generation.wait(meeting.step, "the ranks do not connect")
             return meeting.take()
     except OSError as error:
@@ -86,7 +87,11 @@ class _Meeting:
         self._lower: dict[int, socket.socket] = {}  # by rank: those that this rank has begun to connect to
         self._hellos: dict[socket.socket, bytearray] = {}  # what has come of each connection's hello
         self._begun: set[socket.socket] = set()  # connections that this rank has begun
-        for peer, (host, port, _) in enumerate(addresses[:rank]):
+        self._addresses = addresses
+
+    def begin(self) -> None:
+        """Begin to connect to the lower ranks."""
+        for peer, (host, port, _) in enumerate(self._addresses[: self._rank]):
             self._begin(peer, host.rstrip(b"\0").decode(), port)
 
     def take(self) -> dict[int, socket.socket]:
@@ -117,6 +122,8 @@ class _Meeting:
             raise OSError(code, f"{os.strerror(code)}, at {host}, port {port}, where rank {peer} listens")
 
     def _ready(self, one: socket.socket) -> None:
+        if one.fileno() < 0:  # dropped for another one
+            return
         if one is self._server:
             self._accept()
         elif one in self._hellos:
@@ -176,15 +183,17 @@ def _listener() -> socket.socket:
     interface = (os.environ.get(_INTERFACE) or "").split(",")[0].strip()
     hosts = [_address_of(interface)] if interface else [*_addresses_of_host_name(), "127.0.0.1"]
     for host in hosts:
-        server = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
-            server.bind((host, 0))
-            server.listen(socket.SOMAXCONN)
-            server.setblocking(False)
-            return server
+            with ExitStack() as undo:
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                server = undo.enter_context(closing(socket.socket(family, socket.SOCK_STREAM)))
+                server.bind((host, 0))
+                server.listen(socket.SOMAXCONN)
+                server.setblocking(False)
+                undo.pop_all()
+                return server
         except OSError as error:
-            server.close()
-            if host == hosts[-1] or error.errno != errno.EADDRNOTAVAIL:
+            if host == hosts[-1] or error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     raise AssertionError("unreachable: the last address is bound, or raises")
 

@@ -25,10 +25,10 @@ from contextlib import suppress
 from torch._C._distributed_c10d import PrefixStore
 
 from tricomm import threads
-from tricomm.c10d.call_futures import Loss
+from tricomm.c10d.call_futures import Loss, refuse_handlers_call
 from tricomm.c10d.tcp import progress, set_up, waits, waker
 from tricomm.c10d.tcp.matching import ANY, COLLECTIVE, FIRST_LINE_TAG, HANDSHAKE, Matching, Transfer
-from tricomm.c10d.tcp.peer import STAGING_BYTES, Peer
+from tricomm.c10d.tcp.peer import STAGING_BYTES, Peer, poller_of
 from tricomm.c10d.tcp.waits import Wait
 from tricomm.c10d.tcp.waker import Waker
 from tricomm.errors import CollectiveMismatch, GroupAborted, ResourceError, TricommError
@@ -65,6 +65,7 @@ class Transport:
         self._matching = Matching()
         self._peers: dict[int, Peer] = {}
         self._driver: Waker | None = None
+        self._holder = 0  # the thread that moves messages, which holds the lock
         self._sleepers: list[Wait] = []
         self.watched = False  # by `progress`
         connections = set_up.connect(generation, name)
@@ -73,7 +74,12 @@ class Transport:
         self._by_fd = {peer.fd: peer for peer in self._peers.values()}
         _transports[id(self)] = self
         sends, receives = ([Transfer(r, HANDSHAKE, (memoryview(bytearray(1)),)) for r in self.others] for _ in "ab")
-        self.exchange(sends, receives, time.monotonic() + generation.deadline.left, lambda: f"{name}: first exchange")
+        end = time.monotonic() + generation.deadline.left
+        try:
+            self.exchange(sends, receives, end, lambda: f"{name}: first exchange")
+        except BaseException:
+            self.close()
+            raise
 
     # Messages
 
@@ -88,13 +94,17 @@ class Transport:
         messages = receives + sends
         waiting = Wait(self, deadline, what, in_callback=bool(messages) and messages[0].tag >= FIRST_LINE_TAG)
         try:
-            if self.error is None:
-                with self._lock:
+            self._refuse_reentry()
+            with self._lock:
+                self._holder = threading.get_ident()
+                waiting.cause = self.error
+                if waiting.cause is None:
                     for message in receives:
                         self._receive(message)
                     for message in sends:
                         self._peers[message.rank].send(message, eager=True)
                     waiting.add(messages)
+                self._holder = 0
             self._wait(waiting)
             for message in receives:
                 if message.misfit is not None:
@@ -117,6 +127,7 @@ class Transport:
     def wait(self, message: Transfer, deadline: float, what: Callable[[], str]) -> None:
         """Wait for a message that `send` or `recv` began. Raises as `exchange` does."""
         waiting = Wait(self, deadline, what)
+        self._refuse_reentry()
         try:
             with self._lock:
                 waiting.add([message])
@@ -131,7 +142,7 @@ class Transport:
             with self._lock:
                 if self._driver is not None or self.error is not None:
                     return False
-                events = self._poller(None).poll(0)
+                events = poller_of(self._peers.values()).poll(0)
                 self._handle(events)
         except Exception as error:  # no caller hears of it
             self._interrupted(error)
@@ -146,12 +157,15 @@ class Transport:
     def _start(self, message: Transfer, sent: bool) -> None:
         if self._errors:
             self.check_usable("send" if sent else "recv")
+        self._refuse_reentry()
         try:
             with self._lock:
+                self._holder = threading.get_ident()
                 if sent:
                     self._peers[message.rank].send(message, eager=False)
                 else:
                     self._receive(message)
+                self._holder = 0
                 driver = self._driver
             if driver is not None:
                 driver.wake()
@@ -183,6 +197,8 @@ class Transport:
         try:
             while waiting.left and waiting.cause is None and not self._errors:
                 with self._lock:
+                    if waiting.over or self._errors:
+                        break
                     if self._driver is None:
                         self._driver = me
                     driver = self._driver
@@ -196,22 +212,29 @@ class Transport:
                     driver.wake()  # it does not know of this wait's messages
                     waiting.sleep()
                     waiting.look()
+        except BaseException as error:  # before another thread drives: a frame may be half read or written
+            self._interrupted(error)
+            raise
         finally:
             if self._driver is me or self._sleepers:
                 self._leave(waiting, me)
         if waiting.left or waiting.cause is not None:
-            raise waiting.final_error()
+            failure = waiting.final_error()
+            self._settle()
+            raise failure
 
     def _drive(self, waiting: Wait, me: Waker) -> None:
         """Move messages until `waiting` is over."""
         while True:
             with self._lock:
-                poller = self._poller(me)
+                poller = poller_of(self._peers.values(), me.fd)
             events = poller.poll(me.tick)
             with self._lock:
                 if self._errors:
                     return
+                self._holder = threading.get_ident()
                 self._handle(events)
+                self._holder = 0
                 if waiting.over:
                     self._hand_over()
                     return
@@ -230,16 +253,6 @@ class Transport:
         self._driver = None
         if self._sleepers:
             self._sleepers[0].wake()
-
-    def _poller(self, own: Waker | None) -> select.poll:
-        poller = select.poll()
-        for peer in self._peers.values():
-            events = peer.interest
-            if events:
-                poller.register(peer.fd, events)
-        if own is not None and own.fd >= 0:
-            poller.register(own.fd, select.POLLIN)
-        return poller
 
     def _handle(self, events: Iterable[tuple[int, int]]) -> None:
         for fd, event in events:
@@ -330,16 +343,23 @@ class Transport:
                 waiting.wake()
 
     def _interrupted(self, error: BaseException) -> None:
-        """A call ends by `error`. If no wait has raised it, give the group up, and return after other threads have
-        stopped writing into the caller's tensors."""
+        """A call ends by `error`. If no wait has raised it, give the group up."""
         if isinstance(error, ResourceError | CollectiveMismatch):
             self.fail(self.of_loss(error))
         elif not isinstance(error, TricommError):
             self.fail(GroupAborted(f"rank {self.rank} was stopped by {first_line(error)}"))
         else:
             return
+        self._settle()
+
+    def _settle(self) -> None:
+        """Return after other threads have stopped to use the caller's tensors: the group is lost."""
         if self._lock.acquire(timeout=1.0):
             self._lock.release()
+
+    def _refuse_reentry(self) -> None:
+        if self._holder == threading.get_ident() and self._lock.locked():
+            refuse_handlers_call(self.name)
 
     def _release(self) -> None:
         """Close the sockets. Unread data is read first; otherwise the kernel discards what is not yet sent."""

@@ -122,6 +122,8 @@ class Wait:
 
     def look(self) -> None:
         """End this wait if it cannot succeed any more."""
+        if self.over:
+            return
         now = time.monotonic()
         # If this process itself was stopped, it has seen nothing meanwhile.
         elapsed = min(now - self._looked, 4 * TICK)
