@@ -1,9 +1,14 @@
-"""A file of what a long campaign has passed already, so that an interrupted one goes on where it was."""
+"""A file of what a long campaign has passed already, so that an interrupted one goes on where it was.
+
+`python -m tests.passed_record FOLDER...` prints a digest of the Python files in these folders, for .ci/run.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -38,5 +43,12 @@ def _digest(cases: tuple[str, ...]) -> str:
     folders = (package, package / "kernels", package / "store")  # in a checkout these two are links
     files = {file.resolve() for folder in folders for file in folder.rglob("*.py")}
     names = sorted(str(file.relative_to(package.parent)) for file in files)
-    texts = [(package.parent / name).read_bytes() for name in names] + [Path(case).read_bytes() for case in cases]
-    return hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+    return _of([package.parent / name for name in names] + [Path(case) for case in cases])
+
+
+def _of(files: Iterable[Path]) -> str:
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    print(_of(file for folder in sys.argv[1:] for file in sorted(Path(folder).rglob("*.py"))))
