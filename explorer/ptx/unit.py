@@ -152,7 +152,7 @@ class Unit:
     def barrier_request(
         self, kind: str, number: int, count: int | None, mask: Array | None, instruction: Instruction
     ) -> BarrierRequest:
-        """The request of threads that come to a barrier; the earlier request if they return because it has opened."""
+        """The request of threads that arrive at a barrier; the earlier request if they return because it has opened."""
         if self.opened is not None:
             return self.opened
         threads = self.chosen(mask)

@@ -142,7 +142,7 @@ def atomic(instruction: Instruction, operands: Operands, partial: bool) -> Opera
 
 
 def _parameter(instruction: Instruction, operands: Operands) -> Operation:
-    """`ld.param`: the same number in all lanes. Not a memory access, because nothing can write there."""
+    """`ld.param`: the same number in all lanes. Not a memory access, because parameters are read-only."""
     target, address = instruction.operands[:2]
     targets = target.elements if isinstance(target, Vector) else (target,)
     kind = instruction.modifiers[-1]

@@ -82,7 +82,7 @@ def unknown_form(instruction: Instruction, why: str) -> InvalidArgument:
 
 
 def address_of(instruction: Instruction, operand: Operand | None) -> Address:
-    """`operand` as the address that `instruction` needs there. Raises `InvalidArgument` if it is something else."""
+    """`operand` as an address, which `instruction` needs. Raises `InvalidArgument` if it is something else."""
     if not isinstance(operand, Address):
         raise unknown_form(instruction, "an address in brackets is expected")
     return operand

@@ -1,7 +1,7 @@
 """`mbarrier`: barriers that are a word of shared memory.
 
-The word is opaque to a kernel. Here: bits 0 to 19 are the pending arrivals of this phase, 20 to 39 those of the next
-phases, 40 to 61 the pending bytes (signed), 63 the parity of the phase.
+The word is opaque to a kernel. Its bits here: 0 to 19 count the pending arrivals of this phase, 20 to 39 the arrivals
+of each later phase, 40 to 61 the pending bytes (signed); 63 is the parity of the phase.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""PTX text -> a kernel: statements, declarations, operands, and the Python lines behind them."""
+"""PTX text -> a kernel: statements, declarations, operands, and their Python lines."""

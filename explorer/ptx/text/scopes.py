@@ -24,7 +24,7 @@ def is_special(name: str) -> bool:
 
 @dataclass
 class Scope:
-    """One pair of braces. `number` is 0 for the kernel's own; names of an inner scope get it behind an `@`.
+    """One pair of braces. `number` is 0 for the kernel's own; names of an inner scope end with `@` and the number.
 
     counted     `%r` -> (kind, count) of `.reg .b32 %r<160>`
     variables   name -> unique name

@@ -1,4 +1,4 @@
-"""The Python lines that an instruction of PTX comes from, by `.file` and `.loc`."""
+"""Maps an instruction of PTX to its Python lines, by `.file` and `.loc`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def statements(text: str) -> Iterator[Statement]:
 
 
 class _Reader:
-    """`depth` counts scopes, `braces` the braces within the present statement, `skipping` those of a section."""
+    """`depth` counts scopes, `braces` the braces within the present statement, `skipping` the braces of a section."""
 
     def __init__(self) -> None:
         self.line = self.first = 1
