@@ -1,7 +1,8 @@
 """tricomm: single-node multi-GPU collectives whose device code is all Triton.
 
-A call goes from `Communicator.all_reduce` to `policy.selection` (a pure function), a cached launch plan, one kernel of
-`tricomm.kernels`, and peers' mailboxes in the arena that `tricomm.store` shares. `tricomm.perf` measures all of that.
+`Communicator.all_reduce` asks `policy.selection` (a pure function) for a kernel, keeps the launch plan, and launches
+one kernel of `tricomm.kernels`, which writes to peers' mailboxes in the arena that `tricomm.store` shares.
+`tricomm.perf` measures all of that.
 """
 
 from typing import TYPE_CHECKING

@@ -101,7 +101,7 @@ def allocator(like: torch.Tensor, uneven: bool = False) -> Callable[..., torch.T
 
 def allocated(what: str, make: Callable[..., torch.Tensor], *args: Any, **options: Any) -> torch.Tensor:
     """`make(*args, **options)`, memory of a call that is not sent yet. Raises `ResourceError` if there is none: the
-    group goes on, and a corrected call of this rank joins the peers that wait."""
+    group stays usable, and a corrected call of this rank joins the peers that wait."""
     try:
         return make(*args, **options)
     except (RuntimeError, MemoryError) as error:

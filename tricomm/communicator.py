@@ -56,7 +56,7 @@ _kept: list[Communicator] = []  # closed, but a kernel may still use their memor
 
 
 class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
-    """Ranks of one node that share memory and run collectives over it; on GPUs, with NCCL behind the kernels.
+    """Ranks of one node that share memory and run collectives over it; on GPUs, with NCCL as the fallback.
 
     `store` is any `torch.distributed` Store; after the rendezvous only `split`, and groups that share no memory, use
     it. `rank` and `world_size` place this process in the group; `device` defaults to the current GPU, or to the CPU if
@@ -200,12 +200,11 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         """Raise the group's fault if there is one; costs two memory reads if there is none."""
         self._faults.check()
 
-    # What it is, and what it has done
+    # Facts and statistics
 
     def stats(self) -> Statistics:
         """Calls, bytes and times by kernel and size, and how long this rank waited for each peer. Asks no other rank.
-
-        Times are those of the calls that `time_calls` has chosen.
+        Only the calls that `time_calls` selects are timed.
         """
         self._activity.collect()
         return self._activity.statistics()
@@ -232,7 +231,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
 
     @property
     def options(self) -> Options:
-        """What was given, with what the environment asks of every group."""
+        """The options that were given, and those that the environment sets for every group."""
         return self._group.options
 
     @property
@@ -257,7 +256,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
 
     @property
     def suspended(self) -> bool:
-        """Whether `suspend` has given the memory back, and `resume` not taken it yet."""
+        """True from `suspend` until `resume`."""
         return self._group.suspended
 
     @property
@@ -346,9 +345,9 @@ def init(
 ) -> Communicator:
     """Meet at `url` ("env://", "tcp://host:port" or "file:///path") and return a communicator.
 
-    `rank` and `world_size` come from the URL's query, from these arguments, or from RANK and WORLD_SIZE; torchrun
-    sets everything that "env://" needs. A store hosted here listens on the given address only.
-    Raises `InvalidArgument`, `RendezvousError` or `ResourceError`.
+    `rank` and `world_size` are read from the URL's query, these arguments, or RANK and WORLD_SIZE; torchrun sets
+    everything that "env://" needs. A store hosted here listens on the given address only. Raises `InvalidArgument`,
+    `RendezvousError` or `ResourceError`.
     """
     limit = (options or Options()).timeout if timeout is None else seconds(timeout, "timeout")
     chosen = pick_device(device)  # a mistake here is told before the rendezvous

@@ -10,7 +10,7 @@ _GROWTH = 1.3
 
 
 class TimeSource(Protocol):
-    """The two functions of the module `time` that a wait needs; a simulation has a clock of its own."""
+    """The two functions of the module `time` that a wait needs; a simulation has its own clock."""
 
     def monotonic(self) -> float: ...
 
@@ -38,7 +38,7 @@ class Deadline:
         return time.monotonic() - self._began
 
     def extend(self, seconds: float) -> None:
-        """Move it to `seconds` from now, if it is earlier."""
+        """Extend to at least `seconds` from now."""
         self._end = max(self._end, time.monotonic() + seconds)
 
 
@@ -53,8 +53,8 @@ def poll(
     """Whether `done` becomes true within `seconds` (None: without a limit).
 
     `done` is called at least once, then again after each pause of `pause` seconds; pauses grow up to `longest`. It is
-    called once more when the time is up. `meanwhile` is called after each call of `done` that was not true. Whatever
-    either raises ends the wait.
+    called once more when the time is up. `meanwhile` is called after each call of `done` that was not true. An
+    exception from either ends the wait.
     """
     end = None if seconds is None else clock.monotonic() + seconds
     while not done():

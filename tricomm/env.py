@@ -68,7 +68,7 @@ def default(name: str, value: str) -> None:
 
 @contextmanager
 def without(name: str) -> Iterator[None]:
-    """In this block, `name` is unset, for processes that are started there."""
+    """In this block `name` is unset, for the processes that it starts."""
     value = os.environ.pop(name, None)
     try:
         yield
@@ -78,7 +78,7 @@ def without(name: str) -> Iterator[None]:
 
 
 def peer_access_disabled() -> str | None:
-    """The variable by which the user forbids direct GPU peer access, or None (NCCL's variable is honoured, too)."""
+    """The variable, ours or NCCL's, by which the user forbids direct GPU peer access; None if neither is set."""
     if flag("TRICOMM_P2P_DISABLE"):
         return "TRICOMM_P2P_DISABLE"
     return "NCCL_P2P_DISABLE" if foreign("NCCL_P2P_DISABLE") else None
@@ -104,13 +104,13 @@ def hardware_queues() -> int:
 
 
 def multicast() -> bool:
-    """False if the user wants no multicast memory, in which a switch adds and copies (NCCL's variable counts, too)."""
+    """False if the user has switched NVLS (multimem) off, by our variable or NCCL's."""
     own = text("TRICOMM_MULTICAST") is None or flag("TRICOMM_MULTICAST")
     return own and foreign("NCCL_NVLS_ENABLE", unset=1) != 0
 
 
 def share_device() -> bool:
-    """True if the user wants several ranks on one GPU (NCCL's variable is honoured besides our own)."""
+    """True if the user wants several ranks on one GPU, by our variable or NCCL's."""
     return flag("TRICOMM_SHARE_DEVICE") or foreign("NCCL_MULTI_RANK_GPU_ENABLE") != 0
 
 

@@ -6,7 +6,7 @@
     comm.allreduce_fusion(x, workspace, comm.AllReduceFusionPattern.kARResidualRMSNorm, residual_in=residual, ...)
     workspace.destroy()
 
-It runs on CPUs too. What differs: `workspace.backend` is "tricomm"; arguments that tune FlashInfer's own kernels
+It also runs on CPUs. Differences: `workspace.backend` is "tricomm"; arguments that tune FlashInfer's own kernels
 (`launch_with_pdl`, `trigger_completion_at_end`, `fp32_acc`: sums are always in fp32) change nothing; a buffer for
 scales may be larger than needed. MoE patterns (6, 7, 12) and per-token-group patterns (8, 9) are refused by name, as is
 the layout SWIZZLED_8x4. Names and meanings are those of FlashInfer 0.7.2.
@@ -41,7 +41,7 @@ _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class AllReduceFusionPattern:
-    """What follows the all-reduce, by number. `Out` patterns write the norm too."""
+    """The steps after the all-reduce, by number. `Out` patterns also write the norm."""
 
     kAllReduce = 0
     kARResidualRMSNorm = 1
@@ -99,7 +99,7 @@ class AllReduceFusionWorkspace:
     def is_buffer_size_sufficient(
         self, tp_size: int, num_tokens: int, hidden_dim: int, dtype: torch.dtype, use_oneshot: Any = None
     ) -> bool:
-        """Whether a call of this shape and type fits: its bytes are at most those of the workspace's own shape."""
+        """Whether a call of this shape and type fits: it has at most the bytes that the workspace was made for."""
         return self._why_not(tp_size, num_tokens, hidden_dim, dtype) is None
 
     def _why_not(self, tp_size: int, num_tokens: int, hidden_dim: int, dtype: torch.dtype) -> str | None:
@@ -243,7 +243,7 @@ def allreduce_fusion(
     *,
     moe_finalize_backend: Literal["trtllm", "cake"] = "trtllm",
 ) -> torch.Tensor:
-    """All-reduce `input`, [tokens, hidden], followed by what `pattern` says; all ranks call it.
+    """All-reduce `input`, [tokens, hidden], followed by the steps of `pattern`; all ranks call it.
 
     Outputs that are None are allocated. Returns `quant_out` of a quantising pattern, `norm_out` of
     kARResidualRMSNorm, `output` of kAllReduce. `use_oneshot` forces one shot or two. The arithmetic is that of

@@ -4,9 +4,9 @@
     tricomm.fsdp2.use(model)                    # or model.set_custom_all_gather(AllGather()), module by module
 
 FSDP copies a layer's shard into its row of a buffer, gathers the rows in place, and copies the parameters out. It
-copies a layer's gradients into a second buffer, and reduces that into a tensor of its own. Both buffers are symmetric
-memory here: nothing is staged before a call. A buffer is reused once FSDP has dropped it, like a block of torch's
-allocator, and by the same stream rules.
+copies a layer's gradients into a second buffer, and reduces that into another tensor. Both buffers are symmetric memory
+here: nothing is staged before a call. A buffer is reused once FSDP has dropped it, like a block of torch's allocator,
+and by the same stream rules.
 
 All ranks lend the same buffers, because FSDP asks for them and drops them at the same points of its program. For that
 reason a call is made with the memory itself, and not with the lent tensor: worker threads drop a call's tensors at any
@@ -127,7 +127,7 @@ def _unnumbered(device: Any) -> bool:
 class AllGather:
     """For `FSDPModule.set_custom_all_gather`: gathers in place, in symmetric memory.
 
-    `group` is that of the module's mesh (default: the default group); a group of another backend is wrapped, as by
+    `group` is the module's mesh group (default: the default group); a group of another backend is wrapped, as by
     `tricomm.wrap`, which all its ranks do together. One instance serves any number of modules. It keeps at most
     `max_bytes` of memory on each rank, which goes back with `close()`, or with the group. Calls that go to NCCL or to
     Gloo get ordinary memory. Raises `InvalidArgument` if FSDP calls it for another group.

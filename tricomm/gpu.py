@@ -46,7 +46,7 @@ class Gpu:
     def under(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """`method`, for a caller whose current device is another one.
 
-        Raises `InvalidArgument` if a graph is being captured there: the call would not be part of it.
+        Raises `InvalidArgument` if that device captures a graph: the call would not be part of it.
         """
 
         def call(*arguments: Any, **keywords: Any) -> Any:

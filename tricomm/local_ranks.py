@@ -41,10 +41,10 @@ def local(
 ) -> list[Communicator]:
     """One communicator per rank, all in this process on one GPU. `comm.stream` is a rank's own stream.
 
-    Use each rank under `torch.cuda.stream(comm.stream)` and let no stream wait for another rank's: their kernels run
-    beside each other and wait for each other. The driver has to give each stream a hardware queue of its own, and to
-    load no kernel while others run: CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER are set here if
-    they are not set and torch has not started CUDA yet.
+    Use each rank under `torch.cuda.stream(comm.stream)` and let no stream wait for another rank's: their kernels run at
+    the same time and wait for each other. The driver has to give each stream its own hardware queue, and to load no
+    kernel while others run: CUDA_DEVICE_MAX_CONNECTIONS=32 and CUDA_MODULE_LOADING=EAGER are set here if they are not
+    set and torch has not started CUDA yet.
 
     Raises `InvalidArgument` on a CPU, where a call returns only when all ranks have made it, and if CUDA has started
     with too few connections; `ResourceError` if memory is refused, and then nothing is left.
@@ -87,8 +87,8 @@ def local(
 
 
 def _check_queues(world_size: int) -> None:
-    """Two ranks whose streams share a hardware queue would wait for each other for ever: one's kernel is behind the
-    other's. Raises `InvalidArgument`; the driver reads the variable once, when it starts."""
+    """Two ranks whose streams share a hardware queue would deadlock: the queue starts one kernel after the other has
+    ended. Raises `InvalidArgument`; the driver reads the variable once, when it starts."""
     if not torch.cuda.is_initialized():
         env.default(_CONNECTIONS, str(_MOST_QUEUES))
         env.default("CUDA_MODULE_LOADING", "EAGER")

@@ -1,1 +1,1 @@
-"""What a communicator is made of: group, launcher, planner, collectives, point to point, and what watches over them."""
+"""The parts of a communicator: group, launcher, planner, collectives, point to point, and the monitor."""

@@ -1,8 +1,8 @@
 """The rendezvous of a communicator's ranks, and what they share afterwards: memory, or only NCCL.
 
 On a CPU the ranks of a node share memory, or there is no group. On GPUs NCCL (`Options.nccl`) serves the groups whose
-ranks share none: those that span nodes, and machines without peer access. All ranks come to the same result, because
-the rendezvous and the opening of an arena end alike on all of them.
+ranks share none: those that span nodes, and machines without peer access. All ranks get the same result, because the
+rendezvous and the opening of an arena succeed on all of them or fail on all of them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """What the ranks of a group have in common; the group takes over the control page and the arena."""
+    """The memory and the facts that the ranks of a group share; the group takes over the control page and the arena."""
 
     control: ControlPage
     arena: Arena
@@ -85,7 +85,7 @@ class NoArena:
     kind = "none"
     reason = ""
     multicast, no_multicast = 0, "the ranks share no memory"
-    no_suspend = "the ranks share no memory that could be given back; close the communicator, and make a new one"
+    no_suspend = "the ranks share no memory that could be freed; close the communicator, and make a new one"
     suspended = closed = False
     nbytes = 0
 
@@ -109,8 +109,8 @@ class NoArena:
 
 
 def settings(store: Store, rank: int, world_size: int, options: Options | None) -> Options:
-    """`options`, or the defaults, with what the environment asks of every group. If that makes no sense, raises
-    `InvalidArgument`, and tells the other ranks."""
+    """`options`, or the defaults, with the settings that the environment makes for every group. If those are invalid,
+    raises `InvalidArgument`, and tells the other ranks."""
     try:
         return with_environment(options)
     except InvalidArgument as error:
@@ -182,7 +182,7 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
 def without_fallback(
     control: ControlPage, arena: Arena, memory: layout.Layout, device: torch.device, options: Options
 ) -> Shared:
-    """`Shared` for memory that is shared already, by ranks that have no backend behind the kernels."""
+    """`Shared` for memory that is shared already, by ranks that have no fallback."""
     routes = backend_choice.GroupFacts(
         device.type, control.world_size, 1, None, None, _ALONE, batch_invariant=options.batch_invariant
     )
@@ -190,14 +190,14 @@ def without_fallback(
 
 
 def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
-    """Meet over `store` and share memory, as `Communicator` says; every rank calls it. `undo` gives it all back."""
+    """Meet over `store` and share memory, as `Communicator` says; every rank calls it. `undo` releases everything."""
     device, options, rank, world_size = terms.device, terms.options, terms.rank, terms.world_size
     native, missing = fallback(device, options)
     agreed = digest_of(options, terms.layout, device.type)
     limit = terms.rendezvous_timeout
     why: str | None = None
     nodes = 1
-    # What is opened is on the stack before the next line, because an interrupt may come there.
+    # Each resource is on the stack before the next line runs, because an interrupt may happen between the two.
     try:
         undo.push(partial(_leave, control := handshake(store, rank, world_size, limit, agreed, terms.on_wait)))
     except (SpansNodes, ResourceError) as error:

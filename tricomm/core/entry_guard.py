@@ -1,9 +1,9 @@
 """The wrapper of every public call of a communicator: a guard against interrupts, which also sets the current device.
 
-Python runs a signal's handler between any two of its instructions: Ctrl-C, or an exception that another handler
-raises, may come after a lock is taken and before the `try` that gives it back. So no call relies on its own `finally`
-alone. If anything but one of tricomm's own errors leaves a public call, the group is aborted and the other ranks are
-told; and any exception that leaves the call releases the lock.
+Python runs a signal's handler between any two of its instructions: Ctrl-C, or an exception that another handler raises,
+may happen after a lock is taken and before the `try` that releases it. So no call relies on its own `finally` alone. If
+anything but one of tricomm's own errors leaves a public call, the group is aborted and the other ranks are told; and
+any exception that leaves the call releases the lock.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ class CallLock:
         self.mine: Callable[[], bool] = lock._is_owned
 
     def release_all(self) -> None:
-        """Give the lock back if this thread holds it, however often it has taken it."""
+        """Release the lock if this thread holds it, however often it has taken it."""
         while self.mine():
             self.release()
 
 
 class Guard:
-    """What a communicator does with an exception that leaves one of its calls.
+    """Handles the exceptions that leave a communicator's calls.
 
-    An exception that is not tricomm's own may have come at any instruction: it is unknown what this rank has told the
-    others by then, so `interrupted` is called with it, which aborts the group.
+    An exception that is not tricomm's own may have happened at any instruction, even after this rank has announced the
+    call to its peers. So `interrupted` is called with it, which aborts the group.
     """
 
     def __init__(self, lock: CallLock, interrupted: Callable[[BaseException], None]) -> None:

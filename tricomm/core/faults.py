@@ -54,7 +54,7 @@ class Faults:
         if self.group.closed:
             raise GroupAborted(f"{self.group}: closed; make a new communicator")
         raise InvalidArgument(
-            f"{self.group}: suspended, so its memory is given back: no call is possible before resume() on all ranks"
+            f"{self.group}: suspended, so its memory is freed: no call is possible before resume() on all ranks"
         )
 
     def check(self) -> None:
@@ -131,7 +131,7 @@ class Faults:
         return self.of(
             GroupAborted,
             "two launches of this communicator overlapped, or the last one did not end as kernels do. If a graph "
-            "replay ran beside another call, order them on one stream or with an event, or make one of them over a "
+            "replay ran during another call, order them on one stream or with an event, or make one of them over a "
             "second communicator, comm.split(range(comm.world_size))",
         )
 

@@ -43,7 +43,7 @@ class Group:
     routes             the backends for its calls
     words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
     closed             whether it has been closed, or this process is a forked child
-    suspended          whether its memory has been given back
+    suspended          whether its memory has been freed
     refusing           whether calls are refused: it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device
     owned              symmetric memory that is not closed, by the number of its handle; it ends with the group
@@ -87,7 +87,7 @@ class Group:
         launch_shapes.check_grid(options._tuning.blocks, self.max_blocks, options.max_blocks)
 
     def captured(self, what: str) -> InvalidArgument | None:
-        """Why `what`, which takes memory or gives it back, is refused; None unless a graph is being captured."""
+        """Why `what`, which allocates or frees memory, is refused; None unless a graph is being captured."""
         if self.gpu is None or not self.gpu.capturing():
             return None
         return InvalidArgument(f"{what}: the current stream captures a CUDA graph; {what} before or after the capture")
@@ -130,7 +130,7 @@ class Group:
         return {0: self.arena, **self.owned}
 
     def memory(self) -> HeldMemory:
-        """What this rank holds of its device."""
+        """The memory of its device that this rank holds."""
         live = self.live_arenas().values()
         held = 0 if self.suspended else sum(arena.nbytes for arena in live if not arena.closed)
         return HeldMemory(self.arena.kind, held, self.suspended)
@@ -147,7 +147,7 @@ class Group:
             undo.callback(arena.keep)
 
     def release(self, undo: ExitStack, acknowledged: bool) -> None:
-        """Let `undo` give the memory back; not the arena if a peer will still acknowledge a message there."""
+        """Let `undo` free the memory, but not the arena if a peer has yet to acknowledge a message in it."""
         undo.callback(self.control.close)
         if acknowledged:
             undo.callback(self.arena.close)

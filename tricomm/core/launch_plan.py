@@ -36,8 +36,8 @@ class Request(NamedTuple):
     algorithm, protocol   the kernel that the caller forces; None leaves the choice to selection
     root                  the rank that sends or receives all rows; -1 if there is none
     handle, fitting       symmetric memory that peers read in place, and the algorithms that fit such a call
-    into                  symmetric memory that the result goes to; None: memory of this rank alone
-    epilogue              what follows the all-reduce of an `all_reduce_rms_norm` or an `all_reduce_rows`
+    into                  symmetric memory for the result; None: memory of this rank alone
+    epilogue              the steps after the all-reduce of an `all_reduce_rms_norm` or an `all_reduce_rows`
     dtype, elements       the tensors' type, and elements a row; None and 0 until the tensors have been checked
 
     The numbers of uneven rows are not part of it: they differ between ranks and between calls.
@@ -60,7 +60,7 @@ class Request(NamedTuple):
         return tuple.__new__(Request, (*self[:9], dtype, elements))
 
     def over(self, handle: Symmetric | OwnRows, into: Symmetric | None = None) -> Request:
-        """The same request over the memory of `handle`; `into` is the handle that an all_reduce's result goes to."""
+        """The same request over the memory of `handle`; an all_reduce's result is written to the handle `into`."""
         fitting = ("two_shot" if handle is into else "one_shot", *(("multicast",) if into is not None else ()))
         return tuple.__new__(Request, (*self[:5], handle, fitting, into, None, None, 0))
 
@@ -81,7 +81,7 @@ class LaunchPlan:
     choice: Choice
     fingerprint: int
     numel: int
-    record: PackedDescriptor  # what the peers read of each of its calls
+    record: PackedDescriptor  # the record of each of its calls, which the peers read
     run: BoundKernel
     mode: str = "eager"
     tally: Tally = field(default_factory=Tally)
@@ -120,7 +120,7 @@ def make(site: SelectionFacts, choice: Choice, request: Request, aligned: bool, 
 
 
 def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) -> tuple[int, PackedDescriptor]:
-    """The fingerprint of a call, and what the peers read of it."""
+    """The fingerprint of a call, and its record, which the peers read."""
     collective, epilogue = choice.collective, request.epilogue
     if epilogue is not None:  # also if a plain all-reduce runs before it
         collective, op = choice.collective if choice.fused else FUSED, epilogue.text()
@@ -155,7 +155,7 @@ def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) 
 
 
 def _handles(choice: Choice, request: Request) -> int | tuple[int, int]:
-    """The numbers of the handles that all ranks have to pass alike: of the output only if peers write to it."""
+    """The numbers of the handles that have to be the same on all ranks: the output's only if peers write to it."""
     number = request.handle.number if request.handle is not None else 0
     if request.into is None or request.into is request.handle or choice.algorithm != "multicast":
         return number
@@ -173,7 +173,7 @@ def _named(choice: Choice, request: Request) -> str:
 
 
 def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) -> dict[str, Any]:
-    """What `kernel` is compiled for, whatever tensors it is given."""
+    """The constexprs of `kernel` that do not depend on its tensors."""
     gpu = site.device != "cpu"
     values: dict[str, Any] = {
         "WORLD_SIZE": site.world_size,

@@ -141,7 +141,7 @@ class Launcher:
         self._stream, self._raw_stream = stream, gpu.raw_stream()
 
     def finish(self, result: Any, async_op: bool) -> Any:
-        """What a call returns: its result, or with `async_op` a `Work`."""
+        """`result`, or a `Work` of it if `async_op`."""
         if not async_op:
             return result
         event, gpu, known = None, self._gpu, self._stream
@@ -179,8 +179,8 @@ class Launcher:
         self._faults.check()
 
     def drained(self) -> bool:
-        """Let kernels in flight end before their memory goes, and abort those that cannot end by themselves; False if
-        one does not leave."""
+        """Wait for kernels in flight before their memory is freed, and abort those that do not finish; False if one
+        does not leave."""
         text = f"rank {self._group.rank} closed the group during a call"
         if self.lock.mine():  # a signal handler closes the group in the middle of a call
             self._faults.abort(GroupAborted, text)

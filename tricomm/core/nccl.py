@@ -1,4 +1,4 @@
-"""NCCL behind a stand-alone communicator, through nccl4py (`nccl.core`), for calls that the kernels do not cover.
+"""NCCL as the fallback of a stand-alone communicator, through nccl4py (`nccl.core`).
 
 An extra (`pip install 'tricomm[nccl]'`), imported when a group first needs it. If one rank lacks it, all ranks raise
 the same error, which names that rank. Every call is enqueued on the caller's current stream. Tensors are contiguous, on
@@ -248,7 +248,7 @@ class Nccl:
 def end(communicator: Nccl | None, lost: bool, seconds: float) -> None:
     """Close a communicator, or abort it if its group is `lost`; within `seconds`, because NCCL waits for its peers.
 
-    Never raises: a communicator that cannot end is left behind.
+    Never raises: a communicator that cannot end is leaked.
     """
     if communicator is None:
         return
@@ -293,7 +293,7 @@ _CALLS: dict[str, _Call] = {
 
 
 def record(request: Request) -> PackedDescriptor:
-    """What the peers read of a call while NCCL's communicator is being made for it."""
+    """The record of a call, which the peers read while NCCL's communicator is being made for it."""
     name = str(request.dtype).removeprefix("torch.") if request.dtype is not None else "none"
     return announced(selection.nccl(request.collective, ""), request.op or "none", name, request, "eager")[1]
 

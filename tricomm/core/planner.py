@@ -41,13 +41,14 @@ class Planner:
 
     site      the facts that selection needs
     router    decides between the kernels and NCCL
-    plans     by request, type and elements of the tensors, whether they are aligned, and whether the call is captured
+    plans     by (request, dtype, elements, whether the tensors are aligned, whether the call is captured);
+              `elements` are of a row
     prepared  calls that were made and can be repeated, of `core.calls`
-    nccl      NCCL's communicator, made by the first call that goes there
+    nccl      NCCL's communicator, made by the first call that needs it
     observer  wraps each new plan, to observe its calls: the explorer's
 
-    Without a `router` the group makes one. A given one is that of a `bootstrap.Adapter`, which sends here what goes to
-    the kernels.
+    Without a `router` the group makes one. A `bootstrap.Adapter` passes its own, and sends only the kernels' calls
+    here.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class Planner:
         """The plan of a call of tensors of `dtype` with `elements` a row.
 
         `request` comes without these two, so that only the first call of its kind makes another one. `aligned` is a
-        fact of this rank's tensors, and no part of what the ranks agree on. Raises `InvalidArgument` if no kernel and
-        no backend can take the call, or if it is captured and new.
+        fact of this rank's tensors alone. Raises `InvalidArgument` if no kernel and no backend can take the call, or if
+        it is captured and new.
         """
         capturing = self._gpu is not None and self._gpu.capturing()
         try:
@@ -101,7 +102,7 @@ class Planner:
         return [plan for plan in entries if plan is not None]
 
     def forget(self) -> None:
-        """Drop all plans, so that they are made anew."""
+        """Drop all plans; the next calls make new ones."""
         self.plans.clear()
         self.prepared.clear()
 
@@ -166,7 +167,7 @@ class Planner:
         return self.site.no_multicast or next((each.no_multicast for each in handles if each.no_multicast), "")
 
     def _counted(self, plan: LaunchPlan, nbytes: int | None) -> LaunchPlan:
-        """The plan with the tally that its calls go to, and timed if that was asked for."""
+        """The plan with the tally of its calls, and timed if `time_calls` is on."""
         activity, run, choice = self._activity, plan.run, plan.choice
         kernel = (choice.collective, choice.counted_as, choice.protocol)
         clock = activity.clock if plan.mode == "eager" else None  # a captured call would be timed at its capture
@@ -200,7 +201,7 @@ class Planner:
                 return
         self._monitor.watch(self.nccl)
 
-    # What a user asks and sets
+    # Queries and settings of users
 
     def explain(
         self, collective: str, nbytes: int | Symmetric, dtype: torch.dtype | None = None, op: Any = "sum", *,

@@ -1,4 +1,4 @@
-"""What a group needs from its surroundings: a launcher of kernels, a monitor, memory, tuning tables."""
+"""The services that a group needs: a launcher of kernels, a monitor, memory, tuning tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tricomm.topology.model import Topology
 
 
 class Runtime(Protocol):
-    """The surroundings of ranks. There are two: for ranks as processes (or streams), and as tasks of the explorer."""
+    """The services of a rank's environment. There are two: for ranks as processes (or streams), and as tasks of the
+    explorer."""
 
     @property
     def no_symmetric(self) -> str | None:
@@ -32,7 +33,7 @@ class Runtime(Protocol):
         """The GPU whose streams the kernels run on; None if they are interpreted."""
 
     def facts(self, device: torch.device) -> DeviceFacts:
-        """What the ranks tell each other of the devices that their kernels run on."""
+        """The facts that the ranks exchange about the devices that their kernels run on."""
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,

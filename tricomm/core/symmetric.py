@@ -30,14 +30,14 @@ class HandleName(NamedTuple):
 class Symmetric:
     """A tensor on every rank, mapped everywhere.
 
-    local   this rank's tensor, of the shape and dtype asked for
+    local   this rank's tensor, of the given shape and dtype
     peers   a tuple with every rank's tensor, this rank's own among them; pass it to a kernel as it is
     table   int64 [world_size] on the communicator's device: the addresses of `peers`
     multicast     the multicast address of all ranks' tensors, for a switch's instructions (`multimem`), or 0; then
                   `no_multicast` says why (empty on a CPU, whose interpreter needs none)
 
-    It has memory of its own (`Communicator.symmetric`), or that of a user's tensor (`Communicator.register`), which
-    stays the user's: `local` is a view of it, `close` only ends its use, and it is neither zeroed nor given back.
+    `Communicator.symmetric` allocates it. `Communicator.register` makes one over a user's tensor, which stays the
+    user's: `local` is a view of it, `close` only ends its use, and it is neither zeroed nor freed.
 
     It lives until `close()` or until its communicator is closed; using it later raises `GroupAborted`. Its memory
     starts zeroed, and is zeroed again at the same addresses after the communicator was suspended and resumed; in
@@ -107,8 +107,8 @@ class Symmetric:
         return self._rows
 
     def lend(self, shape: Sequence[int], given_back: Callable[[], None]) -> torch.Tensor:
-        """This rank's tensor in `shape`, with a storage of its own; `given_back` is called, in any thread, when no
-        tensor uses that storage any more."""
+        """This rank's tensor in `shape`, with its own storage; `given_back` is called, in any thread, when no tensor
+        uses that storage any more."""
         local = self.local
         lent = raw_view(local.data_ptr(), tuple(shape), self.dtype, local.device)
         # The mapping is kept for as long as the storage lives, also after `close`.
@@ -133,7 +133,7 @@ class Symmetric:
         if self._given is not None and self._given.data_ptr() != self._arena.bases[self._rank]:
             raise InvalidArgument(
                 "this registered tensor has other memory now (.data, set_ or resize_) than what the peers reach: close "
-                "the handle on all ranks, and register it anew"
+                "the handle on all ranks, and register it again"
             )
         if self._arena.suspended:
             if self._arena.closed:
@@ -146,7 +146,7 @@ class OwnRows:
     """Row r of rank r's symmetric tensor, for every rank r: what an all_gather in place reads.
 
     addresses   int64 [world_size]: of the rows
-    number      identifies them on all ranks; never that of a whole tensor
+    number      identifies them on all ranks; never the number of a whole tensor
     """
 
     addresses: torch.Tensor

@@ -64,7 +64,7 @@ def agree(
         return options.topology
     links = find(uuids)
     said = links.topology.canonical if links.topology is not None else f"unknown: {links.reason}"
-    with suppress(InvalidArgument):  # on all ranks alike
+    with suppress(InvalidArgument):  # raised on all ranks or on none
         control.require_equal(said, "topology", timeout)
         return links.topology
     log.warning("ranks find different links between their GPUs; rank %d: %s; none is relied on", control.rank, said)
@@ -104,12 +104,13 @@ def device_facts(device: torch.device) -> DeviceFacts:
 def agree_on_devices(
     control: ControlPage, facts: DeviceFacts, most_blocks: int | None, timeout: float
 ) -> tuple[str, int]:
-    """What the ranks' devices have in common, and the largest grid whose blocks are surely resident together on each.
+    """The architecture that the ranks' devices share, and the largest grid whose blocks are surely resident together on
+    each.
 
     Called by all ranks together, each with its own `facts`. The first is "cpu", an architecture such as "sm_90", or
     "cuda" for different ones; the second is at most `most_blocks`.
     """
-    # A compiler without wide words counts as a kind of its own, so that all ranks know whether all have them.
+    # A compiler without wide words counts as another architecture, so that all ranks know whether all have them.
     narrow = b"" if facts.architecture == "cpu" or wide_words.COMPILES.value else _NARROW
     mine = _DEVICE.pack(facts.uuid.encode()[:36], facts.architecture.encode() + narrow, facts.processors)
     answers = control.exchange(mine, "device facts", timeout)
@@ -131,7 +132,8 @@ def check(options: Options, world_size: int) -> None:
 
 
 def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPosition, ...] | None:
-    """The ranks' positions in a hybrid cube mesh; on other or unknown links those of a DGX-1V. None without 8 ranks."""
+    """The ranks' positions in a hybrid cube mesh; on other or unknown links, the positions in a DGX-1V. None without 8
+    ranks."""
     if world_size != mesh.RANKS:
         return None
     from tricomm.topology.presets import dgx1v

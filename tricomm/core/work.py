@@ -14,7 +14,7 @@ from tricomm.errors import CollectiveTimeout
 
 
 class Work:
-    """What a collective returns with `async_op=True`. Dropping it is safe; the call goes on without it."""
+    """A collective in flight, returned with `async_op=True`. Dropping it is safe; the call continues."""
 
     def __init__(self, faults: Faults, guard: Guard, output: Any, event: torch.cuda.Event | None) -> None:
         self._faults, self._guard, self._gpu = faults, guard, faults.group.gpu
@@ -30,8 +30,8 @@ class Work:
     def wait(self, timeout: float | None = None) -> Any:
         """Order the current stream after the call and return its output; on a CPU it has run already.
 
-        With `timeout` (seconds) the host waits too: `CollectiveTimeout` if the call has not finished by then.
-        Raises the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) if there is one.
+        With `timeout` (seconds) the host also waits: `CollectiveTimeout` if the call has not finished in time. Raises
+        the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) if there is one.
         """
         return self._wait_for(timeout)
 

@@ -1,1 +1,1 @@
-"""Adapters that inference engines load, off until they are asked for (docs/engines.md)."""
+"""Adapters that inference engines load, off by default (docs/engines.md)."""

@@ -1,7 +1,7 @@
 """One group of an inference engine over tricomm: which of its calls go to the kernels, and the communicator for them.
 
 Facts that all ranks share decide: collective, dtype and bytes of a call, and what the ranks agreed on when the group
-was made. So all ranks decide alike. Calls that do not go to the kernels are left to the engine.
+was made. So all ranks make the same decision. The engine runs the calls that the kernels do not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tricomm.policy.backend_choice import GroupFacts
 from tricomm.policy.router import Router
 from tricomm.store.bounded_store import first_line
 
-# Engines make their groups at the same point of their start; a rank that is later than this does not come at all.
+# Engines make their groups at the same point of their start; a rank that is later than this has failed.
 MEETING_SECONDS = 60.0
 _MOST_SHAPES = 4096
 _ALIGNMENT = 16
@@ -87,7 +87,7 @@ def without(name: str, engine: Engine, why: str, level: int = logging.WARNING) -
 
 
 class EngineGroup:
-    """What an adapter holds for one group of its engine; made by `open_group`.
+    """One group of an engine, for its adapter; made by `open_group`.
 
     Collectives are out of place, and only for calls that `takes` has accepted. They raise `InvalidArgument` if tricomm
     does not run here.
@@ -158,7 +158,7 @@ class EngineGroup:
         if any(one != own for one in settings):
             raise InvalidArgument(
                 f"the ranks' settings differ, by rank [TRICOMM_ENGINE_MAX_BYTES (-1: unset), batch-invariant]: "
-                f"{settings}; set them alike on every rank"
+                f"{settings}; set the same on every rank"
             )
 
     def _say(self) -> None:
@@ -280,11 +280,11 @@ class EngineGroup:
         yield
 
     def suspend(self) -> None:
-        """Give tricomm's memory back until `resume`; every rank calls it, between two calls. Meanwhile all calls are
-        left to the engine. Idempotent.
+        """Free tricomm's memory until `resume`; every rank calls it, between two calls. Meanwhile all calls are left to
+        the engine. Idempotent.
 
         Addresses are kept, so captured CUDA graphs stay valid; they must not be replayed meanwhile. Memory that cannot
-        keep them (`Communicator.suspend`) goes with the communicator, or stays if calls were captured.
+        keep them (`Communicator.suspend`) is freed with the communicator, or stays if calls were captured.
         """
         comm = self.comm
         if comm is None or comm.suspended:
@@ -331,7 +331,7 @@ class EngineGroup:
 
 
 def max_bytes() -> int | None:
-    """TRICOMM_ENGINE_MAX_BYTES: the largest input of a rank that goes to the kernels; None: the tables decide.
+    """TRICOMM_ENGINE_MAX_BYTES: the largest input of a rank that the kernels take; None: the tables decide.
 
     Raises `InvalidArgument` for anything but a number of bytes.
     """

@@ -16,7 +16,7 @@ from torch.library import Library, register_fake
 
 from tricomm.engines.engine_group import Engine, EngineGroup, open_group
 
-# What the adapter uses of SGLang, by place: the parameters that are passed by name, or that SGLang passes.
+# The functions of SGLang that the adapter uses, and the parameters that either passes by name.
 FUNCTIONS = {
     "dispatch_custom_allreduce": ("group", "device"),
     "flashinfer_allreduce_residual_rmsnorm": (
@@ -115,15 +115,15 @@ def fused(coordinator: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def released(own: Callable[..., Any], updater: Any, *request: Any, **options: Any) -> Any:
-    """A hook around SGLang's release of a server's memory, by all ranks together: suspends tricomm's, too."""
+    """A hook around SGLang's release of a server's memory, by all ranks together: also suspends tricomm's."""
     result = own(updater, *request, **options)
-    for _, member in sorted(_members.items()):  # alike on all ranks, which share several groups
+    for _, member in sorted(_members.items()):  # the same order on all ranks, which share several groups
         member.tricomm.suspend()
     return result
 
 
 def taken_again(own: Callable[..., Any], updater: Any, *request: Any, **options: Any) -> Any:
-    """A hook around its resumption, which may come in parts: resumes tricomm's memory with the last part."""
+    """A hook around SGLang's resumption, which may have several parts: resumes tricomm's memory with the last part."""
     result = own(updater, *request, **options)
     if not updater.offload_tags:
         for _, member in sorted(_members.items()):
@@ -132,7 +132,7 @@ def taken_again(own: Callable[..., Any], updater: Any, *request: Any, **options:
 
 
 def misfits(functions: dict[str, Callable[..., Any]]) -> list[str]:
-    """What the adapter needs and SGLang's `functions` (by name) do not have; empty if they fit."""
+    """The parameters that the adapter needs and SGLang's `functions` (by name) do not have; empty if they fit."""
     wrong = []
     for name, used in FUNCTIONS.items():
         parameters = inspect.signature(functions[name]).parameters

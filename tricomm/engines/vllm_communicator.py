@@ -1,4 +1,4 @@
-"""vLLM's device communicator with tricomm's collectives in front of its own.
+"""vLLM's device communicator, extended: tricomm's collectives run first, vLLM's take the rest.
 
 Can be imported without vLLM: `communicator_class` gets the class that it extends.
 """
@@ -18,10 +18,10 @@ from torch.library import Library, register_fake
 from tricomm.engines.engine_group import Engine, EngineGroup, open_group, without
 
 # Groups whose collectives are all_reduce, all_gather and reduce_scatter of equal shapes: tensor parallelism, and decode
-# context parallelism inside it. Each has memory of its own, which the other groups do without.
+# context parallelism inside it. Each has its own memory; other groups would pay for memory that they do not use.
 GROUPS = frozenset({"tp", "dcp"})
 
-# What the adapter uses of the class that it extends: parameters by method, and attributes that `__init__` sets.
+# The parts of vLLM's class that the adapter uses: parameters by method, and attributes that `__init__` sets.
 METHODS = {
     "__init__": ("cpu_group", "device", "device_group", "unique_name"),
     "all_reduce": ("input_",),
@@ -37,7 +37,7 @@ _members: WeakValueDictionary[str, VllmCollectives] = WeakValueDictionary()
 
 
 class VllmCollectives:
-    """The methods that come before those of vLLM's own class; `communicator_class` joins the two.
+    """Methods that override vLLM's; `communicator_class` makes the subclass.
 
     `engine` names vLLM to the group; `refusal` says why no group may use tricomm, or None.
     """
@@ -126,7 +126,7 @@ def communicator_class(base: type, engine: Engine, refusal: Callable[[], str | N
 
 
 def misfits(base: type) -> list[str]:
-    """What the adapter needs and `base` does not have, by name; empty if it fits."""
+    """The names that the adapter needs and `base` does not have; empty if it fits."""
     wrong = []
     for method, names in METHODS.items():
         member = getattr(base, method, None)

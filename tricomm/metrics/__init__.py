@@ -1,1 +1,1 @@
-"""What calls cost: counters, timers, and the file that publishes them."""
+"""Counters and timers of calls, and the file that publishes them."""

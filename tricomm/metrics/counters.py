@@ -1,8 +1,8 @@
 """The only count of calls: of a communicator by kernel and size, with bytes and times, and of the process by route.
 
 Counting costs a call one addition: to the tally of its kernel and size. `tricomm.stats()` and `comm.stats()` add the
-tallies up when they are called. Times are taken only when asked for (`Activity.clock`), by plans made
-for it, so that a call that is not timed pays nothing for those that are.
+tallies up when they are called. Only plans made while `Activity.clock` is set take times, so timing costs the other
+calls nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Tally:
 
 
 def weight(nbytes: int) -> int:
-    """What a call of `nbytes` bytes adds to its tally's total."""
+    """A call of `nbytes` bytes adds this to its tally's total."""
     return _CALL + nbytes
 
 
@@ -91,8 +91,8 @@ class HeldMemory:
 @dataclass(frozen=True)
 class Statistics:
     """A communicator's statistics so far. `waited` is, by peer, how many seconds this rank was in calls that the peer
-    had not entered, sampled by the monitor every 20 ms: shorter delays are missing. `memory` is what it now holds of
-    its device."""
+    had not entered, sampled by the monitor every 20 ms: shorter delays are missing. `memory` is the device memory that
+    it holds now."""
 
     group: str
     rank: int
@@ -106,7 +106,7 @@ class Statistics:
 
 
 class _ProcessTallies:
-    """The tallies of all communicators of this process, and of the calls that backends behind a c10d group took.
+    """The tallies of all communicators of this process, and of the calls that the fallbacks of c10d groups ran.
 
     A communicator's tallies are added to `past` when it is gone: a process that makes and closes many must not grow.
     """
@@ -163,7 +163,7 @@ os.register_at_fork(after_in_child=_after_fork)
 def stats() -> dict[str, dict[str, int]]:
     """How many calls of this process went where: {"kernels": {"all_reduce": 3}, "gloo": {...}, "nccl": {...}}.
 
-    Of communicators and of c10d groups alike; a c10d call that runs over the kernels counts once. A call that launches
+    Counts both communicators and c10d groups; a c10d call that runs over the kernels counts once. A call that launches
     nothing, because it has zero elements or is refused, is not counted.
     """
     calls: dict[str, dict[str, int]] = {KERNELS: {}, NCCL: {}, GLOO: {}}
@@ -187,8 +187,8 @@ def fallback_by_size() -> dict[tuple[str, str, int], tuple[int, int]]:
 
 
 class Activity:
-    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY says what is timed. `held`
-    tells what memory it holds of its device."""
+    """The tallies of one communicator. `waited` is the monitor's own; TRICOMM_STATS_EVERY=n times every nth call.
+    `held` returns the device memory that it holds."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class Activity:
         self.clock = Clock(every, self._gpu) if every else None
 
     def collect(self) -> None:
-        """Take the times of kernels that have ended, as `Clock.collect`; those of a broken device are lost."""
+        """Take the times of kernels that have ended, as `Clock.collect`; a broken device loses them."""
         if self.clock is not None:
             try:
                 self.clock.collect()
@@ -248,7 +248,7 @@ class Activity:
         return call
 
     def statistics(self) -> Statistics:
-        """What has been counted until now. Any thread may ask, at any time."""
+        """The counts so far. Any thread may call it at any time."""
         spans = self.clock.spans() if self.clock is not None else ()
         with self._lock:
             known = list(self._tallies.items())

@@ -1,7 +1,7 @@
-"""A job's statistics in a file of its own, to be looked at from outside (`tricomm dashboard`).
+"""Publishes a job's statistics in a file, one a process, for `tricomm dashboard`.
 
-Nothing is written unless TRICOMM_STATS says how often, in seconds. One file per process, replaced whole; the last one
-is written when the process ends, and stays until its numbers are in the history. A job never fails because of it.
+Nothing is written unless TRICOMM_STATS says how often, in seconds. The file is replaced whole, for the last time when
+the process ends, and stays until its numbers are in the history. A job never fails because of it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def folder() -> Path:
 
 
 def check_folder() -> None:
-    """Raises `InvalidArgument` if other users can replace the files of `folder()`, so that nothing is written there."""
+    """Raises `InvalidArgument` if other users can replace the files of `folder()`: nothing is written to it then."""
     try:
         files.check_directory(folder())
     except FileNotFoundError:

@@ -29,7 +29,7 @@ class Span:
 
 
 class Clock:
-    """Times every `every`th call of each plan that is made while it is there. Keeps the latest spans."""
+    """Times every `every`th call of each plan that is made while this clock is set. Keeps the latest spans."""
 
     def __init__(self, every: int, gpu: Gpu | None) -> None:
         self.every = every

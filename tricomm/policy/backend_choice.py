@@ -2,7 +2,7 @@
 
 The choice is pure, and made of facts that all ranks share: those that the ranks agreed on when the group was made
 (`GroupFacts`) and those that have to be equal on all ranks (collective, dtype, op, bytes). Facts of one rank alone (its
-tensor's address, its splits of an all_to_all, its peer) take no part, so all ranks choose alike.
+tensor's address, its splits of an all_to_all, its peer) take no part, so all ranks make the same choice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GroupFacts:
     fallback    the backend for calls that the kernels do not cover: "nccl", "gloo", or None
     missing     why there is no fallback, if there is none
     reachable   whether every rank's memory is mapped on every other; if not, only a cube mesh's kernels can run
-    batch_invariant    whether the bits of a reduction may depend on rank order alone
+    batch_invariant    whether reductions must be batch-invariant
     switch      whether calls may go through NVLS (`kernels/multimem.py`), and run alone
     most_bytes  the largest input that the kernels run; None: `tables/nccl_threshold.json` says
     """
@@ -121,7 +121,7 @@ def _in_rank_order(
     if collective == "all_reduce_sparse":
         raise InvalidArgument(f"{what}: the sum of sparse tensors has no fixed order; pass x.to_dense(), {without}")
     if op == "prod" and dtype is not None and dtype.is_complex:
-        # Measured: torch's vectorised product rounds differently from that of the leftover elements.
+        # Measured: torch's vectorised product and its scalar loop over the last elements round differently.
         raise InvalidArgument(
             f"{what}: how a complex product rounds depends on its place in the tensor; multiply the results of an "
             f"all_gather, {without}"
@@ -130,7 +130,7 @@ def _in_rank_order(
 
 
 def _remedy(facts: GroupFacts, collective: str) -> str:
-    """What lets the kernels run a reduction."""
+    """The change that lets the kernels run a reduction."""
     if facts.nodes > 1:
         return "reduce in groups that lie inside a node"
     if facts.no_kernels is not None or not facts.reachable:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from tricomm.kernels.collectives.registry import Kernel
 
 MOST_REGISTERS, COMPACT_REGISTERS = 255, 128
-BESIDE_BLOCKS = 16  # of a group whose calls run beside other kernels
+BESIDE_BLOCKS = 16  # of a group whose calls overlap other kernels
 LARGEST_LL_WARPS = 8  # of compact forms: a word a thread, so tiles of 256 words at most
 _MOST_RANKS, _MOST_LL_RANKS = 8, 4
 _LARGE = frozenset(

@@ -33,8 +33,8 @@ def check_device(device: str, arena: Layout, tile: int | None) -> None:
 
 
 def check_grid(blocks: int | None, most: int, max_blocks: int | None) -> None:
-    """Raises `InvalidArgument` for a forced grid of more than `most` blocks, as many as are surely resident at once (or
-    `max_blocks`): a block that waits for one that has no place to run would wait for ever."""
+    """Raises `InvalidArgument` for a forced grid of more than `most` blocks, the number that is surely resident at once
+    (or `max_blocks`): a block that waits for one that is not resident would deadlock."""
     if blocks is not None and blocks > most:
         limit = "that is Options.max_blocks" if max_blocks == most else "the processors of a rank's share of its GPU"
         raise InvalidArgument(
@@ -114,7 +114,7 @@ def usable_tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, bound
 
 
 def _short_tile(words: int, enough: int) -> int:
-    """Words of an LL tile: as many as there are, until `enough` make it worth while to have several blocks.
+    """Words of an LL tile: all of the message, until `enough` words make several blocks worth while.
 
     For two shots one word a thread of one warp is enough: modelled, 64 KiB on 8 H100 take 3.7 us, with four warps 4.1.
     """
@@ -137,7 +137,7 @@ def _wide_grid(facts: SelectionFacts, kernel: registry.Kernel, words: int, tile:
 
 
 def _shape_of_message(facts: SelectionFacts, kernel: registry.Kernel, widest: int, words: int) -> tuple[int, int, int]:
-    """`shape_of` for a message, with at most as many blocks as there are queues to serve."""
+    """`shape_of` for a message, with at most one block a queue."""
     tile = GPU_TILE if facts.device != "cpu" else min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
     tile = _tile(facts, kernel, tile, widest, MOST_REGISTERS)
     queues = facts.layout.queues

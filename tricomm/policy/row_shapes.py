@@ -164,7 +164,7 @@ def _shape(
     warps = _WIDE_WARPS if kernel.wide and held == _WORDS_PER_THREAD else 16
     most = least * min(warps, max(4, _power_of_two(-(-form.ROW // (32 * held))))) if gpu else CPU_TILE
     shortest, why = least, divided(facts)
-    if gpu:  # a row that fits into its buffer fits into as many tiles of the longest kind as it has shards
+    if gpu:  # a row that fits into its buffer has one tile of the longest kind a shard
         while shortest < widest and replace(form, BLOCK=shortest).ROW_TILES > _MOST_TILES[kernel.algorithm]:
             shortest *= 2
         if shortest > least:

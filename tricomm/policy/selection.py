@@ -129,7 +129,7 @@ def for_reduction(facts: SelectionFacts, collective: str, dtype: Dtype, op: str)
 
 
 def nccl(collective: str, reason: str) -> Choice:
-    """The choice of a call that goes to NCCL, because of `reason`."""
+    """The choice of a call that NCCL runs, because of `reason`."""
     return Choice(collective, "nccl", "nccl", 0, 0, 0, reason, "nccl_threshold", None, route="nccl")
 
 
@@ -329,8 +329,8 @@ def table_rows(
     epilogue: str | None = None,
     zero_copy: bool = False,
 ) -> list[tuple[str, int, TableRow]]:
-    """Rows that fit, each with its table's name and its number there: the user's own, then those of the first shipped
-    table for these devices. The first row decides. `nbytes` None: rows of any sizes.
+    """Rows that fit, each with its table's name and its number in the table: first the user's rows, then the rows of
+    the first shipped table for these devices. The first one decides. `nbytes` None: rows of any sizes.
     """
     collective = "send" if collective == "recv" else collective  # a message's two halves have one row
     tables, kind = [(facts.tuned_name, facts.tuned)], _SAME_LINKS.get(facts.device, facts.device)

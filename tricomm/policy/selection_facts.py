@@ -23,5 +23,5 @@ class SelectionFacts:
     tuned: tuple[TableRow, ...] = ()  # of the user's own table, or of a tuner's candidate
     tuned_name: str = ""
     batch_invariant: bool = False  # only kernels that reduce in rank order
-    beside: bool = False  # the group's calls run beside other kernels, so only compact forms are chosen
+    beside: bool = False  # the group's calls overlap other kernels, so only compact forms are chosen
     no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible

@@ -46,10 +46,10 @@ def epilogue_name(hidden: int, quantize: str) -> str:
 class TableRow:
     """For up to `world_size` ranks and `min_bytes` to `max_bytes` bytes of input per rank (None: any), this kernel.
 
-    `mode` (eager or graph), `bits` (of an element that is reduced), `beside` (whether the group's calls run beside
-    other kernels) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it, if they are given.
-    `zero_copy`: for calls over symmetric handles, and for no others. `blocks`, `warps`, `tile` (64-bit words; under
-    `ll128` of 128 bits) and `registers` (a thread, at most) are the shape of the launch; None leaves it to selection.
+    `mode` (eager or graph), `bits` (of an element that is reduced), `beside` (whether the group's calls overlap other
+    kernels) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it, if they are given. `zero_copy`: for
+    calls over symmetric handles, and for no others. `blocks`, `warps`, `tile` (64-bit words; under `ll128` of 128 bits)
+    and `registers` (a thread, at most) are the shape of the launch; None leaves it to selection.
     """
 
     collective: str

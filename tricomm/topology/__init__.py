@@ -1,1 +1,1 @@
-"""Which GPU reaches which, and by what."""
+"""Which GPU reaches which, and over which links."""

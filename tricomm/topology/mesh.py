@@ -45,10 +45,10 @@ class MeshPosition:
 
 
 def positions(links: Sequence[Sequence[int]]) -> tuple[MeshPosition, ...] | None:
-    """Every rank's position, by rank; None if `links`, an n x n table, are not those of a hybrid cube mesh.
+    """Every rank's position, by rank; None if `links`, an n x n table, do not make a hybrid cube mesh.
 
     It matters whether a pair has links, not how many. The ranks in the quad of rank 0 have ascending positions, and
-    every other rank has that of its relay.
+    every other rank has its relay's position.
     """
     if len(links) != RANKS:
         return None

@@ -1,13 +1,14 @@
-"""Which GPU reaches which, and by what: the facts that algorithms are chosen by. `discovery` reads them from a machine.
+"""Which GPU reaches which, and over which links: the facts that algorithms are chosen by. `discovery` reads them from a
+machine.
 
-A topology has only facts that are the same for all ranks. Its JSON form has these fields, beside "schema":
+A topology has only facts that are the same for all ranks. Its JSON form has these fields besides "schema":
 
 links     rows of whole numbers: NVLinks between devices i and j
 peers     rows of true or false: may device i reach device j's memory
 switched  true or false: are the links through NVSwitches
 names     optional: product names, one per device
 devices   optional, for ranks that share devices: the device of each
-kind      optional: what the links make of the devices; refused if they make something else
+kind      optional: `Topology.kind`; refused if the links have another
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _OPTIONAL = ("names", "devices", "kind")
 class Topology:
     """Links and peer access between devices, or between the devices of a group's ranks (`of`), as n x n tables.
 
-    links     NVLinks between i and j; symmetric, zero on the diagonal. Through switches: as many as the pair may use
+    links     NVLinks between i and j, through switches too; symmetric, zero on the diagonal
     peers     may i reach j's memory; true on the diagonal
     switched  whether all pairs are linked through NVSwitches, and none directly
     names     product names, or nothing; no part of comparison by `digest`
@@ -93,7 +94,7 @@ class Topology:
 
     @property
     def kind(self) -> str:
-        """What the links make of the devices, the first that fits:
+        """The shape that the links have, the first that fits:
 
         nvswitch          `switched`
         fully_connected   links between all pairs, without a switch (or one device only)
@@ -158,7 +159,7 @@ class Topology:
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
-        """The topology in a JSON file (its form is above); raises `InvalidArgument` with what is wrong."""
+        """The topology in a JSON file (its form is above); raises `InvalidArgument` that names the mistake."""
         try:
             with open(path, encoding="utf-8") as file:
                 text = file.read(MAX_JSON_BYTES + 1)
@@ -180,7 +181,7 @@ class Topology:
         return topology
 
     def dumps(self) -> str:
-        """JSON that `loads` takes back."""
+        """JSON for `loads`."""
         fields: dict[str, Any] = {
             "kind": self.kind,
             "switched": self.switched,

@@ -69,7 +69,7 @@ def load_nvml() -> Nvml:
 
 
 class MlPy:
-    """The package nvidia-ml-py behind the names of `cuda.bindings.nvml`, as far as `Nvml` uses them."""
+    """Gives the package nvidia-ml-py the names of `cuda.bindings.nvml`, as far as `Nvml` uses them."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

@@ -22,7 +22,7 @@ _DGX1V = (
 
 
 def nvswitch(count: int, links: int = 18) -> Topology:
-    """`count` GPUs behind NVSwitches, each with `links` NVLinks (Volta 6, Ampere 12, Hopper and Blackwell 18)."""
+    """`count` GPUs joined by NVSwitches, each with `links` NVLinks (Volta 6, Ampere 12, Hopper and Blackwell 18)."""
     return _make(count, lambda i, j: links, lambda i, j: True, switched=count > 1)
 
 

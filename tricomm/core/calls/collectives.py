@@ -144,9 +144,9 @@ class Collectives:
 
         Rows have the same shape and dtype on all ranks, and `in_splits[r]` of this rank equals rank r's `out_splits`
         for this rank. Otherwise all ranks raise `CollectiveMismatch`, those whose own rows are right with their next
-        call at the latest. `out` does not overlap `x`. Changing the splits costs nothing; a captured call keeps those
-        of its capture. No rank knows the others' splits, so the size plays no part in the choice of a kernel: force
-        protocol `ll` for small rows.
+        call at the latest. `out` does not overlap `x`. Changing the splits costs nothing; a captured call keeps the
+        splits of its capture. No rank knows the others' splits, so the size plays no part in the choice of a kernel:
+        force protocol `ll` for small rows.
         """
         try:
             kind = ("all_to_all_v", "none", algorithm, protocol, -1, out is None)

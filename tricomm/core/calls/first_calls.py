@@ -45,7 +45,7 @@ class MadeCall(NamedTuple):
 
 
 class FirstCalls:
-    """Makes one group's calls from arguments that nobody has looked at."""
+    """Makes one group's calls from unchecked arguments."""
 
     def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
         self._group, self._faults, self._planner, self._launch = group, faults, planner, launcher.launch

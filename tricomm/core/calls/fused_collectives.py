@@ -28,8 +28,8 @@ from tricomm.errors import InvalidArgument
 
 
 class Quantized(NamedTuple):
-    """What a quantising call gives: codes, their scales (None if the scale was given), the new residual, and the norm
-    (None unless it was asked for)."""
+    """Result of a quantising call: codes, their scales (None if the scale was given), the new residual, and the norm
+    (None without `norm_out`)."""
 
     codes: torch.Tensor
     scales: torch.Tensor | None

@@ -13,7 +13,7 @@ from tricomm.gpu import Gpu
 
 
 class FusedMethods:
-    """All-reduces with what follows them in one kernel."""
+    """All-reduces fused with the steps after them."""
 
     _gpu: Gpu | None
     _guard: Guard

@@ -1,7 +1,7 @@
 """Repeats a known fused call: what its shape decides is known, so only its tensors' own properties are checked.
 
 Built for speed, like `PreparedCalls.repeat`: `fused_checks` accepts whatever this accepts, and takes several times as
-long. Any other call goes to `fused_checks`, which says what is wrong. Only compiled kernels are repeated.
+long. `fused_checks` takes any other call, and names the mistake if there is one. Only compiled kernels are repeated.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Internal:
 
     @guarded
     def unread(self) -> list[int]:
-        """Ranks that have not taken all of what this one has sent them."""
+        """Ranks that have not received every message that this one has sent them."""
         return self._messages.unread()
 
     def interrupted(self, error: BaseException) -> None:

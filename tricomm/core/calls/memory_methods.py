@@ -26,7 +26,7 @@ class MemoryMethods:
     def send(self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False) -> Any:
         """Send `x` to rank `dst`, whose `recv` has the same number of elements, dtype and tag. Returns None.
 
-        Up to four short messages of a tag complete whether or not the receiver has asked for them. A message that finds
+        Up to four short messages of a tag complete even if the receiver has not called `recv` yet. A message that finds
         no free slot completes only with its receiver, so two ranks that send each other more than that must not both
         send first. On a GPU it is enqueued on the current stream: later calls wait for its end.
 
@@ -42,8 +42,8 @@ class MemoryMethods:
         """Receive into `x` what rank `src` (None: any rank) sends with this `tag`. Returns the source's rank.
 
         Messages of one rank and one tag arrive in the order in which they were sent. One with another tag may be
-        received first, as long as those before it fit into the slots of the pair. With `src=None`, ranks are looked at
-        in ascending order, and on a GPU the host waits for the source; with `async_op=True` the `Work` gives it.
+        received first, as long as those before it fit into the slots of the pair. With `src=None`, ranks are checked in
+        ascending order, and on a GPU the host waits for the source; with `async_op=True` the `Work` returns it.
 
         Raises `InvalidArgument` as `send` does; `CollectiveMismatch` if the message has this tag and another dtype or
         size, or if messages with other tags leave no room for more; `CollectiveTimeout` that names what is pending.
@@ -67,16 +67,16 @@ class MemoryMethods:
         """A handle on every rank's own `tensor`, which collectives then read and write in place.
 
         Collective: a contiguous tensor of the same shape and dtype on all ranks, at an address that is a multiple of 16
-        bytes. On GPUs CUDA has to be able to share its memory: that of torch's expandable segments or symmetric memory
-        by descriptors, that of torch's usual segments by legacy CUDA IPC. With `group`, a process group of the same
-        ranks, it has to be torch's symmetric memory; torch's own mappings are used, including its multicast address if
-        all ranks have one (`Symmetric.no_multicast` says why not). On a CPU it has to lie in torch's shared memory
-        (`share_memory_()`). The tensor is kept until `handle.close()` (by all ranks) or the communicator's end, and
-        peers can reach all of the memory that was allocated together with it.
+        bytes. On GPUs CUDA has to be able to share its memory: torch's expandable segments and symmetric memory by
+        descriptors, torch's usual segments by legacy CUDA IPC. With `group`, a process group of the same ranks, it has
+        to be torch's symmetric memory; torch's own mappings are used, including its multicast address if all ranks have
+        one (`Symmetric.no_multicast` says why not). On a CPU it has to be in torch's shared memory (`share_memory_()`).
+        The tensor is kept until `handle.close()` (by all ranks) or the communicator's end, and peers can reach all of
+        the memory that was allocated together with it.
 
-        Raises on all ranks, with the group usable: `InvalidArgument` if one gives a tensor that cannot be registered,
-        if they differ, or if they lie at different offsets of torch's memory; `ResourceError` for memory that cannot be
-        shared. Such a tensor can still be passed itself, and is then staged; `explain` says why.
+        Raises on all ranks, with the group usable: `InvalidArgument` if one passes a tensor that cannot be registered,
+        if they differ, or if they begin at different offsets of torch's memory; `ResourceError` for memory that cannot
+        be shared. Such a tensor can still be passed itself, and is then staged; `explain` says why.
         """
         return self._user_kernels.register(tensor, group)
 
@@ -96,20 +96,20 @@ class MemoryMethods:
 
     @guarded
     def suspend(self) -> None:
-        """Give this communicator's memory back to the device, on all ranks, and keep its addresses.
+        """Free this communicator's device memory on all ranks, and keep its addresses.
 
         Collective: one thread of each rank calls it, once its other threads have made the same calls on all ranks.
         Waits for calls in flight, for this communicator's timeout at most. Captured graphs, plans and symmetric handles
         stay valid, and work again after `resume`; the contents of symmetric memory are lost. Until then every call is
         refused without consuming a sequence number, except `resume`, `close` and those that ask no other rank. No graph
-        with a call of this communicator may be replayed: its kernels would touch addresses with nothing behind them. A
-        rank that dies meanwhile is noticed as usual. NCCL keeps its memory.
+        with a call of this communicator may be replayed: its kernels would access unmapped addresses. A rank that dies
+        meanwhile is noticed as usual. NCCL keeps its memory.
 
         Raises on all ranks, with the group awake: `InvalidArgument` if one is suspended already, captures a graph, has
         sent messages that were not received, or has closed other symmetric handles than the rest, and for memory that
-        cannot come back at its addresses (cuda_ipc); `ResourceError` if memory cannot be given back, and then the
-        contents of symmetric memory are lost all the same. `CollectiveMismatch`, with the group lost, if another rank
-        is in a call that this one has not made.
+        cannot be mapped again at its addresses (cuda_ipc); `ResourceError` if memory cannot be freed; the contents of
+        symmetric memory are lost even then. `CollectiveMismatch`, with the group lost, if another rank is in a call
+        that this one has not made.
         """
         return self._suspension.suspend()
 

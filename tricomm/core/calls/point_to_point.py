@@ -139,7 +139,7 @@ class PointToPoint:
             raise InvalidArgument(f"{kind}: tag={tag!r}: an integer from 0 to 2^32 - 1 is needed")
         if self._gpu is not None and self._gpu.capturing():
             raise InvalidArgument(
-                f"{kind}: a message cannot be captured: a replay beside another message of the pair would not be seen; "
+                f"{kind}: a message cannot be captured: a replay during another message of the pair would not be seen; "
                 "capture a collective, or send outside of the graph"
             )
         half = self._half(kind, x, peer, tag, protocol)
@@ -247,7 +247,7 @@ class PointToPoint:
         clock = time if self._gpu is None else self._gpu.clock
         return poll(lambda: not self.unread(), seconds, 1e-3, clock=clock)
 
-    # What a message waits for
+    # Messages in words, for faults
 
     def _unmet(self, peer: int, what: str) -> Fault:
         text = f"what rank {peer} has sent {what}; {self.describe(int(self.group.words[layout.MESSAGE]), peer)}"
@@ -263,7 +263,7 @@ class PointToPoint:
         return next((m.text() for m in control.messages(rank) if m.sequence == number), f"message {number}")
 
     def describe(self, message: int, peer: int = -1) -> str:
-        """What this rank's half of a message waits for, and what is there instead."""
+        """The message that this rank's half waits for, and the messages that have arrived instead."""
         control, rank = self.group.control, self.group.rank
         mine = next((m for m in control.messages(rank) if m.sequence == message), None)
         if mine is None:
@@ -279,7 +279,7 @@ class PointToPoint:
         return f"{text}; pending {'; '.join(pending)}"
 
     def _pending(self, source: int) -> list[str]:
-        """What `source` has sent to this rank and this rank has not received, of its last eight messages."""
+        """The messages from `source` that this rank has not received, of the last eight that it sent."""
         messages = self.group.control.messages(source)
         sent = [m for m in messages if m.collective == "send" and m.root == self.group.rank]
         return [

@@ -1,10 +1,10 @@
-"""Suspends a communicator: its memory is given back, and its addresses are kept for the graphs captured over them.
+"""Suspends a communicator: frees its memory, and reserves its addresses for the graphs captured over them.
 
-    awake ── suspend: no call in flight on any rank, all give their memory back ──▶ asleep
-    asleep ── resume: new memory, zeroed, at the same addresses, begun as at first ──▶ awake
+    awake ── suspend: no call in flight on any rank, all free their memory ──▶ asleep
+    asleep ── resume: new memory, zeroed, at the same addresses, initialised as at first ──▶ awake
 
 Both are collective, in stages: after each of them all ranks go on, or none. A suspend that is refused leaves the group
-awake, a resume that is refused leaves it asleep. The monitor goes on, because the control page stays.
+awake, a resume that is refused leaves it asleep. The monitor continues, because the control page stays.
 """
 
 from __future__ import annotations

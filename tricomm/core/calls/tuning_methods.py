@@ -49,7 +49,7 @@ class TuningMethods:
         `nbytes` is one rank's input, the root's if there is one; `dtype` is float32 by default; `mode` is eager, or
         graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm. A symmetric handle
         instead of `nbytes` means a call that reads it in place; `out` is the output if it is not that handle. Whether
-        NCCL can be used at all shows only when a call first goes there. Raises `InvalidArgument` for a bad argument.
+        NCCL can be used is known only after the first call that needs it. Raises `InvalidArgument` for a bad argument.
         """
         return self._planner.explain(
             collective,
@@ -68,8 +68,8 @@ class TuningMethods:
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
         """From now on choose by `rows`, and by the shipped tables beyond them. Called by all ranks together.
 
-        For tuners. `name` is what `explain` calls them. Raises `InvalidArgument` for anything but rows, and on all
-        ranks if their rows differ; then nothing has changed.
+        For tuners. `explain` calls them `name`. Raises `InvalidArgument` for anything but rows, and on all ranks if
+        their rows differ; then nothing has changed.
         """
         return self._planner.use_table(rows, name)
 

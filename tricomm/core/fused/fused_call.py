@@ -30,7 +30,7 @@ LEAST_FP8_SCALE = 1 / (512 * 448)
 
 
 class Epilogue(NamedTuple):
-    """What follows the all-reduce; the same on every rank, and part of the call's fingerprint.
+    """The steps after the all-reduce; the same on every rank, and part of the call's fingerprint.
 
     hidden         elements of a row; x is [rows, hidden]
     weight         type of the weight
@@ -58,7 +58,7 @@ class Epilogue(NamedTuple):
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """What the ranks compare, in values whose text is the same in every process."""
+        """The values that the ranks compare; their `repr` is the same in every process."""
         return tuple(self)
 
     def text(self) -> str:
@@ -122,7 +122,7 @@ class FusedCall(NamedTuple):
     quant_out      fp8: [rows, hidden] of float8_e4m3fn; nvfp4: [rows, hidden / 2] of uint8; None otherwise
     scale_out      fp8_per_token: [rows, 1] of fp32. nvfp4: contiguous uint8, linear: [rows, hidden / 16];
                    swizzled_128x4: [rows up to a multiple of 128, hidden / 16 up to a multiple of 4], in tiles of 512
-                   bytes, with that of (row, block) at byte (row % 32) * 16 + row // 32 % 4 * 4 + block % 4 of tile
+                   bytes; the scale of (row, block) is byte (row % 32) * 16 + row // 32 % 4 * 4 + block % 4 of tile
                    (row // 128, block // 4); padding is left unchanged. None otherwise
     """
 

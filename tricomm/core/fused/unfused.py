@@ -1,6 +1,6 @@
 """The steps after the all-reduce of a fused call, in torch: for calls without a fused kernel, and as a reference.
 
-The arithmetic is that of the fused kernels, step by step, and each step is exact or rounded as IEEE 754 says. So a call
+The arithmetic follows the fused kernels step by step, and each step is exact or rounded as IEEE 754 says. So a call
 gives the same bits fused and unfused. On a GPU nothing here waits for the device, so a graph can hold it.
 """
 

@@ -1,1 +1,1 @@
-"""What watches over a group: what runs, which peers it waits for, and the thread that looks."""
+"""Watches over a group: the call in flight, the peers that it waits for, and the thread that checks them."""

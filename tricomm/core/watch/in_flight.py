@@ -83,9 +83,8 @@ class InFlight:
         self._before = running
 
     def running(self) -> object:
-        """What runs: the epoch of a kernel, a message, a user's call, or None.
-
-        Calls queued behind a running kernel do not count.
+        """The epoch of the kernel that runs, else the message, the user's call, or None. Calls queued after a running
+        kernel do not count.
         """
         for past in list(self._user_calls):
             if past.event is not None and self._passed(past.event):
@@ -150,7 +149,7 @@ class InFlight:
 
 
 def _past(ended: int, started: int) -> bool:
-    """True if a rank whose last call ended before epoch `ended` has left epoch `started` behind.
+    """True if a rank whose last call ended before epoch `ended` has finished epoch `started`.
 
     Not the same as `ended != started`: a peer may be killed in the call before the one that this rank is in. Epochs
     wrap at 2^32, and ranks are never far apart.

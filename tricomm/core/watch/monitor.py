@@ -1,8 +1,8 @@
-"""Watches over one communicator: sends heartbeats, reads the peers' and ends a call that cannot end by itself.
+"""Watches over one communicator: sends heartbeats, reads the peers' and aborts a call that cannot finish.
 
 A kernel notes in the control page that it runs (`started` is the epoch it runs in, `ended` the one after it), so the
-monitor sees eager calls and graph replays alike. A peer has done its part in the running call once its own `ended`
-has moved past that epoch; its death does not matter to this call then.
+monitor sees both eager calls and graph replays. A peer has done its part in the running call once its own `ended` has
+moved past that epoch; its death does not matter to this call then.
 
 Time is counted from look to look, and a look counts for a quarter of a second at most: a process that was itself
 stopped, or starved, does not blame the others for it. All groups' monitors share one thread (`watcher`).
@@ -29,7 +29,7 @@ _SHARED = {"CollectiveMismatch", "PeerDied", "PeerStalled"}
 
 
 class FallbackBackend(Protocol):
-    """A backend that moves data beside the kernels (NCCL): asked for its errors, and aborted with the group."""
+    """A backend other than the kernels (NCCL): the monitor polls its errors, and aborts it with the group."""
 
     def error(self) -> str | None: ...
     def abort(self) -> None: ...
@@ -38,12 +38,12 @@ class FallbackBackend(Protocol):
 class Monitor:
     """Turns a dead, stopped, late or diverging peer into a named fault.
 
-    `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the
-    group is aborted; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended, or
-    it closed the group. `in_flight` is what this rank runs. Its `describers` are functions, by the code that a kernel
-    reports in the status word, that make a fault of the peer and the number in the report; they are added before
-    `start`, and `stop` drops them. While the group is `suspended` no call shows that a peer is gone, so its
-    death is a fault by itself. `waited` has, by peer, for how many seconds calls waited for it to enter.
+    `control` is the group's control page; `timeout` and `stall_timeout` are in seconds. `fault` is None until the group
+    is aborted; the first fault stays. `lost` is a rank that a call would wait for in vain: its process ended, or it
+    closed the group. `in_flight` describes the call that this rank runs. Its `describers` are functions, by the code
+    that a kernel reports in the status word, that make a fault of the peer and the number in the report; they are added
+    before `start`, and `stop` drops them. While the group is `suspended` there are no calls that would notice a dead
+    peer, so its death alone is a fault. `waited` has, by peer, the seconds that calls waited for it to enter.
     """
 
     def __init__(self, control: ControlPage, timeout: float, stall_timeout: float, watcher: Watching = WATCHER) -> None:
@@ -67,7 +67,7 @@ class Monitor:
         self._describe: Callable[[int], str] = str
 
     def start(self, describe: Callable[[int], str]) -> None:
-        """Begin to watch. `describe` says what a message waits for, by its number."""
+        """Begin to watch. `describe` names the peer that message number n waits for."""
         self._describe = describe
         self._watcher.add(self)
 
@@ -212,7 +212,7 @@ class Monitor:
     def _needs(self, rank: int) -> bool:
         """True if the running call waits for a rank that is gone. Asked after it has gone, because it may have done its
         part just before. A message may have been sent before, and a user's kernel may not need that rank at all, so
-        they get a second to end by themselves; a message from any rank can end as long as one peer stays."""
+        they get a second to end; a receive from any rank can end as long as one peer stays."""
         running = self.in_flight
         if running.in_epoch():
             return rank in running.unfinished()
@@ -247,7 +247,7 @@ class Monitor:
         return self.abort(Fault(kind, fault.culprit, fault.sequence, text))
 
     def died(self, rank: int) -> Fault:
-        """Abort the group because `rank` is gone, with the reason that it left behind, if any."""
+        """Abort the group because `rank` is gone, with the reason that it recorded, if any."""
         left = self._control.fault(rank)  # after its state: a rank writes its reason before it closes
         if left is not None:
             return self._adopt(rank, left)

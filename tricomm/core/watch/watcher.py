@@ -21,8 +21,8 @@ from tricomm.store.control import Fault
 TICK = 0.02
 _LONGEST_TICK = 0.25
 _BEAT_SECONDS = 0.1
-_FEW = 4  # idle groups that are looked at in a tick, at least
-_TICKS = 25  # in which each idle group is looked at once
+_FEW = 4  # idle groups that are checked in a tick, at least
+_TICKS = 25  # in which each idle group is checked once
 _STOP_SECONDS = 5.0
 
 
@@ -91,7 +91,7 @@ class Watcher:
         poll(lambda: self._current is not monitor, deadline.left, 1e-4)
         while not self._watched and thread is not None and thread.is_alive() and not deadline.passed:
             self._wake.set()
-            thread.join(0.05)  # another group may begin meanwhile, and the thread goes on
+            thread.join(0.05)  # if another group begins meanwhile, the thread continues
 
     def _run(self) -> None:
         beaten, gone = 0.0, 0
