@@ -1,11 +1,11 @@
 """Explores every order of events that the mailbox protocol allows: none may lose a word or read a wrong one.
 
 A slot is (owner, parity, source, word) and holds the epoch that was last written to it. A block is a list of
-operations, a launch a list of blocks that run concurrently, a rank a list of launches in stream order. A `write`
-overwrites its slots (a push: a peer's; a stage: an own one; clearing: own ones, with 0). A `poll` completes only when
-all its slots hold exactly its epoch. A `read` is a plain load after a barrier and does not wait: another epoch in the
-slot is a wrong word. A poll for a word that was overwritten never completes, so a lost word is a state in which no rank
-can move.
+operations, a launch a list of blocks that run concurrently, a rank a list of launches in stream order; only dependent
+launches overlap (`dependent_launches.py`). A `write` overwrites its slots (a push: a peer's; a stage: an own one;
+clearing: own ones, with 0). A `poll` completes only when all its slots hold exactly its epoch. A `read` is a plain load
+after a barrier and does not wait: another epoch in the slot is a wrong word. A poll for a word that was overwritten
+never completes, so a lost word is a state in which no rank can move.
 
 Each rule of the kernels is also dropped, and then the model must fail. A protocol changes here first, then in the
 kernels. Memory is sequentially consistent here; the explorer checks the order of accesses.
@@ -14,9 +14,9 @@ Run: python -m devtools.mailbox_model (seconds; exits with 1 if a verdict is not
 
 from __future__ import annotations
 
-from devtools.mailbox_model import messages, plain_data, words_with_flags
+from devtools.mailbox_model import dependent_launches, messages, plain_data, words_with_flags
 from devtools.mailbox_model.explore import Case
 
 
 def cases() -> list[Case]:
-    return [*words_with_flags.cases(), *messages.cases(), *plain_data.cases()]
+    return [*words_with_flags.cases(), *messages.cases(), *plain_data.cases(), *dependent_launches.cases()]

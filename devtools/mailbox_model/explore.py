@@ -13,7 +13,7 @@ Slot = tuple[int, int, int, str]  # owner, parity, source, word
 
 
 class Op(NamedTuple):
-    kind: Literal["write", "poll", "read"]
+    kind: Literal["write", "poll", "read", "dependent", "signal", "wait"]
     slots: tuple[Slot, ...]
     epoch: int
 
@@ -22,7 +22,7 @@ Block = list[Op]
 Launch = list[Block]
 Ranks = list[list[Launch]]
 Kernel = Callable[[int, int, int], Launch]  # of rank, number of ranks and epoch
-Place = tuple[int, tuple[int, ...]]  # of a rank: its launch, and the next operation of each of its blocks
+Place = tuple[tuple[int, ...], ...]  # of a rank: by launch and block, the next operation
 State = tuple[tuple[Place, ...], tuple[int, ...]]  # the places, and the epoch in each slot
 LOSES, WRONG = "loses a word", "reads a wrong word"
 
@@ -31,17 +31,19 @@ def explore(ranks: Ranks, want: str = SAFE, limit: int = 1_000_000) -> tuple[str
     """As `every_order.search`."""
     ops = [op for launches in ranks for launch in launches for block in launch for op in block]
     numbers = {slot: n for n, slot in enumerate(dict.fromkeys(slot for op in ops for slot in op.slots))}
-    start: State = tuple(_skip_empty(launches, 0) for launches in ranks), (0,) * len(numbers)
+    start: State = tuple(tuple((0,) * len(launch) for launch in launches) for launches in ranks), (0,) * len(numbers)
     return search(start, partial(_moves, ranks, numbers), want, limit)
 
 
 def _moves(ranks: Ranks, numbers: dict[Slot, int], state: State) -> Iterator[State | str]:
     places, memory = state
     moved, ended = False, True
-    for rank, block, op in _next_ops(ranks, places):
+    for rank, launch, block, op in _next_ops(ranks, places):
         ended = False
         held = all(memory[numbers[slot]] == op.epoch for slot in op.slots)
         if op.kind == "poll" and not held:
+            continue
+        if op.kind == "wait" and launch and not _ended(ranks[rank], places[rank], launch - 1):
             continue
         moved = True
         if op.kind == "read" and not held:
@@ -51,31 +53,37 @@ def _moves(ranks: Ranks, numbers: dict[Slot, int], state: State) -> Iterator[Sta
         if op.kind == "write":
             written = {numbers[slot] for slot in op.slots}
             after = tuple(op.epoch if n in written else epoch for n, epoch in enumerate(memory))
-        place = _moved(ranks[rank], places[rank], block)
-        yield (*places[:rank], place, *places[rank + 1 :]), after
+        place = [list(counts) for counts in places[rank]]
+        place[launch][block] += 1
+        yield (*places[:rank], tuple(map(tuple, place)), *places[rank + 1 :]), after
     if not ended and not moved:
         yield LOSES
 
 
-def _next_ops(ranks: Ranks, places: tuple[Place, ...]) -> Iterator[tuple[int, int, Op]]:
-    for rank, (launch, counts) in enumerate(places):
-        for block, count in enumerate(counts):
-            if count < len(ranks[rank][launch][block]):
-                yield rank, block, ranks[rank][launch][block][count]
+def _next_ops(ranks: Ranks, places: tuple[Place, ...]) -> Iterator[tuple[int, int, int, Op]]:
+    for rank, (launches, place) in enumerate(zip(ranks, places, strict=True)):
+        for launch, counts in enumerate(place):
+            for block, count in enumerate(counts):
+                if count < len(launches[launch][block]):
+                    yield rank, launch, block, launches[launch][block][count]
+            if not _followed(launches, place, launch):
+                break
 
 
-def _moved(launches: list[Launch], place: Place, block: int) -> Place:
-    launch, counts = place
-    counts = tuple(count + (b == block) for b, count in enumerate(counts))
-    if any(count < len(ops) for count, ops in zip(counts, launches[launch], strict=True)):
-        return launch, counts
-    return _skip_empty(launches, launch + 1)
+def _followed(launches: list[Launch], place: Place, launch: int) -> bool:
+    """True if the next launch of the stream may begin: this one has ended, or the next one is a dependent launch and
+    each block of this one has signalled or ended."""
+    if _ended(launches, place, launch):
+        return True
+    after = launches[launch + 1 : launch + 2]
+    if not any(op.kind == "dependent" for blocks in after for ops in blocks for op in ops):
+        return False
+    blocks = zip(launches[launch], place[launch], strict=True)
+    return all(count == len(ops) or any(op.kind == "signal" for op in ops[:count]) for ops, count in blocks)
 
 
-def _skip_empty(launches: list[Launch], launch: int) -> Place:
-    while launch < len(launches) and not any(launches[launch]):
-        launch += 1
-    return launch, (0,) * len(launches[launch]) if launch < len(launches) else ()
+def _ended(launches: list[Launch], place: Place, launch: int) -> bool:
+    return all(count == len(ops) for ops, count in zip(launches[launch], place[launch], strict=True))
 
 
 class Case(NamedTuple):
