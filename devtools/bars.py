@@ -1,9 +1,9 @@
 """How fast the kernels and the host path should be, in numbers that need no GPU, of this checkout and of another one.
 
-    python -m devtools.bars                          beside devtools/notes/performance.json
-    python -m devtools.bars --against CHECKOUT       beside another checkout, which runs its own code
+    python -m devtools.bars                          compared with devtools/notes/performance.json
+    python -m devtools.bars --against CHECKOUT       compared with another checkout, which runs its own code
     python -m devtools.bars --json > FILE            the numbers alone; --against FILE compares with them later
-    python -m devtools.bars --kept FILE              keeps each row there; the same command continues an interrupted run
+    python -m devtools.bars --kept FILE              saves each row in FILE; the same command continues a broken run
 
 Times are modelled from the compiled code, on 8 H100 in a CUDA graph; nothing is measured on a GPU. The host time is
 measured here, and only its ratio to torch's `fake` backend says anything about another machine.
@@ -50,7 +50,7 @@ FUSED_ROWS, FORMS = (1, 8, 32), (RowForm(8192), RowForm(8192, "fp8_per_token"), 
 NCCL_US = 2.3  # for 8 bytes on 8 H200 (NVIDIA/nccl#1940)
 _KEPT = Path(__file__).resolve().parent.parent / "devtools" / "notes" / "performance.json"
 _HEADER = ("what", "unit", "before", "now", "now/before", "bar", "passes")
-_BYTES = 3072 * WORLD_SIZE  # every tile has a ragged end, and all shards are alike
+_BYTES = 3072 * WORLD_SIZE  # every tile has a ragged end, and all shards have the same length
 _FAILED = (TricommError, OSError, subprocess.SubprocessError)
 
 Value = float | int | str | None
@@ -59,7 +59,7 @@ Value = float | int | str | None
 @dataclass(frozen=True)
 class CallRow:
     """An all-reduce of `nbytes` by `forced`, (algorithm, protocol); None: by the kernel that the shipped tables choose
-    on a box with a switch. Its time is to be `ratio` of what it was at most. `new`: it is compared with nothing.
+    on a box with a switch. Its time may be at most `ratio` of its former time. `new`: it is compared with nothing.
     """
 
     forced: tuple[str, str] | None
@@ -323,7 +323,7 @@ def _host() -> tuple[Value, ...]:
 
 
 def other(against: Path) -> dict[str, Any]:
-    """The numbers of a checkout, by its own code in a process of its own, or those that a file has.
+    """The numbers of a checkout, by its own code in a new process, or the numbers in a file.
 
     Raises `InvalidArgument` if it is neither.
     """
@@ -380,7 +380,7 @@ def _shown(value: Value) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print this checkout's numbers as JSON.")
 @kept_rows.option
 def main(against: Path, as_json: bool, kept: Path | None) -> None:
-    """Print the numbers of this checkout, and whether they pass their bars, beside those of another one."""
+    """Print the numbers of this checkout and of another one, and whether this one's pass their bars."""
     try:
         rows = KeptRows(kept)
         before = None if as_json else other(against)

@@ -32,7 +32,7 @@ from tricomm.perf.null_launch import communicator
 
 def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool = False) -> dict[str, Any]:
     """Microseconds a call on `count` float32, the best of `rounds` of `calls` each, and ratios to the fake backend.
-    `fused`: of one row with residual, RMSNorm and given outputs, too.
+    `fused`: also of one row with residual, RMSNorm and given outputs.
 
     A ratio is the median of the rounds' ratios, because the best times may be of different states of the machine.
     Rounds are shorter than a time slice, so that most of them pass undisturbed on a busy machine.

@@ -29,7 +29,7 @@ _SIZES = [1 << bits for bits in range(10, 26, 2)]
 
 
 def rows(count: int) -> list[Entry]:
-    """`count` made-up rows of a history."""
+    """`count` synthetic rows of a history."""
     draw = random.Random(0)
     boxes = [f"made-up box {n}" for n in range(10)]
     points = list(itertools.product(boxes, _COLLECTIVES, ("float32", "bfloat16"), _LINES, _SIZES))

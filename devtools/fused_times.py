@@ -1,4 +1,4 @@
-"""What fusing saves, modelled: a fused all-reduce, residual and RMSNorm beside an all-reduce and a kernel for the rest.
+"""Modelled savings of fusing: all-reduce, residual and RMSNorm in one kernel, against an all-reduce and another kernel.
 
     python -m devtools.fused_times [--rows 1,2,4,8,16,32] [--hidden 8192] [--world-size 8] [--kept FILE]
 
@@ -63,7 +63,7 @@ def fused(machine: MachineSpec, world_size: int, rows: int, form: RowForm) -> tu
 
 
 def separate(machine: MachineSpec, rows: int, hidden: int) -> float:
-    """Microseconds of the norm as a kernel of its own."""
+    """Microseconds of the norm as a separate kernel."""
     block = 1 << (hidden - 1).bit_length()
     warps = max(1, min(16, block // 256))
     values = {

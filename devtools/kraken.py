@@ -1,4 +1,4 @@
-"""Instructions of tricomm's all-reduce loops over symmetric memory beside those of kraken's equivalent kernels.
+"""Compares the instructions of tricomm's all-reduce loops over symmetric memory with kraken's equivalent kernels.
 
     python -m devtools.kraken DIR        DIR: a checkout of github.com/meta-pytorch/kraken, never committed
 

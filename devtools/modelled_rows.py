@@ -52,7 +52,7 @@ GROUPS = ("", "wide", "switch", "wide switch")
 
 
 def fastest(times: Mapping[int, Times]) -> dict[tuple[int, str], Family]:
-    """The kernel to take, by size and by what is missing."""
+    """The kernel to take, by size and by the missing features."""
     chosen: dict[tuple[int, str], Family] = {}
     for missing in GROUPS:
         allowed: dict[int, Times] = {}

@@ -1,4 +1,4 @@
-"""The mutants of the kernels that an ordinary stress test catches, beside those that the explorer catches.
+"""Counts the mutants of the kernels that an ordinary stress test catches, to compare it with the explorer.
 
     python -m devtools.mutant_stress [--unchanged] [K01 ...]
 

@@ -1,8 +1,8 @@
-"""What ranks and groups cost a process of this machine: python -m devtools.scale
+"""Memory, descriptors and CPU time that ranks and groups cost a process: python -m devtools.scale
 
 One line for each set-up of interpreted ranks: what rank 0 has in addition to the state before. Mapped: the segments
-that ranks share, the peers' among them. Resident: the proportional share of touched pages (Pss). Store keys: those of
-all ranks. CPU: that of all threads of an idle process. `devtools/notes/scale.md` has the last results, and their
+that ranks share, the peers' among them. Resident: the proportional share of touched pages (Pss). Store keys: of
+all ranks. CPU: of all threads of an idle process. `devtools/notes/scale.md` has the last results, and their
 consequences for other machines.
 """
 

@@ -1,8 +1,8 @@
 """The share of tricomm itself in the time of a simulated call: python -m devtools.simulated_overhead
 
 Simulated: all of this is Triton's interpreter on a CPU and says nothing about a GPU. It shows how much wall time
-tricomm adds to what the interpreter itself needs for loads, stores and arithmetic. The shares come from a profile,
-which exaggerates the cost of Python calls; the wall time is of calls without a profile.
+tricomm adds to the interpreter's own for loads, stores and arithmetic. The shares are taken from a profile, which
+exaggerates the cost of Python calls; the wall time is of calls without a profile.
 
     waiting      asleep in a poll while other ranks run
     interpreter  Triton's interpreter and the numpy calls that it makes: loads, stores, arithmetic

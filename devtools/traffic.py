@@ -1,7 +1,7 @@
 """The bytes that every kernel moves between ranks, counted from its own accesses: python -m devtools.traffic
 
 Each rank is a process whose kernels are interpreted. Every load, store and atomic in another rank's arena is counted,
-headers separately. The counts are exact and hold for a GPU, too; they say nothing about time.
+headers separately. The counts are exact and also hold for a GPU; they say nothing about time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Moved:
 class Counter:
     """An observer that counts accesses to `peers`, (first address, bytes) of each arena, headers separately.
 
-    Headers lie in one of `flags`, (offset, end) in an arena.
+    `flags` are the places of headers, (offset, end) in an arena.
     """
 
     def __init__(self, peers: list[tuple[int, int]], *flags: tuple[int, int]) -> None:
@@ -104,7 +104,7 @@ def count(
 ) -> Iterator[Moved]:
     """Run every kernel once on `world_size` ranks with `nbytes` of input each and yield the bytes by rank.
 
-    Eight ranks run the kernels for a cube mesh only. A message goes from rank 0 to rank 1 and is counted for rank 0.
+    Eight ranks run the kernels for a cube mesh only. Rank 0 sends a message to rank 1, which is counted for rank 0.
     Fused calls have two rows of bfloat16, and are counted once for each of `quantized`.
 
     `nbytes` must be a multiple of 16 W for the formulas to be exact. Raises `RankFailed`.

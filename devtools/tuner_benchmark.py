@@ -1,4 +1,4 @@
-"""How close the tuner's search comes to the best of all candidates on made-up boxes, and its cost against a grid's.
+"""The distance of the tuner's search from the best of all candidates on simulated boxes, and its cost against a grid's.
 
     python -m devtools.tuner_benchmark
 
@@ -35,8 +35,8 @@ _JITTER, _OUTLIERS, _DRIFT = 0.02, 0.03, 0.03
 class MadeUpBox:
     """The cost model of a machine, distorted in ways that the search's prior does not know, with noise.
 
-    Every family is off by a factor of its own that drifts with size, shapes matter in ways that the model does not
-    cover, and samples have jitter, outliers, and a slow drift of the whole machine. `measured` counts samples.
+    Every family is off by another factor, which drifts with size. Shapes matter in ways that the model does not cover.
+    Samples have jitter, outliers, and a slow drift of the whole machine. `measured` counts samples.
     """
 
     gpu: str
@@ -102,7 +102,7 @@ class MadeUpBox:
 @dataclass(frozen=True)
 class SearchOutcome:
     """One box: numbers of samples, and by how much the chosen candidates are slower than the best of all, at worst and
-    on average. `grid_worst` is the same for the grid's choices, which noise misleads, too."""
+    on average. `grid_worst` is the same for the grid's choices, which noise also misleads."""
 
     box: str
     points: int
@@ -164,7 +164,7 @@ def _regret(box: MadeUpBox, point: Point, chosen: Candidate) -> float:
 @click.command()
 @click.option("--seeds", type=click.IntRange(1, 1000), default=3, show_default=True, help="Boxes of each kind.")
 def main(seeds: int) -> None:
-    """Search made-up boxes with a tenth of the measurements that a grid takes, and print both results."""
+    """Search simulated boxes with a tenth of the measurements that a grid takes, and print both results."""
     click.echo("# simulated: surfaces made by the cost model with noise, no time here is a measurement")
     click.echo(f"# a grid takes {EXHAUSTIVE} samples of each candidate; slower: than the best of all candidates")
     header = ("box", "seed", "points", "grid", "search", "share", "worst", "mean", "grid worst")

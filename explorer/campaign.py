@@ -65,7 +65,7 @@ def check(
 
     Looks for: races and insufficient scopes, deadlocks, accesses out of bounds, reads of memory never written, wrong
     results of the collectives and of a returned tensor that depends on the schedule, ranks that do not hold the same
-    bits (`identical=True`: of what `fn` returns; None: only where the ranks' results are equal but for rounding),
+    bits (`identical=True`: in all results of `fn`; None: only in results that are equal except for rounding),
     flags left over, exceptions; an `AssertionError` of `fn` is a wrong result. The first schedule that shows
     something ends the campaign, unless `keep_going`; its choices are shrunk.
 
@@ -230,7 +230,7 @@ class Campaign:
         return findings
 
     def _compared(self, results: dict[int, list[torch.Tensor]]) -> list[Finding]:
-        """Compare the results of the ranks with each other and with those of the first schedule."""
+        """Compare the ranks' results with each other and with the first schedule's."""
         findings = oracle.mismatched(results, self._plan.identical)
         for rank, now in results.items():
             first = self._first.setdefault(rank, [t.clone() for t in now])

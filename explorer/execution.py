@@ -88,7 +88,7 @@ class Ranks:
     def _compiled(self, architecture: str) -> CompiledRanks:
         detector, machine = self._detector, self._machine
         assert isinstance(machine, UnitMachine) and not isinstance(detector, Detector)
-        # A warp is what takes turns under `check`; without a detector nothing is lost by taking a block.
+        # Under `check` warps take turns; without a detector blocks do, because nothing would see the difference.
         launches = Launches(self._scheduler, machine, self._memory, "block" if detector is None else "warp")
         return CompiledRanks(architecture, launches, NoOrders() if detector is None else Orders(detector))
 

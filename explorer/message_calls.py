@@ -15,9 +15,9 @@ _OTHER = {"ll": "simple", "simple": "ll"}
 
 
 class MessageCalls:
-    """What one rank sends and receives.
+    """The messages of one rank.
 
-    All pairs of ranks have the same messages, so one count of the pieces of each queue is that of both ends. It tells
+    All pairs of ranks have the same messages, so one count of the pieces of each queue holds for both ends. It tells
     which numbers the next pieces in a slot will have. Plain payload carries the next one, in the second half of the
     slot the one after that, where LL words have their flags: an `ll` receiver takes a tile of them for those pieces.
     """
@@ -28,12 +28,12 @@ class MessageCalls:
 
     def hand_on(self, protocol: str, number: int, size: int) -> torch.Tensor | None:
         """Two messages from each rank to the next one: a short one, and then `size` words, which are received first.
-        What was received; None on rank 0.
+        Returns the received words; None on rank 0.
 
-        The short one is a word, and in every other call it goes by the other protocol, which leaves words of another
-        kind in its slots: as many as they hold if those are plain. Only acknowledgements come back, so the first rank
-        runs ahead as far as they let it. The second message fits into the slots that the first one leaves, because
-        the receiver would refuse a longer one. The short one of the third call is received from any rank.
+        The short one is a word. In every other call it uses the other protocol, which leaves words of another kind in
+        its slots; if they are plain, it fills them. Only acknowledgements are sent back, so the first rank runs ahead
+        until it has to wait for one. The second message fits into the slots that the first one leaves, because the
+        receiver would refuse a longer one. The short one of the third call is received from any rank.
         """
         comm, plan = self._comm, self._plan
         protocols = (_OTHER[protocol] if number % 2 else protocol, protocol)

@@ -65,7 +65,7 @@ def sizes(kernel: Kernel, world_size: int, memory: Options, compiled: str | None
         return (5 * slot + 37, 5 * slot + 37, 2 * slot + 5, 5 * slot + 37)
     ordered = (0.5,) if compiled is None and kernel.reduces and not kernel.multicast else ()  # a switch has its own
     if kernel.zero_copy:
-        return (first, first, 1, *ordered)  # a handle twice, one call behind the other; there are no chunks
+        return (first, first, 1, *ordered)  # a handle in two calls, one after the other; there are no chunks
     chunk = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
     chunk *= world_size if kernel.staged else 1
     return (max(first, chunk * (2 if compiled is None else 1) + 5), *others, *ordered)
@@ -88,9 +88,9 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
 def usable(
     wanted: list[Kernel], world_size: int | None, architecture: str | None
 ) -> tuple[list[Kernel], dict[str, str]]:
-    """Those of `wanted` that `world_size` ranks can run (None: as many as each needs), and that this Triton compiles
-    for `architecture` (None: they are interpreted); and by name why others are left out. If none is usable, raises
-    `InvalidArgument` with options that would work."""
+    """Those of `wanted` that `world_size` ranks (None: the number that each needs) can run, and that this Triton
+    compiles for `architecture` (None: they are interpreted); and by name why others are left out. If none is usable,
+    raises `InvalidArgument` with options that would work."""
     capability = None if architecture is None else capability_of(architecture)
     reasons = {k.name: reason for k in wanted if (reason := _why_not(k, world_size, capability)) is not None}
     left = [kernel for kernel in wanted if kernel.name not in reasons]

@@ -87,8 +87,8 @@ class ShippedCalls:
         return y
 
     def _normalised(self, kernel: Kernel, number: int) -> torch.Tensor:
-        """Rows that end in RMSNorm, by each kernel with another quantisation, beside the same steps without a kernel.
-        The numbers of every third call tell in which order they were added."""
+        """Rows that end in RMSNorm, by each kernel with another quantisation, compared with the same steps unfused. The
+        numbers of every third call tell in which order they were added."""
         comm = self._comm
         rows, hidden = (5, 1, 2)[number % 3], 160
         quantize = _QUANTIZED[kernel.algorithm, kernel.protocol]

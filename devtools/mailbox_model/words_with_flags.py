@@ -1,4 +1,4 @@
-"""Words with flags of their own (protocols `ll` and `ll128`): each is polled. `n` ranks.
+"""Words that carry flags (protocols `ll` and `ll128`): each is polled. `n` ranks.
 
 A word is the unit of one access, 32 or 96 bits of payload and a flag. The model ignores its width and relies only on
 its atomicity. The two widths have separate mailboxes and share the headers, so their calls may take turns.
@@ -29,7 +29,7 @@ A: Words = [["a"]]
 
 
 def exchange(rank: int, n: int, epoch: int, chunks: Words = A, header: bool = True, root: int | None = None) -> Launch:
-    """In chunk c each block pushes its words and its header, then polls those of its peers.
+    """In chunk c each block pushes its words and its header, then polls its peers' words and headers.
 
     `chunks[c][b]` are the words of block b. With a `root`, no other rank has words; headers go both ways.
     """
@@ -64,7 +64,7 @@ def header_first(rank: int, n: int, epoch: int) -> Launch:
 
 
 def two_hops(rank: int, n: int, epoch: int, halves: bool = True) -> Launch:
-    """Reduce-scatter word, then all-gather word, which goes out only after the first has come from all peers."""
+    """Reduce-scatter word, then all-gather word, which is pushed only after the first has arrived from all peers."""
     value, word = (epoch, "A") if halves else (-epoch, "a")
     second = push(rank, others(rank, n), epoch, word, value) + poll(rank, others(rank, n), epoch, word, value)
     return [header_first(rank, n, epoch)[0] + second]

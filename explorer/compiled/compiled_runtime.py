@@ -106,8 +106,8 @@ class CompiledRanks:
             self._at_compiler -= 1
 
     def installed(self, in_host: Callable[[], int | None]) -> AbstractContextManager[None]:
-        """Inside, `torch.cuda` and torch's operations are those of the simulated GPUs. `in_host()` is the rank whose
-        host code runs, or None."""
+        """Inside, `torch.cuda` and torch's operations run on the simulated GPUs. `in_host()` is the rank whose host
+        code runs, or None."""
 
         def current() -> SimulatedGpu | None:
             rank = in_host()

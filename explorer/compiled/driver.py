@@ -266,7 +266,7 @@ class SimulatedDriver:
 
 
 def _parameters(layout: Sequence[tuple[int, int]], pointers: int) -> bytes:
-    """The parameter space, from the caller's table of pointers, each to as many bytes as the cubin says."""
+    """The parameter space, copied from the caller's table of pointers. The cubin has the size of each parameter."""
     space = bytearray(max((offset + size for offset, size in layout), default=0))
     table = (ctypes.c_void_p * len(layout)).from_address(pointers)
     for (offset, size), address in zip(layout, table, strict=True):

@@ -21,8 +21,8 @@ from tricomm.explorer.report.findings import Record
 
 @dataclass(slots=True)
 class Elements:
-    """The elements of an access that lie in one region: their `offsets` in bytes (int64), and for each the number of
-    its lane among the access's threads and of its element in that lane's vector."""
+    """An access's elements within one region: their `offsets` in bytes (int64), and for each the number of its lane
+    among the access's threads and of its element in that lane's vector."""
 
     region: Region
     offsets: Array

@@ -49,7 +49,7 @@ class BlockMemory:
 
 @dataclass(frozen=True)
 class Token:
-    """What is known at one moment: clocks by thread, and the times by block that strong accesses have shown."""
+    """A moment in the happens-before order: clocks by thread, and times by block as strong accesses have shown them."""
 
     threads: Array
     words: Array

@@ -19,11 +19,11 @@ from tricomm.kernels.launch.compiler import ptx_of
 class DeviceFunction:
     """A kernel that a context can launch.
 
-    text        the PTX of its module
-    layout      (offset, size) in bytes of each parameter, as the cubin has them
-    shared      bytes of static shared memory
-    most_shared bytes of dynamic shared memory that a launch may ask for
-    registers   of a thread
+    text        the PTX of its module.
+    layout      (offset, size) in bytes of each parameter, as the cubin has them.
+    shared      bytes of static shared memory.
+    most_shared bytes of dynamic shared memory that a launch may request.
+    registers   of a thread.
     """
 
     name: str
@@ -41,7 +41,7 @@ class DeviceFunction:
 
 @dataclass
 class ModuleTable:
-    """What has been loaded into one context. It lives as long as the process, like the launcher's table.
+    """The modules loaded into one context. It lives as long as the process, like the launcher's table.
 
     `users`: by hash and name, the handle of a user's kernel and what it was compiled to."""
 
@@ -77,7 +77,7 @@ class ModuleTable:
         return handle
 
 
-# A parsed kernel keeps megabytes of generated code, so only about as many stay as a function under test launches.
+# A parsed kernel keeps megabytes of generated code. A function under test launches fewer kernels than this.
 _MOST_PARSED = 64
 
 
@@ -92,5 +92,5 @@ _contexts: dict[str, ModuleTable] = {}
 
 
 def table_of(device: str) -> ModuleTable:
-    """What has been loaded into the primary context of the device of that name."""
+    """The modules loaded into the primary context of the device of that name."""
     return _contexts.setdefault(device, ModuleTable())

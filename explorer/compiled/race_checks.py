@@ -65,7 +65,7 @@ class RaceChecks:
     def read_over(
         self, maker: Maker, shadow: ThreadShadow, pieces: Array, slots: Array, record: int, kind: int
     ) -> None:
-        """Check a read against writes that later ones have covered. For an acquire, with what it has learned."""
+        """Check a read against writes that later ones have covered; an acquire, after it has joined the release."""
         if shadow.displaced.used:
             fits = shadow.fits(kind, slots) if scope_of(kind) else None
             displaced = shadow.displaced.late(maker.team, pieces, slots, kind, fits)
@@ -83,7 +83,7 @@ class RaceChecks:
         kind: int,
         equal: Array | None = None,
     ) -> None:
-        """`equal` (bool per piece): another warp's copy of the same lane of a tile has stored the same value there."""
+        """`equal` (bool per piece): another warp's copy of the same lane has stored the same value to it."""
         team = maker.team
         unordered = shadow.unordered_write(team, pieces, slots, kind)
         if equal is not None:
@@ -174,7 +174,7 @@ class RaceChecks:
             self._unused.judge(event.kernel, event.instruction, reader, load, finding)
 
     def again(self, shadow: ThreadShadow, pieces: Array, record: int) -> Array:
-        """bool per piece: the last store there is by the same instruction of the same block: copies of one lane."""
+        """bool per piece: the last store to it, by the same instruction of the same block, is a copy of this one."""
         event = self._events[record]
         known: dict[int, bool] = {}
         for number in distinct(shadow.record[pieces]):

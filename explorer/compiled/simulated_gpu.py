@@ -134,7 +134,7 @@ class SimulatedGraph:
 
 
 class SimulatedGpu:
-    """What `tricomm.gpu.Gpu` is on a machine with GPUs."""
+    """The GPU of a simulated rank, with the methods of `tricomm.gpu.Gpu`."""
 
     def __init__(self, driver: SimulatedDriver, turns: HostTurns) -> None:
         self.driver, self.streams, self.device, self.index = driver, driver.streams, torch.device("cpu"), 0

@@ -62,7 +62,7 @@ class Ordering(Protocol):
         """The token of this rank's host code at this moment."""
 
     def learn(self, rank: int, token: Any) -> None:
-        """Host code has waited for the work of `token`."""
+        """Host code has waited until the work of `token` ended."""
 
     def join(self, one: Any, other: Any) -> Any:
         """The token of both; either may be None, for nothing."""
@@ -101,7 +101,7 @@ class Mark:
 class StreamItem:
     """An item of a stream: `begin(after, ended)` starts it; `ended(error, token)` when it is over.
 
-    `ready` says whether it may begin; `known` is what host code knew when it was enqueued.
+    `ready` says whether it may begin; `known` is the token of host code at the moment of enqueueing.
     """
 
     begin: Callable[[Any, Callable[[BaseException | None, Any], None]], None]
@@ -131,7 +131,7 @@ class Capture:
         self.last[queue] = frozenset({len(self.nodes) - 1})
 
     def joined(self) -> bool:
-        """Whether all that was captured on other streams comes before the end of the origin."""
+        """True if the origin has joined all other streams of the capture."""
         reached, left = set(), list(self.last[self.origin])
         while left:
             if (number := left.pop()) not in reached:
@@ -281,7 +281,7 @@ class Streams:
     changed    is called when a piece of work has ended, because host code may continue
     refuse     is called before work is enqueued; raises an error for a caller that may not
     error      what a kernel has raised; as after a fault on a GPU, nothing runs from then on
-    working    torch's operations are now those of a stream, even if host code has made it advance
+    working    a stream runs torch's operations now, even if host code has made it advance
     """
 
     def __init__(

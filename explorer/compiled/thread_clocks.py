@@ -15,8 +15,8 @@ entry for the thread's own time. Numbers in brackets are sections of the PTX ISA
   Fence-SC order (8.9.3)        a `fence.sc` before a later one
   proxies (8.9.5)               accesses by a plain and by a multicast address are ordered through a `fence.proxy.alias`
   the CUDA API                  a launch begins after the end of earlier work of its stream. The end of a launch is
-                                a system fence, so a relaxed write hands on what earlier launches did. It is an alias
-                                fence, too.
+                                a system fence, so a relaxed write hands on what earlier launches did. It is also an
+                                alias fence.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def distinct(values: Array) -> list[int]:
 
 
 def longer(row: Array, size: int) -> Array:
-    """`row` with zeros behind it, until it has `size` entries. `np.pad` takes ten times as long."""
+    """`row`, padded with zeros to `size` entries. `np.pad` takes ten times as long."""
     missing = size - row.shape[-1]
     return row if missing <= 0 else np.concatenate([row, np.zeros((*row.shape[:-1], missing), row.dtype)], axis=-1)
 
@@ -112,7 +112,7 @@ class Clocks:
         return ordered
 
     def row(self, team: Team, thread: int = 0) -> Array:
-        """A copy of what a thread knows now. Its time advances, so that its later accesses are not covered."""
+        """A copy of a thread's clock. The thread's time advances, so the copy does not cover its later accesses."""
         slot = team.slots[thread]
         known = self._row(team, int(team.row_of[thread])).copy()
         known[:, slot] = self.time[slot], max(known[1, slot], self._fenced_aliases[slot])
@@ -140,7 +140,7 @@ class Clocks:
         return longer(known, self.size)
 
     def _highest(self, team: Team, slots: Array) -> Array:
-        """What these threads know together."""
+        """The join of these threads' clocks."""
         rows = [self._row(team, row) for row in distinct(team.row_of[team.local(slots)])]
         known: Array = rows[0].copy() if len(rows) == 1 else np.max(rows, axis=0)
         known[0, slots] = self.time[slots]
@@ -168,7 +168,7 @@ class Clocks:
         team.present -= len(slots)
 
     def end(self, team: Team) -> Array:
-        """What is known when all its threads have ended. Threads that know of this end may reuse the slots."""
+        """The join of all its threads' clocks at their end. Threads that know of this end may reuse the slots."""
         known = self._highest(team, team.slots)
         self.time[team.slots] += 1
         for slot in team.slots.tolist():
@@ -203,7 +203,7 @@ class Clocks:
     # Order within a block
 
     def arrive(self, team: Team, barrier: int, slots: Array, waits: bool = True) -> None:
-        """These threads have come to a barrier of their block; `waits` is False for `bar.arrive`."""
+        """These threads have arrived at a barrier of their block; `waits` is False for `bar.arrive`."""
         gathering = team.barriers.setdefault(barrier, BarrierRounds())
         mine = self._highest(team, slots)
         before = gathering.known
@@ -220,7 +220,7 @@ class Clocks:
             whole = gathering.waiting == team.present
             gathering.opened[mine] = gathering.known, whole
             gathering.opened.pop(mine - 2, None)
-            if whole:  # the others are at this barrier, too, and do nothing before they leave it
+            if whole:  # the others are at this barrier and do nothing before they leave it
                 team.rows, team.row_of = [gathering.known], np.zeros_like(team.row_of)
             gathering.phase, gathering.known, gathering.waiting = mine + 1, None, 0
         known, whole = gathering.opened.get(mine, (None, True))
@@ -325,7 +325,7 @@ class Clocks:
                 team.seen.setdefault(key, (number, scope, readers))
 
     def _join(self, team: Team, readers: Array, number: int, scope: int, last: int) -> None:
-        """`scope` is that of the read, `last` that of the last operation of the acquire pattern."""
+        """`scope` is the scope of the read, `last` the scope of the acquire pattern's last operation."""
         message = self.messages[number]
         assert message is not None
         rank, block = team.rank, team.number

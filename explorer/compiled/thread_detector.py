@@ -58,7 +58,7 @@ class ThreadDetector:
 
     @property
     def records(self) -> list[Record]:
-        """The accesses to what ranks share, in order."""
+        """The accesses to shared memory, in order."""
         return [event.record() for event in self.events if event.shared]
 
     def report(self, finding: Finding) -> None:

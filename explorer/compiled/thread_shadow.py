@@ -24,7 +24,7 @@ class ThreadShadow:
         self.writer, self.written = np.zeros(pieces, np.int32), np.zeros(pieces, np.int32)
         self.kind, self.record = np.zeros(pieces, np.uint8), np.zeros(pieces, np.int32)
         self.message = np.zeros(pieces, np.int32)
-        # For LL words and leftovers: the value is that of a strong write, and has not been read yet.
+        # For LL words and leftovers: a strong write has stored the value, and nothing has read it yet.
         self.waiting = np.zeros(pieces, bool)
         self.cleared = np.zeros(pieces, bool)
         self.zeroed = np.zeros((4, pieces), np.int32)  # of a clearing below the last write: writer, time, kind, record
@@ -124,7 +124,7 @@ class ThreadShadow:
             self.displaced.forget(others)
             if equal is not None and equal.any():
                 self._displace(pieces[equal])
-        # An access that is ordered after this write is ordered after all reads before it, too.
+        # An access that is ordered after this write is also ordered after all reads before it.
         self.plain.forget(pieces)
         if (cleared := self.cleared[pieces]).any() or self.zeroed[1, pieces].any():
             below = (self.writer[pieces], self.written[pieces], self.kind[pieces], self.record[pieces])

@@ -9,7 +9,7 @@ from tricomm.explorer.ptx.access import Array
 
 @dataclass(frozen=True, slots=True)
 class ReleasePart:
-    """What a release pattern hands on: the clock of thread `slot` (0: a launch) at its first operation, its scope."""
+    """A release pattern: the clock of thread `slot` (0: a launch) at its first operation, and its scope."""
 
     slot: int
     rank: int
@@ -21,7 +21,7 @@ class ReleasePart:
 
 @dataclass(frozen=True, slots=True)
 class FlagMessage:
-    """The message of a strong write. `rank`, `block` and `scope` are those of the last write of the chain."""
+    """The message of a strong write. `rank`, `block` and `scope` describe the last write of the chain."""
 
     rank: int
     block: int
@@ -31,7 +31,7 @@ class FlagMessage:
 
 @dataclass(eq=False, slots=True)
 class BarrierRounds:
-    """One barrier of a block: how often it has opened, and the arrivals since then with what they know."""
+    """One barrier of a block: how often it has opened, and the arrivals since then with their clocks."""
 
     phase: int = 0
     known: Array | None = None
@@ -44,7 +44,7 @@ class BarrierRounds:
 class Team:
     """The threads of one running block, or one task of the host: their slots, consecutive, and what they know.
 
-    rows    `rows[0]` is what all know; `row_of` has, by thread, the row that it knows instead
+    rows    `rows[0]` is the clock that all threads share; `row_of` has, by thread, the number of its row
     """
 
     number: int

@@ -40,7 +40,7 @@ class InStreamOrder(TorchFunctionMode):
         if gpu is None or gpu.streams.working or getattr(func, "__name__", "") in _NO_DATA:
             return func(*args, **(kwargs or {}))
         # Torch takes the mode away for as long as this runs. Other ranks' host code, which may run while this one
-        # waits, needs it; and it is gone again when this one goes on.
+        # waits, needs it. It is removed again before this one continues.
         _push_mode(self)
         try:
             gpu.reach()
@@ -68,7 +68,7 @@ def installed(current: Current) -> Iterator[None]:
 
 @contextmanager
 def _capturing(gpu: SimulatedGpu, graph: SimulatedGraph, stream: Any) -> Iterator[None]:
-    """As `torch.cuda.graph`: on a stream of its own, after all work of the device."""
+    """As `torch.cuda.graph`: on a new stream, after all work of the device."""
     gpu.synchronize()
     with stream or gpu.new_stream():
         graph.capture_begin()

@@ -38,7 +38,7 @@ class Crew:
 
 class UnitMachine:
     """The director of the compiled kernels of an execution. `detector`, `weak` and `contention` may be None. With a
-    seed a warp stops anywhere in its polling loop, so that what it polls changes between any two of its loads."""
+    seed a warp stops anywhere in its polling loop, so that the polled words may change between any two loads."""
 
     def __init__(
         self, memory: Memory, detector: ThreadDetector | None, weak: WeakMemory | None, contention: Contention | None,
@@ -78,7 +78,7 @@ class UnitMachine:
             self._shared(task, crew, access, places)
 
     def fence(self, task: Task, crew: Crew, sem: str, scope: str, threads: Array) -> None:
-        if self.weak is not None and sem != "alias":  # an alias fence orders nothing by itself
+        if self.weak is not None and sem != "alias":  # an alias fence alone orders nothing
             for held in self.weak.fenced(task, crew.maker, SCOPES[scope]):
                 self._arrive(held)
             self.weak.synchronised(task)

@@ -22,7 +22,7 @@ from tricomm.explorer.ptx.instructions import Instruction, Operand, PtxKernel, r
 from tricomm.explorer.report.findings import Finding
 
 _NO_RESULT = ("bra", "brx", "ret", "exit", "bar", "barrier", "red", "membar", "fence", "trap", "cp", "mbarrier", "call")
-# Pure functions of their own thread's registers; any other instruction uses a value at once.
+# Pure functions of the thread's registers; any other instruction uses a value at once.
 _PURE = frozenset(
     "abs add addc and bfe bfi bfind bmsk brev clz cnot copysign cos cvt div dp2a dp4a ex2 fma fns lg2 lop3 mad mad24 "
     "madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub "

@@ -1,7 +1,7 @@
 """Stores that arrive late and loads that are early, as the memory model allows for weak and relaxed accesses.
 
-Late   An element of a store may be overtaken by all that its thread does next, except by an access to the same bytes
-       (program order per location, PTX ISA 8.10.5) and by a release, a fence, a barrier of the host, or the thread's
+Late   An element of a store may be overtaken by all that its thread does next. Exceptions are an access to the same
+       bytes (program order per location, PTX ISA 8.10.5), a release, a fence, a barrier of the host, and the thread's
        end. Two late stores to the same bytes arrive in their order. A block barrier or a fence of cta scope hands it to
        the block: from then on no thread of the block passes it with an access to the same bytes, a release or a fence
        (8.9.5, causality order is transitive). A fence of gpu scope does the same for all threads of the rank. A release
@@ -9,7 +9,7 @@ Late   An element of a store may be overtaken by all that its thread does next, 
 Early  An element of a weak, relaxed or volatile load may have the value of an earlier moment, if that is after its
        thread's last acquire, fence or barrier, and after the thread's last access to the same bytes.
 
-Each element is a store or a load of its own (8.2.2): the halves of a `.v2.b64` may be seen apart.
+Each element is a separate store or load (8.2.2): the halves of a `.v2.b64` may be seen apart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LATE = (*MAY_WAIT, "release")
 
 @dataclass(slots=True, eq=False)
 class LateStore:
-    """Elements of a store in one region that have not reached memory yet, and what they will put there."""
+    """Elements of a store in one region that have not reached memory yet, and their values."""
 
     task: Any
     maker: Maker
@@ -135,7 +135,7 @@ class WeakMemory:
         return []
 
     def met(self, task: Any) -> None:
-        """The warp has come to a barrier of its block."""
+        """The warp has arrived at a barrier of its block."""
         for held in self.held:
             if held.task is task:
                 held.reach = max(held.reach, CTA)

@@ -286,7 +286,7 @@ class Detector:
             self._race(thread, clash, record)
 
     def _told(self, thread: Thread, access: Access, messages: Array) -> Array:
-        """The clock of an acquire at each granule, with the message that it has read there: [slot, granule]."""
+        """The clock of an acquire at each granule, joined with the message that it has read: [slot, granule]."""
         numbers, which = np.unique(messages, return_inverse=True)
         told = [
             thread.told(self._fit(self._messages[n]), access.scope or "") if n >= 0 else thread.now[STRICT]

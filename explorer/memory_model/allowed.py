@@ -8,8 +8,8 @@ poll_planes word is one naturally aligned 64-bit access that carries its own fla
             it has been read. That is checked instead (`Detector._ll_overwritten`).
 put_wide,   The same in 16 bytes, one access each (`wide_words`): relaxed at `.sys` in both variants, of one size, so no
 get_wide    rule refuses them. That none is overwritten before it has been read is checked as for LL words.
-store_to_   Payload by pairs of words, relaxed in the PTX variant: a header publishes it, as it does plain stores. What
-all         fills up the last pair may stay unread.
+store_to_   Payload by pairs of words, relaxed in the PTX variant: a header publishes it, as it does plain stores. The
+all         padding of the last pair may stay unread.
 enter,      The busy word of a rank's own table: all blocks of a launch store the same value, and a reader may take
 leave       any of them. A foreign value is reported in whatever order it arrived.
 """

@@ -1,10 +1,9 @@
 """Vector clocks for happens-before, on four levels of strictness.
 
-    STRICT   what the rules promise: release to acquire, both scopes wide enough, and the block barrier between a
-             flag and the accesses of the block's other threads (`tl.debug_barrier`)
-    THREAD   the same, as if a block were one thread
-    ANY      the same, whatever the scopes
-    SEEN     every message that a strong read has read, ordered or not
+    STRICT   the order that the rules below give, with scopes and block barriers (`tl.debug_barrier`).
+    THREAD   the same, as if a block were one thread.
+    ANY      the same, whatever the scopes.
+    SEEN     every message that a strong read has read, ordered or not.
 
 Only STRICT decides whether two accesses race. The others say which ordering is missing: the first level that has the
 two in order names what the level before it lacks.
@@ -12,7 +11,8 @@ two in order names what the level before it lacks.
 Rules (the PTX memory model, as "A Formal Analysis of the NVIDIA PTX Memory Consistency Model" (ASPLOS'19) has it, and
 scopes as in HRF (ASPLOS'14)):
   program order within a block; end of a launch -> next launch of the rank; the ranks' exchanges on the host.
-  release -> acquire that reads it, or reads a read-modify-write that continues it.
+  release -> acquire that reads it, or reads a read-modify-write that continues it, if both scopes are wide enough.
+  A block barrier between a flag and the accesses of the block's other threads.
   A launch begins after the end of the one before it, which is a system fence: even a relaxed flag hands on what its
   rank did in earlier launches.
 """
@@ -124,7 +124,7 @@ class Thread:
 
     @property
     def known_by_release(self) -> Clock:
-        """What the next release publishes (STRICT), itself included.
+        """The clock that the next release publishes (STRICT), itself included.
 
         The releasing thread does not wait for what the others have done since the last block barrier. So its time is
         after the barrier and before theirs.
@@ -135,8 +135,8 @@ class Thread:
 
     @property
     def known_to_block(self) -> Clock:
-        """What LL words may rely on: the block's reduction over the values that its lanes have acquired acts as a block
-        barrier for them. The barrier before a release has no such substitute."""
+        """The clock that orders LL words: the block's reduction over the values that its lanes have acquired acts as a
+        block barrier for them. The barrier before a release has no such substitute."""
         known: Clock = np.maximum(self.now[STRICT], self.pending)
         return known
 

@@ -132,7 +132,7 @@ def _message_label(plan: layout.Layout, offset: int) -> str:
 
 @dataclass(slots=True)
 class Place:
-    """The part of an access that lies in one region: `offsets` (int64, bytes) of its elements.
+    """The part of an access within one region: `offsets` (int64, bytes) of its elements.
 
     `lanes` picks them among the access's elements; None: all of them."""
 

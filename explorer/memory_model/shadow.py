@@ -43,7 +43,7 @@ class LastByKind:
     def note(self, index: Index, slots: Any, times: Any, records: Any, kind: int) -> None:
         """Note one access, or several of one kind at the granules `index`, with values for each."""
         bit, last, noted = self._table(kind)
-        early = last[slots, index] > times  # a release's time is before those of its block since the last barrier
+        early = last[slots, index] > times  # a release's time is before its block's accesses since the last barrier
         if early.any():
             times = np.where(early, last[slots, index], times)
             records = np.where(early, noted[slots, index], records)

@@ -17,19 +17,19 @@ Array = NDArray[Any]
 class ThreadAccess:
     """One memory instruction of one warp (or of a whole block as the unit), before it happens.
 
-    kind        "load", "store", "rmw" (atom), "red" (an rmw without a result) or "cas"
+    kind        "load", "store", "rmw" (atom), "red" (an rmw without a result) or "cas".
     op          of an rmw or red: "add", "exch", "min", ...
-    space       "global" or "shared" (generic addresses have been resolved)
-    threads     int64 [n]: the threads that take part, by their number in the block
-    addresses   uint64 [n]: where each begins; in shared memory the offset in the block's own
-    width       bytes that one thread accesses at once: `elements` * `itemsize`
-    elements    of a vector access (.v2, .v4, .v8); 1 for a scalar, `.b128` included
-    sem         None for a weak access, else "volatile", "relaxed", "acquire", "release" or "acq_rel"
-    scope       None for a weak access, else "cta", "cluster", "gpu" or "sys"
+    space       "global" or "shared" (generic addresses have been resolved).
+    threads     int64 [n]: the threads that take part, by their number in the block.
+    addresses   uint64 [n]: the first byte of each; in shared memory its offset in the block's.
+    width       bytes that one thread accesses at once: `elements` * `itemsize`.
+    elements    of a vector access (.v2, .v4, .v8); 1 for a scalar, `.b128` included.
+    sem         None for a weak access, else "volatile", "relaxed", "acquire", "release" or "acq_rel".
+    scope       None for a weak access, else "cta", "cluster", "gpu" or "sys".
     perform     does it for all threads, or for those that a bool [n] selects. For a load, rmw or cas it returns the
-                old values as uint8 [n, width]; a second call looks at memory again
-    supply      for a load: give these values (uint8 [n, width]) instead of what memory holds now
-    stored      for a store: its values, uint8 [n, width]
+                old values as uint8 [n, width]; a second call reads memory again.
+    supply      for a load: use these values (uint8 [n, width]) instead of the present ones.
+    stored      for a store: its values, uint8 [n, width].
     """
 
     kind: str
@@ -65,7 +65,7 @@ class ThreadAccess:
 
 
 class Surroundings(Protocol):
-    """The surroundings of one unit (a warp, or a block). Calls come in program order; any may let other units run."""
+    """The surroundings of one unit (a warp or a block). Calls follow program order; any may let other units run."""
 
     def access(self, access: ThreadAccess) -> None:
         """Call `access.perform` or `access.supply` at some time; for an access that reads, before this returns."""
@@ -77,7 +77,7 @@ class Surroundings(Protocol):
         """A barrier of the block has opened for these threads of this unit: all expected threads have arrived."""
 
     def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
-        """These threads have come to barrier `number` (also `bar.arrive`, which does not wait)."""
+        """These threads have arrived at barrier `number` (also `bar.arrive`, which does not wait)."""
 
     def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
         """Let other units run; returns when `until()` is true. Raises if it never will be."""

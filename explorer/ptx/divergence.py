@@ -83,7 +83,7 @@ class Divergence:
         return None if registers is None else (number, registers)
 
     def _step(self, part: LaneGroup) -> None:
-        """Run a piece of the code for `part`, which then goes to the end of the queue."""
+        """Run a piece of the code for `part` and append it to the queue."""
         piece = self.code.piece(part.index, part.passed)
         if piece.stop == "barrier":
             self._at_barrier(part, piece)
@@ -108,7 +108,7 @@ class Divergence:
                 self._be_patient()
 
     def _place(self, part: LaneGroup, index: int) -> None:
-        """Let `part` continue at `index`, or wait for others there."""
+        """Let `part` continue at `index`, or wait for the other lanes of its meeting."""
         part.index, part.passed = index, False
         if index >= len(self.code.kernel.instructions):
             self._leave(part)

@@ -96,10 +96,10 @@ class SourceLine:
 class Instruction:
     """`@!p add.s32 d, a, b;` has the opcode `add`, the modifiers `("s32",)`, and destinations among its first operands.
 
-    guard       (predicate register, True for `@!`), or None
-    line        in the PTX text, from 1
-    source      the Python lines it comes from: the innermost first, then those that it was inlined at
-    inline      it was written in inline assembly
+    guard       (predicate register, True for `@!`), or None.
+    line        in the PTX text, from 1.
+    source      its Python lines: the innermost first, then the calls that it was inlined at.
+    inline      it was written in inline assembly.
     """
 
     opcode: str

@@ -9,7 +9,7 @@ WARP = 32
 
 @dataclass(frozen=True, slots=True)
 class UnitShape:
-    """Units of `lanes` threads; the last warp of a block may have fewer than others, and then has a shape of its own.
+    """Units of `lanes` threads; the last warp of a block may have fewer than others, and then has another shape.
 
     warp      the unit is a warp, else the whole block
     threads   of a block, (x, y, z)

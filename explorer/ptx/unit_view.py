@@ -15,11 +15,11 @@ from tricomm.explorer.ptx.unit_shape import UnitShape
 class UnitView(Protocol):
     """The unit itself is `unit.Unit`, whose docstrings say more.
 
-    watched     whether the surroundings see accesses, by space
-    constants   memory of `.const` variables; `local_bytes` of local memory a lane
-    copies      of cp.async, an `operations.async_copies.Copies`
-    code        a `generated.kernel_code.KernelCode`
-    deferred    diverged lanes come to a barrier: arrive without waiting; `opened`: it has opened for them
+    watched     whether the surroundings see accesses, by space.
+    constants   memory of `.const` variables; `local_bytes` of local memory a lane.
+    copies      of cp.async, an `operations.async_copies.Copies`.
+    code        a `generated.kernel_code.KernelCode`.
+    deferred    diverged lanes arrive at a barrier without waiting; `opened`: it has opened for them.
     """
 
     block: BlockState

@@ -75,7 +75,7 @@ class Record:
 def _check_event(event: dict[str, Any]) -> None:
     """Raises `ValueError` or `KeyError` unless it is a `Record` as JSON."""
     for name in ("step", "rank", "block", "launch", "count", "itemsize", "owner"):
-        checked(event[name] if event[name] != -1 else 0, int)  # -1: host code, or nobody's memory
+        checked(event[name] if event[name] != -1 else 0, int)  # -1: host code, or memory of no rank
     for name in ("kind", "place", "where", "chain"):
         checked(event[name], str)
     for name in [name for name in ("sem", "scope") if event[name] is not None]:
@@ -102,13 +102,13 @@ class Execution:
 class Finding:
     """Something wrong that at least one schedule showed.
 
-    kind      race, scope, deadlock, out_of_bounds, uninitialised, wrong_result, rank_mismatch, leftover or exception
-    ranks     the ranks that are involved, in the order of `where`
-    where     file:line of each, in the file of the kernel (or of the function, for host code)
-    text      what happened, with blocks, addresses and values
-    advice    which ordering is missing and what would give it
-    seed      of the schedule that showed it
-    schedule  its number in the campaign
+    kind      race, scope, deadlock, out_of_bounds, uninitialised, wrong_result, rank_mismatch, leftover or exception.
+    ranks     the ranks that are involved, in the order of `where`.
+    where     file:line of each, in the file of the kernel (or of the function, for host code).
+    text      the event, with blocks, addresses and values.
+    advice    the ordering that is missing, and a way to establish it.
+    seed      of the schedule that showed it.
+    schedule  its number in the campaign.
     """
 
     kind: str
@@ -135,7 +135,7 @@ class Finding:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Finding:
-        """What `as_json` gave. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        """Read a finding from `as_json`. Raises `ValueError`, `TypeError` or `KeyError` for anything else."""
         given = values["execution"]
         choices = tuple((checked(step, int), checked(task, str)) for step, task in given["choices"])
         fault = None

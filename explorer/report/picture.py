@@ -34,7 +34,7 @@ svg { background: var(--page); font: 11px system-ui, sans-serif; }
 
 
 def svg(finding: Finding, alone: bool = False) -> str:
-    """The picture. `alone`: with its style and legend inside, for a file of its own."""
+    """The picture. `alone`: with its style and legend inside, for a separate file."""
     events = finding.events
     marked = _marked(finding)
     shown = _shown(len(events), marked)

@@ -3,16 +3,16 @@
 After CHESS (Musuvathi and Qadeer, PLDI'07) and bounded partial-order reduction (Coons, Musuvathi and McKinley,
 OOPSLA'13). Two arguments keep the number small. Both require that every execution is also checked for races.
 
-1. A block is preempted only before a strong access to memory that another block accesses, too. A switch before a plain
+1. A block is preempted only before a strong access to memory that another block also accesses. A switch before a plain
 access shows nothing that a switch before the next strong one does not.
 
 2. A preemption before access `a` is left out if the block runs again before any other block has accessed the memory of
-`a`. The same result comes from a schedule that performs `a` first and preempts the block before its next strong access
-(or not at all, if it cannot continue). The block's accesses in between are plain. If they conflicted with those of the
-other blocks, that would be a race, because nothing but `a` could order the two. So the search skips such a preemption,
-and the one moved towards the end reaches a place that is not skipped. Later preemptions of a run are tried before
-earlier ones. So it is often known how a block would behave if it were scheduled earlier: the same, if it accesses none
-of the memory that was accessed in between.
+`a`. A schedule that performs `a` first and preempts the block before its next strong access (or not at all, if it
+cannot continue) has the same result. The block's accesses in between are plain. If they conflicted with the other
+blocks' accesses, that would be a race, because nothing but `a` could order the two. So the search skips such a
+preemption, and the one moved towards the end reaches a place that is not skipped. Later preemptions of a run are tried
+before earlier ones. So it is often known how a block would behave if it were scheduled earlier: the same, if it
+accesses none of the memory that was accessed in between.
 
 A repeated read without a new value is ignored here, unless its loop also reads other memory: then it matters which of
 two words changes between the reads. (A loop that reads one word three times or more, uses each value, and does not
@@ -173,7 +173,7 @@ class BoundedSearch:
                 fork.turns[block] = [t for t in turn if t is not None] if alone and forced else None
 
     def _inherit_turns(self, fork: _Fork) -> None:
-        """A decision is exhausted. An earlier one of the same block need not try blocks that behave the same there."""
+        """A decision is exhausted. An earlier one of the same block need not try blocks that would behave the same."""
         earlier = self._path[-1] if self._path else None
         if earlier is None or not (fork.preempts and earlier.preempts) or earlier.taken:
             return

@@ -24,7 +24,7 @@ def default(current: Task | None, ready: list[Task]) -> Task:
 class Choices:
     """`made` are the switches, (step, task). At all other moments the task that ran last continues.
 
-    A strategy is asked several times at one step if the task that it chose goes to sleep or ends before its next step.
+    A strategy is asked several times at one step if the task that it chose is parked or ends before its next step.
     Then `made` also has the answers before a switch at that step, so that a replay does not switch at an earlier
     question.
     """

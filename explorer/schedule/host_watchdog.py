@@ -19,7 +19,7 @@ class Blocked(BaseException):
 class Watchdog:
     """While open, raises `Blocked` in the main thread if `progress()` has not changed for `seconds`.
 
-    A signal interrupts sleeps and waits for locks, too. In another thread there are no signals, and no watchdog.
+    A signal also interrupts sleeps and waits for locks. In another thread there are no signals, and no watchdog.
     """
 
     def __init__(self, progress: Callable[[], Any], seconds: float) -> None:

@@ -16,8 +16,8 @@ Again = Callable[[Execution, Strategy | None], tuple[list[Finding], Outcome]]
 
 
 def shrink(again: Again, finding: Finding, execution: Execution, most: int = STEPS) -> Execution:
-    """A simpler execution that shows `finding`, too: the simplest that two methods find in `most` steps each. It has no
-    delayed stores and starts at epoch 1 if possible, and has few preemptions and fewer choices."""
+    """The simplest execution with the same `finding` that two methods find in `most` steps each. It has no delayed
+    stores and starts at epoch 1 if possible, and has few preemptions and fewer choices."""
     spent = 0
 
     def shows(tried: Execution) -> bool:

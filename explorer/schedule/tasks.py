@@ -164,8 +164,8 @@ class Task:
         return [self.polls[key] for key in dict.fromkeys(round_)]
 
     def waits_strongly(self) -> bool:
-        """True at a barrier, and in a loop with a strong load. A loop of weak loads may end by itself, because they are
-        no way to wait."""
+        """True at a barrier, and in a loop with a strong load. A loop of weak loads may end, because they are no way to
+        wait."""
         return self.waits is not None or any(poll.access.sem is not None for poll in self.loop())
 
     def forget_polls(self) -> None:

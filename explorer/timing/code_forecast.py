@@ -160,8 +160,8 @@ def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form:
 
 
 def check(rows: tuple[published.PublishedTime, ...] = published.MEASUREMENTS) -> list[Checked]:
-    """Every published measurement beside our kernel of that shape, on its grid, or on the faster of two if that is not
-    known.
+    """Compare every published measurement with our kernel of that shape, on its grid, or on the faster of two if that
+    is not known.
 
     If a published kernel sends only a share of our bytes (`PublishedTime.share`), the links are as much faster here.
     """

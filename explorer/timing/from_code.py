@@ -3,8 +3,8 @@
     time = boundary between kernels + critical path
 
 A short message is executed as it is. A long one is executed for a few rounds of each block's tiles or a few chunks. Its
-steady state is extrapolated linearly, because all rounds are alike, and all chunks. If a chunk has many rounds, chunks
-of a few rounds are executed, in an arena with smaller buffers, and the rounds that each lacks are added.
+steady state is extrapolated linearly, because all rounds cost the same, and so do all chunks. If a chunk has many
+rounds, chunks of a few rounds are executed, in an arena with smaller buffers, and the rounds that each lacks are added.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class UnknownChunks(TricommError):
 class CodeTime:
     """A call modelled from its code. `parts` are microseconds by `warp_clock.PARTS`, without the boundary.
 
-    in_flight, allows_gbs  most payload bytes in flight to the SMs of a GPU at once; the bandwidth that they allow
-    executed               the fraction of the message that was executed
-    chunks, barriers       of the call; `more_barriers`: those of one more chunk, None if there is only one
-    chain                  round trips to memory before the first push (`TimedCall`)
-    shares                 the time by what limits it, the boundary included
+    in_flight, allows_gbs  most payload bytes in flight to the SMs of a GPU at once; the bandwidth that they allow.
+    executed               the fraction of the message that was executed.
+    chunks, barriers       of the call; `more_barriers`: barriers of one more chunk, None if there is only one.
+    chain                  round trips to memory before the first push (`TimedCall`).
+    shares                 the time by its limits, the boundary included.
     """
 
     shape: LaunchShape
@@ -95,7 +95,7 @@ def _aligned(elements: int) -> int:
     return elements - elements % 4 if elements > 4 else elements
 
 
-Call = Callable[[int, float, Layout], TimedCall]  # executes one of so many chunks, each of so many rounds
+Call = Callable[[int, float, Layout], TimedCall]  # executes (chunks, rounds of each) in an arena
 
 
 def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> CodeTime:

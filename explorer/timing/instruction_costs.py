@@ -55,7 +55,7 @@ _SLOW = {
 class InstructionCost:
     """`slots` to issue; `latency` in microseconds until its result can be used; registers by their numbers.
 
-    `ordered`: no later instruction is issued before it. `shared`: it stores to shared memory or loads from there.
+    `ordered`: no later instruction is issued before it. `shared`: it accesses shared memory.
     """
 
     slots: float

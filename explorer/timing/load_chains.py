@@ -5,7 +5,7 @@ A load that misses L1 is a round trip. It depends on an earlier one for one of t
 data     its address, or the address or value of the push, needs the earlier result
 order    an in-order instruction before it (a store, a branch, a barrier) needs the earlier result
 
-Shared memory counts as one location: a read depends on everything that the block has written there.
+Shared memory counts as one location: a read depends on everything that the block has written to it.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class RecordingGpu:
     ) -> KernelLaunch:
         """The launch that `make_launcher` makes of a kernel with aligned tensors; raises what that raises.
 
-        `arguments` are those of its `run`.
+        `arguments` are passed to its `run`.
         """
         launch = cuda_launcher.make_launcher(kernel, blocks, constexprs, bits, True, more, group, self._driver)
         launch(*arguments)

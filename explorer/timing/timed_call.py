@@ -1,7 +1,7 @@
 """One call of a shipped kernel, compiled, on all ranks: arenas as a communicator lays them out, and one block a rank.
 
-The blocks of a grid are alike: each has its own tiles and headers, and its share of the links. So only block 0 of each
-rank is executed, as the last one to arrive at the kernel's end, which has the longest path.
+The blocks of a grid do the same work: each has its own tiles and headers, and its share of the links. So only block 0
+of each rank is executed, as the last one to arrive at the kernel's end, which has the longest path.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ class LaunchShape:
 class TimedCall:
     """A call by one block of each rank.
 
-    parts       microseconds of the critical path by `warp_clock.PARTS`; launch not included
-    in_flight   most payload bytes that the block's loads had in flight, in the loop that allows the least bandwidth
-    latency     mean microseconds of such a load
-    chain       round trips to memory before the first push, by data and in order (`load_chains`)
-    moved       bytes of payload to and from peers, of the rank with the most; `headers`: bytes of control words
-    barriers    barriers of all ranks, counted as system fences; `epochs`: the epochs that the call took
-    issued      machine instructions of the block's warps outside of polls, by the model's count
+    parts       microseconds of the critical path by `warp_clock.PARTS`; launch not included.
+    in_flight   most payload bytes that the block's loads had in flight, in the loop that allows the least bandwidth.
+    latency     mean microseconds of such a load.
+    chain       round trips to memory before the first push, by data and in order (`load_chains`).
+    moved       bytes of payload to and from peers, of the rank with the most; `headers`: bytes of control words.
+    barriers    barriers of all ranks, counted as system fences; `epochs`: the epochs that the call took.
+    issued      machine instructions of the block's warps outside of polls, by the model's count.
     """
 
     parts: tuple[float, ...]
@@ -171,8 +171,8 @@ def run(
     plan: layout.Layout,
     cold: bool,
 ) -> TimedCall:
-    """One call of `elements` 32-bit elements a row, also of a kernel of uneven rows. `cold`: tensors come from memory,
-    not L2."""
+    """One call of `elements` 32-bit elements a row, also of a kernel of uneven rows. `cold`: tensors are in memory, not
+    in L2."""
     if kernel.multicast:
         machine = replace(machine, kernels=machine.multicast)
     kind, words = kernel.kind, -(-elements // 2)
@@ -199,7 +199,7 @@ def run(
 def executed(
     machine: MachineSpec, arenas: TimedArenas, blocks: int, launch: Callable[[RecordingGpu, int], KernelLaunch]
 ) -> TimedCall:
-    """Execute block 0 of each rank's kernel, which has `blocks` blocks and comes from `launch(gpu, rank)`."""
+    """Execute block 0 of each rank's kernel, which `launch(gpu, rank)` launches with `blocks` blocks."""
     gpu, times = recorded_launch.gpu(machine.target), LATENCIES[machine.name]
     arenas.expect_last(blocks)
     started = []

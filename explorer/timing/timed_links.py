@@ -21,7 +21,7 @@ class ByteQueue:
         self.rate, self.free = rate, 0.0
 
     def carries(self, nbytes: float, now: float) -> float:
-        """When the last of `nbytes` that come at `now` is through."""
+        """The time at which the last of `nbytes` that arrive at `now` is through."""
         self.free = max(self.free, now) + nbytes / self.rate
         return self.free
 
@@ -48,7 +48,7 @@ class RankQueues:
 
     @property
     def one_way(self) -> float:
-        """Microseconds from a store until it is in the peer's L2: a hop without the poll that sees it there."""
+        """Microseconds from a store until it is in the peer's L2: a hop without the poll that sees it."""
         return max(self.machine.hop - self.times.us(self.times.l2), 0.1)
 
     @property
@@ -72,13 +72,13 @@ class RankQueues:
         return [(through + self.one_way, through) for through in came]
 
     def reduces(self, peers: Sequence[RankQueues], nbytes: float, now: float) -> float:
-        """`fetches` for a load that the switch reduces over all `peers`: only the sum comes in here."""
+        """`fetches` for a load that the switch reduces over all `peers`: only the sum uses this GPU's links."""
         left = max(peer.egress.carries(nbytes, now) for peer in peers)
         through = max(left, *(queue.carries(nbytes, now) for queue in (self.ingress, self.port_in)))
         return through + 2 * self.one_way + self.times.us(self.times.l2)
 
     def fetches(self, peer: RankQueues, nbytes: float, now: float) -> float:
-        """When the data of a load issued at `now` has come from the peer's memory."""
+        """The time at which the data of a load issued at `now` has arrived from the peer's memory."""
         requests = nbytes * _REQUEST / _PACKET
         for queue in (self.egress, peer.ingress):
             queue.carries(requests, now)

@@ -1,7 +1,7 @@
 """Blocks of all ranks on the PTX machine, in the order of their warps' clocks: a discrete-event simulation.
 
-Each warp runs until its next access to global memory and goes on when no other event is earlier. A store to a peer is
-performed when it arrives there. So a poll sees what has arrived by its own clock, and loops as often as on a GPU.
+Each warp runs until its next access to global memory and continues when no other event is earlier. A store to a peer is
+performed when it arrives. So a poll sees what has arrived by its own clock, and loops as often as on a GPU.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class WarpSurroundings:
             self._goes(access, self.ranks.states[self._member], *self._came[self._member], None)
 
     def _load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> float:
-        """When the loaded data is there."""
+        """The time at which the loaded data can be used."""
         clock, state, times = self.clock, self.state, self._times
         nbytes = moved(access)
         access.perform(None)
@@ -258,7 +258,7 @@ class WarpSurroundings:
         return there
 
     def _weak_load(self, access: ThreadAccess, index: int, place: OwnedMemory, now: float) -> tuple[float, bool]:
-        """(when the data is there, whether it comes from L1)."""
+        """(the time at which the data can be used, whether it was in L1)."""
         state, times, nbytes = self.state, self._times, moved(access)
         lines = granules(access, _LINE)
         if all(line in state.lines for line in lines):
@@ -276,7 +276,7 @@ class WarpSurroundings:
         self.state.loads.setdefault(block, LoadsInFlight()).add(nbytes, now, until)
 
     def _sees(self, access: ThreadAccess, index: int, now: float) -> None:
-        """A load that polls: if its last look was in vain, the critical path is that of the store that came since."""
+        """A load that polls: if a store has arrived since its last look, the critical path becomes that store's."""
         clock, state = self.clock, self.state
         before = clock.looked.get(index)
         clock.looked[index] = now

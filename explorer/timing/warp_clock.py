@@ -5,7 +5,7 @@ from __future__ import annotations
 from tricomm.explorer.timing.instruction_costs import KernelCosts
 from tricomm.explorer.timing.load_chains import LoadChain, SharedChain
 
-# What the time of a critical path is spent on.
+# Parts of a critical path's time.
 #   start  until the first store of payload to a peer, or the first load from one
 #   wire   bytes that wait for a link
 #   hop    a store on its way to a peer, or a load on its way there and back
@@ -69,7 +69,7 @@ class WarpClock:
         self.pushed = False
         self.polling: int | None = None
         self.looked: dict[int, float] = {}  # in the present poll: instruction -> time of its last look
-        self.waited = -1.0  # arrival of the store that this warp has waited for last
+        self.waited = -1.0  # arrival of the last store that this warp has polled for
         self.fresh = False  # it has seen that store since the last barrier of its block
         self._fetched = -1.0  # when the latest load from a peer comes
         self.chain: LoadChain | None = LoadChain(costs.registers, shared)
@@ -106,7 +106,7 @@ class WarpClock:
         return when
 
     def _run(self, end: int) -> None:
-        """The assembler moves an instruction of a basic block behind later ones that do not need it. So a late operand
+        """The assembler moves an instruction of a basic block past later ones that do not need it. So a late operand
         stalls the warp only if its reader cannot be moved: a store, a barrier, a fence or a branch."""
         ready, slot, time, chain = self._ready, self._slot, self.time, self.chain
         for cost in self._table[self._at : end]:
@@ -181,7 +181,7 @@ class BarrierJoin:
         self._path: Path | None = None
 
     def arrives(self, clock: WarpClock) -> None:
-        # The warp that waited for the latest store since the last barrier gives the path; if none did, the slowest.
+        # The warp that polled until the latest store since the last barrier gives the path; if none did, the slowest.
         waited = clock.waited if clock.fresh else -1.0
         if (waited, clock.time) > (self._waited, self.time) or self._path is None:
             self._path, self._waited = clock.path.copy(), waited

@@ -26,7 +26,7 @@ class TaskLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1.0) -> bool:
         self._turns.refuse_strangers(self._rank)  # before the call is announced, or anything is queued
-        if self._owner is not None and not self._is_owned():  # at the end of a task that did not give it back
+        if self._owner is not None and not self._is_owned():  # at the end of a task that did not release it
             return False
         self._owner = greenlet.getcurrent()
         self._times += 1

@@ -1,4 +1,4 @@
-"""A world of ranks in one process: their control pages, memory and time. Nothing here runs by itself.
+"""A world of ranks in one process: their control pages, memory and time. It has no thread.
 
 Time stands still until no task can run; then it passes (`pass_time`). The monitors are those of any other group,
 except that they have no thread; they detect ranks that are dead, stopped or late.

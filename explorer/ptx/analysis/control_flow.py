@@ -34,10 +34,10 @@ class Loop:
 
 
 class Flow:
-    """The control flow of a kernel. Raises `InvalidArgument` for a branch that goes to no label.
+    """The control flow of a kernel. Raises `InvalidArgument` for a branch to no label.
 
-    Blocks that cannot reach the end (`while True`) count as if their last one could, so that their branches have a
-    point to meet at, too.
+    Blocks that cannot reach the end (`while True`) count as if their last one could, so that lanes which diverge in
+    them have a point to reconverge.
     """
 
     def __init__(self, kernel: PtxKernel) -> None:
@@ -77,7 +77,7 @@ class Flow:
         return [self.exit if n is None else n for n in dominators[: self.exit]]
 
     def dominates(self, first: int, second: int) -> bool:
-        """Every path to block `second` goes through block `first`, which may be the same one."""
+        """Every path to block `second` contains block `first`, which may be the same one."""
         seen: int | None = second
         while seen is not None and seen != first:
             seen = self.dominators[seen]

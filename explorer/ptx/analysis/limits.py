@@ -39,7 +39,7 @@ def check_launch(
 ) -> None:
     """Raises `InvalidArgument` if no GPU of the kernel's architecture could run this launch.
 
-    `shared` is the dynamic shared memory in bytes, `registers` those of a thread, if known.
+    `shared` is the dynamic shared memory in bytes, `registers` their number in a thread, if known.
     """
     limit = SHARED[capability(kernel.target)] * KIB
     _check_dimensions(kernel, "grid", grid, GRID)

@@ -19,7 +19,7 @@ _WRITES_NOTHING = (
     "tcgen05.relinquish_alloc_permit", "tcgen05.mma", "tcgen05.commit", "tcgen05.wait", "tcgen05.fence", "tcgen05.cp",
     "tcgen05.shift", "clusterlaunchcontrol.try_cancel",
 )  # fmt: skip
-# The destination is read, too.
+# Instructions that also read their destination.
 _ADDS_TO_ITS_DESTINATION = ("wgmma.mma_async",)
 
 

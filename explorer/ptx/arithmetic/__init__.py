@@ -1,7 +1,7 @@
 """Computing instructions as numpy code, exact to the bit.
 
 Behaviour that PTX leaves open is fixed here: integer division by zero gives all ones, its remainder the dividend;
-`.approx` and `.full` give the correctly rounded value, or a rounded double; a double's NaN is that of the host.
+`.approx` and `.full` give the correctly rounded value, or a rounded double; a double's NaN is as on the host.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def bits_set(x: Any) -> Any:
 
 
 def _spread_down(x: Any) -> Any:
-    """All bits below the highest one set, too."""
+    """`x` with all bits below the highest set one set."""
     kind = x.dtype.type
     for shift in (1, 2, 4, 8, 16, 32)[: x.dtype.itemsize.bit_length() + 2]:
         x = x | (x >> kind(shift))

@@ -40,7 +40,7 @@ def _moderate(x: Any, bound: int) -> Any:
 
 
 def _separate(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c in two operations. A product of finite numbers that overflows is finite beside an infinite or NaN c."""
+    """a * b + c in two operations. If c is infinite or NaN, a product of finite numbers counts as finite."""
     return np.where(np.isfinite(a) & np.isfinite(b) & ~np.isfinite(c), c + 0.0, a * b + c)
 
 

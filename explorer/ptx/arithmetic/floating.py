@@ -222,7 +222,7 @@ def with_sign(value: Any, a: Any, b: Any) -> Any:
 
 
 def _sign(form: Form) -> Rule | None:
-    """Only the sign bit changes, of a NaN too."""
+    """Only the sign bit changes, also of a NaN."""
     kind, ftz = numpy_type(form.type), "ftz" in form.flags
     if not form.has(1, 1, "ftz") or ftz and form.type not in ("f32", "f16"):
         return None

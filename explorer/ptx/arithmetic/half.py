@@ -13,7 +13,7 @@ _where, _empty, _nonzero = np.where, np.empty, np.count_nonzero
 _F2, _F4, _F8, _U2, _U4 = (np.dtype(kind) for kind in ("f2", "f4", "f8", "u2", "u4"))
 _NAN_4 = np.uint32(0x7FFFFFFF).view(_F4)
 _NAN_2 = np.uint16(0x7FFF).view(_F2)
-# Arrays without dimensions: a numpy scalar beside an array costs twice as much.
+# Arrays without dimensions: with an array, a numpy scalar takes twice as long.
 _SIXTEEN, _ONE, _HALF, _UPPER = (np.array(value, _U4) for value in (16, 1, 0x7FFF, 0xFFFF0000))
 
 
@@ -101,7 +101,7 @@ def _extreme(choose: Any, less: bool, nan_wins: bool) -> Any:
     def extreme(a: Any, b: Any) -> Any:
         result = choose(a, b)
         if _nonzero(result) != result.size:
-            # -0 is less than +0; a zero beside another number was chosen correctly.
+            # -0 is less than +0; between a zero and another number the choice was right.
             word = f"u{result.dtype.itemsize}"
             either = a.view(word) | b.view(word) if less else a.view(word) & b.view(word)
             result = _where((a == 0) & (b == 0), either.view(result.dtype), result)

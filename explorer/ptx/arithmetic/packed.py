@@ -25,7 +25,7 @@ def rule(form: Form) -> Rule | None:
     made = floating.rule(form.of_type(kind)) if form.opcode in _FLOAT[kind] else None
     if made is not None and form.opcode in ("neg", "abs"):
         return _sign(form)
-    # A constant is an array of as many numbers as there are lanes.
+    # A constant is an array of one number a lane, and here there are two.
     return _spread(form, made.template, made.inputs[0]) if made is not None and not made.constants else None
 
 

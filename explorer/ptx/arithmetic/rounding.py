@@ -91,7 +91,7 @@ def decoded(name: str) -> Any:
     """The doubles that the bit patterns of an 8-bit format or less stand for, in order."""
     form = FORMATS[name]
     patterns = np.arange(256)
-    # Bits above the format's own are not looked at.
+    # Bits above the format's are ignored.
     magnitude, sign = patterns & ((1 << form.bits - 1) - 1), patterns >> form.bits - 1 & 1
     field, digits = magnitude >> form.digits, magnitude & ((1 << form.digits) - 1)
     value = np.ldexp((digits + np.where(field > 0, 1 << form.digits, 0)).astype(float), np.maximum(field, 1) - 1)

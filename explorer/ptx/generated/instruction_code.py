@@ -41,7 +41,7 @@ class InstructionCode:
         self._kept_sources: dict[Instruction, list[tuple[Operand | None, int]]] = {}
 
     def results(self, instruction: Instruction) -> list[Result]:
-        """What is known of the results under the present `operands.shapes`."""
+        """The results and their shapes under the present `operands.shapes`."""
         unguarded = self._unguarded(instruction)
         if instruction.guard is None or self.operands.shape(instruction.guard[0], 1).uniform:
             return unguarded
@@ -88,7 +88,7 @@ class InstructionCode:
         return self._rules[instruction]
 
     def _sources(self, instruction: Instruction) -> list[tuple[Operand | None, int]]:
-        """The sources, each with the width that a literal has there."""
+        """The sources, each with the width of a literal in its place."""
         if instruction in self._kept_sources:
             return self._kept_sources[instruction]
         sources = form.sources(instruction)
@@ -119,7 +119,7 @@ class InstructionCode:
         return "V16" not in its_rule.inputs and "V16" not in its_rule.outputs
 
     def code(self, instruction: Instruction) -> list[str]:
-        """Statements without indentation of their own (lines of a block are indented by one space a level)."""
+        """Statements without indentation; lines of a block are indented by one space a level."""
         guard = instruction.guard
         if guard is None:
             return self._plain(instruction, "m" if self.masked else "None")

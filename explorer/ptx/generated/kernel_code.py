@@ -34,9 +34,9 @@ class Piece:
     """Instructions from one place to `end`, for some lanes: `run(unit, mask, registers)` changes the list.
 
     `stop` says why the piece ends:
-    "" nothing special; "guard": `run` gives the lanes that pass the guard there; "jump", "leave" (ret, exit), "trap";
-    "barrier", "meet" (lanes of a warp wait for each other): the piece is that one instruction; "turn": after a strong
-    access, others may run first.
+    "" nothing special; "guard": `run` gives the lanes that pass the guard at `end`; "jump", "leave" (ret, exit),
+    "trap"; "barrier", "meet" (lanes of a warp wait for each other): the piece is that one instruction; "turn": after
+    a strong access, others may run first.
     """
 
     run: Callable[[Any, Array, list[Any]], Any]
@@ -204,7 +204,7 @@ class KernelCode:
         ]
 
     def piece(self, index: int, passed: bool) -> Piece:
-        """The piece at `index`; `passed`: its lanes have passed the guard of the instruction there."""
+        """The piece that begins with instruction `index`; `passed`: its lanes have passed that instruction's guard."""
         with self._lock:
             key = (index, passed)
             if key not in self._pieces:
@@ -227,7 +227,7 @@ class KernelCode:
         return Piece(self._piece_function(index, end, guarded=True), end, stop)
 
     def _stop(self, index: int) -> str:
-        """What is special about the instruction, or "" """
+        """The `Piece.stop` of the instruction, or "" """
         instruction = self.kernel.instructions[index]
         if instruction.opcode == "bra":
             return "jump"

@@ -1,4 +1,4 @@
-"""What is known before a kernel runs about how a register's value differs between the lanes of a unit.
+"""The shape of a register: how its value differs between the lanes of a unit, as far as it is known before a run.
 
 Most computed values are addresses: a number that all lanes share, or one that grows by the same step from lane to
 lane. Such values are held as one Python number, that of lane 0.
@@ -18,10 +18,10 @@ WIDTHS = {
 class LaneShape:
     """The shape of a value of `width` bits.
 
-    stride      lane n holds (that of lane 0) + n * stride modulo 2^width; None: nothing is known
-    low, high   the least and greatest value of any lane, unsigned
-    zeros       number of lowest bits of lane 0's value that are 0
-    flag        the value is 1 where a predicate is true and else 0, held as that predicate; `stride` is None then
+    stride      lane n holds lane 0's value + n * stride modulo 2^width; None: nothing is known.
+    low, high   the least and greatest value of any lane, unsigned.
+    zeros       number of lowest bits of lane 0's value that are 0.
+    flag        the value is 1 where a predicate is true and else 0, held as that predicate; `stride` is None then.
     """
 
     width: int

@@ -1,6 +1,6 @@
 """Functions that generated code calls: values of all lanes from one number, comparisons, predicates, merging.
 
-A predicate is True or False if all lanes agree, else an array. The lanes of an array may agree, too.
+A predicate is True or False if all lanes are known to agree, else an array. An array's lanes may still agree.
 """
 
 from __future__ import annotations

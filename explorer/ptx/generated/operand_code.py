@@ -53,7 +53,7 @@ class Operands:
         return self.homes.get(register.name) or numpy_word(register.kind)
 
     def shape(self, operand: Operand | None, width: int) -> LaneShape:
-        """The shape of an operand; `width` is that of a literal."""
+        """The shape of an operand; `width` counts for a literal."""
         if isinstance(operand, Register):
             return self.shapes.get(operand.name) or anything(WIDTHS.get(operand.kind, 64))
         if isinstance(operand, Integer):

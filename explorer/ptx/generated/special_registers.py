@@ -69,7 +69,7 @@ _AXES: dict[str, Callable[[UnitView, int], int | Array]] = {
     "%ntid": lambda unit, axis: unit.shape.threads[axis],
     "%ctaid": lambda unit, axis: unit.block.index[axis],
     "%nctaid": lambda unit, axis: unit.block.grid[axis],
-    # No clusters: each block is one of its own.
+    # No clusters: each block counts as one.
     "%clusterid": lambda unit, axis: unit.block.index[axis],
     "%nclusterid": lambda unit, axis: unit.block.grid[axis],
     "%cluster_ctaid": lambda unit, axis: 0,

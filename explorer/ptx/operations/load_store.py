@@ -209,7 +209,7 @@ class MemorySite:
 
 
 def resolved(unit: UnitView, space: str, addresses: Array, active: Array) -> list[tuple[str, Array, Array]]:
-    """(space, active lanes in it, their addresses there) for each space that active lanes access."""
+    """(space, active lanes in it, their addresses in it) for each space that active lanes access."""
     if space not in ("", "local"):
         return [(space, active, addresses)]
     lanes = unit.local_offsets
