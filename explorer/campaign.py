@@ -132,7 +132,7 @@ def _plan(
     if strategy not in NAMES:
         raise InvalidArgument(f"strategy={strategy!r}: one of {', '.join(NAMES)} is needed")
     if schedules is None and strategy != "exhaustive":
-        raise InvalidArgument(f"schedules=None: {strategy} has no end of its own; a number is needed")
+        raise InvalidArgument(f"schedules=None: {strategy} never ends; a number is needed")
     for name, value, least in (("schedules", schedules, 1), ("preemptions", preemptions, 0), ("seed", seed, 0)):
         if name == "schedules" and value is None:
             continue

@@ -60,5 +60,5 @@ def require(compiled: str | None = None) -> None:
     if "race" not in racy or clean:
         raise ResourceError(
             f"the explorer's self-test failed on Triton {triton.__version__}: a known race gave {sorted(racy)}, a "
-            f"clean kernel gave {sorted(clean)}; nothing that it reports here could be believed"
+            f"clean kernel gave {sorted(clean)}; its reports cannot be trusted here"
         )

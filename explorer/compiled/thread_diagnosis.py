@@ -33,7 +33,7 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
     if clash.fence_missing:
         return "race", (
             "they are in order, but one goes by a plain address and the other by a multicast address: put "
-            "fence.proxy.alias between the two, such as behind the flag that orders them (ALIASES of "
+            "fence.proxy.alias between the two, such as after the flag that orders them (ALIASES of "
             "tricomm.kernels.primitives.barrier)"
         )
     strong = first.sem is not None and second.sem is not None

@@ -64,7 +64,7 @@ def _block_barrier(thread: Thread, slot: int, time: int, flag: str, part: Part, 
         )
     return (
         f"{flag} releases only what came before the last block barrier: put tl.debug_barrier() before the release at "
-        f"{part.site.short}, so that the whole block's accesses are behind it"
+        f"{part.site.short}, so that it covers the whole block's accesses"
     )
 
 
@@ -121,8 +121,7 @@ def zero_may_come_late(first: Record, second: Record) -> Finding:
 def zero_may_be_missed(first: Record, second: Record) -> Finding:
     """An LL word of a message is read where a clearing may not have arrived yet for this reader."""
     text = (
-        f"what lay in an LL word before its clearing may still be read, {second.place}: {_said(first)}; "
-        f"then {_said(second)}"
+        f"the old content of a cleared LL word may still be read, {second.place}: {_said(first)}; then {_said(second)}"
     )
     advice = "release the header that follows a clearing, and acquire it before the words are polled"
     return _finding("race", (first, second), text, advice)
@@ -144,7 +143,7 @@ def out_of_bounds(record: Record, text: str) -> Finding:
 
 def leftover(record: Record, place: str) -> Finding:
     text = f"{_said(record)} to {place}, which is unread at the end"
-    return _finding("leftover", (record,), text, "the next call may take it for its own: wait for every signal sent")
+    return _finding("leftover", (record,), text, "the next call may read it as its own: wait for every signal sent")
 
 
 def dirty_word(rank: int, name: str, value: int) -> Finding:

@@ -75,7 +75,7 @@ def static_shared(kernel: PtxKernel) -> int:
 
 def _check_dimensions(kernel: PtxKernel, name: str, asked: Dimensions, limits: Dimensions) -> None:
     if any(n < 1 or n > limit for n, limit in zip(asked, limits, strict=True)):
-        raise InvalidArgument(f"{kernel.name}: a {name} of {asked}; each must lie between 1 and {limits}")
+        raise InvalidArgument(f"{kernel.name}: a {name} of {asked}; each must be from 1 to {limits}")
 
 
 def _check(kernel: PtxKernel, name: str, asked: int, limit: int) -> None:

@@ -60,7 +60,7 @@ def variables(text: str, scope: Scope) -> list[Variable]:
     start = text.split("=")[0]
     space = next((s for s in SPACES if re.search(rf"\.{s}\b", start)), None)
     if space is None:
-        raise InvalidArgument(f"{text!r} is no declaration that this machine knows")
+        raise InvalidArgument(f"{text!r} is not a known declaration")
     declared = []
     first = divided(text)
     words: list[str] = []
@@ -92,7 +92,7 @@ def _declaration(text: str) -> tuple[list[str], str, int | None, str]:
                 for bounds in re.findall(r"\[([^\]]*)\]", match[3]):
                     extent *= integer(bounds.strip()) or 0
         else:
-            raise InvalidArgument(f"{text!r} is no declaration that this machine knows")
+            raise InvalidArgument(f"{text!r} is not a known declaration")
     if not name:
         raise InvalidArgument(f"{text!r} declares nothing")
     return words, name, extent, value.strip()
@@ -102,7 +102,7 @@ def _kind(words: list[str], text: str) -> str:
     for word in words:
         if _KIND.fullmatch(word):
             return word
-    raise InvalidArgument(f"{text!r} declares no type that this machine knows")
+    raise InvalidArgument(f"{text!r} declares no known type")
 
 
 def _number_behind(words: list[str], word: str, default: int) -> int:

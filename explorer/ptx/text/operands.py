@@ -109,7 +109,7 @@ def _named(text: str, scope: Scope) -> Operand:
         return Address(base, _offset(match))
     if _NAME.fullmatch(text):
         raise InvalidArgument(f"{text} is not declared")
-    raise InvalidArgument(f"{text!r} is no operand that this machine knows")
+    raise InvalidArgument(f"{text!r} is not a known operand")
 
 
 def _register(name: str, scope: Scope) -> Register:

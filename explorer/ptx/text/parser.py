@@ -106,7 +106,7 @@ class _Module:
         elif statement.text[0] == ".":
             self._directive(statement)
         elif self._body is None or self._scope is None:
-            raise InvalidArgument(f"{statement.text!r} stands outside a kernel")
+            raise InvalidArgument(f"{statement.text!r} is outside of a kernel")
         else:
             row = _Row(statement.text, statement.line, self._scope, self._source.present, self._source.inline)
             self._body.rows.append(row)
@@ -132,9 +132,9 @@ class _Module:
 
     def _label(self, statement: Statement) -> None:
         if self._body is None or self._scope is None:
-            raise InvalidArgument(f"the label {statement.text} stands outside a kernel")
+            raise InvalidArgument(f"the label {statement.text} is outside of a kernel")
         if statement.text in self._scope.labels:
-            raise InvalidArgument(f"the label {statement.text} stands here for the second time")
+            raise InvalidArgument(f"the label {statement.text} is defined twice")
         unique = self._scope.labels[statement.text] = self._scope.unique(statement.text)
         self._body.labels[unique] = len(self._body.rows)
 

@@ -112,7 +112,7 @@ class _Reader:
             return
         yield from self._labels()
         if self.pending.strip():
-            raise InvalidArgument(f"PTX line {self.first}: no semicolon behind {self._flat()!r}")
+            raise InvalidArgument(f"PTX line {self.first}: no semicolon after {self._flat()!r}")
         if not self.depth:
             raise InvalidArgument(f"PTX line {self.line}: a closing brace without an opening one")
         self.depth -= 1
