@@ -278,3 +278,20 @@ def test_what_is_simulated_does_not_depend_on_the_users_tables() -> None:
 def test_an_architecture_has_its_table(device, table):
     facts = SelectionFacts(device, 8, layout.plan(8, 64 << 20), 64)
     assert selection.choose(facts, "all_reduce", 1 << 20).table == table
+
+
+@pytest.mark.parametrize("lacking", ["", "ll128", "multicast", "ll128 multicast"])
+def test_no_shipped_table_takes_a_kernel_again_after_another_one(lacking):
+    for table in selection.shipped_tables():
+        kernels: dict[TableRow, list[tuple[str, str]]] = {}  # by everything in a row but its sizes and kernel
+        reached: dict[TableRow, float] = {}
+        for row in table.rows:
+            group = replace(row, max_bytes=None, min_bytes=0, algorithm="one_shot", protocol="simple")
+            most = float("inf") if row.max_bytes is None else row.max_bytes
+            available = row.protocol not in lacking.split() and row.algorithm not in lacking
+            if available and most > reached.get(group, 0):
+                reached[group] = most
+                taken = kernels.setdefault(group, [])
+                if taken[-1:] != [(row.algorithm, row.protocol)]:
+                    assert (row.algorithm, row.protocol) not in taken, f"{table.name}: {row}"
+                    taken.append((row.algorithm, row.protocol))
