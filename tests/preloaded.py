@@ -6,6 +6,7 @@ import gc
 import pkgutil
 from importlib import import_module
 
+import pytest  # noqa: F401  a rank imports the test that it is of
 import torch
 import torch._dynamo  # DDP imports it at its first use
 

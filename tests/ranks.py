@@ -6,6 +6,8 @@ What a rank returns comes back over a pipe; an exception comes back as an `Outco
 
 from __future__ import annotations
 
+import functools
+import inspect
 import multiprocessing as mp
 import os
 import time
@@ -115,6 +117,25 @@ def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 
     return [outcome.value for outcome in outcomes]
 
 
+def each(world_size: int, expected: Any = None, timeout: float = 90.0) -> Callable[[Callable[..., Any]], Any]:
+    """Make a test of what each of `world_size` ranks does, `test(rank, world_size, tell, ...)`: it returns `expected`.
+
+    The parameters after those three are fixtures and parameters of the test.
+    """
+
+    def made(body: Callable[..., Any]) -> Any:
+        @functools.wraps(body)
+        def test(**given: Any) -> None:
+            results = run(world_size, test, given, timeout=timeout)
+            assert results == [expected] * world_size, f"each rank has to return {expected!r}: {results}"
+
+        test.__signature__ = inspect.Signature(list(inspect.signature(body).parameters.values())[3:])  # type: ignore
+        test.in_rank = lambda rank, size, tell, given: body(rank, size, tell, **given)  # type: ignore
+        return test
+
+    return made
+
+
 def together(url: str, rank: int, members: Sequence[int]) -> None:
     """Return when all `members` are here, by files beside that of `url`, without a call among them."""
     folder = Path(url.removeprefix("file://")).parent
@@ -131,7 +152,7 @@ def _main(pipe: Connection, body: Callable[..., Any], rank: int, world_size: int
         pipe.send(("tell", value))
 
     try:
-        outcome = Outcome(value=body(rank, world_size, tell, *args))
+        outcome = Outcome(value=getattr(body, "in_rank", body)(rank, world_size, tell, *args))
     except BaseException as error:
         outcome = Outcome(error=type(error).__name__, text=str(error))
     outcome.seconds = time.monotonic() - began

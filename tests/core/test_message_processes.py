@@ -2,32 +2,93 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 
 import pytest
+import torch
 
 from tests import ranks
-from tests.core.bodies import message_bodies
+from tests.core.bodies.common_bodies import communicator
+from tricomm.options import Tuning
 
 
 @pytest.mark.parametrize("protocol", ["ll", "simple", None])
-def test_messages_round_a_ring(url, protocol):
-    assert ranks.run(3, message_bodies.handed_on, url, protocol, timeout=150) == [[]] * 3
+@ranks.each(3, [], timeout=150)
+def test_messages_round_a_ring(rank, world_size, tell, url, protocol):
+    """Messages of several pieces round a ring, mixed with collectives; returns what was wrong."""
+    wrong = []
+    with communicator(rank, world_size, url, _tuning=Tuning(tile=32)) as comm:
+        for turn, count in enumerate((1, 2500, 0, 37, 9001)):
+            x = torch.arange(count, dtype=torch.int32) * 3 + rank * 1000 + turn
+            y = torch.full((count,), -1, dtype=torch.int32)
+            to, source = (rank + 1) % world_size, (rank - 1) % world_size
+            if rank:
+                comm.send(x, to, turn, protocol=protocol)
+            result = comm.recv(y, None if turn % 2 else source, turn, protocol=protocol)
+            if not rank:
+                comm.send(x, to, turn, protocol=protocol)
+            if result != source or not torch.equal(y, x + (source - rank) * 1000):
+                wrong.append((turn, count))
+            total = comm.all_reduce(torch.tensor([rank + turn]))
+            wrong += [] if int(total) == sum(range(world_size)) + world_size * turn else [(turn, "sum")]
+    return wrong
+
+
+def of_many_queues(rank, world_size, tell, url):
+    """Several blocks, which run one after another here, and one block that takes what they have sent."""
+    with communicator(rank, world_size, url, arena_bytes=4 << 20, _tuning=Tuning(tile=64, blocks=3)) as comm:
+        if rank == 0:
+            comm.send(torch.arange(20_000), 1, 2)
+            return comm.world_size
+        y = torch.full((20_000,), -1)
+        return comm.recv(y, None, 2), torch.equal(y, torch.arange(20_000)), comm._internal.arena_layout.queues > 3
 
 
 def test_one_block_takes_what_several_have_sent_one_after_another(url):
-    assert ranks.run(2, message_bodies.of_many_queues, url, timeout=60) == [2, (0, True, True)]
+    assert ranks.run(2, of_many_queues, url, timeout=60) == [2, (0, True, True)]
+
+
+def left_early(rank, world_size, tell, url):
+    """Rank 1 sends and leaves; rank 2 sends later; rank 0 gets both."""
+    with communicator(rank, world_size, url) as comm:
+        if rank == 1:
+            comm.send(torch.arange(7), 0, 5)
+            return None
+        if rank == 2:
+            time.sleep(2.5)  # longer than a group waits for somebody who is gone and needed
+            comm.send(torch.arange(7) + 1, 0, 6)
+            return None
+        time.sleep(0.5)
+        results = []
+        for source, tag in ((None, 6), (1, 5)):
+            y = torch.zeros(7, dtype=torch.int64)
+            results.append((comm.recv(y, source, tag), y.tolist()))
+        return results
 
 
 def test_what_somebody_sent_before_leaving_still_arrives(url):
-    result = ranks.run(3, message_bodies.left_early, url, timeout=60)
+    result = ranks.run(3, left_early, url, timeout=60)
     assert result[0] == [(2, list(range(1, 8))), (1, list(range(7)))]
+
+
+def waited_for(rank, world_size, tell, url, source, how):
+    """Rank 0 waits for a message of rank 1, which dies or leaves before it sends one."""
+    with communicator(rank, world_size, url) as comm:
+        if rank == 1:
+            time.sleep(0.3)
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            return None
+        comm.recv(torch.zeros(3), source, 4)
+    return None
 
 
 @pytest.mark.parametrize("source", [1, None])
 @pytest.mark.parametrize("how, words", [("killed", "died"), ("left", "closed the communicator")])
 def test_a_sender_that_is_gone_is_named_within_two_seconds(url, source, how, words):
-    with ranks.start(2, message_bodies.waited_for, url, source, how) as running:
+    with ranks.start(2, waited_for, url, source, how) as running:
         waiting, gone = running.results()
     assert gone.code == (-signal.SIGKILL if how == "killed" else None)
     assert waiting.error == "PeerDied" and words in waiting.text and "tag 4" in waiting.text, waiting

@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 import torch
 
 import tricomm
 from tests import ranks
-from tests.core.bodies import user_kernel_bodies as bodies
+from tests.core.bodies.common_bodies import attempt, communicator
 from tests.core.bodies.user_kernel import exchanges, polls, weaker_flag
 from tricomm.kernels.launch import triton_adapter
 
 KINDS = {"dies": "PeerDied", "late": "CollectiveTimeout", "leaves": "PeerDied"}
+
+
+def waits(rank, world_size, tell, url, fault, how):
+    """Rank 0's kernel waits, and rank 1 dies, stops to answer for the limit, or leaves. Returns the error's kind and
+    text, its seconds, and whether this process still computes."""
+    with communicator(rank, world_size, url, timeout=2.5, stall_timeout=30.0) as comm:
+        w, out = comm.symmetric((3,), torch.int64), torch.zeros(2, dtype=torch.int64)
+        comm.barrier()
+        if rank == 1:
+            if fault == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif fault == "late":
+                time.sleep(5.0)
+            return None
+        if how == "flag":
+            outcome = attempt(lambda: comm.launch(exchanges, 1, comm.group_table, w.peers, out, 1, RANK=0, OTHER=1))
+        else:
+            outcome = attempt(lambda: comm.launch(polls, 1, w.local, HOW=how))
+    return *outcome, tricomm.simulate(lambda comm: comm.all_reduce(torch.ones(1)).item(), 2)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +42,7 @@ KINDS = {"dies": "PeerDied", "late": "CollectiveTimeout", "leaves": "PeerDied"}
     [("dies", how) for how in ("load", "atomic", "flag")] + [("late", "load"), ("late", "flag"), ("leaves", "load")],
 )
 def test_a_kernel_that_waits_ends_by_the_groups_limits(fault, how, url):
-    with ranks.start(2, bodies.waits, url, fault, how) as started:
+    with ranks.start(2, waits, url, fault, how) as started:
         kind, text, seconds, alive = started.results()[0].value
     assert kind == KINDS[fault], text
     assert seconds < 2.5 + 1.0 + ranks.BUSY and alive == [2.0, 2.0]
@@ -36,9 +59,20 @@ def test_a_kernel_is_interrupted_wherever_it_is(how, url):
     assert triton_adapter.interrupt is None
 
 
+def many_flags(rank, world_size, tell, url):
+    with communicator(rank, world_size, url) as comm:
+        w, seen = comm.symmetric((3,), torch.int64), []
+        for number in range(1, 30):
+            out = torch.full((2,), -1)
+            comm.launch(exchanges, 1, comm.group_table, w.peers, out, number, RANK=rank, OTHER=1 - rank)
+            seen.append(out.tolist())
+        comm.barrier()
+        return seen
+
+
 def test_flags_order_the_accesses_of_two_ranks(url):
     want = [[[10 * n + 1 - rank, 0] for n in range(1, 30)] for rank in (0, 1)]
-    assert ranks.run(2, bodies.many_flags, url) == want
+    assert ranks.run(2, many_flags, url) == want
 
 
 def calls(comm):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, same
-from tests.core.bodies.divergence_bodies import attempt
+from tests.core.bodies.common_bodies import attempt
 from tricomm.c10d.tcp import set_up, waits
 
 

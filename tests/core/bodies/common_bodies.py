@@ -1,7 +1,8 @@
-"""What ranks do in the communicator's tests. Module-level, so that a new process can find it."""
+"""What functions that ranks run share: a communicator, what a call raises, what a process still holds."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
@@ -10,9 +11,8 @@ from contextlib import contextmanager
 import torch
 
 import tricomm
-from tests.core.bodies.exact import outcome
 from tests.open_files import open_files
-from tricomm.options import Tuning
+from tricomm.errors import TricommError
 
 SMALL = dict(arena_bytes=256 * 1024, stall_timeout=30.0, timeout=60.0)
 
@@ -46,251 +46,42 @@ def leftovers() -> dict[str, set[str]]:
     }
 
 
-def every_case(rank, world_size, tell, url, cases):
-    """Those that give a wrong result."""
-    with communicator(rank, world_size, url, arena_bytes=256 << 10, _tuning=Tuning(blocks=2, tile=32)) as comm:
-        return [case for number, case in enumerate(cases) if not outcome(comm, case, number)]
+def refused(action):
+    try:
+        action()
+    except TricommError as error:
+        return f"{type(error).__name__}: {error}"
+    return "not refused"
 
 
-def bad_then_good(rank, world_size, tell, url):
-    """Each bad call is refused on one rank, and the group goes on: the corrected retry joins the waiting peers."""
-    refused = []
-    with communicator(rank, world_size, url) as comm:
-        for seed, call in enumerate(
-            [
-                lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint16)),
-                lambda: comm.all_reduce(torch.ones(3), op="median"),
-                lambda: comm.all_reduce(torch.ones(3), out=torch.ones(4)),
-                lambda: comm.all_reduce(torch.ones(1).expand(4)),
-                lambda: comm.all_reduce(torch.ones(3), algorithm="ring"),
-                lambda: comm.all_gather(torch.ones(3), out=torch.ones(3)),
-                lambda: comm.launch(print, (1,)),
-                lambda: comm.explain("all_reduce", -1),
-            ]
-        ):
-            if rank == seed % world_size:
-                try:
-                    call()
-                except tricomm.InvalidArgument as error:
-                    refused.append(str(error))
-            x = torch.full((5,), float(rank + seed))
-            comm.all_reduce(x)
-            if not torch.equal(x, torch.full((5,), float(sum(r + seed for r in range(world_size))))):
-                return f"wrong after refusal {seed}"
-        before = comm._launcher.sequence
-        comm.all_reduce(torch.empty(0))
-        assert comm.all_gather(torch.empty(0, 3)).shape == (0, 3)
-        if comm._launcher.sequence != before:
-            return "a call of zero elements consumed a sequence number"
-        comm.barrier()
-    return len(refused)
-
-
-def life(rank, world_size, tell, url):
-    """Close twice, use after close, make again over the same store, leave nothing."""
+def and_left(rank, world_size, tell, body, *args):
+    """What a body of this module gives, and what is left in the process after it."""
     before = leftovers()
-    for _ in range(5):
-        one_life(rank, world_size, url)
+    value = body(rank, world_size, tell, *args)
+    gc.collect()
     after = leftovers()
-    return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}
+    return value, {name: sorted(after[name] - before[name]) for name in ("fds", "maps", "threads")}
 
 
-def one_life(rank, world_size, url):
-    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
-    x = torch.ones(4)
-    comm.all_reduce(x)
-    assert x.tolist() == [float(world_size)] * 4
+def endless(rank, world_size, tell, url, algorithm, protocol, options):
+    """Call until something goes wrong; say what, after how long, and what is left behind."""
+    before = leftovers()
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**{**SMALL, **options}))
     comm.barrier()
+    tell(os.getpid())
+    last = time.monotonic()
+    try:
+        seed = 0
+        while True:
+            x = torch.full((1000,), float(seed % 7 + rank))
+            last = time.monotonic()
+            comm.all_reduce(x, algorithm=algorithm, protocol=protocol)
+            seed += 1
+    except tricomm.TricommError as error:
+        caught, kind = time.monotonic(), type(error).__name__
+        text = str(error)
     comm.close()
-    comm.close()
-    for use in (lambda: comm.all_reduce(x), comm.barrier, comm.synchronize, lambda: comm.symmetric((4,), x.dtype)):
-        try:
-            use()
-        except tricomm.GroupAborted as error:
-            assert "closed" in str(error)
-        else:
-            raise AssertionError("a closed communicator was usable")
-
-
-def forked(rank, world_size, tell, url):
-    """A child's copy refuses, and its end does not disturb the parent; also a call that the parent has made before, and
-    while another thread of the parent holds the call lock, which nothing gives back in the child."""
-    with communicator(rank, world_size, url) as comm:
-        comm.all_reduce(torch.ones(2))
-        taken, forked = threading.Event(), threading.Event()
-
-        def take():
-            with comm._launcher.held():
-                taken.set()
-                forked.wait(20)
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        taken.wait(20)
-        child = os.fork()
-        if child != 0:
-            forked.set()
-            thread.join()
-        else:
-            try:
-                comm.all_reduce(torch.ones(2))
-            except tricomm.InvalidArgument as error:
-                comm.close()
-                os._exit(7 if "forked" in str(error) else 8)
-            os._exit(9)
-        _, status = os.waitpid(child, 0)
-        for _ in range(5):
-            x = torch.ones(3)
-            comm.all_reduce(x)
-        return os.waitstatus_to_exitcode(status), x.tolist()
-
-
-def three_threads(rank, world_size, tell, url):
-    """Three threads share one communicator and make the same calls: they take turns."""
-    wrong = []
-    with communicator(rank, world_size, url) as comm:
-
-        def use():
-            for _ in range(10):
-                x = torch.ones(100)
-                comm.all_reduce(x, async_op=True)  # the handle is dropped
-                wrong.extend([1] * int((x != world_size).sum()))
-
-        threads = [threading.Thread(target=use) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return len(wrong), comm._launcher.sequence
-
-
-def bad_launches(rank, world_size, tell, url):
-    """A launch that does not fit is refused, and the group goes on."""
-    from tests.core.bodies.user_kernel import rotate, waits_for_ever
-
-    refused = []
-    with communicator(rank, world_size, url, timeout=4.0) as comm:
-        w = comm.symmetric((3, 5), torch.float32)
-        out = torch.zeros(15)
-        constexprs = {"WORLD_SIZE": world_size, "BLOCK": 16}
-        for args, more, grid in [
-            ((w.peers, out), constexprs, (1,)),
-            ((w.peers, out, comm.rank, 7), constexprs, (1,)),
-            ((w.peers, out, comm.rank), {"WORLD_SIZE": world_size}, (1,)),
-            ((w.peers, object(), comm.rank), constexprs, (1,)),
-            ((w.peers, out, comm.rank), constexprs, (1, 1, 1, 1)),
-            ((w.peers, out, comm.rank), constexprs, (0,)),
-            ((w.peers, out, comm.rank), constexprs, "x"),
-        ]:
-            try:
-                comm.launch(rotate, grid, *args, **more)
-            except tricomm.InvalidArgument as error:
-                refused.append(str(error))
-        for grid in (1, (1,), lambda meta: (meta["BLOCK"] // 16,)):
-            comm.launch(rotate, grid, w.peers, out, comm.rank, **constexprs, num_warps=4)
-        comm.all_reduce(out)
-        for bad in [
-            (5, torch.float32),
-            ((2.7,), torch.float32),
-            ((3,), torch.qint8),
-            ((3,), "float32"),
-            ((), torch.int8),
-        ]:
-            try:
-                comm.symmetric(*bad)
-            except tricomm.InvalidArgument:
-                refused.append("symmetric")
-        comm.barrier()
-        began = time.monotonic()
-        try:
-            comm.launch(waits_for_ever, (1,), comm.group_table, w.table)
-        except tricomm.CollectiveTimeout:
-            return len(refused), time.monotonic() - began
-        except tricomm.TricommError:  # the other rank was first
-            return len(refused), time.monotonic() - began
-
-
-def many_launches(rank, world_size, tell, url):
-    """Launches that are short each, but together take longer than the limit of one."""
-    from tests.core.bodies.user_kernel import rotate
-
-    with communicator(rank, world_size, url, timeout=1.0) as comm:
-        w = comm.symmetric((3, 5), torch.float32)
-        out, end = torch.zeros(15), time.monotonic() + 2.0
-        while time.monotonic() < end:
-            comm.launch(rotate, (1,), w.peers, out, comm.rank, WORLD_SIZE=world_size, BLOCK=16)
-        return "fine"
-
-
-def opposite_orders(rank, world_size, tell, url, other):
-    """Two threads use two groups in opposite orders: the kernel that waits lets the other thread's run."""
-    sums = []
-    with communicator(rank, world_size, url) as a, communicator(rank, world_size, other) as b:
-        order = [a, b] if rank == 0 else [b, a]
-
-        def use(comm, delay):
-            time.sleep(delay)
-            x = torch.ones(4)
-            comm.all_reduce(x)
-            sums.append(x.sum().item() / 2)
-
-        threads = [threading.Thread(target=use, args=(comm, 0.3 * n)) for n, comm in enumerate(order)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return sums
-
-
-def memory(rank, world_size, tell, url):
-    """Symmetric memory, and a user's own kernel over it."""
-    from tests.core.bodies.user_kernel import rotate
-
-    with communicator(rank, world_size, url) as comm:
-        w = comm.symmetric((3, 5), torch.float32)
-        if w.local.abs().sum() != 0 or w.local.shape != (3, 5) or len(w.peers) != world_size:
-            return "not zeroed, or of another shape"
-        w.local.fill_(float(rank))
-        comm.barrier()
-        seen = [p[0, 0].item() for p in w.peers]
-        comm.barrier()
-        out = torch.zeros(15)
-        comm.launch(rotate, (1,), w.peers, out, comm.rank, WORLD_SIZE=world_size, BLOCK=16)
-        table = w.table.tolist()
-        comm.barrier()
-        w.local.fill_(1.0)
-        comm.all_reduce(w)
-        reduced = w.local.sum().item()
-        refused = None
-        try:
-            comm.symmetric((rank + 1,), torch.float32)
-        except tricomm.InvalidArgument as error:
-            refused = str(error)
-        w.close()
-        return seen, out.tolist(), len(set(table)), reduced, refused
-
-
-def splits(rank, world_size, tell, url):
-    """Sub-groups in any order, one beside the other, inside another one; and lists that cannot be."""
-    result, refused = [], []
-    with communicator(rank, world_size, url) as comm:
-        for bad in ([], [0, 0], [3], [True, 0], "01", 1, [rank]):
-            try:
-                comm.split(bad)
-            except tricomm.InvalidArgument as error:
-                refused.append("split: " in str(error))
-        halves = [comm.split([2, 0]), comm.split([1])]
-        whole = comm.split([2, 1, 0])
-        for sub in (*halves, whole):
-            if sub is not None:
-                x = torch.tensor([10.0**rank, sub.rank])
-                result.append((sub.rank, sub.world_size, sub.all_gather(x).tolist()))
-        inner = whole.split([0, 2])
-        if inner is not None:
-            result.append(inner.all_reduce(torch.tensor([float(rank)])).tolist())
-        comm.barrier()
-        for sub in (inner, whole, *halves):
-            if sub is not None:
-                sub.close()
-        result.append(comm.all_reduce(torch.ones(1)).tolist())
-    return refused, result
+    del comm
+    left = leftovers()
+    left = {name: sorted(left[name] - before[name]) for name in before if left[name] - before[name]}
+    return kind, text, caught, last, left

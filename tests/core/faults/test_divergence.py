@@ -1,41 +1,103 @@
 """Ranks that come apart: another root, order or grid, a call too many, nothing to send on one rank."""
 
-import pytest
+from __future__ import annotations
 
+import time
+
+import pytest
+import torch
+
+import tricomm
 from tests import ranks
-from tests.core.bodies import divergence_bodies as bodies
+from tests.core.bodies.common_bodies import attempt, communicator
+from tricomm.options import Tuning
+
+
+def other_argument(rank, world_size, tell, url, how):
+    """One rank names another root; one pair of calls comes in another order."""
+    odd = rank == world_size - 1
+    with communicator(rank, world_size, url) as comm:
+        for _ in range(5):
+            comm.all_reduce(torch.ones(8))
+        x = torch.ones(8)
+        if how == "root":
+            return attempt(lambda: comm.broadcast(x, 1 if odd else 0))
+        calls = [lambda: comm.all_reduce(x), lambda: comm.all_gather(x)]
+        return attempt(calls[1] if odd else calls[0])
 
 
 @pytest.mark.parametrize(("how", "words"), [("root", ["root=1", "root=0"]), ("order", ["all_reduce", "all_gather"])])
 def test_another_root_or_order_is_named_on_every_rank(how, words, url):
-    for kind, text, seconds in ranks.run(3, bodies.other_argument, url, how):
+    for kind, text, seconds in ranks.run(3, other_argument, url, how):
         assert kind == "CollectiveMismatch", text
         assert "rank 2" in text and "sequence 6" in text and all(word in text for word in words), text
         assert seconds < 2.0 + ranks.BUSY
 
 
+def other_grid(rank, world_size, tell, url):
+    """One rank forces another grid."""
+
+    def make():
+        with communicator(rank, world_size, url, _tuning=Tuning(blocks=2 if rank == world_size - 1 else 1)) as comm:
+            comm.all_reduce(torch.ones(8))
+
+    return attempt(make)
+
+
 def test_another_grid_is_refused_when_the_ranks_meet(url):
-    for kind, text, seconds in ranks.run(3, bodies.other_grid, url):
+    for kind, text, seconds in ranks.run(3, other_grid, url):
         assert kind == "RendezvousError" and "other options" in text, text
         assert seconds < 2.0 + ranks.BUSY
 
 
+def once_too_often(rank, world_size, tell, url, how, limit):
+    """The last rank calls once more than the others, which close the group or live on without a call."""
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(arena_bytes=256 * 1024, timeout=limit))
+    for _ in range(3):
+        comm.all_reduce(torch.ones(8))
+    # A rank that is still in its last call would be told of the next one's fault.
+    ranks.together(url, rank, range(world_size))
+    result = None
+    if rank == world_size - 1:
+        result = attempt(lambda: comm.all_gather(torch.ones(8)))
+    elif how == "live on":
+        time.sleep(limit + 1.0)
+    comm.close()
+    if rank < world_size - 1 and how == "close":
+        time.sleep(5.0)  # its process lives: that it closed is all that the last rank can see
+    return result
+
+
 def test_a_call_too_many_is_named_when_the_others_close(url):
-    kind, text, seconds = ranks.run(3, bodies.once_too_often, url, "close", 30.0)[2]
+    kind, text, seconds = ranks.run(3, once_too_often, url, "close", 30.0)[2]
     assert kind == "PeerDied" and "closed" in text and "all_gather" in text and "sequence 4" in text, text
     assert seconds < 2.0 + ranks.BUSY
 
 
 def test_a_call_too_many_is_named_when_the_others_live_on(url):
     limit = 1.5
-    kind, text, seconds = ranks.run(3, bodies.once_too_often, url, "live on", limit)[2]
+    kind, text, seconds = ranks.run(3, once_too_often, url, "live on", limit)[2]
     assert kind == "CollectiveTimeout" and "all_gather" in text and "has not entered sequence 4" in text, text
     assert limit * 0.5 < seconds < limit + 1.0 + ranks.BUSY
 
 
+def empty_on_one(rank, world_size, tell, url, following, limit):
+    """The last rank's tensor is empty: its call does nothing, so its next one is compared with the others' call."""
+    odd = rank == world_size - 1
+    with communicator(rank, world_size, url, timeout=limit) as comm:
+        comm.barrier()
+        if odd:
+            comm.all_reduce(torch.empty(0))
+            if following:
+                return attempt(comm.barrier)
+            time.sleep(limit + 1.0)
+            return None
+        return attempt(lambda: comm.all_reduce(torch.ones(8)))
+
+
 def test_an_empty_tensor_on_one_rank_is_a_call_that_it_does_not_make(url):
     limit = 1.5
-    *others, _ = ranks.run(3, bodies.empty_on_one, url, False, limit)
+    *others, _ = ranks.run(3, empty_on_one, url, False, limit)
     for kind, text, seconds in others:
         assert kind in ("CollectiveTimeout", "GroupAborted") and "has not entered sequence 2" in text, text
         assert "rank 2" in text and limit * 0.5 < seconds < limit + 1.0 + ranks.BUSY
@@ -43,10 +105,70 @@ def test_an_empty_tensor_on_one_rank_is_a_call_that_it_does_not_make(url):
 
 
 def test_an_empty_tensor_on_one_rank_and_then_another_call_is_named_at_once(url):
-    for kind, text, seconds in ranks.run(3, bodies.empty_on_one, url, True, 30.0):
+    for kind, text, seconds in ranks.run(3, empty_on_one, url, True, 30.0):
         assert kind == "CollectiveMismatch" and "all_reduce" in text and "barrier" in text, text
         assert seconds < 2.0 + ranks.BUSY
 
 
-def test_empty_tensors_on_all_ranks_send_nothing_and_the_group_goes_on(url):
-    assert ranks.run(3, bodies.empty_on_all, url) == [6.0] * 3
+@ranks.each(3, 6.0)
+def test_empty_tensors_on_all_ranks_send_nothing_and_the_group_goes_on(rank, world_size, tell, url):
+    """Nothing is sent, and the next call is as good as any; scalars count as one element."""
+    with communicator(rank, world_size, url) as comm:
+        for shape in ((0,), (3, 0), (0, 4)):
+            comm.all_reduce(torch.empty(shape))
+            comm.all_gather(torch.empty(shape))
+        x = torch.tensor(float(rank + 1))
+        return comm.all_reduce(x).item()
+
+
+def diverges(rank, world_size, tell, url, how):
+    """Twenty good calls, then one rank calls something else."""
+    with communicator(rank, world_size, url) as comm:
+        began = time.monotonic()
+        odd = rank == world_size - 1
+        try:
+            for _ in range(20):  # a slow rank may learn of the mismatch before it returns from the last of them
+                comm.all_reduce(torch.ones(8))
+            began = time.monotonic()
+            if how == "collective":
+                comm.all_gather(torch.ones(8)) if odd else comm.all_reduce(torch.ones(8))
+            elif how == "count":
+                comm.all_reduce(torch.ones(9 if odd else 8))
+            elif how == "dtype":
+                comm.all_reduce(torch.ones(8, dtype=torch.int32 if odd else torch.float32))
+            elif how == "op":
+                comm.all_reduce(torch.ones(8), op="max" if odd else "sum")
+            elif how == "algorithm":
+                comm.all_reduce(torch.ones(8), algorithm="two_shot" if odd else "one_shot")
+            else:
+                comm.barrier() if odd else comm.all_reduce(torch.ones(8))
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+        return "nothing", "", 0.0
+
+
+@pytest.mark.parametrize("how", ["collective", "count", "dtype", "op", "algorithm", "barrier"])
+def test_different_calls_are_named_on_every_rank(how, url):
+    for kind, text, seconds in ranks.run(3, diverges, url, how):
+        assert kind == "CollectiveMismatch", text
+        assert seconds < 1.0 + ranks.BUSY
+        assert "all_reduce" in text and "rank 2" in text and "sequence 21" in text
+        other = {"collective": "all_gather", "count": "count=9", "dtype": "int32", "op": "max", "barrier": "barrier"}
+        assert other.get(how, "two_shot") in text
+
+
+def symmetric_alone(rank, world_size, tell, url):
+    """One rank asks for symmetric memory while the other makes a call."""
+    with communicator(rank, world_size, url) as comm:
+        comm.barrier()
+        began = time.monotonic()
+        try:
+            comm.symmetric((4,), torch.float32) if rank == 0 else comm.all_reduce(torch.ones(4))
+        except tricomm.TricommError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+
+
+def test_symmetric_beside_another_call_is_a_mismatch_on_both(url):
+    for kind, text, seconds in ranks.run(2, symmetric_alone, url):
+        assert kind == "CollectiveMismatch" and "symmetric" in text and "all_reduce" in text, text
+        assert seconds < 1.0 + ranks.BUSY

@@ -1,20 +1,283 @@
 """A thread, a file, a descriptor, memory or a tensor is refused at any call of the library: all ranks get a named error
 in time, the processes go on, and a new group works."""
 
+from __future__ import annotations
+
+import builtins
+import errno
+import gc
+import io
+import mmap
+import os
 import random
+import socket
+import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from unittest.mock import patch
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import tricomm
 from tests import ranks
-from tests.core.bodies import refusal_bodies as bodies
+from tests.core.bodies.common_bodies import SMALL
+from tests.open_files import open_files
+from tricomm.c10d import group_over
 from tricomm.core import entry_guard
-from tricomm.errors import ResourceError
+from tricomm.errors import ResourceError, TricommError
+from tricomm.store import segments
+from tricomm.store.control import ControlPage
+
+
+class _Libc:
+    """libc as `segments` uses it, whose mmap returns an address or raises."""
+
+    def __init__(self, libc):
+        self._libc = libc
+
+    def mmap(self, *args):
+        return self._libc.mmap(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._libc, name)
+
+
+def _no_tensor():
+    return RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+
+def _no_memory():
+    return OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+def _no_descriptor():
+    return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+def _no_thread():
+    return RuntimeError("can't start new thread")
+
+
+KINDS = {
+    "thread": (_no_thread, [(threading.Thread, "start")]),
+    "file": (_no_descriptor, [(os, "open"), (io, "open"), (builtins, "open"), (os, "listdir"), (os, "scandir")]),
+    "descriptor": (
+        _no_descriptor,
+        [
+            (os, "memfd_create"),
+            (os, "pidfd_open"),
+            (os, "dup"),
+            (os, "eventfd"),
+            (socket.socket, "__init__"),
+            (socket, "create_connection"),
+        ],
+    ),
+    "memory": (_no_memory, [(os, "posix_fallocate"), (mmap, "mmap"), (_Libc, "mmap"), (os, "mkdir"), (os, "fchmod")]),
+    "tensor": (_no_tensor, [(torch, name) for name in ("empty", "zeros", "tensor", "frombuffer", "ones")]),
+}
+
+
+class Steps:
+    """Makes calls one after another until one raises; `text` says which error it was, and where."""
+
+    def __init__(self):
+        self.kind, self.text, self.slowest = "", "", 0.0
+
+    def __call__(self, name, action):
+        if self.kind:
+            return None
+        return self.always(name, action)
+
+    def always(self, name, action):
+        began, result = time.monotonic(), None
+        try:
+            result = action()
+        except BaseException as error:
+            named = isinstance(error, TricommError)
+            self.kind = type(error).__name__ if named else f"bare {type(error).__name__}"
+            self.text += f"[{name}] {type(error).__name__}: {error}"
+        self.slowest = max(self.slowest, time.monotonic() - began)
+        return result
+
+
+_LINES = 5  # of the library that tell one place from another
+
+
+def _place(frame):
+    """The lines of the library around a call, innermost first; None if something else made the call."""
+    lines = []
+    while frame is not None and len(lines) < _LINES:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] == "tricomm":
+            lines.append(f"{module.removeprefix('tricomm.')}:{frame.f_lineno}")
+        elif lines or module.split(".")[0] not in sys.stdlib_module_names:
+            break
+        frame = frame.f_back
+    return " < ".join(lines) or None
+
+
+class Refusal:
+    """Counts the library's calls of all `KINDS` by place, in `places`, and refuses those of `kind` at `place`.
+
+    The first one, or (`lasting`) all of this kind from then on. `hits` counts what was refused.
+    """
+
+    def __init__(self, kind=None, place=None, lasting=False):
+        self._kind, self._place, self._lasting = kind, place, lasting
+        self.places, self.hits = {}, 0
+        self._undo = ExitStack()
+
+    def __enter__(self):
+        libc = segments._libc
+        self._undo.enter_context(patch.object(segments, "_libc", _Libc(libc)))
+        for kind, (error, calls) in KINDS.items():
+            for owner, name in calls:
+                self._undo.enter_context(patch.object(owner, name, self._counted(kind, error, getattr(owner, name))))
+        return self
+
+    def __exit__(self, *_):
+        self._undo.close()
+
+    def _counted(self, kind, error, call):
+        def counted(*args, **keywords):
+            place = _place(sys._getframe(1)) if keywords.get("fileno") is None else None  # that one is open already
+            if place is not None:
+                self.places.setdefault((kind, place))
+                if kind == self._kind and (place == self._place and not self.hits or self._lasting and self.hits):
+                    self.hits += 1
+                    raise error()
+            return call(*args, **keywords)
+
+        return counted
+
+
+class Counted:
+    """What this process holds of the library's: descriptors and mappings."""
+
+    def __init__(self):
+        self._first = self._now()
+
+    def more(self):
+        """What has come since, after a moment; errors may hold frames, and these memory, until they are collected."""
+        gc.collect()
+        end = time.monotonic() + 3.0
+        while (more := self._now() - self._first) and time.monotonic() < end:
+            time.sleep(0.02)
+        return sorted(more)
+
+    @staticmethod
+    def _now():
+        with open("/proc/self/maps") as maps:
+            mapped = {line.split()[0] for line in maps if "memfd:tricomm" in line}
+        held = set()
+        for fd, name in open_files().items():
+            with suppress(OSError):
+                if "memfd" in name or "pidfd" in name or "tricomm" in name:
+                    held.add(f"{fd} {name}")
+        return mapped | held
+
+
+def with_c10d(step, rank, url, route):
+    os.environ.update(TRICOMM_CPU=route, TRICOMM_ARENA_BYTES=str(256 * 1024))
+    limit = timedelta(seconds=LIMIT)
+    step("init", lambda: dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=2, timeout=limit))
+    step("all_reduce", lambda: _sum(dist.all_reduce))
+    step("async", lambda: dist.all_reduce(torch.ones(5), async_op=True).wait())
+    step("message", lambda: dist.send(torch.ones(3), 1) if rank == 0 else dist.recv(torch.zeros(3), 0))
+    sub = step("new_group", lambda: dist.new_group([0, 1], timeout=limit))
+    step("sub", lambda: _sum(lambda x: dist.all_reduce(x, group=sub)))
+    step("suspend", lambda: tricomm.suspend())
+    step("resume", lambda: tricomm.resume())
+    step("barrier", lambda: dist.barrier())
+    if dist.is_initialized():
+        step.always("destroy", dist.destroy_process_group)
+
+
+def with_communicator(step, rank, url):
+    options = tricomm.Options(**{**SMALL, "timeout": LIMIT})
+    comm = step("init", lambda: tricomm.init(url, rank, 2, "cpu", options=options))
+    step("all_reduce", lambda: _sum(comm.all_reduce))
+    step("message", lambda: comm.send(torch.ones(3), 1) if rank == 0 else comm.recv(torch.zeros(3), 0))
+    step("symmetric", lambda: comm.symmetric((4,), torch.float32))
+    sub = step("split", lambda: comm.split([1, 0]))
+    step("sub", lambda: _sum(sub.all_reduce))
+    step("suspend", lambda: comm.suspend())
+    step("resume", lambda: comm.resume())
+    step("gather", lambda: comm.all_gather(torch.ones(3)))
+    for one in (sub, comm):
+        if one is not None:
+            step.always("close", one.close)
+
+
+def _run(step, rank, url, route):
+    with_communicator(step, rank, url) if route == "communicator" else with_c10d(step, rank, url, route)
+
+
+def _sum(all_reduce):
+    x = torch.tensor([1.0, 2.0])
+    all_reduce(x)
+    assert torch.equal(x, torch.tensor([2.0, 4.0])), x
+
+
+def _again(rank, path, route):
+    store = dist.FileStore(path, 2)
+    if route == "communicator":
+        with tricomm.Communicator(store, rank, 2, "cpu", 60.0, tricomm.Options(**SMALL)) as comm:
+            _sum(comm.all_reduce)
+    else:
+        group = group_over(store, rank, 2, timedelta(seconds=60))
+        _sum(lambda x: dist.all_reduce(x, group=group))
+        group.shutdown()
+
+
+def _without_last_exchange():
+    exchange = ControlPage.exchange
+
+    def skipped(page, payload, what, *args, **keywords):
+        return [] if what == "the communicator" else exchange(page, payload, what, *args, **keywords)
+
+    ControlPage.exchange = skipped
+
+
+def _without_names():
+    entry_guard.name_refusal = lambda error: None
+
+
+WITHOUT = {"names": _without_names, "last exchange": _without_last_exchange}
+
+
+def scenario(rank, world_size, tell, folder, route, kind=None, place=None, victim=0, lasting=False, without=None):
+    """The scenario over `route`, with `Refusal(kind, place, lasting)` on rank `victim`; then another group, unhurt.
+
+    Returns how it ended, how the other group did, and what was left behind; the places of all calls; how many calls
+    were refused. `without`: a protection that is taken away.
+    """
+    if without is not None:
+        WITHOUT[without]()
+    torch.set_num_threads(1)
+    before, step = Counted(), Steps()
+    with Refusal(kind, place, lasting) if rank == victim else Refusal() as refusal:
+        _run(step, rank, f"file://{folder}/hurt", route)
+    again = Steps()
+    ranks.together(f"file://{folder}/again", rank, range(world_size))
+    again("again", lambda: _again(rank, f"{folder}/again", route))
+    return (
+        (step.kind, step.text, step.slowest),
+        (again.kind, again.text),
+        before.more(),
+        list(refusal.places),
+        refusal.hits,
+    )
 
 
 def run(folder, *case):
     folder.mkdir(mode=0o700)
-    return ranks.run(2, bodies.scenario, str(folder), *case, timeout=60)
+    return ranks.run(2, scenario, str(folder), *case, timeout=60)
 
 
 def places(folder, route):
@@ -24,12 +287,15 @@ def places(folder, route):
     return [(rank, kind, place) for rank, (*_, seen, _) in enumerate(recorded) for kind, place in seen]
 
 
+LIMIT = 4.0  # seconds for each call, and for the making of a group
+
+
 def wrong(results):
     """The promises that these results break."""
     found = []
     for rank, ((kind, text, slowest), (_, again), left, _, _) in enumerate(results):
         found += [f"rank {rank}: {text}"] * kind.startswith("bare")
-        found += [f"rank {rank}: {slowest:.1f} s: {text}"] * (slowest > bodies.LIMIT + 1.0 + ranks.BUSY)
+        found += [f"rank {rank}: {slowest:.1f} s: {text}"] * (slowest > LIMIT + 1.0 + ranks.BUSY)
         found += [f"rank {rank}, another group: {again}"] * (again != "")
         found += [f"rank {rank}: left behind: {left}"] * (left != [])
     return found

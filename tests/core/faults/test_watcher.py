@@ -1,15 +1,23 @@
 """One thread watches over all groups of a process: it looks at busy ones always, at idle ones in turn."""
 
+from __future__ import annotations
+
 import os
+import resource
+import socket
 import subprocess
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
+import torch
+from torch.distributed import FileStore, PrefixStore, TCPStore
 
+import tricomm
 from tests import forked, ranks
-from tests.core.bodies import watcher_bodies as bodies
+from tests.core.bodies.common_bodies import SMALL, leftovers
 from tricomm.core.watch.watcher import Watcher
 from tricomm.store import process
 
@@ -86,19 +94,67 @@ def test_who_is_discarded_is_not_looked_at_any_more():
     result.discard(other)
 
 
+def make(rank, world_size, store, name):
+    store = PrefixStore(name, store)
+    return tricomm.Communicator(store, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+
+
+def many(rank, world_size, tell, folder, count, limit):
+    """More communicators than this process may open files."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    store, sums = FileStore(f"{folder}/store", world_size), []
+    comms = [make(rank, world_size, store, str(n)) for n in range(count)]
+    for n, comm in enumerate(comms):
+        x = torch.full((1,), rank + 1 + n, dtype=torch.int32)
+        comm.all_reduce(x)
+        sums.append(x.item())
+    threads = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    descriptors = len(os.listdir("/proc/self/fd"))
+    comms[0].barrier()
+    busy, began = time.process_time(), time.monotonic()
+    time.sleep(2.0)
+    idle = (time.process_time() - busy) / (time.monotonic() - began)
+    comms[0].barrier()
+    for comm in comms:
+        comm.close()
+    return threads, descriptors, sums, idle
+
+
 def test_hundreds_of_communicators_with_few_descriptors_and_one_thread(tmp_path):
     """A set of threads or descriptors for each would not fit."""
     tmp_path.chmod(0o700)
-    for threads, descriptors, sums, idle in ranks.run(2, bodies.many, str(tmp_path), 100, 64):
+    for threads, descriptors, sums, idle in ranks.run(2, many, str(tmp_path), 100, 64):
         assert threads == ["tricomm-watcher"]
         assert descriptors <= 64
         assert sums == [3 + 2 * n for n in range(100)]
         assert idle < 0.25  # of a core: 0.01 to 0.02 on a machine that does nothing else
 
 
+def many_lose_a_peer(rank, world_size, tell, folder, count):
+    """A peer dies while nothing is called; each group names it at its next call."""
+    store = FileStore(f"{folder}/store", world_size)
+    comms = [make(rank, world_size, store, str(n)) for n in range(count)]
+    comms[0].barrier()
+    tell(os.getpid() if rank else "ready")
+    kinds, slowest = set(), 0.0
+    if rank:
+        time.sleep(60.0)
+    time.sleep(1.0)
+    for comm in comms:
+        began = time.monotonic()
+        try:
+            comm.all_reduce(torch.ones(3))
+        except tricomm.TricommError as error:
+            kinds.add(type(error).__name__)
+        slowest = max(slowest, time.monotonic() - began)
+        comm.close()
+    return kinds, slowest
+
+
 def test_a_killed_peer_is_named_by_every_idle_group(tmp_path):
     tmp_path.chmod(0o700)
-    with ranks.start(2, bodies.many_lose_a_peer, str(tmp_path), 60) as started:
+    with ranks.start(2, many_lose_a_peer, str(tmp_path), 60) as started:
         pid = started.message(1)
         assert started.message(0) == "ready"
         os.kill(pid, 9)
@@ -106,9 +162,45 @@ def test_a_killed_peer_is_named_by_every_idle_group(tmp_path):
     assert kinds == {"PeerDied"} and slowest < 2.0 + ranks.BUSY
 
 
+OWN = ("fds", "maps", "threads")
+
+
+def without_descriptors(rank, world_size, tell, poor, port):
+    """One rank may open no file any more."""
+    seconds = timedelta(seconds=20)
+    store = TCPStore("127.0.0.1", port, world_size, rank == 0, seconds, wait_for_workers=False)
+    with make(rank, world_size, store, "warm") as comm:
+        comm.barrier()
+    before, text, kind = leftovers(), "", "nothing"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if rank == poor:
+        lowest = os.open("/dev/null", os.O_RDONLY)  # the limit is one of numbers: here the next open fails
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    began = time.monotonic()
+    try:
+        make(rank, world_size, store, "poor").close()
+    except tricomm.TricommError as error:
+        kind, text = type(error).__name__, str(error)
+    took = time.monotonic() - began
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    left = leftovers()
+    with make(rank, world_size, store, "after") as comm:
+        x = torch.full((1,), rank + 1)
+        comm.all_reduce(x)
+        comm.barrier()
+        return kind, text, took, {w: left[w] - before[w] for w in OWN if left[w] - before[w]}, x.item()
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_without_descriptors_is_named_on_all_ranks(rank):
-    results = ranks.run(3, bodies.without_descriptors, rank, bodies.free_port())
+    results = ranks.run(3, without_descriptors, rank, free_port())
     for kind, text, seconds, left, after in results:
         assert kind == "ResourceError" and f"rank {rank}" in text, text
         assert "open files" in text and "ulimit -n" in text
