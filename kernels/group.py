@@ -40,7 +40,8 @@ def table_of(group):
 
 @triton.jit
 def word_of(group, WORD: tl.constexpr):
-    """int64: a word of the group table below `layout.EPOCH`. They have the same order behind the table's address."""
+    """int64: a word of the group table below `layout.EPOCH`. The parameters have the table's order, after its
+    address."""
     if isinstance(group, tl.tensor):
         word = tl.load(group + WORD)
     else:

@@ -5,15 +5,15 @@
     ll          LL mailbox    [parity][source], `ll_buffer` bytes each; two words of 64 bits for 8 bytes of payload
     wide        mailbox of `ll128`: [parity][source], `wide_buffer` bytes each; 16 bytes for 12 bytes of payload
     simple      mailbox       [parity][source], `simple_buffer` bytes each
-    queue_states              of messages: [rank][queue], 16 words each: headers of what comes, acknowledgements of
-                              what was sent, own counters
+    queue_states              of messages: [rank][queue], 16 words each: headers of incoming pieces, acknowledgements of
+                              sent ones, own counters
     slots                     of messages: [source][queue][slot], `slot` bytes each
 
 LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
 that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
 their messages are short: of a large arena LL gets a quarter at most, wide words an eighth, messages between two ranks
-a sixteenth, and `simple` the rest. Wide words cannot share the mailbox of LL words: payload of the one lies in it
-where the other has flags.
+a sixteenth, and `simple` the rest. Wide words cannot share the mailbox of LL words: the one's payload would be where
+the other has flags.
 """
 
 from __future__ import annotations

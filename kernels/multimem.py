@@ -11,9 +11,9 @@ Width     16 bytes a thread: two neighbouring 64-bit words, of floats by one ins
 Order     Relaxed at `.sys`: nothing else is ordered, so a store arrives at different ranks at different times. Headers
           publish them as they do plain data. The same bytes have another address for plain accesses, and PTX orders
           accesses by two addresses only with an alias fence between them (ALIASES of `primitives.barrier`).
-Sums      Which types and operations: `why_not_reduced`. 16-bit floats are asked to be summed in fp32. In which order
-          the switch adds, and how it rounds, is its own: one rank reduces a word, and all get what it got, but the bits
-          are not those of a sum in rank order. The interpreter adds in rank order and rounds once.
+Sums      Which types and operations: `why_not_reduced`. 16-bit floats are asked to be summed in fp32. The switch
+          chooses the order of additions and the rounding: one rank reduces a word and all ranks get its result, but the
+          bits may differ from a sum in rank order. The interpreter adds in rank order and rounds once.
 Offered   From sm_90 and Triton 3.9 on. Older Triton copies inline assembly from one layout to another, as it likes; a
           sum that the switch makes twice may have two values.
 """
@@ -98,7 +98,7 @@ def everywhere(group, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
 @triton.jit
 def everywhere_in(table, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
     """The beginning of symmetric memory on all ranks at once, a multicast pointer of int64*. `table` (int64*) has its
-    address on each rank, and behind them the one that stands for all."""
+    address on each rank, and then the multicast address."""
     heads = ()
     if PTX:
         heads = heads + (tl.multiple_of(tl.load(table + WORLD_SIZE).to(tl.pointer_type(tl.int64)), 16),)
@@ -112,8 +112,8 @@ def everywhere_in(table, WORLD_SIZE: tl.constexpr, PTX: tl.constexpr):
 def load_reduced(pointers, first, count, SPEC: tl.constexpr):
     """The tile at word `first` of a run of `count` at a multicast pointer, reduced over the ranks: int64 [BLOCK].
 
-    `pointers` are int64*, multiples of 16, `first` is even. Words go by pairs: what lies behind the last pair that
-    begins before `count` is undefined, and a pair's second word there has to be memory that may be read.
+    `pointers` are int64*, multiples of 16, `first` is even. Words are loaded by pairs: words past the last pair that
+    begins before `count` are undefined, and that pair's second word has to be readable memory.
     """
     if SPEC.PTX:
         tl.static_assert(SPEC.BLOCK >= 2 * SPEC.LANES)

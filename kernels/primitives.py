@@ -1,4 +1,4 @@
-"""Communication between kernels: group table, LL words, headers, signal and wait. Public, for users' kernels too.
+"""Communication between kernels: group table, LL words, headers, signal and wait. Public, also for users' kernels.
 
 `group` is the pointer to this rank's group table (`layout.py`), int64*, as `Communicator.group_table` gives it; in the
 shipped kernels it is a tuple of their parameters (`group.py`).
@@ -7,9 +7,9 @@ Two variants of each access that crosses GPUs, chosen by the constexpr `PTX`: pu
 runs, and inline PTX, which says relaxed, release and acquire at `.sys` scope in the widths that we want. A release
 on a peer's word is a store, never an exchange: PCIe boxes have no native atomics between GPUs.
 
-Uniformity: threads that poll by themselves may see a word arrive at different times, and a loop that only some warps
-leave would tear the block's barriers apart. So every poll reads a tile that spans all threads (`LANES` on a GPU is
-the number of threads) and leaves by one reduction over the block.
+Uniformity: threads that poll independently may see a word arrive at different times, and a loop that only some warps
+leave would tear the block's barriers apart. So every poll reads a tile that spans all threads (`LANES` on a GPU is the
+number of threads) and leaves by one reduction over the block.
 
 Bound: every wait also looks at the control page's abort and status words now and then, and gives up with a non-zero
 status. The host sets abort when a limit passes or a peer is gone.
@@ -60,8 +60,8 @@ def pause(spins):
 def put_ll(pointer, words, flag, count, BLOCK: tl.constexpr, PTX: tl.constexpr):
     """Push the first `count` of `words` (int64 [BLOCK], 8 bytes of payload each) as LL words to `pointer` and on.
 
-    `pointer` is int64*, 16-byte aligned; a payload word takes 16 bytes there. Each half of it travels with the 32-bit
-    `flag` in one naturally aligned 64-bit store, so it arrives whole and needs no fence. Pairs with `get_ll`.
+    `pointer` is int64*, 16-byte aligned; a payload word takes 16 bytes of the mailbox. Each half of it travels with the
+    32-bit `flag` in one naturally aligned 64-bit store, so it arrives whole and needs no fence. Pairs with `get_ll`.
     """
     lane = tl.arange(0, BLOCK)
     store_ll(pointer + 2 * lane, words, flag, lane < count, PTX)
@@ -226,7 +226,7 @@ def send_headers(
     """Write `epoch << 32 | fingerprint` to this block's header at every peer, one lane a peer.
 
     `call` carries the fingerprint in its low half. RELEASE if the header is a barrier flag (`simple`); relaxed
-    under `ll`, because the data carry flags of their own. Pairs with `wait_headers`, same block, same phase.
+    under `ll`, because every word of data has a flag. Pairs with `wait_headers`, same block, same phase.
     """
     lane = tl.arange(0, LANES)
     mask = (lane < WORLD_SIZE) & (lane != rank_of(group))
@@ -290,8 +290,8 @@ def report_mismatch(group, source, mask, seen, call):
 
 @triton.jit
 def report_overlap(group):
-    """Say in the status word that two launches overlap. An earlier report stays, and a launch that was told to leave
-    has left its busy word behind."""
+    """Report in the status word that two launches overlap, unless there is an earlier report or an abort: a launch that
+    was aborted does not clear its busy word."""
     control = control_of(group)
     if (tl.load(control, volatile=True) | tl.load(control + STATUS, volatile=True)) == 0:
         tl.store(control + STATUS, OVERLAP)
@@ -315,10 +315,10 @@ def barrier(
 ):  # fmt: skip
     """Block b waits for block b of every peer; earlier writes of each are visible to the others. Returns the status.
 
-    Before: the block barrier gathers all threads' accesses behind the releasing lanes. After: it holds all threads
-    back until the acquiring lanes have seen the flags.
-    ALIASES: by other addresses of the same bytes, too, through an alias fence (`multimem`). That waits as a fence of
-    the system does: so it stands where no store of this block is on its way, in the threads that acquire.
+    Before: the block barrier orders all threads' accesses before the releasing lanes' stores. After: it holds all
+    threads back until the acquiring lanes have seen the flags. ALIASES: also accesses by other addresses of the same
+    bytes, through an alias fence (`multimem`). It waits as a system fence does, so the acquiring threads issue it, when
+    no store of this block is in flight.
     """
     tl.debug_barrier()
     send_headers(group, epoch, call, PHASE, True, WORLD_SIZE, LANES, PTX)
@@ -332,8 +332,8 @@ def barrier(
 
 @triton.jit
 def advance(epoch, chunks):
-    """The epoch `chunks` after `epoch`. 0 means 'never written', so the wrap goes from 2^32 - 1 to 2. Not to 1: the
-    mailbox is chosen by the epoch's parity, which must go on alternating.
+    """The epoch `chunks` after `epoch`. 0 means 'never written', so 2^32 - 1 is followed by 2. Not by 1: the mailbox is
+    chosen by the epoch's parity, which must go on alternating.
     """
     later = epoch + chunks
     return tl.where(later >= LIMIT, later - (LIMIT - 2), later)
@@ -342,7 +342,7 @@ def advance(epoch, chunks):
 @triton.jit
 def read_epoch(group):
     """(epoch, owner): the first epoch of a launch, and the busy word, 0 unless another launch is running. Nothing waits
-    for these loads here: what comes before the first use of them is in flight beside them.
+    for these loads here: the code up to their first use runs while they are in flight.
     """
     table = table_of(group)
     return tl.load(table + EPOCH), tl.load(table + BUSY, volatile=True)
@@ -352,7 +352,7 @@ def read_epoch(group):
 def enter(group, call):
     """Start of a launch: (epoch, owner). `owner` is the previous busy word: 0 unless another launch is running.
 
-    Another launch is reported here already, because neither of the two may come to its end.
+    Another launch is reported here already, because possibly neither of the two ends.
     """
     epoch, owner = read_epoch(group)
     if tl.program_id(0) == 0:
@@ -367,7 +367,7 @@ def enter(group, call):
 
 @triton.jit
 def leave(group, epoch, owner, call, chunks, status):
-    """`finish`, for a launch that has not looked at the busy word since its start.
+    """`finish`, for a launch that has not read the busy word since its start.
 
     A launch that overlaps another one of the same communicator sees a foreign busy word at its start, or here if the
     other one came later. It reports that in the status word; neither launch's output is defined then.

@@ -31,7 +31,7 @@ class Specialization:
     Of an all-reduce of rows with an epilogue (`device/rows.py`):
     HIDDEN       elements of a row, a multiple of 8
     SHARDS       equal parts of a row: one a rank if two shots reduce it
-    OPERANDS     Triton's types of what the epilogue takes besides the row
+    OPERANDS     Triton's types of the epilogue's operands besides the row
     EPILOGUE     the device function that takes a reduced row, and PREPARE, which runs before the row is there
     WEIGHT, BIASED, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether
                  something is added to it, whether there is a residual, whether the norm is written, the quantisation,
@@ -186,7 +186,7 @@ class Specialization:
 
     @cached_property
     def EARLY(self) -> bool:
-        """Whether an epilogue's operands are loaded before the row is there: if the registers hold all of them."""
+        """Whether an epilogue's operands are loaded before the row has arrived: if the registers hold all of them."""
         return self.ROW_PLANES * self.PLANE <= (16 if self.LANES <= 256 else 8) * self.LANES
 
     @cached_property
@@ -226,7 +226,7 @@ _REQUIRED = frozenset(field.name for field in fields(Specialization) if field.de
 def specialized(parameters: Collection[str], constexprs: Mapping[str, Any], compiled: bool = False) -> dict[str, Any]:
     """`constexprs` as a kernel with these parameters takes them: for a shipped one, in one `SPEC`."""
     if "SPEC" not in parameters or "SPEC" in constexprs or not constexprs.keys() >= _REQUIRED:
-        return dict(constexprs)  # a user's kernel may have a SPEC of its own
+        return dict(constexprs)  # a user's kernel may have another SPEC
     spec = Specialization(**{name: value for name, value in constexprs.items() if name in _FIELDS})
     others = {name: value for name, value in constexprs.items() if name not in _FIELDS}
     return others | {"SPEC": CompiledSpecialization(spec) if compiled else spec}

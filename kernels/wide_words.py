@@ -14,9 +14,9 @@ Arrival   A wide word that carries the awaited flag is complete, because it is o
 Reuse     As for LL words: none may be overwritten before its reader has taken and acknowledged it. Memory that wide
           words are polled in holds nothing else: payload of another format may look like a flag.
 Offered   Compiled from Triton 3.9 and sm_75 on. Older Triton copies inline assembly from one layout to another, as it
-          likes; flag and payload may then come from two loads, and a later flag vouches for an earlier payload. With
-          planes of this form 3.6, 3.7 and 3.8 were not seen to do so, but nothing prevents it. Stores may be copied.
-          Under the interpreter always: there a wide word is one access of 16 bytes (`launch/interpreted_wide.py`).
+          likes; flag and payload may then be from two loads, a newer flag with an older payload. With planes of this
+          form 3.6, 3.7 and 3.8 were not seen to do so, but nothing prevents it. Stores may be copied. Under the
+          interpreter always: there a wide word is one access of 16 bytes (`launch/interpreted_wide.py`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def load_wide(pointer):
 
 @triton.jit
 def plane_words(count, BLOCK: tl.constexpr):
-    """int32: words of a plane of the tile that carries `count` payload words, or as many as it can: plane k begins at
+    """int32: words of a plane of the tile that carries `count` payload words, at most a full tile: plane k begins at
     word k * plane_words. An even number, so that planes of an aligned run are aligned."""
     carried = tl.maximum(tl.minimum(count, 3 * BLOCK), 0).to(tl.int32)
     return tl.minimum((carried + 5) // 6 * 2, BLOCK)
@@ -75,7 +75,7 @@ def plane_words(count, BLOCK: tl.constexpr):
 @triton.jit
 def slots(BLOCK: tl.constexpr):
     """Where the wide word of each lane is, in 64-bit words. Even lanes first, then the odd ones: a thread that has
-    two neighbours of a plane, loaded in one access of 16 bytes, then stores both beside its neighbours' words, and
+    two neighbours of a plane, loaded in one access of 16 bytes, then stores both next to its neighbours' words, and
     each store instruction of a warp fills whole sectors."""
     lane = tl.arange(0, BLOCK)
     return 2 * ((lane & 1) * (BLOCK // 2) + (lane >> 1))
@@ -85,7 +85,7 @@ def slots(BLOCK: tl.constexpr):
 def put_wide(pointer, planes, flag, count, BLOCK: tl.constexpr):
     """Push the first `count` words of each of three `planes` (int64 [BLOCK]) with the 32-bit `flag`.
 
-    `pointer` is int64*, 16-byte aligned; the tile takes 32 * BLOCK bytes there. BLOCK is 2 or more. Pairs with
+    `pointer` is int64*, 16-byte aligned; the tile takes 32 * BLOCK bytes of the mailbox. BLOCK is 2 or more. Pairs with
     `get_wide`.
     """
     mask = tl.arange(0, BLOCK) < count
@@ -105,7 +105,8 @@ def clear_wide(pointer, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def see_wide(pointer, flag, BLOCK: tl.constexpr):
-    """What lies in a tile's place now: (a tuple of three planes, int32 [BLOCK]: 1 if a word of them has another flag).
+    """The present contents of a tile's place: (a tuple of three planes, int32 [BLOCK]: 1 if a word of them has another
+    flag).
 
     `flag` is int32, or a tile of it. Without a mask: a whole tile lies inside its room, whatever is in it.
     """

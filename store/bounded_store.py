@@ -1,8 +1,8 @@
-"""Store calls with a time limit of our own.
+"""Store calls with a time limit.
 
 A Store's own timeout does not hold: with the server of a TCPStore stopped, `get` with a timeout of 4 s was still
 blocked after 90 s. So every call runs on another thread, and the caller waits for a limited time. A thread that is
-stuck in a call cannot be ended; it is left behind as a daemon and never used again.
+stuck in a call cannot be ended; it stays as a daemon and is never used again.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class BoundedStore:
             except Exception as error:
                 return [], error
 
-        # The store's errors come back as values, so that a signal handler's error is not taken for one of them.
+        # The store's errors are returned as values, so that a signal handler's error is not taken for one of them.
         result, error = self._thread.run(attempt, what, self._deadline.left)
         if error is not None:
             waited = time.monotonic() - began

@@ -47,7 +47,7 @@ class RankSegment:
 
 
 class Host(TimeSource, Protocol):
-    """What a control page needs from the environment of its rank."""
+    """The functions of its environment that a control page calls."""
 
     def watch(self, rank: int, member: RankSegment) -> process.Watched: ...
 
@@ -184,7 +184,7 @@ class ControlPage:
         return self._page(rank).sequence()
 
     def raise_fault(self, fault: Fault) -> None:
-        """Publish why this rank aborts the group. The first fault stays; its text is cut to what fits."""
+        """Publish why this rank aborts the group. The first fault stays; its text is cut to the page's room for it."""
         with self._lock:
             self._own().put_fault(fault)
             self._host.changed()
@@ -195,11 +195,11 @@ class ControlPage:
     def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]:
         """Every rank's `payload` (at most 1024 bytes), in rank order. All ranks call it in the same order.
 
-        Raises within `timeout` seconds: `PeerDied` if a rank that has not come to this exchange has ended or closed
-        the group (if it has left a fault: an error of that class and text), `CollectiveTimeout` that names the missing
-        ranks, `CollectiveMismatch` if a rank is at another exchange than `what`, `GroupAborted` if a rank has gone on
-        without this one. With `abort_on_fault` also `GroupAborted` if a missing rank has aborted the group, and
-        `CollectiveMismatch` if it is in a call that this rank has not made.
+        Raises within `timeout` seconds: `PeerDied` if a rank that is missing in this exchange has ended or closed the
+        group (if it has left a fault: an error of that class and text), `CollectiveTimeout` that names the missing
+        ranks, `CollectiveMismatch` if a rank is at another exchange than `what`, `GroupAborted` if a rank has left the
+        exchange without this one. With `abort_on_fault` also `GroupAborted` if a missing rank has aborted the group,
+        and `CollectiveMismatch` if it is in a call that this rank has not made.
         """
         if len(payload) > MESSAGE_BYTES:
             raise InvalidArgument(f"{what}: {len(payload)} bytes to exchange; at most {MESSAGE_BYTES} are possible")
@@ -217,8 +217,8 @@ class ControlPage:
     def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
         """Return if every rank brought None; otherwise raise the same error on every rank.
 
-        Its class is that of the lowest failed rank's error if that is tricomm's own, else `TricommError`; its text
-        names the ranks that failed, and their reasons. Raises as `exchange` does, too.
+        Its class is the lowest failed rank's if that is one of tricomm's, else `TricommError`; its text names the ranks
+        that failed, and their reasons. Also raises as `exchange` does.
         """
         answers = self.exchange(_pack_error(error), what, timeout, abort_on_fault)
         self._raise_failed({rank: answer for rank, answer in enumerate(answers) if answer}, what, error)
@@ -241,7 +241,7 @@ class ControlPage:
     def require_equal(self, value: str, what: str, timeout: float, abort_on_fault: bool = False) -> None:
         """Return if every rank brought the same `value`; otherwise raise the same `InvalidArgument` on every rank.
 
-        Its text has rank 0's value and that of the lowest rank with another one. Raises as `exchange` does, too.
+        Its text has rank 0's value and the value of the lowest rank that differs. Also raises as `exchange` does.
         """
         text = value.encode(errors="replace")
         mine = hashlib.sha256(text).digest() + text[:_VALUE_BYTES]

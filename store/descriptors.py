@@ -5,8 +5,8 @@
 
 A datagram arrives whole or not at all, and there is no connection that a silent process could occupy. No other user
 can enter the directory. A message counts if the kernel says that this user sent it, if its record has the group's nonce
-(and HMAC, with TRICOMM_TOKEN), and if it carries as many descriptors as the group's ranks send. Any other message is
-counted and dropped, and its descriptors are closed.
+(and HMAC, with TRICOMM_TOKEN), and if it carries the number of descriptors that the group's ranks send. Any other
+message is counted and dropped, and its descriptors are closed.
 
 A rank removes its directory after the exchange, or the others do if it was killed. If all were killed, or none knew the
 name yet, the next process that makes a socket in the same base removes it: no process holds its lock.
@@ -124,7 +124,7 @@ class DescriptorSocket:
             self._sockets.pop().close()
 
     def abandon(self) -> None:
-        """Instead of `close` after a failure: also removes what killed ranks have left behind."""
+        """Instead of `close` after a failure: also removes the sockets of killed ranks."""
         self.close()
         for name in self.peers:
             if died(name):
@@ -147,7 +147,8 @@ class DescriptorSocket:
         deadline: Deadline,
         look: Callable[[], None],
     ) -> None:
-        """Send the descriptors `mine` to all other ranks, whose sockets have `names`, and receive as many from each.
+        """Send the descriptors `mine` to all other ranks, whose sockets have `names`, and receive the same number from
+        each.
 
         `take(rank, descriptors)` is called once for each other rank; descriptors that it leaves in the list are closed.
         `look` is called periodically, and raises if waiting is useless. Raises `ResourceError` if a rank cannot be
@@ -246,7 +247,7 @@ class DescriptorSocket:
 
 
 class OwnedDescriptors(list[int]):
-    """Descriptors that are closed with the list at the latest: an interrupt may come at any line."""
+    """Descriptors that are closed with the list at the latest: an interrupt may happen at any line."""
 
     def __del__(self) -> None:
         while self:
@@ -331,7 +332,7 @@ def _read(source: socket.socket, held: list[int]) -> tuple[bytes, list[tuple[int
 
 
 class _Messages(list[tuple[bytes, list[tuple[int, int, bytes]], int, object]]):
-    """What `recvmsg` has returned. Descriptors that are not handed over are closed with the list."""
+    """The result of `recvmsg`. Descriptors that are not handed over are closed with the list."""
 
     def hand_over(self, held: list[int]) -> None:
         """Add all descriptors to `held`, which owns them from then on, in one step."""
@@ -374,7 +375,7 @@ def _check_folder(folder: str, rank: int) -> None:
 
 def _remove(folder: str) -> None:
     for remove, path in ((os.unlink, f"{folder}/{_SOCKET}"), (os.rmdir, folder)):
-        with suppress(OSError):  # gone, or a file system keeps something there: NFS does for an open socket
+        with suppress(OSError):  # gone, or not empty: NFS keeps a file for an open socket
             remove(path)
 
 

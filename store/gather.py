@@ -23,7 +23,7 @@ from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.records import B, Failure, StoreRecord
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 0.02
-_EACH_SECONDS = 0.05  # after which the records are asked for one by one: some may exist
+_EACH_SECONDS = 0.05  # between reads of single records: some may exist before all do
 
 Arrived = Mapping[int, StoreRecord[B]]  # the records that exist, by rank
 
@@ -44,7 +44,7 @@ class Gathering:
         self._keys, self._token = f"tricomm/{name}", env.token()
 
     def begin(self) -> None:
-        """Take this rank's next generation, and record it even if an interrupt comes before the store has answered."""
+        """Take this rank's next generation, and record it even if an interrupt precedes the store's answer."""
         key = self.counter(self.rank)
         self.store.add(key, 1, self._begun)
         generation = self.generation

@@ -79,7 +79,7 @@ class HostWords:
                 self._registration = None
 
     def _register(self, memory: object, driver: Driver, ordinal: int) -> _Registration:
-        # Retain the context too: a registration ends with the context in which it was made.
+        # Retain the context, because a registration ends with the context in which it was made.
         context = driver.retain_context(ordinal)
         registration = _Registration(memory, driver, ordinal, context, os.getpid())
         try:

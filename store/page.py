@@ -10,7 +10,7 @@
 
 One rank writes, the others map it read-only. Words are aligned and 8 bytes wide: one store, one load, never torn.
 Anything longer is a record with its own length, CRC-32 and the number that it was written for, so a reader needs no
-memory ordering: it copies again until its copy is whole and the one that it asked for.
+memory ordering: it copies again until its copy is whole and has the number that it wants.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Descriptor:
     mode: str
 
     def packed(self) -> PackedDescriptor:
-        """What a page holds of it, except for the sequence number: the same for every call of a plan."""
+        """Its form in a page, without the sequence number: the same for every call of a plan."""
         sequence, *rest = astuple(self)
         fields = [field.encode() if isinstance(field, str) else field for field in rest]
         text = _DESCRIPTOR.pack(*fields, sequence)[:-8]
@@ -283,7 +283,7 @@ class _Places:
         return number
 
     def _named(self, sequence: int) -> set[int]:
-        """The places of the last calls' descriptors, except that of the call whose word call `sequence` overwrites."""
+        """The places of the last calls' descriptors, without the call whose word call `sequence` overwrites."""
         others = (self._words[_RING + n] for n in range(RING) if n != sequence % RING)
         return {(word & _LOWER) % _PLACES for word in others}
 

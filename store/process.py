@@ -73,7 +73,7 @@ def state(pid: int, started: int) -> str | None:
 
 
 def _parse_start(stat: bytes) -> int | None:
-    # The name in field 2 may hold spaces and brackets: count from behind its last bracket.
+    # The name in field 2 may contain spaces and brackets: count from after its last bracket.
     fields = stat.rpartition(b")")[2].split()
     if fields[_STATE_FIELD - _FIRST_FIELD_AFTER_NAME] in (b"Z", b"X"):
         return None

@@ -1,4 +1,4 @@
-"""Fixed-size binary records that cross the Store or a socket, and the one function that decides what to believe.
+"""Fixed-size binary records that cross the Store or a socket, and the one function that validates them.
 
     magic 8 | version 2 | kind 2 | payload bytes 4 | generation 8 | rank 4 | world size 4 | seal kind 4 | nonce 16
     payload (a fixed size for each kind)
@@ -219,7 +219,7 @@ def parse(data: bytes, kind: type[B], generation: int, rank: int | None, token: 
 
 @dataclass(frozen=True)
 class MessageHeader:
-    """Sender and purpose of a message of any length, which crosses the Store behind a record with its digest."""
+    """Sender and purpose of a message of any length, which crosses the Store after a record with its digest."""
 
     rank: int
     world_size: int

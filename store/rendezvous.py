@@ -25,10 +25,10 @@ from tricomm.store.bounded_store import BoundedThread, first_line
 from tricomm.store.records import MAX_WORLD_SIZE
 
 _RETRY_SECONDS = 0.02
-_GRACE_SECONDS = 0.25  # for calls with a limit of their own; name look-ups have none
+_GRACE_SECONDS = 0.25  # added to calls that have a limit; name look-ups have none
 _QUERY = ("rank", "world_size")
 # A store that is hosted here lives until the process ends: a peer may already use it for the next group.
-_hosted: dict[tuple[int, str, int], TCPStore] = {}  # by pid, too: a fork has no server
+_hosted: dict[tuple[int, str, int], TCPStore] = {}  # also by pid: a fork has no server
 _files: dict[tuple[int, str, int], FileStore] = {}
 _hosting = threading.Lock()
 

@@ -1,8 +1,8 @@
 """Memory that processes of one user share, and that does not outlive them: sealed memfds, passed between processes.
 
-There is no name in a file system: nothing to guess, and nothing left behind when the whole job is killed. Memory is
-allocated when the segment is made, so a full machine is an error here and never a SIGBUS later. The seals keep every
-process from shrinking it afterwards, and other processes from writing to a segment that only its maker may write.
+There is no name in a file system: nothing to guess, and nothing stays when the whole job is killed. Memory is allocated
+when the segment is made, so a full machine is an error here and never a SIGBUS later. The seals keep every process from
+shrinking it afterwards, and other processes from writing to a segment that only its maker may write.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Segment:
         """
         _check_size(nbytes)
         with cls(nbytes)._being_made() as segment:
-            # An interrupt may come at any line: a descriptor has its owner before the next one.
+            # An interrupt may happen at any line: a descriptor has its owner before the next one.
             segment._fds.append(_memfd(name))
             os.fchmod(segment.fd, 0o600)
             _refuse_if_short(nbytes)
@@ -65,7 +65,7 @@ class Segment:
 
     @classmethod
     def attach(cls, descriptors: list[int], nbytes: int, readonly: bool, sealed: bool = True) -> Segment:
-        """Map the segment behind the last of `descriptors`, which is taken out of the list and closed.
+        """Map the segment of the last of `descriptors`, which is taken out of the list and closed.
 
         Raises `ResourceError` if its size or owner is wrong, or its seals are missing: its owner could then shrink it,
         and touching it would be fatal. Only the user's own memory may lack seals (`sealed=False`).
@@ -94,7 +94,7 @@ class Segment:
             self.close_fd()
 
     def _map(self, fd: int, readonly: bool) -> None:
-        # Not mmap.mmap: that keeps a descriptor of its own, and cannot be closed while a view exists.
+        # Not mmap.mmap: that keeps another descriptor, and cannot be closed while a view exists.
         protection = mmap.PROT_READ if readonly else mmap.PROT_READ | mmap.PROT_WRITE
         address, owned = None, None
         try:
@@ -150,13 +150,13 @@ class Segment:
             os.close(self._fds.pop())
 
     def close(self) -> None:
-        """Idempotent. In a forked child it lets go of the child's copy only."""
+        """Idempotent. In a forked child it releases only the child's copy."""
         self.close_fd()
         self._buffer = None
 
 
 def available_memory() -> int:
-    """Bytes that can still be allocated here: the machine's, or those of a control group if that is less.
+    """Bytes that can still be allocated here: the machine's, or a control group's if that is less.
 
     Raises `ResourceError` without /proc, `OSError` if it cannot be read now."""
     free = MAX_NBYTES
@@ -232,7 +232,7 @@ def _check_attached(fd: int, nbytes: int, must_be_sealed: bool) -> None:
 
 
 def _refuse_if_short(nbytes: int) -> None:
-    # A memfd has no limit of its own: without this the out-of-memory killer would answer.
+    # A memfd has no limit: without this the out-of-memory killer would answer.
     if nbytes > available_memory():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 

@@ -58,7 +58,7 @@ def open_store_control(
             f"rank(s) {different} have other options than rank {rank}: use the same tricomm, device kind, options and "
             "TRICOMM_* variables on every rank"
         )
-    # Of what all ranks have said: a rank that has read an old record, or another one, is in another group from now on.
+    # A digest of all ranks' facts: a rank that has read an old record, or another one, is in another group from now on.
     exchanges.nonce = hashlib.sha256(b"".join(said)).digest()[: records.NONCE_BYTES]
     return _page(rank, world_size, exchanges), [node for _, node, _ in answers]
 
@@ -91,7 +91,7 @@ class _Exchanges:
 
         def check(record: StoreRecord[ExchangeMessage]) -> None:
             theirs, rank = record.body, record.rank
-            other = mine.step > 0 and record.nonce != self.nonce  # in step 0 each rank has a nonce of its own
+            other = mine.step > 0 and record.nonce != self.nonce  # in step 0 each rank has another nonce
             if record.world_size != self._world_size or other or theirs.step != mine.step:
                 raise RendezvousError(f"{prefix}: rank {rank} is in another group on this store")
             if theirs.what != mine.purpose():

@@ -1,7 +1,7 @@
 """All-gather over a hybrid cube mesh: push to the quad and the relay, then forward the relay's data to the quad.
 
-    rank 0 [x0] ──▶ 1, 2, 3 and relay 4        rank 0: x4 ──▶ 1, 2, 3        y = [x0 .. x7]   on every rank
-    rank 4 [x4] ──▶ 5, 6, 7 and relay 0        rank 1: x5 ──▶ 0, 2, 3
+    rank 0: [x0] ──▶ 1, 2, 3 and relay 4        rank 0: x4 ──▶ 1, 2, 3        y = [x0 .. x7]   on every rank
+    rank 4: [x4] ──▶ 5, 6, 7 and relay 0        rank 1: x5 ──▶ 0, 2, 3
     ...                                        ...
 
 Order     nothing is summed.
@@ -10,7 +10,7 @@ Source    see `device/mesh.py`.
 LL: no barrier, words of either width.
 
 Bytes     per rank under `ll` 8 n, then 6 n written over links (half of them flags), under `ll128` 2/3 of that: 7 rows
-          reach every rank, as they have to. Nothing crosses a link that is not there.
+          reach every rank, as they have to. Nothing is sent between ranks without a link.
 Hops      2, both one way.
 Waits     header, along links: the peer made the same call; of the quad once more, before its forwarded data is
           used. word: its flag is this epoch; flag and payload are one access.
@@ -19,8 +19,8 @@ Reuse     see `device/mesh.py`, headers: the quad's second ones are sent after t
 
 simple: a barrier after each push.
 
-Bytes     per rank 4 n, then 3 n written over links: 7 rows reach every rank, as they have to. Nothing crosses a link
-          that is not there.
+Bytes     per rank 4 n, then 3 n written over links: 7 rows reach every rank, as they have to. Nothing is sent between
+          ranks without a link.
 Hops      2 one-way pushes, each followed by a barrier along links.
 Waits     header of the quad and the relay, release to acquire at `.sys`: their rows are here. Header of the quad once
           more: so is the data that it has forwarded.

@@ -1,14 +1,15 @@
 """All-gather through the switch, simple: every rank stores its data once, to all mailboxes, and copies its own out.
 
-    rank 0 [x0] ──▶ switch ──▶ buffer 0 of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
-    rank 1 [x1] ──▶ switch ──▶ buffer 1 of 0, 1, 2, 3
-    rank 2 [x2] ──▶ switch ──▶ buffer 2 of 0, 1, 2, 3
-    rank 3 [x3] ──▶ switch ──▶ buffer 3 of 0, 1, 2, 3
+    rank 0: [x0] ──▶ switch ──▶ buffer 0 of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
+    rank 1: [x1] ──▶ switch ──▶ buffer 1 of 0, 1, 2, 3
+    rank 2: [x2] ──▶ switch ──▶ buffer 2 of 0, 1, 2, 3
+    rank 3: [x3] ──▶ switch ──▶ buffer 3 of 0, 1, 2, 3
 
-Bytes     n leave a GPU (n the bytes of one rank's part) and N n come in, its own among them: one n more than without
-          the switch, so it spares stores, not time on the links. By number, (N-1) n of peers' memory is written.
+Bytes     a GPU sends n (the bytes of one rank's part) and receives N n, its own part included: one n more than without
+          the switch. So the switch saves stores, not time on the links. Counted by accesses, (N-1) n of peers' memory
+          is written.
 Hops      1, with a barrier after it, one per chunk; chunks overlap (`run_pushed` in `device/chunks.py`).
-Waits     header, release to acquire at `.sys`: what block b of each peer stored is here.
+Waits     header, release to acquire at `.sys`: the data that block b of each peer stored has arrived.
 Reuse     two mailboxes, by the epoch's parity. A peer stores e + 2 only after it has seen this block's header of e + 1,
           sent after this block has copied e.
 Order     nothing is summed.

@@ -2,47 +2,49 @@
 
 LL, words of either width: push to every mailbox, poll one's own, copy it out.
 
-    rank 0 [x0] ──▶ mailboxes of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
-    rank 1 [x1] ──▶ mailboxes of 0, 1, 2, 3
-    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 or 96 bits of payload | 32 bits of epoch
-    rank 3 [x3] ──▶ mailboxes of 0, 1, 2, 3
+    rank 0: [x0] ──▶ mailboxes of 0, 1, 2, 3      y = [x0 x1 x2 x3]   on every rank
+    rank 1: [x1] ──▶ mailboxes of 0, 1, 2, 3
+    rank 2: [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 or 96 bits of payload | 32 bits of epoch
+    rank 3: [x3] ──▶ mailboxes of 0, 1, 2, 3
 
 Bytes     2 (N-1) n written to peers per rank under `ll` (n the bytes of one rank's part; half of them flags), under
           `ll128` 4/3 (N-1) n (a quarter of them).
 Hops      1.
 Waits     as in `all_reduce_one_shot`: header for the fingerprint, flag in every word.
-Reuse     as there: the header of e + 1 is sent after all words of e are polled.
+Reuse     as in `all_reduce_one_shot`: the header of e + 1 is sent after all words of e are polled.
 Source    NCCL's symmetric kernel AllGather_LL.
 
 simple: stage the input, barrier, copy every rank's staged input into its row.
 
-    rank 0 [x0] ─▶ staged x0 ◀─ read by 1, 2, 3       y = [x0 x1 x2 x3]   on every rank
-    rank 1 [x1] ─▶ staged x1 ◀─ read by 0, 2, 3
-    rank 2 [x2] ─▶ staged x2 ◀─ read by 0, 1, 3
-    rank 3 [x3] ─▶ staged x3 ◀─ read by 0, 1, 2
+    rank 0: [x0] ─▶ staged x0 ◀─ read by 1, 2, 3       y = [x0 x1 x2 x3]   on every rank
+    rank 1: [x1] ─▶ staged x1 ◀─ read by 0, 2, 3
+    rank 2: [x2] ─▶ staged x2 ◀─ read by 0, 1, 3
+    rank 3: [x3] ─▶ staged x3 ◀─ read by 0, 1, 2
 
 Bytes     (N-1) n read from peers per rank (n the bytes of one rank's part); n staged in local memory.
 Hops      1 barrier and one round trip.
-Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
+Waits     header, release to acquire at `.sys`: data that the peer's block b staged before it is visible to block b
+          here.
 Reuse     as in `all_reduce_one_shot`: headers of e + 1 are released after the reads of e. A chunk is staged while the
           one before is read. The tiles of all ranks are in flight at once.
 
 Zero copy, out of symmetric memory: barrier, copy every rank's input from its place, barrier.
 
-    rank 0 [w0] ◀─ read by 1, 2, 3       y = [w0 w1 w2 w3]   on every rank
-    rank 1 [w1] ◀─ read by 0, 2, 3
-    rank 2 [w2] ◀─ read by 0, 1, 3
-    rank 3 [w3] ◀─ read by 0, 1, 2
+    rank 0: [w0] ◀─ read by 1, 2, 3       y = [w0 w1 w2 w3]   on every rank
+    rank 1: [w1] ◀─ read by 0, 2, 3
+    rank 2: [w2] ◀─ read by 0, 1, 3
+    rank 3: [w3] ◀─ read by 0, 1, 2
 
 In place, out of the output: a rank's input is its own row of the symmetric output, and only that row is read by peers.
 
-    rank 0 [w0 .  .  . ]  reads w1, w2, w3 from their rows at 1, 2, 3       w = [w0 w1 w2 w3]   on every rank
-    rank 1 [.  w1 .  . ]  reads w0, w2, w3 from their rows at 0, 2, 3
+    rank 0: [w0 .  .  . ]  reads w1, w2, w3 from their rows at 1, 2, 3       w = [w0 w1 w2 w3]   on every rank
+    rank 1: [.  w1 .  . ]  reads w0, w2, w3 from their rows at 0, 2, 3
 
 Bytes     (N-1) n read from peers per rank (n the bytes of one rank's part); nothing is staged.
 Hops      a barrier, a round trip, a barrier.
 Waits     as in `all_reduce_one_shot_zero_copy`.
-Reuse     as there: the second barrier. In place a rank never writes its own row, which the others read meanwhile.
+Reuse     as in `all_reduce_one_shot_zero_copy`: the second barrier. In place a rank never writes its own row, which the
+          others read meanwhile.
 """
 
 from __future__ import annotations

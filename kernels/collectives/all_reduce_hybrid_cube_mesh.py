@@ -1,8 +1,8 @@
 """All-reduce over a hybrid cube mesh: push to the quad, push the quad's sum to the relay.
 
-    quad 0 1 2 3                        relay 0-4
-    rank 0 [x0] ──▶ buffers of 1, 2, 3  rank 0: A = x0+x1+x2+x3 ──▶ rank 4     y = A + B   on every rank
-    rank 1 [x1] ──▶ buffers of 0, 2, 3  rank 4: B = x4+x5+x6+x7 ──▶ rank 0
+    quad 0 1 2 3                         relay 0-4
+    rank 0: [x0] ──▶ buffers of 1, 2, 3  rank 0: A = x0+x1+x2+x3 ──▶ rank 4     y = A + B   on every rank
+    rank 1: [x1] ──▶ buffers of 0, 2, 3  rank 4: B = x4+x5+x6+x7 ──▶ rank 0
     ...
 
 Order     each quad in ascending rank order, in accumulators (fp32 for 16-bit floats); then the two sums, whose addition
@@ -13,7 +13,7 @@ LL: no barrier, words of either width.
 
 Bytes     per rank under `ll` 6 n written to its quad, 2 n to its relay (half of them flags); for types narrower than 32
           bits the sum crosses in accumulators: 4 n for 16 bits, 8 n for 8 (not for bitwise operations and bool). Under
-          `ll128` 2/3 of that. Nothing crosses a link that is not there.
+          `ll128` 2/3 of that. Nothing is sent between ranks without a link.
 Hops      2, both one way.
 Waits     header, along links: the peer made the same call. Of the quad before its sum is passed on, of the relay
           before the other sum is used. word: its flag is this epoch; flag and payload are one access.
@@ -22,8 +22,8 @@ Reuse     see `device/mesh.py`, headers: a rank that writes epoch e + 2 knows th
 simple: a barrier with the quad, and one with the relay.
 
 Bytes     per rank 3 n written to its quad and n to its relay; for types narrower than 32 bits the sum crosses in
-          accumulators: 2 n for 16 bits, 4 n for 8 (not for bitwise operations and bool). Nothing crosses a link
-          that is not there.
+          accumulators: 2 n for 16 bits, 4 n for 8 (not for bitwise operations and bool). Nothing is sent between ranks
+          without a link.
 Hops      2 one-way pushes, each followed by a barrier along its links.
 Waits     header of the quad, release to acquire at `.sys`: what block b of each pushed here is visible. Header of the
           relay: so is its quad's sum.

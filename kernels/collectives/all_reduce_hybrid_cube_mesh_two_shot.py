@@ -8,7 +8,7 @@
 
 Bytes     per rank 3/4 n to its quad, 1/4 n to its relay, 3/4 n to its quad: 1.75 n, what a ring moves. For types
           narrower than 32 bits the sum crosses in accumulators: 2.0 n for 16 bits, 2.5 n for 8 (not for bitwise
-          operations and bool). A shard is rounded up to 16 bytes. Nothing crosses a link that is not there.
+          operations and bool). A shard is rounded up to 16 bytes. Nothing is sent between ranks without a link.
 Hops      3 one-way pushes, each followed by a barrier along its links.
 Waits     headers, release to acquire at `.sys`: of the quad, the shards are here; of the relay, the other quad's sum
           is; of the quad once more, the other shards' results are.

@@ -1,49 +1,51 @@
 """All-reduce through the switch, simple: each rank has it reduce one shard of all staged inputs, and multicast the sum.
 
     shards         a b c d      the switch adds, on its way to       the switch copies, on its way to all
-    rank 0   [a0 b0 c0 d0]      0: a0 + a1 + a2 + a3 = A             A from 0
-    rank 1   [a1 b1 c1 d1]      1: b0 + b1 + b2 + b3 = B             B from 1      y = [A B C D] on every rank
-    rank 2   [a2 b2 c2 d2]      2: c0 + c1 + c2 + c3 = C             C from 2
-    rank 3   [a3 b3 c3 d3]      3: d0 + d1 + d2 + d3 = D             D from 3
+    rank 0:  [a0 b0 c0 d0]      0: a0 + a1 + a2 + a3 = A             A from 0
+    rank 1:  [a1 b1 c1 d1]      1: b0 + b1 + b2 + b3 = B             B from 1      y = [A B C D] on every rank
+    rank 2:  [a2 b2 c2 d2]      2: c0 + c1 + c2 + c3 = C             C from 2
+    rank 3:  [a3 b3 c3 d3]      3: d0 + d1 + d2 + d3 = D             D from 3
 
-A shard is rounded up to 16 bytes. Shard p is staged in buffer p of a rank's own mailbox, first half; the sum goes to
-the second half of buffer p of all ranks: the places of two shots, so that the same code copies the results out.
+A shard is rounded up to 16 bytes. Shard p is staged in the first half of buffer p of a rank's own mailbox, and its sum
+is stored into the second half of buffer p of all ranks: the same places as in the two-shot kernels, so that the same
+code copies the results out.
 
-Bytes     (1 + 1/N) n leave a GPU, and as many come in: its n for the switch to add and the sum of its shard, 1/N n of
-          sums and the n of all results. By number, (N-1)/N n of peers' memory is read, and as much of it written; n is
-          staged in own memory.
+Bytes     a GPU sends (1 + 1/N) n, its n for the switch to add and the sum of its shard, and receives as much, 1/N n of
+          sums and the n of all results. Counted by accesses, (N-1)/N n of peers' memory is read and as much is written;
+          n is staged in local memory.
 Hops      a barrier, a round trip, a one-way store, a barrier; of C overlapping chunks C + 1 barriers (`run_two_hops` in
           `device/chunks.py`).
-Waits     header of phase 0 of chunk k, release to acquire at `.sys`: what block b of each peer staged of chunk k may be
-          read through the switch, and its results of chunk k - 1 are here. Header of phase 1 of the last chunk: so are
-          its results.
+Waits     header of phase 0 of chunk k, release to acquire at `.sys`: the part of chunk k that block b of each peer
+          staged may be read through the switch, and its results of chunk k - 1 have arrived. Header of phase 1 of the
+          last chunk: so are its results.
 Reuse     two mailboxes, by the epoch's parity. A rank stages chunk k + 2 after barrier k + 1, and every peer had read
           chunk k through the switch before it sent that header. Results of chunk k + 2 are stored after barrier k + 2,
           and every rank had copied those of chunk k before it. The last chunk's are copied after the last barrier; a
-          peer comes back to that mailbox in its second epoch from then on, after a header of this block that the next
-          launch sends.
-Order     the switch's own (`kernels/multimem.py`), one sum for all ranks: the same bits everywhere, but not those of
-          the other kernels. Not in a batch-invariant group.
+          peer uses that mailbox again in its second epoch after this call, when it has seen a header that this block
+          sends in the next launch.
+Order     chosen by the switch (`kernels/multimem.py`), one sum for all ranks: the same bits on every rank, which may
+          differ from the other kernels' bits. Not used in a batch-invariant group.
 Source    NCCL's NVLS and its symmetric kernel RSxLDMC_AGxSTMC; PyTorch's multimem_all_reduce_.
 
-Zero copy, over symmetric memory with a multicast address: the switch adds what lies in the handle `w` of all ranks, and
-copies the sums into the handle `v` of all; in place, `v` is `w`. Nothing is staged, nothing is copied out.
+Zero copy, over symmetric memory with a multicast address: the switch adds the handles `w` of all ranks, and copies the
+sums into the handles `v` of all; in place, `v` is `w`. Nothing is staged, nothing is copied out.
 
-    rank 0  w [a0 b0 c0 d0]     0: a0 + a1 + a2 + a3 = A  ─▶  a of all
-    rank 1  w [a1 b1 c1 d1]     1: b0 + b1 + b2 + b3 = B  ─▶  b of all        v = [A B C D] on every rank
-    rank 2  w [a2 b2 c2 d2]     2: c0 + c1 + c2 + c3 = C  ─▶  c of all
-    rank 3  w [a3 b3 c3 d3]     3: d0 + d1 + d2 + d3 = D  ─▶  d of all
+    rank 0: w [a0 b0 c0 d0]     0: a0 + a1 + a2 + a3 = A  ─▶  a of all
+    rank 1: w [a1 b1 c1 d1]     1: b0 + b1 + b2 + b3 = B  ─▶  b of all        v = [A B C D] on every rank
+    rank 2: w [a2 b2 c2 d2]     2: c0 + c1 + c2 + c3 = C  ─▶  c of all
+    rank 3: w [a3 b3 c3 d3]     3: d0 + d1 + d2 + d3 = D  ─▶  d of all
 
-Bytes     (1 + 1/N) n leave a GPU, and as many come in. By number, (N-1)/N n of peers' memory is read, and as much of it
-          written. A last piece under 16 bytes, which the switch has no access for, goes by the ranks' own addresses.
+Bytes     a GPU sends and receives (1 + 1/N) n. Counted by accesses, (N-1)/N n of peers' memory is read, and as much is
+          written. A tail under 16 bytes, which the switch cannot access, is read and written at the ranks' own
+          addresses.
 Hops      a barrier, a round trip, a one-way store, a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: what was written to the peers' `w` before this call is there,
-          and no earlier call on a peer reads its `v`. Header of phase 1: the results are there, and no rank reads or
-          writes this rank's memory any more. Neither barrier has an alias fence: what is read or written by another
-          address is so by other launches.
+Waits     header of phase 0, release to acquire at `.sys`: data written to the peers' `w` before this call is visible,
+          and no earlier call on a peer reads its `v`. Header of phase 1: the results have arrived, and no rank reads or
+          writes this rank's memory any more. Neither barrier has an alias fence: only other launches access the memory
+          by another address.
 Reuse     there is no mailbox: the second barrier protects the memory. A shard is read and written by its owner alone,
           so in place the results need no third barrier before they are stored.
-Order     the switch's own, as above; of the last piece that of the ranks.
+Order     chosen by the switch, as above; rank order for the tail.
 Source    PyTorch's multimem_all_reduce_; NCCL's RSxLDMC_AGxSTMC over registered windows.
 """
 

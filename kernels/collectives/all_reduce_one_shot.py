@@ -4,10 +4,10 @@ The order is rank 0 .. N-1 on every rank, so every rank has the same bits.
 
 LL, words of either width: push to every mailbox, poll one's own.
 
-    rank 0 [x0] ──▶ mailboxes of 0, 1, 2, 3      y = x0 + x1 + x2 + x3   on every rank
-    rank 1 [x1] ──▶ mailboxes of 0, 1, 2, 3
-    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 or 96 bits of payload | 32 bits of epoch
-    rank 3 [x3] ──▶ mailboxes of 0, 1, 2, 3
+    rank 0: [x0] ──▶ mailboxes of 0, 1, 2, 3      y = x0 + x1 + x2 + x3   on every rank
+    rank 1: [x1] ──▶ mailboxes of 0, 1, 2, 3
+    rank 2: [x2] ──▶ mailboxes of 0, 1, 2, 3      word in a mailbox: 32 or 96 bits of payload | 32 bits of epoch
+    rank 3: [x3] ──▶ mailboxes of 0, 1, 2, 3
 
 Bytes     2 (N-1) n written to peers per rank under `ll` (half of them flags), under `ll128` 4/3 (N-1) n (a quarter of
           them); nothing is read from a peer. A rank's own copy stays in its own memory and spares the poll a special
@@ -22,19 +22,20 @@ Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 over e
 Source    push with flags in the data: NCCL's LL protocol and its symmetric kernel AllReduce_AGxLL_R. The name `ll128`
           is NCCL's, because the aim is the same, fewer flags; its word is another. NCCL's LL128 has one flag of 64 bits
           for a line of 128 bytes that a warp stores and loads together: it needs hardware that keeps such lines whole,
-          and lanes that vouch for each other. Here each word of 16 bytes vouches for itself, by what the PTX memory
-          model promises; the price is 4/3 of the bytes instead of 16/15.
+          and lanes that vouch for each other. Here each word of 16 bytes has a flag, and the PTX memory model promises
+          that the word arrives whole; the price is 4/3 of the bytes instead of 16/15.
 
 simple: stage the input, barrier, read every peer's staged input.
 
-    rank 0 [x0] ─▶ staged x0 ◀─ read by 1, 2, 3       y = x0 + x1 + x2 + x3   on every rank
-    rank 1 [x1] ─▶ staged x1 ◀─ read by 0, 2, 3
-    rank 2 [x2] ─▶ staged x2 ◀─ read by 0, 1, 3
-    rank 3 [x3] ─▶ staged x3 ◀─ read by 0, 1, 2
+    rank 0: [x0] ─▶ staged x0 ◀─ read by 1, 2, 3       y = x0 + x1 + x2 + x3   on every rank
+    rank 1: [x1] ─▶ staged x1 ◀─ read by 0, 2, 3
+    rank 2: [x2] ─▶ staged x2 ◀─ read by 0, 1, 3
+    rank 3: [x3] ─▶ staged x3 ◀─ read by 0, 1, 2
 
 Bytes     (N-1) n read from peers per rank; n staged in local memory.
 Hops      1 barrier and one round trip.
-Waits     header, release to acquire at `.sys`: what the peer's block b staged before it is visible to block b here.
+Waits     header, release to acquire at `.sys`: data that the peer's block b staged before it is visible to block b
+          here.
 Reuse     two stages, by the epoch's parity. This rank stages epoch e + 2 over e only after it has seen the peers'
           headers of e + 1, and those are released after the peers' reads of e. It does so at once, before it reads
           e + 1: a chunk is staged while the one before is read.
@@ -42,14 +43,14 @@ Source    one-shot all-reduce of vLLM's custom all-reduce and of PyTorch's symme
 
 Zero copy, out of symmetric memory: barrier, read every rank's input in place, barrier.
 
-    rank 0 [w0] ◀─ read by 1, 2, 3       y = w0 + w1 + w2 + w3   on every rank
-    rank 1 [w1] ◀─ read by 0, 2, 3
-    rank 2 [w2] ◀─ read by 0, 1, 3
-    rank 3 [w3] ◀─ read by 0, 1, 2
+    rank 0: [w0] ◀─ read by 1, 2, 3       y = w0 + w1 + w2 + w3   on every rank
+    rank 1: [w1] ◀─ read by 0, 2, 3
+    rank 2: [w2] ◀─ read by 0, 1, 3
+    rank 3: [w3] ◀─ read by 0, 1, 2
 
 Bytes     (N-1) n read from peers per rank; nothing is staged.
 Hops      a barrier, a round trip, a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: what was written to the peers' memory before this call is
+Waits     header of phase 0, release to acquire at `.sys`: data written to the peers' memory before this call is
           visible. Header of phase 1: no rank reads this rank's memory any more.
 Reuse     there is no mailbox: the rotation protects nothing here, the second barrier does.
 Source    one-shot all-reduce of PyTorch's symmetric memory.

@@ -2,10 +2,10 @@
 
 The order is rank 0 .. N-1 on every rank, rounded once: the bits of `all_reduce_one_shot`, and the same on every rank.
 
-    rank 0 [x0] ──▶ mailboxes of 0, 1, 2, 3      row = x0 + x1 + x2 + x3, epilogue(row)   on every rank
-    rank 1 [x1] ──▶ mailboxes of 0, 1, 2, 3
-    rank 2 [x2] ──▶ mailboxes of 0, 1, 2, 3      a block takes whole rows: row r of a chunk is block r % grid's
-    rank 3 [x3] ──▶ mailboxes of 0, 1, 2, 3
+    rank 0: [x0] ──▶ mailboxes of 0, 1, 2, 3      row = x0 + x1 + x2 + x3, epilogue(row)   on every rank
+    rank 1: [x1] ──▶ mailboxes of 0, 1, 2, 3
+    rank 2: [x2] ──▶ mailboxes of 0, 1, 2, 3      a block takes whole rows: row r of a chunk is block r % grid's
+    rank 3: [x3] ──▶ mailboxes of 0, 1, 2, 3
 
 A row stays in registers from its sum to its end. The epilogue's other operands (residual, weight) are loaded before the
 wait for the row.
@@ -16,7 +16,7 @@ Bytes     2 (N-1) n written to peers per rank under `ll` (half of them flags), 4
 Hops      1.
 Waits     as in `all_reduce_one_shot`: polls for tiles of a row from all ranks, with the first of each row for the
           headers: the peer made the same call (its fingerprint covers rows, hidden size and epilogue) and has left
-          the epoch before the last. The epilogue runs when all words of the row have come from all ranks.
+          the epoch before the last. The epilogue runs when all words of the row have arrived from all ranks.
 Reuse     two mailboxes, by the epoch's parity, as in `all_reduce_one_shot`: a peer's block writes epoch e + 2 over e
           after it has seen this block's header of e + 1, sent after this block has polled all its rows of e. A block
           arrives at the launch's end when it has polled its last row: the epilogue reads no mailbox.

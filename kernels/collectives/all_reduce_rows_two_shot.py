@@ -4,28 +4,28 @@ all, and go on with the whole row on every rank.
 Each element is reduced by one rank, in the order rank 0 .. N-1, rounded once and copied: the bits of one shot.
 
     a row's shards  a b c d         reduce-scatter            all-gather
-    rank 0   [a0 b0 c0 d0]  ─▶  0 gets a0 a1 a2 a3 = A  ─▶  A to all
-    rank 1   [a1 b1 c1 d1]  ─▶  1 gets b0 b1 b2 b3 = B  ─▶  B to all      row = [A B C D], epilogue(row)  on every rank
-    rank 2   [a2 b2 c2 d2]  ─▶  2 gets c0 c1 c2 c3 = C  ─▶  C to all
-    rank 3   [a3 b3 c3 d3]  ─▶  3 gets d0 d1 d2 d3 = D  ─▶  D to all
+    rank 0:  [a0 b0 c0 d0]  ─▶  0 gets a0 a1 a2 a3 = A  ─▶  A to all
+    rank 1:  [a1 b1 c1 d1]  ─▶  1 gets b0 b1 b2 b3 = B  ─▶  B to all      row = [A B C D], epilogue(row)  on every rank
+    rank 2:  [a2 b2 c2 d2]  ─▶  2 gets c0 c1 c2 c3 = C  ─▶  C to all
+    rank 3:  [a3 b3 c3 d3]  ─▶  3 gets d0 d1 d2 d3 = D  ─▶  D to all
 
 The rounded sums are gathered, not the finished rows. Every rank needs both residual_out and the norm: finished rows
-would be two tensors instead of one (three with scales), and would contain the reducer's residual, whose bits may differ
-from those of the rank's own. With rounded sums the links carry the same as in an all-reduce alone, and the result is
-that of the unfused sequence for any residual; the price is that each rank does the arithmetic of all rows. Every row is
-divided, and not the rows among the ranks, so that a single row keeps all ranks' links as busy as many rows do.
+would be two tensors instead of one (three with scales), computed from the reducer's residual, whose bits may differ
+between ranks. With rounded sums the links carry as much as in an all-reduce alone, and the result equals the unfused
+sequence for any residual; the price is that each rank does the arithmetic of all rows. Each row is divided among the
+ranks, so that a single row keeps all ranks' links busy.
 
 Bytes     4 (N-1)/N n written to peers per rank under `ll` (half of them flags), 8/3 (N-1)/N n under `ll128`, as by the
-          all-reduce alone (a shard of each row is rounded up to 16 bytes, for nvfp4 to 16 elements); the epilogue moves
+          all-reduce alone. A shard of each row is rounded up to 16 bytes, for nvfp4 to 16 elements. The epilogue moves
           nothing over the links.
 Hops      2.
 Waits     header, polled with the words of the first hop: the peer made the same call and has left the epoch before the
-          last. Words of each hop: the flag is this epoch, and flag and payload are one access. The phases have a half
-          of each buffer each. The epilogue runs when the sums of all shards have come.
+          last. Words of each hop: the flag is this epoch, and flag and payload are one access. Each phase has its half
+          of each buffer. The epilogue runs when the sums of all shards have arrived.
 Reuse     as in `all_reduce_two_shot`: a peer writes e + 2 only after it has seen this block's header of e + 1, sent
           after this block has polled both halves of e. A block arrives at the launch's end when it has polled its
           last row: the epilogue reads no mailbox.
-Source    reduce-scatter plus all-gather; FlashInfer's two-shot fusion gathers sums, too.
+Source    reduce-scatter plus all-gather; FlashInfer's two-shot fusion also gathers sums.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """All-reduce, two shots: push shard p to rank p, reduce one's own shard, push the result to all.
 
-Each element is reduced by one rank, in the order rank 0 .. N-1, and copied: the same bits everywhere, and those of one
-shot.
+Each element is reduced by one rank, in the order rank 0 .. N-1, and copied: every rank has the same bits, equal to one
+shot's.
 
     shards         a b c d         reduce-scatter            all-gather
-    rank 0   [a0 b0 c0 d0]  ─▶  0 gets a0 a1 a2 a3 = A  ─▶  A to all
-    rank 1   [a1 b1 c1 d1]  ─▶  1 gets b0 b1 b2 b3 = B  ─▶  B to all      y = [A B C D] on every rank
-    rank 2   [a2 b2 c2 d2]  ─▶  2 gets c0 c1 c2 c3 = C  ─▶  C to all
-    rank 3   [a3 b3 c3 d3]  ─▶  3 gets d0 d1 d2 d3 = D  ─▶  D to all
+    rank 0:  [a0 b0 c0 d0]  ─▶  0 gets a0 a1 a2 a3 = A  ─▶  A to all
+    rank 1:  [a1 b1 c1 d1]  ─▶  1 gets b0 b1 b2 b3 = B  ─▶  B to all      y = [A B C D] on every rank
+    rank 2:  [a2 b2 c2 d2]  ─▶  2 gets c0 c1 c2 c3 = C  ─▶  C to all
+    rank 3:  [a3 b3 c3 d3]  ─▶  3 gets d0 d1 d2 d3 = D  ─▶  D to all
 
-A shard is rounded up to 16 bytes. A rank's own shard goes through its own buffer, in its own memory: that spares the
-reduction a special case.
+A shard is rounded up to 16 bytes. A rank also pushes its own shard, into its own buffer, so that the reduction needs no
+special case.
 
 LL, words of either width: no barrier.
 
@@ -38,8 +38,8 @@ Waits     header of phase 0 of chunk k, release to acquire at `.sys`: the shards
 Reuse     two mailboxes, by the epoch's parity, half of each buffer for shards and half for results. A peer pushes
           shards of e + 2 after it has seen this block's header of e + 1, released after this block has reduced e;
           results of e + 2 after the header of e + 2, released after this block has copied those of e. The last chunk's
-          results are copied behind the last barrier; the next call writes there only in its second epoch, behind a
-          header that this block sends when it has left this call.
+          results are copied after the last barrier; the next call writes there only in its second epoch, after a header
+          that this block sends when it has left this call.
 Copies    the results are copied out of the mailbox, because only its own rank knows where an output is. The zero-copy
           form, of symmetric memory, writes them to their place.
 Source    reduce-scatter plus all-gather (Rabenseifner); vLLM's two-stage custom all-reduce, here by push.
@@ -47,15 +47,15 @@ Source    reduce-scatter plus all-gather (Rabenseifner); vLLM's two-stage custom
 Zero copy, in place in symmetric memory: barrier, reduce one's own shard out of every rank's memory, write it back to
 all, barrier.
 
-    rank 0   [a0 b0 c0 d0]    0 reads a0 a1 a2 a3, writes their sum A into a of all
-    rank 1   [a1 b1 c1 d1]    1 reads b0 b1 b2 b3, writes their sum B into b of all      w = [A B C D] on every rank
-    rank 2   [a2 b2 c2 d2]    2 reads c0 c1 c2 c3, writes their sum C into c of all
-    rank 3   [a3 b3 c3 d3]    3 reads d0 d1 d2 d3, writes their sum D into d of all
+    rank 0:  [a0 b0 c0 d0]    0 reads a0 a1 a2 a3, writes their sum A into a of all
+    rank 1:  [a1 b1 c1 d1]    1 reads b0 b1 b2 b3, writes their sum B into b of all      w = [A B C D] on every rank
+    rank 2:  [a2 b2 c2 d2]    2 reads c0 c1 c2 c3, writes their sum C into c of all
+    rank 3:  [a3 b3 c3 d3]    3 reads d0 d1 d2 d3, writes their sum D into d of all
 
 Bytes     (N-1)/N n read from peers and (N-1)/N n written to them per rank; nothing is staged.
 Hops      a barrier, a round trip, a one-way push, a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: what was written to the peers' memory before this call is
-          visible. Header of phase 1: so are the results, and no rank reads or writes this rank's memory any more.
+Waits     header of phase 0, release to acquire at `.sys`: data written to the peers' memory before this call is
+          visible. Header of phase 1: the results are visible, and no rank reads or writes this rank's memory any more.
 Reuse     there is no mailbox: the rotation protects nothing here, the second barrier does. A shard is read and written
           by its owner alone, so the results need no third barrier before they are written.
 Source    the two-stage kernels of vLLM and of PyTorch's symmetric memory, which write back as this one does.
@@ -111,8 +111,8 @@ def _shards(tensors, chunk, first, SPEC: tl.constexpr):
 
 @triton.jit
 def _end(tensors, chunk, words, SPEC: tl.constexpr):
-    """Elements before word `words` of the chunk, where a shard ends, or before its end. Three planes end with the shard
-    by themselves."""
+    """Elements before word `words` of the chunk, a shard's end, or before the chunk's end if that is earlier. Three
+    planes end with the shard in any case, so for them it is the chunk's end."""
     PACK: tl.constexpr = 64 // tensors[0].dtype.element_ty.primitive_bitwidth
     if SPEC.WIDE:
         words = chunk.count

@@ -1,13 +1,13 @@
 """All-to-all with uneven parts, one shot, by every protocol: any number of rows to each rank, none among them.
 
-    rank 0 [a0 a0 a0 | b0 | c0 c0 | ]  sends (3, 1, 2, 0)      rank 0 gets [a0 a0 a0 | a1 | | a3 a3]  = (3, 1, 0, 2)
-    rank 1 [a1 | | | d1]               sends (1, 0, 0, 1)      rank 1 gets [b0 | | b2 b2 | ]          = (1, 0, 2, 0)
+    rank 0: [a0 a0 a0 | b0 | c0 c0 | ]  sends (3, 1, 2, 0)      rank 0 gets [a0 a0 a0 | a1 | | a3 a3]  = (3, 1, 0, 2)
+    rank 1: [a1 | | | d1]               sends (1, 0, 0, 1)      rank 1 gets [b0 | | b2 b2 | ]          = (1, 0, 2, 0)
     ...
 
 Lengths   `send_counts` and `recv_counts`, in rows of `numel` elements, are parameters of the launch (see
           `device/counts.py`): every call has its own, without memory, a copy or another compiled kernel; a captured
-          call keeps those of its capture. A part begins at the sum of those before it.
-Bytes     what goes to others, written to peers; under `ll` twice that, under `ll128` 4/3.
+          call keeps the lengths of its capture. A part begins at the sum of those before it.
+Bytes     the parts for other ranks, written to peers; under `ll` twice that, under `ll128` 4/3.
 Hops      1; under `simple` with a barrier after it, one per chunk.
 Waits     as in `device/push.py`. Besides, in the first chunk each peer's two further headers: its longest part, so
           that all ranks go through the same number of chunks, which no rank knows alone; and the length of its part
@@ -42,7 +42,7 @@ def all_to_all_v_one_shot(
     # Not `run_pushed`: the number of chunks is known when the peers' counts have come, in the first one.
     buffer = buffer_words(group, 1, SPEC)
     number = tl.zeros([], tl.int64)
-    if SPEC.LL:  # in flight beside the epoch
+    if SPEC.LL:  # in flight together with the epoch
         unnumbered = whole_call((x_ptr, y_ptr, numel), group, call, number, number, SPEC)
         tile = _tile_for(x_ptr, numel, send_counts, buffer, unnumbered, 1, unnumbered.own, SPEC)
     start, owner = enter(group, call)
@@ -92,7 +92,7 @@ def _run_for(x_ptr, numel, send_counts, buffer, chunk, step, SPEC: tl.constexpr)
 
 @triton.jit
 def _tile_for(x_ptr, numel, send_counts, buffer, chunk, step, first, SPEC: tl.constexpr):
-    """The tile at word `first` of that part; nothing is read behind its end."""
+    """The tile at word `first` of that part; nothing is read past its end."""
     _, row, length, count, aligned = _run_for(x_ptr, numel, send_counts, buffer, chunk, step, SPEC)
     return load_planes_if(x_ptr + row, chunk.base + first, count - first, length, aligned, SPEC)
 

@@ -4,7 +4,7 @@
 
 Bytes     8 (N-1) written to peers per rank.
 Hops      1.
-Waits     header, release to acquire at `.sys`: what a peer wrote before its barrier is visible after it here.
+Waits     header, release to acquire at `.sys`: a peer's writes before its barrier are visible here after this one.
 Reuse     headers rotate by the epoch's parity, as in every kernel.
 """
 

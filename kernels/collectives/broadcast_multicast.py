@@ -1,12 +1,12 @@
 """Broadcast through the switch, simple: the root stores its data once, to all mailboxes, and the others copy it out.
 
-    root 0 [x] ──▶ switch ──▶ buffer 0 of 0, 1, 2, 3      every rank but the root copies x out
+    root 0: [x] ──▶ switch ──▶ buffer 0 of 0, 1, 2, 3      every rank but the root copies x out
 
-Bytes     n leave the root and come in at every rank, the root among them; one shot without the switch has the root
-          write (N-1) n. By number, (N-1) n of peers' memory is written.
+Bytes     the root sends n, and every rank receives n, the root included; one shot without the switch has the root write
+          (N-1) n. Counted by accesses, (N-1) n of peers' memory is written.
 Hops      1, with a barrier after it, one per chunk; chunks overlap (`run_pushed` in `device/chunks.py`).
-Waits     header, release to acquire at `.sys`: what block b of the root stored is here. Headers go from every rank to
-          every other one, so that the root does not run ahead.
+Waits     header, release to acquire at `.sys`: the data that block b of the root stored has arrived. Headers go from
+          every rank to every other one, so that the root does not run ahead.
 Reuse     two mailboxes, by the epoch's parity. The root stores e + 2 only after it has seen this block's header of
           e + 1, sent after this block has copied e.
 Order     nothing is summed.

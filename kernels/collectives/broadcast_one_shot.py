@@ -1,8 +1,8 @@
 """Broadcast, one shot, by every protocol: the root pushes its data into every peer's mailbox, each copies it out.
 
-    root 1 [x] ──▶ mailboxes of 0, 2, 3      y = x on every rank
+    root 1: [x] ──▶ mailboxes of 0, 2, 3      y = x on every rank
 
-Bytes     (N-1) n written to peers by the root, under `ll` twice that, under `ll128` 4/3; nothing by the others.
+Bytes     (N-1) n written to peers by the root; under `ll` twice that, under `ll128` 4/3; nothing by the others.
 Hops      1; under `simple` with a barrier after it, one per chunk; chunks overlap.
 Waits     see `device/push.py`. The root waits for every peer's header of every chunk, so it is one chunk ahead at most.
 Reuse     see `device/push.py`.

@@ -1,13 +1,13 @@
 """Broadcast, two shots, simple: scatter the root's data, then every rank passes its shard on to all others.
 
-    root 0 [a b c d]      a ──▶ 1, 2, 3           every rank but the root copies a, its own shard,
-                          b ──▶ 1 ──▶ 2, 3        and what the others have passed on
-                          c ──▶ 2 ──▶ 1, 3
-                          d ──▶ 3 ──▶ 1, 2
+    root 0: [a b c d]      a ──▶ 1, 2, 3           every rank but the root copies a, its own shard,
+                           b ──▶ 1 ──▶ 2, 3        and what the others have passed on
+                           c ──▶ 2 ──▶ 1, 3
+                           d ──▶ 3 ──▶ 1, 2
 
 Bytes     2 (N-1)/N n written to peers by the root (its own shard to all), (N-2)/N n by the others; one shot has the
           root write (N-1) n. A shard is rounded up to 16 bytes.
-          The root's own shard goes through its own buffer, in its own memory: that spares it a special case.
+          The root also pushes its own shard, into its own buffer, so that the shard needs no special case.
 Hops      2 one-way pushes, each followed by a barrier; of C overlapping chunks C + 1 barriers (`run_two_hops` in
           `device/chunks.py`).
 Waits     header of phase 0 of chunk k, release to acquire at `.sys`: the root's shard of chunk k for this rank is

@@ -1,10 +1,10 @@
 """Gather, one shot, by every protocol: every rank pushes its data to the root, which copies it into a row each.
 
-    rank 0 [x0] ─┐
-    rank 1 [x1] ─┼─▶ mailbox of root 2      y = [x0 x1 x2 x3]   on the root
-    rank 3 [x3] ─┘
+    rank 0: [x0] ─┐
+    rank 1: [x1] ─┼─▶ mailbox of root 2      y = [x0 x1 x2 x3]   on the root
+    rank 3: [x3] ─┘
 
-Bytes     n written to peers per rank but the root, under `ll` twice that, under `ll128` 4/3; (N-1) n reach the root.
+Bytes     n written to peers per rank but the root; under `ll` twice that, under `ll128` 4/3; (N-1) n reach the root.
 Hops      1; under `simple` with a barrier after it, one per chunk; chunks overlap.
 Waits     see `device/push.py`. A rank starts the next chunk only after the root's header, so it is one ahead at
           most.

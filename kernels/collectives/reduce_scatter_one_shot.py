@@ -1,9 +1,9 @@
 """Reduce-scatter, one shot, by every protocol: row r of the input to rank r, which reduces what it receives.
 
-    rank 0 [a0 b0 c0 d0] ─▶ a0 to 0, b0 to 1, c0 to 2, d0 to 3      rank 0 gets a0 + a1 + a2 + a3
-    rank 1 [a1 b1 c1 d1] ─▶ a1 to 0, b1 to 1, c1 to 2, d1 to 3      rank 1 gets b0 + b1 + b2 + b3
-    rank 2 [a2 b2 c2 d2] ─▶ ...                                     rank 2 gets c0 + c1 + c2 + c3
-    rank 3 [a3 b3 c3 d3] ─▶ ...                                     rank 3 gets d0 + d1 + d2 + d3
+    rank 0: [a0 b0 c0 d0] ─▶ a0 to 0, b0 to 1, c0 to 2, d0 to 3      rank 0 gets a0 + a1 + a2 + a3
+    rank 1: [a1 b1 c1 d1] ─▶ a1 to 0, b1 to 1, c1 to 2, d1 to 3      rank 1 gets b0 + b1 + b2 + b3
+    rank 2: [a2 b2 c2 d2] ─▶ ...                                     rank 2 gets c0 + c1 + c2 + c3
+    rank 3: [a3 b3 c3 d3] ─▶ ...                                     rank 3 gets d0 + d1 + d2 + d3
 
 Bytes     (N-1)/N n written to peers per rank (n the bytes of its whole input), the least possible without in-network
           reduction; under `ll` twice that, under `ll128` 4/3.
@@ -15,14 +15,14 @@ Source    the first half of `all_reduce_two_shot`.
 
 Zero copy, out of symmetric memory: barrier, reduce one's own row out of every rank's memory, barrier.
 
-    rank 0 [a0 b0 c0 d0]    0 reads a0 a1 a2 a3      rank 0 gets a0 + a1 + a2 + a3
-    rank 1 [a1 b1 c1 d1]    1 reads b0 b1 b2 b3      rank 1 gets b0 + b1 + b2 + b3
-    rank 2 [a2 b2 c2 d2]    2 reads c0 c1 c2 c3      rank 2 gets c0 + c1 + c2 + c3
-    rank 3 [a3 b3 c3 d3]    3 reads d0 d1 d2 d3      rank 3 gets d0 + d1 + d2 + d3
+    rank 0: [a0 b0 c0 d0]    0 reads a0 a1 a2 a3      rank 0 gets a0 + a1 + a2 + a3
+    rank 1: [a1 b1 c1 d1]    1 reads b0 b1 b2 b3      rank 1 gets b0 + b1 + b2 + b3
+    rank 2: [a2 b2 c2 d2]    2 reads c0 c1 c2 c3      rank 2 gets c0 + c1 + c2 + c3
+    rank 3: [a3 b3 c3 d3]    3 reads d0 d1 d2 d3      rank 3 gets d0 + d1 + d2 + d3
 
 Bytes     (N-1)/N n read from peers per rank; nothing is staged.
 Hops      a barrier, a round trip, a barrier.
-Waits     header of phase 0, release to acquire at `.sys`: what was written to the peers' memory before this call is
+Waits     header of phase 0, release to acquire at `.sys`: data written to the peers' memory before this call is
           visible. Header of phase 1: no rank reads this rank's memory any more.
 Reuse     there is no mailbox: the second barrier protects the memory. In place the output is this rank's own row, which
           no peer reads.

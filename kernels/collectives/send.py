@@ -1,6 +1,6 @@
 """Send, `ll` or `simple`: one rank pushes a message through its queues to another.
 
-    rank 2 [x] ──▶ slots of rank 0 ──▶ y of rank 0's recv
+    rank 2: [x] ──▶ slots of rank 0 ──▶ y of rank 0's recv
 
 Bytes     n pushed, under LL twice that, and 16 of header per piece; 8 per piece come back as acknowledgement.
 Hops      1; from the fifth piece of a queue on each waits for an acknowledgement, a second hop.

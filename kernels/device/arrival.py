@@ -4,7 +4,7 @@ One loop polls everything at once: the words of a tile, from several ranks; this
 busy word, which shows another launch of this communicator. All loads of a round are in flight together, and one
 reduction over the block gives the state:
 
-    0 all is here   1 something is late   2 aborted   3 another launch   4 a peer made another call
+    0: all has arrived   1: something is late   2: aborted   3: another launch   4: a peer made another call
 
 The larger number wins, so a wrong header ends the wait even if its sender's words never come, and no word is used
 before every peer's header of this epoch was seen.
@@ -56,15 +56,15 @@ def headers_and_busy(chunk, place, mask, SPEC: tl.constexpr):
 def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr, SPEC: tl.constexpr):
     """Poll the places of COUNT tiles in one's own mailbox at once until all words of each have the epoch.
 
-    `pointers` and `lefts` are tuples, of int64* (16-byte aligned, as the caller has to say: here the hint would be
-    lost) and of the words that are left of each tile's run, int64: none are awaited of a tile behind its end. MEET:
-    until every peer's header of phase 0 is here, too, and none has another fingerprint. Returns (a tuple of COUNT
-    tiles, status); a status that is not zero has been reported in the status word, if it is not that of an abort. A
-    word that was seen is complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope,
-    see `get_ll`; or a relaxed one of 128 bits, see `wide_words.py`.
+    `pointers` are int64*, with the caller's hint that they are 16-byte aligned (a hint given here would be lost).
+    `lefts` (int64) are the words from each tile's first to the end of its run; words past that end are not awaited.
+    MEET: also wait for every peer's header of phase 0, and compare its fingerprint. Returns (a tuple of COUNT tiles,
+    status). A status other than 0 and 2 (aborted) has been reported in the status word. A word that was seen is
+    complete, because payload and flag are one access: a volatile load, relaxed at `.sys` scope, see `get_ll`; or a
+    relaxed one of 128 bits, see `wide_words.py`.
     """
     BLOCK: tl.constexpr = SPEC.PLANE
-    # Lanes of headers, and one for the busy word: a GPU's tile has as many or more, and then one reduction does.
+    # Lanes for the headers, and one for the busy word. A tile on a GPU has no fewer, and then one reduction is enough.
     META: tl.constexpr = BLOCK if BLOCK >= 2 * SOURCES else 2 * SOURCES
     flag, call = chunk.epoch.to(tl.int32), chunk.call
     source = tl.arange(0, META)
@@ -124,8 +124,8 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
         report_mismatch(chunk.group, source, awaited & (((said >> 32) & LOW) == chunk.epoch), said, call)
     if code == 3:
         report_overlap(chunk.group)
-    # What comes next may store where the tile was loaded, in another order of its words. Of several warps the reduction
-    # has a barrier; the lanes of one that have a word each store where they have loaded.
+    # The next stores may go where the tile was loaded, with its words in another order. With several warps the
+    # reduction contains a barrier; in a single warp with one word a lane, each lane stores where it has loaded.
     if (SPEC.LANES == 32) & (BLOCK > 32):
         tl.debug_barrier()
     return words, tl.minimum(code, 2)
@@ -148,7 +148,7 @@ def arrive(group, LANES: tl.constexpr):
     """The first half of `finish`, early: returns how many blocks of this launch have arrived before (int32 [LANES], in
     lane 0), for `depart`. Once a block, after its last read of mailboxes, headers, epoch and busy word.
 
-    It returns a tile, because all threads would wait for a scalar: the atomic completes while the block goes on.
+    It returns a tile, because all threads would wait for a scalar: so the atomic completes while the block continues.
     """
     lane = tl.arange(0, LANES)
     before = tl.zeros([LANES], tl.int64)

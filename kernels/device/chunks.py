@@ -112,13 +112,14 @@ def run_ll(
     PARTS: tl.constexpr,
     SPEC: tl.constexpr,
 ):
-    """LL: run a whole call. LOAD(tensors, chunk, SPEC), header, PUSH(tensors, chunk, tiles, SPEC) with what LOAD has
-    returned, TAKE(tensors, chunk, status, SPEC) for each chunk, until one returns a status that is not zero.
+    """LL: run a whole call. For each chunk: LOAD(tensors, chunk, SPEC), header, PUSH(tensors, chunk, tiles, SPEC) of
+    the tiles that LOAD has returned, TAKE(tensors, chunk, status, SPEC), until one returns a status that is not zero.
 
-    `tensors` is (x_ptr, y_ptr, numel) and whatever else these take; `chunk_words` the most words of a chunk. LOAD does
-    not know the epoch: what it loads is in flight beside it. So a call's first push waits for memory once. Of rows
-    TAKE(tensors, chunk, status, last, before, SPEC) has the block arrive in the `last` chunk, when it has read all of
-    it, and returns (status, `before` of `arrive`): what follows goes on beside the answer.
+    `tensors` is (x_ptr, y_ptr, numel) and the further arguments of these functions; `chunk_words` the most words of a
+    chunk. LOAD does not use the epoch, so its loads are in flight together with the epoch's, and a call's first push
+    waits for memory once. For rows, TAKE(tensors, chunk, status, last, before, SPEC) calls `arrive` in the `last`
+    chunk, after it has read all of it, and returns (status, the result of `arrive`), so that the block continues while
+    that atomic is in flight.
     """
     start, owner = read_epoch(group)
     before = tl.zeros([SPEC.LANES], tl.int32)
@@ -149,8 +150,8 @@ def run_ll(
 
 @triton.jit
 def run_loaded(LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
-    """`run_chunks` of BODY(tensors, chunk, tile, SPEC): `tile` is what LOAD(tensors, chunk, SPEC) has returned, of the
-    first chunk in flight beside the epoch."""
+    """`run_chunks` of BODY(tensors, chunk, tile, SPEC), where `tile` is the result of LOAD(tensors, chunk, SPEC). The
+    first chunk's load is in flight together with the epoch's."""
     owner = tl.zeros([], tl.int64)
     tile = LOAD(tensors, nth(whole_call(tensors, group, call, owner, owner, SPEC), owner, chunk_words), SPEC)
     start, owner = enter(group, call)
@@ -208,9 +209,9 @@ def run_one_shot(
 def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
     """Simple: run a call of one hop: PUSH(tensors, chunk, SPEC), synchronize, TAKE(tensors, chunk, status, SPEC).
 
-    A chunk is pushed before the one before it is taken: the links carry the one while the other is copied, and there
-    is one barrier a chunk. A push needs no more than the barrier of the chunk before it, behind which no peer reads
-    what it overwrites, the chunk before that.
+    A chunk is pushed before the previous one is taken: the links carry the one while the other is copied, and there is
+    one barrier a chunk. PUSH(k) overwrites chunk k - 2, which no peer reads after barrier k - 1: so it needs no other
+    barrier.
     """
     start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
@@ -244,9 +245,9 @@ def run_two_hops(
     of the next.
 
     Two mailboxes are enough. PUSH(k) overwrites what the peers' PASS_ON(k - 2) has read before barrier k - 1.
-    PASS_ON(k) overwrites what their TAKE(k - 2) has read before barrier k. Behind barrier C, the last one, nothing is
-    read but the second halves of chunk C - 1; the next call begins with the other mailbox, and comes back to this one
-    behind a barrier, or headers, of its own.
+    PASS_ON(k) overwrites what their TAKE(k - 2) has read before barrier k. After barrier C, the last one, only the
+    second halves of chunk C - 1 are read. The next call begins with the other mailbox, and writes to this one only
+    after its own first barrier or headers.
     """
     start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)

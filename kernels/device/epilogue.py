@@ -4,12 +4,11 @@
     factor       = rsqrt(mean(residual_out ** 2) + eps)
     norm         = round((residual_out * factor) * (weight + weight_bias))
 
-All of it is the same on every rank, whatever the algorithm, the grid and the tiles, because no sum depends on an order:
-the squares of each word are added, and the words' sums as integers. They are scaled by a power of two, so that the
-largest magnitude of the row, or 2^-11 of the root of eps if that is larger, lies in [1, 4) (if it is 2^-104 or more),
-and cut to multiples of 2^-44: 2^14 squares make less than 2^62, and the mean is right to 2^-30. So neither a huge nor a
-tiny row loses its norm, as it would if its squares left fp32's range. A row with an infinity has the factor 0, one with
-a NaN a NaN.
+All results are the same on every rank, for any algorithm, grid and tiles. No sum depends on an order: the squares of
+each word are added, and the words' sums as integers. A power of two scales the row's largest magnitude, or 2^-11 of the
+root of eps if that is larger, into [1, 4), if it is 2^-104 or more. The sums are cut to multiples of 2^-44: 2^14
+squares make less than 2^62, and the mean is right to 2^-30. So neither a huge nor a tiny row loses its norm, as it
+would if its squares left fp32's range. A row with an infinity has the factor 0, one with a NaN a NaN.
 
 For 16-bit types the squares of a word are added in fp32, and what follows the integer sum is fp32 again: root and
 quotient are rounded correctly, and the factor is right to 3 units of fp32. For fp32 all of it is fp64, the sum of
@@ -40,7 +39,7 @@ _MAX_FP16 = tl.constexpr("{ .reg .b32 size; and.b32 size, $2, 0x7FFF7FFF; max.Na
 
 @triton.jit
 def prepare_rms_norm(number, operands, SPEC: tl.constexpr):
-    """What RMSNorm needs besides the row: on its way while the row is waited for."""
+    """RMSNorm's operands besides the row: their loads are in flight while the block polls for the row."""
     residual = ()
     weight = ()
     if SPEC.EARLY:
@@ -181,7 +180,7 @@ def _larger(most, parts, SPEC: tl.constexpr):
 
 @triton.jit
 def _largest(most, SPEC: tl.constexpr):
-    """Of what `_larger` has made of a row."""
+    """The largest magnitude in `most`, the result of `_larger` over a row."""
     if SPEC.PTX and SPEC.BITS == 16:
         first = magnitude(element(most, 0, SPEC.ELEMENT, SPEC.BITS))
         most = tl.maximum(first, magnitude(element(most, 1, SPEC.ELEMENT, SPEC.BITS)))

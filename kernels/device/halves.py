@@ -1,7 +1,7 @@
 """Words of 64 bits by their halves, which are a GPU's registers: int32 tiles, split and joined without instructions.
 
 A compiler turns shifts into 64-bit arithmetic before it notices that they are moves, and in a polling loop it does not
-always notice. So there is inline PTX, and a pure variant beside it.
+always notice. So there is inline PTX, and a pure `tl` variant for the interpreter.
 """
 
 from __future__ import annotations

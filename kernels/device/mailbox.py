@@ -83,11 +83,11 @@ def clears(epoch):
 def clear_idle(group, epoch, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """Every 2^30 epochs, before its header: zero this block's share of the mailboxes that this epoch does not use.
 
-    A word that no message has overwritten since would otherwise be taken for new when its epoch comes round after
-    2^32. The share is what this block owns in the next epoch of this launch (each buffer in PARTS runs of tiles, OWNED
-    of them for each block in turn), and a peer's same block writes there only after it has seen the header sent after
-    this. Of a mailbox that this launch does not use any share will do. The zeros are words like those that they
-    replace, LL or wide: strong stores, so that old and new ones have one order.
+    Otherwise a word that no message has overwritten would be taken for new when its epoch number recurs after 2^32. The
+    share is the part that this block owns in the next epoch of this launch: each buffer has PARTS runs of tiles, and
+    each block in turn owns OWNED of them. The same block of a peer writes there only after it has seen the header that
+    follows the clearing. In a mailbox that this launch does not use, any share will do. The zeros are LL or wide words,
+    as the words that they replace: strong stores, so that old and new ones have one order.
     """
     if clears(epoch):
         table = table_of(group)

@@ -12,12 +12,12 @@ Partners  a rank's own quad, by step, and its relay: their numbers and addresses
           (`layout.group_argument`), so that no push waits for a load of them.
 Headers   to the quad first, and to the relay (or again to the quad) only after the quad's headers are seen. So a rank
           that has the relay's header knows that all eight ranks are in this epoch and have left the one before: the
-          rule that makes two mailboxes enough holds for ranks without a link, too, and between calls of any kernels. So
-          the second headers release, behind a block barrier, under LL as well: they pass on that others have read,
-          and a relaxed one would order nothing behind what it has acquired.
-Buffers   of an all-reduce by the sender's quad rank, its index among the quad's ranks in ascending order: the four
-          buffers of a quad lie side by side in the order of summation. The buffers behind them receive what comes over
-          the relay link. Of an all-gather by the rank whose data they are.
+          rule that makes two mailboxes enough also holds for ranks without a link, and between calls of any kernels. So
+          the second headers release, after a block barrier, under LL as well: they tell that other ranks have read, and
+          a relaxed header would not be ordered after the headers that this block has acquired.
+Buffers   of an all-reduce: one for each sender's quad rank, its index among the quad's ranks in ascending order, so
+          that the four buffers of a quad are adjacent in the order of summation; the next ones receive the relay's
+          data. Of an all-gather: one for each rank whose data they receive.
 Source    pytorch#114001 (hybrid cube mesh all-reduce, since removed); here by push, and summed in rank order, so
           that all ranks hold the same bits.
 """
@@ -39,12 +39,12 @@ QUAD_RANK = tl.constexpr(layout.QUAD_RANK)
 RANKS = tl.constexpr(layout.MESH_RANKS)
 _PARTNERS, _HEADS = tl.constexpr(layout.PARAMETER_PEERS + 2 * layout.MESH_RANKS), tl.constexpr(layout.PARTNERS)
 RELAY = tl.constexpr(4)  # as the step of a partner
-RELAYED = tl.constexpr(4)  # the first buffer of what comes over the relay link
+RELAYED = tl.constexpr(4)  # the first buffer for the relay's data
 
 
 @triton.jit
 def in_quad(group, step):
-    """The rank of one's own quad that step 1, 2 or 3 pairs this one with; 0 is oneself."""
+    """The rank of this quad that step 1, 2 or 3 pairs this rank with; step 0 is this rank."""
     table = table_of(group)
     return tl.load(table + QUAD + (tl.load(table + POSITION) ^ step))
 

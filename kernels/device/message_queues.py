@@ -3,28 +3,27 @@
     sender                                     receiver
     wait for the ack of the slot's last piece
     payload ───────────────────────────────▶   slot [number % 4] of queue [sender][c]
-    header (fingerprint, tag) ─────────────▶   two words beside it
+    header (fingerprint, tag) ─────────────▶   two words next to it
                                                find the first piece of that tag; copy it out
                              ◀──────── ack     the slot is free
 
-An ordered pair of ranks has a number of queues, each of numbered pieces on its own: piece p of a message with tag t
-goes through queue (p + t) % queues. The sender's block b serves the message's queues b, b + grid, and
-so on, one after another, and so does the receiver's; if that has fewer blocks, each serves several blocks' queues
-in that order. So it needs as many blocks of the sender at once as it has itself, and messages of different sizes
-never share a slot at once.
+An ordered pair of ranks has a number of queues, each of numbered pieces on its own: queue (p + t) % queues carries
+piece p of a message with tag t. The sender's block b serves the message's queues b, b + grid, and so on, one after
+another, and so does the receiver's; if that has fewer blocks, each serves several blocks' queues in that order. So the
+receiver never needs more running blocks of the sender than it has itself, and messages of different sizes never share a
+slot at once.
 
-Number    counts the pieces of a queue, from 4 to 2^32 - 1 and round again: a multiple of 4 of them, so that the slot
-          goes on by one. It is the flag of the header, of the ack and, under `ll`, of every word. The counters lie in
-          each side's own memory, so a CUDA graph replays them.
-Waits     sender, for the ack of the piece four before: its slot has been read. Receiver, for a header: a message is
-          there, and it is the one asked for. Under `simple` that is release to acquire at `.sys`, so the payload is
-          there too; under `ll` words carry the number themselves.
+Number    counts the pieces of a queue, from 4 to 2^32 - 1 and then from 4 again: a multiple of 4 numbers, so that the
+          slots keep their turn. It is the flag of the header, of the ack and, under `ll`, of every word. Each side has
+          its counters in its own memory, so a CUDA graph replays them.
+Waits     sender, for the ack of the piece four before: its slot has been read. Receiver, for a header: a message of
+          that tag has arrived, and its size and type are as expected. Under `simple` the header is release to acquire
+          at `.sys`, so the payload has arrived as well; under `ll` each word carries the number.
 Reuse     by acknowledgement alone, release to acquire: the receiver's loads before its ack, the sender's stores after.
           Mailboxes, headers and the epoch of the collectives are not touched.
-Stale     old contents of a slot may look like an LL word: plain data do, and so do words of a number that has come
-          round. So if `simple` has used the slot before, and every 2^30 pieces, `ll` clears it first, and then its
-          header releases: a rank that sees the header sees no word that is older. Else all old words have older
-          numbers.
+Stale     old contents of a slot may look like an LL word: plain data may, and so may words of a number that recurs. So
+          `ll` clears a slot that `simple` has used before, and clears it every 2^30 pieces; then its header releases,
+          and a rank that sees the header sees no older word. In all other cases old words have older numbers.
 Order     messages of one pair and one tag arrive as they were sent; another tag may be received first, as long as no
           more than 4 pieces of a queue wait.
 """
@@ -70,8 +69,8 @@ def previous_number(number):
 
 @triton.jit
 def piece_words(group, words, SPEC: tl.constexpr):
-    """Payload words of a piece of a message of `words`: as many as a slot has, or fewer, so that every queue has
-    some; whole tiles."""
+    """Payload words of a piece of a message of `words`, in whole tiles: at most a slot's, and fewer if otherwise some
+    queues would have none."""
     slot = tl.load(table_of(group) + SLOT_BYTES) // (16 if SPEC.LL else 8)
     share = tl.cdiv(words, tl.load(table_of(group) + QUEUES))
     return tl.minimum(slot, tl.maximum(tl.cdiv(share, SPEC.BLOCK), 1) * SPEC.BLOCK)
@@ -120,12 +119,12 @@ def clear_stale(group, slot, number, plain, SPEC: tl.constexpr):
 
 @triton.jit
 def publish_header(theirs, number, call, tag, RELEASE, SPEC: tl.constexpr):
-    """Write the header of piece `number` beside its slot. Pairs with `match_header`."""
+    """Write the header of piece `number` next to its slot. Pairs with `match_header`."""
     lane = tl.arange(0, SPEC.LANES)
     value = (number << 32) | tl.where(lane == 0, call & LOW, tag & LOW)
     place = theirs + 2 * (number % SLOTS) + lane % 2
     if RELEASE:
-        tl.debug_barrier()  # all threads' payload lies behind the release
+        tl.debug_barrier()  # all threads' payload is written before the release
         signal(place, value, lane < 2, True, SPEC.PTX)
     else:
         signal(place, value, lane < 2, False, SPEC.PTX)
@@ -156,7 +155,7 @@ def end_message(group, call, status):
 def match_header(group, mine, rank, following, taken, call, tag, SPEC: tl.constexpr):
     """Wait for the first piece with `tag`: (how many numbers after `following` it is, status).
 
-    Bit k of `taken` says that the piece k after `following` was received before. The status word says what is wrong:
+    Bit k of `taken` says that the piece k after `following` was received before. Errors in the status word:
     MESSAGE_MISMATCH, the tag is right and size or type is not; PENDING, four pieces are waiting and none has this tag.
     """
     lane = tl.arange(0, SPEC.LANES) % 2
@@ -195,7 +194,7 @@ def acknowledge(theirs, number, SPEC: tl.constexpr):
 
 @triton.jit
 def probe(mine, following, taken, tag, SPEC: tl.constexpr):
-    """1 if a piece with `tag` lies in a slot, else 0. Does not wait."""
+    """1 if a piece with `tag` is in a slot, else 0. Does not wait."""
     lane = tl.arange(0, SPEC.LANES) % (2 * SLOTS)
     ahead = (lane // 2 - following) % SLOTS
     ahead = tl.where(ahead < 0, ahead + SLOTS, ahead)

@@ -1,12 +1,12 @@
 """Tiles through the switch: from the ranks' buffers of one number, reduced, and to the ranks' buffers of one number.
 
-Flight    UNROLLED tiles of a block's run are on their way at once, as in `plain_data`; the end of a run, and misaligned
-          tensors, go one tile after another. Between multicast pointers (`pass_reduced`) no tensor is misaligned, and
-          every access has a mask, so the end of a run of two tiles or more goes at once, too.
-Fences    what a rank reads or writes here by the multicast address, it or another rank writes or reads by a plain one.
-          The barriers between chunks (SWITCH) have an alias fence: whatever lies before one is ordered before what
-          follows it, by whichever address. Before a launch and after it the driver sees to that, so a call over handles
-          has none.
+Flight    UNROLLED tiles of a block's run are in flight at once, as in `plain_data`; the end of a run, and misaligned
+          tensors, are moved one tile after another. Between multicast pointers (`pass_reduced`) no tensor is
+          misaligned, and every access has a mask, so the end of a run of two tiles or more is in flight at once as
+          well.
+Fences    memory that a rank accesses here by the multicast address is accessed elsewhere by a plain one. So the
+          barriers between chunks (SWITCH) have an alias fence, which orders accesses by both kinds of address. Before
+          and after a launch the driver orders them, so a call over handles has no such fence.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def shard_words(count, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def end_of(words, numel, PACK: tl.constexpr):
-    """Elements before word `words` of a tensor of `numel`: the bound of a shard that ends there."""
+    """Elements before word `words` of a tensor of `numel`: the bound of a shard that ends at that word."""
     return tl.minimum(words * PACK, numel)
 
 
@@ -47,7 +47,7 @@ def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
     full = ((first + BLOCK) * PACK <= numel) & ALIGNED
     words = tl.zeros([BLOCK], tl.int64)
     if full:
-        # The hint stands on the pointer that this very function makes: on an integer, or on an argument, it is lost.
+        # The hint is given for a pointer made in this function: on an integer, or on an argument, it would be lost.
         wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + first, 16)
         words = tl.load(wide + tl.arange(0, BLOCK))
     else:
@@ -79,10 +79,10 @@ def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
 
 @triton.jit
 def load_elements(x_ptr, first, numel, BLOCK: tl.constexpr):
-    """`load_words` element by element, for tiles of several planes: the pointer is one that the loop hands on.
+    """`load_words` element by element, for tiles of several planes; the loop advances the pointer.
 
-    Triton's early passes look at all that hangs together with an address that is computed in place, for each load. A
-    kernel with three planes of eight ranks has so many that they take twice as long.
+    For each load, Triton's early passes visit the whole computation of an address that is computed in place. For a
+    kernel with three planes of eight ranks that doubles their time.
     """
     BITS: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
@@ -133,7 +133,7 @@ def load_tile(buffer, first, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_tiles(buffers, first, count, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """`load_tile` of each of a tuple of COUNT buffers, behind one branch: they are on their way at once."""
+    """`load_tile` of each of a tuple of COUNT buffers, in one branch, so that they are in flight at once."""
     if first + BLOCK <= count:
         tiles = ()
         for n in tl.static_range(COUNT):
@@ -157,7 +157,7 @@ def store_tile(buffer, first, words, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def whole_tile(first, count, start, numel, like, BLOCK: tl.constexpr, ALIGNED):
-    """True if the tile at word `first` of a run of `count` words is full, and its elements lie in like[0:numel].
+    """True if the tile at word `first` of a run of `count` words is full, and its elements are inside like[0:numel].
 
     The run begins at word `start` of the tensor `like`; `ALIGNED` says that its words are 16-byte aligned.
     """

@@ -1,8 +1,8 @@
 """Plain data between tensors and the buffers of `simple` mailboxes: runs of tiles, several in flight at once.
 
-Flight    every loop has the tiles of all ranks, or UNROLLED tiles of one run, on their way at once: all are loaded
-          before the first is stored, because a thread stands at a store until its load has come. The ends of runs that
-          are no whole tiles, and misaligned tensors, go one tile after another in the functions named `_ragged`.
+Flight    every loop has the tiles of all ranks, or UNROLLED tiles of one run, in flight at once: all are loaded
+          before the first is stored, because a thread stalls at a store until its load has completed. The ends of runs
+          that are no whole tiles, and misaligned tensors, go one tile after another in the functions named `_ragged`.
           COMPACT: always UNROLLED tiles of one rank's run, then the next rank's, because it is the addresses of all
           ranks that take registers.
 Order     every loop over ranks starts at one's own, so that no two ranks write to one, or read from it, at once.
@@ -43,7 +43,7 @@ def stage(x_ptr, numel, chunk, SPEC: tl.constexpr):
 def push_part(x_ptr, numel, start, count, buffer, chunk, SPEC: tl.constexpr):
     """this block's tiles of `count` words of x_ptr[0:numel] from word `start` on, to `buffer`, a peer's or own.
 
-    UNROLLED tiles are on their way at once. `start` is even.
+    UNROLLED tiles are in flight at once. `start` is even.
     """
     UNROLLED: tl.constexpr = FEW if SPEC.COMPACT else FULL
     limit = end_of(start + count, numel, 64 // x_ptr.dtype.element_ty.primitive_bitwidth)
@@ -94,7 +94,7 @@ def copy_part_ragged(y_ptr, start, limit, first, count, buffer, chunk, SPEC: tl.
 
 @triton.jit
 def runs(pointer, stride, UNROLLED: tl.constexpr):
-    """`pointer` at UNROLLED of a block's tiles, one behind the other."""
+    """`pointer` at UNROLLED consecutive tiles of a block."""
     pointers = ()
     for n in tl.static_range(UNROLLED):
         pointers = pointers + (pointer + n * stride,)
@@ -183,7 +183,7 @@ def row_buffer(chunk, head, source, STAGED: tl.constexpr, SPEC: tl.constexpr):
 @triton.jit
 def copy_rows(y_ptr, numel, STAGED: tl.constexpr, chunk, SPEC: tl.constexpr):
     """copy the chunk's words of rank r, out of one's own buffer or out of its stage, into row r of
-    y_ptr[0 : WORLD_SIZE * numel]; the tiles of all ranks are on their way at once."""
+    y_ptr[0 : WORLD_SIZE * numel]; the tiles of all ranks are in flight at once."""
     me = chunk.me
     if SPEC.COMPACT:
         for step in range(SPEC.WORLD_SIZE):

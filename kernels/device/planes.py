@@ -52,8 +52,8 @@ def no_tile(SPEC: tl.constexpr):
 
 @triton.jit
 def load_planes(x_ptr, start, left, numel, SPEC: tl.constexpr):
-    """The tile at word `start` of x_ptr[0:numel]. Three planes have zeros behind the end of their run, one has what is
-    there."""
+    """The tile at word `start` of x_ptr[0:numel]. With three planes, words past the end of the run are zeros; with one,
+    they are loaded as they are."""
     return load_planes_if(x_ptr, start, left, numel, SPEC.ALIGNED, SPEC)
 
 
@@ -126,14 +126,14 @@ def across(tuples, N: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def _whole_words(like, start, left, numel, SPEC: tl.constexpr):
-    """True if every word of the tile at word `start` lies in like[0:numel] as a whole."""
+    """True if every word of the tile at word `start` is inside like[0:numel] as a whole."""
     PACK: tl.constexpr = 64 // like.dtype.element_ty.primitive_bitwidth
     return (start + tl.minimum(left, SPEC.TILE)) * PACK <= numel
 
 
 @triton.jit
 def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
-    """Planes by words of 64 bits, all three on their way at once; element by element if they are not whole words."""
+    """Planes by words of 64 bits, all three in flight at once; element by element if they are not whole words."""
     if _whole_words(x_ptr, start, left, numel, SPEC) & ALIGNED:
         tile = load_three(x_ptr.to(tl.pointer_type(tl.int64)) + start, left, False, SPEC)
     else:
@@ -148,7 +148,7 @@ def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
 
 @triton.jit
 def load_three(pointer, left, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """The three planes of the tile of words at `pointer` (int64*). ALL of its words are there.
+    """The three planes of the tile of words at `pointer` (int64*). ALL: none of its words is past the run's end.
 
     A loop of three rounds, which the compiler unrolls late: one load in its source, and of a pointer that a loop hands
     on, keeps its early passes short.

@@ -3,22 +3,22 @@
     open_epoch ─▶ push_* (tiles of the input into this rank's buffer at some ranks) ─▶ synchronize ─▶ receive
 
 LL        the words carry flags, so nothing synchronizes: `receive_*` polls words and headers in one loop
-          (`device/arrival.py`), and a rank or block that receives nothing waits for headers. Hops: 1. What is pushed
-          first is loaded beside the epoch (`run_ll` in `device/chunks.py`), by the `first_*` functions. Both widths of
-          words (`device/planes.py`).
-simple    plain data; `synchronize` is a barrier behind the pushes, and `receive` loads what has arrived. Hops: 1, a
-          barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
+          (`device/arrival.py`), and a rank or block that receives nothing waits for headers. Hops: 1. The `first_*`
+          functions load the tiles that are pushed first, in flight together with the epoch (`run_ll` in
+          `device/chunks.py`). Both widths of words (`device/planes.py`).
+simple    plain data; `synchronize` is a barrier after the pushes, and `receive` loads the data that has arrived. Hops:
+          1, a barrier. The next chunk is pushed before this one is received (`run_pushed` in `device/chunks.py`).
 
-Bytes     what is pushed; under `ll` twice that, because half of it is flags, under `ll128` 4/3. Nothing is read from
-          a peer.
+Bytes     the pushed data; under `ll` twice that, because half of it is flags, under `ll128` 4/3. Nothing is read from a
+          peer.
 Waits     header, in every chunk, from every peer, whatever is sent and to whom: the peer made the same call and has
-          left the epoch before the last. Under `simple` it is release to acquire at `.sys`: what the peer's block b
-          pushed here is visible. LL words: the flag is this epoch; flag and payload are one access.
+          left the epoch before the last. Under `simple` it is release to acquire at `.sys`: data that the peer's block
+          b pushed here is visible. LL words: the flag is this epoch; flag and payload are one access.
 Reuse     two mailboxes, by the epoch's parity. A peer writes epoch e + 2 only after it has seen this block's header
           of e + 1, sent after this block has received all that it receives of e. Under `simple` it may do so at once,
           before it receives e + 1 itself. A rank that receives nothing (of a broadcast its root, of a gather all but
           the root) sends and awaits the same headers: so a root never runs ahead.
-Copies    what has come is copied out of the mailbox, because only its own rank knows where an output is.
+Copies    received data is copied out of the mailbox, because only its own rank knows where an output is.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from tricomm.kernels.primitives import barrier, send_headers, wait_headers
 def open_epoch(chunk, PARTS: tl.constexpr, SPEC: tl.constexpr):
     """Clear the idle mailbox if its time has come; under LL, say then that this block is in this epoch.
 
-    That header is relaxed, because the data carry flags of their own; but if it follows a clearing it releases the
-    zeros, or one of them could still land on a word that a peer pushed after it had seen the header.
+    That header is relaxed, because every word of data has a flag. After a clearing it releases the zeros: otherwise one
+    of them could overwrite a word that a peer pushed after it had seen the header.
     """
     group, epoch, call = chunk.group, chunk.epoch, chunk.call
     clear_idle(group, epoch, PARTS, SPEC)
@@ -125,7 +125,7 @@ def first_tile_and_root(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def push_to_root(tensors, chunk, loaded, SPEC: tl.constexpr):
-    """LL: this block's tiles of the chunk to one rank; `loaded` is what `first_tile_and_root` has returned."""
+    """LL: this block's tiles of the chunk to one rank; `loaded` is the result of `first_tile_and_root`."""
     tile, head = loaded
     first = chunk.own
     while first < chunk.count:
@@ -138,8 +138,8 @@ def push_to_root(tensors, chunk, loaded, SPEC: tl.constexpr):
 
 @triton.jit
 def first_tiles(tensors, chunk, SPEC: tl.constexpr):
-    """LL: what `push_rows` pushes first: this block's first tile of every row of the chunk; if so many would not stay
-    in registers, that of the next rank's row alone, which is pushed first then."""
+    """LL: the tiles that `push_rows` pushes first: this block's first tile of every row of the chunk, or of the next
+    rank's row alone if the registers cannot hold all of them."""
     if SPEC.ROWS_AT_ONCE:
         tiles = nth_tiles(tensors, chunk, chunk.own, SPEC)
     else:
@@ -166,7 +166,7 @@ def row_tile(tensors, chunk, step, first, SPEC: tl.constexpr):
 
 @triton.jit
 def push_rows(tensors, chunk, tiles, SPEC: tl.constexpr):
-    """LL: row r of the chunk to rank r, one's own included; `tiles` is what `first_tiles` has returned.
+    """LL: row r of the chunk to rank r, one's own included; `tiles` is the result of `first_tiles`.
 
     Starts at the own rank or the next one, so that no two ranks write to the same one at the same time.
     """
@@ -220,10 +220,10 @@ def meet_ahead(chunk, alone, status, SPEC: tl.constexpr):
     """LL: wait for every peer's header ahead of any word, if this epoch clears, or if a block is `alone`, without words
     to take; returns the status. The first thing that a TAKE does (`run_ll`).
 
-    A poll meets the headers as well. But it acquires them in some threads, and behind a clearing all of them have to,
-    before any pushes over the zeros: by a barrier, because what brings the lanes of a single warp together orders no
-    memory. And a block without words reads no mailbox: its place is another block's, whose
-    peers push over it as soon as that one has taken it.
+    A poll meets the headers as well, but only some threads acquire them. After a clearing all threads have to, before
+    one of them pushes over the zeros: by a barrier, because a reduction inside a single warp orders no memory. And a
+    block without words must not read a mailbox: its place is another block's, whose peers push over it as soon as that
+    block has taken it.
     """
     if (status == 0) & (clears(chunk.epoch) | alone):
         status = synchronize(chunk, 0, SPEC)
@@ -249,7 +249,7 @@ def receive_row(y_ptr, numel, source, chunk, takes, status, SPEC: tl.constexpr):
     """Copy the chunk's words from `source` into y_ptr[0:numel], if this rank `takes` them and `status` is zero; returns
     the status.
 
-    Under LL a block without words looks for headers, too.
+    Under LL a block without words waits for headers.
     """
     first = chunk.own
     if SPEC.LL:

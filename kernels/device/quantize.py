@@ -62,7 +62,7 @@ def _most(parts, SPEC: tl.constexpr):
 
 @triton.jit
 def to_e4m3(value):
-    """The e4m3 code (int32) of an fp32; that of a NaN has no sign."""
+    """The e4m3 code (int32) of an fp32; a NaN's code has no sign."""
     code = to_fp8(value, 20, 141, 121, -120, 0x7E)
     return tl.where(value != value, 0x7F, code)
 

@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     number     its number in the tensor, int64
     planes     its words as they are stored: a tuple of ROW_PLANES int64 planes, whose places are `words_at`
-    prepared   the result of the epilogue's `prepare`, which ran before the row was there
+    prepared   the result of the epilogue's `prepare`, which ran before the row had arrived
     y_ptr      the second tensor of the launch, of integers of the elements' width
     """
 
@@ -48,22 +48,22 @@ def values(row, n: tl.constexpr, j: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def columns_at(n: tl.constexpr, j: tl.constexpr, SPEC: tl.constexpr):
-    """(columns of `values`, int32 [PLANE], which of them there are)."""
+    """(columns of `values`, int32 [PLANE]; mask of those that exist)."""
     at, inside = words_at(n, SPEC)
     return at * SPEC.PACK + j, inside
 
 
 @triton.jit
 def words_at(n: tl.constexpr, SPEC: tl.constexpr):
-    """Of a row's plane n: (the words' places in the row, int32 [PLANE], which of them are there)."""
+    """Of a row's plane n: (the words' places in the row, int32 [PLANE]; mask of those that exist)."""
     lane = tl.arange(0, SPEC.PLANE)
     return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n]
 
 
 @triton.jit
 def fresh(number, PTX: tl.constexpr):
-    """`number` (int64), of which the compiler knows nothing. Of addresses that follow from a loop's own number it would
-    keep each in a register of its own, and advance all of them; from this one they differ by constants."""
+    """`number` (int64), of which the compiler knows nothing. It would keep each address derived from a loop's counter
+    in a separate register, and advance all of them; addresses derived from this number differ by constants."""
     if PTX:
         number = tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [number], dtype=tl.int64, is_pure=True, pack=1)
     return number
@@ -77,7 +77,8 @@ def load_tile(x_ptr, number, i: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def load_tile_at(x_ptr, number, start, left, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """The tile at word `start` of row `number`, `left` words before its shard ends. ALL of its words are there."""
+    """The tile at word `start` of row `number`, `left` words before its shard ends. ALL: the shard has all of its
+    words."""
     if SPEC.ALIGNED:
         wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + number * SPEC.ROW, 16) + start
         if SPEC.WIDE:
@@ -99,8 +100,8 @@ def load_tile_at(x_ptr, number, start, left, ALL: tl.constexpr, SPEC: tl.constex
 
 @triton.jit
 def store_tile(y_ptr, number, i: tl.constexpr, tile, BITS: tl.constexpr, SPEC: tl.constexpr):
-    """Store tile i of row `number`: of each element BITS bits, those of a word's PACK elements side by side in a word
-    of `tile`. BITS times PACK is 8 or more."""
+    """Store tile i of row `number`: BITS bits of each element, with a word's PACK elements side by side in a word of
+    `tile`. BITS times PACK is 8 or more."""
     WHOLE: tl.constexpr = BITS * SPEC.PACK
     ALL: tl.constexpr = SPEC.LEFTS[i] >= SPEC.TILE
     if SPEC.ALIGNED:
@@ -140,7 +141,7 @@ def put_tile(chunk, head, place, tile, left, SPEC: tl.constexpr):
 
 @triton.jit
 def places(chunk, place, SPEC: tl.constexpr):
-    """Where payload word `place` of every rank, and of TOGETHER tiles behind it, is in one's own mailbox: a tuple for
+    """Pointers into one's own mailbox to TOGETHER tiles, from payload word `place` on, of every rank: a tuple for
     `poll_planes`, tile by tile and rank by rank."""
     first = ll_buffer(chunk, table_of(chunk.group), 0, place, SPEC)
     pointers = ()
@@ -176,7 +177,7 @@ def of_step(tiles, g: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def load_row(x_ptr, number, SPEC: tl.constexpr):
-    """All of a row's tiles, which are on their way at once."""
+    """All of a row's tiles, which are in flight at once."""
     tiles = ()
     for i in tl.static_range(SPEC.ROW_TILES):
         tiles = tiles + (load_tile(x_ptr, number, i, SPEC),)
@@ -192,5 +193,5 @@ def rows_of(chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _rows(words, SPEC: tl.constexpr):
-    """Rows of so many words; unsigned, because a division of what may be negative takes several times as long."""
+    """Rows in `words` words; unsigned, because a signed division takes several times as long."""
     return (words.to(tl.uint64) // SPEC.ROW).to(tl.int64)

@@ -111,7 +111,7 @@ def ptx_of(cubin: bytes) -> str | None:
 
 
 def ptx_text(compiled: Any) -> str:
-    """The PTX of Triton's `compiled` kernel with the file names of this process, even if it came from the cache."""
+    """The PTX of Triton's `compiled` kernel with the file names of this process, even if it was cached."""
     return with_present_files(compiled.asm["ptx"], compiled.src.fn)
 
 

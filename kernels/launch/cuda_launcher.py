@@ -52,7 +52,7 @@ class Device(Protocol):
 
     @property
     def context(self) -> Any:
-        """Its primary context, which is torch's, too."""
+        """Its primary context, the one that torch uses."""
 
     def stream(self) -> int:
         """The handle of the current stream."""
@@ -103,8 +103,8 @@ def make_launcher(
 
     `run.repeat(count, facts)` gives `again(addresses, number, stream)`, which launches the call `number << 32 | facts`
     over `count` elements, with the addresses of x and y, on the current `stream`; everything else stays as prepared.
-    `run.with_operands(count, facts, operands)` gives the same for a kernel with an epilogue: after the addresses of x
-    and y come those of the tensors among `operands`, whose numbers stay.
+    `run.with_operands(count, facts, operands)` gives the same for a kernel with an epilogue: the addresses of x and y
+    are followed by the tensors' among `operands`, whose numbers stay.
 
     Raises `ResourceError` if Triton cannot compile the kernel or the driver refuses it.
     """
@@ -116,8 +116,8 @@ def make_launcher(
     fixed = [value.data_ptr() if isinstance(value, torch.Tensor) else value for value in (*group, *more)]
     words = (ctypes.c_uint64 * (own + len(fixed) + _SCRATCH))()
     words[own : own + len(fixed)] = fixed
-    before, behind = 2 if data else 0, own + len(group)  # the group's parameters come behind the two tensors
-    order = (*range(before), *range(own, behind), *range(before, own), *range(behind, len(words)))
+    before, after = 2 if data else 0, own + len(group)  # the group's parameters follow the two tensors
+    order = (*range(before), *range(own, after), *range(before, own), *range(after, len(words)))
     first = ctypes.addressof(words)
     pointers = (ctypes.c_void_p * len(words))(*(first + 8 * place for place in order))
     word = memoryview(words).cast("B").cast("Q")  # writes one word faster than struct or ctypes

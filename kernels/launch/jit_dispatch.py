@@ -21,8 +21,8 @@ def compile_for(
     """Triton's compiled form of a user's kernel for these arguments, their values and their types, in order.
 
     `options` are constexprs and launch options. A type is a name such as "i32" or "*fp32", "constexpr" for a value that
-    was compiled in, and for a tuple those of its elements. Cached for the life of the process. Raises `InvalidArgument`
-    if the arguments do not fit, `ResourceError` if Triton cannot compile the kernel, or nothing can be compiled here.
+    was compiled in, or a tuple of the elements' types. Cached for the life of the process. Raises `InvalidArgument` if
+    the arguments do not fit, `ResourceError` if Triton cannot compile the kernel, or nothing can be compiled here.
     """
     if (reason := compiler.refused()) is not None:
         raise ResourceError(reason)
@@ -40,7 +40,7 @@ def compile_for(
         if scope.get(global_name, value) is not value and scope[global_name] != value:
             raise InvalidArgument(
                 f"kernel {name}: global {global_name} has changed since it was compiled, from {value} to "
-                f"{scope[global_name]}; Triton refuses that, too"
+                f"{scope[global_name]}; Triton refuses that as well"
             )
     key = (kernel.fn, kernel.cache_key, str(specialization), str(constants), str(chosen), capability)
     if key not in _compiled:

@@ -69,7 +69,7 @@ def bind(
     kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
     more: Sequence[int | torch.Tensor], group: GroupArgument, timeout: float = 600.0,
 ) -> BoundKernel:  # fmt: skip
-    """One of our own kernels over `group` (`layout.group_argument`).
+    """One of our kernels over `group` (`layout.group_argument`).
 
     `bits` is the width of the integers that the kernel moves (None if it takes no tensors), `aligned` whether the
     addresses of x and y are multiples of 16, `more` the values of the kernel's `compiler.extras`. On a GPU it is

@@ -50,7 +50,7 @@ class Director(Protocol):
         """Call `access.perform` at some time; for a load, rmw or cas before this returns."""
 
     def barrier(self) -> None:
-        """The current block has come to a `tl.debug_barrier()`."""
+        """The current block has reached a `tl.debug_barrier()`."""
 
     def compared(self, relation: str, left: Array, right: Array, result: Array) -> None:
         """The current block compares, or masks what it compared; `relation` is one of == != < <= > >= &."""
@@ -60,7 +60,7 @@ class Observer(Protocol):
     """Sees every access of the kernels while it is installed by `interpreter.observe`."""
 
     def __call__(self, kind: str, addresses: Array, itemsize: int) -> None:
-        """`kind` is load, store or atomic; `addresses` (uint64) are those of the elements, without masked ones."""
+        """`kind` is load, store or atomic; `addresses` (uint64) of the elements, without masked ones."""
 
 
 def perform_at_once(access: Access, observers: list[Observer]) -> None:

@@ -1,12 +1,12 @@
 """The code that depends on private names of Triton's interpreter, besides `triton_shortcuts` and `interpreted_wide`.
 
 The language is patched from a list that is made once (`patch`, `restore`), because a new one for each launch would
-dominate a small call's time. Kernels become plain Python (`python`), and every access of a kernel goes through
-`_accessed`: to observers, which only look, or to a director, which decides when it happens.
+dominate a small call's time. Kernels become plain Python (`python`), and every access of a kernel calls `_accessed`,
+which shows it to observers or leaves it to a director, which decides when it happens.
 
-It also corrects results that differ from a GPU's: fp32 to bf16 is rounded to nearest even instead of
-truncated, bf16 to fp32 is exact for every pattern, arithmetic gives one NaN, -0 is less than +0 for minimum and
-maximum, and 3.9's atomic load, store and poll are atomic and ordered.
+It also corrects results that differ from a GPU's: fp32 to bf16 is rounded to nearest even instead of truncated; bf16 to
+fp32 is exact for every pattern; arithmetic gives one NaN; -0 is less than +0 for minimum and maximum; 3.9's atomic
+load, store and poll are atomic and ordered.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Arena(Protocol):
 
     @property
     def no_suspend(self) -> str:
-        """Why the memory cannot be given back while its addresses are kept; empty if it can."""
+        """Why the memory cannot be suspended; empty if it can."""
 
     suspended: bool  # from `suspend` until a `resume` that succeeds on all ranks
 
@@ -62,7 +62,7 @@ class Arena(Protocol):
         """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` if it would leave the block."""
 
     def suspend(self) -> None:
-        """Give this rank's share of the memory back and keep all addresses; does not wait for other ranks.
+        """Release this rank's share of the memory and keep all addresses; does not wait for other ranks.
 
         No kernel of any rank may be using it. Raises `ResourceError` if a step is refused; the next `suspend`, `resume`
         or `close` tries it again."""
@@ -70,7 +70,7 @@ class Arena(Protocol):
     def resume(self, control: ControlPage, timeout: float) -> None:
         """Zeroed memory at the same addresses; called by all ranks together, each after `suspend`.
 
-        If it fails, all ranks give everything back and raise the same error, as `open_arena` does."""
+        If it fails, all ranks release everything and raise the same error, as `open_arena` does."""
 
     def close(self) -> None:
         """Release the memory; idempotent."""

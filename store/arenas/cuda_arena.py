@@ -1,8 +1,8 @@
 """GPU memory that the ranks' processes share, of any kind: set-up, probe and release.
 
-Set-up goes in stages. After each stage all ranks go on, or all ranks raise and undo the stages before. CUDA's answer
-that a GPU can reach another one is not enough (TensorRT-LLM#17034), so the last stages check that a write arrives.
-The probe overwrites the end of each block, so it is left out for the user's own memory.
+Set-up has stages. After each stage all ranks continue, or all ranks raise and undo the stages before. CUDA's answer
+that a GPU can reach another one is not enough (TensorRT-LLM#17034), so the last stages check that a write arrives. The
+probe overwrites the end of each block, so it is left out for the user's own memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class GpuSite:
     def refuse_unreachable(self, rank: int, uuid: bytes) -> None:
         """Raises `ResourceError` if this GPU cannot reach rank `rank`'s."""
         driver, ordinal = self.driver, self.visible.get(uuid)
-        # A GPU that CUDA_VISIBLE_DEVICES hides from this process cannot be asked about: mapping its memory decides.
+        # CUDA cannot be asked about a GPU that CUDA_VISIBLE_DEVICES hides from this process: mapping its memory
+        # decides.
         if ordinal not in (None, self.ordinal) and not driver.can_access_peer(self.ordinal, ordinal):
             raise ResourceError(
                 f"cuDeviceCanAccessPeer: GPU {driver.device_bus_id(self.ordinal)} cannot reach GPU "
@@ -146,7 +147,7 @@ class CudaArena:
         return self._blocks.no_suspend and f"{self._blocks.no_suspend}{f' ({self.reason})' if self.reason else ''}"
 
     def suspend(self) -> None:
-        """Give this rank's share of the memory back once all work on its GPU is done; see `Arena.suspend`."""
+        """Release this rank's share of the memory once all work on its GPU is done; see `Arena.suspend`."""
         site = self._site
         self.suspended = True
         with site.current():

@@ -27,14 +27,14 @@ CLOSE_SECONDS = 5.0
 GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size
 
 _UNMAPPED, _STILL_MAPPED = b"\x01", b"\x00"
-_ALIGNMENT_BYTES, _LEAST_ALIGNMENT_BYTES = 256, 16  # of CUDA's blocks; of what kernels read
+_ALIGNMENT_BYTES, _LEAST_ALIGNMENT_BYTES = 256, 16  # of CUDA's blocks; of addresses that kernels read
 _MOST_OFFSET = 1 << 47
 _FORMAT = RecordFormat(b"TCIP", f"Q{HANDLE_BYTES}s")
 _log = logging.getLogger(__name__)
 
 
 class BlockRecord(NamedTuple):
-    """What the other ranks need to map a rank's block. Never printed: the handle gives access to it."""
+    """The facts with which other ranks map a rank's block. Never printed: the handle gives access to it."""
 
     rank: int
     uuid: bytes
@@ -122,7 +122,7 @@ class IpcBlocks:
         raise ResourceError(self.no_suspend)
 
     def keep(self) -> None:
-        """Tells the peers, so that they keep their blocks, too."""
+        """Tells the peers, so that they also keep their blocks."""
         if self._exported:
             with suppress(TricommError):  # nothing is freed here, whether or not a peer answers
                 self._control.exchange(_STILL_MAPPED, "cuda_ipc: close", CLOSE_SECONDS)

@@ -3,7 +3,7 @@
     rank 0: cuMemCreate, cuMemMap ── handle, see passing.py ──▶ rank 1: import, cuMemMap ── writes a word ──▶
 
 Needs no common PID or IPC namespace, and each rank closes alone: memory lives until its last mapping, handle and
-descriptor are gone. Memory that was given back is made and mapped again in the same way, at the same addresses.
+descriptor are gone. Suspended memory is allocated and mapped again in the same way, at the same addresses.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def open_cuda_vmm(
 
 @dataclass(frozen=True)
 class VmmRecord:
-    """What the other ranks need to map a rank's block: its `whole` bytes on the GPU `uuid`, and the token by which its
-    handle is passed on."""
+    """The facts with which other ranks map a rank's block: its `whole` bytes on the GPU `uuid`, and the token by which
+    its handle is passed on."""
 
     rank: int
     uuid: bytes
@@ -141,7 +141,7 @@ class VmmBlocks:
             block.empty(undo)
 
     def keep(self) -> None:
-        """Nothing to do: every rank's mappings keep the memory alive by themselves."""
+        """Nothing to do: every rank's mappings keep the memory alive."""
 
     def release(self, undo: Cleanup) -> bool:
         if self._switch is not None:

@@ -49,7 +49,7 @@ def check_view(nbytes: int, bases: Sequence[int], rank: int, offset: int, shape:
 def raw_view(address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Tensor over memory that torch does not own; the caller keeps the memory alive."""
     # Not __cuda_array_interface__: torch then asks CUDA which GPU owns the address, and silently copies if that is not
-    # `device` (pytorch#54139), as can happen for a peer's memory. This way every dtype works, too.
+    # `device` (pytorch#54139), as can happen for a peer's memory. This way also works for every dtype.
     nbytes = math.prod(shape) * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     tensor = torch.empty(0, dtype=dtype, device=device)
@@ -126,7 +126,7 @@ class LocalArena:
         return self._blocks is None
 
     def suspend(self) -> None:
-        """Give this rank's block back; see `Arena.suspend`."""
+        """Release this rank's block; see `Arena.suspend`."""
         self.suspended = True
         if self._blocks is not None:
             self._blocks.give_back(self.rank)

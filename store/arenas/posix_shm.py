@@ -2,7 +2,7 @@
 
     rank 0: memfd, sealed ── size, and over a Unix socket its descriptor ──▶ rank 1: maps it
 
-Set-up goes in stages. After each stage all ranks go on, or all ranks raise and undo the stages before.
+Set-up has stages. After each stage all ranks continue, or all ranks raise and undo the stages before.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class PosixShmArena:
         return not self._segments
 
     def suspend(self) -> None:
-        """Give this rank's pages back to the system, for all ranks; see `Arena.suspend`. A suspended block reads as
-        zeros, and touching it allocates pages again."""
+        """Return this rank's pages to the system, for all ranks; see `Arena.suspend`. A suspended block reads as zeros,
+        and touching it allocates pages again."""
         self.suspended = True
         self._segments[self._rank].give_back()
 

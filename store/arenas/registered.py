@@ -1,10 +1,10 @@
 """A user's own tensor that every rank reaches in place: no copy is made, and the tensor stays the user's.
 
-    on a GPU     the CUDA allocations behind it are passed on (`cuda.registered_memory`), or torch's symmetric memory
-                 has mapped it already
-    on a CPU     torch's shared memory (`share_memory_()`): the descriptor of its file is passed on
+    on a GPU     the CUDA allocations that hold it are passed to the peers (`registered_memory`), or torch's
+                 symmetric memory has mapped it already
+    on a CPU     torch's shared memory (`share_memory_()`): the descriptor of its file is passed to the peers
 
-A peer maps the whole allocation behind a tensor, but reads and writes only the tensor.
+A peer maps the whole allocation that holds a tensor, but reads and writes only the tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAGIC = b"TCREG\x00\x00\x01"
 _RECORD = struct.Struct(f"<8siQQQ{NAME_BYTES}s")  # magic, rank, bytes of the tensor, of the file, offset in it, socket
 _PLACE = struct.Struct("<iiqq")  # rank and size of torch's group, offset of the tensor in its segment, bytes
 _REASON_BYTES = 200
-_MULTICAST_ALIGNMENT = 16  # of what the switch reads and writes at once
+_MULTICAST_ALIGNMENT = 16  # of an access by the switch
 
 
 class RegisteredArena:
@@ -73,7 +73,7 @@ class RegisteredArena:
         """Nothing to do: the memory is the user's."""
 
     def resume(self, control: ControlPage, timeout: float) -> None:
-        """Nothing to do: the memory was never given back."""
+        """Nothing to do: the memory was never released."""
 
     def close(self) -> None:
         """Unmap the other ranks' memory; the user's own stays. Idempotent."""
@@ -94,7 +94,7 @@ def open_registered(
     `group`: the process group over which to share a tensor of torch's symmetric memory. Its multicast address, if torch
     has one, is used unless `no_multicast`, the same on all ranks, gives a reason not to. Takes about `timeout` seconds
     at most. Raises the same error on all ranks, with everything undone: `ResourceError` for memory that cannot be
-    shared, `InvalidArgument` if `group` has other ranks or the tensors lie at different offsets of torch's memory.
+    shared, `InvalidArgument` if `group` has other ranks or the tensors' offsets in torch's memory differ.
     """
     if group is not None:
         return _of_torch(control, tensor, timeout, group, no_multicast)
@@ -122,8 +122,8 @@ def _of_torch(
     no_multicast: str,
     rendezvous: Callable[[torch.Tensor, Any], Any] = _rendezvous,
 ) -> RegisteredArena:
-    """torch's pointers are those of segments: a tensor may lie anywhere in its segment, but has to lie at the same
-    offset on all ranks, which torch does not check. All ranks use torch's multicast address, or none does."""
+    """torch's pointers are to segments: a tensor may be anywhere in its segment, but its offset must be the same on all
+    ranks, which torch does not check. All ranks use torch's multicast address, or none does."""
     deadline = Deadline(timeout)
     stage = CollectiveStages(control, "register", deadline)
     handles: list[Any] = []
@@ -162,10 +162,10 @@ def _of_torch(
 
 
 def _of_the_switch(handle: Any, tensor: torch.Tensor, offset: int) -> tuple[int, str]:
-    """torch's multicast address of a tensor that lies `offset` bytes into its segment, or 0 and why there is none.
+    """torch's multicast address of a tensor that begins `offset` bytes into its segment, or 0 and why there is none.
 
-    torch's address is that of the segment in some versions, of the storage in others. So it is used only if the storage
-    begins where its segment does.
+    In some versions torch's address is the segment's, in others the storage's. So it is used only if the storage begins
+    where its segment does.
     """
     try:
         address = int(handle.multicast_ptr or 0)

@@ -1,8 +1,8 @@
-"""A user's own GPU memory, shared in place: the CUDA allocations behind it are passed on, and nothing is copied.
+"""A user's own GPU memory, shared in place: the CUDA allocations that hold it are passed to the peers, and nothing is
+copied.
 
-    cuMemCreate (torch: expandable segments, symmetric memory) ── a descriptor of each allocation ──▶ peers map them
-                                                                                                      side by side
-    cuMemAlloc (torch's usual segments) ── the handle of the allocation, by legacy CUDA IPC ──▶ peers open it
+    cuMemCreate: a descriptor of each allocation (torch's expandable segments, symmetric memory) ──▶ peers map them
+    cuMemAlloc:  the handle of the allocation, by legacy CUDA IPC (torch's usual segments) ──▶ peers open it
 
 A peer maps whole allocations, including the user's other tensors in them. The user's memory has to outlive the
 mappings. No write probe is needed: the set-up of the group's arena has shown that writes arrive.
@@ -86,8 +86,8 @@ def _retained(driver: Driver, address: int) -> bool:
 
 @dataclass(frozen=True)
 class PiecesRecord:
-    """What the other ranks need to map the allocations behind a rank's memory: their `sizes`, in address order. The
-    memory begins `offset` bytes into the first one."""
+    """The facts with which other ranks map the allocations that hold a rank's memory: their `sizes`, in address order.
+    The memory begins `offset` bytes into the first one."""
 
     rank: int
     uuid: bytes
@@ -111,7 +111,7 @@ def parse_pieces(data: bytes, rank: int, nbytes: int) -> PiecesRecord:
 
 
 class TensorPieces:
-    """The allocations behind a user's memory, and the other ranks', mapped here."""
+    """The allocations that hold a user's memory, and the other ranks', mapped here."""
 
     kind = "cuda_vmm"
     no_suspend = "registered memory is the user's"

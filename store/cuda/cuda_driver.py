@@ -89,7 +89,7 @@ class Driver:
         return bool(self._call("cuDeviceCanAccessPeer", self._device(ordinal), self._device(peer_ordinal)))
 
     def retain_context(self, ordinal: int) -> int:
-        """The device's primary context (the one torch uses too); each call pairs with a `release_context`."""
+        """The device's primary context, the one that torch uses; each call pairs with a `release_context`."""
         return int(self._call("cuDevicePrimaryCtxRetain", self._device(ordinal)))
 
     def release_context(self, ordinal: int) -> None:
@@ -190,7 +190,7 @@ class Driver:
         self._call("cuMemRelease", handle)
 
     def retain_handle(self, address: int) -> int:
-        """Handle of the cuMemCreate memory behind a mapped address; pairs with `mem_release`."""
+        """Handle of the cuMemCreate memory at a mapped address; pairs with `mem_release`."""
         return int(self._call("cuMemRetainAllocationHandle", address))
 
     def export_descriptor(self, handle: int) -> int:
@@ -198,7 +198,7 @@ class Driver:
         return int(self._call("cuMemExportToShareableHandle", handle, self._kind(DESCRIPTOR), 0))
 
     def import_descriptor(self, fd: int) -> int:
-        """Handle of the memory behind a descriptor, which the caller still owns; pairs with `mem_release`."""
+        """Handle of the memory that a descriptor refers to, which the caller still owns; pairs with `mem_release`."""
         return int(self._call("cuMemImportFromShareableHandle", fd, self._kind(DESCRIPTOR)))
 
     def export_fabric(self, handle: int) -> bytes:
@@ -206,11 +206,11 @@ class Driver:
         return bytes(self._call("cuMemExportToShareableHandle", handle, self._kind(FABRIC), 0).data)
 
     def import_fabric(self, token: bytes) -> int:
-        """Handle of the memory behind the 64 bytes of `export_fabric`; pairs with `mem_release`."""
+        """Handle of the memory that the 64 bytes of `export_fabric` refer to; pairs with `mem_release`."""
         return int(self._call("cuMemImportFromShareableHandle", token, self._kind(FABRIC)))
 
     def address_reserve(self, nbytes: int, alignment: int) -> int:
-        """An address range with nothing behind it; pairs with `address_free`."""
+        """A reserved address range without memory; pairs with `address_free`."""
         return int(self._call("cuMemAddressReserve", nbytes, alignment, 0, 0))
 
     def address_free(self, address: int, nbytes: int) -> None:
@@ -231,7 +231,7 @@ class Driver:
         access.flags = self._bindings.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._call("cuMemSetAccess", address, nbytes, [access], 1)
 
-    # Multicast: memory of several GPUs behind one address, for the switch's instructions.
+    # Multicast: memory of several GPUs at one address, for the switch's instructions.
 
     def multicast_refusal(self, ordinal: int) -> str | None:
         """Why a GPU has no multicast addresses; None if it has."""
@@ -264,7 +264,7 @@ class Driver:
         properties.handleTypes = int(self._kind(sharing))
         return properties
 
-    # Kernels of our own PTX.
+    # Kernels given as PTX.
 
     def load_module(self, ptx: bytes) -> int:
         """Compile zero-terminated PTX for the current context; pairs with `unload_module`."""

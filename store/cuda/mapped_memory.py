@@ -1,8 +1,8 @@
-"""An address range with physical GPU memory behind it. It remembers which steps were done, to undo them in order.
+"""An address range and the physical GPU memory mapped to it. It remembers its steps, to undo them in order.
 
 Release goes backwards: unmap the addresses, release the handle, free the addresses. Between the last two steps the
-addresses stay reserved with nothing behind them, and other memory can be mapped there: the addresses in captured graphs
-stay valid.
+addresses stay reserved without memory, and other memory can be mapped to them, so the addresses in captured graphs stay
+valid.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class MappedMemory:
         self.handles = refused
 
     def require_empty(self, undo: Cleanup) -> None:
-        """`empty` before other memory is mapped there; raises `ResourceError` if something is left."""
+        """`empty` before other memory is mapped to the addresses; raises `ResourceError` if something is left."""
         self.empty(undo)
         if self._there or self.handles:
-            raise ResourceError(f"GPU memory at {self.address:#x} cannot be let go: {undo.failures[-1]}")
+            raise ResourceError(f"GPU memory at {self.address:#x} cannot be released: {undo.failures[-1]}")
 
     def release(self, undo: Cleanup) -> None:
         """Release memory and addresses, trying each step; addresses that are still mapped stay reserved."""

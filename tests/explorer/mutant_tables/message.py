@@ -63,7 +63,7 @@ MESSAGES = (
     ),
     _mutant(
         "S07", "send: no block barrier before the header", "other threads' payload is not ordered",
-        FILE, "        tl.debug_barrier()  # all threads' payload lies behind the release\n", "        pass\n",
+        FILE, "        tl.debug_barrier()  # all threads' payload is written before the release\n", "        pass\n",
         advice="put tl.debug_barrier() before the release",
     ),
     _mutant(
