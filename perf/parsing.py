@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import re
+from datetime import UTC, datetime, timedelta
 
 from tricomm.errors import InvalidArgument
 
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+_HOURS = {"h": 1, "d": 24, "w": 168}
+_WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -46,6 +49,37 @@ def parse_budget(text: str) -> float:
     if not 0 < seconds <= 86400.0:
         raise InvalidArgument(f"budget {text!r}: a time like 90s, 5m or 1h is needed, of a day at most")
     return seconds
+
+
+def parse_when(text: str) -> tuple[str, str]:
+    """Begin and end of the day `2026-01-31` or the latest `monday`; twice the same moment for an age (`7d`, `12h`) or
+    `2026-01-31T18:00`. The text is local time, the result as the history's dates are. Raises `InvalidArgument`."""
+    word, begin, whole = text.strip().lower(), datetime.now(), timedelta(days=1)
+    if age := re.fullmatch(r"(\d{1,4})([hdw])", word):
+        begin, whole = begin - timedelta(hours=int(age[1]) * _HOURS[age[2]]), timedelta()
+    elif word in _WEEKDAYS:
+        begin -= timedelta(days=(begin.weekday() - _WEEKDAYS.index(word)) % 7)
+        begin = datetime.combine(begin, datetime.min.time())
+    else:
+        try:
+            begin, whole = datetime.fromisoformat(text.strip()), timedelta(days="T" not in text)
+        except ValueError:
+            raise InvalidArgument(f"date {text!r}: 7d, 12h, a weekday or a date like 2026-01-31 is needed") from None
+    return _utc(begin), _utc(begin + whole)
+
+
+def _utc(moment: datetime) -> str:
+    return moment.astimezone(UTC).isoformat(timespec="seconds")
+
+
+def ago(date: str) -> str:
+    """`3 days ago` for one of the history's dates; the text itself if it is no date, or later than now."""
+    try:
+        hours = (datetime.now(UTC) - datetime.fromisoformat(date)) / timedelta(hours=1)
+    except (ValueError, TypeError):
+        return date
+    count, unit = (int(hours // 24), "day") if hours >= 24 else (int(hours), "hour")
+    return f"{count} {unit}{'' if count == 1 else 's'} ago" if hours >= 0 else date
 
 
 def parse_names(text: str, allowed: tuple[str, ...], kind: str) -> tuple[str, ...]:

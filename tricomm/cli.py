@@ -14,6 +14,7 @@ from tricomm import __version__, gone
 from tricomm.commands.bench import bench
 from tricomm.commands.check import check
 from tricomm.commands.common import FAILED, INTERRUPTED, exit_code
+from tricomm.commands.compare import compare
 from tricomm.commands.completion import completion
 from tricomm.commands.dashboard import dashboard
 from tricomm.commands.doctor import doctor
@@ -30,7 +31,7 @@ def cli() -> None:
 
     \b
     Exit codes: 0 fine, 1 a check failed or something got slower, 2 usage, 3 the environment lacks something,
-    4 a wrong result, 5 too few runs to judge, 130 interrupted.
+    4 a wrong result, 5 too few runs to judge, 6 no data to compare, 130 interrupted.
 
     \b
     tricomm doctor
@@ -40,7 +41,7 @@ def cli() -> None:
     """
 
 
-for command in (bench, check, completion, dashboard, doctor, info, kernels, predict, tune):
+for command in (bench, check, compare, completion, dashboard, doctor, info, kernels, predict, tune):
     cli.add_command(command)
 
 

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 FALSE_ALARMS = 1e-3  # probability, for a series in which nothing has changed
 FEWEST = 14  # measurements; with fewer, no order is as rare as `FALSE_ALARMS`
+LATE = FEWEST // 2  # measurements after a step that show it
+_KNOWN = 4  # measurements from which `unproven` takes how much a level varies
 _SIDE = 3  # measurements that a level has at least
 _LENGTHS = (*range(FEWEST, 25), 32, 48, 64, 96, 128, 192, 256, 512)
 _SHUFFLES = 20000
@@ -32,7 +34,7 @@ class Change:
 
 
 def find(values: Sequence[float]) -> list[Change]:
-    """The changes of a series, in order. At most the latest 512 values are looked at."""
+    """The changes of a series, in order; only the latest 512 values count."""
     series = np.asarray(values[-_LENGTHS[-1] :], dtype=np.float64)
     first = len(values) - len(series)
     places = sorted(_split(series, 0, len(series)))
@@ -42,6 +44,17 @@ def find(values: Sequence[float]) -> list[Change]:
         end = places[number + 1] if number + 1 < len(places) else len(series)
         changes.append(Change(first + at, float(np.median(series[begin:at])), float(np.median(series[at:end]))))
     return changes
+
+
+def unproven(values: Sequence[float], found: Sequence[Change]) -> Change | None:
+    """A step up that is too recent for `find`, whose result is `found`: the latest measurements are above all since the
+    last change, by more than these differ among themselves."""
+    level = values[found[-1].at :] if found else values
+    for count in range(1, min(LATE, len(level) - _KNOWN + 1)):
+        before, late = level[:-count], level[-count:]
+        if min(late) > 2 * max(before) - min(before):
+            return Change(len(values) - count, float(np.median(before)), float(np.median(late)))
+    return None
 
 
 def _split(series: NDArray[np.float64], begin: int, end: int) -> list[int]:

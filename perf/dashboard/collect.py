@@ -6,9 +6,9 @@ It has a *line* per library and kernel, a line has points by size, and a point h
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timedelta
 from operator import attrgetter
 from statistics import median
 from typing import Any
@@ -18,13 +18,14 @@ from tricomm.metrics.publish import JobStatistics
 from tricomm.perf import bench_row, units
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
-from tricomm.perf.dashboard import change_points, picks
+from tricomm.perf.dashboard import change_points, changes, picks
 from tricomm.perf.history.database import Entry, now
 
 _OF_RUN = ("device", "topology", "world_size")
 _OF_ROW = bench_row.chart_keys(bench_row.SCENE)
 SCENE = (*_OF_RUN, *_OF_ROW)
 _PAST = 256  # runs of a point that are shown, the latest
+_JUMP = timedelta(days=1)  # back in time: no run takes longer
 _LIVE = 200  # rows of jobs
 
 Record = dict[str, Any]
@@ -36,31 +37,50 @@ _Point = dict[int, list[Entry]]  # by run
 
 def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), source: str = "") -> Record:
     """All data of a page as plain JSON values. Times in microseconds, to four digits."""
-    runs: dict[tuple[str, str], int] = {}
+    entries = list(entries)
+    runs, notes = _ordered(list(dict.fromkeys((entry.run.date, entry.run.commit) for entry in entries)))
+    numbers = {run: number for number, run in enumerate(runs)}
     scenes: dict[_Key, dict[_Key, dict[int, _Point]]] = {}
-    boxes: dict[_Key, tuple[str, str]] = {}  # the latest run's date and facts
-    count = 0
+    boxes: dict[_Key, tuple[int, str]] = {}  # the latest run and its facts
     for entry in entries:
         run, row = entry.run, entry.measurement
-        count += 1
-        number = runs.setdefault((run.date, run.commit), len(runs))
+        number = numbers[run.date, run.commit]
         scene = (*_run_key(run), *_row_key(row))
-        boxes[scene] = max(boxes.get(scene, ("", "")), (run.date, run.box))
+        boxes[scene] = max(boxes.get(scene, (0, "")), (number, run.box))
         sizes = scenes.setdefault(scene, {}).setdefault(_line_key(row), {})
         sizes.setdefault(row.nbytes, {}).setdefault(number, []).append(entry)
-    dates = [date for date, _ in runs]
     data = {
         "made": now(),
         "source": source,
-        "rows": count,
-        "runs": list(runs),
-        "scenes": [_scene(key, lines, dates, boxes[key][1]) for key, lines in scenes.items()],
+        "notes": notes,
+        "rows": len(entries),
+        "runs": runs,
+        "scenes": [_scene(key, lines, boxes[key][1]) for key, lines in scenes.items()],
         "jobs": [row for job in jobs for row in _job(job)][:_LIVE],
     }
-    return data | {"unjudged": unjudged(data)}
+    return data | {"unjudged": changes.unjudged(data)}
 
 
-def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str], box: str) -> Record:
+def _ordered(runs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Runs by date, because several processes write at a time; in the order of writing if the clock has jumped, which a
+    note then says."""
+    jumps, latest = 0, datetime.min + _JUMP
+    for date, _ in runs:
+        try:
+            moment = datetime.fromisoformat(date).replace(tzinfo=None)  # all are UTC
+        except ValueError:
+            continue
+        jumps += moment < latest - _JUMP
+        latest = moment
+    notes = []
+    if jumps:
+        notes.append(f"The clock has jumped back ({jumps}x): runs are in the order in which they were written.")
+    if latest > datetime.fromisoformat(now()).replace(tzinfo=None) + _JUMP:
+        notes.append(f"The latest run is dated {latest}, in the future: this machine's clock is or was wrong.")
+    return (runs if jumps else sorted(runs)), notes
+
+
+def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], box: str) -> Record:
     scene = dict(zip(SCENE, key, strict=True))
     pick = picks.of(scene, box)
     gpu = None if scene["simulated"] else machine(scene["device"])
@@ -70,21 +90,22 @@ def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], dates: list[str], bo
         "bus": units.bus_factor(scene["collective"], scene["world_size"]) if known else 1.0,
         "link_gbs": gpu.links if gpu is not None else None,
         "picks": {str(size): kernel for size in sizes if (kernel := pick(size)) is not None},
-        "lines": [_line(scene, line, points, dates) for line, points in lines.items()],
+        "lines": [_line(scene, line, points) for line, points in lines.items()],
     }
 
 
-def _line(scene: Record, line: _Key, points: dict[int, _Point], dates: list[str]) -> Record:
+def _line(scene: Record, line: _Key, points: dict[int, _Point]) -> Record:
     library, algorithm, protocol = line
     curve: Record = {"library": library, "kernel": f"{algorithm}/{protocol}" if library == OURS else library}
     curve["moved"] = _moved(scene, algorithm, protocol) if library == OURS else None
-    for name in ("size", "p50", "p99", "skew", "run", "past", "changes"):
+    for name in ("size", "p50", "p99", "skew", "run", "past", "changes", "unproven"):
         curve[name] = []
     for size, point in sorted(points.items()):
-        order = sorted(point, key=lambda run: dates[run])  # runs of several processes come in any order
+        order = sorted(point)
         past = [_digits(median(e.measurement.p50_us for e in point[run])) for run in order]
         latest = [entry.measurement for entry in point[order[-1]]]
-        changes = change_points.find(past)
+        steps = change_points.find(past)
+        late = change_points.unproven(past, steps)
         curve["size"].append(size)
         curve["p50"].append(past[-1])
         curve["p99"].append(_digits(max(m.p99_us for m in latest)))
@@ -92,7 +113,8 @@ def _line(scene: Record, line: _Key, points: dict[int, _Point], dates: list[str]
         curve["run"].append(order[-_PAST:])
         curve["past"].append(past[-_PAST:])
         dropped = max(0, len(past) - _PAST)
-        curve["changes"].append([[c.at - dropped, c.before, c.after] for c in changes if c.at >= dropped])
+        for name, found in (("changes", steps), ("unproven", [late] if late is not None else [])):
+            curve[name].append([[c.at - dropped, c.before, c.after] for c in found if c.at >= dropped])
     return curve
 
 
@@ -132,51 +154,3 @@ def machine(device: str) -> MachineSpec | None:
     """The GPU generation in a device's name; None if there is none that is known."""
     words = device.lower().replace("-", " ").split()
     return next((m for name, m in MACHINES.items() if name in words), None)
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A point whose level is `after` microseconds from run (date, commit) `since` on, and was `before` until then."""
-
-    point: str
-    before: float
-    after: float
-    since: tuple[str, str]
-
-    @property
-    def step(self) -> float:
-        """0.1 if the point takes a tenth longer; infinite if it took no time before."""
-        return self.after / self.before - 1 if self.before else math.inf
-
-    def __str__(self) -> str:
-        date, commit = self.since
-        times = f"{self.before:g} -> {self.after:g} us"
-        return f"{self.step:+8.1%}  {times:<24}  since {date} {commit or '(no commit)'}  {self.point}"
-
-
-def changes(data: dict[str, Any]) -> list[Changed]:
-    """The latest change of each point in the result of `page_data`, the largest step first."""
-    return sorted(_changed(data), key=lambda change: -abs(change.step))
-
-
-def unjudged(data: dict[str, Any]) -> tuple[int, int]:
-    """Two counts over the points that the latest run of their chart has measured: those with too few runs for a change
-    to be found, and all. `data` is the result of `page_data`."""
-    counts = []
-    for scene in data["scenes"]:
-        points = [runs for line in scene["lines"] for runs in line["run"]]
-        latest = max(data["runs"][runs[-1]] for runs in points)
-        counts += [len(runs) for runs in points if data["runs"][runs[-1]] == latest]
-    return sum(count < change_points.FEWEST for count in counts), len(counts)
-
-
-def _changed(data: dict[str, Any]) -> Iterator[Changed]:
-    for scene in data["scenes"]:
-        mark = " (simulated)" if scene["simulated"] else ""
-        where = f"{scene['world_size']} ranks, {scene['mode']}, {scene['place']}, on {scene['device']}{mark}"
-        for line in scene["lines"]:
-            for size, runs, changes in zip(line["size"], line["run"], line["changes"], strict=True):
-                if changes:
-                    at, before, after = changes[-1]
-                    point = f"{scene['collective']} {scene['dtype']} {line['kernel']} {size} B, {where}"
-                    yield Changed(point, before, after, tuple(data["runs"][runs[at]]))

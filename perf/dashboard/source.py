@@ -34,6 +34,7 @@ class Source:
         self._tell = say
         self._lock = threading.Lock()
         self._made: tuple[Any, str] = (None, "")
+        self.unreadable = False  # the history, so that another file is read in its place, or none
 
     def jobs(self) -> jobs.PublishedJobs:
         """The jobs' statistics as they are published now."""
@@ -45,7 +46,7 @@ class Source:
     def data(self) -> dict[str, Any]:
         """Everything that the page shows. Raises `ResourceError` for a history that broke while it was read."""
         published = self.jobs()
-        past = database.open_history(self._path, self._say)
+        past = database.open_history(self._path, self._unreadable)
         if past is None:
             return collect.page_data((), published.live)
         with past:
@@ -90,6 +91,10 @@ class Source:
         files = [self._path, Path(f"{self._path}-wal")]
         sizes = [(f.stat().st_mtime_ns, f.stat().st_size) if f.exists() else None for f in files]
         return sizes, [(job.name, job.written, job.live) for job in jobs.read().jobs]
+
+    def _unreadable(self, text: str) -> None:
+        self.unreadable = True
+        self._say(text)
 
     def _say(self, text: str) -> None:
         if text not in self._said:

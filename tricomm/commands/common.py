@@ -1,7 +1,7 @@
 """Exit codes, and messages for errors, of all commands.
 
 0 fine, 1 a check failed or something got slower, 2 usage, 3 unsupported environment, 4 wrong result, 5 too few runs to
-judge, 130 interrupt.
+judge, 6 no data to compare, 130 interrupt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 from click.core import ParameterSource
 
 SECONDS = 10.0  # between two lines of a command that takes long
-FAILED, USAGE, UNSUPPORTED, WRONG, UNJUDGED, INTERRUPTED = 1, 2, 3, 4, 5, 130
+FAILED, USAGE, UNSUPPORTED, WRONG, UNJUDGED, NO_DATA, INTERRUPTED = 1, 2, 3, 4, 5, 6, 130
 
 
 class OutputFile(click.Path):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, UNJUDGED, OutputFile, errors_told, usage
+from tricomm.commands.common import FAILED, NO_DATA, UNJUDGED, OutputFile, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
@@ -23,11 +24,13 @@ _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
 @click.option(
     "--changes", is_flag=True, help="Print what got slower (exit code 1) or faster; 5: too few runs to judge."
 )
+@click.option("--since", help="Of --changes: an age like 7d or 12h, a weekday, or a date like 2026-01-31.")
+@click.option("--json", "as_json", is_flag=True, help="Of --changes: print JSON.")
 @click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
 @click.option("--trace", type=OutputFile(), help="Write the timed calls of jobs there, for ui.perfetto.dev.")
 @click.option("--grafana", is_flag=True, help="Print the dashboard for Grafana, to be imported there.")
 @click.option("--history", type=_FILE, help="The history [default: history.sqlite in the XDG data directory].")
-def dashboard(port: int | None, history: Path | None, **ways: Any) -> None:
+def dashboard(port: int | None, since: str | None, as_json: bool, history: Path | None, **ways: Any) -> None:
     """Show what was measured (the history of tricomm bench) and what live jobs do.
 
     A job is live here when it was started with TRICOMM_STATS=SECONDS; TRICOMM_STATS_EVERY=100 times each hundredth
@@ -36,7 +39,7 @@ def dashboard(port: int | None, history: Path | None, **ways: Any) -> None:
     \b
     tricomm dashboard --html page.html
     tricomm dashboard --serve --port 9000
-    tricomm dashboard --changes
+    tricomm dashboard --changes --since monday
     TRICOMM_STATS=5 TRICOMM_STATS_EVERY=100 torchrun --nproc-per-node 8 train.py
     tricomm dashboard --prometheus > /var/lib/node_exporter/tricomm.prom
     tricomm dashboard --trace trace.json
@@ -46,8 +49,13 @@ def dashboard(port: int | None, history: Path | None, **ways: Any) -> None:
         raise click.UsageError(f"one of --{', --'.join(_WAYS)} is needed, {len(chosen)} were given")
     if port is not None and not ways["serve"]:
         raise click.UsageError("--port is for --serve")
+    if (since is not None or as_json) and not ways["changes"]:
+        raise click.UsageError("--since and --json are for --changes")
     with errors_told("dashboard"):
-        _run(chosen[0], ways, port, history)
+        if ways["changes"]:
+            _changes(history, since, as_json)
+        else:
+            _run(chosen[0], ways, port, history)
 
 
 def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None) -> None:
@@ -57,11 +65,9 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
     if way == "grafana":
         click.echo(files("tricomm").joinpath("perf/dashboard/page/grafana.json").read_text(encoding="utf-8"), nl=False)
         return
-    source = usage(lambda: Source(history, lambda text: click.echo(text, err=True)))
+    source = usage(lambda: Source(history, partial(click.echo, err=True)))
     if way == "prometheus":
         click.echo(source.metrics(), nl=False)
-    elif way == "changes":
-        _changes(source.data())
     elif way == "trace":
         calls = usage(lambda: chrome_trace.write(source.jobs().jobs, ways["trace"]))
         lacking = "" if calls else "; jobs time their calls with TRICOMM_STATS=5 TRICOMM_STATS_EVERY=1"
@@ -77,22 +83,22 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
         _serve(source, port)
 
 
-def _changes(data: dict[str, Any]) -> None:
-    from tricomm.perf.dashboard import change_points, collect
+def _changes(history: Path | None, since: str | None, as_json: bool) -> None:
+    from tricomm.perf import parsing
+    from tricomm.perf.dashboard import changes
+    from tricomm.perf.dashboard.source import Source
 
-    latest = collect.changes(data)
-    slower = sum(change.step > 0 for change in latest)
-    for change in latest:
-        click.echo(change)
-    counts = f"{slower} points are slower, {len(latest) - slower} faster, of {data['rows']} rows"
-    click.echo(f"{counts}; a step shows about 7 runs after it")
-    few, points = data["unjudged"]
-    if few:
-        click.echo(
-            f"{few} of {points} points of the latest runs have too few runs to judge: {change_points.FEWEST} are needed"
-        )
-    if slower or few or not points:
-        sys.exit(FAILED if slower else UNJUDGED)
+    begin, _ = usage(lambda: parsing.parse_when(since)) if since is not None else ("", "")
+    source = usage(lambda: Source(history, partial(click.echo, err=True)))
+    data = source.data()
+    verdict = changes.judge(data, begin)
+    click.echo(json.dumps(verdict.to_json(), indent=1) if as_json else "\n".join(verdict.lines()))
+    for note in data["notes"]:
+        click.echo(note, err=True)
+    if not data["rows"] and source.unreadable:
+        sys.exit(NO_DATA)
+    if verdict.slower or not verdict.judged:
+        sys.exit(FAILED if verdict.slower else UNJUDGED)
 
 
 def _serve(source: Any, port: int | None) -> None:

@@ -67,15 +67,6 @@ def test_a_step_in_the_past_is_a_change() -> None:
     assert changed["two_shot/ll"] == changed["nccl"] == []
 
 
-def test_a_point_that_took_no_time_before_comes_first() -> None:
-    line = {"kernel": "nccl", "size": [8, 16], "run": [[0], [0]], "changes": [[[0, 2.0, 3.0]], [[0, 0.0, 3.0]]]}
-    scene = dict.fromkeys(("collective", "dtype", "world_size", "mode", "place", "device"), "x")
-    data = {"scenes": [scene | {"simulated": False, "lines": [line]}], "runs": [("2026-01-01", "abc")]}
-    assert [str(change).split()[:4] for change in collect.changes(data)] == [
-        ["+inf%", "0", "->", "3"], ["+50.0%", "2", "->", "3"],
-    ]  # fmt: skip
-
-
 def test_a_long_past_is_cut_and_its_changes_stay_where_they_are() -> None:
     (scene,) = collect.page_data(dashboard_data.entries(300, step_at=290, sizes=(1024,)))["scenes"]
     line = next(x for x in scene["lines"] if x["kernel"] == "one_shot/simple")
@@ -225,32 +216,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert "tricomm_calls_total{" in _dashboard("--prometheus").output
     done = _dashboard("--trace", str(tmp_path / "trace.json"))
     assert done.exit_code == 0 and done.output.startswith("2 timed calls written")
-
-
-def test_what_got_slower_is_an_exit_code(tmp_path: Path) -> None:
-    same = dashboard_data.written(tmp_path / "same.sqlite", dashboard_data.entries(30))
-    done = _dashboard("--changes", "--history", str(same))
-    summary = "0 points are slower, 0 faster, of 600 rows; a step shows about 7 runs after it\n"
-    assert (done.exit_code, done.output) == (0, summary)
-    slower = dashboard_data.written(tmp_path / "slower.sqlite", dashboard_data.entries(30, step_at=15))
-    done = _dashboard("--changes", "--history", str(slower))
-    *lines, summary = done.output.splitlines()
-    assert done.exit_code == 1 and summary.startswith("4 points are slower, 0 faster") and len(lines) == 4
-
-
-@pytest.mark.parametrize("runs", [0, 1, 13])
-def test_too_few_runs_to_judge_are_no_all_clear(tmp_path: Path, runs: int) -> None:
-    rows = dashboard_data.entries(runs)
-    rows += [replace(e, measurement=replace(e.measurement, p50_us=3e4)) for e in rows[-20:]]
-    path = dashboard_data.written(tmp_path / "history.sqlite", rows)
-    done = _dashboard("--changes", *(("--history", str(path)) if runs else ()))
-    assert done.exit_code == 5 and done.output.startswith("0 points are slower")
-    assert not runs or "20 of 20 points of the latest runs have too few runs to judge: 14 are needed" in done.output
-
-
-def test_points_that_the_latest_run_has_not_measured_need_no_judgement(tmp_path: Path) -> None:
-    once = dashboard_data.entries(1, sizes=(77,))
-    path = dashboard_data.written(tmp_path / "history.sqlite", [*once, *dashboard_data.entries(20)])
-    assert _dashboard("--changes", "--history", str(path)).exit_code == 0
-    both = [*dashboard_data.entries(30), *dashboard_data.entries(3, dtype="bfloat16")]
-    assert collect.page_data(both)["unjudged"] == (20, 40)  # a chart has a latest run for itself

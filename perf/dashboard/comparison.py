@@ -1,0 +1,114 @@
+"""Two runs of `tricomm bench` compared: of the history, or of files."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tricomm import typed_json
+from tricomm.errors import InvalidArgument
+from tricomm.perf import parsing, text_table
+from tricomm.perf.bench_row import PLACES, Measurement
+from tricomm.perf.dashboard import changes, collect
+from tricomm.perf.history import database, schema
+from tricomm.perf.history.database import Entry, Say
+from tricomm.perf.history.schema import Run
+
+Rows = list[Entry]
+_HEADER = ("run", "date", "commit", "rows", "ranks", "device")
+
+
+def grouped(entries: Rows) -> list[Rows]:
+    """The rows of each run, in the order of writing."""
+    runs: dict[tuple[object, ...], Rows] = {}
+    for entry in entries:
+        run = entry.run
+        runs.setdefault((run.date, run.commit, run.device, run.topology, run.world_size), []).append(entry)
+    return list(runs.values())
+
+
+def table(runs: Sequence[Rows]) -> list[str]:
+    """A line for each run, with its number, the latest one last."""
+    if not runs:
+        return ["the history has no runs: `tricomm bench` measures one"]
+    rows = []
+    for number, (first, *more) in enumerate(runs, 1):
+        mark, run = " (simulated)" if first.measurement.simulated else "", first.run
+        rows.append((number, run.date, run.commit or "-", 1 + len(more), run.world_size, f"{run.device}{mark}"))
+    return text_table.lines(_HEADER, rows, right=("run", "rows", "ranks"))
+
+
+def side(text: str, runs: Sequence[Rows], say: Say) -> Rows:
+    """The rows that `text` names: a run by number, `latest~1`, a commit, a date or an age, or a file.
+
+    Raises `InvalidArgument` for a text that names none.
+    """
+    file = Path(text)
+    if file.is_file():
+        if not (rows := _of_file(file, say)):
+            raise InvalidArgument(f"{file} has no rows: nothing was measured")
+        return rows
+    counted = re.fullmatch(r"latest(?:~(\d{1,5}))?", text)
+    if counted or re.fullmatch(r"\d{1,5}", text):
+        place = len(runs) - 1 - int(counted[1] or 0) if counted else int(text) - 1
+        found = [run for number, run in enumerate(runs) if number == place]
+    elif re.fullmatch(r"[0-9a-f]{6,40}\+?", text):
+        found = [run for run in runs if run[0].run.commit.startswith(text)]
+    else:
+        _, end = parsing.parse_when(text)
+        past = [run for run in runs if run[0].run.date < end]
+        found = [run for run in past if run[0].run.date[:10] == past[-1][0].run.date[:10]]
+    if not found:
+        raise InvalidArgument(
+            f"{text}: no file, and no run of the history, is meant by this; `tricomm compare` lists them"
+        )
+    return [entry for run in found for entry in run]
+
+
+def _of_file(file: Path, say: Say) -> Rows:
+    """The latest run of another history, or the rows of a file of `tricomm bench --json`."""
+    try:
+        if schema.is_history(file):
+            history = database.open_history(file, say)
+            if history is None:
+                raise InvalidArgument(f"{file} cannot be read")
+            with history:
+                return [entry for run in grouped(history.read())[-1:] for entry in run]
+        bench = json.loads(file.read_bytes())
+        header, results = bench["header"], bench["results"]
+        run = typed_json.convert({**header, "date": "", "world_size": header["ranks"]}, Run)
+        return [
+            Entry(
+                run, typed_json.convert({**row, **row[place], "place": place, "nbytes": row["size_bytes"]}, Measurement)
+            )
+            for row in results
+            for place in PLACES
+            if row[place] is not None
+        ]
+    except OSError as error:
+        raise InvalidArgument(f"{file}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise InvalidArgument(f"{file} is neither a history nor a file of `tricomm bench --json`: {error}") from None
+
+
+def described(rows: Rows) -> str:
+    """When and where the latest of `rows` was measured."""
+    run = rows[-1].run
+    when = f" of {run.date}, {run.commit or 'no commit'}" if run.date else ""
+    mark = " (simulated)" if rows[-1].measurement.simulated else ""
+    return f"{len(rows)} rows{when}, {run.world_size} ranks on {run.device}{mark}, {run.topology}"
+
+
+def compare(old: Rows, new: Rows) -> list[changes.Changed]:
+    """The points that both have, by their medians; what got slower most comes first."""
+    both = [replace(e, run=replace(e.run, date=str(n), commit="")) for n, rows in enumerate((old, new)) for e in rows]
+    data = collect.page_data(both)
+    shared = [
+        changes.Changed(point, *line["past"][place])
+        for point, line, place in changes.points(data)
+        if len(line["run"][place]) == 2
+    ]
+    return sorted(shared, key=lambda change: -change.step)
