@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
 from pathlib import Path
 
@@ -21,6 +23,47 @@ folder = sys.argv[1]  # setuptools puts its own arguments there
 sdist = build_meta.build_sdist(folder)
 tarfile.open(folder + "/" + sdist).extractall(folder + "/from", filter="data")
 """
+USERS_SCRIPT = """
+from typing import Any, assert_type
+import torch
+import tricomm
+from tricomm.core.calls.fused_collectives import Quantized
+
+def calls(comm: tricomm.Communicator, x: torch.Tensor, w: tricomm.Symmetric, later: bool) -> torch.Tensor:
+    xs = [x, x]
+    assert_type(comm.all_reduce(x, "max", algorithm="one_shot"), torch.Tensor)
+    assert_type(comm.all_reduce(x, async_op=False), torch.Tensor)
+    assert_type(comm.all_reduce(x, async_op=True), tricomm.Work)
+    assert_type(comm.all_reduce(x, async_op=later), Any)
+    assert_type(comm.all_reduce(xs), list[torch.Tensor])
+    assert_type(comm.all_reduce(xs, async_op=True), tricomm.Work)
+    assert_type(comm.all_reduce(w), Any)  # w itself, because it is in place
+    assert_type(comm.all_gather(x, w), tricomm.Symmetric)
+    assert_type(comm.all_gather(x, out=x), torch.Tensor)
+    assert_type(comm.reduce_scatter(w), torch.Tensor)
+    assert_type(comm.all_to_all(x), torch.Tensor)
+    assert_type(comm.all_to_all_v(x, [1, 2], [2, 1]), torch.Tensor)
+    assert_type(comm.broadcast(x, 0), torch.Tensor)
+    assert_type(comm.reduce(x, dst=0), torch.Tensor | None)
+    assert_type(comm.gather(x, 0), torch.Tensor | None)
+    assert_type(comm.scatter(None, 0, out=x), torch.Tensor)
+    comm.scatter(None, 0, out=xs)
+    comm.barrier()
+    assert_type(comm.barrier(async_op=True), tricomm.Work)
+    comm.send(w, 1)
+    assert_type(comm.send(x, 1, async_op=True), tricomm.Work)
+    assert_type(comm.recv(x, 1), int)
+    assert_type(comm.recv(x, async_op=True), tricomm.Work)
+    assert_type(comm.all_reduce_rms_norm(x, None, x), tuple[torch.Tensor, torch.Tensor])
+    assert_type(comm.all_reduce_rms_norm_quantized(x, x, x, quantize="fp8"), Quantized)
+    assert_type(comm.all_reduce_rms_norm_quantized(x, x, x, quantize="fp8", async_op=True), tricomm.Work)
+    assert_type(comm.all_reduce_rows(x, print, 1, async_op=True), tricomm.Work)
+    assert_type(comm.stats(), tricomm.Statistics)
+    assert_type(tricomm.check(lambda comm: comm.rank, 2), tricomm.Report)
+    comm.all_reduce("x")  # type: ignore[arg-type]
+    comm.all_reduce(x, algorithm=1)  # type: ignore[call-overload]
+    return comm.all_reduce(x)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +74,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("tricomm", *wheel_gate.ROOMS):
+    for name in ("src", "tricomm", *wheel_gate.ROOMS):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     _python(source, "-c", BUILD, str(work))
     unpacked = next((work / "from").iterdir())
@@ -89,6 +132,45 @@ def test_every_module_imports_from_outside_the_checkout(wheel: Path, tmp_path: P
     assert "ok" in done.stdout
 
 
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of mypy, for all tests here."""
+    pytest.importorskip("mypy")
+    return tmp_path_factory.mktemp("mypy")
+
+
+@pytest.mark.parametrize("editable", [False, True])
+def test_a_users_script_passes_strict_checks(wheel: Path, tmp_path: Path, checked: Path, editable: bool) -> None:
+    """From a wheel, and from the folder that an editable install of a clone puts on the path."""
+    site = ROOT / "src"
+    if not editable:
+        site = tmp_path / "site"
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(site)
+    venv.create(tmp_path / "venv", symlinks=True)
+    [packages] = tmp_path.glob("venv/lib/python*/site-packages")
+    (packages / "paths.pth").write_text(f"{site}\n{sysconfig.get_path('purelib')}\n")
+    (tmp_path / "script.py").write_text(USERS_SCRIPT)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    _python(tmp_path, "-m", "mypy", "--strict", "--cache-dir", str(checked), "--python-executable", python, "script.py")
+
+
+def test_an_editable_install_has_a_path_that_type_checkers_follow_and_no_generic_names(tmp_path: Path) -> None:
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    for name in ("src", "out"):
+        (tmp_path / name).mkdir()
+    for name in ("tricomm", *wheel_gate.ROOMS):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / "src" / "tricomm").symlink_to("../tricomm")
+    _python(tmp_path, "-c", "import setuptools.build_meta as b; b.build_editable('out')")
+    [made] = (tmp_path / "out").glob("*.whl")
+    with zipfile.ZipFile(made) as archive:
+        [name] = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert name.endswith(".pth") and archive.read(name).decode().split() == [str(tmp_path / "src")]
+    assert [path.name for path in (ROOT / "src").iterdir() if path.suffix != ".egg-info"] == ["tricomm"]
+
+
 def test_the_package_says_what_it_is(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
@@ -111,3 +193,4 @@ def test_the_rooms_are_relative_links() -> None:
     for room in wheel_gate.ROOMS:
         link = ROOT / "tricomm" / room
         assert link.is_symlink() and str(link.readlink()) == f"../{room}", link
+    assert (ROOT / "src" / "tricomm").readlink() == Path("../tricomm")

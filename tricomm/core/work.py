@@ -1,16 +1,22 @@
-"""The handle of an asynchronous call."""
+"""The handle of an asynchronous call, and the type of the methods that return one."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 
 from tricomm.core.entry_guard import Guard, guarded
 from tricomm.core.faults import Faults
+from tricomm.core.symmetric import Symmetric
 from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Result = TypeVar("_Result", covariant=True)
 
 
 class Work:
@@ -52,3 +58,29 @@ class Work:
         clock = time if self._gpu is None else self._gpu.clock
         if not poll(self.is_completed, timeout, 5e-5, meanwhile=self._faults.check, clock=clock):
             raise CollectiveTimeout(f"{self._faults.group}: timeout after {timeout:g} s: the call has not finished")
+
+
+class AsyncCall(Protocol[_P, _Result]):
+    """A method that returns its result, or a `Work` if it is called with `async_op=True`.
+
+    Of a list it makes a list, and of an output that is a symmetric handle that handle. No type checker compares the
+    other arguments of a call with `async_op=True`, or of a list: only overloads of every method could say more.
+    """
+
+    @overload
+    def __call__(self, *args: _P.args, **keywords: _P.kwargs) -> _Result: ...
+    @overload
+    def __call__(self, *args: Any, async_op: Literal[True], **keywords: Any) -> Work: ...
+    @overload
+    def __call__(self, x: Sequence[torch.Tensor], *args: Any, **keywords: Any) -> list[torch.Tensor]: ...
+    @overload
+    def __call__(self, x: torch.Tensor, out: Symmetric, **keywords: Any) -> Symmetric: ...
+    @overload
+    def __call__(self, x: Symmetric, *args: Any, **keywords: Any) -> Any: ...
+    @overload
+    def __call__(self, *args: Any, async_op: bool, **keywords: Any) -> Any: ...
+
+
+def or_work(method: Callable[Concatenate[Any, _P], _T]) -> AsyncCall[_P, _T]:
+    """`method`, as type checkers and editors should see it; its `async_op` is annotated as `Literal[False]`."""
+    return cast(AsyncCall[_P, _T], method)

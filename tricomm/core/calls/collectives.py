@@ -9,7 +9,7 @@ Every collective also takes a list of tensors of one dtype, and then gives a lis
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,17 +18,16 @@ from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.entry_guard import Guard, entry, guarded
 from tricomm.core.group import Group
 from tricomm.core.symmetric import Symmetric
+from tricomm.core.work import or_work
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 
 Tensor = torch.Tensor | Symmetric
-Tensors = Tensor | Sequence[torch.Tensor]
-Outputs = torch.Tensor | Sequence[torch.Tensor] | None
 
 
 class Collectives:
     """The collectives. `async_op=True` returns a `Work` instead of the output; `algorithm` and `protocol` force a
-    kernel.
+    kernel. Every one but `all_to_all_v` also takes a list of tensors.
 
     All raise `InvalidArgument` before anything is sent; a fault of the group raises its own error.
     """
@@ -39,17 +38,18 @@ class Collectives:
     _calls: PreparedCalls
     _run: Callable[..., Any]  # of `_calls`
 
+    @or_work
     @entry
     def all_reduce(
         self,
-        x: Tensors,
+        x: torch.Tensor,
         op: Any = "sum",
-        out: Outputs = None,
+        out: torch.Tensor | None = None,
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor:
         """Reduce `x` over all ranks, element by element, in rank order; every rank gets the same bits.
 
         In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max, prod, band, bor or bxor, or a
@@ -63,16 +63,17 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def all_gather(
         self,
-        x: Tensors,
-        out: Outputs | Symmetric = None,
+        x: Tensor,
+        out: torch.Tensor | None = None,
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor:
         """Concatenate every rank's `x` along dimension 0, in rank order, into `out` or a new tensor.
 
         `x` has the same shape and dtype on all ranks; `out` has its shape with dimension 0 multiplied by the world
@@ -85,17 +86,18 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def reduce_scatter(
         self,
-        x: Tensors,
+        x: Tensor,
         op: Any = "sum",
-        out: Outputs = None,
+        out: torch.Tensor | None = None,
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor:
         """Reduce `x` over all ranks as `all_reduce` does, and give rank r row r of the result.
 
         Dimension 0 of `x` is a multiple of the world size; `out` has its shape with dimension 0 divided by it. In
@@ -107,16 +109,17 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def all_to_all(
         self,
-        x: Tensors,
-        out: Outputs = None,
+        x: Tensor,
+        out: torch.Tensor | None = None,
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor:
         """Send row r of `x` to rank r; `out`, of the same shape, gets a row from every rank, in rank order.
 
         Dimension 0 of `x` is a multiple of the world size. `out` does not overlap `x`.
@@ -127,6 +130,7 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def all_to_all_v(
         self,
@@ -137,8 +141,8 @@ class Collectives:
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor:
         """Send the first `in_splits[0]` rows of `x` along dimension 0 to rank 0, the next `in_splits[1]` to rank 1,
         and so on; `out` gets `out_splits[r]` rows from each rank r, in rank order.
 
@@ -155,10 +159,17 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def broadcast(
-        self, x: Tensors, src: int, *, algorithm: str | None = None, protocol: str | None = None, async_op: bool = False
-    ) -> Any:
+        self,
+        x: torch.Tensor,
+        src: int,
+        *,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor:
         """Give every rank the `x` of rank `src`, in place."""
         try:
             check_root(src, self._group.world_size, "broadcast src")
@@ -167,17 +178,18 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def reduce(
         self,
-        x: Tensors,
+        x: torch.Tensor,
         dst: int,
         op: Any = "sum",
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor | None:
         """Reduce `x` over all ranks as `all_reduce` does, in place on rank `dst`; others keep theirs and get None."""
         try:
             check_root(dst, self._group.world_size, "reduce dst")
@@ -186,17 +198,18 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def gather(
         self,
-        x: Tensors,
+        x: Tensor,
         dst: int,
-        out: Outputs = None,
+        out: torch.Tensor | None = None,
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor | None:
         """Concatenate every rank's `x` along dimension 0 on rank `dst`, into `out` or a new tensor; others get None."""
         try:
             check_root(dst, self._group.world_size, "gather dst")
@@ -205,17 +218,18 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def scatter(
         self,
-        x: Tensors | None,
+        x: Tensor | None,
         src: int,
-        out: Outputs = None,
+        out: torch.Tensor | Sequence[torch.Tensor] | None = None,
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> torch.Tensor:
         """Give rank r row r of the `x` of rank `src`, into `out` or a new tensor.
 
         Dimension 0 of `x` is a multiple of the world size. Ranks other than `src` pass their `out`, or an `x` that
@@ -230,8 +244,9 @@ class Collectives:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @guarded
-    def barrier(self, *, async_op: bool = False) -> Any:
+    def barrier(self, *, async_op: Literal[False] = False) -> None:
         """Return None when every rank has entered the barrier; with `async_op=True` return a `Work` at once."""
         return self._calls.barrier(async_op=async_op)
 

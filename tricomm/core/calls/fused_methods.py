@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from tricomm.core.calls.fused_collectives import FusedCollectives
+from tricomm.core.calls.fused_collectives import FusedCollectives, Quantized
 from tricomm.core.calls.row_collectives import RowCollectives
 from tricomm.core.entry_guard import Guard, entry, on_device
+from tricomm.core.work import or_work
 from tricomm.gpu import Gpu
 
 
@@ -20,6 +21,7 @@ class FusedMethods:
     _fused: FusedCollectives
     _rows: RowCollectives
 
+    @or_work
     @entry
     def all_reduce_rms_norm(
         self,
@@ -33,8 +35,8 @@ class FusedMethods:
         residual_out: torch.Tensor | None = None,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reduce `x` over all ranks, add `residual`, and normalise each row: (norm, new residual), of x's shape.
 
         `x` is [..., hidden] of fp32, fp16 or bf16, `residual` the same or None (the new residual is the sum then),
@@ -65,6 +67,7 @@ class FusedMethods:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def all_reduce_rms_norm_quantized(
         self,
@@ -83,8 +86,8 @@ class FusedMethods:
         scale_out: torch.Tensor | None = None,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> Quantized:
         """As `all_reduce_rms_norm`, and quantise the norm: `Quantized(codes, scales, residual, norm)`.
 
         `quantize` is
@@ -120,6 +123,7 @@ class FusedMethods:
             self._guard.unwound(error)
             raise
 
+    @or_work
     @entry
     def all_reduce_rows(
         self,
@@ -129,8 +133,8 @@ class FusedMethods:
         prepare: Any = None,
         algorithm: str | None = None,
         protocol: str | None = None,
-        async_op: bool = False,
-    ) -> Any:
+        async_op: Literal[False] = False,
+    ) -> None:
         """Sum `x`, [..., hidden] of fp16, bf16 or fp32, over all ranks, and hand each row to `epilogue` on every rank.
 
         `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -13,6 +13,7 @@ from tricomm.core.calls.suspension import Suspension
 from tricomm.core.calls.user_kernels import UserKernels
 from tricomm.core.entry_guard import guarded
 from tricomm.core.symmetric import Symmetric
+from tricomm.core.work import or_work
 
 
 class MemoryMethods:
@@ -22,8 +23,11 @@ class MemoryMethods:
     _user_kernels: UserKernels
     _suspension: Suspension
 
+    @or_work
     @guarded
-    def send(self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False) -> Any:
+    def send(
+        self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: Literal[False] = False
+    ) -> None:
         """Send `x` to rank `dst`, whose `recv` has the same number of elements, dtype and tag. Returns None.
 
         Up to four short messages of a tag complete even if the receiver has not called `recv` yet. A message that finds
@@ -35,10 +39,17 @@ class MemoryMethods:
         """
         return self._messages.send(x, dst, tag, protocol=protocol, async_op=async_op)
 
+    @or_work
     @guarded
     def recv(
-        self, x: Tensor, src: int | None = None, tag: int = 0, *, protocol: str | None = None, async_op: bool = False
-    ) -> Any:
+        self,
+        x: Tensor,
+        src: int | None = None,
+        tag: int = 0,
+        *,
+        protocol: str | None = None,
+        async_op: Literal[False] = False,
+    ) -> int:
         """Receive into `x` what rank `src` (None: any rank) sends with this `tag`. Returns the source's rank.
 
         Messages of one rank and one tag arrive in the order in which they were sent. One with another tag may be
