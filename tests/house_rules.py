@@ -24,8 +24,6 @@ PUBLIC = {
     "tricomm/communicator.py:__init__",
     "explorer/campaign.py:check",
     "tricomm/core/planner.py:explain",
-    "tricomm/core/calls/fused_collectives.py:all_reduce_rms_norm",
-    "tricomm/core/calls/fused_collectives.py:all_reduce_rms_norm_quantized",
     "tricomm/core/calls/fused_methods.py:all_reduce_rms_norm",
     "tricomm/core/calls/fused_methods.py:all_reduce_rms_norm_quantized",
     "tricomm/core/calls/tuning_methods.py:explain",

@@ -27,7 +27,7 @@ USERS_SCRIPT = """
 from typing import Any, assert_type
 import torch
 import tricomm
-from tricomm.core.calls.fused_collectives import Quantized
+from tricomm.core.calls.fused_calls import Quantized
 
 def calls(comm: tricomm.Communicator, x: torch.Tensor, w: tricomm.Symmetric, later: bool) -> torch.Tensor:
     xs = [x, x]

@@ -22,13 +22,12 @@ from tricomm import arguments
 from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import Adapter, pick_device
 from tricomm.core.calls.collectives import Collectives
-from tricomm.core.calls.fused_collectives import FusedCollectives
+from tricomm.core.calls.fused_calls import FusedCalls
 from tricomm.core.calls.fused_methods import FusedMethods
 from tricomm.core.calls.internal import Internal
 from tricomm.core.calls.memory_methods import MemoryMethods
 from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.prepared_calls import PreparedCalls
-from tricomm.core.calls.row_collectives import RowCollectives
 from tricomm.core.calls.suspension import Suspension
 from tricomm.core.calls.tuning_methods import TuningMethods
 from tricomm.core.calls.user_kernels import UserKernels
@@ -159,8 +158,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         self._guard, self._planner = launcher.guard, planner
         self._calls = PreparedCalls(group, faults, planner, launcher)
         self._run = self._calls.run
-        self._fused = FusedCollectives(group, faults, planner, launcher)
-        self._rows = RowCollectives(group, faults, planner, launcher)
+        self._fused = FusedCalls(group, faults, planner, launcher)
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
         self._suspension = Suspension(group, faults, launcher, self._messages)

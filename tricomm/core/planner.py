@@ -90,12 +90,6 @@ class Planner:
         self._launcher.captured |= capturing
         return plan
 
-    def keep(self, key: Any, known: Any) -> None:
-        """Keep a call, which has just been planned, in `prepared`."""
-        if len(self.prepared) >= _MOST_PLANS:
-            self.prepared.clear()
-        self.prepared[key] = known
-
     def planned(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> list[LaunchPlan]:
         """The plans of a call that `plan` has planned, of each mode."""
         entries = (self.plans.get((request, dtype, elements, aligned, mode)) for mode in (False, True))

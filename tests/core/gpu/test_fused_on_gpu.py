@@ -13,8 +13,8 @@ from tests.core.fused import fused_reference as reference
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.gpu.test_host_path import ONE_OF_EACH, Operations, asked, kept_and_used
 from tricomm import GroupAborted
-from tricomm.core.calls import fused_repeat
-from tricomm.core.calls.fused_repeat import FusedRepeats
+from tricomm.core.calls import fused_calls
+from tricomm.core.calls.fused_calls import FusedCalls, KnownCall
 from tricomm.errors import InvalidArgument
 from tricomm.perf import null_launch
 
@@ -135,32 +135,37 @@ def test_a_call_again_refuses_what_the_first_one_does(known):
     assert right(given, call(known, *given))
 
 
+LOOK = "known: KnownCall = first_like(variants, *looked_at)"
+STORAGE = "elif len(t.untyped_storage()) < t.storage_offset() * itemsize + nbytes:"
+APART = "if start < first + more and first < start + nbytes and not (may_be and start == first):"
 LOOKS = {
-    "type(t) in _PLAIN": lambda g: (*g[:2], type("Wrapped", (torch.Tensor,), {})(g[2]), *g[3:]),
-    "and t.dtype is dtype": BAD["type"][0],
-    "and t.shape == shape": BAD["shape"][0],
-    "and t.device == device": BAD["another device"][0],
-    "and t.is_contiguous()": BAD["gaps"][0],
-    "and not (t.requires_grad and grad)": BAD["grad"][0],
-    "and not t.is_neg()": BAD["negated"][0],
-    "and len(t.untyped_storage()) >= t.storage_offset() * itemsize + nbytes": BAD["freed"][0],
-    "if start < first + more and first < start + nbytes and not (may_be and start == first):": BAD["over another"][0],
+    "a wrapper": (LOOK, lambda g: (*g[:2], type("Wrapped", (torch.Tensor,), {})(g[2]), *g[3:])),
+    **{what: (LOOK, BAD[what][0]) for what in ("type", "shape", "gaps", "grad", "negated")},
+    "another device": (LOOK, lambda g: (*g[:2], torch.empty_like(g[2], device="meta"), *g[3:])),
+    "freed": (STORAGE, BAD["freed"][0]),
+    "over another": (APART, lambda g: (*g[:4], g[3].view(ROWS, HIDDEN))),
 }
 
 
-@pytest.mark.parametrize("line", LOOKS)
-def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(known, monkeypatch, line):
-    source = textwrap.dedent(inspect.getsource(FusedRepeats._looked_at))
+@pytest.mark.parametrize("what", LOOKS)
+def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(known, monkeypatch, what):
+    line, make = LOOKS[what]
+    source = textwrap.dedent(inspect.getsource(FusedCalls.repeat))
     assert source.count(line) == 1
-    other = "if False:" if line.startswith("if") else "True" if line.startswith("type") else ""
-    names = dict(vars(fused_repeat))
+    names = dict(vars(fused_calls))
+    other = "known: KnownCall = variants[0]" if line is LOOK else "elif False:" if line is STORAGE else "if False:"
     exec("from __future__ import annotations\n" + source.replace(line, other), names)
-    (call_known,) = (each for each in known._planner.prepared.values() if isinstance(each, fused_repeat.KnownCall))
-    x, residual, weight, norm_out, residual_out = LOOKS[line](tensors())
+    ((key, (call_known,)),) = [
+        (key, kept) for key, kept in known._planner.prepared.items() if isinstance(kept[0], KnownCall)
+    ]
+    x, residual, weight, norm_out, residual_out = make(tensors())
     given = (x, residual_out, weight, residual, norm_out, None, None, None)
-    repeats = known._fused._repeats
-    assert repeats._looked_at(call_known, given) is None
-    assert names["_looked_at"](repeats, call_known, given) is not None
+    looked_at = [x, weight, residual, norm_out, residual_out]
+    launched, fused = [], known._fused
+    monkeypatch.setattr(fused._launcher, "launch", lambda *call: launched.append(call))
+    assert fused.repeat(key[1], given, looked_at) is None and launched == []
+    assert names["repeat"](fused, key[1], given, looked_at) is not None
+    assert len(launched) == 1 and call_known.plans != [None] * 4
 
 
 def test_a_fault_ends_calls_that_were_made_before(known):
@@ -186,5 +191,7 @@ def test_a_call_again_leaves_no_object_and_asks_torch_for_no_memory():
         blocks, objects, used = kept_and_used(run, 1000)
         assert blocks < 400 and objects < 50 and used < 4000
         with Operations() as operations:
+            run()  # in another mode: one more first call
+            operations.seen.clear()
             run()
         assert operations.seen == []

@@ -6,11 +6,15 @@ from typing import Any, Literal
 
 import torch
 
-from tricomm.core.calls.fused_collectives import FusedCollectives, Quantized
-from tricomm.core.calls.row_collectives import RowCollectives
-from tricomm.core.entry_guard import Guard, entry, on_device
+from tricomm.core.calls.fused_calls import FusedCalls, Quantized
+from tricomm.core.entry_guard import Guard, entry, guarded
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS
+from tricomm.core.fused.fused_checks import FusedArguments
+from tricomm.core.launcher import Launcher
 from tricomm.core.work import or_work
+from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
+from tricomm.kernels.device.epilogue import nothing
 
 
 class FusedMethods:
@@ -18,8 +22,8 @@ class FusedMethods:
 
     _gpu: Gpu | None
     _guard: Guard
-    _fused: FusedCollectives
-    _rows: RowCollectives
+    _fused: FusedCalls
+    _launcher: Launcher
 
     @or_work
     @entry
@@ -51,18 +55,8 @@ class FusedMethods:
         group's fault.
         """
         try:
-            return on_device(self._gpu, self._fused.all_reduce_rms_norm)(
-                x,
-                residual,
-                weight,
-                eps,
-                weight_bias=weight_bias,
-                norm_out=norm_out,
-                residual_out=residual_out,
-                algorithm=algorithm,
-                protocol=protocol,
-                async_op=async_op,
-            )
+            asked = FusedArguments(x, residual, weight, eps, weight_bias, residual_out, norm_out)
+            return self._fused.run(asked, algorithm, protocol, async_op)
         except BaseException as error:
             self._guard.unwound(error)
             raise
@@ -102,29 +96,17 @@ class FusedMethods:
         The norm itself is written only into a given `norm_out`. Raises as `all_reduce_rms_norm` does.
         """
         try:
-            return on_device(self._gpu, self._fused.all_reduce_rms_norm_quantized)(
-                x,
-                residual,
-                weight,
-                eps,
-                quantize=quantize,
-                scale=scale,
-                scale_layout=scale_layout,
-                weight_bias=weight_bias,
-                norm_out=norm_out,
-                residual_out=residual_out,
-                quant_out=quant_out,
-                scale_out=scale_out,
-                algorithm=algorithm,
-                protocol=protocol,
-                async_op=async_op,
-            )
+            if quantize is None:
+                raise InvalidArgument(f"{FUSED}: quantize=None; there is {', '.join(QUANTIZATIONS)}")
+            rows = x, residual, weight, eps, weight_bias, residual_out, norm_out
+            asked = FusedArguments(*rows, quantize, scale, scale_layout, quant_out, scale_out)
+            return self._fused.run(asked, algorithm, protocol, async_op)
         except BaseException as error:
             self._guard.unwound(error)
             raise
 
     @or_work
-    @entry
+    @guarded
     def all_reduce_rows(
         self,
         x: torch.Tensor,
@@ -142,10 +124,5 @@ class FusedMethods:
         multiple of 8 up to 16384. All ranks pass the same function, and operands of the same types. Returns None.
         Raises `InvalidArgument` for arguments that do not fit.
         """
-        try:
-            return on_device(self._gpu, self._rows.all_reduce_rows)(
-                x, epilogue, *operands, prepare=prepare, algorithm=algorithm, protocol=protocol, async_op=async_op
-            )
-        except BaseException as error:
-            self._guard.unwound(error)
-            raise
+        self._fused.run_rows(x, epilogue, operands, prepare or nothing, (algorithm, protocol))
+        return self._launcher.finish(None, async_op)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tricomm.core.calls.fused_collectives import FusedCollectives
+from tricomm.core.calls.fused_calls import FusedCalls
 from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.entry_guard import entry, guarded
@@ -36,7 +36,7 @@ class Internal:
         launcher: Launcher,
         planner: Planner,
         calls: PreparedCalls,
-        fused: FusedCollectives,
+        fused: FusedCalls,
         messages: PointToPoint,
     ) -> None:
         self._group, self._faults, self._monitor, self._launcher = group, faults, monitor, launcher

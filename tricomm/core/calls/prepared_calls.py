@@ -8,7 +8,7 @@ Built for speed: on a GPU this is most of a small collective's host time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import Again
 
 _STATUS = layout.STATUS
-_MOST_VARIANTS = 8
+_MOST_CALLS, _MOST_VARIANTS = 1024, 8
 _BARRIER = Request("barrier")
 _ONE_GETS = frozenset({"reduce", "gather"})
 # Never made, no tensor, or one without storage: sparse, or wrapped by vmap or grad; no memory for the output.
-_NEW = (LookupError, TypeError, AttributeError, RuntimeError, NotImplementedError)
+NEW = (LookupError, TypeError, AttributeError, RuntimeError, NotImplementedError)
 
 
 class PreparedCall:
@@ -92,7 +92,7 @@ class PreparedCalls:
             if out is None:
                 known = (variants := self._calls[kind, x.shape])[0]
                 if not known.look(x):
-                    known = _first_like(variants, x)
+                    known = first_like(variants, x)
                 address = target = x.data_ptr()
                 if known.make is not None:
                     y = known.make()
@@ -101,7 +101,7 @@ class PreparedCalls:
                 out.shape  # noqa: B018  # raises if it is nested: `look` would end the process
                 known = (variants := self._calls[kind, x.shape])[0]
                 if not known.look(x, out):
-                    known = _first_like(variants, x, out)
+                    known = first_like(variants, x, out)
                 y, address, target = out, x.data_ptr(), out.data_ptr()
                 if len(out.untyped_storage()) < out.storage_offset() * known.itemsize + known.out_nbytes or (
                     target - known.nbytes < address < target + known.out_nbytes and address - target != known.apart
@@ -109,7 +109,7 @@ class PreparedCalls:
                     raise LookupError
             if len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes:
                 entry = known.plans[2 * captured + (not (address | target | known.rest) % 16)]
-        except _NEW:
+        except NEW:
             pass
         if entry is None:
             return None if known_only else self._new(kind, x, out, async_op)
@@ -133,7 +133,7 @@ class PreparedCalls:
             captured = gpu.capturing()
         try:
             given = (x,) if out is None else (x, out)
-            known = _first_like(self._calls[kind, *(t.shape[1:] for t in given)], *given)
+            known = first_like(self._calls[kind, *(t.shape[1:] for t in given)], *given)
             total = rows.total(sends, takes, group.rank, group.world_size, x.shape[0], known.rest)
             if known.make is not None:
                 y = known.make(total)
@@ -146,7 +146,7 @@ class PreparedCalls:
                 and not target - nbytes < address < target + out_nbytes
             ):
                 entry = known.plans[2 * captured + (not (address | target) % 16)]
-        except _NEW:
+        except NEW:
             pass
         if entry is None:
             return self._new(kind, x, out, async_op, (sends, takes))
@@ -191,19 +191,15 @@ class PreparedCalls:
         aligned = not (x.data_ptr() | y.data_ptr() | rest) % 16
         plans = self._planner.planned(request, x.dtype, elements, aligned)
         key = (kind, *(t.shape[1:] for t in given)) if uneven else (kind, x.shape)
-        variants: list[PreparedCall] = self._calls.get(key, [])
-        try:
-            known = _first_like(variants, *given)
-        except LookupError:
+
+        def prepared() -> PreparedCall:
             make = None if y is x or len(given) == 2 else arguments.allocator(y, uneven)
             gives = request.collective not in _ONE_GETS or request.root == self._group.rank
             look = arguments.look(*given, uneven=uneven)
-            apart = self._apart(request, rest)
-            rest = elements * (2 if x.is_complex() else 1) if uneven else rest
-            known = PreparedCall(look, x.itemsize, x.nbytes, y.nbytes, rest, apart, make, gives)
-            variants.insert(0, known)
-            del variants[_MOST_VARIANTS:]
-            self._planner.keep(key, variants)
+            count = elements * (2 if x.is_complex() else 1) if uneven else rest
+            return PreparedCall(look, x.itemsize, x.nbytes, y.nbytes, count, self._apart(request, rest), make, gives)
+
+        known = known_like(self._calls, key, given, prepared)
         for plan in plans:
             repeat = getattr(plan.run, "repeat", None)  # interpreted, timed and watched kernels have none
             again = repeat and repeat(plan.numel, plan.fingerprint)
@@ -216,7 +212,21 @@ class PreparedCalls:
         return None if takes is None else takes * self._group.rank * row
 
 
-def _first_like(variants: list[PreparedCall], *given: torch.Tensor) -> PreparedCall:
+def known_like(calls: dict[Any, Any], key: Any, given: Sequence[torch.Tensor], make: Callable[[], Any]) -> Any:
+    """The call among `calls[key]` that takes the tensors `given`; a new one by `make` if there is none."""
+    variants = calls.get(key, [])
+    try:
+        return first_like(variants, *given)
+    except LookupError:
+        if len(calls) >= _MOST_CALLS:
+            calls.clear()
+        variants.insert(0, make())
+        del variants[_MOST_VARIANTS:]
+        calls[key] = variants
+        return variants[0]
+
+
+def first_like(variants: list[Any], *given: torch.Tensor) -> Any:
     """The call that takes the tensors `given`, moved to the front; raises `LookupError` if there is none."""
     for place, known in enumerate(variants):
         if known.look(*given):

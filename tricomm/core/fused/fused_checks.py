@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +23,7 @@ _scales: dict[tuple[float, torch.device], torch.Tensor] = {}  # kept for ever: a
 _MOST_SCALES = 4096
 
 
-@dataclass(frozen=True)
-class FusedArguments:
+class FusedArguments(NamedTuple):
     """The unchecked arguments of a call. Outputs that are None are allocated; `norm_out` only without `quantize`."""
 
     x: Any

@@ -1,0 +1,261 @@
+"""The fused calls of a communicator: an all-reduce and the steps after it, in one kernel or one after the other.
+
+    tensors -> known call -> launch of a kernel that is bound already
+            -> checked -> plan, the same on all ranks -> fused kernel
+                                                      -> all-reduce by a kernel or NCCL -> `unfused.finish`
+
+All ranks take the same route, because it follows from what they have to agree on: shapes, types, the epilogue's facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from tricomm import arguments
+from tricomm.core import fused_kernels
+from tricomm.core.calls.prepared_calls import NEW, first_like, known_like
+from tricomm.core.faults import Faults
+from tricomm.core.fused import fused_checks, unfused
+from tricomm.core.fused.fused_call import FusedCall, UserEpilogue
+from tricomm.core.fused.fused_checks import FusedArguments
+from tricomm.core.group import Group
+from tricomm.core.launch_plan import LaunchPlan, Request
+from tricomm.core.launcher import Launcher
+from tricomm.core.planner import Planner
+from tricomm.core.symmetric import Symmetric
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
+from tricomm.kernels.launch import jit_dispatch, triton_adapter
+from tricomm.kernels.launch.compiler import WIDE
+from tricomm.kernels.launch.kernel_launch import Again
+
+# The tensors of a call, by their places in the tuples here: in the kernel's order.
+X, RESIDUAL_OUT, WEIGHT, RESIDUAL, NORM_OUT, SCALE, QUANT_OUT, SCALE_OUT = range(8)
+_OUTPUTS = (RESIDUAL_OUT, NORM_OUT, QUANT_OUT, SCALE_OUT)
+_MAY_BE = {(RESIDUAL_OUT, RESIDUAL), (RESIDUAL_OUT, X), (NORM_OUT, X)}  # the same memory
+_STATUS = layout.STATUS
+_ROWS = fused_kernels.ROWS
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class Quantized(NamedTuple):
+    """Result of a quantising call: codes, their scales (None if the scale was given), the new residual, and the norm
+    (None without `norm_out`)."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor | None
+    residual: torch.Tensor
+    norm: torch.Tensor | None
+
+
+class KnownCall:
+    """A call that was made.
+
+    look    the check of the given tensors (`arguments.look`)
+    slots   for each tensor that the kernel takes: its place, what makes it (None: it is given), bytes of an element and
+            of all, and 15 if it has to be aligned, else 0
+    apart   for each given output and each other given tensor: their indices in `slots`, their bytes, and whether they
+            may be the same memory
+    apart_at  the last addresses that passed the check of `apart`
+    plans   by 2 * captured + aligned: the plan and the launch of its kernel
+    """
+
+    __slots__ = ("apart", "apart_at", "look", "plans", "slots")
+
+    def __init__(self, looked_at: Sequence[torch.Tensor], given: Tensors, call: FusedCall, results: Tensors) -> None:
+        blocks = call.epilogue.quantize == "nvfp4"
+        bytewise = (SCALE,) if blocks else (SCALE, SCALE_OUT)
+        there = [(n, t) for n, t in enumerate(results) if t is not None]
+        self.look = arguments.look(*looked_at)
+        self.slots = [
+            (n, None if given[n] is not None else _maker(n, t, blocks), t.itemsize, t.nbytes, 15 * (n not in bytewise))
+            for n, t in there
+        ]
+        given_ones = [(at, n, t.nbytes) for at, (n, t) in enumerate(there) if given[n] is not None]
+        self.apart = [
+            (at, other, nbytes, more, (n, m) in _MAY_BE)
+            for at, n, nbytes in given_ones
+            if n in _OUTPUTS
+            for other, m, more in given_ones
+            if m not in _OUTPUTS or m > n
+        ]
+        self.apart_at: list[int] = []
+        self.plans: list[tuple[LaunchPlan, Again] | None] = [None] * 4
+
+
+def _maker(place: int, like: torch.Tensor, blocks: bool) -> Callable[[], torch.Tensor]:
+    if place == SCALE:  # the tensor of a scale that was given as a number
+        return lambda: like
+    if place == SCALE_OUT and blocks:  # matrix multiplications read its padding
+        shape, dtype, device = like.shape, like.dtype, like.device
+        return lambda: torch.zeros(shape, dtype=dtype, device=device)
+    return arguments.allocator(like)
+
+
+class FusedCalls:
+    """One group's fused calls. `residual`, `weight`, numbers and scales have to be the same on all ranks."""
+
+    def __init__(self, group: Group, faults: Faults, planner: Planner, launcher: Launcher) -> None:
+        self._group, self._faults, self._planner, self._launcher = group, faults, planner, launcher
+        self._gpu, self._monitor = group.gpu, faults.monitor
+
+    # Residual, RMSNorm, quantisation
+
+    def run(self, asked: FusedArguments, algorithm: str | None, protocol: str | None, async_op: bool) -> Any:
+        """Make the call `asked`; as `Communicator.all_reduce_rms_norm`, or its quantising form."""
+        if (gpu := self._gpu) is not None and gpu.current_device() != gpu.index:
+            return gpu.under(self.run)(asked, algorithm, protocol, async_op)
+        x, residual, weight, eps, bias, residual_out, norm_out, quantize, scale, scale_layout, codes, scales = asked
+        if isinstance(x, Symmetric):
+            x = x.local
+            asked = asked._replace(x=x)
+        static = scale if isinstance(scale, torch.Tensor) else None
+        given = (x, residual_out, weight, residual, norm_out, static, codes, scales)
+        in_place = norm_out is x, residual_out is x, residual_out is residual
+        own = None if in_place[0] else norm_out, None if in_place[1] or in_place[2] else residual_out
+        looked_at = [t for t in (x, weight, residual, static, codes, scales, *own) if t is not None]
+        # All of the call but types and shapes, with the types of its numbers: True must not pass for 1.
+        key = (
+            (eps, type(eps), bias, type(bias), None if static is not None else scale, type(scale)),
+            (residual is None, residual_out is None, norm_out is None, codes is None, scales is None, in_place),
+            (algorithm, protocol, quantize, scale_layout),
+        )
+        tensors = self.repeat(key, given, looked_at) or self._first(key, given, looked_at, asked, (algorithm, protocol))
+        result: Any = tensors[NORM_OUT], tensors[RESIDUAL_OUT]
+        if quantize is not None:
+            result = Quantized(tensors[QUANT_OUT], tensors[SCALE_OUT], tensors[RESIDUAL_OUT], norm_out)
+        return self._launcher.finish(result, async_op)
+
+    def repeat(self, key: Any, given: Tensors, looked_at: Sequence[Any]) -> list[Any] | None:
+        """Make the call `key` again; returns its tensors, including those that it allocates. None, with nothing done,
+        if it is not known or if a tensor needs the checks of a first call. `looked_at`: the given tensors, each once.
+
+        Built for speed, like `PreparedCalls.run`: `fused_checks` accepts whatever this accepts, takes several times as
+        long, and names the mistake if there is one. Only compiled kernels are repeated.
+        """
+        tensors, addresses, low = list(given), [], 0
+        try:
+            shapes = [t.shape for t in looked_at]  # raises for a nested tensor: `look` would end the process
+            variants = self._planner.prepared[shapes[0], key]
+            known: KnownCall = first_like(variants, *looked_at)
+            for place, make, itemsize, nbytes, bits in known.slots:
+                t: Any = given[place]
+                if make is not None:
+                    t = tensors[place] = make()
+                elif len(t.untyped_storage()) < t.storage_offset() * itemsize + nbytes:
+                    return None
+                addresses.append(address := t.data_ptr())
+                low |= address & bits
+        except NEW:
+            return None
+        if addresses != known.apart_at:
+            for at, other, nbytes, more, may_be in known.apart:
+                start, first = addresses[at], addresses[other]
+                if start < first + more and first < start + nbytes and not (may_be and start == first):
+                    return None
+            known.apart_at = addresses
+        captured = (gpu := self._gpu) is not None and gpu.capturing()
+        planned = known.plans[2 * captured + (not low)]
+        if planned is None:
+            return None
+        group = self._group
+        if group.flags[_STATUS] or group.refusing or self._monitor.fault is not None:
+            self._faults.check_usable()
+        if captured:
+            self._launcher.captured = True
+        plan, again = planned
+        x = looked_at[0]
+        self._launcher.launch(plan, x, x, (), again, addresses)
+        return tensors
+
+    def _first(
+        self, key: Any, given: Tensors, looked_at: Sequence[Any], asked: FusedArguments, forced: tuple[Any, Any]
+    ) -> list[Any]:
+        """Check a call and make it: its tensors by their places, those that it makes in the shape of x."""
+        self._faults.check_usable()
+        call = fused_checks.checked(asked, self._group.device)
+        x = asked.x
+        blocks = call.epilogue.quantize == "nvfp4"
+        made = (
+            None,
+            _like(call.residual_out, x),
+            None,
+            None,
+            _like(call.norm_out, x),
+            call.scale,
+            _like(call.quant_out, x),
+            call.scale_out if blocks else _like(call.scale_out, x),
+        )
+        results = [one if one is not None else other for one, other in zip(given, made, strict=True)]
+        for plan in self.run_checked(call, *forced):
+            with_operands = getattr(plan.run, "with_operands", None)  # interpreted, timed and watched kernels have none
+            if with_operands is None:
+                break
+            again = with_operands(plan.numel, plan.fingerprint, fused_kernels.operands(call))
+            known = known_like(
+                self._planner.prepared, (x.shape, key), looked_at, lambda: KnownCall(looked_at, given, call, results)
+            )
+            known.plans[2 * (plan.mode == "graph") + fused_kernels.aligned(call)] = plan, again
+        return results
+
+    def run_checked(
+        self, call: FusedCall, algorithm: str | None = None, protocol: str | None = None
+    ) -> Sequence[LaunchPlan]:
+        """Run a call that `fused_checks.checked` has made for this group's device; called by all ranks. Returns the
+        plans of its fused kernel, of each mode; none if the call is not fused."""
+        aligned = fused_kernels.aligned(call)
+        request = Request("all_reduce", "sum", algorithm, protocol, epilogue=call.epilogue)
+        plan = self._planner.plan(request, call.x.dtype, call.x.numel(), aligned)
+        if not call.x.numel():
+            return ()
+        if plan.choice.fused:
+            fused_kernels.launch(self._launcher, plan, call)
+            return self._planner.planned(request, call.x.dtype, call.x.numel(), aligned)
+        total = unfused.total_of(call)
+        self._launcher.launch(plan, call.x, total)
+        with torch.no_grad():
+            unfused.finish(call, total)
+        return ()
+
+    # Users' epilogues
+
+    def run_rows(
+        self, x: torch.Tensor, epilogue: Any, operands: Sequence[Any], prepare: Any, forced: tuple[Any, Any]
+    ) -> None:
+        """Make a call of `Communicator.all_reduce_rows`; `forced` are its algorithm and its protocol."""
+        self._faults.check_usable()
+        arguments.check_tensor(x, self._group.device, _ROWS)
+        for name, function in (("epilogue", epilogue), ("prepare", prepare)):
+            if not triton_adapter.is_kernel(function):
+                raise InvalidArgument(f"{_ROWS}: {name} is no plain @triton.jit function: {type(function).__name__}")
+        if not x.dim() or x.dtype not in fused_checks.DTYPES:
+            raise InvalidArgument(f"{_ROWS}: rows of fp16, bf16 or fp32 are needed, found {x.dtype} {tuple(x.shape)}")
+        kinds = tuple(self._kind(n, value) for n, value in enumerate(operands))
+        source = arguments.allocated(_ROWS, x.detach().contiguous)
+        tensors = [source, *(value for value in operands if isinstance(value, torch.Tensor))]
+        own = UserEpilogue(x.shape[-1], epilogue, prepare, kinds)
+        if source.numel():
+            request = Request("all_reduce", "sum", *forced, epilogue=own)
+            aligned = not any(t.data_ptr() % 16 for t in tensors)
+            plan = self._planner.plan(request, source.dtype, source.numel(), aligned)
+            self._launcher.launch(plan, source, source, (tuple(operands),))
+
+    def _kind(self, number: int, value: Any) -> str:
+        """Triton's type of an operand."""
+        if isinstance(value, torch.Tensor):
+            arguments.check_tensor(value, self._group.device, f"{_ROWS} operand {number}")
+            if not value.is_contiguous():
+                raise InvalidArgument(f"{_ROWS}: operand {number} is not contiguous; pass .contiguous()")
+            return f"{jit_dispatch.type_name(value)}{WIDE}"
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise InvalidArgument(f"{_ROWS}: operand {number} is {type(value).__name__}; tensors and numbers fit")
+        return "i64" if isinstance(value, int) else "fp32"
+
+
+def _like(y: Any, x: torch.Tensor) -> Any:
+    """`y`, which has rows, in the shape of `x` but for its last dimension; None if it is None."""
+    return None if y is None else y.view(*x.shape[:-1], y.shape[-1])
