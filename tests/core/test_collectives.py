@@ -21,7 +21,7 @@ from tricomm.topology.presets import dgx1v
 SMALL = tricomm.Options(
     arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32)
 )  # messages of several chunks, blocks without words
-PLAIN = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "barrier"]
+PLAIN = [k for k in (*registry.KERNELS, *registry.MULTICAST) if not k.needs_cube and k.collective != "barrier"]
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
 SOAK = pytest.mark.soak
 

@@ -41,8 +41,9 @@ def kinds(report: Report) -> set[str]:
     return {finding.kind for finding in report.findings}
 
 
-def test_sums_of_odd_sizes_are_exact():
-    tricomm.simulate(partial(wide_kernels.sums, sizes=(30, 1, 7, 12, 13, 25)), 3)
+@pytest.mark.parametrize("first", [1, (1 << 31) - 3, (1 << 32) - 6], ids=["first", "past 2^31", "last"])
+def test_sums_of_odd_sizes_are_exact(first):
+    tricomm.simulate(partial(wide_kernels.sums, sizes=(30, 1, 7, 12, 13, 25), first=first), 3)
 
 
 @pytest.mark.parametrize(("world_size", "strategy"), [(3, "random"), (2, "pct")])

@@ -131,15 +131,21 @@ def _get_halves(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK:
 
 
 def sums(
-    comm: Communicator, sizes: tuple[int, ...], form: str = "wide", tile: int = BLOCK, ptx: bool = False, **options: int
+    comm: Communicator,
+    sizes: tuple[int, ...],
+    form: str = "wide",
+    tile: int = BLOCK,
+    ptx: bool = False,
+    first: int = 1,
+    **options: int,
 ) -> list[torch.Tensor]:
-    """`gather_sum` of int64 [size] for each size in turn, compared with what it should be."""
+    """`gather_sum` of int64 [size] for each size in turn from epoch `first`, compared with what it should be."""
     tiles = max(-(-size // (3 * tile)) for size in sizes)
     boxes = comm.symmetric((2 * comm.world_size * tiles * 4 * tile,), torch.int64)
     boxes.local.zero_()
     comm.barrier()
     results = []
-    for epoch, size in enumerate(sizes, 1):
+    for epoch, size in enumerate(sizes, first):
         parts = [part(epoch, rank, size) for rank in range(comm.world_size)]
         y = torch.full((size,), -99, dtype=torch.int64)
         comm.launch(

@@ -97,56 +97,6 @@ class Rank:
 DATA_KERNELS = [k for k in registry.KERNELS if k.collective != "barrier" and not k.needs_cube]
 
 
-def gets(kernel, rank: int, root: int) -> bool:
-    """True where the rank has a result."""
-    return kernel.kind.root != "dst" or rank == root
-
-
-def inputs(kernel, count: int, dtype: torch.dtype, world_size: int, seed: int) -> list[torch.Tensor]:
-    """Every rank's input, `count` elements a row: small integers, different in every call and rank, exact in every
-    dtype and order."""
-    return [
-        torch.randint(
-            -4,
-            5,
-            (count * kernel.kind.rows_in(world_size),),
-            generator=torch.Generator().manual_seed(seed * 1009 + rank),
-        ).to(dtype)
-        for rank in range(world_size)
-    ]
-
-
-def expected(kernel, parts: list[torch.Tensor], op: str = "sum", rank: int = 0, root: int = 0) -> torch.Tensor:
-    """What `rank` must hold afterwards."""
-    name, rows = kernel.collective, [part.chunk(len(parts)) for part in parts]
-    if name in ("all_gather", "gather"):
-        return torch.cat(parts)
-    if name == "broadcast":
-        return parts[root]
-    if name == "scatter":
-        return rows[root][rank]
-    if name in ("all_to_all", "all_to_all_v"):
-        return torch.cat([row[rank] for row in rows])
-    if name == "reduce_scatter":
-        parts = [row[rank] for row in rows]
-    total = parts[0].to(torch.float64)
-    for part in parts[1:]:
-        other = part.to(torch.float64)
-        total = {
-            "sum": total.add, "avg": total.add, "prod": total.mul, "min": total.minimum, "max": total.maximum,
-        }[op](other)  # fmt: skip
-    if op == "avg":
-        total = total / len(parts) if parts[0].is_floating_point() else torch.trunc(total / len(parts))
-    return total.to(parts[0].dtype)
-
-
-def output(kernel, count: int, dtype: torch.dtype, world_size: int, x: torch.Tensor, is_root: bool) -> torch.Tensor:
-    """Where the result goes, poisoned; a broadcast's root keeps its own."""
-    if kernel.collective == "broadcast" and is_root:
-        return x
-    return poisoned(count * kernel.kind.rows_out(world_size), dtype)
-
-
 def poisoned(count: int, dtype: torch.dtype) -> torch.Tensor:
     """An output that no test can take for a result."""
     return torch.full((count,), float("nan") if dtype.is_floating_point else -99, dtype=dtype)

@@ -1,7 +1,6 @@
-"""Kernels through the switch, interpreted: results, chunks, epochs, and what the switch does not reduce."""
+"""Kernels through the switch, interpreted: shared mailboxes, and what the switch does not reduce."""
 
 import pytest
-import torch
 
 from tests import ranks
 from tests.kernels import arenas
@@ -9,42 +8,6 @@ from tests.kernels.test_protocol import block, right, wait_for_all
 from tricomm.kernels import multimem
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.layout import EPOCH_LIMIT
-
-CASES = [
-    (7, torch.bfloat16, 1, 2, 2, "sum"),
-    (1001, torch.float16, 3, 3, 64, "sum"),
-    (5, torch.int32, 0, 3, 16, "min"),
-    (20000, torch.bfloat16, 0, 2, 512, "sum"),  # several chunks
-    (999, torch.int64, 0, 1, 64, "max"),
-]
-
-
-def calls(rank, world_size, tell, where):
-    """Every kernel in turn, over mailboxes that hold other words; the wrong ones, and the last epoch."""
-    me = arenas.Rank(rank, where)
-    me.fill_mailboxes(0)
-    wait_for_all(me)
-    wrong = []
-    for seed, (whole, dtype, offset, blocks, tile, op) in enumerate(CASES):
-        for kernel in registry.MULTICAST:
-            count, root = max(1, whole // kernel.kind.rows_in(world_size)), seed % world_size
-            parts = arenas.inputs(kernel, count, dtype, world_size, seed)
-            x = torch.zeros(len(parts[rank]) + offset, dtype=dtype)[offset:]
-            x.copy_(parts[rank])
-            y = arenas.output(kernel, count, dtype, world_size, x, rank == root)
-            me.run(kernel, x, y, op, blocks, tile, root=root)
-            if not torch.equal(y, arenas.expected(kernel, parts, op, rank, root)):
-                wrong.append((kernel.name, count, str(dtype), offset, blocks, tile, op))
-            if not torch.equal(x, parts[rank]):
-                wrong.append(("input changed", kernel.name, count))
-    return wrong, me.epoch
-
-
-def test_calls_of_changing_size_type_grid_and_offset():
-    with block(3, 64 * 1024) as where:
-        results = ranks.run(3, calls, where)
-    assert [wrong for wrong, _ in results] == [[]] * 3 and len({epoch for _, epoch in results}) == 1
-    assert results[0][1] > len(CASES) * len(registry.MULTICAST) + 8  # long ones took several epochs
 
 
 def beside_others(rank, world_size, tell, where):

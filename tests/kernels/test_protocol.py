@@ -1,4 +1,6 @@
-"""The mailbox protocol between real processes: sizes, epochs, wrap-around, and what each protection is for.
+"""The mailbox protocol between real processes: epochs, wrap-around, and what each protection is for.
+
+Results of every size and type: tests/core/test_collectives.py.
 
 Each negative control takes one protection out and must see the failure that the protection prevents.
 """
@@ -14,11 +16,12 @@ import triton.language as tl
 
 from tests import ranks
 from tests.kernels import arenas
-from tests.kernels.arenas import DATA_KERNELS, Block, Rank, expected, gets, inputs, output, poisoned
+from tests.kernels.arenas import DATA_KERNELS, Block, Rank, poisoned
 from tests.marks import odd, some
 from tricomm.kernels import layout, primitives
 from tricomm.kernels.device import mailbox
 from tricomm.kernels.launch import interpreter, triton_adapter
+from tricomm.perf.bench import check_data
 
 EVERY = 1 << 30
 NAMES = {k.name: k for k in DATA_KERNELS}
@@ -45,92 +48,13 @@ def wait_for_all(rank: Rank) -> None:
 
 def right(me: Rank, kernel, count: int, seed: int, **how) -> bool:
     """Make one call of fp32; True where it gives what it should."""
-    root = seed % me.world_size
-    parts = inputs(kernel, count, torch.float32, me.world_size, seed)
-    x = parts[me.rank].clone()
-    y = output(kernel, count, torch.float32, me.world_size, x, me.rank == root)
+    facts, root = (kernel.collective, "sum", me.world_size), check_data.root(me.world_size, seed)
+    x = check_data.values(*facts, me.rank, seed, count, torch.float32).float()
+    keeps = kernel.collective == "broadcast" and me.rank == root  # its own tensor is the result
+    y = x if keeps else poisoned(count * kernel.kind.rows_out(me.world_size), torch.float32)
     me.run(kernel, x, y, root=root, **how)
-    return not gets(kernel, me.rank, root) or torch.equal(y, expected(kernel, parts, "sum", me.rank, root))
-
-
-def back_to_back(rank, world_size, tell, where, name, cases):
-    """Calls of different sizes, dtypes, grids and offsets without a pause between them; returns the wrong ones."""
-    me = Rank(rank, where)
-    me.fill_mailboxes(0)
-    wait_for_all(me)
-    kernel, wrong = NAMES[name], []
-    for seed, (whole, dtype, offset, blocks, tile, op) in enumerate(cases):
-        count = max(1, whole // kernel.kind.rows_in(world_size))
-        root = seed % world_size
-        parts = inputs(kernel, count, dtype, world_size, seed)
-        x = torch.zeros(len(parts[rank]) + offset, dtype=dtype)[offset:]
-        x.copy_(parts[rank])
-        y = output(kernel, count, dtype, world_size, x, rank == root)
-        me.run(kernel, x, y, op, blocks, tile, root=root)
-        if gets(kernel, rank, root) and not torch.equal(y, expected(kernel, parts, op, rank, root)):
-            wrong.append((count, str(dtype), offset, blocks, tile, op))
-        if not torch.equal(x, parts[rank]):
-            wrong.append(("input changed", count, str(dtype)))
-    return wrong, me.epoch
-
-
-CASES = [
-    (1, torch.float32, 0, 1, 64, "sum"),
-    (7, torch.bfloat16, 1, 2, 2, "sum"),
-    (1000, torch.float16, 3, 3, 64, "max"),
-    (2051, torch.float32, 0, 2, 256, "avg"),
-    (513, torch.int64, 1, 1, 16, "prod"),
-    (2, torch.int32, 0, 3, 16, "min"),
-    (3000, torch.bfloat16, 0, 1, 256, "sum"),
-    (1001, torch.float64, 0, 2, 128, "sum"),
-    (64, torch.float32, 0, 2, 2, "sum"),
-]
-
-
-# Real processes take turns on a few cores: the simulated worlds of tests/core have the other sizes.
-WORLDS = [(name, 3) for name in NAMES] + [("all_reduce_two_shot_ll", 4)]
-WORLDS += [
-    pytest.param(name, world_size, marks=pytest.mark.soak)
-    for name in NAMES
-    for world_size in (2, 4)
-    if "all_reduce" in name and (name, world_size) not in WORLDS
-]
-
-
-@pytest.mark.parametrize(("name", "world_size"), some(WORLDS, 11, odd))
-def test_calls_of_changing_size_dtype_grid_and_offset(name, world_size):
-    with block(world_size) as where:
-        results = ranks.run(world_size, back_to_back, where, name, CASES)
-    assert [wrong for wrong, _ in results] == [[]] * world_size
-    assert len({epoch for _, epoch in results}) == 1
-
-
-def bits(y):
-    return y.view(torch.int32 if y.itemsize == 4 else torch.int16).tolist()
-
-
-def same_bits(rank, world_size, tell, where):
-    """One shot and two shots, both protocols, on values whose sum depends on the order."""
-    me = Rank(rank, where)
-    wait_for_all(me)
-    x = torch.randn(1001, generator=torch.Generator().manual_seed(rank)) * 10.0 ** (rank * 3)
-    results = []
-    for name, kernel in NAMES.items():
-        if kernel.collective == "all_reduce":
-            for dtype in (torch.float32, torch.bfloat16):
-                y = poisoned(1001, dtype)
-                me.run(kernel, x.to(dtype), y)
-                results.append((name, str(dtype), bits(y)))
-    return results
-
-
-def test_all_ranks_and_all_algorithms_have_the_same_bits():
-    with block(3) as where:
-        results = ranks.run(3, same_bits, where)
-    for dtype in (torch.float32, torch.bfloat16):
-        outputs = [y for rank in results for _, d, y in rank if d == str(dtype)]
-        assert len(outputs) == 18
-        assert all(y == outputs[0] for y in outputs)
+    exact = check_data.expected(*facts, seed, count, me.rank, torch.float32)
+    return not check_data.gets(*facts[::2], me.rank, seed) or check_data.wrong(y, exact) == 0
 
 
 def around_the_wrap(rank, world_size, tell, where, name, first, calls, without=None):

@@ -10,7 +10,7 @@ import torch
 from tricomm import Communicator
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives.registry import Kernel
-from tricomm.kernels.dtypes import DTYPES
+from tricomm.kernels.dtypes import DTYPES, Dtype, reduction
 from tricomm.perf.bench import check_data
 
 
@@ -30,16 +30,21 @@ class Made:
 
 def anything(draw: random.Random, kernel: Kernel, world_size: int, most: int = 2500) -> Made:
     """A case for `kernel`: sizes around every boundary of word, tile and shard, and beyond a mailbox."""
-    dtype = draw.choice(list(DTYPES.values()))
-    op = draw.choice(dtype.ops) if kernel.reduces else "sum"
+    dtype = draw.choice([dtype for dtype in DTYPES.values() if _operations(kernel, dtype)])
+    op = draw.choice(_operations(kernel, dtype))
     edges = [n for n in (1, 2, 3, 15, 63, 64, 65, 255, 513, 1025, 2400) if n <= most]
     count = min(most, draw.choice(edges) + draw.randrange(3))
     way = draw.choice(["fresh", "out", "place", "strided", *(["async"] if kernel.collective == "all_reduce" else [])])
     return Made(kernel.collective, kernel.algorithm, kernel.protocol, dtype.name, op, count, draw.randrange(4), way)
 
 
+def _operations(kernel: Kernel, dtype: Dtype) -> list[str]:
+    """Those of a type that the kernel has; a switch lacks some."""
+    return [op for op in dtype.ops if not kernel.why_not_reduced(*reduction(dtype, op))] if kernel.reduces else ["sum"]
+
+
 def outcome(comm: Communicator, case: Made, number: int) -> bool:
-    """Make the call; True where the result is exact, and nothing beside it was written."""
+    """Make the call; True where the result is exact, and neither the input nor anything around it was written."""
     kind, dtype = collective_specs.COLLECTIVES[case.collective], getattr(torch, case.dtype)
     facts = (case.collective, case.op, comm.world_size)
     data = check_data.values(*facts, comm.rank, number, case.count, dtype)
@@ -54,7 +59,8 @@ def outcome(comm: Communicator, case: Made, number: int) -> bool:
     if not gets:
         return result is None and check_data.wrong(x, data) == 0 and beside()
     exact = check_data.expected(*facts, number, case.count, comm.rank, dtype)
-    return check_data.wrong(result.reshape(-1), exact) == 0 and beside()
+    kept = result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() or check_data.wrong(x, data) == 0
+    return check_data.wrong(result.reshape(-1), exact) == 0 and kept and beside()
 
 
 def _tensor(data: torch.Tensor, dtype: torch.dtype, case: Made) -> tuple[torch.Tensor, object]:
