@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 
 from tricomm.errors import InvalidArgument
@@ -11,6 +12,14 @@ from tricomm.errors import InvalidArgument
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 _HOURS = {"h": 1, "d": 24, "w": 168}
 _WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+DTYPES = dict(  # names of torch, nccl-tests and CUDA, and ours
+    pair.split("=")
+    for pair in (
+        "double=float64 fp64=float64 float=float32 fp32=float32 half=float16 fp16=float16 bf16=bfloat16 "
+        "fp8_e4m3=float8_e4m3fn f8e4m3=float8_e4m3fn fp8_e5m2=float8_e5m2 f8e5m2=float8_e5m2 "
+        "long=int64 i64=int64 int=int32 i32=int32 short=int16 i16=int16 i8=int8 u8=uint8"
+    ).split()
+)
 _BYTES = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -32,6 +41,20 @@ def parse_sizes(text: str) -> tuple[int, ...]:
         while sizes[-1] * factor <= last:
             sizes.append(sizes[-1] * factor)
     return tuple(dict.fromkeys(sizes))
+
+
+def parse_range(
+    sizes: str | None, first: str | None, last: str | None, factor: int | None, default: str
+) -> tuple[int, ...]:
+    """Bytes of `sizes`, or of nccl-tests' options: from `first` [1K] to `last` [first] by `factor` [2]; else `default`.
+
+    Raises `InvalidArgument` as `parse_sizes`, and for both ways in one command.
+    """
+    if (first, last, factor) == (None, None, None):
+        return parse_sizes(sizes or default)
+    if sizes is not None:
+        raise InvalidArgument(f"--sizes {sizes} and -b, -e or -f say the same; give one of the two")
+    return parse_sizes(f"{first or '1K'}:{last or first or '1M'}:{factor or 2}")
 
 
 def _size(text: str) -> int:
@@ -82,16 +105,25 @@ def ago(date: str) -> str:
     return f"{count} {unit}{'' if count == 1 else 's'} ago" if hours >= 0 else date
 
 
-def parse_names(text: str, allowed: tuple[str, ...], kind: str) -> tuple[str, ...]:
-    """The names of a comma list, each of them in `allowed`; `all` stands for all. Raises `InvalidArgument`."""
-    names = allowed if text == "all" else tuple(dict.fromkeys(part.strip() for part in text.split(",")))
-    return tuple(parse_name(name, allowed, kind) for name in names)
+def parse_names(
+    text: str, allowed: tuple[str, ...], kind: str, aliases: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """The names of a comma list, each of them in `allowed`, or an alias of one that is; `all` stands for all.
+
+    Raises `InvalidArgument`.
+    """
+    names = allowed if text == "all" else [part.strip() for part in text.split(",")]
+    return tuple(dict.fromkeys(parse_name(name, allowed, kind, aliases) for name in names))
 
 
-def parse_name(text: str, allowed: tuple[str, ...], kind: str) -> str:
-    """`text` if it is one of `allowed`; otherwise raises `InvalidArgument` with the nearest name and the list."""
-    if text not in allowed:
-        near = difflib.get_close_matches(text, allowed, n=1)
-        meant = f" (did you mean {near[0]}?)" if near else ""
+def parse_name(text: str, allowed: tuple[str, ...], kind: str, aliases: Mapping[str, str] | None = None) -> str:
+    """`text` if it is one of `allowed`, or what it is an alias of; otherwise raises `InvalidArgument` with the nearest
+    name and the list."""
+    name = (aliases or {}).get(text, text)
+    if name not in allowed:
+        others = {alias: meant for alias, meant in (aliases or {}).items() if meant in allowed}
+        near = difflib.get_close_matches(text, allowed, n=1) or difflib.get_close_matches(text, others, n=1)
+        near = near or [each for each in others if text and each.startswith(text)]
+        meant = f" (did you mean {others.get(near[0], near[0])}?)" if near else ""
         raise InvalidArgument(f"{kind} {text!r} is unknown{meant}; there is {', '.join(allowed)}")
-    return text
+    return name

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,7 +55,9 @@ class Bench:
 
 
 def measure(comm: Communicator, settings: Settings, baselines: Baselines, note: Note) -> Iterator[Rows]:
-    """The rows of each case, size and mode, with this rank's times and its number of wrong elements.
+    """The rows of each mode, size and case, with this rank's times and its number of wrong elements.
+
+    The kernels and libraries of one size follow each other, so that a drift of the machine hits all of them.
 
     `note` is called with each reason why a kernel is not run, or a library not compared. Raises `ResourceError` for a
     mode that this device does not have.
@@ -62,15 +65,14 @@ def measure(comm: Communicator, settings: Settings, baselines: Baselines, note: 
     for mode in settings.modes:
         timing.check_mode(mode, comm.simulated)
     bench = Bench(comm, settings, baselines, note)
-    for case in settings.cases:
-        for size in settings.sizes:
-            for mode in settings.modes:
-                if case.collective == FUSED:
-                    yield from _fused(bench, case, size, mode)
-                elif case.library == OURS:
-                    yield from _ours(bench, case, size, mode)
-                else:
-                    yield from _theirs(bench, case, size, mode)
+    for collective, dtype in dict.fromkeys((case.collective, case.dtype) for case in settings.cases):
+        for mode, size, case in product(settings.modes, settings.sizes, settings.cases_of(collective, dtype)):
+            if collective == FUSED:
+                yield from _fused(bench, case, size, mode)
+            elif case.library == OURS:
+                yield from _ours(bench, case, size, mode)
+            else:
+                yield from _theirs(bench, case, size, mode)
 
 
 def with_times(row: BenchRow, ranks: list[dict[str, float]], wrong: int | None) -> BenchRow:

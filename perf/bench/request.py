@@ -13,6 +13,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, OPS, reduction
+from tricomm.perf import parsing
 from tricomm.perf.bench_row import OURS
 from tricomm.perf.parsing import parse_name, parse_names
 from tricomm.perf.units import DATA_COLLECTIVES
@@ -65,6 +66,10 @@ class Settings:
         """The number of rows, at most."""
         return len(self.cases) * len(self.sizes) * len(self.modes)
 
+    def cases_of(self, collective: str, dtype: str) -> list[Case]:
+        """The cases that compare with each other."""
+        return [case for case in self.cases if (case.collective, case.dtype) == (collective, dtype)]
+
 
 def _reduces(collective: str) -> bool:
     """True for a plain collective that reduces."""
@@ -80,9 +85,9 @@ def parse_dtypes(text: str, op: str, collectives: tuple[str, ...]) -> tuple[str,
     if op != "sum" and not any(_reduces(name) for name in collectives):
         have = "has sums alone" if FUSED in collectives else "reduces nothing"
         raise InvalidArgument(f"op {op!r}: {', '.join(collectives)} {have}; leave it out")
-    names = parse_names(text, tuple(DTYPES), "dtype")
+    names = parse_names(text, tuple(DTYPES), "dtype", parsing.DTYPES)
     if FUSED in collectives:
-        return parse_names(text, FUSED_DTYPES, f"dtype of {FUSED}")
+        return parse_names(text, FUSED_DTYPES, f"dtype of {FUSED}", parsing.DTYPES)
     if not any(COLLECTIVES[name].reduces for name in collectives):
         return names
     if text == "all":

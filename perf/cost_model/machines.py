@@ -113,6 +113,20 @@ _ALL = (
     MachineSpec("pcie5", "any", 53.0, 53.0, 53.0, 1800.0, 1.0, 3.3, 2.0),
 )
 MACHINES = {machine.name: machine for machine in _ALL}
+
+
+def of_device(name: str) -> MachineSpec | None:
+    """The machine whose GPU generation is in a device's name; None if there is none that is known."""
+    words = name.lower().replace("-", " ").split()
+    return next((machine for generation, machine in MACHINES.items() if generation in words), None)
+
+
+def links_of(device: str, topology: str) -> float | None:
+    """The bandwidth of a GPU's links in a box whose links' kind is `topology`; None if it is not known."""
+    machine = of_device(device)
+    return machine.links if machine is not None and topology == "nvswitch" else None
+
+
 ARENA_BYTES = 64 << 20  # the default of `Options`
 
 

@@ -17,7 +17,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.metrics.publish import JobStatistics
 from tricomm.perf import bench_row, units
 from tricomm.perf.bench_row import OURS
-from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model import machines
 from tricomm.perf.dashboard import change_points, changes, picks
 from tricomm.perf.history.database import Entry, now
 
@@ -83,7 +83,7 @@ def _ordered(runs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[s
 def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], box: str) -> Record:
     scene = dict(zip(SCENE, key, strict=True))
     pick = picks.of(scene, box)
-    gpu = None if scene["simulated"] else machine(scene["device"])
+    gpu = None if scene["simulated"] else machines.of_device(scene["device"])
     sizes = sorted({size for line in lines.values() for size in line})
     known = scene["world_size"] >= 1
     return scene | {
@@ -148,9 +148,3 @@ def _job(job: JobStatistics) -> list[Record]:
             if seconds
         ]
     return rows + [owner | asdict(routed) for routed in job.routed]
-
-
-def machine(device: str) -> MachineSpec | None:
-    """The GPU generation in a device's name; None if there is none that is known."""
-    words = device.lower().replace("-", " ").split()
-    return next((m for name, m in MACHINES.items() if name in words), None)

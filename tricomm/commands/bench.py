@@ -8,25 +8,30 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import INTERRUPTED, WRONG, check_row_options, errors_told, joined, usage
+from tricomm.commands.common import INTERRUPTED, WRONG, check_row_options, errors_told, joined, told_every, usage
 
 _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 
 
 @click.command()
-@click.option("--nproc", type=click.IntRange(1, 8), help="Ranks to start here [default: 2]; not under torchrun.")
+@click.option("-g", "--nproc", type=click.IntRange(1, 8), help="Ranks to start here [default: 2]; not under torchrun.")
 @click.option("--collective", default="all_reduce", show_default=True, help="all_reduce, broadcast, a list, or all.")
 @click.option("--algorithm", help="one_shot, two_shot, a list, or all [default: what selection picks].")
 @click.option("--protocol", help="ll, ll128, simple, a list, or all [default: what selection picks].")
-@click.option("--dtype", default="float32", show_default=True, help="Element type, a list, or all that --op has.")
-@click.option("--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max, prod, ...")
+@click.option("-d", "--dtype", default="float32", show_default=True, help="Element type, a list, or all that --op has.")
+@click.option("-o", "--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max, prod, ...")
 @click.option("--hidden", type=click.IntRange(1), default=8192, show_default=True, help="Row of all_reduce_rms_norm.")
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
 @click.option("--mode", default="eager", show_default=True, help="eager, graph (one call), kernel (many), or all.")
-@click.option("--sizes", default="1K:1M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
+@click.option("--sizes", help="first:last:factor in bytes, or a comma list [default: 1K:1M:4].")
+@click.option("-b", "--minbytes", help="Instead: the first size [default: 1K],")
+@click.option("-e", "--maxbytes", help="the last one [default: the first],")
+@click.option("-f", "--stepfactor", type=click.IntRange(2), help="and the factor between two [default: 2].")
 @click.option("--against", help="Libraries in the same run: nccl, gloo, symm_mem, flashinfer, kraken.")
-@click.option("--iters", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Timed calls.")
-@click.option("--warmup", type=click.IntRange(0, 1_000_000), default=1, show_default=True, help="Calls before them.")
+@click.option("-n", "--iters", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Timed calls.")
+@click.option(
+    "-w", "--warmup", type=click.IntRange(0, 1_000_000), default=1, show_default=True, help="Calls before them."
+)
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare results exactly.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--timeout", type=click.FloatRange(1, 86400), default=300.0, show_default=True, help="Silent seconds.")
@@ -43,13 +48,16 @@ def bench(
     history: bool,
     **options: Any,
 ) -> None:
-    """Time the collectives and check their results, with the columns and formulas of nccl-tests.
+    """Time the collectives and check their results, with the formulas and short options of nccl-tests.
+
+    The table is grouped by size and marks the fastest kernel of each; --against adds how much faster it is.
 
     Starts --nproc ranks on this machine, or is one of them if torchrun (RANK, WORLD_SIZE) has started it. Every row
     is in the history when it is printed: an interrupt loses nothing that was measured.
 
     \b
-    tricomm bench --nproc 4 --algorithm all --protocol all --sizes 1K:1M:4
+    tricomm bench --nproc 8 --algorithm all --protocol all --against nccl
+    tricomm bench -g 8 -b 64K -e 64K -d bf16 --against nccl
     tricomm bench --collective all --dtype float32,bfloat16 --mode eager,graph --against nccl,symm_mem
     tricomm bench --collective all_reduce_rms_norm --dtype bfloat16 --hidden 8192 --against nccl,flashinfer
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
@@ -84,7 +92,7 @@ def bench(
 
         listener = runner.Listener(header, row, output.note)
         try:
-            with errors_told("bench", output.stop):
+            with errors_told("bench", output.stop), told_every(lambda: output.state, quiet or output.shows_bar):
                 if started:
                     runner.join(settings, listener, results)
                 else:
@@ -115,7 +123,8 @@ def _settings(options: dict[str, Any], world_size: int) -> tuple[Any, list[tuple
     row = (options["hidden"], options["quantize"] or "")
     kernels = (options["algorithm"], options["protocol"], world_size)
     cases = plan.cases(collectives, *kernels, dtypes, against, row)
-    sizes = parsing.parse_sizes(options["sizes"])
+    steps = (options["minbytes"], options["maxbytes"], options["stepfactor"])
+    sizes = parsing.parse_range(options["sizes"], *steps, default="1K:1M:4")
     modes = parsing.parse_names(options["mode"], plan.MODES, "mode")
     rest = {name: options[name] for name in ("iters", "warmup", "check", "device", "timeout")}
     return plan.Settings(cases, sizes, options["op"], modes, **rest), plan.left_out(collectives, *kernels)

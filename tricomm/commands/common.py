@@ -7,6 +7,7 @@ judge, 6 no data to compare, 130 interrupt.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,26 @@ def progress() -> Callable[[str], None]:
             click.echo(f"  {text}", err=True)
 
     return say
+
+
+@contextmanager
+def told_every(text: Callable[[], str], silent: bool = False) -> Iterator[None]:
+    """Prints `text()` as an error every `SECONDS` while the body runs, unless `silent`: for a reader of a pipe."""
+    ended = threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(SECONDS):
+            click.echo(f"  {text()}", err=True)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    if not silent:
+        teller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if not silent:
+            teller.join()
 
 
 def given(context: click.Context) -> dict[str, str]:

@@ -19,12 +19,11 @@ from tests import forked
 from tests.perf.test_workers import children, gone
 from tricomm.core.planner import Planner
 from tricomm.perf import bench_row
-from tricomm.perf.bench import check_data, outputs, session
+from tricomm.perf.bench import check_data, session, table
 from tricomm.perf.bench_row import CSV_HEADER, BenchRow, Measurement
 from tricomm.perf.history import database
 
-_HEAD = ["size", "count", "type", "redop", "mode", "algorithm", "protocol"] + ["time", "algbw", "busbw", "#wrong"] * 2
-_HEAD += ["p50", "p99", "max", "skew", "sent", "hops"]
+_HEAD = ["size", "kernel", *["time", "algbw", "busbw"] * 2, "#wrong", "p50", "max", "skew"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,13 +67,17 @@ def run(
     return done, json.loads(file.read_text())
 
 
-def test_the_table_has_the_columns_of_nccl_tests(run: Any) -> None:
+def test_the_table_has_the_columns_of_nccl_tests_and_is_grouped_by_size(run: Any) -> None:
     lines = run[0].stdout.splitlines()
     head = next(line for line in lines if line.startswith("#") and "algbw" in line)
     assert head.lstrip("# ").split() == _HEAD
-    rows = [line.split() for line in lines if line.startswith(" ")]
-    assert len(rows) == 12 and all(len(row) == len(_HEAD) for row in rows)
-    assert lines[-1] == f"3 ranks, 6 kernels, 12 rows, 0 wrong ({outputs.SIMULATED})"
+    rows = [line.split() for line in lines if line.startswith("  ")]
+    assert len(rows) == 12 and all(len(row) == len(_HEAD) + ("*" in row) for row in rows)
+    assert [row[0] for row in rows] == ["512"] * 4 + ["2048"] * 4 + ["480"] * 2 + ["2016"] * 2
+    assert ["*" in row for row in rows].count(True) == 4 and max(map(len, lines)) <= table.WIDEST
+    assert lines[-3] == f"3 ranks, 6 kernels, 12 rows, 0 wrong ({table.SIMULATED})"
+    assert lines[-2].startswith("all_reduce bfloat16 sum, eager: busbw of * ") and "links" not in lines[-2]
+    assert lines[-1].startswith("all_gather bfloat16, eager: ") and " GB/s on average, " in lines[-1]
     assert "\x1b" not in run[0].stdout  # no colour, no progress bar, where it is no terminal
 
 
@@ -223,7 +226,7 @@ def test_a_wrong_result_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session, "_RANK", f"{__name__}:rank_with_other_data")
     done = _bench("--sizes", "1K", "--iters", "1")
     assert done.returncode == 4, done.stdout + done.stderr
-    assert ", 0 wrong" not in done.stdout.splitlines()[-1]
+    assert " wrong" in done.stdout and ", 0 wrong" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -237,6 +240,11 @@ def test_a_wrong_result_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--collective", "all_to_nobody"], "there is all_reduce, all_gather, reduce_scatter"),
         (["--protocol", "ll256"], "there is ll, ll128, simple"),
         (["--iters", "0"], "1<=x"),
+        (["-d", "fp8"], "dtype 'fp8' is unknown (did you mean float8_e5m2?)"),
+        (["-d", "flot32"], "dtype 'flot32' is unknown (did you mean float32?)"),
+        (["-b", "1M", "-e", "1K"], "first must not exceed last"),
+        (["-b", "1K", "-f", "1"], "x>=2"),
+        (["--sizes", "1K", "-e", "1M"], "--sizes 1K and -b, -e or -f say the same; give one of the two"),
         (["--mode", "graphs"], "mode 'graphs' is unknown (did you mean graph?); there is eager, graph, kernel"),
         (["--against", "mpi"], "there is nccl, gloo, symm_mem"),
         (["--json", "/nowhere/rows.json"], "its directory is not there"),
@@ -293,7 +301,8 @@ def test_kernels_that_these_devices_lack_are_named_and_the_others_measured(monke
     assert done.returncode == 0, done.stderr
     said = f"{collective} one_shot/ll128 is not run: this Triton has no wide words"
     assert (done.stdout + done.stderr).count(said) == 1
-    assert " ll " in done.stdout and " ll128 " not in done.stdout
+    measured = [line.split()[1:3] for line in done.stdout.splitlines() if line.startswith("   ")]
+    assert any("one_shot/ll" in row for row in measured) and not any("one_shot/ll128" in row for row in measured)
     if collective == "all_gather":
         done = _bench(*few, "--algorithm", "one_shot", "--protocol", "ll128")
         assert done.returncode == 3 and "nothing was measured: none of the kernels" in done.stderr
