@@ -1,10 +1,13 @@
-"""A Triton kernel of your own over symmetric memory: each rank passes its numbers on to the next one, in rounds.
+"""A Triton kernel of your own over symmetric memory, with and without its bug (docs/own-kernels.md).
 
+tricomm check examples/own_kernel.py:racy              the bug: a missing barrier
+tricomm check examples/own_kernel.py:ring              without it
 torchrun --nproc-per-node 2 examples/own_kernel.py     on GPUs, or on a CPU
-python examples/own_kernel.py                          under many schedules, without a GPU: is anything unordered?
+python examples/own_kernel.py                          checks `ring` under 20 schedules
 """
 
 import os
+from functools import partial
 
 import torch
 import triton
@@ -16,53 +19,38 @@ from tricomm.kernels.primitives import set_flag, wait_flag
 
 
 @triton.jit
-def pass_on(
-    group, x_ptr, out_ptr, data, flags, number, count, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Round `number`, from 1: `count` elements of x go to the next rank, and the rank before sends as many to out. One
-    block. Word 0 of a rank's flags is the last round whose data it has got, word 1 the last one that the next rank has
-    read.
-    """
+def shift(group, x, out, data, flags, number, RANK: tl.constexpr, WORLD_SIZE: tl.constexpr, SAFE: tl.constexpr):
     NEXT: tl.constexpr = (RANK + 1) % WORLD_SIZE
     BEFORE: tl.constexpr = (RANK + WORLD_SIZE - 1) % WORLD_SIZE
-    lane = tl.arange(0, BLOCK)
-    mask = lane < count
-    tl.store(data[NEXT] + lane, tl.load(x_ptr + lane, mask=mask), mask=mask)
-    set_flag(flags[NEXT], number)
-    if wait_flag(group, flags[RANK], number) == 0:  # else a rank is gone or the time is up: leave
-        tl.store(out_ptr + lane, tl.load(data[RANK] + lane, mask=mask), mask=mask)
-        set_flag(flags[BEFORE] + 1, number)
-        wait_flag(group, flags[RANK] + 1, number)  # the next round may overwrite the data
+    lane = tl.arange(0, 64)
+    tl.store(data[NEXT] + lane, tl.load(x + lane))  # into the next rank's memory
+    if SAFE:
+        set_flag(flags[NEXT], number)  # a barrier of the block, then a store with release
+    else:
+        tl.atomic_xchg(flags[NEXT], number, sem="release", scope="sys")
+    if wait_flag(group, flags[RANK], number) == 0:  # else the group was aborted
+        tl.store(out + lane, tl.load(data[RANK] + lane))
+        set_flag(flags[BEFORE] + 1, number)  # the rank before may overwrite
+        wait_flag(group, flags[RANK] + 1, number)
 
 
-def ring(comm: tricomm.Communicator) -> torch.Tensor:
-    """Three rounds; returns what has arrived."""
+def ring(comm: tricomm.Communicator, safe: bool = True) -> torch.Tensor:
     data, flags = comm.symmetric((64,), torch.float32), comm.symmetric((2,), torch.int64)
-    arrived = torch.zeros(3, 50, device=comm.device)
-    for number in (1, 2, 3):
-        x = torch.arange(50.0, device=comm.device) + 1000 * comm.rank + 100 * number
-        comm.launch(
-            pass_on,
-            1,
-            comm.group_table,
-            x,
-            arrived[number - 1],
-            data.peers,
-            flags.peers,
-            number,
-            50,
-            RANK=comm.rank,
-            WORLD_SIZE=comm.world_size,
-            BLOCK=64,
-        )
+    out = torch.empty(64, device=comm.device)
+    ranks = {"RANK": comm.rank, "WORLD_SIZE": comm.world_size}
+    for number in (1, 2):  # flags start at 0, and each launch writes a larger number
+        x = torch.arange(64.0, device=comm.device) + 100 * comm.rank + number
+        comm.launch(shift, 1, comm.group_table, x, out, data.peers, flags.peers, number, **ranks, SAFE=safe)
     comm.synchronize()
-    return arrived
+    return out
 
+
+racy = partial(ring, safe=False)
 
 if __name__ == "__main__":
     if "RANK" in os.environ:
         with tricomm.init("env://", timeout=LIMIT) as comm:
-            print(f"rank {comm.rank}: {ring(comm)[:, 0].tolist()}", flush=True)
+            print(f"rank {comm.rank}: {ring(comm)[0].item()} from the rank before", flush=True)
     else:
         report = tricomm.check(ring, world_size=2, schedules=20)
         print(report)

@@ -22,9 +22,8 @@ SAYS = {
     "train_fsdp2.py": ["this rank holds 512 of 1024 elements"],
     "serve_layer.py": ["the sum is the residual: True", "close to torch: True"],
     "explain.py": ["1024 kernels one_shot", "4194304 kernels two_shot"],
-    "ring.py": ["[202.0, 2.0, 102.0]", "no finding in 20 schedules"],
 }
-ALONE = {"explain.py", "ring.py"}
+ALONE = {"explain.py"}
 
 
 def script(*command: str) -> str:
