@@ -21,7 +21,7 @@ import triton.language as tl
 from devtools import kept_rows
 from devtools.kept_rows import KeptRows, Row
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.compiled.stream_queues import KernelLaunch
+from tricomm.explorer.compiled.module_table import KernelLaunch
 from tricomm.explorer.timing import from_code, row_times, timed_call
 from tricomm.explorer.timing.recorded_launch import RecordingGpu
 from tricomm.explorer.timing.timed_call import TimedArenas

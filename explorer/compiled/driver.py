@@ -11,10 +11,11 @@ import ctypes
 import enum
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-from tricomm.explorer.compiled.module_table import table_of
-from tricomm.explorer.compiled.stream_queues import KernelLaunch, Mark, Node, StreamQueue, Streams
+from tricomm.explorer.compiled.module_table import KernelLaunch, table_of
+from tricomm.explorer.compiled.stream_queues import Mark, Node, StreamQueue, Streams
 from tricomm.explorer.ptx.analysis import limits
 
 _STATIC_SHARED = 48 * 1024
@@ -52,6 +53,43 @@ class StreamFlags(enum.IntEnum):
     CU_STREAM_NON_BLOCKING = 1
 
 
+class LaunchAttributeID(enum.IntEnum):
+    """CUlaunchAttributeID."""
+
+    CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+
+
+@dataclass
+class LaunchAttributeValue:
+    """CUlaunchAttributeValue."""
+
+    programmaticStreamSerializationAllowed: int = 0
+
+
+@dataclass
+class LaunchAttribute:
+    """CUlaunchAttribute."""
+
+    id: int = 0
+    value: LaunchAttributeValue = field(default_factory=LaunchAttributeValue)
+
+
+@dataclass
+class LaunchConfig:
+    """CUlaunchConfig."""
+
+    gridDimX: int = 1
+    gridDimY: int = 1
+    gridDimZ: int = 1
+    blockDimX: int = 1
+    blockDimY: int = 1
+    blockDimZ: int = 1
+    sharedMemBytes: int = 0
+    hStream: int = 0
+    attrs: list[LaunchAttribute] = field(default_factory=list)
+    numAttrs: int = 0
+
+
 _OK = (CudaResult.CUDA_SUCCESS,)
 
 
@@ -70,6 +108,9 @@ class SimulatedDriver:
     CUstream = StreamHandle
     CUfunction_attribute = FunctionAttribute
     CUstream_flags = StreamFlags
+    CUlaunchConfig = LaunchConfig
+    CUlaunchAttribute = LaunchAttribute
+    CUlaunchAttributeID = LaunchAttributeID
 
     def __init__(self, streams: Streams, capability: int) -> None:
         self.streams, self.capability = streams, capability
@@ -158,27 +199,43 @@ class SimulatedDriver:
         """`arguments`: grid, block (three numbers each), bytes of dynamic shared memory, stream, the address of a table
         of pointers to the parameters, and 0. Raises `InvalidArgument` for what no GPU could launch."""
         gx, gy, gz, bx, by, bz, shared, stream, pointers, extra = arguments
+        return self._launch(function, (gx, gy, gz), (bx, by, bz), shared, int(stream), pointers, extra, False)
+
+    def cuLaunchKernelEx(self, config: LaunchConfig, function: int, pointers: int, extra: int) -> Answer:
+        """As `cuLaunchKernel`; the only attribute is programmatic stream serialization."""
+        attributes = config.attrs[: config.numAttrs]
+        if any(a.id != LaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION for a in attributes):
+            return _only(CudaResult.CUDA_ERROR_NOT_SUPPORTED)
+        dependent = any(a.value.programmaticStreamSerializationAllowed for a in attributes)
+        if dependent and self.capability < 90:
+            return _only(CudaResult.CUDA_ERROR_NOT_SUPPORTED)
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        threads = config.blockDimX, config.blockDimY, config.blockDimZ
+        stream = int(config.hStream)
+        return self._launch(function, grid, threads, config.sharedMemBytes, stream, pointers, extra, dependent)
+
+    def _launch(
+        self,
+        function: int,
+        grid: tuple[int, int, int],
+        threads: tuple[int, int, int],
+        shared: int,
+        stream: int,
+        pointers: int,
+        extra: int,
+        dependent: bool,
+    ) -> Answer:
         if (refused := self._refused()) is not None:
             return _only(refused)
-        loaded, queue = self._table.functions.get(function), self.streams.queues.get(int(stream))
+        loaded, queue = self._table.functions.get(function), self.streams.queues.get(stream)
         if loaded is None or queue is None:
             return _only(CudaResult.CUDA_ERROR_INVALID_HANDLE)
-        grid, threads = (gx, gy, gz), (bx, by, bz)
         limits.check_launch(loaded.kernel, grid, threads, shared, loaded.registers)
         if shared > max(loaded.most_shared, 0) or extra != 0:
             return _only(CudaResult.CUDA_ERROR_INVALID_VALUE)
-        queue.launch(
-            KernelLaunch(
-                self.streams.rank,
-                loaded,
-                _parameters(loaded.layout, pointers),
-                grid,
-                threads,
-                shared,
-                int(stream),
-                self._held,
-            )
-        )
+        parameters = _parameters(loaded.layout, pointers)
+        rank = self.streams.rank
+        queue.launch(KernelLaunch(rank, loaded, parameters, grid, threads, shared, stream, self._held, dependent))
         return _OK
 
     # Streams, events and graphs. Host code waits outside of the driver, because other tasks have to run meanwhile.

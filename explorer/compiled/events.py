@@ -68,6 +68,7 @@ class Event:
     itemsize: int
     instruction: Instruction | None = None
     kernel: Any = None
+    dependent: bool = False  # of a launch that may begin before the one before it has ended
 
     @classmethod
     def nobodys(cls) -> Event:

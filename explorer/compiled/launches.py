@@ -11,18 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from tricomm.explorer.compiled.module_table import KernelLaunch
 from tricomm.explorer.compiled.race_checks import Maker
-from tricomm.explorer.compiled.stream_queues import Ended, KernelLaunch
+from tricomm.explorer.compiled.stream_queues import Ended
 from tricomm.explorer.compiled.thread_clocks import Array, longer
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.thread_teams import Team
-from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine, Warp
+from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine
 from tricomm.explorer.memory_model.regions import Memory, Region
 from tricomm.explorer.ptx import grid
+from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.ptx.global_memory import GlobalMemory
-from tricomm.explorer.ptx.instructions import PtxKernel
+from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
 from tricomm.explorer.schedule.scheduler import Scheduler
-from tricomm.explorer.schedule.tasks import Launch, Task
+from tricomm.explorer.schedule.tasks import Launch, State, Task
 
 _STEPS = 1 << 16  # loop iterations of a warp without an access to memory that others can reach
 
@@ -55,6 +57,12 @@ class Token:
     words: Array
 
 
+def joined(one: Token | None, other: Token | None) -> Token | None:
+    if one is None or other is None:
+        return one or other
+    return Token(_highest([one.threads, other.threads]), _highest([one.words, other.words]))
+
+
 @dataclass(eq=False)
 class Running:
     """A launch whose warps have not all ended."""
@@ -63,6 +71,7 @@ class Running:
     task_launch: Launch
     crews: list[Crew]
     ended: Ended
+    signalled: Callable[[], None]
     private: list[Region] = field(default_factory=list)
 
 
@@ -77,10 +86,11 @@ class Launches:
     def __init__(self, scheduler: Scheduler, machine: UnitMachine, memory: Memory, unit: str) -> None:
         self._scheduler, self._machine, self._memory, self._unit = scheduler, machine, memory, unit
         self._detector = machine.detector
+        self._alive: list[Running] = []
         self._private: dict[tuple[int, int], tuple[Region, int]] = {}  # by first and last byte: how many use it
 
-    def start(self, launch: KernelLaunch, ended: Ended) -> None:
-        """Make its warps runnable; `ended` is called when all have run, with the first error or None."""
+    def start(self, launch: KernelLaunch, ended: Ended, signalled: Callable[[], None]) -> None:
+        """As `stream_queues.Executor`."""
         private = self._borrow(launch)
         memory = GlobalMemory()
         for region in [*self._memory, *private]:
@@ -91,14 +101,15 @@ class Launches:
         loaded = grid.LoadedKernel(kernel, memory, self._detector is not None, _STEPS)
         blocks = grid.launch(loaded, launch.grid, launch.threads, launch.shared, launch.parameters, unit=self._unit)
         made = self._scheduler.new_launch(launch.rank, launch.loaded.name, private)
-        running = Running(launch, made, [], ended, private)
+        launch.handed = launch.after
+        running = Running(launch, made, [], ended, signalled, private)
         threads = int(np.prod(launch.threads))
         for number, block in enumerate(blocks):
             shared = BlockMemory(launch.rank, number, block.shared.view(np.uint8))
             crew = Crew(self._maker(launch, kernel, number, threads, made.number), shared)  # type: ignore[arg-type]
             for warp, unit in enumerate(block.units):
                 task = Task(launch.rank, number, _nothing, launch=made, warp=warp)
-                task.run = self._run(unit, task, crew)
+                task.run = self._run(unit, task, crew, running)
                 crew.tasks.append(task)
                 if self._machine.weak is not None:
                     self._machine.weak.synchronised(task)
@@ -106,19 +117,47 @@ class Launches:
                 task.mates = crew.tasks
             running.crews.append(crew)
             made.blocks += crew.tasks
+        self._alive.append(running)
         made.ended = lambda: self._over(running)
         self._scheduler.begin(made)
 
-    def _run(self, unit: Any, task: Task, crew: Crew) -> Callable[[], None]:
-        surroundings = Warp(self._machine, task, crew)
+    def _run(self, unit: Any, task: Task, crew: Crew, running: Running) -> Callable[[], None]:
+        surroundings = Warp(self, self._machine, task, crew, running)
 
         def run() -> None:
             with np.errstate(all="ignore"):
                 unit(surroundings)
             self._machine.leave(crew, unit.threads)
             self._scheduler.finish_stores(task)
+            if all(mate is task or mate.state is State.DONE for mate in crew.tasks):
+                self.signal(running, crew)
 
         return run
+
+    def wait(self, running: Running, task: Task, crew: Crew, threads: Array, instruction: Instruction) -> None:
+        """`griddepcontrol.wait`: returns after the end of the launch that this one depends on."""
+        before = running.launch.before
+        if before is None:
+            return
+        self._machine.wait(task, crew, lambda: before.ended, instruction)
+        crew.waited = True
+        if self._detector is not None and before.end is not None:
+            self._detector.clocks.begin_again(crew.maker.team, threads, before.end.threads)
+            self._detector.words.learn(running.launch.rank, crew.maker.block, before.end.words)
+        if self._machine.weak is not None:
+            self._machine.weak.synchronised(task)
+
+    def signal(self, running: Running, crew: Crew) -> None:
+        """`griddepcontrol.launch_dependents`, or the end of a block: if it was the last one, dependents may begin."""
+        launch = running.launch
+        if crew.signalled:
+            return
+        crew.signalled = True
+        if launch.before is not None and crew.waited and self._detector is not None:
+            launch.handed = joined(launch.handed, launch.before.end)
+        if all(other.signalled for other in running.crews):
+            launch.signalled = True
+            running.signalled()
 
     def _maker(self, launch: KernelLaunch, kernel: PtxKernel, block: int, threads: int, number: int) -> Maker:
         if self._detector is None:
@@ -127,7 +166,7 @@ class Launches:
         token = launch.after or Token(np.zeros((2, 1), np.int32), np.zeros(1, np.int32))
         self._detector.words.learn(launch.rank, block, token.words)
         team = self._detector.clocks.team(launch.rank, threads, token.threads)
-        return Maker(team, block, number, kernel)
+        return Maker(team, block, number, kernel, launch.before is not None)
 
     def _over(self, running: Running) -> None:
         launch, error = running.launch, running.task_launch.error
@@ -137,6 +176,12 @@ class Launches:
             words = [detector.words.row(launch.rank, crew.maker.block) for crew in running.crews]
             launch.end = Token(_highest(known), _highest(words))
         self._give_back(running.private)
+        launch.ended, launch.before = True, None
+        self._alive.remove(running)
+        for other in self._alive:
+            if other.launch.before is launch:
+                for crew in other.crews:
+                    self._machine.poke(crew)
         running.ended(error)
 
     # Memory that only launches of one rank can access
@@ -163,6 +208,40 @@ class Launches:
                 self._private[key] = region, users - 1
 
 
+class Warp:
+    """The `Surroundings` of one warp (or block, as the unit)."""
+
+    def __init__(self, launches: Launches, machine: UnitMachine, task: Task, crew: Crew, running: Running) -> None:
+        self._launches, self._machine, self._task, self._crew, self._running = launches, machine, task, crew, running
+
+    def access(self, access: ThreadAccess) -> None:
+        self._machine.access(self._task, self._crew, access)
+
+    def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
+        self._machine.fence(self._task, self._crew, sem, scope, threads)
+
+    def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
+        self._machine.barrier(self._task, self._crew, number, threads)
+
+    def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
+        self._machine.arrive(self._task, self._crew, number, threads, instruction)
+
+    def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
+        self._machine.wait(self._task, self._crew, until, instruction)
+
+    def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
+        self._machine.warp_barrier(self._task, self._crew, threads)
+
+    def wait_for_launches(self, threads: Array, instruction: Instruction) -> None:
+        self._launches.wait(self._running, self._task, self._crew, threads, instruction)
+
+    def launch_dependents(self) -> None:
+        self._launches.signal(self._running, self._crew)
+
+    def nanotime(self) -> int:
+        return 100 * self._machine.scheduler.turns
+
+
 class Orders:
     """Happens-before in the detector's clocks: see `stream_queues.Ordering`."""
 
@@ -180,9 +259,7 @@ class Orders:
             detector.words.learn(rank, -1, token.words)
 
     def join(self, one: Token | None, other: Token | None) -> Token | None:
-        if one is None or other is None:
-            return one or other
-        return Token(_highest([one.threads, other.threads]), _highest([one.words, other.words]))
+        return joined(one, other)
 
     @contextmanager
     def operation(self, rank: int, after: Token | None) -> Iterator[Callable[[], Token]]:

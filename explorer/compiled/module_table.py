@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,6 +37,41 @@ class DeviceFunction:
     def kernel(self) -> PtxKernel:
         """Its instructions: one object for all ranks that have loaded it, as long as it is in use."""
         return _parsed(self.text, self.name)
+
+
+@dataclass(eq=False)
+class KernelLaunch:
+    """One launch as the driver was given it.
+
+    parameters  the kernel's parameter space
+    shared      bytes of dynamic shared memory
+    stream      the handle that it was launched on
+    tensors     the arguments, which live as long as it runs
+    after, end  tokens of `Ordering`: at its begin, and at its end, which the executor sets
+    dependent   begins when the kernel before it on the stream has signalled; `before` is that kernel, if there is one
+    signalled   each of its blocks has signalled or ended
+    handed      the token of a launch that depends on this one, at its begin
+    """
+
+    rank: int
+    loaded: DeviceFunction
+    parameters: bytes
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    shared: int
+    stream: int
+    tensors: tuple[Any, ...] = ()
+    dependent: bool = False
+    after: Any = None
+    end: Any = None
+    before: KernelLaunch | None = None
+    signalled: bool = False
+    handed: Any = None
+    ended: bool = False
+
+    def again(self) -> KernelLaunch:
+        """The same, to be launched once more."""
+        return replace(self, after=None, end=None, before=None, signalled=False, handed=None, ended=False)
 
 
 @dataclass

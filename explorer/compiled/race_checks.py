@@ -24,12 +24,14 @@ from tricomm.explorer.report.findings import Finding
 
 @dataclass(slots=True)
 class Maker:
-    """The origin of accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1)."""
+    """The origin of accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1).
+    `dependent`: the launch may begin before the one before it has ended."""
 
     team: Team
     block: int = -1
     launch: int = 0
     kernel: Any = None
+    dependent: bool = False
 
     @property
     def rank(self) -> int:

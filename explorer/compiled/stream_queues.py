@@ -1,8 +1,10 @@
 """Streams, events and graphs of a simulated GPU: work in the order that CUDA gives it, and no other order.
 
-A launch is enqueued, and host code runs on. The head of a stream begins as soon as the work before it has ended. The
-scheduler chooses which of the running kernels takes the next step. Happens-before is passed on as tokens of `Ordering`:
-from host code to the work that it enqueues, along a stream, and from a recorded event to the work that waits for it.
+A launch is enqueued, and host code runs on. The head of a stream begins as soon as the work before it has ended; a
+dependent launch (programmatic stream serialization) as soon as each block of the kernel before it has signalled or
+ended. The scheduler chooses which of the running kernels takes the next step. Happens-before is passed on as tokens of
+`Ordering`: from host code to the work that it enqueues, along a stream, and from a recorded event to the work that
+waits for it.
 """
 
 from __future__ import annotations
@@ -14,45 +16,17 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.compiled.module_table import DeviceFunction
+from tricomm.explorer.compiled.module_table import KernelLaunch
 
 Ended = Callable[[BaseException | None], None]
-
-
-@dataclass(eq=False)
-class KernelLaunch:
-    """One launch as the driver was given it.
-
-    parameters  the kernel's parameter space
-    shared      bytes of dynamic shared memory
-    stream      the handle that it was launched on
-    tensors     the arguments, which live as long as it runs
-    after, end  tokens of `Ordering`: at its begin, and at its end, which the executor sets
-    """
-
-    rank: int
-    loaded: DeviceFunction
-    parameters: bytes
-    grid: tuple[int, int, int]
-    threads: tuple[int, int, int]
-    shared: int
-    stream: int
-    tensors: tuple[Any, ...] = ()
-    after: Any = None
-    end: Any = None
-
-    def again(self) -> KernelLaunch:
-        """The same, to be launched once more."""
-        return KernelLaunch(
-            self.rank, self.loaded, self.parameters, self.grid, self.threads, self.shared, self.stream, self.tensors
-        )
 
 
 class Executor(Protocol):
     """Runs kernels."""
 
-    def start(self, launch: KernelLaunch, ended: Ended) -> None:
-        """Make the launch's threads runnable; `ended` is called when all have run, with the first error or None."""
+    def start(self, launch: KernelLaunch, ended: Ended, signalled: Callable[[], None]) -> None:
+        """Make the launch's threads runnable; `ended` is called when all have run, with the first error or None, and
+        `signalled` when launches that depend on this one may begin."""
 
 
 class Ordering(Protocol):
@@ -101,12 +75,16 @@ class Mark:
 class StreamItem:
     """An item of a stream: `begin(after, ended)` starts it; `ended(error, token)` when it is over.
 
-    `ready` says whether it may begin; `known` is the token of host code at the moment of enqueueing.
+    `ready` says whether it may begin; `known` is the token of host code at the moment of enqueueing; `launch`: of a
+    kernel.
     """
 
     begin: Callable[[Any, Callable[[BaseException | None, Any], None]], None]
     known: Any
     ready: Callable[[], bool] = lambda: True
+    launch: KernelLaunch | None = None
+    ended: bool = False
+    looks: list[Callable[[], None]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -141,13 +119,14 @@ class Capture:
 
 
 class StreamQueue:
-    """A stream: enqueued work runs in order. `order` is the token at the end of the work that has run."""
+    """A stream: enqueued work runs in order. `order` is the token at the end of `last`, the item that began last."""
 
     def __init__(self, handle: int, streams: Streams) -> None:
         self.handle = handle
         self.capture: Capture | None = None
         self.order: Any = None
-        self.running = False
+        self.running = 0
+        self.last: StreamItem | None = None
         self.work: deque[StreamItem] = deque()
         self._streams = streams
 
@@ -162,9 +141,9 @@ class StreamQueue:
 
         def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
             launch.after = after
-            self._streams.executor.start(launch, lambda error: ended(error, launch.end))
+            self._streams.executor.start(launch, lambda error: ended(error, launch.end), self._streams.advance)
 
-        self._put(begin)
+        self._put(begin, launch=launch)
 
     def record(self) -> Mark:
         if self.capture is not None:
@@ -193,46 +172,63 @@ class StreamQueue:
         self._put(lambda after, ended: ended(None, join(after, mark.order)), lambda: mark.done)
 
     def then(self, look: Callable[[], None]) -> None:
-        """Call `look` at this place of the stream; it orders nothing."""
+        """Call `look` at this place of the stream; it orders nothing, and is nothing that a launch could come after."""
+        item = self.work[-1] if self.work else self.last
+        if item is None or item.ended:
+            self._look(look)
+        else:
+            item.looks.append(look)
 
-        def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
-            with self._streams.at_work():
-                look()
-            ended(None, after)
-
-        self._put(begin)
+    def _look(self, look: Callable[[], None]) -> None:
+        with self._streams.at_work():
+            look()
 
     def replay(self, nodes: list[Node]) -> None:
         if self.capture is not None:
             raise InvalidArgument("a graph cannot be replayed on a stream that is being captured")
         self._put(lambda after, ended: _Replay(nodes, self._streams, after, ended).advance())
 
-    def _put(self, begin: Any, ready: Callable[[], bool] = lambda: True) -> None:
+    def _put(self, begin: Any, ready: Callable[[], bool] = lambda: True, launch: KernelLaunch | None = None) -> None:
         self._streams.refuse()
         self._streams.raise_error()
-        self.work.append(StreamItem(begin, self._streams.orders.host(self._streams.rank), ready))
+        self.work.append(StreamItem(begin, self._streams.orders.host(self._streams.rank), ready, launch))
         self._streams.advance()
 
     def advance(self) -> bool:
         """Begin the next item if it can; True if it has."""
-        if self.running or not self.work or not self.work[0].ready():
+        if not self.work or not self.work[0].ready():
             return False
-        work = self.work.popleft()
-        self.running = True
-        work.begin(self._streams.orders.join(self.order, work.known), self._ended)
+        item, last = self.work[0], self.last
+        before = last.launch if last is not None and item.launch is not None and item.launch.dependent else None
+        if not (last is None or last.ended or (before is not None and before.signalled)):
+            return False
+        self.work.popleft()
+        self.last = item
+        self.running += 1
+        known, order = item.known, self.order
+        if item.launch is not None and before is not None:
+            item.launch.before, order = before, before.handed
+        item.begin(self._streams.orders.join(order, known), lambda error, token: self._ended(item, error, token))
         return True
 
-    def _ended(self, error: BaseException | None, token: Any) -> None:
-        self.running, self.order = False, token
+    def _ended(self, item: StreamItem, error: BaseException | None, token: Any) -> None:
+        item.ended = True
+        self.running -= 1
+        for look in item.looks if error is None else ():
+            self._look(look)
+        if item is self.last:
+            self.order = token
         self._streams.ended(error)
 
 
 class _Replay:
-    """A replay of a graph: a node begins when those that it comes after have ended."""
+    """A replay of a graph: a node begins when those that it comes after have ended; along a programmatic edge, when
+    that kernel has signalled."""
 
     def __init__(self, nodes: list[Node], streams: Streams, after: Any, ended: Any) -> None:
         self._nodes, self._streams, self._after, self._ended = nodes, streams, after, ended
         self._left = dict(enumerate(nodes))
+        self._launches: dict[int, KernelLaunch] = {}
         self._ends: dict[int, Any] = {}
         self._advancing = False
 
@@ -240,12 +236,22 @@ class _Replay:
         if self._advancing:  # a node that ends at once
             return
         self._advancing = True
-        while able := [n for n, node in self._left.items() if node.behind <= self._ends.keys()]:
+        while able := [n for n, node in self._left.items() if self._may_begin(node)]:
             for number in able:
                 self._begin(number, self._left.pop(number))
         self._advancing = False
         if len(self._ends) == len(self._nodes):
             self._ended(None, self._joined(range(len(self._nodes))))
+
+    def _may_begin(self, node: Node) -> bool:
+        before = self._depends_on(node)
+        return node.behind <= self._ends.keys() or (before is not None and before.signalled)
+
+    def _depends_on(self, node: Node) -> KernelLaunch | None:
+        """The launch at the other end of a programmatic edge."""
+        if node.launch is None or not node.launch.dependent or len(node.behind) != 1:
+            return None
+        return self._launches.get(next(iter(node.behind)))
 
     def _joined(self, numbers: Any) -> Any:
         token = self._after
@@ -254,16 +260,17 @@ class _Replay:
         return token
 
     def _begin(self, number: int, node: Node) -> None:
-        after = self._joined(node.behind)
+        before = self._depends_on(node)
+        after = self._joined(node.behind) if before is None else self._streams.orders.join(self._after, before.handed)
         if node.operation is not None:
             with self._streams.orders.operation(self._streams.rank, after) as end:
                 with self._streams.at_work():
                     node.operation()
                 self._ends[number] = end()
         elif node.launch is not None:
-            launch = node.launch.again()
-            launch.after = after
-            self._streams.executor.start(launch, lambda error: self._node_ended(number, launch, error))
+            launch = self._launches[number] = node.launch.again()
+            launch.after, launch.before = after, before
+            self._streams.executor.start(launch, lambda error: self._node_ended(number, launch, error), self.advance)
 
     def _node_ended(self, number: int, launch: KernelLaunch, error: BaseException | None) -> None:
         self._ends[number] = launch.end
@@ -371,7 +378,7 @@ class Streams:
         self.error = None
         for queue in self.queues.values():
             queue.work.clear()
-            queue.running, queue.capture = False, None
+            queue.running, queue.last, queue.capture = 0, None, None
 
     def raise_error(self) -> None:
         if self.error is not None:

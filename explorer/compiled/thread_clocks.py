@@ -16,7 +16,7 @@ entry for the thread's own time. Numbers in brackets are sections of the PTX ISA
   proxies (8.9.5)               accesses by a plain and by a multicast address are ordered through a `fence.proxy.alias`
   the CUDA API                  a launch begins after the end of earlier work of its stream. The end of a launch is
                                 a system fence, so a relaxed write hands on what earlier launches did. It is also an
-                                alias fence.
+                                alias fence. `griddepcontrol.wait` (9.7.13.13) is such a begin for its threads
 """
 
 from __future__ import annotations
@@ -162,6 +162,15 @@ class Clocks:
         self._fenced_aliases[slots] = self.time[slots]
         self.time[slots] += 1
         return team
+
+    def begin_again(self, team: Team, threads: Array, known: Array) -> None:
+        """`griddepcontrol.wait`: from here on these threads are as if they had begun after `known` (a row)."""
+        born = [part.known for part in team.birth]
+        known = np.max([_behind_alias_fence(self._fitted(row)) for row in (known, *born)], axis=0)
+        self.learn(team, threads, known)
+        self._fenced |= dict.fromkeys(
+            team.slots[threads].tolist(), ReleasePart(0, team.rank, team.number, SYS, 0, known)
+        )
 
     def leave(self, team: Team, slots: Array) -> None:
         """Threads of the team have ended."""

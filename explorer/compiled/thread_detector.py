@@ -211,6 +211,7 @@ class ThreadDetector:
             access.itemsize,
             access.instruction,
             maker.kernel,
+            maker.dependent,
         )
 
     def _note(self, maker: Maker, access: ThreadAccess, places: list[Elements]) -> int:

@@ -36,6 +36,13 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
             "fence.proxy.alias between the two, such as after the flag that orders them (ALIASES of "
             "tricomm.kernels.primitives.barrier)"
         )
+    later = max(first, second, key=lambda event: event.launch)
+    if later.dependent and first.rank == second.rank and first.launch != second.launch:
+        return "race", (
+            f"the kernel at {later.site.short} is a dependent launch, which may begin before earlier kernels of its "
+            "stream have ended: put griddepcontrol.wait (tl.extra.cuda.gdc_wait()) before the access, and into each "
+            "dependent launch between the two kernels"
+        )
     strong = first.sem is not None and second.sem is not None
     if strong and first.itemsize == second.itemsize and _through_switch(first) == _through_switch(second):
         return "scope", (

@@ -28,12 +28,14 @@ _ACQUIRES = ("acquire", "acq_rel")
 
 @dataclass(eq=False)
 class Crew:
-    """The warps of one block that runs."""
+    """The warps of one block that runs. `waited`: for an earlier launch; `signalled`: to later ones (`Launches`)."""
 
     maker: Maker
     shared_memory: Region
     tasks: list[Task] = field(default_factory=list)
     waiting: dict[Task, Callable[[], bool]] = field(default_factory=dict)
+    waited: bool = False
+    signalled: bool = False
 
 
 class UnitMachine:
@@ -352,34 +354,6 @@ class UnitMachine:
         if self.detector is not None:
             self.detector.out_of_bounds(crew.maker, access, text)
         raise OutOfBounds(f"{site_of(access.instruction, crew.maker.kernel.name).where}: {text}")
-
-
-class Warp:
-    """The `Surroundings` of one warp (or block, as the unit)."""
-
-    def __init__(self, machine: UnitMachine, task: Task, crew: Crew) -> None:
-        self._machine, self._task, self._crew = machine, task, crew
-
-    def access(self, access: ThreadAccess) -> None:
-        self._machine.access(self._task, self._crew, access)
-
-    def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
-        self._machine.fence(self._task, self._crew, sem, scope, threads)
-
-    def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
-        self._machine.barrier(self._task, self._crew, number, threads)
-
-    def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
-        self._machine.arrive(self._task, self._crew, number, threads, instruction)
-
-    def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
-        self._machine.wait(self._task, self._crew, until, instruction)
-
-    def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
-        self._machine.warp_barrier(self._task, self._crew, threads)
-
-    def nanotime(self) -> int:
-        return 100 * self._machine.scheduler.turns
 
 
 def _before(task: Task, access: ThreadAccess, places: list[Elements]) -> Array | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.module_table import table_of
 from tricomm.kernels.launch import jit_dispatch, kernel_launch, triton_adapter
+from tricomm.kernels.launch.cuda_launcher import driver_call
 from tricomm.kernels.specialization import specialized
 
 _FORMATS = {
@@ -52,24 +54,20 @@ def prepare(
         raise InvalidArgument(
             f"{metadata.name}: num_ctas={metadata.num_ctas}: clusters of blocks are not simulated; num_ctas=1 is"
         )
-    scratch = [
-        torch.zeros(blocks[0] * blocks[1] * blocks[2] * size, dtype=torch.uint8)
-        for size in (metadata.global_scratch_size, metadata.profile_scratch_size)
-    ]
+    sizes = (metadata.global_scratch_size, metadata.profile_scratch_size)
+    scratch = [torch.zeros(math.prod(blocks) * size, dtype=torch.uint8) if size else None for size in sizes]
     packed = [_packed(value, kind, metadata.name) for value, kind in _flat(values, types)]
-    packed += [struct.pack("<Q", s.data_ptr() if s.numel() else 0) for s in scratch]
-    tensors = [*_tensors(args), *scratch]
+    packed += [struct.pack("<Q", 0 if s is None else s.data_ptr()) for s in scratch]
+    tensors = _tensors((*args, *scratch))
 
     def run() -> None:
         function = _function(driver, compiled)
         cells = [ctypes.create_string_buffer(value, len(value)) for value in packed]
         table = (ctypes.c_void_p * len(cells))(*map(ctypes.addressof, cells))
-        stream = driver.CUstream(driver.stream())
-        threads = (metadata.num_warps * 32, 1, 1)
+        shape, table_at = (*blocks, metadata.num_warps * 32, 1, 1, metadata.shared), ctypes.addressof(table)
+        dependent = bool(getattr(metadata, "launch_pdl", False))
         with driver.holding(tensors):
-            (result,) = driver.cuLaunchKernel(
-                function, *blocks, *threads, metadata.shared, stream, ctypes.addressof(table), 0
-            )
+            (result,) = driver_call(driver, function, shape, driver.stream(), table_at, dependent)()
         if result != 0:
             raise ResourceError(f"cuLaunchKernel of {metadata.name} on {driver.name} failed: {result.name}")
 

@@ -85,5 +85,11 @@ class Surroundings(Protocol):
     def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
         """`bar.warp.sync`. Not called for `shfl.sync` and the like, which order no memory."""
 
+    def wait_for_launches(self, threads: Array, instruction: Instruction) -> None:
+        """`griddepcontrol.wait`: returns after the end of the launch that this one depends on."""
+
+    def launch_dependents(self) -> None:
+        """`griddepcontrol.launch_dependents`: this block does not hold up launches that depend on this one."""
+
     def nanotime(self) -> int:
         """`%globaltimer`, in nanoseconds; also the basis of `%clock64`."""

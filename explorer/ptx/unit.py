@@ -146,6 +146,14 @@ class Unit:
         if self.watched["global"]:
             self.surroundings.warp_barrier(self.chosen(mask), instruction)
 
+    def wait_for_launches(self, mask: Array | None, instruction: Instruction) -> None:
+        if self.watched["global"]:
+            self.surroundings.wait_for_launches(self.chosen(mask), instruction)
+
+    def launch_dependents(self) -> None:
+        if self.watched["global"]:
+            self.surroundings.launch_dependents()
+
     def chosen(self, mask: Array | None) -> Array:
         return self.threads if mask is None else self.threads[mask]
 

@@ -5,12 +5,13 @@ So the model executes exactly what is launched, parameters included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from tricomm.explorer.compiled.driver import SimulatedDriver
-from tricomm.explorer.compiled.module_table import DeviceFunction, table_of
-from tricomm.explorer.compiled.stream_queues import Ended, KernelLaunch, NoOrders, Streams
+from tricomm.explorer.compiled.module_table import DeviceFunction, KernelLaunch, table_of
+from tricomm.explorer.compiled.stream_queues import Ended, NoOrders, Streams
 from tricomm.kernels.launch import cubin, cuda_launcher
 from tricomm.kernels.launch.compiler import ptx_of
 
@@ -21,7 +22,7 @@ class Recorder:
     def __init__(self) -> None:
         self.launches: list[KernelLaunch] = []
 
-    def start(self, launch: KernelLaunch, ended: Ended) -> None:
+    def start(self, launch: KernelLaunch, ended: Ended, signalled: Callable[[], None]) -> None:
         self.launches.append(launch)
         ended(None)
 

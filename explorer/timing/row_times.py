@@ -10,7 +10,7 @@ from functools import lru_cache, partial
 import torch
 
 from tricomm.core import fused_kernels
-from tricomm.explorer.compiled.stream_queues import KernelLaunch
+from tricomm.explorer.compiled.module_table import KernelLaunch
 from tricomm.explorer.timing import from_code, timed_call
 from tricomm.explorer.timing.from_code import CodeTime, Division
 from tricomm.explorer.timing.recorded_launch import RecordingGpu

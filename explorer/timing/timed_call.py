@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tricomm.explorer.compiled.module_table import DeviceFunction
-from tricomm.explorer.compiled.stream_queues import KernelLaunch
+from tricomm.explorer.compiled.module_table import DeviceFunction, KernelLaunch
 from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.global_memory import GlobalMemory
 from tricomm.explorer.timing import recorded_launch

@@ -392,5 +392,9 @@ class WarpSurroundings:
             for _, one in ready:
                 self._events.at(meeting.time, one.switch)
 
+    def wait_for_launches(self, threads: Array, instruction: Instruction) -> None: ...
+
+    def launch_dependents(self) -> None: ...
+
     def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
         return None

@@ -95,6 +95,7 @@ def make_launcher(
     more: Sequence[int | torch.Tensor],
     group: Sequence[Any],
     device: Device,
+    dependent: bool = False,
 ) -> Callable[..., None]:
     """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
 
@@ -126,8 +127,7 @@ def make_launcher(
 
     def on(raw: int) -> Callable[[], Any]:
         shape = (blocks, 1, 1, threads, 1, 1, shared)
-        stream, parameters = bindings.CUstream(raw), ctypes.addressof(pointers)
-        return partial(bindings.cuLaunchKernel, function, *shape, stream, parameters, 0)
+        return driver_call(bindings, function, shape, raw, ctypes.addressof(pointers), dependent)
 
     launch = on(0)
 
@@ -198,6 +198,25 @@ def make_launcher(
     run.repeat = repeat  # type: ignore[attr-defined]
     run.with_operands = with_operands  # type: ignore[attr-defined]
     return run
+
+
+def driver_call(
+    bindings: Any, function: Any, shape: tuple[int, ...], stream: int, parameters: int, dependent: bool
+) -> Callable[[], Any]:
+    """A call of the driver that launches `function` on `stream`, prepared: it builds nothing anew in each launch.
+
+    `shape`: grid and block (three numbers each) and bytes of dynamic shared memory. `dependent`: the kernel may begin
+    before the one before it has ended, and waits for that end itself (programmatic dependent launch).
+    """
+    if not dependent:
+        return partial(bindings.cuLaunchKernel, function, *shape, bindings.CUstream(stream), parameters, 0)
+    attribute, config = bindings.CUlaunchAttribute(), bindings.CUlaunchConfig()
+    attribute.id = bindings.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    config.gridDimX, config.gridDimY, config.gridDimZ, *block, config.sharedMemBytes = shape
+    config.blockDimX, config.blockDimY, config.blockDimZ = block
+    config.hStream, config.attrs, config.numAttrs = bindings.CUstream(stream), [attribute], 1
+    return partial(bindings.cuLaunchKernelEx, config, function, parameters, 0)
 
 
 def _word(value: Any) -> int:

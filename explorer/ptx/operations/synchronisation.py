@@ -87,6 +87,15 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
     return Operation(call, results, (kind_of_result,), arguments=tuple(arguments))
 
 
+def dependency(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+    """`griddepcontrol`. Without surroundings that watch, no launches overlap."""
+    if instruction.modifiers == ("wait",):
+        return Operation(lambda unit, mask: unit.wait_for_launches(mask, instruction))
+    if instruction.modifiers == ("launch_dependents",):
+        return Operation(lambda unit, mask: unit.launch_dependents())
+    raise unknown_form(instruction, "griddepcontrol.wait and .launch_dependents are known")
+
+
 def nothing(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
     """Hints, and instructions without effect on one launch that runs alone on its stream."""
     return Operation(lambda unit, mask: None)

@@ -27,7 +27,7 @@ MAKERS: dict[str, Maker] = {
     "bar": synchronisation.barrier, "barrier": synchronisation.barrier, "fence": synchronisation.fence,
     "membar": synchronisation.fence, "prefetch": synchronisation.nothing, "prefetchu": synchronisation.nothing,
     "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
-    "griddepcontrol": synchronisation.nothing, "setmaxnreg": synchronisation.nothing,
+    "griddepcontrol": synchronisation.dependency, "setmaxnreg": synchronisation.nothing,
     "cp": async_copies.cp, "mbarrier": transaction_barriers.mbarrier, "multimem": multicast.multimem,
     "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
     "createpolicy": synchronisation.policy, "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep,

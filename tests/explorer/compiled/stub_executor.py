@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tricomm.explorer.compiled.driver import SimulatedDriver
+from tricomm.explorer.compiled.module_table import KernelLaunch
 from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu
-from tricomm.explorer.compiled.stream_queues import KernelLaunch, Streams
+from tricomm.explorer.compiled.stream_queues import Streams
 
 
 class StubExecutor:
@@ -15,15 +16,19 @@ class StubExecutor:
         self.ended: list[KernelLaunch] = []
         self._calls = {}
 
-    def start(self, launch, ended) -> None:
+    def start(self, launch, ended, signalled) -> None:
         self.started.append(launch)
-        self._calls[launch] = ended
+        self._calls[launch] = ended, signalled
+
+    def signal(self, launch, handed=None) -> None:
+        launch.signalled, launch.handed = True, handed
+        self._calls[launch][1]()
 
     def end(self, launch, error=None) -> None:
         self.started.remove(launch)
         self.ended.append(launch)
         launch.end = {launch, *(launch.after or ())}
-        self._calls.pop(launch)(error)
+        self._calls.pop(launch)[0](error)
 
 
 class SetOrders:

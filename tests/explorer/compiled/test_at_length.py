@@ -55,7 +55,7 @@ def test_a_relaxed_header_behind_a_clearing_is_noticed_before_an_old_word_is_tak
     case = at_length.cases(registry.find("send", "one_shot", "ll"))[0]
     with loaded([Edit("kernels/collectives/send.py", "call, tag, cleared, SPEC)", "call, tag, False, SPEC)")]):
         (finding,) = case.check("sm_90", 1, "random").findings
-    assert finding.kind == "race" and "before its clearing may still be read" in finding.text
+    assert finding.kind == "race" and "a cleared LL word may still be read" in finding.text
 
 
 @pytest.mark.exhaustive

@@ -6,11 +6,11 @@ import pytest
 
 from tests.explorer.compiled.stub_executor import SetOrders, StubExecutor, gpu
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.compiled.stream_queues import KernelLaunch
+from tricomm.explorer.compiled.module_table import KernelLaunch
 
 
-def launch(name):
-    return KernelLaunch(0, name, b"", (1, 1, 1), (32, 1, 1), 0, 0)
+def launch(name, dependent=False):
+    return KernelLaunch(0, name, b"", (1, 1, 1), (32, 1, 1), 0, 0, dependent=dependent)
 
 
 @pytest.fixture
@@ -161,3 +161,69 @@ def test_nothing_waits_for_what_was_abandoned(device):
     queue.launch(launch("two"))
     device.streams.abandon()
     device.synchronize()
+
+
+def test_a_dependent_launch_begins_at_the_signal_and_knows_what_its_predecessor_hands_on(device):
+    (queue,) = queues(device, 1)
+    one, two, three = launch("one"), launch("two", dependent=True), launch("three")
+    for each in (one, two, three):
+        queue.launch(each)
+    assert device.executor.started == [one]
+    device.executor.signal(one, handed={"handed"})
+    assert device.executor.started == [one, two] and two.before is one and two.after == {"handed"}
+    device.executor.end(one)
+    assert device.executor.started == [two]  # the third is no dependent launch
+    device.executor.end(two)
+    assert device.executor.started == [three] and three.before is None and three.after == {two, "handed"}
+
+
+def test_without_a_signal_a_dependent_launch_begins_at_the_end(device):
+    (queue,) = queues(device, 1)
+    one, two = launch("one"), launch("two", dependent=True)
+    queue.launch(one)
+    queue.launch(two)
+    device.executor.end(one)
+    assert device.executor.started == [two] and two.before is one and two.after == frozenset()
+
+
+def test_a_launch_after_an_operation_depends_on_no_kernel(device):
+    (queue,) = queues(device, 1)
+    one, two = launch("one"), launch("two", dependent=True)
+    queue.launch(one)
+    queue.record()
+    queue.launch(two)
+    device.executor.signal(one)
+    assert device.executor.started == [one]
+    device.executor.end(one)
+    assert device.executor.started == [two] and two.before is None and two.after == {one}
+
+
+def test_a_launch_after_one_that_does_not_wait_begins_while_an_earlier_one_runs(device):
+    (queue,) = queues(device, 1)
+    one, two, three = launch("one"), launch("two", dependent=True), launch("three")
+    for each in (one, two, three):
+        queue.launch(each)
+    device.executor.signal(one)
+    device.executor.end(two)
+    assert device.executor.started == [one, three] and one not in three.after
+    assert not queue.idle
+
+
+def test_a_graph_has_a_programmatic_edge_between_kernels_alone(device):
+    stream = device.new_stream()
+    with stream:
+        device.driver.cuStreamBeginCapture(stream.cuda_stream)
+        queue = device.driver.queue_of(stream.cuda_stream)
+        queue.launch(launch("one"))
+        queue.launch(launch("two", dependent=True))
+        queue.capture.add(queue, None, lambda: None)
+        queue.launch(launch("three", dependent=True))
+        _, graph = device.driver.cuStreamEndCapture(stream.cuda_stream)
+    device.driver.cuGraphLaunch(graph, stream.cuda_stream)
+    (one,) = device.executor.started
+    device.executor.signal(one, handed={"handed"})
+    _, two = device.executor.started
+    assert two.loaded == "two" and two.before is one and "handed" in two.after and one not in two.after
+    device.executor.end(one)
+    device.executor.end(two)
+    assert names(device.executor.started) == ["three"] and device.executor.started[0].before is None

@@ -52,6 +52,12 @@ class PassOn:
     def warp_barrier(self, threads, instruction) -> None:
         self.told.append(("warp", threads.tolist()))
 
+    def wait_for_launches(self, threads, instruction) -> None:
+        self.told.append(("launches", threads.tolist()))
+
+    def launch_dependents(self) -> None:
+        self.told.append(("dependents",))
+
     def nanotime(self) -> int:
         return 12345
 

@@ -198,10 +198,16 @@ def test_hints_have_no_effect():
     out = np.zeros(1, "u4")
     body = """prefetch.global.L2 [%rd0]; discard.global.L2 [%rd0], 128;
         applypriority.global.L2::evict_normal [%rd0], 128;
-        griddepcontrol.wait; griddepcontrol.launch_dependents; nanosleep.u32 20; fence.proxy.async.shared::cta;
+        nanosleep.u32 20; fence.proxy.async.shared::cta;
         createpolicy.fractional.L2::evict_last.b64 %rd1, 1.0;
         st.global.L1::evict_last.L2::cache_hint.u32 [%rd0], 5, %rd1; fence.mbarrier_init.release.cluster;"""
     assert run(kernel(body), [out], 32, watched=True)[0].told == [] and out[0] == 5
+
+
+def test_grids_depend_by_thread_and_by_block():
+    body = f"{TID} griddepcontrol.wait; griddepcontrol.launch_dependents; st.global.u32 [%rd0], 1;"
+    told = run(kernel(body), [np.zeros(1, "u4")], 32, watched=True)
+    assert told[0].told == [("launches", list(range(32))), ("dependents",)]
 
 
 def test_clocks_come_from_the_surroundings():

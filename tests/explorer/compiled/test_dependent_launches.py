@@ -1,0 +1,92 @@
+"""Programmatic dependent launch: a kernel may touch nothing of earlier kernels before its `griddepcontrol.wait`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from tricomm import check
+
+COUNT, BLOCKS = 64, 2
+
+
+@triton.jit
+def step(x, y, ORDER: tl.constexpr, N: tl.constexpr):
+    """y = x + 1. ORDER: w waits, s signals, l loads, p stores."""
+    lane = tl.program_id(0) * N + tl.arange(0, N)
+    value = lane * 0
+    for at in tl.static_range(4):
+        if ORDER[at] == "w":
+            cuda.gdc_wait()
+        elif ORDER[at] == "s":
+            cuda.gdc_launch_dependents()
+        elif ORDER[at] == "l":
+            value = tl.load(x + lane)
+        elif ORDER[at] == "p":
+            tl.store(y + lane, value + 1)
+
+
+def report(*steps):
+    """Of a graph of kernels (order, number of the tensor it reads, and of the one it writes). Eager, an event follows
+    each of a user's kernels, and nothing overlaps."""
+
+    def run(comm):
+        tensors = [comm.symmetric((BLOCKS * COUNT,), torch.int32).local for _ in range(4)]
+        values = [10 * n + comm.rank for n in range(4)]
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.fill_(value)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for order, x, y in steps:
+                comm.launch(step, BLOCKS, tensors[x], tensors[y], ORDER=order, N=COUNT, num_warps=2, launch_pdl=True)
+                if "p" in order:
+                    values[y] = values[x] + 1
+        graph.replay()
+        comm.synchronize()
+        for tensor, value in zip(tensors, values, strict=True):
+            assert torch.equal(tensor, torch.full_like(tensor, value))
+
+    return check(run, 1, schedules=30, compiled="sm_90")
+
+
+def kinds(found):
+    return {finding.kind for finding in found.findings}
+
+
+@pytest.mark.parametrize("order", ["wslp", "swlp", "wlsp", "wlp-"])
+def test_kernels_that_wait_before_their_first_access_are_clean(order):
+    found = report((order, 0, 1), (order, 1, 2), (order, 2, 0))
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("order", ["lwsp", "slwp", "slp-", "lpws"])
+def test_a_load_before_the_wait_or_without_one_is_a_race(order):
+    found = report(("wslp", 0, 1), (order, 1, 2))
+    (race,) = [finding for finding in found.findings if finding.kind == "race"]
+    assert "put griddepcontrol.wait" in str(race) and race.where[0] != race.where[1]
+
+
+@pytest.mark.parametrize("order", ["lpws", "slpw", "slp-"])
+@pytest.mark.parametrize("target", [0, 1], ids=["over what is read", "over what is written"])
+def test_a_store_before_the_wait_or_without_one_is_a_race(order, target):
+    assert "race" in kinds(report(("wslp", 0, 1), (order, 2, target)))
+
+
+def test_before_the_wait_other_memory_may_be_touched():
+    found = report(("wslp", 0, 1), ("lpws", 2, 3))
+    assert found.ok, found
+
+
+def test_a_kernel_between_that_never_waits_breaks_the_order_of_the_others():
+    found = report(("wslp", 0, 1), ("sw--", 3, 3), ("wslp", 1, 2))
+    assert found.ok, found
+    assert "race" in kinds(report(("wslp", 0, 1), ("s---", 3, 3), ("wslp", 1, 2)))
+
+
+@pytest.mark.parametrize(("between", "expected"), [("ws--", set()), ("sw--", {"race"})])
+def test_a_signal_after_the_wait_hands_on_what_came_before(between, expected):
+    """Then a launch may load before its wait what the kernel before the last one has written."""
+    assert kinds(report(("wslp", 0, 1), (between, 3, 3), ("lwp-", 1, 2))) - {"wrong_result"} == expected
