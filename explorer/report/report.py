@@ -11,6 +11,7 @@ from typing import Any
 
 import triton
 
+from tricomm import notebook
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.report.findings import Finding, Subject, checked
 from tricomm.options import Options, Tuning
@@ -138,6 +139,8 @@ class Report:
             lines += [f"{n}. {f}", f"   ranks {sorted(set(f.ranks))}, schedule {f.schedule}, seed {f.seed}"]
             lines.append(f"   {_choices(f)}")
         return "\n".join(lines)
+
+    _repr_html_ = notebook.preformatted
 
 
 def options_of(values: dict[str, Any]) -> Options:

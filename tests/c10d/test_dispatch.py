@@ -116,6 +116,7 @@ def test_each_distinct_call_is_printed_once_and_every_call_counted(route, url):
         assert len(lines) == (0 if rank else 3)
         if not rank:
             assert all(f"-> {route}: " in line for line in lines)
+            assert route == "gloo" or "one_shot/ll, 1 block of 8 warps, tiles of" in lines[0]
             assert sum("all_reduce sum float32 16 B" in line for line in lines) == 1
             assert sum("all_reduce max int64 16 B" in line for line in lines) == 1
 

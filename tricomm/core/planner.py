@@ -131,6 +131,10 @@ class Planner:
             plan = nccl.plan(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
             return replace(plan, choice=_of_request(plan.choice, request, route.reason))
         choice = self._choice(request, _UNKNOWN if nbytes is None else nbytes, mode)
+        if mode == "eager":
+            name = None if request.epilogue is None else FUSED
+            known = replace(route, reason=f"{choice.kernel}: {choice.reason}; {route.reason}")
+            self.router.log(known, request.collective, request.dtype, request.op or "none", nbytes, name)
         make = fused_kernels.make if choice.fused else launch_plan.make
         return make(self.site, choice, request, aligned, mode, self._bind)
 

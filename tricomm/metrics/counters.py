@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tricomm import env
+from tricomm import env, notebook
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 from tricomm.metrics.timer import Clock, Span
@@ -27,6 +27,7 @@ from tricomm.metrics.timer import Clock, Span
 _CALL = 1 << 96  # a tally's calls are above this bit and its bytes below it: both are counted by one addition
 _BYTES = _CALL - 1
 RECENT = 512
+_SHOWN = 20  # lines of a text
 KERNELS, NCCL, GLOO = "kernels", "nccl", "gloo"
 log = logging.getLogger("tricomm")
 Key = tuple[str, str, str, int]  # of a tally: collective, algorithm, protocol, bucket
@@ -103,6 +104,26 @@ class Statistics:
     waited: dict[int, float]
     spans: tuple[Span, ...] = ()
     memory: HeldMemory = HeldMemory()
+
+    def __str__(self) -> str:
+        """The group, a line for each of the kernels and sizes with the most bytes, and the waits."""
+        where = f"{self.device}{', simulated' * self.simulated}"
+        lines = [
+            f"group {self.group}, rank {self.rank} of {self.world_size} on {where}: {self.memory.nbytes:,} bytes held"
+        ]
+        calls = sorted(self.calls, key=lambda each: each.nbytes, reverse=True)
+        for each in calls[:_SHOWN]:
+            name = f"{each.collective} {each.algorithm}/{each.protocol} up to {each.bucket:,} bytes"
+            times = "" if each.p50_us is None else f", p50 {each.p50_us:.1f} us, p99 {each.p99_us:.1f} us"
+            lines.append(f"{each.calls:>9,} x {name}: {each.nbytes:,} bytes{times}")
+        if len(calls) > _SHOWN:
+            lines.append(f"          and {len(calls) - _SHOWN} more kernels and sizes, in `calls`")
+        lines += [
+            f"waited {seconds:.2f} s for rank {peer}" for peer, seconds in self.waited.items() if seconds >= 0.005
+        ]
+        return "\n".join(lines)
+
+    _repr_html_ = notebook.preformatted
 
 
 class _ProcessTallies:

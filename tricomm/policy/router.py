@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tricomm import env
+from tricomm.metrics.counters import KERNELS
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import REDUCTIONS, BackendChoice, GroupFacts
 
@@ -63,16 +64,26 @@ class Router:
         forced: bool = False,
         name: str | None = None,
     ) -> BackendChoice:
-        """The backend of a call that is made now. With TRICOMM_LOG=routing rank 0 prints each distinct route, of the
-        collective as `name`, if there is one."""
+        """The backend of a call that is made now. `log` prints it, of the kernels' calls when their kernel is known."""
         route = self.choice(collective, dtype, op, nbytes, forced)
-        if self._logs:
-            key = name or collective, dtype, op, nbytes, route
-            if key not in self._logged:
-                self._logged.add(key)
-                size = "" if nbytes is None else f" {nbytes} B"
-                what = f"{collective} {op}" if collective in REDUCTIONS and not name else name or collective
-                kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
-                line = f"tricomm routing: {self._name}: {what}{kind}{size} -> {route.backend}: {route.reason}"
-                print(line, flush=True)
+        if route.backend != KERNELS:
+            self.log(route, collective, dtype, op, nbytes, name)
         return route
+
+    def log(
+        self,
+        route: BackendChoice,
+        collective: str,
+        dtype: torch.dtype | None,
+        op: str,
+        nbytes: int | None,
+        name: str | None = None,
+    ) -> None:
+        """With TRICOMM_LOG=routing rank 0 prints each distinct route, of the collective as `name`, if there is one."""
+        if not self._logs or (key := (name or collective, dtype, op, nbytes, route)) in self._logged:
+            return
+        self._logged.add(key)
+        size = "" if nbytes is None else f" {nbytes} B"
+        what = f"{collective} {op}" if collective in REDUCTIONS and not name else name or collective
+        kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
+        print(f"tricomm routing: {self._name}: {what}{kind}{size} -> {route.backend}: {route.reason}", flush=True)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from tricomm import notebook
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collectives import registry
@@ -57,6 +58,19 @@ class Choice:
         """The algorithm in the statistics: of an all_reduce_rms_norm it says if that was not fused."""
         plain = self.fused or self.collective != "all_reduce_rms_norm" or self.route != "kernels"
         return self.algorithm if plain else f"unfused_{self.algorithm}"
+
+    @property
+    def kernel(self) -> str:
+        """The kernel and its launch shape in words."""
+        if self.route != "kernels":
+            return self.route
+        blocks = f"{self.blocks} block{'s' * (self.blocks != 1)} of {self.warps} warps"
+        return f"{self.algorithm}/{self.protocol}, {blocks}, tiles of {8 * self.block} bytes"
+
+    def __str__(self) -> str:
+        return f"{self.collective} by {self.kernel}: {self.reason}"
+
+    _repr_html_ = notebook.preformatted
 
 
 def choose(

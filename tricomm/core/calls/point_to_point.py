@@ -32,8 +32,9 @@ from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.kernel_launch import BoundKernel
-from tricomm.metrics.counters import Activity, Tally, weight
+from tricomm.metrics.counters import KERNELS, Activity, Tally, weight
 from tricomm.policy import selection
+from tricomm.policy.backend_choice import BackendChoice
 from tricomm.store.control import Descriptor, Fault
 
 _TAGS = 1 << 32
@@ -196,6 +197,8 @@ class PointToPoint:
         site, group = self._planner.site, self.group
         nbytes = x.numel() * x.itemsize
         choice = selection.choose(site, kind, nbytes, None, protocol)
+        route = BackendChoice(KERNELS, f"{choice.kernel}: {choice.reason}")
+        self._planner.router.log(route, kind, x.dtype, "none", nbytes)
         kernel = registry.find(kind, choice.algorithm, choice.protocol)
         dtype, aligned = arguments.DTYPES[x.dtype], x.data_ptr() % 16 == 0
         # To receive from any rank, one block serves all queues: several could not agree on a source.
