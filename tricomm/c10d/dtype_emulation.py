@@ -49,12 +49,12 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
     return (x.as_strided((x.numel(),), (1,)) if x.numel() <= 1 else x).view(torch.uint8)
 
 
-def memory(data: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor of bytes; the caller keeps the tensor.
+def memory(x: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor; the caller keeps the tensor.
 
     `Tensor.numpy()` would forbid to resize its storage, as FSDP does.
     """
-    view: memoryview = _memory_at(data.data_ptr(), data.numel(), _WRITABLE)
+    view: memoryview = _memory_at(x.data_ptr(), x.nbytes, _WRITABLE)
     return view
 
 

@@ -37,7 +37,7 @@ _MOST_MESSAGES = 1000  # different ones whose backend is kept
     "_allgather_base", "all_gather_single_coalesced", "allgather_into_tensor_coalesced", "gather", "scatter",
     "reduce_scatter", "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter_single_coalesced",
     "reduce_scatter_tensor_coalesced", "alltoall", "all_to_all_single", "alltoall_base", "send", "recv",
-    "recv_anysource", "barrier", "monitored_barrier", "symmetric",
+    "recv_anysource", "batch", "barrier", "monitored_barrier", "symmetric",
 )  # fmt: skip
 class TricommGroup(AnsweringGroup):
     """A c10d group over tricomm. Made by `dist.init_process_group("tricomm")` and its relatives, or by `wrap`."""
@@ -233,12 +233,19 @@ class TricommGroup(AnsweringGroup):
         return self._message("recv", tensors, None, tag)
 
     def batch(self, ops: list[Any], run: Any) -> list[Any]:
-        """The handles of `run(ops)`, torch's `batch_isend_irecv`, and one for all messages of NCCL. Raises before
-        anything is sent if one of `ops` cannot be made."""
+        """The handles of `ops`, and one for all messages of NCCL. Raises before anything is sent if one of `ops` cannot
+        be made. `run`, torch's `batch_isend_irecv`, sends tensors that wrap others, because it unwraps them.
+        """
+        messages = []
         for op in ops:
-            with suppress(WrapperTensor):  # unwrapped when it is sent
-                self._checked_message("send" if op.op is dist.isend else "recv", op.tensor, op.group_peer)
-        return self._block.together(lambda: run(ops))
+            what = "send" if op.op is dist.isend else "recv"
+            with suppress(WrapperTensor):
+                x = self._checked_message(what, op.tensor, op.group_peer)
+                x = torch.view_as_real(x) if x.is_complex() else x  # as `dist.isend` sends it
+                messages.append((what, x, op.group_peer, op.tag))
+        if len(messages) < len(ops):
+            return self._block.together(lambda: run(ops))
+        return self._block.together(lambda: [self._routed_message(*message) for message in messages])
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.BarrierOptions, opts, None, timeout)
@@ -350,7 +357,9 @@ class TricommGroup(AnsweringGroup):
         return []
 
     def _message(self, what: str, tensors: Any, peer: int | None, tag: int) -> Any:
-        x = self._checked_message(what, tensors, peer)
+        return self._routed_message(what, self._checked_message(what, tensors, peer), peer, tag)
+
+    def _routed_message(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> Any:
         key = what, x.device.type, x.dtype, x.nbytes
         backend = self._message_backends.get(key)
         if backend is None:

@@ -197,7 +197,10 @@ def stats() -> dict[str, dict[str, int]]:
 def count_fallback(route: str, collective: str, nbytes: int | None) -> None:
     """Count a c10d group's call that NCCL or Gloo runs, of `nbytes` of input; None if ranks may differ in it."""
     key = (route, collective, bucket(nbytes or 0))
-    _process.fallback.setdefault(key, Tally()).total += weight(nbytes or 0)
+    tally = _process.fallback.get(key)
+    if tally is None:
+        tally = _process.fallback.setdefault(key, Tally())
+    tally.total += weight(nbytes or 0)
 
 
 def fallback_by_size() -> dict[tuple[str, str, int], tuple[int, int]]:

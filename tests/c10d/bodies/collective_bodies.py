@@ -363,6 +363,12 @@ def points(rank, world_size, tell, url, route):
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         wrong += [] if same(y, of(left, (4,))) else ["batch"]
+        y, z = poisoned((4,), torch.complex64), poisoned((4,), torch.complex64)
+        sent = of(rank, (4,), torch.complex64)  # a batch and single calls send a complex tensor in the same form
+        works = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, y, left, tag=1)])
+        for work in [*works, dist.isend(sent, right, tag=1), dist.irecv(z, left)]:
+            work.wait()
+        wrong += [] if same(y, of(left, (4,), torch.complex64)) and same(z, y) else ["batch of complex"]
     return wrong
 
 

@@ -107,6 +107,15 @@ def wrappers(rank, world_size, tell, url, route):
             out = _none((4,))
             dist.recv(out, 0)
             check("recv", out, lambda more: of(0, (4,), call=5 + more))
+        if rank < 2:  # of a batch, too, next to a plain tensor
+            out, plain = _none((4,)), poisoned((4,))
+            ops = [(dist.isend, _two(0, (4,), 7), 1), (dist.isend, of(0, (4,), call=8), 1)]
+            ops = ops if rank == 0 else [(dist.irecv, out, 0), (dist.irecv, plain, 0)]
+            for work in dist.batch_isend_irecv([dist.P2POp(op, tensor, peer) for op, tensor, peer in ops]):
+                work.wait()
+            if rank == 1:
+                check("batch", out, lambda more: of(0, (4,), call=7 + more))
+                wrong += [] if same(plain, of(0, (4,), call=8)) else ["plain tensor of a batch"]
         y = functional.all_reduce(_two(rank, (5,), 6), "sum", world) + 0
         check("functional", y, lambda more: sum(of(r, (5,), call=6 + more) for r in range(n)))
         z = functional.all_reduce(of(rank, (5,), call=7), "sum", world)  # wraps a call that is under way

@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from tricomm.c10d.call_futures import told
-from tricomm.c10d.dtype_emulation import as_bytes, memory
+from tricomm.c10d.dtype_emulation import memory
 from tricomm.c10d.tcp.matching import ANY, Transfer, code_of, dtype_of, user_tag
 from tricomm.c10d.tcp.transport import Transport
 from tricomm.c10d.work_handles import limit_seconds
@@ -28,14 +28,14 @@ class CpuMessages:
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> MessageWork:
         """Send contiguous `x`, which may be changed once the handle's `wait` has returned."""
-        message = Transfer(dst, user_tag(tag), (_memory(x),), code_of(x.dtype))
+        message = Transfer(dst, user_tag(tag), (memory(x),), code_of(x.dtype))
         message.keep = x
         self.transport.send(message)
         return MessageWork(self, message, x, f"send to rank {dst}")
 
     def recv(self, x: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Receive into contiguous `x`, from `src` or (None) from the first rank that sends."""
-        message = Transfer(ANY if src is None else src, user_tag(tag), (_memory(x),), code_of(x.dtype))
+        message = Transfer(ANY if src is None else src, user_tag(tag), (memory(x),), code_of(x.dtype))
         message.keep = x
         self.transport.recv(message)
         return MessageWork(self, message, x, "recv from any rank" if src is None else f"recv from rank {src}")
@@ -100,10 +100,6 @@ class MessageWork(Work):
 
     def _source_rank(self) -> int:
         return self._message.rank
-
-
-def _memory(x: torch.Tensor) -> memoryview:
-    return memory(as_bytes(x.detach().view(-1)))
 
 
 def _name(dtype: torch.dtype) -> str:
