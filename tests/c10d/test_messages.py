@@ -68,8 +68,9 @@ def test_a_call_on_a_group_that_is_lost_in_the_middle_of_it_fails(url):
 
 @pytest.mark.parametrize("call", ["isend", "all_reduce"])
 def test_a_signal_handlers_call_in_the_middle_of_another_is_refused(call, url):
-    kind, text = ranks.run(2, bodies.handlers_call, url, call)[0]
+    (kind, text), later = ranks.run(2, bodies.handlers_call, url, call)[0]
     assert kind == "InvalidArgument" and "a signal's handler makes a call" in text, text
+    assert later[0] == "GroupAborted", later  # the first call was left in the middle
 
 
 def test_messages_that_end_with_their_connection_fail_and_those_that_came_before_are_read():

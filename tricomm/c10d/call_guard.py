@@ -75,16 +75,20 @@ def sends(function: Any) -> Any:
 def is_refusal(error: BaseException) -> bool:
     """Whether the group goes on after `error`: the call itself raises it, for its arguments or for a fault, or it is
     raised before the call is sent and is no interrupt."""
+    if not isinstance(error, Exception) or comes_from_handler(error):
+        return False
     if isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False):
         return True
-    codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
-    return isinstance(error, Exception) and codes.isdisjoint(_sending | _signal_handlers())
+    return _codes(error).isdisjoint(_sending)
 
 
 def comes_from_handler(error: BaseException) -> bool:
     """Whether a signal's handler has raised `error`."""
-    codes = {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
-    return not codes.isdisjoint(_signal_handlers())
+    return not _codes(error).isdisjoint(_signal_handlers())
+
+
+def _codes(error: BaseException) -> set[CodeType]:
+    return {frame.f_code for frame, _ in walk_tb(error.__traceback__)}
 
 
 def _signal_handlers() -> set[CodeType]:

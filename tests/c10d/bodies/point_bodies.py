@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from traceback import walk_stack
 
 import torch
 import torch.distributed as dist
@@ -134,12 +135,18 @@ def handlers_call(rank, world_size, tell, url, call):
         if rank == 0:
             again = {"isend": lambda: dist.isend(torch.ones(1), 1, tag=5), "all_reduce": lambda: dist.all_reduce(y)}
             y = torch.ones(3)
-            signal.signal(signal.SIGALRM, lambda *_: again[call]())
+
+            def handle(_, frame):
+                if any(at.f_code.co_name == "_in_turn" for at, _ in walk_stack(frame)):  # not between two calls
+                    again[call]()
+
+            signal.signal(signal.SIGALRM, handle)
             signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
         try:
-            return attempt(lambda: [dist.all_reduce(torch.ones(1 << 18)) for _ in range(3000)])[:2]
+            said = attempt(lambda: [dist.all_reduce(torch.ones(1 << 18)) for _ in range(3000)])[:2]
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        return said, attempt(lambda: dist.all_reduce(torch.ones(1)))[:2]
 
 
 def unrecorded(rank, world_size, tell, url):

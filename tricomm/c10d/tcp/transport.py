@@ -21,6 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -61,11 +62,10 @@ class Transport:
         self._loss = Loss()
         self._errors: list[TricommError] = []  # the first one counts; no lock that an interrupt could leave taken
         self.store, self.generation = PrefixStore("lost", generation.store), generation.name
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()  # only to see that this thread has it (`_refuse_reentry`)
         self._matching = Matching()
         self._peers: dict[int, Peer] = {}
         self._driver: Waker | None = None
-        self._holder = 0  # the thread that moves messages, which holds the lock
         self._sleepers: list[Wait] = []
         self.watched = False  # by `progress`
         connections = set_up.connect(generation, name)
@@ -96,7 +96,6 @@ class Transport:
         try:
             self._refuse_reentry()
             with self._lock:
-                self._holder = threading.get_ident()
                 waiting.cause = self.error
                 if waiting.cause is None:
                     for message in receives:
@@ -104,7 +103,6 @@ class Transport:
                     for message in sends:
                         self._peers[message.rank].send(message, eager=True)
                     waiting.add(messages)
-                self._holder = 0
             self._wait(waiting)
             for message in receives:
                 if message.misfit is not None:
@@ -160,12 +158,10 @@ class Transport:
         self._refuse_reentry()
         try:
             with self._lock:
-                self._holder = threading.get_ident()
                 if sent:
                     self._peers[message.rank].send(message, eager=False)
                 else:
                     self._receive(message)
-                self._holder = 0
                 driver = self._driver
             if driver is not None:
                 driver.wake()
@@ -232,9 +228,7 @@ class Transport:
             with self._lock:
                 if self._errors:
                     return
-                self._holder = threading.get_ident()
                 self._handle(events)
-                self._holder = 0
                 if waiting.over:
                     self._hand_over()
                     return
@@ -323,8 +317,8 @@ class Transport:
         """Close the connections, which the other ranks see at once; idempotent."""
         self.record_loss(GroupAborted(f"{self.name} was destroyed here"))
         self.shut_down()
-        # A thread may be reading from a socket. Its lock is never held for long, unless this thread has interrupted it.
-        if self._lock.acquire(timeout=1.0):
+        # Another thread may be reading from a socket, for a moment. This thread may be in the middle of that itself.
+        if not self._lock._is_owned() and self._lock.acquire(timeout=1.0):
             try:
                 self._release()
             finally:
@@ -358,7 +352,7 @@ class Transport:
             self._lock.release()
 
     def _refuse_reentry(self) -> None:
-        if self._holder == threading.get_ident() and self._lock.locked():
+        if self._lock._is_owned():
             refuse_handlers_call(self.name)
 
     def _release(self) -> None:
@@ -373,7 +367,7 @@ class Transport:
     def _forked(self) -> None:
         """In a child: its copies of the sockets would keep the connections open when the parent closes them."""
         self._errors = [GroupAborted(f"{self.name} belongs to the parent of this process; make a new group here")]
-        self._lock, self._driver, self._sleepers = threading.Lock(), None, []
+        self._lock, self._driver, self._sleepers = threading.RLock(), None, []
         for peer in self._peers.values():
             peer.socket.close()
         self._peers = {}
