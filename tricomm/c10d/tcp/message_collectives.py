@@ -3,7 +3,8 @@
 These are not ProcessGroupGloo's collectives: a wait inside one cannot be cancelled and does not tell which rank is
 missing. Each rank sends to every rank that needs its data. A reduction of few bytes exchanges everything and reduces on
 every rank (one shot). In one of many bytes each rank reduces a share and then sends it to all (two shots). Both reduce
-in rank order, so they give the same bits as each other and as the kernels.
+in rank order, so they give the same bits as each other and as the kernels. In a broadcast of many bytes the root
+scatters the data over the other ranks, which then gather it from each other.
 
 The first exchange of a call also compares the ranks' calls (`call_records`).
 """
@@ -24,6 +25,7 @@ from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 _ONE_SHOT_BYTES = 64 * 1024
 _ONE_SHOT_BYTES_OF_TWO = 512 * 1024  # two ranks move the same bytes in both ways, and two shots reduce half of them
+_SCATTER_BYTES = 1024 * 1024  # of a broadcast: the root's sends then take longer than a second exchange
 _SCRATCH_BYTES = 16 * 1024 * 1024  # of memory that a thread keeps for its reductions, because fresh pages are slow
 
 _BYTE = memoryview(b"\0")
@@ -140,10 +142,26 @@ def _reduce_scatter(context: CallContext, call: GroupCall) -> None:
 
 def _broadcast(context: CallContext, call: GroupCall) -> None:
     x, _ = _input_and_output(call)
-    if context.rank == call.root:
-        context.exchange([(r, as_bytes(x)) for r in context.others()], [])
+    data = as_bytes(x)
+    if x.nbytes >= _SCATTER_BYTES and context.world_size > 2:
+        _scatter_and_gather(context, data, call.root)
+    elif context.rank == call.root:
+        context.exchange([(r, data) for r in context.others()], [])
     else:
-        context.exchange([], [(call.root, as_bytes(x))])
+        context.exchange([], [(call.root, data)])
+
+
+def _scatter_and_gather(context: CallContext, data: torch.Tensor, root: int) -> None:
+    """Broadcast `data`: `root` sends a share to each of the other ranks, which send it on to each other."""
+    shares = list(data.tensor_split(context.world_size - 1))
+    shares.insert(root, data[:0])
+    mine, others = shares[context.rank], context.others()
+    if context.rank == root:
+        context.exchange([(r, shares[r]) for r in others], [])
+        return
+    context.exchange([], [(root, mine)])
+    rest = [r for r in others if r != root]
+    context.exchange([(r, mine) for r in rest], [(r, shares[r]) for r in rest])
 
 
 def _all_gather(context: CallContext, call: GroupCall) -> None:
