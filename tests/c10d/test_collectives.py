@@ -3,11 +3,11 @@
 import pytest
 
 from tests import ranks
-from tests.c10d.bodies import alias_bodies
+from tests.c10d.bodies import alias_bodies, broadcast_bodies, point_bodies
 from tests.c10d.bodies import collective_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
 
-EACH = [bodies.uneven, bodies.strided, bodies.coalesced, bodies.points, bodies.premultiplied, bodies.one_element]
+EACH = [bodies.uneven, bodies.strided, bodies.coalesced, point_bodies.points, bodies.premultiplied, bodies.one_element]
 # Interpreted, a call takes long: of all pairs of type and shape, or operation, so many that each of either is there.
 REST = pytest.param("kernels", 1, marks=pytest.mark.soak)
 SHAPES = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 4), REST])
@@ -47,3 +47,38 @@ def test_a_group_of_one(route, step, url):
 @pytest.mark.parametrize("route", ROUTES)
 def test_autograd_does_not_see_a_call(route, url):
     assert ranks.run(2, bodies.unseen, url, route) == [[], []]
+
+
+# Broadcasts in shares
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4, 5])
+def test_a_broadcast_in_shares_is_exact_from_every_root(world_size, url):
+    assert ranks.run(world_size, broadcast_bodies.exact, url) == [([], world_size > 2)] * world_size
+
+
+def test_shares_of_a_broadcast_in_the_wrong_order_are_seen(url):
+    wrong = [found for found, _ in ranks.run(4, broadcast_bodies.exact, url, True)]
+    assert wrong[1] and wrong[0] == wrong[2] == wrong[3] == []
+
+
+@pytest.mark.parametrize(("lost", "exchange"), [(0, 1), (2, 1), (2, 2)], ids=["root", "before", "between"])
+def test_a_rank_that_dies_in_the_middle_of_a_broadcast_is_named(lost, exchange, url):
+    with ranks.start(4, broadcast_bodies.dies, url, lost, exchange) as started:
+        outcomes = started.results()
+    for rank, outcome in enumerate(outcomes):
+        if rank != lost:
+            kind, text, seconds = outcome.value
+            assert kind == "PeerDied" and f"[{lost}]" in text and seconds < 2.0, outcome.value
+
+
+def test_different_broadcasts_are_refused_and_the_group_goes_on(url):
+    for said in ranks.run(4, broadcast_bodies.mismatches, url, True):
+        assert [kind for kind, _ in said] == ["CollectiveMismatch"] * 3, said
+
+
+def test_a_broadcast_of_another_size_is_named_without_records(url):
+    said = [kind for ((kind, text),) in ranks.run(4, broadcast_bodies.mismatches, url, False)]
+    assert set(said[1:]) <= {"CollectiveMismatch", "GroupAborted"} and "CollectiveMismatch" in said, (
+        said
+    )  # the root, rank 0, has sent all
