@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tricomm.errors import ResourceError
+from tricomm.errors import InvalidArgument, ResourceError
 
 T = TypeVar("T")
 _SPARE = 2  # idle helpers that are kept
@@ -32,6 +32,13 @@ def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread
             "container), or end threads that are not needed"
         ) from error
     return thread
+
+
+def refuse_handlers_call(what: str) -> None:
+    """A call in the middle of another call of its group, in the same thread: only a signal's handler can make it."""
+    raise InvalidArgument(
+        f"{what}: a signal's handler makes a call in the middle of another one; let it set a flag, and call afterwards"
+    )
 
 
 def living(registry: weakref.WeakValueDictionary[int, T]) -> list[T]:

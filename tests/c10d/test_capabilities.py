@@ -17,11 +17,11 @@ import pytest
 from torch.distributed import HashStore, Store
 
 from tricomm.c10d import capabilities
-from tricomm.c10d.tcp import waits
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, TricommError
 from tricomm.store import process, records
 from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities, StoreRecord
+from tricomm.store.tcp import waits
 
 KEY = "tricomm/capabilities/rank/1"
 TOKEN = b"secret"

@@ -17,7 +17,7 @@ from tricomm import threads
 ROOT = Path(__file__).parents[2]
 FORK = """
 import signal
-from tricomm.c10d.tcp.transport import Transport
+from tricomm.store.tcp.transport import Transport
 if sys.argv[4] == "unhooked":
     Transport._forked = lambda transport: None
 signal.alarm(60)

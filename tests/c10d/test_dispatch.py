@@ -8,9 +8,8 @@ import torch
 from tests import ranks
 from tests.c10d.bodies import route_bodies as bodies
 from tricomm import errors
-from tricomm.c10d import capabilities, dispatch
+from tricomm.c10d import capabilities, dispatch, message_collectives
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.c10d.tcp import message_collectives
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import GroupFacts, decide

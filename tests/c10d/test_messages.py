@@ -1,14 +1,10 @@
 """Messages between two ranks on the CPU: what does not fit is an error in Python, and nobody's end."""
 
-import socket
-
 import pytest
 
 from tests import ranks
 from tests.c10d.bodies import point_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES
-from tricomm.c10d.tcp.matching import Matching, Transfer
-from tricomm.c10d.tcp.peer import EAGER_BYTES, STAGING_BYTES, Peer
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -71,35 +67,6 @@ def test_a_signal_handlers_call_in_the_middle_of_another_is_refused(call, url):
     (kind, text), later = ranks.run(2, bodies.handlers_call, url, call)[0]
     assert kind == "InvalidArgument" and "a signal's handler makes a call" in text, text
     assert later[0] == "GroupAborted", later  # the first call was left in the middle
-
-
-def test_messages_that_end_with_their_connection_fail_and_those_that_came_before_are_read():
-    ours, theirs = socket.socketpair()
-    ours.setblocking(False)
-    theirs.setblocking(False)
-    one, other = (
-        Peer(rank, end, Matching(), memoryview(bytearray(STAGING_BYTES))) for rank, end in enumerate((ours, theirs))
-    )
-    long = memoryview(bytearray(EAGER_BYTES + 1))
-    sends = [Transfer(0, tag, (long,)) for tag in (1, 2)]
-    for send in sends:
-        one.send(send, eager=False)
-    receives = [Transfer(1, tag, (memoryview(bytearray(len(long))),)) for tag in (1, 2)]
-    for receive in receives:
-        other._matching.receive(receive, (1,))
-        other.expect(receive)
-    other.read()  # clears both
-    last = Transfer(1, 3, (memoryview(b"last"),))
-    other.send(last, eager=True)
-    got = Transfer(0, 3, (memoryview(bytearray(4)),))
-    one._matching.receive(got, (0,))
-    one.expect(got)
-    theirs.close()
-    one.read()
-    assert [send.done and send.error is not None for send in sends] == [True, True]
-    assert got.done and got.error is None and bytes(got.parts[0]) == b"last"
-    one.read()
-    ours.close()
 
 
 def test_a_collective_of_another_size_is_named_without_records(url):

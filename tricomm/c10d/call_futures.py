@@ -18,41 +18,15 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from tricomm.errors import InvalidArgument, ResourceError, TricommError
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.store.tcp.waits import told
 from tricomm.threads import HelperTask
 
 NAMELESS = "(?)"  # in the place of a callback that may make no calls
-_LOSS = "tricomm_loss"  # attribute of an error that caused the loss of a group
 log = logging.getLogger("tricomm")
 _here = threading.local()
 busy: set[object] = set()  # one for each thread that runs calls or callbacks; the end of the process waits for them
 _collect_all = torch._C._collect_all
-
-
-@dataclass
-class Loss:
-    """The loss of a group. `told`: an error that names the cause has been raised to the caller."""
-
-    told: bool = False
-
-    def said_by(self, error: TricommError) -> TricommError:
-        """`error`, marked as one that tells the caller the cause of the loss."""
-        setattr(error, _LOSS, self)
-        return error
-
-
-def refuse_handlers_call(what: str) -> None:
-    """A call in the middle of another call of its group, in the same thread: only a signal's handler can make it."""
-    raise InvalidArgument(
-        f"{what}: a signal's handler makes a call in the middle of another one; let it set a flag, and call afterwards"
-    )
-
-
-def told(error: BaseException) -> None:
-    """Record that `error` is raised to the caller, by a call or by a wait for one."""
-    loss = getattr(error, _LOSS, None)
-    if loss is not None:
-        loss.told = True
 
 
 @dataclass(eq=False)

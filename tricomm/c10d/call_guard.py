@@ -24,9 +24,9 @@ import torch
 from torch.library import Library
 from torch.utils import _pytree as pytree
 
-from tricomm.c10d.call_futures import told
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork
 from tricomm.errors import InvalidArgument, TricommError
+from tricomm.store.tcp.waits import told
 
 # Errors of a call's own, raised before anything is sent or by the call itself; the group goes on.
 _REFUSALS = (TricommError, TypeError, ValueError, NotImplementedError)

@@ -34,10 +34,10 @@ from typing import Any
 
 import tricomm.communicator  # noqa: F401  # first, so that at the end of a process calls end before communicators
 from tricomm import threads
-from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin, refuse_handlers_call
+from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin
 from tricomm.c10d.work_handles import PendingWork
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.threads import HelperTask
+from tricomm.threads import HelperTask, refuse_handlers_call
 
 _DRAIN_SECONDS = 2.0
 _queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()

@@ -16,19 +16,18 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from tricomm.c10d import fallback_backends
+from tricomm.c10d import fallback_backends, message_collectives
 from tricomm.c10d.call_guard import NOTHING_SENT, comes_from_handler
 from tricomm.c10d.call_queue import CallQueue, Turn
+from tricomm.c10d.call_records import CallContext, CallRecords
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.c10d.tcp import message_collectives
-from tricomm.c10d.tcp.call_records import CallContext, CallRecords
-from tricomm.c10d.tcp.transport import Transport
 from tricomm.core.entry_guard import name_refusal
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, RendezvousError, TricommError
 from tricomm.metrics.counters import GLOO, count_fallback
 from tricomm.options import Options
+from tricomm.store.tcp.transport import Transport
 
 
 class Owner(Protocol):

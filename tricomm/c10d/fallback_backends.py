@@ -10,12 +10,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, torch_backend
-from tricomm.c10d.tcp.transport import Transport
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import CombinedWork
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
 from tricomm.store.generation import Generation
+from tricomm.store.tcp.transport import Transport
 
 _STALL = 30.0
 # With one type for two devices, torch would use the first backend for both.

@@ -21,7 +21,7 @@ from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.dtype_emulation import as_bytes, premultiply
 from tricomm.c10d.fallback_backends import Backends, CallBlock
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.c10d.tcp.messages import CpuMessages
+from tricomm.c10d.messages import CpuMessages
 from tricomm.c10d.torch_names import AnsweringGroup, c10d
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork, in_backward, limit_seconds, raise_in_backward
 from tricomm.core.entry_guard import name_refusal

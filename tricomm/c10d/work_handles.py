@@ -19,8 +19,9 @@ from torch._C._distributed_c10d import Work
 from torch.autograd import graph
 from torch.futures import Future
 
-from tricomm.c10d.call_futures import CallFuture, CallId, collect_all, told
+from tricomm.c10d.call_futures import CallFuture, CallId, collect_all
 from tricomm.errors import CollectiveTimeout
+from tricomm.store.tcp.waits import told
 
 _UNSET = timedelta(0)
 _LOOK_SECONDS = 1.0

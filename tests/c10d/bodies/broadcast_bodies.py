@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from tests.c10d.bodies.groups import default_group, of, poisoned, same
 from tests.core.bodies.common_bodies import attempt
-from tricomm.c10d.tcp import message_collectives
-from tricomm.c10d.tcp.call_records import CallContext
+from tricomm.c10d import message_collectives
+from tricomm.c10d.call_records import CallContext
 
 LARGE = message_collectives._SCATTER_BYTES
 

@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, same
-from tricomm.c10d import call_futures, dtype_emulation, group_calls
+from tricomm.c10d import call_futures, dtype_emulation, group_calls, message_collectives
 from tricomm.c10d.call_futures import CallFuture
-from tricomm.c10d.tcp import message_collectives
 
 
 def _value(rank, call):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, same
 from tests.core.bodies.common_bodies import attempt
-from tricomm.c10d.tcp import set_up, waits
+from tricomm.store.tcp import set_up, waits
 
 
 def after_one_that_is_not_waited_for():

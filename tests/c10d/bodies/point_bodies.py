@@ -15,8 +15,8 @@ import torch.distributed as dist
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
 from tests.core.bodies.common_bodies import attempt
-from tricomm.c10d.tcp import message_collectives
-from tricomm.c10d.tcp import progress as progress_thread
+from tricomm.c10d import message_collectives
+from tricomm.store.tcp import progress as progress_thread
 
 LATE = timedelta(seconds=30)
 

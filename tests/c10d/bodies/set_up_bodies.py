@@ -20,11 +20,11 @@ from tests.c10d.bodies.groups import default_group
 from tests.core.bodies.common_bodies import attempt
 from tricomm.c10d import capabilities, fallback_backends
 from tricomm.c10d.process_group import TricommGroup
-from tricomm.c10d.tcp import set_up
-from tricomm.c10d.tcp.transport import Transport
 from tricomm.core import bootstrap
 from tricomm.store import handshake
 from tricomm.store.generation import Generation
+from tricomm.store.tcp import set_up
+from tricomm.store.tcp.transport import Transport
 
 VICTIM = 1
 # A rank dies just before such a call. At the steps of `UNKNOWN` the others do not know its process.

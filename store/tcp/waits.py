@@ -7,26 +7,20 @@ connections, and the other ranks read it. Without the store they still name the 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tricomm import env, errors
-from tricomm.c10d.tcp.matching import Transfer
-from tricomm.errors import (
-    CollectiveMismatch,
-    CollectiveTimeout,
-    GroupAborted,
-    PeerDied,
-    PeerStalled,
-    RendezvousError,
-    TricommError,
-)
+from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore, first_line
 from tricomm.store.records import Capabilities, MessageHeader
+from tricomm.store.tcp.matching import Transfer
 
 TICK = 0.05  # seconds between two looks at a wait
 _NEW = 0.1  # seconds of a wait before the first look at processes
@@ -34,6 +28,7 @@ _GRACE = 0.5  # seconds for a process to end after its connections, and for a re
 _HELD = 1.0  # after which the connection of an ended process is closed here: a child of it may hold the other end
 _STORE_SECONDS = 1.0
 _LONGEST_REASON = 2000
+_LOSS = "tricomm_loss"  # attribute of an error that caused the loss of a group
 
 
 class Connections(Protocol):
@@ -60,17 +55,23 @@ class Connections(Protocol):
     def of_loss(self, error: TricommError) -> TricommError: ...
 
 
+Late = Callable[[list[int], float], TricommError]  # of the missing ranks and the limit in seconds
+
+
+def not_come(missing: list[int], limit: float) -> TricommError:
+    """The error of a wait for the ranks `missing`, for `limit` seconds."""
+    return CollectiveTimeout(f"timed out: rank(s) {missing} have not come within the timeout of {limit:.1f} s")
+
+
 class Wait:
-    """A thread's wait for messages; `what` describes the call. `in_callback`: a callback makes it.
+    """A thread's wait for messages; `what` describes the call, `late` makes the error if its time is over.
 
     left   messages that are not done
     cause  why the wait ends although some are left
     """
 
-    def __init__(
-        self, transport: Connections, deadline: float, what: Callable[[], str], in_callback: bool = False
-    ) -> None:
-        self.transport, self.deadline, self.what, self.in_callback = transport, deadline, what, in_callback
+    def __init__(self, transport: Connections, deadline: float, what: Callable[[], str], late: Late = not_come) -> None:
+        self.transport, self.deadline, self.what, self._late = transport, deadline, what, late
         self.messages: list[Transfer] = []
         self.left = 0
         self.cause: BaseException | None = None
@@ -188,13 +189,7 @@ class Wait:
             named = ", ".join(f"rank {r} (pid {self.transport.members[r].pid})" for r in stalled)
             return PeerStalled(f"{named} is stopped; waited {waited:.1f} s")
         if self._timed_out:
-            limit = self.deadline - self.began
-            if self.in_callback:
-                return CollectiveMismatch(
-                    f"rank(s) {missing} have not made this call within the timeout of {limit:.1f} s: a callback makes "
-                    "it, which every rank must attach to the same call's future, in the same place"
-                )
-            return CollectiveTimeout(f"timed out: rank(s) {missing} have not come within the timeout of {limit:.1f} s")
+            return self._late(missing, self.deadline - self.began)
         return self._closed(missing)
 
     def _closed(self, missing: list[int]) -> TricommError:
@@ -241,7 +236,27 @@ class Wait:
         return process.state(self.transport.members[rank].pid, self.transport.members[rank].start_time)
 
 
-# Reasons
+# The loss of a group
+
+
+@dataclass
+class Loss:
+    """The loss of a group. `told`: an error that names the cause has been raised to the caller."""
+
+    told: bool = False
+
+    def said_by(self, error: TricommError) -> TricommError:
+        """`error`, marked as one that tells the caller the cause of the loss."""
+        setattr(error, _LOSS, self)
+        return error
+
+
+def told(error: BaseException) -> None:
+    """Record that `error` is raised to the caller, by a call or by a wait for one."""
+    loss = getattr(error, _LOSS, None)
+    if loss is not None:
+        loss.told = True
+
 
 _KINDS = {
     kind.__name__: kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TricommError)
@@ -287,3 +302,48 @@ class _PublishedReasons:
         store, self._store = self._store, None
         if store is not None:
             store.close()
+
+
+# Wake-ups
+
+_here = threading.local()
+
+
+class Waker:
+    """Ends one thread's waits. `tick` is in milliseconds: without a descriptor the thread looks more often."""
+
+    def __init__(self) -> None:
+        self.tick, self.fd = TICK * 1000.0, -1
+        try:
+            self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:
+            self.tick = 2.0
+
+    def wake(self) -> None:
+        if self.fd >= 0:
+            with suppress(OSError):
+                os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        with suppress(OSError):
+            os.eventfd_read(self.fd)
+
+    def __del__(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+def waker_of_thread() -> Waker:
+    """This thread's waker."""
+    kept: Waker | None = getattr(_here, "waker", None)
+    if kept is None:
+        kept = _here.waker = Waker()
+    return kept
+
+
+def _in_forked_child() -> None:
+    global _here
+    _here = threading.local()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable
 from select import POLLIN, POLLOUT
 
-from tricomm.c10d.tcp.matching import Arrival, Matching, Transfer
+from tricomm.store.tcp.matching import Arrival, Matching, Transfer
 
 EAGER_BYTES = 128 * 1024
 STAGING_BYTES = 32 * 1024

@@ -18,9 +18,9 @@ from itertools import accumulate
 
 import torch
 
+from tricomm.c10d.call_records import CallContext
 from tricomm.c10d.dtype_emulation import as_bytes, reduce_into
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.c10d.tcp.call_records import CallContext
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 _ONE_SHOT_BYTES = 64 * 1024

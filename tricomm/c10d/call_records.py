@@ -17,13 +17,17 @@ import torch
 from tricomm.c10d.call_queue import Turn
 from tricomm.c10d.dtype_emulation import memory
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.c10d.tcp.matching import COLLECTIVE, FIRST_LINE_TAG, LINE_TAGS, Transfer
-from tricomm.c10d.tcp.transport import Transport
 from tricomm.errors import CollectiveMismatch
+from tricomm.store.tcp import waits
+from tricomm.store.tcp.matching import FIRST_OWN_TAG, Transfer
+from tricomm.store.tcp.transport import Transport
 
 Part = tuple[int, memoryview]  # a rank, and the memory that is sent to it or received from it
 Row = tuple[int, torch.Tensor]  # the same, as a tensor of bytes
 
+_MAIN_TAG = FIRST_OWN_TAG  # of the program's calls
+_FIRST_LINE_TAG = FIRST_OWN_TAG + 16  # from here on, tags of the calls that callbacks make
+_LINE_TAGS = (1 << 31) - _FIRST_LINE_TAG
 _SHORT_BYTES = 64 * 1024  # of data that is sent with the record, and copied once more on arrival
 _HEAD = struct.Struct("<QQII")  # line, number, fingerprint, whether the rank cannot make the call
 _WORDS = struct.Struct("<40s200s")  # the call's name and description
@@ -44,7 +48,7 @@ class CallContext:
         self.unchecked: CallRecords | None = None
         # Two lines whose tags are equal by chance are told apart by their records.
         key = turn.line.key
-        self.tag = FIRST_LINE_TAG + key % LINE_TAGS if key else COLLECTIVE
+        self.tag = _FIRST_LINE_TAG + key % _LINE_TAGS if key else _MAIN_TAG
 
     def others(self) -> list[int]:
         """The other ranks, from the next one on, so that not all ranks begin with the same one."""
@@ -64,7 +68,19 @@ class CallContext:
         """Send and receive; parts without bytes are left out, on both sides."""
         sent = [Transfer(rank, self.tag, (data,)) for rank, data in sends if data]
         received = [Transfer(rank, self.tag, (data,)) for rank, data in receives if data]
-        self.transport.exchange(sent, received, self.deadline, self.what)
+        self.transfer(sent, received)
+
+    def transfer(self, sends: list[Transfer], receives: list[Transfer]) -> None:
+        """As `Transport.exchange`."""
+        late = _not_attached if self.turn.line.key else waits.not_come
+        self.transport.exchange(sends, receives, self.deadline, self.what, late)
+
+
+def _not_attached(missing: list[int], limit: float) -> CollectiveMismatch:
+    return CollectiveMismatch(
+        f"rank(s) {missing} have not made this call within the timeout of {limit:.1f} s: a callback makes it, which "
+        "every rank must attach to the same call's future, in the same place"
+    )
 
 
 class CallRecords:
@@ -106,7 +122,7 @@ class CallRecords:
         tag, mine = context.tag, self._mine
         sent = [Transfer(r, tag, (mine, short[r]) if r in short else (mine,)) for r in others]
         received = [Transfer(r, tag, (record,), loose=True) for r, record in records]
-        context.transport.exchange(sent, received, context.deadline, context.what)
+        context.transfer(sent, received)
         head = self._mine[: _HEAD.size]
         if problem is not None or any(record[: _HEAD.size] != head for _, record in records):
             words = _calls_in_words(context, batch, problem)

@@ -2,43 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeVar
 
-import torch
-
-from tricomm.errors import InvalidArgument
-
 _T = TypeVar("_T")
 
 FIRST_OWN_TAG = 1 << 30  # a user's tags are below
-COLLECTIVE, HANDSHAKE = FIRST_OWN_TAG, FIRST_OWN_TAG + 1
-FIRST_LINE_TAG = FIRST_OWN_TAG + 16  # from here on, tags of the calls that callbacks make
-LINE_TAGS = (1 << 31) - FIRST_LINE_TAG
+HANDSHAKE = FIRST_OWN_TAG + 1
 ANY = -1  # the source of a receive that takes a message of any rank
-BYTES = 0  # the type of data that has none
-
-_DTYPES = {zlib.crc32(str(v).encode()): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-
-
-def user_tag(tag: int) -> int:
-    """`tag` of a user's message. Raises `InvalidArgument` if it is not in the range."""
-    if not 0 <= tag < FIRST_OWN_TAG:
-        raise InvalidArgument(f"tag={tag}: a tag from 0 to 2**30 - 1 is needed; those above are tricomm's own")
-    return tag
-
-
-def code_of(dtype: torch.dtype) -> int:
-    """The number that stands for `dtype` in a frame."""
-    return _CODES[dtype]
-
-
-def dtype_of(code: int) -> torch.dtype | None:
-    """The reverse of `code_of`; None for an unknown number."""
-    return _DTYPES.get(code)
+BYTES = 0  # the code of data without a type
 
 
 class Waiter(Protocol):

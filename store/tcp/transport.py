@@ -26,17 +26,16 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore
 
 from tricomm import threads
-from tricomm.c10d.call_futures import Loss, refuse_handlers_call
-from tricomm.c10d.tcp import progress, set_up, waits, waker
-from tricomm.c10d.tcp.matching import ANY, COLLECTIVE, FIRST_LINE_TAG, HANDSHAKE, Matching, Transfer
-from tricomm.c10d.tcp.peer import STAGING_BYTES, Peer, poller_of
-from tricomm.c10d.tcp.waits import Wait
-from tricomm.c10d.tcp.waker import Waker
 from tricomm.errors import CollectiveMismatch, GroupAborted, ResourceError, TricommError
 from tricomm.store import process
 from tricomm.store.bounded_store import first_line
 from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
+from tricomm.store.tcp import progress, set_up, waits
+from tricomm.store.tcp.matching import ANY, HANDSHAKE, Matching, Transfer
+from tricomm.store.tcp.peer import STAGING_BYTES, Peer, poller_of
+from tricomm.store.tcp.waits import Late, Loss, Wait, Waker, waker_of_thread
+from tricomm.threads import refuse_handlers_call
 
 _transports: weakref.WeakValueDictionary[int, Transport] = weakref.WeakValueDictionary()
 
@@ -84,15 +83,21 @@ class Transport:
     # Messages
 
     def exchange(
-        self, sends: list[Transfer], receives: list[Transfer], deadline: float, what: Callable[[], str]
+        self,
+        sends: list[Transfer],
+        receives: list[Transfer],
+        deadline: float,
+        what: Callable[[], str],
+        late: Late = waits.not_come,
     ) -> None:
-        """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`.
+        """Send and receive, and return when all of it is done; `deadline` is of `time.monotonic()`. `late` makes the
+        error if the time is over.
 
         Raises `PeerDied`, `PeerStalled`, `CollectiveTimeout`, `CollectiveMismatch` or `GroupAborted`, with the text of
         `what`; the group is then lost.
         """
         messages = receives + sends
-        waiting = Wait(self, deadline, what, in_callback=bool(messages) and messages[0].tag >= FIRST_LINE_TAG)
+        waiting = Wait(self, deadline, what, late)
         try:
             self._refuse_reentry()
             with self._lock:
@@ -189,7 +194,7 @@ class Transport:
 
     def _wait(self, waiting: Wait) -> None:
         """Return when `waiting` is over. Raises its error."""
-        me = waker.of_thread()
+        me = waker_of_thread()
         try:
             while waiting.left and waiting.cause is None and not self._errors:
                 with self._lock:
@@ -252,7 +257,7 @@ class Transport:
         for fd, event in events:
             peer = self._by_fd.get(fd)
             if peer is None:
-                waker.of_thread().clear()
+                waker_of_thread().clear()
                 continue
             if event & select.POLLOUT:
                 peer.write()
@@ -287,7 +292,7 @@ class Transport:
             return
         waiting = Wait(self, time.monotonic(), what)
         for rank in closed:
-            message = Transfer(rank, COLLECTIVE, ())
+            message = Transfer(rank, HANDSHAKE, ())
             message.finish(ConnectionResetError("the connection is closed"))
             waiting.add([message])
         raise waiting.final_error()

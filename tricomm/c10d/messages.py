@@ -6,18 +6,22 @@ A message that does not fit raises `CollectiveMismatch` on the receiver: it is d
 from __future__ import annotations
 
 import time
+import zlib
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from tricomm.c10d.call_futures import told
 from tricomm.c10d.dtype_emulation import memory
-from tricomm.c10d.tcp.matching import ANY, Transfer, code_of, dtype_of, user_tag
-from tricomm.c10d.tcp.transport import Transport
 from tricomm.c10d.work_handles import limit_seconds
-from tricomm.errors import CollectiveMismatch
+from tricomm.errors import CollectiveMismatch, InvalidArgument
+from tricomm.store.tcp.matching import ANY, FIRST_OWN_TAG, Transfer
+from tricomm.store.tcp.transport import Transport
+from tricomm.store.tcp.waits import told
+
+_DTYPES = {zlib.crc32(str(v).encode()): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class CpuMessages:
@@ -28,14 +32,14 @@ class CpuMessages:
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> MessageWork:
         """Send contiguous `x`, which may be changed once the handle's `wait` has returned."""
-        message = Transfer(dst, user_tag(tag), (memory(x),), code_of(x.dtype))
+        message = Transfer(dst, _user_tag(tag), (memory(x),), _CODES[x.dtype])
         message.keep = x
         self.transport.send(message)
         return MessageWork(self, message, x, f"send to rank {dst}")
 
     def recv(self, x: torch.Tensor, src: int | None, tag: int) -> MessageWork:
         """Receive into contiguous `x`, from `src` or (None) from the first rank that sends."""
-        message = Transfer(ANY if src is None else src, user_tag(tag), (memory(x),), code_of(x.dtype))
+        message = Transfer(ANY if src is None else src, _user_tag(tag), (memory(x),), _CODES[x.dtype])
         message.keep = x
         self.transport.recv(message)
         return MessageWork(self, message, x, "recv from any rank" if src is None else f"recv from rank {src}")
@@ -89,7 +93,7 @@ class MessageWork(Work):
         return f"{self._points.group}: {self._what} of {x.numel()} elements of {x.dtype} with tag {self._message.tag}"
 
     def _mismatch(self, nbytes: int, code: int) -> CollectiveMismatch:
-        x, sent, received = self._x, dtype_of(code), self._message
+        x, sent, received = self._x, _DTYPES.get(code), self._message
         what = f"{nbytes} bytes of an unknown type"
         if sent is not None:
             what = f"{nbytes // sent.itemsize} elements of {_name(sent)}"
@@ -100,6 +104,13 @@ class MessageWork(Work):
 
     def _source_rank(self) -> int:
         return self._message.rank
+
+
+def _user_tag(tag: int) -> int:
+    """`tag` of a user's message. Raises `InvalidArgument` if it is not in the range."""
+    if not 0 <= tag < FIRST_OWN_TAG:
+        raise InvalidArgument(f"tag={tag}: a tag from 0 to 2**30 - 1 is needed; those above are tricomm's own")
+    return tag
 
 
 def _name(dtype: torch.dtype) -> str:
