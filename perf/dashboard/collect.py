@@ -6,18 +6,19 @@ It has a *line* per library and kernel, a line has points by size, and a point h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable
 from datetime import datetime, timedelta
 from operator import attrgetter
 from statistics import median
 from typing import Any
 
+from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
-from tricomm.metrics.publish import JobStatistics
-from tricomm.perf import bench_row, units
+from tricomm.kernels.collectives.registry import Kernel
+from tricomm.perf import bench_row, box, units
 from tricomm.perf.bench_row import OURS
-from tricomm.perf.cost_model import machines
+from tricomm.perf.cost_model import kernel_time, machines
+from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.dashboard import change_points, changes, picks
 from tricomm.perf.history.database import Entry, now
 
@@ -26,7 +27,6 @@ _OF_ROW = bench_row.chart_keys(bench_row.SCENE)
 SCENE = (*_OF_RUN, *_OF_ROW)
 _PAST = 256  # runs of a point that are shown, the latest
 _JUMP = timedelta(days=1)  # back in time: no run takes longer
-_LIVE = 200  # rows of jobs
 
 Record = dict[str, Any]
 _Key = tuple[Any, ...]
@@ -35,7 +35,7 @@ _line_key = attrgetter(*bench_row.chart_keys(bench_row.LINE))  # library, algori
 _Point = dict[int, list[Entry]]  # by run
 
 
-def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), source: str = "") -> Record:
+def page_data(entries: Iterable[Entry], source: str = "") -> Record:
     """All data of a page as plain JSON values. Times in microseconds, to four digits."""
     entries = list(entries)
     runs, notes = _ordered(list(dict.fromkeys((entry.run.date, entry.run.commit) for entry in entries)))
@@ -56,7 +56,7 @@ def page_data(entries: Iterable[Entry], jobs: Sequence[JobStatistics] = (), sour
         "rows": len(entries),
         "runs": runs,
         "scenes": [_scene(key, lines, boxes[key][1]) for key, lines in scenes.items()],
-        "jobs": [row for job in jobs for row in _job(job)][:_LIVE],
+        "model_error": kernel_time.median_error(kernel_time.check()),
     }
     return data | {"unjudged": changes.unjudged(data)}
 
@@ -80,71 +80,69 @@ def _ordered(runs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[s
     return (runs if jumps else sorted(runs)), notes
 
 
-def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], box: str) -> Record:
+def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], facts: str) -> Record:
     scene = dict(zip(SCENE, key, strict=True))
-    pick = picks.of(scene, box)
-    gpu = None if scene["simulated"] else machines.of_device(scene["device"])
+    pick = picks.of(scene, facts)
+    known = box.loads(facts)
+    links = machines.links_of(scene["device"], known.fingerprint.topology if known is not None else "")
+    gpu = machines.of_device(scene["device"]) if links is not None else None
     sizes = sorted({size for line in lines.values() for size in line})
-    known = scene["world_size"] >= 1
     return scene | {
-        "bus": units.bus_factor(scene["collective"], scene["world_size"]) if known else 1.0,
-        "link_gbs": gpu.links if gpu is not None else None,
+        "bus": units.bus_factor(scene["collective"], scene["world_size"]) if scene["world_size"] >= 1 else 1.0,
+        "link_gbs": links,
         "picks": {str(size): kernel for size in sizes if (kernel := pick(size)) is not None},
-        "lines": [_line(scene, line, points) for line, points in lines.items()],
+        "lines": [_line(scene, gpu, line, points) for line, points in lines.items()],
     }
 
 
-def _line(scene: Record, line: _Key, points: dict[int, _Point]) -> Record:
+def _line(scene: Record, gpu: MachineSpec | None, line: _Key, points: dict[int, _Point]) -> Record:
     library, algorithm, protocol = line
+    kernel = _kernel(scene, algorithm, protocol) if library == OURS else None
     curve: Record = {"library": library, "kernel": f"{algorithm}/{protocol}" if library == OURS else library}
-    curve["moved"] = _moved(scene, algorithm, protocol) if library == OURS else None
-    for name in ("size", "p50", "p99", "skew", "run", "past", "changes", "unproven"):
+    curve["moved"] = _moved(scene, kernel) if kernel is not None else None
+    for name in ("size", "predicted", "run", "past", "p99", "skew", "changes", "unproven"):
         curve[name] = []
     for size, point in sorted(points.items()):
-        order = sorted(point)
-        past = [_digits(median(e.measurement.p50_us for e in point[run])) for run in order]
-        latest = [entry.measurement for entry in point[order[-1]]]
+        runs = [(run, [entry.measurement for entry in point[run]]) for run in sorted(point)]
+        past = [_digits(median(m.p50_us for m in rows)) for _, rows in runs]
         steps = change_points.find(past)
         late = change_points.unproven(past, steps)
         curve["size"].append(size)
-        curve["p50"].append(past[-1])
-        curve["p99"].append(_digits(max(m.p99_us for m in latest)))
-        curve["skew"].append(_digits(median(m.skew_us for m in latest)))
-        curve["run"].append(order[-_PAST:])
+        curve["predicted"].append(_predicted(scene, gpu, kernel, size))
+        curve["run"].append([run for run, _ in runs[-_PAST:]])
         curve["past"].append(past[-_PAST:])
+        curve["p99"].append([_digits(max(m.p99_us for m in rows)) for _, rows in runs[-_PAST:]])
+        curve["skew"].append([_digits(median(m.skew_us for m in rows)) for _, rows in runs[-_PAST:]])
         dropped = max(0, len(past) - _PAST)
         for name, found in (("changes", steps), ("unproven", [late] if late is not None else [])):
             curve[name].append([[c.at - dropped, c.before, c.after] for c in found if c.at >= dropped])
     return curve
 
 
-def _moved(scene: Record, algorithm: str, protocol: str) -> float | None:
+def _kernel(scene: Record, algorithm: str, protocol: str) -> Kernel | None:
+    names = (scene["collective"], algorithm, protocol)
+    known = (registry.KERNELS + registry.ZERO_COPY + registry.FUSED) if 2 <= scene["world_size"] <= 16 else ()
+    return next((k for k in known if (k.collective, k.algorithm, k.protocol) == names), None)
+
+
+def _moved(scene: Record, kernel: Kernel) -> float | None:
     """Bytes to and from peers over the least that any algorithm needs."""
-    world_size, collective = scene["world_size"], scene["collective"]
-    kernels = (registry.KERNELS + registry.ZERO_COPY + registry.FUSED) if 2 <= world_size <= 16 else ()
-    for kernel in kernels:
-        if (kernel.collective, kernel.algorithm, kernel.protocol) == (collective, algorithm, protocol):
-            least = units.least(collective, world_size)
-            return round(float(units.moved(kernel, world_size) / least), 3) if least else None
-    return None
+    least = units.least(scene["collective"], scene["world_size"])
+    return round(float(units.moved(kernel, scene["world_size"]) / least), 3) if least else None
+
+
+def _predicted(scene: Record, gpu: MachineSpec | None, kernel: Kernel | None, size: int) -> float | None:
+    """Microseconds by the cost model."""
+    name, ranks = scene["collective"], scene["world_size"]
+    if gpu is None or kernel is None or name not in units.DATA_COLLECTIVES:
+        return None
+    nbytes = units.input_bytes(name, units.row_elements(name, size, 1, ranks), 1, ranks)
+    try:
+        mode = "eager" if scene["mode"] == "eager" else "graph"
+        return _digits(kernel_time.predict(gpu, kernel, ranks, nbytes, mode).time_us)
+    except InvalidArgument:  # these GPUs lack its switch
+        return None
 
 
 def _digits(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _job(job: JobStatistics) -> list[Record]:
-    owner = {"job": f"pid {job.pid} on {job.host}"}
-    rows: list[Record] = []
-    for comm in job.communicators:
-        group = {"group": f"{comm.group} rank {comm.rank} of {comm.world_size}", "simulated": comm.simulated}
-        for c in comm.calls:
-            counts = {"collective": c.collective, "bucket": c.bucket, "calls": c.calls, "nbytes": c.nbytes}
-            times = {"p50": c.p50_us, "p99": c.p99_us}
-            rows.append(owner | group | {"route": "kernels", "kernel": f"{c.algorithm}/{c.protocol}"} | counts | times)
-        rows += [
-            owner | group | {"route": "waited", "collective": f"for rank {peer}", "seconds": round(seconds, 2)}
-            for peer, seconds in comm.waited.items()
-            if seconds
-        ]
-    return rows + [owner | asdict(routed) for routed in job.routed]

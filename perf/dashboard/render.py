@@ -37,6 +37,7 @@ def page(data: str, renew: float = 0) -> str:
         "data": data,
         "css": _text("page.css"),
         "charts": _text("charts.js"),
+        "summary": _text("summary.js"),
         "script": _text("page.js"),
     }
     return string.Template(_text("page.html")).substitute(parts)

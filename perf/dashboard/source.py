@@ -11,7 +11,7 @@ from typing import Any
 
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
-from tricomm.perf.dashboard import collect, jobs, prometheus, render
+from tricomm.perf.dashboard import collect, jobs, live, prometheus, render
 from tricomm.perf.history import database, schema
 
 _PATIENCE = 5.0  # seconds for another thread to finish its reading
@@ -34,6 +34,7 @@ class Source:
         self._tell = say
         self._lock = threading.Lock()
         self._made: tuple[Any, str] = (None, "")
+        self._live = live.Live()
         self.unreadable = False  # the history, so that another file is read in its place, or none
 
     def jobs(self) -> jobs.PublishedJobs:
@@ -46,13 +47,14 @@ class Source:
     def data(self) -> dict[str, Any]:
         """Everything that the page shows. Raises `ResourceError` for a history that broke while it was read."""
         published = self.jobs()
+        doing = self._live.add(published.live)
         past = database.open_history(self._path, self._unreadable)
         if past is None:
-            return collect.page_data((), published.live)
+            return collect.page_data(()) | doing
         with past:
             jobs.keep(published, past)
             try:
-                return collect.page_data(past.read(), published.live, past.path.name)
+                return collect.page_data(past.read(), past.path.name) | doing
             except sqlite3.Error as error:
                 raise ResourceError(f"history {past.path}: {error}; open it again to have it set aside") from None
 

@@ -7,11 +7,7 @@ const FILTERS = [
 ];
 const COLLATOR = new Intl.Collator("en", { numeric: true });
 const SIMULATED = "simulated: Triton's interpreter on a CPU";
-const TITLES = {
-  latency: "Latency", bandwidth: "Bus bandwidth", speedup: "Speed-up", picks: "What selection picks", past: "History",
-  skew: "Skew of ranks", bytes: "Bytes against the bound",
-};
-const page = { data: null, text: "", chosen: {}, hidden: new Set(), scene: null };
+const page = { data: null, text: "", chosen: {}, hidden: new Set(), scene: null, first: 0, last: 0 };
 const find = (selector, from = document) => from.querySelector(selector);
 
 function element(name, text, attributes = {}) {
@@ -42,13 +38,33 @@ function options(name) {
 // From the first filter on, so that what is chosen exists; a value that is gone gives way to the first that there is.
 function settle() {
   for (const [name] of FILTERS) {
-    const values = options(name);
+    const values = options(name), select = find(`#filter-${name}`);
     if (!values.includes(page.chosen[name])) page.chosen[name] = values[0];
-    const select = find(`#filter-${name}`);
     select.replaceChildren(...values.map((v) => element("option", v === "" ? "(unknown)" : v, { value: v, selected: v === page.chosen[name] })));
-    select.disabled = values.length < 2;
+    select.parentElement.hidden = values.length < 2;
   }
-  page.scene = page.data.scenes.find((scene) => FILTERS.every(([name]) => value(scene, name) === page.chosen[name]));
+  const dates = page.data.runs.map(([date]) => date), from = find("#from").value, to = find("#to").value;
+  page.first = from ? dates.findIndex((date) => date >= from) : 0;
+  page.last = to ? dates.findLastIndex((date) => date.slice(0, 10) <= to) : dates.length - 1;
+  if (page.first < 0) page.first = dates.length;
+  page.scene = windowed(page.data.scenes.find((scene) => FILTERS.every(([name]) => value(scene, name) === page.chosen[name])));
+}
+
+// The scene as runs `page.first` to `page.last` have measured it: its lines and sizes in them, with their latest times.
+function windowed(scene) {
+  const lines = scene.lines.map((line, number) => {
+    const cut = { ...line, number, size: [], predicted: [], run: [], past: [], p99: [], skew: [], changes: [] };
+    line.size.forEach((size, i) => {
+      const kept = line.run[i].map((run, at) => [run, at]).filter(([run]) => run >= page.first && run <= page.last).map(([, at]) => at);
+      if (!kept.length) return;
+      for (const name of ["run", "past", "p99", "skew"]) cut[name].push(kept.map((at) => line[name][i][at]));
+      cut.size.push(size);
+      cut.predicted.push(line.predicted[i]);
+      cut.changes.push(line.changes[i].filter(([at]) => kept.includes(at)).map(([at, ...times]) => [at - kept[0], ...times]));
+    });
+    return { ...cut, p50: cut.past.map((times) => times.at(-1)) };
+  });
+  return { ...scene, lines: lines.filter((line) => line.size.length) };
 }
 
 function makeFilters() {
@@ -63,13 +79,19 @@ function makeFilters() {
     around.append(select);
     form.append(around);
   }
-  form.append(element("fieldset", undefined, { id: "lines" }));
+  for (const [name, label] of [["from", "From (UTC)"], ["to", "To (UTC)"]]) {
+    const input = element("input", undefined, { id: name, type: "date" }), around = element("label", label);
+    input.addEventListener("change", show);
+    around.append(input);
+    form.append(around);
+  }
   form.addEventListener("submit", (event) => event.preventDefault());
 }
 
 function makeLines() {
   const boxes = page.scene.lines.map((line) => {
     const box = element("input", undefined, { type: "checkbox", checked: !page.hidden.has(line.kernel) });
+    box.style.accentColor = style(line.number).colour;
     box.addEventListener("change", () => {
       page.hidden[box.checked ? "delete" : "add"](line.kernel);
       draw();
@@ -90,71 +112,102 @@ function mark(scene) {
   return scene.simulated ? ` (${SIMULATED})` : "";
 }
 
-function chart(name, { traces, layout, note }) {
-  const scene = page.scene, section = find(`#${name}`), narrow = section.clientWidth < 480;
-  const where = `${scene.collective} ${scene.dtype}, ${scene.world_size} ranks, ${scene.mode}`;
-  find("h2", section).textContent = `${TITLES[name]}: ${where}${mark(scene)}`;
+function chart(name, { traces, layout, note }, simulated = page.scene.simulated) {
+  const section = find(`#${name}`), width = section.clientWidth, narrow = width < 480;
+  const heading = find("h2, h3", section);
+  heading.textContent = heading.textContent.replace(" (simulated)", "") + (simulated ? " (simulated)" : "");
   if (note !== undefined) find("p", section).textContent = note;
-  const { front, line } = colours(), place = find(".chart", section);
+  const { front, line } = colours(), place = find(".chart", section), clear = "rgba(0,0,0,0)";
   place.hidden = traces.every((trace) => trace.x.length === 0);
   if (place.hidden) return Plotly.purge(place);
-  const axis = (given) => ({ gridcolor: line, zerolinecolor: line, ...given, title: { font: { size: 12 }, ...given.title } });
+  const axis = ({ title, ...given }) => ({
+    gridcolor: line, zerolinecolor: line, automargin: true, ticks: "outside", ticklen: 4, tickcolor: clear,
+    title: { font: { size: 12 }, standoff: 10, ...title }, ...given,
+  });
   const { xaxis = {}, yaxis = {}, ...rest } = layout;
-  const title = { text: `${TITLES[name]}${scene.simulated ? " (simulated)" : ""}`, font: { size: 13 }, x: 0, xanchor: "left", xref: "paper" };
-  const { sizes, ...sizeless } = xaxis;
   place.setAttribute("role", "img");
-  place.setAttribute("aria-label", `${TITLES[name]} of ${scene.lines.length} lines${mark(scene)}`);
+  place.setAttribute("aria-label", heading.textContent);
+  // A picture that is saved has no heading, so that the plot says itself that it is simulated.
+  const mark = { text: "simulated", xref: "paper", yref: "paper", x: 0, y: 1, xanchor: "left", yanchor: "bottom", showarrow: false };
   Plotly.react(place, traces, {
-    title, font: { color: front, size: narrow ? 10 : 12 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", modebar: { bgcolor: "rgba(0,0,0,0)", color: front, activecolor: front },
-    margin: { l: narrow ? 48 : 64, r: 12, t: 36, b: 48 }, showlegend: traces.length > 1,
-    legend: { orientation: "h", y: -0.25, font: { size: narrow ? 9 : 11 } }, xaxis: axis(sizeless), yaxis: axis(yaxis), ...rest,
+    font: { color: front, size: narrow ? 11 : 12 }, paper_bgcolor: clear, plot_bgcolor: clear, hovermode: "closest",
+    modebar: { bgcolor: clear, color: front, activecolor: front }, margin: { l: 48, r: 12, t: narrow ? 20 : 30, b: 36 },
+    legend: { orientation: "h", x: 0, y: 0, yref: "container", yanchor: "bottom", font: { size: 11 } }, showlegend: traces.length > 1,
+    annotations: simulated ? [mark] : [], xaxis: axis(xaxis), yaxis: axis(yaxis), ...rest,
   }, { responsive: true, displaylogo: false, displayModeBar: !narrow, modeBarButtons: [["toImage", "resetScale2d"]] });
 }
 
 function fill(select, pairs, wanted) {
-  const kept = pairs.some(([v]) => v === wanted) ? wanted : pairs[0][0];
+  const kept = pairs.some(([v]) => v === wanted) ? wanted : pairs[0]?.[0];
   select.replaceChildren(...pairs.map(([v, text]) => element("option", text, { value: v, selected: v === kept })));
   return kept;
 }
 
 function drawPast() {
   const scene = page.scene, lines = find("#past-line"), sizes = find("#past-size");
-  const number = Number(fill(lines, scene.lines.map((line, i) => [String(i), line.kernel]), lines.value));
-  const line = scene.lines[number];
+  const number = fill(lines, scene.lines.map((line) => [String(line.number), line.kernel]), lines.value);
+  const line = scene.lines.find((l) => String(l.number) === number);
+  if (!line) return chart("past", { traces: [], layout: {} });
   const index = line.size.indexOf(Number(fill(sizes, line.size.map((size) => [String(size), bytes(size)]), sizes.value)));
   chart("past", past(scene, line, index, page.data.runs));
 }
 
 function draw() {
-  const scene = page.scene, all = scene.lines.map((line, i) => [i, line]);
-  const lines = all.filter(([, line]) => !page.hidden.has(line.kernel));
-  chart("latency", latency(scene, lines));
-  chart("bandwidth", bandwidth(scene, lines));
-  chart("speedup", speedup(scene, lines));
-  chart("picks", picks(scene));
-  chart("skew", skew(scene, lines));
-  chart("bytes", bound(scene, lines));
+  const scene = page.scene, lines = scene.lines.filter((line) => !page.hidden.has(line.kernel)), { runs } = page.data;
+  const model = ` Dotted: the cost model's fastest kernel, with a median error of ${Math.round(page.data.model_error * 100)} %.`;
+  const modelled = sizesOf(scene.lines).some((size) => predicted(scene, size) !== null);
+  find("#latency p").textContent = `Median of the slowest rank; the band reaches to the 99th per cent.${modelled ? model : ""}`;
+  for (const [name, make] of Object.entries({ latency, bandwidth, speedup, skew, bytes: bound })) {
+    chart(name, make(scene, lines, runs, find(`#${name}`).clientWidth));
+  }
+  drawPicks(scene);
   drawPast();
 }
 
-function table(section, heads, rows) {
+function table(place, heads, rows) {
   const head = element("tr");
   head.append(...heads.map((text) => element("th", text, { scope: "col" })));
   const body = rows.map((cells) => {
     const row = element("tr");
     row.append(...cells.map((cell) => {
       if (cell instanceof Node) return cell;
-      const plainCell = element("td", typeof cell === "number" ? cell.toLocaleString("en") : cell ?? "");
-      if (typeof cell === "number") plainCell.className = "number";
-      return plainCell;
+      return element("td", typeof cell === "number" ? cell.toLocaleString("en") : cell ?? "", { className: typeof cell === "number" ? "number" : "" });
     }));
     return row;
   });
-  find("table", section).replaceChildren(head, ...body);
+  find("table", place).replaceChildren(head, ...body);
 }
 
-function jump(scene, number, size) {
-  const cell = element("td"), button = element("button", "show", { type: "button" });
+// Neighbouring sizes with the same answer share a row.
+function drawPicks(scene) {
+  const rows = [], all = picks(scene), known = all.filter(({ picked }) => picked);
+  for (const { size, picked, fastest, loss } of all) {
+    const row = rows.at(-1), lost = loss === null ? "?" : loss ? percent(loss) : "none";
+    if (row && row.picked === picked && row.fastest === fastest && row.lost === lost) row.to = size;
+    else rows.push({ from: size, to: size, picked, fastest, lost, bad: loss > LOSS });
+  }
+  const differ = known.filter(({ picked, fastest }) => picked !== fastest).length;
+  find("#picks h2").textContent = `What selection picks${scene.simulated ? " (simulated)" : ""}`;
+  find("#picks p").textContent = known.length
+    ? `Selection picks another kernel than the fastest measured at ${differ} of ${known.length} sizes (?: the pick was not measured). tricomm tune moves the picks.`
+    : "What selection picks on this box is not known: the history has no facts of it. tricomm bench writes them.";
+  find("#picks .wide").hidden = !rows.length;
+  table(find("#picks"), ["size", "picked", "fastest", "loss"], rows.map(({ from, to, picked, fastest, lost, bad }) => [
+    (from === to ? [from] : [from, to]).map((size) => bytes(size).replace(" ", "\u00a0")).join(" to "), picked ?? "not known", fastest, element("td", lost, { className: bad ? "slower" : "" }),
+  ]));
+}
+
+function showTiles(found, late) {
+  const since = (page.data.runs[page.first] ?? [""])[0].slice(0, 10);
+  find("#tiles").replaceChildren(...headlines(page.scene, found, late, since).map(({ title, value: text, note }) => {
+    const tile = element("div");
+    tile.append(element("h2", title + (page.scene.simulated ? " (simulated)" : "")), element("strong", text), element("p", note));
+    return tile;
+  }));
+}
+
+function jump({ scene, number, size }, text) {
+  const button = element("button", text, { type: "button", title: "Show its history" });
   button.addEventListener("click", () => {
     for (const [name] of FILTERS) page.chosen[name] = value(scene, name);
     show();
@@ -165,52 +218,74 @@ function jump(scene, number, size) {
     find("#past").scrollIntoView();
     find("#past-line").focus();
   });
-  cell.append(button);
-  return cell;
+  return button;
+}
+
+// Changes by line of a chart, in one item the sizes of a line; they come with the largest step first.
+function event(changes, open, title) {
+  const around = element("details", undefined, { open }), list = element("ul");
+  around.append(element("summary", title), list);
+  list.append(...grouped(changes, (c) => `${page.data.scenes.indexOf(c.scene)} ${c.number} ${c.step > 1}`).map((points) => {
+    const [largest] = points, { scene, line, step, size, before, after } = largest, item = element("li");
+    const sizes = points.map((c) => c.size).sort((a, b) => a - b), several = sizes.length > 1;
+    const name = `${line.kernel} ${bytes(sizes[0])}${several ? ` to ${bytes(sizes.at(-1))}` : ""}`;
+    item.append(element("span", Number.isFinite(step) ? percent(step - 1) : "from 0", { className: step > 1 ? "slower" : "faster" }));
+    item.append(jump(largest, several ? `${name}, ${sizes.length} sizes` : name));
+    item.append(element("span", `${short(before)} to ${short(after)} us${several ? ` at ${bytes(size)}` : ""}`));
+    const device = new Set(page.data.scenes.map((s) => s.device)).size > 1 ? `, ${scene.device}` : "";
+    item.append(element("span", `${scene.collective} ${scene.dtype}, ${scene.world_size} ranks, ${scene.mode}, ${scene.place}${device}`));
+    return item;
+  }));
+  return around;
 }
 
 function showChanges() {
-  const found = [];
-  for (const scene of page.data.scenes.filter((s) => s.simulated === page.scene.simulated)) {
-    scene.lines.forEach((line, number) => line.changes.forEach((list, i) => list.forEach(([at, before, after]) => {
-      found.push({ scene, line, number, size: line.size[i], run: page.data.runs[line.run[i][at]], before, after, step: after / before });
-    })));
-  }
-  const far = (change) => Math.abs(Math.log(change.step));
-  found.sort((a, b) => far(b) === far(a) ? 0 : far(b) - far(a));
-  const section = find("#changes");
-  const [few, points] = page.data.unjudged;
-  section.hidden = found.length === 0 && few === 0;
-  find("p", section).textContent = `${found.length ? "Every point of the history whose level has changed, largest step first. A button shows it. " : ""}A step shows about 7 runs after it.${few ? ` ${few} of ${points} points of the latest runs have too few runs to judge.` : ""}`;
-  find(".wide", section).hidden = found.length === 0;
-  find("h2", section).textContent = !found.length ? `Changes${mark(page.scene)}: none found` : `Changes${mark(page.scene)}: ${found.filter((c) => c.step > 1).length} slower, ${found.filter((c) => c.step <= 1).length} faster${found.length > 100 ? "; the 100 largest" : ""}`;
-  const cells = found.slice(0, 100).map((c) => {
-    const percent = element("td", Number.isFinite(c.step) ? `${c.step > 1 ? "+" : ""}${((c.step - 1) * 100).toFixed(1)} %` : "from 0", { className: c.step > 1 ? "slower" : "" });
-    return [jump(c.scene, c.number, c.size), percent, c.before, c.after, c.run[0], c.run[1] || "-", `${c.scene.collective} ${c.scene.dtype}`, c.line.kernel, bytes(c.size), value(c.scene, "device"), c.scene.world_size];
+  const { data, scene, first, last } = page, [few, points] = data.unjudged;
+  const [found, recent] = ["changes", "unproven"].map((kind) => steps(data, scene, kind, first, last));
+  const late = [
+    recent.length ? `${recent.length} of ${points} points took longer in the latest runs than in any before; too recent to judge. ` : "",
+    few ? `${few} of ${points} points of the latest runs have too few runs to judge.` : "",
+  ].join("");
+  showTiles(found, late || `of ${points} points in the latest runs`);
+  find("#changes").hidden = false;
+  find("#changes h2").textContent = `Changes${mark(scene)}: ${found.length ? counted(found) : "none found"}`;
+  find("#changes p").textContent = `A step shows about 7 runs after it. ${late}`;
+  const places = grouped(found, (c) => `${c.run} ${c.old}`).map((changes, i) => {
+    const [date, commit] = data.runs[changes[0].run], { old } = changes[0];
+    const commits = old === commit ? `commit ${commit || "unknown"}` : `commits ${old || "?"}..${commit || "?"}`;
+    return event(changes, i === 0, `${ago(date, data.made)} (${minute(date)}), ${commits}: ${counted(changes)}`);
   });
-  table(section, ["", "step", "before (us)", "after (us)", "from", "commit", "what", "line", "size", "device", "ranks"], cells);
+  if (recent.length) places.unshift(event(recent, !places.length, "Too recent to judge; measure again"));
+  find("#events").replaceChildren(...places);
 }
 
 function showJobs() {
-  const rows = page.data.jobs, section = find("#jobs");
-  section.hidden = rows.length === 0;
-  find("p", section).textContent = "What jobs started with TRICOMM_STATS have done so far; times of the calls that TRICOMM_STATS_EVERY has chosen.";
-  table(section, ["job", "group", "route", "collective", "kernel", "up to", "calls", "bytes", "p50 (us)", "p99 (us)", "waited (s)"], rows.map((r) => [
-    r.job, r.group ? `${r.group}${r.simulated ? " (simulated)" : ""}` : "", r.route, r.collective, r.kernel, r.bucket === undefined ? "" : bytes(r.bucket),
-    r.calls, r.nbytes, r.p50, r.p99, r.seconds,
+  const { jobs, rates: rated = [], waits: waiting = [], straggler } = page.data, section = find("#jobs");
+  section.hidden = rated.length === 0;
+  if (section.hidden) return;
+  find("p", section).textContent = straggler;
+  const simulated = rated.some((job) => job.name.endsWith("(simulated)")), running = rated.filter((job) => job.at.length);
+  chart("rates", rates(running), simulated);
+  chart("waits", waiting.length ? waits(waiting[0], find("#waits").clientWidth) : { traces: [], layout: {}, note: "No rank has waited." }, simulated);
+  table(section, ["job", "group", "route", "collective", "kernel", "up to", "calls", "bytes", "p50 (us)", "p99 (us)"], jobs.map((r) => [
+    r.job, r.group, r.route, r.collective, r.kernel, bytes(r.bucket), r.calls, r.nbytes, r.p50_us, r.p99_us,
   ]));
 }
 
 function show() {
   const { data } = page, empty = data.scenes.length === 0;
   find("#empty").hidden = !empty;
-  find("#charts").hidden = find("#filters").hidden = empty;
-  find("#about").textContent = `${data.rows.toLocaleString("en")} rows of ${data.runs.length} runs${data.source ? ` in ${data.source}` : ""}, ${data.made}`;
+  find("#charts").hidden = find("#filters").hidden = find("#scene").hidden = find("#tiles").hidden = empty;
+  const source = data.source ? ` in ${data.source}` : "", latest = empty ? "" : `, the latest ${ago(data.runs.at(-1)[0], data.made)}`;
+  const rows = `${data.rows.toLocaleString("en")} rows of ${data.runs.length} runs${source}${latest}; page of ${minute(data.made)} UTC.`;
+  find("#about").textContent = [rows, ...data.notes].join(" ");
   showJobs();
   if (empty) return;
   settle();
   find("#what").textContent = page.scene.simulated ? SIMULATED : "measured";
   document.title = `tricomm${mark(page.scene)}`;
+  const { collective, dtype, op, world_size: ranks, mode, place, device, topology } = page.scene;
+  find("#scene h2").textContent = `${collective} ${dtype}, ${op}, ${ranks} ranks, ${mode}, ${place}, on ${device}${topology ? `, ${topology}` : ""}${mark(page.scene)}`;
   makeLines();
   draw();
   showChanges();
@@ -221,7 +296,7 @@ async function take(text) {
   page.text = text;
   page.data = await unpack(text);
   if (!page.chosen.device && page.data.scenes.length) {
-    const first = page.data.scenes.reduce((a, b) => (b.lines.length >= a.lines.length ? b : a));
+    const first = page.data.scenes.reduce((a, b) => (b.lines.length > a.lines.length ? b : a));
     for (const [name] of FILTERS) page.chosen[name] = value(first, name);
   }
   show();
@@ -239,6 +314,6 @@ async function renew() {
 makeFilters();
 find("#past-line").addEventListener("change", drawPast);
 find("#past-size").addEventListener("change", drawPast);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.scene && draw());
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => page.data && show());
 take(find("#data").textContent).then(() => document.body.setAttribute("data-ready", ""));
 if (Number(document.body.dataset.renew)) setInterval(renew, Number(document.body.dataset.renew) * 1000);

@@ -9,6 +9,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from tricomm.metrics.counters import Calls, Statistics
+from tricomm.metrics.publish import JobStatistics, Routed
 from tricomm.perf.bench_row import Measurement
 from tricomm.perf.box import Box
 from tricomm.perf.history.database import Entry, open_history
@@ -77,3 +79,17 @@ def written(path: Path, rows: Sequence[Entry]) -> Path:
         history._database.execute("PRAGMA synchronous = OFF")
         assert all(history.append(entry.run, entry.measurement) for entry in rows)
     return path
+
+
+def jobs(writing: int, straggler: int = 5, simulated: bool = False) -> list[JobStatistics]:
+    """Eight ranks as they have published their statistics for the `writing`th time, 5 s apart."""
+    ranks = []
+    for rank in range(8):
+        late = {peer: writing * (0.9 if peer == straggler else 0.02) for peer in range(8) if peer != rank != straggler}
+        calls = Calls(
+            "all_reduce", "two_shot", "simple", 1 << 21, 5000 * writing, 5000 * writing << 21, 0, 0.0, 31.5, 40.0
+        )
+        comm = Statistics("ddp", rank, 8, f"cuda:{rank}", simulated, (calls,), late)
+        routed = (Routed("nccl", "broadcast", 1024, writing, 1024 * writing),)
+        ranks.append(JobStatistics(1, 4000 + rank, rank, "box", 1.7e9 + 5 * writing, 5.0, routed, (comm,)))
+    return ranks

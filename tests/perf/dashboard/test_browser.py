@@ -15,13 +15,13 @@ import pytest
 
 from tests.perf.dashboard import dashboard_data
 from tests.perf.dashboard.test_jobs import job_file
-from tricomm.perf.dashboard import collect, render, serve
+from tricomm.perf.dashboard import collect, live, render, serve
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history.database import Entry
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(120)]
 
-CHARTS = ("latency", "bandwidth", "speedup", "picks", "past", "skew", "bytes")
+CHARTS = ("latency", "bandwidth", "speedup", "past", "skew", "bytes")
 SHOTS = Path(__file__).resolve().parents[3] / "screenshots"
 _PROGRAMS = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
 _CHOOSE = "const s = document.querySelector(arguments[0]); s.value = arguments[1]; s.dispatchEvent(new Event('change'))"
@@ -117,7 +117,8 @@ def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
         assert page.traces(name), name
         drawn = page.run("return document.querySelectorAll(`#${arguments[0]} .chart svg.main-svg`).length", name)
         assert drawn > 0, name
-    latency = [t for t in page.traces("latency") if t.get("fill") is None]
+    *latency, model = [t for t in page.traces("latency") if t.get("fill") is None]
+    assert model["name"] == "predicted" and len(model["y"]) == len(dashboard_data.SIZES)
     assert [t["name"] for t in latency] == ["one_shot/ll", "one_shot/simple", "two_shot/ll", "two_shot/simple", "nccl"]
     rows = [e.measurement for e in _rows() if e.run.commit == f"{29:07x}" and e.measurement.library == "nccl"]
     assert latency[-1]["y"] == [pytest.approx(m.p50_us, rel=1e-3) for m in rows]
@@ -125,25 +126,63 @@ def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
     assert axes == ["log", "log"]
     assert [t["name"] for t in page.traces("bandwidth")][-1] == "what links carry"
     assert len(page.traces("speedup")[0]["y"]) == 5 and "baseline is nccl" in page.text("#speedup p")
-    assert page.text("#changes h2").startswith("Changes: 4 slower, 0 faster")
+    assert page.text("#changes h2") == "Changes: 4 slower, 0 faster"
+    said = latency[0]["text"][1]
+    assert all(word in said for word in ("16 KiB", " us, p99 ", "GB/s", "commit 000001d", "NVIDIA H100"))
     assert page.requests() == []
 
 
-def test_the_chart_of_picks_says_what_is_known(page: Page, tmp_path: Path) -> None:
+def test_the_table_of_picks_says_what_is_known(page: Page, tmp_path: Path) -> None:
     def picked() -> list[str]:
-        return [t["name"] for t in page.traces("picks") if "picked" in t["y"]]
+        cells = page.run("return [...document.querySelectorAll('#picks td:nth-child(2)')].map((c) => c.textContent)")
+        return list(cells)
 
     page.open(_file(tmp_path, dashboard_data.entries(2, box="")))
-    assert picked() == [] and "is not known" in page.text("#picks p") and "tune" not in page.text("#picks p")
+    assert set(picked()) == {"not known"} and "is not known" in page.text("#picks p")
+    assert "tune" not in page.text("#picks p") and "Selection loses over 5 %not known" in page.text("#tiles")
     through_switch = dashboard_data.facts(no_multicast="", switch=True, fallback="nccl")
     page.open(_file(tmp_path, dashboard_data.entries(2, sizes=(1 << 14, 1 << 24, 1 << 26), box=through_switch)))
     assert set(picked()) == {"one_shot/ll128", "multicast/simple", "nccl"} and "of 3 sizes" in page.text("#picks p")
+
+
+def test_the_headlines_are_the_scenes_numbers(page: Page, tmp_path: Path) -> None:
+    page.open(_file(tmp_path, _rows()))
+    rows = [e.measurement for e in _rows()[: 30 * 20] if e.run.commit == f"{29:07x}"]
+    rate = max(m.nbytes / m.p50_us / 1e3 * 1.75 for m in rows if m.library == "tricomm")
+    assert f"Peak bus bandwidth{rate:.3g} GB/s{rate / 371:.0%}".replace("%", " %") in page.text("#tiles")
+    assert "Since 2026-01-014 slower, 0 faster" in page.text("#tiles")
+    times = {(m.algorithm, m.protocol, m.nbytes): m.p50_us for m in rows}
+    picks = collect.page_data(_rows()[: 30 * 20])["scenes"][0]["picks"]
+    picked = {size: times.get((*picks[str(size)].split("/"), size)) for size in dashboard_data.SIZES}
+    gains = [times["nccl", "nccl", size] / time for size, time in picked.items() if time is not None]
+    assert 0 < len(gains) < len(picked)  # selection picks a kernel that was not measured
+    assert f"Speed-up over NCCL{min(gains):.2f} to {max(gains):.2f} x" in page.text("#tiles")
+
+
+def test_a_window_of_dates_shows_what_was_known_then(page: Page, tmp_path: Path) -> None:
+    page.open(_file(tmp_path, dashboard_data.entries(60, step_at=30)))
+    assert page.text("#changes h2") == "Changes: 4 slower, 0 faster" and "commits 000001d..000001e" in page.text(
+        "#events"
+    )
+    page.choose("to", "2026-01-01")
+    assert page.text("#changes h2") == "Changes: none found" and len(page.traces("past")[0]["x"]) == 24
+    rows = [e.measurement for e in dashboard_data.entries(24)[-20:] if e.measurement.protocol == "nccl"]
+    assert page.traces("latency")[8]["y"] == [pytest.approx(m.p50_us, rel=1e-3) for m in rows]
+    page.choose("to", "")
+    page.choose("from", "2026-01-03")
+    assert "Since 2026-01-03" in page.text("#tiles") and len(page.traces("past")[0]["x"]) == 12
+    page.choose("from", "2027-01-01")
+    assert not page.run("return document.querySelector('#latency .chart').checkVisibility()")
 
 
 def test_too_few_runs_are_said(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, dashboard_data.entries(3)))
     assert "20 of 20 points of the latest runs have too few runs to judge" in page.text("#changes p")
     assert page.text("#changes h2") == "Changes: none found"
+    slow = [replace(e, measurement=replace(e.measurement, p50_us=1e5)) for e in dashboard_data.entries(10)[-20:]]
+    page.open(_file(tmp_path, [*dashboard_data.entries(9), *slow]))
+    assert "20 of 20 points took longer in the latest runs than in any before" in page.text("#tiles")
+    assert page.text("#events").startswith("Too recent to judge; measure again")
 
 
 def test_filters_choose_and_simulated_is_marked(page: Page, tmp_path: Path) -> None:
@@ -152,14 +191,14 @@ def test_filters_choose_and_simulated_is_marked(page: Page, tmp_path: Path) -> N
     for device, simulated in ((label, True), ("NVIDIA H100 80GB HBM3", False), (label, True)):
         page.choose("filter-device", device)
         for name in CHARTS:
-            title = page.run("return document.querySelector(`#${arguments[0]} .chart`).layout.title.text", name)
-            marks = ("simulated" in title, "simulated" in page.text(f"#{name} h2"))
-            assert marks == (simulated, simulated), name
+            marks = page.run("return document.querySelector(`#${arguments[0]} .chart`).layout.annotations", name)
+            assert [mark["text"] for mark in marks] == ["simulated"] * simulated, name
+            assert ("simulated" in page.text(f"#{name} h2")) is simulated
         names = {t["name"] for t in page.traces("latency")}
         assert ("nccl" in names) is not simulated
     page.choose("filter-device", "NVIDIA H100 80GB HBM3")
     page.choose("filter-dtype", "bfloat16")
-    assert "bfloat16" in page.text("#latency h2") and len(page.traces("past")[0]["x"]) == 1
+    assert "bfloat16" in page.text("#scene h2") and len(page.traces("past")[0]["x"]) == 1
     types = page.run("return [...document.querySelectorAll('#filter-dtype option')].map((o) => o.value)")
     assert types == ["bfloat16", "float32"]
     page.run("document.querySelector('#lines input').click()")
@@ -182,33 +221,96 @@ def test_everything_is_reached_by_keyboard(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, _rows()))
     page.choose("filter-device", "NVIDIA H100 80GB HBM3")  # a filter with one value is not in the way
     reached = []
-    for _ in range(40):
+    for _ in range(60):
         page.driver.switch_to.active_element.send_keys(Keys.TAB)
         reached.append(page.run("const e = document.activeElement; return e.id || e.className || e.type"))
     assert reached[0] == "skip"
     wanted = ["filter-device", "filter-dtype", "past-line", "past-size"]
     assert [name for name in reached if name in wanted][: len(wanted)] == wanted and "checkbox" in reached
-    before = page.text("#latency h2")
+    before = page.text("#scene h2")
     page.driver.find_element(By.ID, "filter-device").send_keys("a CPU")
-    page.until(lambda: page.text("#latency h2") != before)
+    page.until(lambda: page.text("#scene h2") != before)
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1400, "light"), (820, "dark"), (390, "light"), (390, "dark")])
-def test_widths_and_schemes(page: Page, tmp_path: Path, width: int, scheme: str) -> None:
-    page.open(_file(tmp_path, _rows()), width, scheme)
-    page.choose("filter-device", "NVIDIA H100 80GB HBM3")
-    page.run("document.querySelector('#changes button').click()")
-    assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
-    back = page.run("return getComputedStyle(document.body).backgroundColor")
-    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 28)"}[scheme]
-    front = page.run("return document.querySelector('#latency .chart').layout.font.color")
-    assert front == {"light": "#1c2430", "dark": "#e6eaf0"}[scheme]
+_PAGES: dict[str, Callable[[], dict[str, Any]]] = {
+    "box": lambda: collect.page_data(
+        [*dashboard_data.entries(30, 20, _NINE), *dashboard_data.entries(2, dtype="int8")]
+    ),
+    "simulated": lambda: collect.page_data(dashboard_data.entries(3, device="a CPU", simulated=True)),
+    "jobs": lambda: collect.page_data(dashboard_data.entries(3, sizes=_NINE)) | _watched(),
+    "empty": lambda: collect.page_data([]),
+}
+_NINE = tuple(1 << bits for bits in range(10, 27, 2))
+# Pairs of texts whose boxes overlap, and texts that leave the window. A box is a little higher than its letters.
+_COLLISIONS = """
+const boxes = [], bad = [];
+for (const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT); walker.nextNode();) {
+  const node = walker.currentNode, range = document.createRange();
+  const around = node.parentElement.closest("svg text") ?? node.parentElement;
+  if (!node.data.trim() || around.closest("select, script, noscript, .modebar, .skip")) continue;
+  if (!around.checkVisibility({ opacityProperty: true })) continue;
+  range.selectNode(around.closest("svg") ? around : node);
+  for (const r of around.closest("svg") ? [around.getBoundingClientRect()] : range.getClientRects()) {
+    if (r.width > 1) boxes.push([node.data.trim(), r.left + 1, r.top + 3, r.right - 1, r.bottom - 3, around]);
+    if (r.right > innerWidth + 1 || r.left < -1) bad.push(`${node.data.trim()} leaves the window`);
+  }
+}
+boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b) => {
+  if (a[5] !== b[5] && a[1] < b[3] && b[1] < a[3] && a[2] < b[4] && b[2] < a[4]) bad.push(`${a[0]} over ${b[0]}`);
+}));
+return [boxes.length, bad];
+"""
+
+
+def _watched(simulated: bool = False) -> dict[str, Any]:
+    """A page's live jobs after five writings."""
+    seen = live.Live()
+    return [seen.add(dashboard_data.jobs(writing, simulated=simulated)) for writing in range(1, 6)][-1]
+
+
+def _opened(page: Page, folder: Path, name: str, width: int, scheme: str = "light") -> None:
+    file = folder / f"{name}.html"
+    file.write_text(render.page(render.packed(_PAGES[name]())), encoding="utf-8")
+    page.open(file.as_uri(), width, scheme)
     height = page.run("return document.documentElement.scrollHeight")
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     time.sleep(0.5)  # charts follow the window's size
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 820, 390])
+@pytest.mark.parametrize("name", _PAGES)
+def test_no_text_collides_on_any_page(page: Page, tmp_path: Path, name: str, width: int, scheme: str) -> None:
+    _opened(page, tmp_path, name, width, scheme)
     SHOTS.mkdir(exist_ok=True)
-    assert page.driver.save_screenshot(str(SHOTS / f"dashboard-{width}-{scheme}.png"))
+    assert page.driver.save_screenshot(str(SHOTS / f"dashboard-{name}-{width}-{scheme}.png"))
+    count, collisions = page.run(_COLLISIONS)
+    assert collisions == [] and count > (100 if name == "box" else 5)
+    assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
+    back = page.run("return getComputedStyle(document.body).backgroundColor")
+    assert back == {"light": "rgb(255, 255, 255)", "dark": "rgb(18, 22, 28)"}[scheme]
+    if name != "empty":
+        front = page.run("return document.querySelector('#latency .chart').layout.font.color")
+        assert front == {"light": "#1c2430", "dark": "#e6eaf0"}[scheme]
+
+
+def test_without_room_between_ticks_texts_collide(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, room = render._text, "const LABEL = 58;"
+    assert room in whole("charts.js")
+    monkeypatch.setattr(render, "_text", lambda name: whole(name).replace(room, "const LABEL = 1;"))
+    _opened(page, tmp_path, "box", 390)
+    assert any("KiB over" in text for text in page.run(_COLLISIONS)[1])
+
+
+def test_live_jobs_have_rates_waits_and_a_straggler(page: Page, tmp_path: Path) -> None:
+    _opened(page, tmp_path, "jobs", 1400)
+    assert "rank 5, pid 4005 on box; its peers have waited 4.5 s each for it" in page.text("#jobs p")
+    rates = page.traces("rates")
+    assert len(rates) == 8 and rates[0]["y"] == [pytest.approx(2.097, rel=1e-2)] * 4  # GB/s of 1000 calls/s of 2 MiB
+    assert "1,000 calls/s" in rates[0]["text"][0]
+    (waits,) = page.traces("waits")
+    assert waits["z"][0] == [0.0, 0.1, 0.1, 0.1, 0.1, 4.5, 0.1, 0.1] and waits["z"][5] == [0.0] * 8
 
 
 def test_an_empty_history_says_what_to_run(page: Page, tmp_path: Path) -> None:
@@ -216,8 +318,6 @@ def test_an_empty_history_says_what_to_run(page: Page, tmp_path: Path) -> None:
     assert page.run("return document.querySelector('#empty').checkVisibility()")
     assert "tricomm bench" in page.text("#empty")
     assert not page.run("return document.querySelector('#charts').checkVisibility()")
-    SHOTS.mkdir(exist_ok=True)
-    assert page.driver.save_screenshot(str(SHOTS / "dashboard-empty.png"))
 
 
 NASTY = "<img src=x onerror='hit=1'><a href=\"javascript:hit=2\">x</a></script><script>window.hit=3</script>"
@@ -230,7 +330,7 @@ def test_what_the_history_says_is_text(page: Page, tmp_path: Path) -> None:
         rows.append(Entry(run, replace(entry.measurement, library=NASTY, algorithm=NASTY, dtype=NASTY, mode=NASTY)))
     page.open(_file(tmp_path, rows))
     time.sleep(0.5)
-    assert page.run("return window.hit") is None and NASTY in page.text("#latency h2")
+    assert page.run("return window.hit") is None and NASTY in page.text("#scene h2")
     assert page.run("return document.querySelectorAll('img, .chart a').length") == 0
     assert "<img" in page.text("#latency .legendtext")
 
