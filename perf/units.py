@@ -48,6 +48,17 @@ def bus_factor(collective: str, world_size: int) -> float:
     return (2.0 if twice else 1.0) * (world_size - 1) / world_size
 
 
+def bus_bandwidth(collective: str, world_size: int, size: int, microseconds: float) -> float:
+    """In 1e9 bytes per second, for `size` bytes as nccl-tests counts them."""
+    return algorithm_bandwidth(size, microseconds) * bus_factor(collective, world_size)
+
+
+def text(nbytes: int) -> str:
+    """`64 KiB`: exact, in the largest unit that divides the bytes."""
+    units = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+    return next((f"{nbytes // unit} {name}" for unit, name in units if nbytes and nbytes % unit == 0), f"{nbytes} B")
+
+
 def moved(kernel: Kernel, world_size: int) -> Fraction:
     """Bytes that the busiest rank writes to and reads from peers, without headers, per byte of input.
 

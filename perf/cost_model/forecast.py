@@ -2,32 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tricomm.core.fused.fused_call import FUSED
+from tricomm.errors import InvalidArgument
+from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.left_out import left_out_lines
+from tricomm.metrics.counters import NCCL
 from tricomm.perf import parsing, row_calls, text_table, units
-from tricomm.perf.cost_model import kernel_time, machines
+from tricomm.perf.cost_model import kernel_time, machines, nccl_time
 from tricomm.perf.cost_model.kernel_time import TimeShares
 from tricomm.perf.cost_model.machines import MachineSpec
 from tricomm.perf.row_calls import RowForm
+from tricomm.policy import backend_choice, selection
+from tricomm.policy.backend_choice import GroupFacts
 
 ROW_TYPE = torch.bfloat16  # of fused calls
 _FORM = RowForm()
 LABEL = "predicted by a cost model, not measured"
-_NUMBERS = ("size (B)", "time (us)", "busbw (GB/s)", "limit (us)", "waits")
-_HEADER = (_NUMBERS[0], "kernel", *_NUMBERS[1:], "limited by", "")
+_NUMBERS = ("size (B)", "time (us)", "vs NCCL", "busbw (GB/s)", "limit (us)", "waits")
+_HEADER = (_NUMBERS[0], "   kernel", *_NUMBERS[1:], "limited by")
+_LEGEND = """\
+# >          runs if neither the call nor a tuned table names another; bfloat16 as float32
+# *          the fastest of these kernels by the model
+# vs NCCL    NCCL's time over this one's: 2.0x is twice as fast. NCCL's time is what its own tuner expects
+# limit      no kernel can take less: the fewest bytes over the links; waits: for launch, hops and barriers
+# limited by the largest part of the time
+#"""
+
+_WORTH, _CLOSE, _NOT_WORTH = "worth it", "too close to tell", "not worth it"
+_ADVICE = {_WORTH: "", _CLOSE: "; bench --against nccl tells", _NOT_WORTH: "; leave these calls to NCCL"}
 
 
 @dataclass(frozen=True)
 class ForecastRow:
     """One kernel at one size: `size_bytes` as nccl-tests counts it, `limit_us` a lower bound for any kernel, `limit`
-    what limits this one (`limits`)."""
+    what limits this one (`limits`). `runs`: a call that leaves the choice open runs it."""
 
     collective: str
     size_bytes: int
@@ -41,6 +58,19 @@ class ForecastRow:
     shares_us: TimeShares
     limit: str
     best: bool
+    runs: bool
+
+
+@dataclass(frozen=True)
+class NcclRow:
+    """NCCL's call of the same size (`nccl_time`), made by `algorithm`, such as `Ring/LL`."""
+
+    collective: str
+    size_bytes: int
+    algorithm: str
+    time_us: float
+    busbw_gbs: float
+    runs: bool
 
 
 @dataclass(frozen=True)
@@ -52,23 +82,72 @@ class Forecast:
     world_size: int
     mode: str
     rows: list[ForecastRow]
+    nccl: list[NcclRow]
     left_out: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         facts = {"schema": 1, "predicted": True, "machine": asdict(self.machine), "left_out": self.left_out}
-        return {**facts, "ranks": self.world_size, "mode": self.mode, "results": [asdict(row) for row in self.rows]}
+        facts |= {"ranks": self.world_size, "mode": self.mode, "nccl": [asdict(row) for row in self.nccl]}
+        return {**facts, "results": [asdict(row) for row in self.rows]}
 
     def lines(self) -> list[str]:
-        """A table for people, with * at the fastest kernel of a size."""
+        """A table for people, with the kernel that would run, the fastest one, and what NCCL would take."""
         m = self.machine
         lines = [
             f"# {self.world_size} x {m.name}, {self.mode} mode; {LABEL}",
             f"# links {m.links:g} GB/s usable, hop {m.hop:g} us, barrier {m.barrier:g} us, launch {m.launch:g} us",
+            "#",
+            *_LEGEND.splitlines(),
         ]
         for collective in dict.fromkeys(row.collective for row in self.rows):
-            cells = [_cells(row) for row in self.rows if row.collective == collective]
-            lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
-        return lines + footer(self.left_out)
+            table = text_table.lines(_HEADER, self._cells(collective), right=_NUMBERS)
+            lines += [f"# {collective}", *table, *self._verdict(collective), "#"]
+        return lines[:-1] + footer(self.left_out)
+
+    def _cells(self, collective: str) -> Iterator[tuple[str, ...]]:
+        for size in dict.fromkeys(row.size_bytes for row in self.rows if row.collective == collective):
+            nccl = self._nccl(collective, size)
+            for row in self.rows:
+                if (row.collective, row.size_bytes) == (collective, size):
+                    yield _cells(row, nccl)
+            if nccl is not None:
+                mark = ">" if nccl.runs else " "
+                times = (f"{nccl.time_us:.1f}", "", f"{nccl.busbw_gbs:.1f}")
+                yield str(size), f"{mark}  NCCL {nccl.algorithm}", *times, "", "", ""
+
+    def _nccl(self, collective: str, size: int) -> NcclRow | None:
+        return next((r for r in self.nccl if (r.collective, r.size_bytes) == (collective, size)), None)
+
+    def _verdict(self, collective: str) -> Iterator[str]:
+        """Where the call is worth it, where not, and where the two models' errors leave it open."""
+        here = [row for row in self.nccl if row.collective == collective]
+        if not here:
+            yield "# NCCL's tuner has no model of this call: bench --against nccl tells"
+            return
+        ours, theirs = kernel_time.median_error(kernel_time.check()), nccl_time.median_error()
+        error, by_verdict = math.hypot(ours, theirs), dict[str, dict[int, float]]()
+        for row in self.rows:
+            nccl = self._nccl(collective, row.size_bytes) if row.collective == collective and row.runs else None
+            if nccl is not None:
+                ratio = nccl.time_us / row.time_us
+                sure = _WORTH if ratio > 1 + error else _NOT_WORTH if ratio < 1 / (1 + error) else _CLOSE
+                by_verdict.setdefault(sure, {})[row.size_bytes] = ratio
+        sizes = sorted(row.size_bytes for row in here)
+        for verdict, ratios in by_verdict.items():
+            least, most = (f"{edge(ratios.values()):.1f}x" for edge in (min, max))
+            spread = least if least == most else f"{least} to {most}"
+            yield f"# {verdict}: {spread} as fast as NCCL at {_sizes(list(ratios), sizes)}{_ADVICE[verdict]}"
+        if left := [row.size_bytes for row in here if row.runs]:
+            yield f"# left to NCCL by default: {_sizes(left, sizes)}, above the NCCL threshold"
+        yield f"# median error against published times: {ours:.0%}, NCCL's {theirs:.0%}, of their ratio {error:.0%}"
+
+
+def _sizes(some: list[int], every: list[int]) -> str:
+    """`1 KiB to 1 MiB` if `some` follow each other among `every`; otherwise each of them."""
+    least, most = min(some), max(some)
+    if len(some) > 2 and [size for size in every if least <= size <= most] == sorted(some):
+        return f"{units.text(least)} to {units.text(most)}"
+    return ", ".join(map(units.text, sorted(some)))
 
 
 def footer(reasons: dict[str, str]) -> list[str]:
@@ -77,10 +156,11 @@ def footer(reasons: dict[str, str]) -> list[str]:
     return ["#", *lines] if lines else []
 
 
-def _cells(row: ForecastRow) -> tuple[str, ...]:
-    times = (f"{row.time_us:.1f}", f"{row.busbw_gbs:.1f}", f"{row.limit_us:.2f}", f"{row.waits_us / row.time_us:.0%}")
-    best = "*" if row.best else ""
-    return str(row.size_bytes), f"{row.algorithm}/{row.protocol}", *times, row.shares_us.text(), best
+def _cells(row: ForecastRow, nccl: NcclRow | None) -> tuple[str, ...]:
+    name = f"{'>' if row.runs else ' '}{'*' if row.best else ' '} {row.algorithm}/{row.protocol}"
+    speed = f"{nccl.time_us / row.time_us:.1f}x" if nccl is not None else "-"
+    times = (f"{row.time_us:.1f}", speed, f"{row.busbw_gbs:.1f}", f"{row.limit_us:.2f}")
+    return str(row.size_bytes), name, *times, f"{row.waits_us / row.time_us:.0%}", row.shares_us.text()
 
 
 def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM) -> Forecast:
@@ -91,8 +171,35 @@ def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, 
     machine = kernel_time.find(gpu)
     wanted = parsing.parse_sizes(sizes)
     calls = [call for name in names(collective) for call in asked(machine, world_size, name, wanted, form)]
-    rows = [row for call in calls for row in _at(machine, world_size, call, mode)]
-    return Forecast(machine, world_size, mode, rows, missing(machine, world_size, calls))
+    rows, nccl = [], []
+    for call in calls:
+        chosen = runs(machine, world_size, call, mode, form)
+        rows += _at(machine, world_size, call, mode, chosen)
+        if (time := nccl_time.predict(machine, call.collective, world_size, call.size_bytes, mode)) is not None:
+            busbw = units.bus_bandwidth(call.collective, world_size, call.size_bytes, time.time_us)
+            nccl.append(NcclRow(call.name, call.size_bytes, time.how, time.time_us, busbw, chosen is None))
+    return Forecast(machine, world_size, mode, rows, nccl, missing(machine, world_size, calls))
+
+
+def runs(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> tuple[str, str] | None:
+    """The algorithm and protocol that a communicator with default options chooses for the call; None if it is none of
+    these kernels: NCCL's, or a fused call that is not fused there."""
+    cube = machine.cube and world_size == registry.CUBE_RANKS
+    site = machines.facts(machine, world_size, cube)
+    if machine.architecture == "any":
+        site = replace(site, topology="pcie")
+    if call.rows:
+        try:
+            kernel = row_calls.chosen(site, form, ROW_TYPE, call.rows)
+        except InvalidArgument:  # so many rows are not fused
+            return None
+        return kernel.algorithm, kernel.protocol
+    facts = GroupFacts("cuda", world_size, 1, None, NCCL, reachable=not cube, switch=bool(machine.multicast))
+    op = "sum" if COLLECTIVES[call.collective].reduces else "none"
+    if backend_choice.decide(facts, call.collective, torch.float32, op, call.nbytes).backend == NCCL:
+        return None
+    choice = selection.choose(site, call.collective, call.nbytes, mode=mode)
+    return choice.algorithm, choice.protocol
 
 
 def missing(machine: MachineSpec, world_size: int, calls: Sequence[AskedCall]) -> dict[str, str]:
@@ -150,11 +257,12 @@ def asked(
     return calls
 
 
-def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str) -> list[ForecastRow]:
+def _at(
+    machine: MachineSpec, world_size: int, call: AskedCall, mode: str, chosen: tuple[str, str] | None
+) -> list[ForecastRow]:
     predictions = [kernel_time.predict(machine, kernel, world_size, call.nbytes, mode) for kernel in call.kernels]
     least = min(p.time_us for p in predictions)
     limit = kernel_time.limit(machine, call.collective, world_size, call.nbytes)
-    factor = units.bus_factor(call.collective, world_size)
     return [
         ForecastRow(
             call.name,
@@ -164,11 +272,12 @@ def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str) -> li
             p.time_us,
             p.waits,
             p.wire,
-            units.algorithm_bandwidth(call.size_bytes, p.time_us) * factor,
+            units.bus_bandwidth(call.collective, world_size, call.size_bytes, p.time_us),
             limit,
             p.shares,
             p.shares.limit,
             p.time_us == least,
+            (k.algorithm, k.protocol) == chosen,
         )
         for k, p in zip(call.kernels, predictions, strict=True)
     ]

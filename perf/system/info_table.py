@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tricomm.perf import text_table
+from tricomm.perf import text_table, units
 
 _MOST_RANGES = 20  # lines
-_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 def lines(facts: dict[str, Any], whole: bool = False) -> list[str]:
@@ -69,12 +68,7 @@ def _range(row: dict[str, Any]) -> str:
     kernel = f"{row['algorithm']}/{row['protocol']}"
     if row["to"] is None:
         return f"any size {kernel}" if row["from"] == 1 else f"above {kernel}"
-    return f"{'1 B ' if row['from'] == 1 else ''}.. {_size(row['to'])} {kernel}"
-
-
-def _size(nbytes: int) -> str:
-    """Exact, in the largest unit that divides it."""
-    return next((f"{nbytes // unit} {name}" for unit, name in _UNITS if nbytes % unit == 0), f"{nbytes} B")
+    return f"{'1 B ' if row['from'] == 1 else ''}.. {units.text(row['to'])} {kernel}"
 
 
 def _brief(value: Any) -> str:

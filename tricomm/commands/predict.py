@@ -32,10 +32,11 @@ def predict(
     quantize: str | None,
     **asked: Any,
 ) -> None:
-    """Predict the time of every kernel from counted bytes, hops and barriers. Nothing is measured, no GPU is needed.
+    """Is it worth it on such a box? Predicts every kernel's time and NCCL's, and marks what would run.
 
-    With --from-code the kernels are compiled and executed on the PTX machine, which takes about a minute: it says what
-    the critical path consists of, and how many bytes are in flight.
+    From counted bytes, hops and barriers: nothing is measured, no GPU is needed. With --from-code the kernels are
+    compiled and executed on the PTX machine instead, which takes about a minute and shows the parts of the critical
+    path and the bytes in flight.
 
     \b
     tricomm predict --gpu h100 --world-size 8 --collective all_reduce

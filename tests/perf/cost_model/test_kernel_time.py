@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from fractions import Fraction
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -18,7 +19,7 @@ from tricomm.explorer.timing import code_forecast
 from tricomm.kernels import multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import forecast, kernel_time, published
+from tricomm.perf.cost_model import forecast, kernel_time, nccl_time, published
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _H100 = MACHINES["h100"]
@@ -189,11 +190,69 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest(monkey
     _any_triton(monkeypatch, {wide_words: None, multimem: None})
     done = _predict("--gpu", "H100", "--sizes", "1K,64M")
     assert done.exit_code == 0 and forecast.LABEL in done.output.splitlines()[0]
-    best = [line.split()[:2] for line in done.output.splitlines() if line.endswith("*")]
-    assert best == [["1024", "one_shot/ll128"], ["67108864", "multicast/simple"]]
+    lines = [line for line in done.output.splitlines() if line[:1] != "#"]
+    best = [line.replace(">", "").split() for line in lines if "* " in line]
+    assert [row[:3] for row in best] == [["1024", "*", "one_shot/ll128"], ["67108864", "*", "multicast/simple"]]
     *_, error, publications, implementations = _predict("--check").output.splitlines()
     assert error.startswith("median error") and "one publication" in publications
     assert "one implementation" in implementations
+
+
+def _lines(output: str) -> list[list[str]]:
+    """The words of a table's rows, with their marks as one."""
+    return [line.split() for line in output.splitlines() if line[:1] not in ("#", "s", "")]
+
+
+def test_the_kernel_that_would_run_is_marked_and_compared_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    _any_triton(monkeypatch, {wide_words: None, multimem: None})
+    output = _predict("--sizes", "1K,4M,64M").output
+    runs = [row for row in _lines(output) if row[1].startswith(">")]
+    assert [row[:3] for row in runs[:2]] == [["1024", ">*", "one_shot/ll128"], ["4194304", ">", "two_shot/simple"]]
+    assert runs[2][:4] == ["67108864", ">", "NCCL", "NVLS/Simple"]  # above the threshold
+    time_us, nccl = float(runs[0][3]), nccl_time.predict(_H100, "all_reduce", 8, 1024)
+    assert nccl is not None and runs[0][4] == f"{nccl.time_us / time_us:.1f}x"
+    for said in (
+        "# worth it: 3.3x as fast as NCCL at 1 KiB",
+        "# too close to tell: 1.0x as fast as NCCL at 4 MiB; bench --against nccl tells",
+        "# left to NCCL by default: 64 MiB, above the NCCL threshold",
+        "# median error against published times: 15%, NCCL's 25%, of their ratio 29%",
+    ):
+        assert said in output.splitlines(), output
+    assert max(map(len, output.splitlines())) <= 120
+    slow = _predict("--gpu", "v100", "--sizes", "4M").output
+    assert "# not worth it: 0.8x as fast as NCCL at 4 MiB; leave these calls to NCCL" in slow
+    data = json.loads(_predict("--sizes", "1K,64M", "--json").output)
+    assert [(row["algorithm"], row["runs"]) for row in data["nccl"]] == [("Ring/LL", False), ("NVLS/Simple", True)]
+    assert [row["protocol"] for row in data["results"] if row["runs"]] == ["ll128"]
+
+
+def test_without_a_model_of_nccl_s_call_nothing_is_compared() -> None:
+    for collective in ("all_to_all", "all_reduce_rms_norm"):
+        output = _predict("--collective", collective, "--sizes", "64K").output
+        assert "# NCCL's tuner has no model of this call: bench --against nccl tells" in output, output
+        assert [row for row in _lines(output) if row[1].startswith(">")] and "vs NCCL" in output
+    assert "median error" not in output
+
+
+def test_what_would_run_is_what_a_communicator_chooses() -> None:
+    """Over PCIe and on a cube mesh other tables decide."""
+    for gpu, ranks, size, wanted in (("pcie4", 4, "64K", "one_shot/ll"), ("v100", 8, "1K", "hybrid_cube_mesh/ll")):
+        output = _predict("--gpu", gpu, "--world-size", str(ranks), "--sizes", size).output
+        assert [row[2] for row in _lines(output) if row[1].startswith(">")] == [wanted]
+
+
+def test_nccl_s_own_model_is_below_most_published_times() -> None:
+    errors = nccl_time.check()
+    assert len(errors) > 30 and nccl_time.median_error() <= 0.26
+    assert sum(error < 0 for error in errors) >= 0.8 * len(errors)  # a speed-up over it is rather too small
+    times = [nccl_time.predict(_H100, "all_reduce", 8, 1 << power) for power in range(3, 30)]
+    assert all(a is not None and b is not None and a.time_us <= b.time_us for a, b in pairwise(times))
+    assert {t.how for t in times if t is not None} >= {"Ring/LL", "NVLS/Simple"}
+    assert nccl_time.predict(_H100, "gather", 8, 8) is nccl_time.predict(_H100, "all_reduce", 1, 8) is None
+    pcie = [nccl_time.predict(MACHINES["pcie4"], "all_reduce", 4, 1 << power) for power in range(3, 30)]
+    assert not any("LL128" in t.how or "NVLS" in t.how for t in pcie if t is not None)
+    eager = nccl_time.predict(_H100, "all_reduce", 8, 1024, "eager")
+    assert eager is not None and times[7] is not None and eager.time_us == times[7].time_us + _H100.eager
 
 
 def test_what_the_gpus_or_this_triton_lack_is_left_out_by_name_and_never_the_fastest(

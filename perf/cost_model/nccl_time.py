@@ -1,0 +1,101 @@
+"""The time that NCCL expects of itself: the model of its tuner (2.30.7, `src/graph/tuning.cc`), for one node.
+
+NCCL picks the algorithm and protocol with the least of these times. The bandwidth of NVLS is what its authors name for
+8 H100 (NVIDIA/nccl-tests#212: 480), because the tuner's follows from its search for channels. Bounds of a channel are
+left out, which these links do not reach, and so are symmetric kernels, which need registered buffers.
+
+`check` compares it with published times; most are longer. So a speed-up over it is rather too small than too large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+
+_PROTOCOLS = ("LL", "LL128", "Simple")
+_BASE = {"Tree": (6.8, 14.0, 8.4), "Ring": (6.6, 14.0, 8.4)}  # microseconds, by protocol
+_HOP = {  # microseconds a step
+    "nvlink": {"Tree": (0.6, 1.25, 4.0), "Ring": (0.6, 1.9, 3.4)},
+    "pcie": {"Tree": (1.0, 1.9, 4.0), "Ring": (1.0, 2.5, 5.7)},
+}
+_LL_MOST = {70: 39.0, 80: 87.7, 90: 141.0, 100: 282.0}  # GB/s, by compute capability
+_NVLS_BASE = 25.0
+_NVLS = {90: 480 / 371, 100: 480 / 371 * 0.74 / 0.85}  # bus bandwidth over that of the links
+# Of a tree's bandwidth, by protocol, from 64 bytes on in powers of two.
+_TREE = (
+    (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
+    (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
+    (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
+)
+_STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (ranks - 1)
+COLLECTIVES = (*_STEPS, "broadcast", "reduce")  # that the tuner models
+
+# NCCL on H100: (source, collective, ranks, microseconds by KiB).
+PUBLISHED = (
+    ("yifuwang/symm-mem-recipes#3", "all_reduce", 8, {8: 21.8, 16: 22.4, 32: 24.0, 64: 24.3, 128: 24.4, 256: 24.4}),
+    ("pytorch/helion#245", "all_reduce", 8, {8: 21.4, 16: 22.1, 32: 23.9, 64: 24.0, 128: 24.1, 256: 24.4, 512: 24.7}),
+    ("vllm-project/vllm#42324", "all_reduce", 8, {512: 24, 1024: 25, 2048: 37, 4096: 50, 8192: 76, 16384: 121}),
+    ("vllm-project/vllm#42324", "all_reduce", 8, {32768: 195, 65536: 316, 131072: 561}),
+    ("vllm-project/vllm#24111", "all_reduce", 6, {512: 23, 1024: 25, 2048: 43, 4096: 53}),
+    ("NVIDIA/Megatron-LM#5596", "all_gather", 8, {2048: 20.2, 8192: 43.4, 32768: 118.9, 131072: 385.3}),
+    ("NVIDIA/Megatron-LM#5596", "reduce_scatter", 8, {2048: 18.6, 8192: 47.0, 32768: 112.6}),
+)
+
+
+@dataclass(frozen=True)
+class NcclTime:
+    """Microseconds of one call, and how NCCL makes it, as `Ring/LL`."""
+
+    how: str
+    time_us: float
+
+
+def predict(machine: MachineSpec, collective: str, world_size: int, size: int, mode: str = "graph") -> NcclTime | None:
+    """NCCL's choice for `size` bytes as nccl-tests counts them; None for a collective that its tuner does not model."""
+    if collective not in COLLECTIVES or world_size < 2:
+        return None
+    eager = machine.eager if mode == "eager" else 0.0
+    pcie = machine.architecture == "any"  # over which NCCL leaves LL128 out
+    times = {how: us for how, us in _times(machine, collective, world_size, size) if not pcie or "LL128" not in how}
+    how = min(times, key=times.__getitem__)
+    return NcclTime(how, times[how] + eager)
+
+
+def _times(machine: MachineSpec, collective: str, world_size: int, size: int) -> Iterator[tuple[str, float]]:
+    links, others, us = machine.links, world_size - 1, size / 1e3
+    hop = _HOP["pcie" if machine.architecture == "any" else "nvlink"]
+    generation = max(known for known in _LL_MOST if known <= max(70, machine.capability))
+    ll = _LL_MOST[generation]
+    steps = _STEPS.get(collective, 0) * others
+    ratio = world_size / (steps or world_size)  # of a ring's bytes over its bus bandwidth
+    for number, bus in enumerate((min(ll, links / 2), 0.92 * links, links)):
+        latency = _BASE["Ring"][number] + (steps or 1) * hop["Ring"][number]
+        yield f"Ring/{_PROTOCOLS[number]}", latency + us / (bus * ratio)
+    if collective == "all_reduce":
+        bandwidth = 0.92 * links
+        for number, bus in enumerate((min(ll, bandwidth / 3.8), bandwidth * 7 / 9, bandwidth)):
+            power = (size >> 6).bit_length() - 1
+            part = _TREE[number][power] if 0 <= power < len(_TREE[number]) else 1.0
+            latency = _BASE["Tree"][number] + 2 * others * hop["Tree"][number]
+            yield f"Tree/{_PROTOCOLS[number]}", latency + us / (0.5 * bus * part)
+    if machine.multicast and world_size > 2 and steps:
+        bus = links * _NVLS[generation] if collective == "all_reduce" else links * others / world_size
+        yield "NVLS/Simple", _NVLS_BASE + us / (bus * (ratio if collective == "all_reduce" else 1.0))
+
+
+def check() -> list[float]:
+    """The relative error at each published time: 0.1 if the model's is ten per cent above the measured one."""
+    errors = []
+    for _, collective, ranks, times in PUBLISHED:
+        for kib, measured in times.items():
+            expected = predict(MACHINES["h100"], collective, ranks, kib << 10)
+            errors.append((expected.time_us if expected else 0.0) / measured - 1)
+    return errors
+
+
+def median_error() -> float:
+    """The median of the errors' sizes."""
+    return median(map(abs, check()))
