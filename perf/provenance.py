@@ -41,7 +41,14 @@ def versions() -> dict[str, str]:
 def installed() -> dict[str, str]:
     """Versions in the packages' metadata; they differ from the loaded ones if there are two copies."""
     names = ("tricomm", "torch", "triton", "numpy", "cuda-bindings", "nvidia-ml-py", "nccl4py")
-    return {name: guarded(partial(metadata.version, name)) for name in names}
+    return {name: guarded(partial(_installed, name)) for name in names}
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def commit() -> str:

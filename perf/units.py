@@ -8,6 +8,7 @@ from tricomm.kernels import collective_specs
 from tricomm.kernels.collective_specs import COLLECTIVES, FUSED
 from tricomm.kernels.collectives.registry import Kernel
 
+BINARY = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 DATA_COLLECTIVES = tuple(name for name in COLLECTIVES if name != "barrier")
 
 
@@ -55,8 +56,7 @@ def bus_bandwidth(collective: str, world_size: int, size: int, microseconds: flo
 
 def text(nbytes: int) -> str:
     """`64 KiB`: exact, in the largest unit that divides the bytes."""
-    units = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
-    return next((f"{nbytes // unit} {name}" for unit, name in units if nbytes and nbytes % unit == 0), f"{nbytes} B")
+    return next((f"{nbytes // unit} {name}" for unit, name in BINARY if nbytes and nbytes % unit == 0), f"{nbytes} B")
 
 
 def moved(kernel: Kernel, world_size: int) -> Fraction:

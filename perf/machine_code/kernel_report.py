@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor, wait
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,7 +33,6 @@ WIDTHS = ("float8_e4m3fn", "bfloat16", "float32", "float64")  # one type for eac
 WORLDS = (2, 4, 8)
 KERNELS = (*registry.ALL, *registry.of(FUSED, 8))
 _ROWS = 32  # of a fused call
-_PATIENCE = 60.0  # seconds
 _NARROWEST = {"fp8": 32, "fp8_per_token": 32, "nvfp4": 8}  # bits that a thread stores of four elements, or of a scale
 _OWN_ARRIVALS = ("primitives.finish", "arrival.arrive", "message_queues.end_message")  # count a rank's own blocks
 _NAMES = ("kernel", "arch", "dtype", "op", "W", "aligned")
@@ -278,11 +277,8 @@ def _failed(variant: Variant, reason: str) -> KernelReport:
     return KernelReport(variant, code.Resources(0, 0, 0, 0, 0), none, none, 0, 0, 0, (), False, failure=reason)
 
 
-def examine_all(
-    chosen: list[Variant], late: Callable[[Variant], None] = lambda variant: None
-) -> Iterator[KernelReport]:
-    """`examine` each of the shipped kernels' variants, in order; compiles several at a time. `late` is called with a
-    variant that is waited for, every minute.
+def examine_all(chosen: list[Variant]) -> Iterator[KernelReport]:
+    """`examine` each of the shipped kernels' variants, in order; compiles several at a time.
 
     In processes, because Triton parses Python while it compiles, and CPython 3.11's parser fails now and then if two
     threads use it at once (SystemError: AST constructor recursion depth mismatch).
@@ -292,9 +288,7 @@ def examine_all(
         try:
             with env.without("TRITON_INTERPRET"):  # all processes start here; with it, Triton would not compile
                 reports = [pool.submit(examine, variant) for variant in chosen]
-            for variant, report in zip(chosen, reports, strict=True):
-                while not wait([report], _PATIENCE).done:
-                    late(variant)
+            for report in reports:
                 yield report.result()
         finally:
             pool.shutdown(cancel_futures=True)

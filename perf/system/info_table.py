@@ -21,7 +21,7 @@ def _screen(facts: dict[str, Any]) -> Iterator[str]:
         if section == "paths" and isinstance(value, dict):
             rows += [(name, str(path)) for name, path in value.items()]
         elif section not in ("selection", "ranges"):
-            rows.append((section.replace("_", " "), _brief(value)))
+            rows.append((section.replace("_", " "), _brief(_readable(value, "") if section == "limits" else value)))
     yield from text_table.grid(rows)
     if isinstance(facts["ranges"], list):
         yield "selection by input bytes per rank; --table says why"
@@ -40,7 +40,7 @@ def _whole(facts: dict[str, Any]) -> Iterator[str]:
             yield from text_table.lines(header, rows, right=("ranks", "bytes"))
         elif section != "ranges":
             yield section
-            yield from _nested(value, 1)
+            yield from _nested(_readable(value, "") if section == "limits" else value, 1)
 
 
 def ranges(rows: list[dict[str, Any]]) -> list[str]:
@@ -69,6 +69,17 @@ def _range(row: dict[str, Any]) -> str:
     if row["to"] is None:
         return f"any size {kernel}" if row["from"] == 1 else f"above {kernel}"
     return f"{'1 B ' if row['from'] == 1 else ''}.. {units.text(row['to'])} {kernel}"
+
+
+def _readable(value: Any, name: str) -> Any:
+    """Limits by their names as words; bytes, which some of the names say, in the largest unit that they reach."""
+    if isinstance(value, dict):
+        words = {key: key.replace("_", " ").replace("bytes", "").replace("  ", " ").strip() for key in value}
+        return {words[key] or "size": _readable(inner, name + key) for key, inner in value.items()}
+    if "bytes" not in name or not isinstance(value, int):
+        return value
+    unit, word = next(((u, w) for u, w in units.BINARY if value >= u), (1, "B"))
+    return f"{value / unit:.4g} {word}"
 
 
 def _brief(value: Any) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 
 import click
@@ -16,6 +18,7 @@ import tricomm
 from tests import forked
 from tricomm import cli as main_module
 from tricomm.cli import cli
+from tricomm.commands import common
 from tricomm.errors import InvalidArgument, PeerDied, ResourceError
 
 
@@ -157,3 +160,53 @@ def test_the_shell_completes_commands_and_options() -> None:
 def test_what_would_not_be_looked_at_is_refused(words: tuple[str, ...], said: str) -> None:
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
+
+
+_SWALLOWS = """
+import os, signal, sys
+from tricomm.commands import common
+with common.ends_at_once(){without}:
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        print("not here")
+    except BaseException:
+        pass
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("without", "code", "said"), [("", 130, ""), (" if False else open(os.devnull)", 0, "went on")]
+)
+def test_an_interrupt_during_imports_that_swallow_it_ends_the_command(without: str, code: int, said: str) -> None:
+    """And, without the protection, does not."""
+    script = _SWALLOWS.replace("{without}", without)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr
+    assert done.stderr == ("interrupted\n" if code else "")
+
+
+def test_an_interrupt_after_the_imports_is_raised() -> None:
+    with common.ends_at_once():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_reader_of_a_pipe_is_told_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "SECONDS", 0.01)
+    told = threading.Event()
+
+    def text() -> str:
+        told.set()
+        return "half"
+
+    with common.told_every(text):
+        assert told.wait(30)
+    assert capsys.readouterr().err.startswith("  half\n")
+    with common.told_every(text, silent=True):
+        pass
+    assert capsys.readouterr().err == ""

@@ -8,7 +8,16 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import INTERRUPTED, WRONG, check_row_options, errors_told, joined, told_every, usage
+from tricomm.commands.common import (
+    INTERRUPTED,
+    WRONG,
+    check_row_options,
+    ends_at_once,
+    errors_told,
+    joined,
+    told_every,
+    usage,
+)
 
 _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 
@@ -62,11 +71,12 @@ def bench(
     tricomm bench --collective all_reduce_rms_norm --dtype bfloat16 --hidden 8192 --against nccl,flashinfer
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
     """
-    from tricomm.errors import ResourceError
-    from tricomm.kernels.left_out import left_out_lines
-    from tricomm.perf.bench import session as runner
-    from tricomm.perf.bench.outputs import STANDARD, Files, Output
-    from tricomm.perf.history import database as past
+    with ends_at_once():
+        from tricomm.errors import ResourceError
+        from tricomm.kernels.left_out import left_out_lines
+        from tricomm.perf.bench import session as runner
+        from tricomm.perf.bench.outputs import STANDARD, Files, Output
+        from tricomm.perf.history import database as past
 
     world_size, started, quiet = joined(nproc)
     settings, left_out = usage(lambda: _settings(options, world_size))

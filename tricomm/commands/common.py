@@ -6,6 +6,8 @@ judge, 6 no data to compare, 130 interrupt.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -66,6 +68,26 @@ def progress() -> Callable[[str], None]:
             click.echo(f"  {text}", err=True)
 
     return say
+
+
+@contextmanager
+def ends_at_once() -> Iterator[None]:
+    """Has an interrupt end this process at once. For imports, which have nothing to undo: parts of torch and Triton
+    swallow a `KeyboardInterrupt` while they are loaded."""
+    usual = threading.current_thread() is threading.main_thread()
+    if not usual or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def end(*signalled: object) -> None:
+        os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

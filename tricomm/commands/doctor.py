@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from tricomm.commands.common import FAILED
+from tricomm.commands.common import FAILED, ends_at_once
 
 _COLOURS = {"PASS": "green", "WARN": "yellow", "FAIL": "red"}
 
@@ -21,7 +21,8 @@ def doctor(as_json: bool) -> None:
     tricomm doctor
     tricomm doctor --json
     """
-    from tricomm.perf.system import doctor as probes
+    with ends_at_once():
+        from tricomm.perf.system import doctor as probes
 
     findings = probes.examine()
     failed = sum(finding.verdict == probes.FAIL for finding in findings)

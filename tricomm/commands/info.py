@@ -6,7 +6,7 @@ import json
 
 import click
 
-from tricomm.commands.common import usage
+from tricomm.commands.common import ends_at_once, usage
 
 
 @click.command()
@@ -25,8 +25,9 @@ def info(topology: str | None, whole: bool, as_json: bool) -> None:
         raise click.UsageError("--topology draws links alone, so --table would not be looked at; ask for one of them")
     if topology is not None:
         return _topology(topology, as_json)
-    from tricomm.perf.system import info as facts
-    from tricomm.perf.system import info_table
+    with ends_at_once():
+        from tricomm.perf.system import info as facts
+        from tricomm.perf.system import info_table
 
     collected = facts.collect()
     click.echo(json.dumps(collected, indent=1) if as_json else "\n".join(info_table.lines(collected, whole)))

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import click
 
-from tricomm.commands.common import FAILED, errors_told, progress, usage
+from tricomm.commands.common import FAILED, ends_at_once, errors_told, told_every, usage
 
 if TYPE_CHECKING:
-    from tricomm.perf.machine_code.kernel_report import KernelReport, Variant
+    pass
 
 
 @click.command()
@@ -30,22 +29,28 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
     tricomm kernels --arch sm_90
     tricomm kernels --kernel all_reduce_one_shot_ll --json
     """
-    from rich.console import Console
-    from rich.progress import track
+    with ends_at_once():
+        from rich.console import Console
+        from rich.progress import track
 
-    from tricomm.perf.machine_code import kernel_report
+        from tricomm.perf.machine_code import kernel_report
 
     archs = tuple(part.strip() for part in arch.split(","))
     variants = usage(lambda: kernel_report.variants(archs, kernel, all_variants))
     for line in kernel_report.left_out(archs, kernel):
         click.echo(line, err=True)
     console = Console(stderr=True)
-    with errors_told("kernels"):
+    reports: list[kernel_report.KernelReport] = []
+
+    def state() -> str:
+        now = variants[min(len(reports), len(variants) - 1)]
+        return f"{len(reports)} of {len(variants)} compiled; {now.kernel} {now.arch} {now.operation} is next"
+
+    with errors_told("kernels"), told_every(state, console.is_terminal):
+        examined = kernel_report.examine_all(variants)
         if console.is_terminal:
-            examined = kernel_report.examine_all(variants)
-            reports = list(track(examined, "compiling", len(variants), console=console, transient=True))
-        else:
-            reports = list(_told(variants))
+            examined = iter(track(examined, "compiling", len(variants), console=console, transient=True))
+        reports.extend(examined)
     records = [kernel_report.record(report) for report in reports]
     broken = sum(bool(record["violations"]) for record in records)
     if as_json:
@@ -55,17 +60,3 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
         click.echo(f"\n{kernel_report.LEGEND}\n\n{len(records)} variants, {broken} break a bar")
     if broken:
         sys.exit(FAILED)
-
-
-def _told(variants: list[Variant]) -> Iterator[KernelReport]:
-    """The reports, with lines on stderr of how far it is: what reads them is no terminal, and waits for minutes."""
-    from tricomm.perf.machine_code import kernel_report
-
-    say, number, total = progress(), 0, len(variants)
-
-    def late(variant: Variant) -> None:
-        say(f"{number} of {total} compiled; {variant.kernel} {variant.arch} {variant.operation} takes minutes")
-
-    for number, report in enumerate(kernel_report.examine_all(variants, late), 1):
-        say(f"{number} of {total} compiled: {report.variant.kernel} {report.variant.arch}")
-        yield report

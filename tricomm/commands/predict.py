@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import check_row_options, given, usage
+from tricomm.commands.common import check_row_options, ends_at_once, given, usage
 
 
 @click.command()
@@ -45,8 +45,9 @@ def predict(
     tricomm predict --check
     tricomm predict --from-code --sizes 1K,64K,1M
     """
-    from tricomm.perf.cost_model import forecast, kernel_time
-    from tricomm.perf.row_calls import RowForm
+    with ends_at_once():
+        from tricomm.perf.cost_model import forecast, kernel_time
+        from tricomm.perf.row_calls import RowForm
 
     checker: Any = kernel_time
     forecaster: Any = forecast

@@ -14,6 +14,7 @@ from tricomm.commands.common import (
     UNSUPPORTED,
     OutputFile,
     check_row_options,
+    ends_at_once,
     errors_told,
     given,
     joined,
@@ -56,8 +57,9 @@ def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: st
                 "at it; leave it out"
             )
         return
-    from tricomm.perf import row_calls
-    from tricomm.perf.tuner import points, tune_ranks
+    with ends_at_once():
+        from tricomm.perf import row_calls
+        from tricomm.perf.tuner import points, tune_ranks
 
     world_size, started, quiet = joined(nproc)
     request = usage(lambda: points.parse(forms=row_calls.parse_forms(hidden, quantize), **options))

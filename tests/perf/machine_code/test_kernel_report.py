@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import click
 import pytest
@@ -304,32 +306,30 @@ def test_sass_is_attributed_to_the_innermost_line() -> None:
     ]
 
 
-def test_who_waits_for_a_report_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_report, "_PATIENCE", 0.01)
-    variants, late = [Variant("barrier", arch) for arch in ("sm_80", "sm_90")], list[Variant]()
-    assert [report.variant for report in kernel_report.examine_all(variants, late.append)] == variants
-    assert late[0] == variants[0]
+def _told(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
+    """What `tricomm kernels` says on stderr; the second report waits for a line if these come every few ms."""
+    good, told, echo = kernel_report.examine(Variant("barrier", "sm_90")), threading.Event(), click.echo
 
+    def examined(chosen: list[Variant]) -> Iterator[kernel_report.KernelReport]:
+        yield replace(good, variant=chosen[0])
+        told.clear()
+        assert seconds > 1 or told.wait(60)
+        yield replace(good, variant=chosen[1])
 
-def _of_two(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
-    """What `tricomm kernels` says on stderr beside the moments at which two of its reports are there."""
-    good = kernel_report.examine(Variant("barrier", "sm_90"))
-
-    def examined(chosen: list[Variant], late: Callable[[Variant], None]) -> Iterator[kernel_report.KernelReport]:
-        for variant in chosen[:2]:
-            yield replace(good, variant=variant)
-            click.echo("the next one", err=True)
-        late(chosen[2])
+    def heard(text: str, **how: Any) -> None:
+        echo(text, **how)
+        told.set()
 
     monkeypatch.setattr(kernel_report, "examine_all", examined)
     monkeypatch.setattr(common, "SECONDS", seconds)
+    monkeypatch.setattr(click, "echo", heard)
     done = CliRunner().invoke(cli, ["kernels", "--arch", "sm_90", "--kernel", "all_reduce_one_shot_ll"])
+    monkeypatch.setattr(click, "echo", echo)
     assert done.exit_code == 0 and "2 variants, 0 break a bar" in done.stdout
     return done.stderr.splitlines()
 
 
 def test_the_command_says_how_far_it_is_where_it_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = [f"  {n} of 4 compiled: all_reduce_one_shot_ll sm_90" for n in (1, 2)]
-    late = "  2 of 4 compiled; all_reduce_one_shot_ll sm_90 sum takes minutes"
-    assert _of_two(monkeypatch, 0) == [compiled[0], "the next one", compiled[1], "the next one", late]
-    assert _of_two(monkeypatch, 3600) == ["the next one", "the next one"]
+    said = _told(monkeypatch, 0.01)
+    assert "  1 of 4 compiled; all_reduce_one_shot_ll sm_90 sum is next" in said
+    assert _told(monkeypatch, 3600) == []

@@ -40,6 +40,8 @@ def test_for_people_in_a_screen() -> None:
     assert done.exit_code == 0 and "memlock" in done.output
     assert "all_reduce of 2, 4, 8 ranks: 1 B .. 4 KiB one_shot/ll, .. 1 MiB one_shot/simple, above" in done.output
     assert len(done.output.splitlines()) <= 30
+    limits = next(line for line in done.output.splitlines() if line.startswith("limits"))
+    assert "arena per rank 64 MiB" in limits and "bytes" not in limits
 
 
 def test_the_whole_table() -> None:
@@ -117,6 +119,14 @@ def test_an_error_without_words_still_has_a_name() -> None:
         raise KeyError
 
     assert provenance.guarded(broken) == "not available: KeyError"
+
+
+def test_a_package_that_is_missing_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise provenance.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(provenance.metadata, "version", missing)
+    assert set(provenance.installed().values()) == {"not installed"}
 
 
 def test_a_token_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
