@@ -44,7 +44,7 @@ PLANTED = [
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("mode", ["rb", "ab"])
 @pytest.mark.parametrize(("plant", "words"), PLANTED)
-def test_what_is_not_the_users_own_regular_file_is_refused(folder: Path, plant, words, mode: str) -> None:
+def test_what_is_not_the_users_own_regular_file_is_refused(folder, plant, words, mode):
     file = folder / "file"
     plant(file)
     with pytest.raises(OSError) as told:
@@ -55,7 +55,7 @@ def test_what_is_not_the_users_own_regular_file_is_refused(folder: Path, plant, 
 
 
 @as_root
-def test_a_file_of_root_is_read_by_others_where_that_is_asked_for(folder: Path, monkeypatch) -> None:
+def test_a_file_of_root_is_read_by_others_where_that_is_asked_for(folder, monkeypatch):
     (folder / "file").write_bytes(b"by root")
     monkeypatch.setattr(os, "geteuid", lambda: OTHER)
     assert files.read(folder / "file", 7, root=True) == b"by root"
@@ -63,19 +63,19 @@ def test_a_file_of_root_is_read_by_others_where_that_is_asked_for(folder: Path, 
         files.read(folder / "file", 7)
 
 
-def test_a_file_without_an_end_is_not_read(folder: Path) -> None:
+def test_a_file_without_an_end_is_not_read(folder):
     (folder / "file").write_bytes(b"12345678")
     assert files.read(folder / "file", 8) == b"12345678"
     with pytest.raises(OSError, match="it has more than 7 bytes"):
         files.read(folder / "file", 7)
 
 
-def test_a_new_file_is_the_users_alone(folder: Path) -> None:
+def test_a_new_file_is_the_users_alone(folder):
     files.opened(folder / "file", "ab").close()
     assert stat.S_IMODE((folder / "file").stat().st_mode) == 0o600
 
 
-def test_a_file_is_replaced_whole_and_no_link_is_followed(folder: Path) -> None:
+def test_a_file_is_replaced_whole_and_no_link_is_followed(folder):
     file, target = folder / "file", folder / "target"
     _link(file)
     for name in ("file.part", f"file.{os.getpid()}.part"):  # names that could be guessed
@@ -85,7 +85,7 @@ def test_a_file_is_replaced_whole_and_no_link_is_followed(folder: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) & 0o022 == 0
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(folder: Path, monkeypatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(folder, monkeypatch):
     file = folder / "file"
     file.write_bytes(b"old")
 
@@ -98,13 +98,13 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(folder: Path, m
     assert file.read_bytes() == b"old" and list(folder.iterdir()) == [file]
 
 
-def test_a_device_is_not_replaced_by_a_file() -> None:
+def test_a_device_is_not_replaced_by_a_file():
     with pytest.raises(OSError, match="device"):
         files.replace("/dev/null", b"")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_a_lock_is_waited_for_no_longer_than_was_asked(folder: Path) -> None:
+def test_a_lock_is_waited_for_no_longer_than_was_asked(folder):
     with files.locked(folder / "lock", 1.0):
         with pytest.raises(TimeoutError, match="another process has held it for 0.1 s"):
             with files.locked(folder / "lock", 0.1):
@@ -114,7 +114,7 @@ def test_a_lock_is_waited_for_no_longer_than_was_asked(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o770, 0o757])
-def test_a_directory_in_which_others_replace_files_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_directory_in_which_others_replace_files_is_refused(tmp_path, mode):
     tmp_path.chmod(mode)
     with pytest.raises(PermissionError, match=rf"can change what is in it \(uid \d+, mode {mode:o}\)"):
         files.check_directory(tmp_path)
@@ -122,7 +122,7 @@ def test_a_directory_in_which_others_replace_files_is_refused(tmp_path: Path, mo
     files.check_directory(tmp_path)
 
 
-def test_a_link_to_a_directory_is_followed_and_what_is_no_directory_is_named(tmp_path: Path) -> None:
+def test_a_link_to_a_directory_is_followed_and_what_is_no_directory_is_named(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     files.check_directory(tmp_path / "link")
@@ -132,7 +132,7 @@ def test_a_link_to_a_directory_is_followed_and_what_is_no_directory_is_named(tmp
 
 
 @as_root
-def test_a_directory_or_a_link_of_another_user_is_refused(folder: Path) -> None:
+def test_a_directory_or_a_link_of_another_user_is_refused(folder):
     (folder / "theirs").mkdir(mode=0o755)
     os.chown(folder / "theirs", OTHER, OTHER)
     (folder / "link").symlink_to("/etc")
@@ -142,6 +142,6 @@ def test_a_directory_or_a_link_of_another_user_is_refused(folder: Path) -> None:
             files.check_directory(folder / name)
 
 
-def test_a_directory_is_made_for_the_user_alone(tmp_path: Path) -> None:
+def test_a_directory_is_made_for_the_user_alone(tmp_path):
     files.make_directory(tmp_path / "a" / "b")
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700

@@ -63,7 +63,7 @@ def touch(driver: FakeDriver, address: int, value: int) -> None:
     driver.release_context(0)
 
 
-def test_one_registration_that_close_gives_back(world: FakeCuda) -> None:
+def test_one_registration_that_close_gives_back(world):
     driver, memory = ready(world), Segment.create("tricomm-test", 4096)
     words = words_of(memory)
     address = words.on_device(driver, 0)
@@ -82,7 +82,7 @@ def test_one_registration_that_close_gives_back(world: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("name", ["cuMemHostRegister", "cuMemHostGetDevicePointer", "cuDevicePrimaryCtxRetain"])
-def test_a_page_that_is_refused_is_not_held(name: str, world: FakeCuda) -> None:
+def test_a_page_that_is_refused_is_not_held(name, world):
     driver, memory = ready(world), Segment.create("tricomm-test", 4096)
     driver.fail_at(name)
     words = words_of(memory)
@@ -102,7 +102,7 @@ def forgotten(driver: FakeDriver) -> tuple[int, int]:
     return memory.address, device
 
 
-def test_memory_that_is_registered_stays_whatever_becomes_of_its_owner(world: FakeCuda) -> None:
+def test_memory_that_is_registered_stays_whatever_becomes_of_its_owner(world):
     driver = ready(world)
     address, device = forgotten(driver)
     gc.collect()
@@ -111,7 +111,7 @@ def test_memory_that_is_registered_stays_whatever_becomes_of_its_owner(world: Fa
     assert world.complaints == []
 
 
-def test_without_that_a_kernel_would_write_where_nothing_is(world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_that_a_kernel_would_write_where_nothing_is(world, monkeypatch):
     class Nobody(set[Any]):
         def add(self, _: Any) -> None:
             pass
@@ -124,7 +124,7 @@ def test_without_that_a_kernel_would_write_where_nothing_is(world: FakeCuda, mon
         touch(driver, device, 1)
 
 
-def test_a_page_that_cuda_does_not_give_back_stays(world: FakeCuda, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_cuda_does_not_give_back_stays(world, caplog):
     driver, memory = ready(world), Segment.create("tricomm-test", 4096)
     words = words_of(memory)
     words.on_device(driver, 0)
@@ -135,7 +135,7 @@ def test_a_page_that_cuda_does_not_give_back_stays(world: FakeCuda, caplog: pyte
     assert identity(memory.address) is not None
 
 
-def test_a_forked_child_forgets_and_calls_nothing(world: FakeCuda) -> None:
+def test_a_forked_child_forgets_and_calls_nothing(world):
     driver, memory = ready(world), Segment.create("tricomm-test", 4096)
     words = words_of(memory)
     words.on_device(driver, 0)
@@ -196,7 +196,7 @@ def job(world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Job:
     return Job(world, monkeypatch)
 
 
-def test_a_group_leaves_nothing(job: Job) -> None:
+def test_a_group_leaves_nothing(job):
     comms = job.processes()
     for comm in comms:
         job.works(comm, 5)
@@ -227,17 +227,13 @@ def again_after_an_arena_was_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> 
     return False
 
 
-def test_a_group_after_one_whose_arena_was_kept_has_a_page_of_its_own(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_after_one_whose_arena_was_kept_has_a_page_of_its_own(job, monkeypatch):
     assert again_after_an_arena_was_kept(job, monkeypatch), "no address came twice, so nothing was tried here"
     assert job.world.complaints == []
     assert not [text for driver in job.drivers for text in driver.process.holds() if "pinned" in text]
 
 
-def test_without_giving_the_page_back_the_next_group_meets_the_old_one(
-    job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_giving_the_page_back_the_next_group_meets_the_old_one(job, monkeypatch):
     def forget(self: HostWords) -> None:
         self._memory = self._registration = None
         host_words._registered.clear()
@@ -247,7 +243,7 @@ def test_without_giving_the_page_back_the_next_group_meets_the_old_one(
         again_after_an_arena_was_kept(job, monkeypatch)
 
 
-def test_ranks_of_one_process_give_their_pages_back_one_by_one(job: Job) -> None:
+def test_ranks_of_one_process_give_their_pages_back_one_by_one(job):
     for value in range(1, 4):
         one, two = job.local()
         job.works(one, value)
@@ -266,9 +262,7 @@ def test_ranks_of_one_process_give_their_pages_back_one_by_one(job: Job) -> None
         job.world.verify()
 
 
-def test_what_a_kernel_that_does_not_leave_works_on_stays(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_kernel_that_does_not_leave_works_on_stays(job, monkeypatch, caplog):
     comms = job.processes()
     monkeypatch.setattr(Launcher, "drained", lambda self: False)
     for driver in job.drivers:
@@ -286,7 +280,7 @@ def test_what_a_kernel_that_does_not_leave_works_on_stays(
     assert job.world.complaints == []
 
 
-def test_a_set_up_that_fails_gives_the_page_back(job: Job) -> None:
+def test_a_set_up_that_fails_gives_the_page_back(job):
     job.drivers[1].fail_at("cuMemAlloc")
 
     def refused(rank: int) -> str:

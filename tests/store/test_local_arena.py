@@ -24,7 +24,7 @@ def pages(number: int) -> list[HostWords]:
     return [HostWords(page, host_page_address(page)) for page in memory]
 
 
-def test_all_ranks_see_the_same_zeroed_blocks() -> None:
+def test_all_ranks_see_the_same_zeroed_blocks():
     arenas = LocalGroup(3, CPU, pages(3)).open(10_000)
     assert len({arena.bases for arena in arenas}) == 1
     for rank, arena in enumerate(arenas):
@@ -40,7 +40,7 @@ def test_all_ranks_see_the_same_zeroed_blocks() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_has_views(dtype: torch.dtype) -> None:
+def test_every_dtype_has_views(dtype):
     (arena,) = LocalGroup(1, CPU, pages(1)).open(4096)
     view = arena.tensor(0, 16, (2, 3), dtype)
     assert (view.dtype, view.shape, view.data_ptr()) == (dtype, (2, 3), arena.bases[0] + 16)
@@ -52,7 +52,7 @@ def test_every_dtype_has_views(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0, 3), ()])
-def test_odd_shapes(shape: tuple[int, ...]) -> None:
+def test_odd_shapes(shape):
     (arena,) = LocalGroup(1, CPU, pages(1)).open(64)
     assert arena.tensor(0, 64 if 0 in shape else 60, shape, torch.int32).shape == shape
     assert raw_view(arena.bases[0], shape, torch.int32, CPU).shape == shape
@@ -62,13 +62,13 @@ def test_odd_shapes(shape: tuple[int, ...]) -> None:
     "rank, offset, shape",
     [(2, 0, (1,)), (-1, 0, (1,)), (0, -4, (1,)), (0, 64, (1,)), (0, 60, (2,)), (0, 2, (1,)), (0, 0, (-1,))],
 )
-def test_views_stay_inside(rank: int, offset: int, shape: tuple[int, ...]) -> None:
+def test_views_stay_inside(rank, offset, shape):
     arenas = LocalGroup(2, CPU, pages(2)).open(64)
     with pytest.raises(InvalidArgument):
         arenas[0].tensor(rank, offset, shape, torch.float32)
 
 
-def test_each_rank_gets_its_own_control_page() -> None:
+def test_each_rank_gets_its_own_control_page():
     words = pages(2)
     arenas = LocalGroup(2, CPU, words).open(64)
     assert [arena.control_address for arena in arenas] == [page.address for page in words]
@@ -76,7 +76,7 @@ def test_each_rank_gets_its_own_control_page() -> None:
         ctypes.memset(arena.control_address, 1, 4096)
 
 
-def test_one_rank_may_close_before_the_others_are_done() -> None:
+def test_one_rank_may_close_before_the_others_are_done():
     arenas = LocalGroup(2, CPU, pages(2)).open(64)
     view = arenas[1].tensor(0, 0, (16,), torch.float32)
     arenas[0].close()
@@ -90,12 +90,12 @@ def test_one_rank_may_close_before_the_others_are_done() -> None:
 
 
 @pytest.mark.parametrize("world_size, nbytes, device", [(0, 64, "cpu"), (1, 0, "cpu"), (1, -1, "cpu"), (1, 64, "meta")])
-def test_bad_arguments(world_size: int, nbytes: int, device: str) -> None:
+def test_bad_arguments(world_size, nbytes, device):
     with pytest.raises(InvalidArgument):
         LocalGroup(world_size, torch.device(device), pages(world_size)).open(nbytes)
 
 
-def test_memory_that_does_not_exist_is_refused() -> None:
+def test_memory_that_does_not_exist_is_refused():
     with pytest.raises(ResourceError, match="smaller arena"):
         LocalGroup(4, CPU, pages(4)).open(1 << 46)
 
@@ -105,7 +105,7 @@ def fake_gpu() -> tuple[FakeCuda, FakeDriver]:
     return world, world.process()
 
 
-def test_gpu_blocks_live_until_the_last_rank_closes() -> None:
+def test_gpu_blocks_live_until_the_last_rank_closes():
     world, driver = fake_gpu()
     words = pages(2)
     group = LocalGroup(2, GPU, words, driver)
@@ -133,7 +133,7 @@ def calls_of_open() -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("name, nth", sorted(calls_of_open()))
-def test_any_failing_call_leaves_nothing(name: str, nth: int) -> None:
+def test_any_failing_call_leaves_nothing(name, nth):
     world, driver = fake_gpu()
     driver.fail_at(name, nth)
     words = pages(2)
@@ -148,7 +148,7 @@ def test_any_failing_call_leaves_nothing(name: str, nth: int) -> None:
     world.verify()
 
 
-def test_a_failing_close_frees_what_it_can() -> None:
+def test_a_failing_close_frees_what_it_can():
     world, driver = fake_gpu()
     words = pages(2)
     arenas = LocalGroup(2, GPU, words, driver).open(4096)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,18 +26,37 @@ class Job:
         self.world, self.size, self.how = world, len(visible), how
         self.group = FakeGroup(self.size)
         self.drivers: list[FakeDriver] = [world.process(gpus) for gpus in visible]
+        self.opened: list[list[CudaArena]] = []
 
     def open(self, rank: int, nbytes: int = NBYTES, device: str = "cuda:0", reach: Any = None) -> CudaArena:
         control, driver = self.group.controls[rank], self.drivers[rank]
         return self.how(control, nbytes, torch.device(device), 10.0, driver, reach)
 
-    def open_all(self) -> list[CudaArena]:
-        arenas = in_threads(self.size, self.open)
+    def open_all(self, open_one: Callable[[int], Any] | None = None) -> list[CudaArena]:
+        arenas = in_threads(self.size, open_one or self.open)
         assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
+        self.opened.append(arenas)
         return arenas
 
     def close_all(self, arenas: list[CudaArena]) -> list[Any]:
         return in_threads(self.size, lambda rank: arenas[rank].close())
+
+    def kill(self, rank: int) -> None:
+        """End the rank's process."""
+        self.drivers[rank].kill()
+        self.group.kill(rank)
+
+    def close_opened(self) -> None:
+        """Close on all ranks that live whatever is open."""
+        living = [rank for rank, driver in enumerate(self.drivers) if driver.process.alive]
+        for arenas in reversed(self.opened):
+            closed = in_threads(self.size, lambda rank: arenas[rank].close() if rank in living else None)  # noqa: B023
+            assert closed == [None] * self.size
+
+    def end(self) -> None:
+        """Close what is open; nothing is left."""
+        self.close_opened()
+        self.verify()
 
     def verify(self) -> None:
         """Nothing is left once the control pages have gone, too."""
@@ -53,6 +74,16 @@ def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
         assert type(outcome) is kind, outcome
         for word in words:
             assert word in str(outcome), outcome
+
+
+def calls_of(job: Job, act: Callable[[], Any] | None = None) -> list[tuple[int, str, int]]:
+    """(rank, call, how many of them) that `act` (default: a set-up) makes, where all goes well; closes what is open."""
+    before = [Counter(driver.calls) for driver in job.drivers]
+    (act or job.open_all)()
+    counts = [Counter(driver.calls) - old for driver, old in zip(job.drivers, before, strict=True)]
+    job.close_opened()
+    made = [(rank, name, n) for rank, by_name in enumerate(counts) for name, n in by_name.items()]
+    return [(rank, name, nth) for rank, name, n in made for nth in range(1, n + 1)]
 
 
 def fails_on_all(job: Job, rank: int, name: str, nth: int) -> None:

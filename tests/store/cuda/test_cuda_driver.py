@@ -60,7 +60,7 @@ ON_A_DEVICE = {
 
 @pytest.mark.skipif(not no_libcuda(), reason="has NVIDIA's driver")
 @pytest.mark.parametrize("name", sorted(CALLS.keys() | ON_A_DEVICE.keys()))
-def test_real_bindings_take_the_arguments_and_miss_only_the_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_real_bindings_take_the_arguments_and_miss_only_the_library(name, monkeypatch):
     pytest.importorskip("cuda.bindings.driver")
     driver = load_driver()
     if name in ON_A_DEVICE:
@@ -69,7 +69,7 @@ def test_real_bindings_take_the_arguments_and_miss_only_the_library(name: str, m
         {**CALLS, **ON_A_DEVICE}[name](driver)
 
 
-def test_real_handle_carries_64_bytes() -> None:
+def test_real_handle_carries_64_bytes():
     bindings = pytest.importorskip("cuda.bindings.driver")
     handle = bindings.CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), bytes(range(64)), 64)
@@ -79,7 +79,7 @@ def test_real_handle_carries_64_bytes() -> None:
     assert len(bytes(bindings.CUuuid().bytes)) == 16
 
 
-def test_missing_bindings_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_bindings_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     load_driver.cache_clear()
     try:
@@ -89,13 +89,13 @@ def test_missing_bindings_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> Non
         load_driver.cache_clear()
 
 
-def test_older_bindings_name_mig_instances_by_the_second_form() -> None:
+def test_older_bindings_name_mig_instances_by_the_second_form():
     driver = ready()
     driver.process.cuDeviceGetUuid_v2 = lambda device: (0, type("U", (), {"bytes": b"2" * 16})())  # type: ignore
     assert driver.device_uuid(0) == b"2" * 16
 
 
-def test_facts_of_a_device() -> None:
+def test_facts_of_a_device():
     driver = FakeCuda(2).process([1, 0])
     driver.init()
     assert driver.device_count() == 2
@@ -104,7 +104,7 @@ def test_facts_of_a_device() -> None:
     assert driver.device_uuid(0) == ready(FakeCuda(2)).device_uuid(1) != driver.device_uuid(1)
 
 
-def test_a_page_that_cannot_be_mapped_is_not_left_pinned() -> None:
+def test_a_page_that_cannot_be_mapped_is_not_left_pinned():
     driver, page = ready(), mmap.mmap(-1, 4096)
     address = ctypes.addressof(ctypes.c_char.from_buffer(page))
     driver.fail_at("cuMemHostGetDevicePointer")
@@ -331,7 +331,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_the_fake_complains(wrong: Callable[[FakeCuda], None]) -> None:
+def test_the_fake_complains(wrong):
     world = FakeCuda(2)
     with pytest.raises(CudaRuleBroken):
         wrong(world)
@@ -339,7 +339,7 @@ def test_the_fake_complains(wrong: Callable[[FakeCuda], None]) -> None:
         world.verify()
 
 
-def test_the_fake_finds_every_kind_of_leak() -> None:
+def test_the_fake_finds_every_kind_of_leak():
     world = FakeCuda()
     owner, _, handle = exported(world)
     peer, context = importer(world)
@@ -354,7 +354,7 @@ def test_the_fake_finds_every_kind_of_leak() -> None:
         world.verify()
 
 
-def test_pinned_memory_is_the_hosts_own_and_pinned_once() -> None:
+def test_pinned_memory_is_the_hosts_own_and_pinned_once():
     driver = ready()
     memory, address = pinned(driver)
     with driver.current(CONTEXT):
@@ -367,14 +367,14 @@ def test_pinned_memory_is_the_hosts_own_and_pinned_once() -> None:
     driver.process.world.verify()
 
 
-def test_pinned_memory_that_went_is_found_although_nobody_touches_it() -> None:
+def test_pinned_memory_that_went_is_found_although_nobody_touches_it():
     driver = ready()
     memory, _ = pinned(driver)
     memory.close()
     assert "(gone)" in driver.process.holds()[0]
 
 
-def test_calls_without_a_context_are_refused() -> None:
+def test_calls_without_a_context_are_refused():
     driver = ready()
     with pytest.raises(ResourceError, match="cuMemAlloc: CUDA_ERROR_INVALID_CONTEXT: CUDA's own words"):
         driver.mem_alloc(8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections import Counter
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda
-from tests.store.cuda.jobs import GRANULE, NBYTES, Job, refused
+from tests.store.cuda.jobs import GRANULE, NBYTES, Job, calls_of, refused
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
@@ -38,9 +38,18 @@ def open_all(job: Job, nbytes: int = NBYTES) -> list[CudaArena]:
         arena.look_for_switch(Deadline(10.0))
         return arena
 
-    arenas = in_threads(job.size, one)
-    assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
-    return arenas
+    return job.open_all(one)
+
+
+@pytest.fixture
+def job(verified):
+    return verified(three_gpus())
+
+
+@pytest.fixture
+def arenas(job):
+    """With the switch."""
+    return open_all(job)
 
 
 def words(job: Job, arenas: list[CudaArena], at: int) -> list[int]:
@@ -62,21 +71,16 @@ def store(job: Job, arenas: list[CudaArena], rank: int, at: int, value: int) -> 
         driver.unload_module(module)
 
 
-def test_a_store_reaches_every_block_and_nothing_is_left() -> None:
-    job = three_gpus()
-    arenas = open_all(job)
+def test_a_store_reaches_every_block_and_nothing_is_left(job, arenas):
     assert all(arena.multicast and not arena.no_multicast for arena in arenas)
     for rank, arena in enumerate(arenas):
         with arena._site.current():
             assert not any(job.drivers[rank].read(arena.bases[rank], GRANULE)), "no word of the probe"
     store(job, arenas, 1, 64, 77)
     assert words(job, arenas, 64) == [77] * SIZE
-    assert job.close_all(arenas) == [None] * SIZE
-    job.verify()
 
 
-def test_memory_of_handles_has_addresses_of_its_own_and_one_that_is_refused_harms_no_other() -> None:
-    job = three_gpus()
+def test_memory_of_handles_has_addresses_of_its_own_and_one_that_is_refused_harms_no_other(job):
     for driver in job.drivers:
         driver.process.switch.granule = 2 * GRANULE  # more than memory has
     arenas, handles = open_all(job, 2 * GRANULE), open_all(job, 4 * GRANULE)
@@ -94,27 +98,18 @@ def test_memory_of_handles_has_addresses_of_its_own_and_one_that_is_refused_harm
     assert words(job, arenas, 64) == [9] * SIZE
     for each in (handles, refused, odd, arenas):
         assert job.close_all(each) == [None] * SIZE
-    job.verify()
 
 
-def calls() -> list[tuple[int, str, int]]:
-    """(rank, call, how many of them) of looking for a switch that is there."""
-    job = three_gpus()
-    arenas = in_threads(SIZE, job.open)
-    before = [Counter(driver.calls) for driver in job.drivers]
-    in_threads(SIZE, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
-    after = [Counter(driver.calls) - before[rank] for rank, driver in enumerate(job.drivers)]
-    job.close_all(arenas)
-    return [(rank, name, nth) for rank in range(SIZE) for name, n in after[rank].items() for nth in range(1, n + 1)]
+def look(arenas: list[CudaArena]) -> list[Any]:
+    return in_threads(SIZE, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
 
 
-CALLS = calls()
+CALLS = calls_of(made := three_gpus(), partial(look, made.open_all()))
 
 
 @pytest.mark.parametrize("rank, name, nth", some(CALLS, 4))
-def test_any_failing_call_leaves_all_ranks_without_it_and_the_arena_whole(rank: int, name: str, nth: int) -> None:
-    job = three_gpus()
-    arenas = in_threads(SIZE, job.open)
+def test_any_failing_call_leaves_all_ranks_without_it_and_the_arena_whole(job, rank, name, nth):
+    arenas = job.open_all()
     job.drivers[rank].fail_at(name, nth)
     assert in_threads(SIZE, lambda each: arenas[each].look_for_switch(Deadline(10.0))) == [None] * SIZE
     assert {arena.multicast for arena in arenas} == {0} and len({arena.no_multicast for arena in arenas}) == 1
@@ -124,11 +119,9 @@ def test_any_failing_call_leaves_all_ranks_without_it_and_the_arena_whole(rank: 
     job.drivers[rank].process.failures.clear()
     in_threads(SIZE, lambda each: arenas[each].look_for_switch(Deadline(10.0)))  # everything was undone: it goes now
     assert all(arena.multicast for arena in arenas), arenas[0].no_multicast
-    job.close_all(arenas)
-    job.verify()
 
 
-def test_every_kind_of_call_has_been_made_to_fail() -> None:
+def test_every_kind_of_call_has_been_made_to_fail():
     names = {name for _, name, _ in CALLS}
     print(f"\n{len(CALLS)} calls of {len(names)} kinds were made to fail: all ranks have a multicast address or none")
     assert names >= {
@@ -151,33 +144,27 @@ def without(change: Any, *told: str) -> None:
     job.verify()
 
 
-def test_a_switch_that_is_not_there_or_does_not_work() -> None:
+def test_a_switch_that_is_not_there_or_does_not_work(verified):
     without(lambda switch: setattr(switch, "supported", False), "CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU")
     without(lambda switch: setattr(switch, "granule", 4 * GRANULE), "no multiple of the multicast granularity")
     without(lambda switch: setattr(switch, "adds_wrong", True), "the switch added 3 words", "and gave")
-    job = three_gpus()
+    job = verified(three_gpus())
     job.drivers[1].process.switch.loses_stores = True
     arenas = open_all(job)
     assert "what rank(s) [1] stored to the multicast address did not arrive" in arenas[0].no_multicast
-    job.close_all(arenas)
-    job.verify()
 
 
-def test_a_fault_of_the_probe_costs_the_group_and_is_named() -> None:
-    job = three_gpus()
+def test_a_fault_of_the_probe_costs_the_group_and_is_named(job):
     job.drivers[1].process.switch.faults = True
-    arenas = in_threads(SIZE, job.open)
+    arenas = job.open_all()
     outcomes = in_threads(SIZE, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
     refused(outcomes, GroupAborted, "rank 1", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "restart", "TRICOMM_MULTICAST=0")
-    job.drivers[1].kill()
-    job.group.kill(1)
+    job.kill(1)
     for arena in (arenas[0], arenas[2]):
         arena.close()
-    job.verify()
 
 
-def test_a_process_probes_its_switch_once_and_each_gpu_is_probed() -> None:
-    job = three_gpus()
+def test_a_process_probes_its_switch_once_and_each_gpu_is_probed(job):
     first, second = open_all(job), open_all(job)
     launched = [driver.calls.count("cuLaunchKernel") for driver in job.drivers]
     assert launched == [2] * SIZE and all(arena.multicast for arena in second)
@@ -188,11 +175,10 @@ def test_a_process_probes_its_switch_once_and_each_gpu_is_probed() -> None:
     assert words(job, second, 64) == [77] * SIZE and words(job, first, 64) == [0] * SIZE
     for each in (third, second, first):
         assert job.close_all(each) == [None] * SIZE
-    job.verify()
 
 
 @pytest.mark.parametrize("name", ["GetGranularity", "Create", "AddDevice", "BindMem"])
-def test_a_function_that_one_ranks_driver_does_not_have_leaves_all_ranks_without_it(name: str) -> None:
+def test_a_function_that_one_ranks_driver_does_not_have_leaves_all_ranks_without_it(name):
     job, rank = three_gpus(), 0 if name == "Create" else 1
     job.drivers[rank].process.missing = {f"cuMulticast{name}"}
     arenas = open_all(job)
@@ -203,7 +189,7 @@ def test_a_function_that_one_ranks_driver_does_not_have_leaves_all_ranks_without
     job.verify()
 
 
-def test_ranks_that_share_a_gpu_and_ranks_that_must_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_a_gpu_and_ranks_that_must_not(monkeypatch):
     job = Job(FakeCuda(1), [[0], [0]])
     arenas = open_all(job)
     assert "cuMulticastAddDevice" in arenas[0].no_multicast and arenas[1].multicast == 0
@@ -217,19 +203,13 @@ def test_ranks_that_share_a_gpu_and_ranks_that_must_not(monkeypatch: pytest.Monk
     job.verify()
 
 
-def test_a_rank_that_dies_leaves_nothing_bound() -> None:
-    job = three_gpus()
-    arenas = open_all(job)
-    job.drivers[2].kill()
-    job.group.kill(2)
+def test_a_rank_that_dies_leaves_nothing_bound(job, arenas):
+    job.kill(2)
     for arena in arenas[:2]:
         arena.close()
-    job.verify()
 
 
-def test_suspended_memory_is_unbound_and_bound_again_at_the_same_address() -> None:
-    job = three_gpus()
-    arenas = open_all(job)
+def test_suspended_memory_is_unbound_and_bound_again_at_the_same_address(job, arenas):
     before = [arena.multicast for arena in arenas]
     assert in_threads(SIZE, lambda rank: arenas[rank].suspend()) == [None] * SIZE
     assert all(not job.world.used(gpu) for gpu in range(SIZE))
@@ -242,11 +222,9 @@ def test_suspended_memory_is_unbound_and_bound_again_at_the_same_address() -> No
     outcomes = in_threads(SIZE, lambda rank: arenas[rank].resume(job.group.controls[rank], 10.0))
     assert all(isinstance(each, ResourceError | TricommError) for each in outcomes), outcomes
     assert "cuMulticastBindMem" in str(outcomes[0]) and all(not job.world.used(gpu) for gpu in range(SIZE))
-    job.close_all(arenas)
-    job.verify()
 
 
-def test_the_probe_does_what_the_fake_takes_it_for() -> None:
+def test_the_probe_does_what_the_fake_takes_it_for():
     members, out, memory = [np.zeros(16, "u4") for _ in range(SIZE)], np.zeros(4, "u4"), GlobalMemory()
     for array in (*members, out):
         memory.add(array.ctypes.data, array.nbytes, "memory")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.cuda.jobs import Job, fails_on_all, refused, two_gpus, works
+from tests.store.cuda.jobs import Job, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
@@ -28,26 +27,27 @@ def three_gpus(how: Any = by_fabric) -> Job:
     return Job(FakeCuda(3), [[0, 1, 2], [2, 0, 1], [1, 2, 0]], how)
 
 
+@pytest.fixture
+def job(verified):
+    return verified(three_gpus())
+
+
 def by_rank(monkeypatch: pytest.MonkeyPatch, *wishes: str) -> None:
     """What each rank reads in its environment: the ranks are threads here."""
     monkeypatch.setattr(env, "gpu_memory", lambda: wishes[int(threading.current_thread().name.split()[1])])
 
 
-def test_blocks_and_the_switch_without_any_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_the_switch_without_any_socket(verified, monkeypatch):
     monkeypatch.setattr(descriptors.DescriptorSocket, "bind", lambda socket: pytest.fail("a socket was made"))
-    job = three_gpus()
+    job = verified(three_gpus())
     arenas = job.open_all()
     works(job, arenas)
     in_threads(3, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
     assert all(arena.multicast and not arena.no_multicast for arena in arenas)
     assert not job.world.exported, "a descriptor was made"
-    job.close_all(arenas)
-    job.verify()
 
 
-def test_memory_comes_again_at_the_same_addresses() -> None:
-    job = three_gpus()
-    arenas = job.open_all()
+def test_memory_comes_again_at_the_same_addresses(job, arenas):
     in_threads(3, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
     before = [(arena.bases, arena.multicast) for arena in arenas]
     tokens = set(job.world.by_fabric)
@@ -57,47 +57,16 @@ def test_memory_comes_again_at_the_same_addresses() -> None:
     assert [(arena.bases, arena.multicast) for arena in arenas] == before
     assert len(set(job.world.by_fabric) - tokens) == len(tokens) == 4, "three blocks and the object"
     works(job, arenas)
-    job.close_all(arenas)
-    job.verify()
-
-
-def calls() -> list[tuple[int, str, int]]:
-    """(rank, call, how many of them) of a set-up that goes well."""
-    job = two_gpus(by_fabric)
-    arenas = job.open_all()
-    counts = [Counter(driver.calls) for driver in job.drivers]
-    job.close_all(arenas)
-    return [
-        (rank, name, nth)
-        for rank in range(2)
-        for name in ("cuMemCreate", "cuMemExportToShareableHandle", "cuMemImportFromShareableHandle", "cuMemMap")
-        for nth in range(1, counts[rank][name] + 1)
-    ]
-
-
-CALLS = calls()
-
-
-@pytest.mark.parametrize("rank, name, nth", CALLS)
-def test_a_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
-    fails_on_all(two_gpus(by_fabric), rank, name, nth)
-
-
-def test_the_calls_that_differ_have_been_made_to_fail() -> None:
-    assert Counter(name for _, name, _ in CALLS) == {
-        "cuMemCreate": 2, "cuMemExportToShareableHandle": 2, "cuMemImportFromShareableHandle": 2, "cuMemMap": 4,
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize("token", some([bytes(64), b"\xff" * 64, b"of another job".ljust(64)], lambda n, _: n == 0))
-def test_a_handle_of_something_else_is_refused_by_all(monkeypatch: pytest.MonkeyPatch, token: bytes) -> None:
+def test_a_handle_of_something_else_is_refused_by_all(verified, monkeypatch, token):
     monkeypatch.setattr(FakeDriver, "export_fabric", lambda driver, handle: token)
-    job = two_gpus(by_fabric)
+    job = verified(two_gpus(by_fabric))
     refused(in_threads(2, job.open), ResourceError, "cuMemImportFromShareableHandle", "CUDA_ERROR_INVALID_VALUE")
-    job.verify()
 
 
-def test_a_handle_keeps_no_memory_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handle_keeps_no_memory_alive(monkeypatch):
     """So no rank may let its block go before all have imported it: the stage that maps is joint."""
     job = two_gpus(by_fabric)
     driver = job.drivers[0]
@@ -112,19 +81,17 @@ def test_a_handle_keeps_no_memory_alive(monkeypatch: pytest.MonkeyPatch) -> None
     refused(in_threads(2, job.open), ResourceError, "rank 1", "rank 0's memory cannot be mapped")
 
 
-def test_all_that_ask_for_them_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_that_ask_for_them_get_them(verified, monkeypatch):
     by_rank(monkeypatch, "fabric", "fabric")
-    job = two_gpus(open_cuda)
+    job = verified(two_gpus(open_cuda))
     arenas = job.open_all()
     assert {(arena.kind, arena.reason) for arena in arenas} == {
         ("cuda_vmm", "fabric handles, because TRICOMM_CUDA_VMM=fabric")
     }
-    job.close_all(arenas)
-    job.verify()
 
 
-def test_what_some_do_not_ask_for_or_have_is_decided_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = two_gpus(open_cuda)
+def test_what_some_do_not_ask_for_or_have_is_decided_together(verified, monkeypatch):
+    job = verified(two_gpus(open_cuda))
 
     def opened(kind: str, *words: str) -> None:
         arenas = job.open_all()
@@ -141,23 +108,21 @@ def test_what_some_do_not_ask_for_or_have_is_decided_together(monkeypatch: pytes
     opened("cuda_vmm", "descriptors, because cuda_vmm: ", "rank 1: cuMemCreate: CUDA_ERROR_NOT_PERMITTED", "IMEX")
     job.drivers[1].process.vmm.supported = False
     opened("cuda_ipc", "legacy CUDA IPC, because cuda_vmm: ", "; and before that cuda_vmm: ")
-    job.verify()
 
 
-def test_a_value_that_is_no_kind_of_memory_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_value_that_is_no_kind_of_memory_is_named_on_all_ranks(verified, monkeypatch):
     usual = env.gpu_memory
     monkeypatch.setenv("TRICOMM_CUDA_VMM", "fabrik")
     names = {"rank 0": lambda: "descriptor", "rank 1": usual}
     monkeypatch.setattr(env, "gpu_memory", lambda: names[threading.current_thread().name]())
-    job = two_gpus(open_cuda)
+    job = verified(two_gpus(open_cuda))
     refused(in_threads(2, job.open), InvalidArgument, "TRICOMM_CUDA_VMM", "'fabrik'", "fabric")
-    job.verify()
 
 
 @pytest.mark.parametrize(
     "value, kind", [(None, "descriptor"), ("1", "descriptor"), ("0", "ipc"), (" Fabric ", "fabric")]
 )
-def test_the_variable(monkeypatch: pytest.MonkeyPatch, value: str | None, kind: str) -> None:
+def test_the_variable(monkeypatch, value, kind):
     monkeypatch.delenv("TRICOMM_CUDA_VMM", raising=False)
     if value is not None:
         monkeypatch.setenv("TRICOMM_CUDA_VMM", value)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import replace
-from typing import Any
-
 import pytest
 import torch
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.cuda.jobs import GRANULE, Job, refused
+from tests.store.cuda.jobs import GRANULE, Job, calls_of, refused
 from tests.store.store_ranks import in_threads
 from tricomm.errors import RendezvousError, ResourceError
 from tricomm.store.arenas.cuda_arena import CudaArena
-from tricomm.store.arenas.registered_memory import PiecesRecord, open_registered_gpu, parse_pieces
+from tricomm.store.arenas.registered_memory import open_registered_gpu
 
 NBYTES = 96
 
@@ -51,12 +47,11 @@ class Users:
         return open_registered_gpu(control, self.addresses[rank], nbytes, torch.device("cuda:0"), 10.0, driver)  # type: ignore[arg-type]
 
     def register_all(self) -> list[CudaArena]:
-        arenas = in_threads(2, self.register)
-        assert all(isinstance(arena, CudaArena) for arena in arenas), arenas
-        return arenas
+        return self.job.open_all(self.register)
 
     def verify(self) -> None:
         """The user's own goes as it came, and nothing else was left."""
+        self.job.close_opened()
         for rank, driver in enumerate(self.job.drivers):
             with driver.current(self.contexts[rank]):
                 pieces = self._pieces.pop(0) if driver.process.vmm._ranges else []
@@ -95,7 +90,7 @@ def works(users: Users, arenas: list[CudaArena]) -> None:
         ((0, 0), (GRANULE + 512, 16), "cuda_ipc"),
     ],
 )
-def test_memory_is_reached_where_it_lies(pieces: Any, offsets: Any, kind: str) -> None:
+def test_memory_is_reached_where_it_lies(pieces, offsets, kind):
     users = Users(pieces, offsets)
     for _ in range(2):
         arenas = users.register_all()
@@ -105,7 +100,7 @@ def test_memory_is_reached_where_it_lies(pieces: Any, offsets: Any, kind: str) -
     users.verify()
 
 
-def test_what_reaches_over_several_allocations_is_mapped_side_by_side() -> None:
+def test_what_reaches_over_several_allocations_is_mapped_side_by_side():
     users = Users((2, 2), (GRANULE - 48, GRANULE - 48))
     arenas = users.register_all()
     for rank, driver in enumerate(users.job.drivers):
@@ -116,17 +111,12 @@ def test_what_reaches_over_several_allocations_is_mapped_side_by_side() -> None:
         with arenas[rank]._site.current():
             there = arenas[rank].bases[1 - rank] + 48
             assert driver.read(there - 8, 8) + driver.read(there, 8) == b"left %3drigh %3d" % (1 - rank, 1 - rank)
-    users.job.close_all(arenas)
     users.verify()
 
 
 def _calls(pieces: tuple[int, int]) -> list[tuple[int, str, int]]:
     users = Users(pieces)
-    before = [Counter(driver.calls) for driver in users.job.drivers]
-    arenas = users.register_all()
-    counts = [Counter(driver.calls) - old for driver, old in zip(users.job.drivers, before, strict=True)]
-    users.job.close_all(arenas)
-    return [(rank, name, nth) for rank in range(2) for name, n in counts[rank].items() for nth in range(1, n + 1)]
+    return calls_of(users.job, users.register_all)
 
 
 BY_DESCRIPTOR, LEGACY = _calls((1, 1)), _calls((0, 0))
@@ -137,12 +127,12 @@ GIVING_BACK = {("cuMemRelease", 1), ("cuDevicePrimaryCtxRelease", 1), ("cuDevice
 
 
 @pytest.mark.parametrize("rank, name, nth", some(BY_DESCRIPTOR, lambda number, call: call[0] == 1 and call[2] == 1))
-def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
+def test_any_failing_call_fails_all_ranks_and_leaves_nothing(rank, name, nth):
     _failing((1, 1), rank, name, nth)
 
 
 @pytest.mark.parametrize("rank, name, nth", some(LEGACY, lambda number, call: call[0] == 0 and "Ipc" in call[1]))
-def test_any_failing_call_of_legacy_ipc_fails_all_ranks_and_leaves_nothing(rank: int, name: str, nth: int) -> None:
+def test_any_failing_call_of_legacy_ipc_fails_all_ranks_and_leaves_nothing(rank, name, nth):
     _failing((0, 0), rank, name, nth)
 
 
@@ -160,7 +150,7 @@ def _failing(pieces: tuple[int, int], rank: int, name: str, nth: int) -> None:
         users.verify()
 
 
-def test_ranks_whose_memory_differs_are_told() -> None:
+def test_ranks_whose_memory_differs_are_told():
     users = Users((1, 0))
     refused(in_threads(2, users.register), ResourceError, "rank 0 by descriptor", "rank 1 by legacy CUDA IPC")
     users.verify()
@@ -172,39 +162,16 @@ def test_ranks_whose_memory_differs_are_told() -> None:
     users.verify()
 
 
-def test_more_allocations_than_a_message_takes_are_refused() -> None:
+def test_more_allocations_than_a_message_takes_are_refused():
     users = Users((9, 9), (0, 0))
     refused(in_threads(2, lambda rank: users.register(rank, 9 * GRANULE)), ResourceError, "more than 8 allocations")
     users.verify()
 
 
-def test_a_rank_that_is_killed_leaves_nothing() -> None:
+def test_a_rank_that_is_killed_leaves_nothing():
     users = Users()
     arenas = users.register_all()
     users.job.drivers[1].kill()
     users.job.group.kill(1)
     arenas[0].close()
     assert users.job.world.complaints == []
-
-
-RECORD = PiecesRecord(3, bytes(range(16)), NBYTES, 64, (GRANULE, GRANULE), bytes(range(8)))
-
-
-@pytest.mark.parametrize(
-    "record, words",
-    [
-        (b"", "0 bytes"),
-        (b"X" + RECORD.pack()[1:], "version"),
-        (replace(RECORD, rank=4).pack(), "rank 4"),
-        (replace(RECORD, nbytes=NBYTES + 1).pack(), "size"),
-        (replace(RECORD, offset=GRANULE).pack(), "do not lie"),
-        (replace(RECORD, sizes=()).pack(), "do not lie"),
-        (replace(RECORD, sizes=(0, GRANULE)).pack(), "do not lie"),
-        (replace(RECORD, sizes=(64,), offset=0).pack(), "do not lie"),
-        (replace(RECORD, sizes=(1 << 63, 1 << 63)).pack(), "do not lie"),
-    ],
-)
-def test_a_bad_record_is_refused(record: bytes, words: str) -> None:
-    assert parse_pieces(RECORD.pack(), 3, NBYTES) == RECORD
-    with pytest.raises(RendezvousError, match=words):
-        parse_pieces(record, 3, NBYTES)

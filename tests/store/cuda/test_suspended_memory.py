@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
-from tests.store.cuda.jobs import Job, refused, two_gpus, works
+from tests.store.cuda.jobs import Job, calls_of, refused, two_gpus, works
 from tests.store.store_ranks import in_threads
 from tricomm.errors import PeerDied, ResourceError
 from tricomm.store.arenas.cuda_arena import CudaArena
@@ -31,8 +31,8 @@ def used(job: Job) -> int:
 
 
 @pytest.mark.parametrize("gpus, visible", [(1, [[0]]), (1, [[0], [0]]), (3, [[0, 1, 2], [2, 0, 1], [1, 2, 0]])])
-def test_memory_goes_and_comes_back_at_the_same_addresses(gpus: int, visible: list[list[int]]) -> None:
-    job = Job(FakeCuda(gpus), visible)
+def test_memory_goes_and_comes_back_at_the_same_addresses(verified, gpus, visible):
+    job = verified(Job(FakeCuda(gpus), visible))
     arenas = job.open_all()
     bases, full = [arena.bases for arena in arenas], used(job)
     for _ in range(2):
@@ -45,55 +45,40 @@ def test_memory_goes_and_comes_back_at_the_same_addresses(gpus: int, visible: li
         assert used(job) == full and [arena.bases for arena in arenas] == bases
     works(job, arenas)
     suspend(job, arenas)
-    assert job.close_all(arenas) == [None] * job.size  # while it is suspended
-    job.verify()
 
 
 def _calls(what: Any) -> list[tuple[int, str, int]]:
-    """(rank, call, how many of them) of `what`, after a set-up."""
     job = two_gpus()
     arenas = job.open_all()
     if what is resume:
         suspend(job, arenas)
-    before = [Counter(driver.calls) for driver in job.drivers]
-    what(job, arenas)
-    counts = [Counter(driver.calls) - old for driver, old in zip(job.drivers, before, strict=True)]
-    job.close_all(arenas)
-    return [(rank, name, nth) for rank in range(2) for name, n in counts[rank].items() for nth in range(1, n + 1)]
+    return calls_of(job, partial(what, job, arenas))
 
 
 SUSPEND, RESUME = _calls(suspend), _calls(resume)
 
 
 @pytest.mark.parametrize("rank, name, nth", some(SUSPEND, lambda number, call: call[0] == 1))
-def test_any_failing_call_of_suspend_is_told_and_mended_by_resume(rank: int, name: str, nth: int) -> None:
-    job = two_gpus()
-    arenas = job.open_all()
+def test_any_failing_call_of_suspend_is_told_and_mended_by_resume(job, arenas, rank, name, nth):
     job.drivers[rank].fail_at(name, nth)
     outcomes = suspend(job, arenas)
     refused([outcomes[rank]], ResourceError, name, "CUDA_ERROR_UNKNOWN")
     assert outcomes[1 - rank] is None
     assert resume(job, arenas) == [None, None]
     works(job, arenas)
-    job.close_all(arenas)
-    job.verify()
 
 
 @pytest.mark.parametrize("rank, name, nth", some(RESUME, lambda number, call: call[0] == 1 and call[2] == 1))
-def test_any_failing_call_of_resume_fails_all_ranks_and_can_be_repeated(rank: int, name: str, nth: int) -> None:
-    job = two_gpus()
-    arenas = job.open_all()
+def test_any_failing_call_of_resume_fails_all_ranks_and_can_be_repeated(job, arenas, rank, name, nth):
     suspend(job, arenas)
     job.drivers[rank].fail_at(name, nth)
     refused(resume(job, arenas), ResourceError, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN")
     assert used(job) == 0 and all(arena.suspended for arena in arenas)
     assert resume(job, arenas) == [None, None]
     works(job, arenas)
-    job.close_all(arenas)
-    job.verify()
 
 
-def test_every_kind_of_call_has_been_made_to_fail() -> None:
+def test_every_kind_of_call_has_been_made_to_fail():
     names = {name for _, name, _ in SUSPEND}, {name for _, name, _ in RESUME}
     print(f"\n{len(SUSPEND)} calls of suspend and {len(RESUME)} of resume were made to fail, on each rank")
     assert {"cuMemUnmap", "cuMemRelease", "cuCtxSynchronize"} <= names[0]
@@ -103,8 +88,8 @@ def test_every_kind_of_call_has_been_made_to_fail() -> None:
     } <= names[1] and "cuMemAddressReserve" not in names[1]  # fmt: skip
 
 
-def test_memory_that_another_took_meanwhile_is_named_and_nothing_is_half_done() -> None:
-    job = Job(FakeCuda(2, capacity=3 << 20), [[0, 1], [1, 0]])
+def test_memory_that_another_took_meanwhile_is_named_and_nothing_is_half_done(verified):
+    job = verified(Job(FakeCuda(2, capacity=3 << 20), [[0, 1], [1, 0]]))
     arenas = job.open_all()
     suspend(job, arenas)
     with arenas[1]._site.current():
@@ -115,12 +100,10 @@ def test_memory_that_another_took_meanwhile_is_named_and_nothing_is_half_done() 
         job.drivers[1].mem_free(taken)
     assert resume(job, arenas) == [None, None]
     works(job, arenas)
-    job.close_all(arenas)
-    job.verify()
 
 
 @pytest.mark.parametrize("call", ["cuMemCreate", "cuMemImportFromShareableHandle", "cuMemcpyDtoH"])
-def test_a_rank_that_dies_in_resume_is_named_and_leaves_nothing(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_in_resume_is_named_and_leaves_nothing(call, monkeypatch):
     job = two_gpus()
     arenas = job.open_all()
     suspend(job, arenas)
@@ -154,7 +137,7 @@ def _or_dead(rank: int, action: Any) -> Any:
         return "dead"
 
 
-def test_without_waiting_for_kernels_cuda_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_waiting_for_kernels_cuda_complains(monkeypatch):
     job = two_gpus()
     arenas = job.open_all()
     monkeypatch.setattr(FakeDriver, "synchronize", lambda self: None)
@@ -163,7 +146,7 @@ def test_without_waiting_for_kernels_cuda_complains(monkeypatch: pytest.MonkeyPa
     assert any("while a kernel runs" in text for text in job.world.complaints)
 
 
-def test_without_emptying_what_was_refused_memory_comes_over_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_emptying_what_was_refused_memory_comes_over_memory(monkeypatch):
     job = two_gpus()
     arenas = job.open_all()
     job.drivers[0].fail_at("cuMemUnmap")
@@ -172,7 +155,7 @@ def test_without_emptying_what_was_refused_memory_comes_over_memory(monkeypatch:
     refused(resume(job, arenas), ResourceError, "cuMemMap", "CUDA_ERROR_INVALID_VALUE")
 
 
-def test_use_while_suspended_is_what_cuda_forbids() -> None:
+def test_use_while_suspended_is_what_cuda_forbids():
     job = two_gpus()
     arenas = job.open_all()
     suspend(job, arenas)
@@ -180,18 +163,16 @@ def test_use_while_suspended_is_what_cuda_forbids() -> None:
         job.drivers[0].read(arenas[0].bases[0], 8)
 
 
-def test_legacy_ipc_says_that_it_cannot() -> None:
-    job = two_gpus(open_cuda_ipc)
+def test_legacy_ipc_says_that_it_cannot(verified):
+    job = verified(two_gpus(open_cuda_ipc))
     arenas = job.open_all()
     for arena in arenas:
         assert "legacy CUDA IPC cannot map memory again at the same addresses" in arena.no_suspend
         assert "make a new one" in arena.no_suspend and "tricomm doctor" in arena.no_suspend
-    job.close_all(arenas)
-    job.verify()
 
 
-def test_ranks_of_one_process_on_a_gpu() -> None:
-    job = Job(FakeCuda(1), [[0], [0]])
+def test_ranks_of_one_process_on_a_gpu(verified):
+    job = verified(Job(FakeCuda(1), [[0], [0]]))
     driver = job.drivers[0]
     pages = [control.host_words for control in job.group.controls]
     arenas: list[Any] = LocalGroup(2, torch.device("cuda", 0), pages, driver).open(5000)
@@ -217,14 +198,12 @@ def test_ranks_of_one_process_on_a_gpu() -> None:
                 driver.write(base, b"x" * 5000)
         driver.release_context(0)
     job.close_all(arenas)
-    job.verify()
 
 
-def test_a_gpu_without_such_memory_serves_local_ranks_that_cannot_sleep() -> None:
-    job = Job(FakeCuda(1), [[0]])
+def test_a_gpu_without_such_memory_serves_local_ranks_that_cannot_sleep(verified):
+    job = verified(Job(FakeCuda(1), [[0]]))
     job.drivers[0].process.vmm.supported = False
     pages = [control.host_words for control in job.group.controls]
     (arena,) = LocalGroup(1, torch.device("cuda", 0), pages, job.drivers[0]).open(5000)
     assert "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is 0" in arena.no_suspend
     arena.close()
-    job.verify()
