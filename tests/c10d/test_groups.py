@@ -55,22 +55,48 @@ def test_each_device_has_its_own_backend(url):
     assert ranks.run(2, bodies.two_devices, url) == [(True, True)] * 2
 
 
+def torchrun(tmp_path, job, *options):
+    """Run the text `job` on two ranks."""
+    script = tmp_path / "job.py"
+    script.write_text(job)
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), *options]
+    env = {**os.environ, "PYTHONPATH": forked.python_path(), "OMP_NUM_THREADS": "1"}
+    return forked.script(*command, str(script), timeout=200, env=env)
+
+
+SUM = """
+import os, sys, torch, torch.distributed as dist, tricomm
+dist.init_process_group("tricomm")
+for turn in range(3):
+    x = torch.ones(2)
+    dist.all_reduce(x)
+    if turn == 1 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] in sys.argv[1:]:
+        os._exit(3)
+print(f"sum {x[0].item()}\\n", end="", flush=True)
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.exhaustive  # as an example does
 def test_torchrun(tmp_path):
-    script = tmp_path / "job.py"
-    script.write_text(
-        "import torch, torch.distributed as dist, tricomm\n"
-        "dist.init_process_group('tricomm')\n"
-        "x = torch.ones(2)\n"
-        "dist.all_reduce(x)\n"
-        'print(f"sum {x[0].item()}\\n", end="", flush=True)\n'
-        "dist.destroy_process_group()\n"
-    )
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port()]
-    env = {**os.environ, "PYTHONPATH": forked.python_path(), "OMP_NUM_THREADS": "1"}
-    done = forked.script(*command, str(script), timeout=200, env=env)
+    done = torchrun(tmp_path, SUM)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 2.0") == 2
+
+
+@pytest.mark.soak
+def test_a_job_that_torchrun_restarts_meets_again_over_the_same_store(tmp_path):
+    job = SUM.replace("sys.argv[1:]", "['0', '1']")
+    done = torchrun(tmp_path, job, "--max-restarts", "2")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 2.0") == 2  # of the third attempt alone
+    assert torchrun(tmp_path, job, "--max-restarts", "1").returncode != 0
+
+
+@pytest.mark.soak
+def test_five_hundred_new_groups_leave_nothing(url):
+    for before, after in ranks.run(2, bodies.loops, url, 500, timeout=300):
+        assert before == after
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ import torch.distributed._functional_collectives as functional
 
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, poisoned, refused, same
+from tests.core.bodies.common_bodies import leftovers
 
 
 def _sum(group=None, value=1.0):
@@ -58,6 +60,23 @@ def again(rank, world_size, tell, url):
             assert dist.get_backend() == "tricomm" and dist.group.WORLD.name() == "tricomm"
     refused(dist.destroy_process_group, "None", kind=(AssertionError, ValueError))
     return True
+
+
+def loops(rank, world_size, tell, url, count):
+    """Make, use and destroy `count` groups. Returns what a group could leave, after a few groups and after all: open
+    files, threads, segments, keys of the store."""
+    with default_group(rank, world_size, url) as world:
+        store, seen = world.get_group_store(), []
+        for turn in range(count):
+            group = dist.new_group()
+            assert _sum(group, rank + turn) == 2 * turn + 1
+            dist.destroy_process_group(group)
+            if turn in (9, count - 1):
+                gc.collect()
+                dist.barrier()
+                seen.append((len(os.listdir("/proc/self/fd")), leftovers(), store.num_keys()))
+                dist.barrier()
+        return seen
 
 
 def mesh(rank, world_size, tell, url, route):
