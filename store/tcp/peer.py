@@ -177,7 +177,7 @@ class Peer:
             message.finish(error)
 
     def _write_failed(self, error: Exception) -> None:
-        """No message is sent any more. What the peer sent before it closed the connection can still be read."""
+        """No message is sent any more. Data that the peer sent before it closed the connection can still be read."""
         self._refused = self._refused or error
         failed = [message for _, message in self._out if message is not None] + [*self._announced.values()]
         self._out.clear()

@@ -1,11 +1,11 @@
 """The entry of every call of a group: interrupts, and tensors that wrap other tensors.
 
-Ctrl-C, or an exception that a signal handler raises, may come at any line of a call. The other ranks may be waiting for
-this one at that moment. So the group is given up, and they are told. Any other error that is raised before a call is
-sent (by an allocation, by Dynamo, by a dispatch mode of the caller) leaves the group as it was.
+Ctrl-C, or an exception from a signal handler, can interrupt a call at any line, while the other ranks wait for this
+one. So the group is given up, and the other ranks are told. Any other error that is raised before a call is sent (by an
+allocation, by Dynamo, by a dispatch mode of the caller) leaves the group usable.
 
-Only a tensor subclass that wraps other tensors, as TwoTensor and AsyncCollectiveTensor do, knows what a call means for
-its inner tensors. So the tensors of such a call pass through an operator of torch's. torch's dispatcher hands them to
+Only the tensor subclass itself knows how a call applies to the tensors that it wraps (TwoTensor,
+AsyncCollectiveTensor). So such a call passes its tensors to an operator of torch, and torch's dispatcher passes them to
 the subclass. The subclass calls the operator with the inner tensors: it may wait for them first, call once for each, or
 refuse. The operator makes the group's call with these.
 """
@@ -28,7 +28,7 @@ from tricomm.c10d.work_handles import CombinedWork, FinishedWork
 from tricomm.errors import InvalidArgument, TricommError
 from tricomm.store.tcp.waits import told
 
-# Errors of a call's own, raised before anything is sent or by the call itself; the group goes on.
+# Raised before anything is sent, or by the call itself; the group stays usable.
 _REFUSALS = (TricommError, TypeError, ValueError, NotImplementedError)
 NOTHING_SENT = "tricomm_nothing_sent"  # attribute of an exception by which a native backend refuses a call
 _lib = Library("tricomm", "FRAGMENT")
@@ -73,8 +73,8 @@ def sends(function: Any) -> Any:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the group goes on after `error`: the call itself raises it, for its arguments or for a fault, or it is
-    raised before the call is sent and is no interrupt."""
+    """Whether the group stays usable after `error`: the call itself raises it, for its arguments or for a fault, or it
+    is raised before the call is sent and is no interrupt."""
     if not isinstance(error, Exception) or comes_from_handler(error):
         return False
     if isinstance(error, _REFUSALS) or getattr(error, NOTHING_SENT, False):
@@ -110,7 +110,7 @@ class WrapperTensor(InvalidArgument):
 
 
 def check_not_wrapper(x: torch.Tensor, what: str) -> None:
-    """Raises `WrapperTensor` if `x` wraps other tensors instead of having memory of its own."""
+    """Raises `WrapperTensor` if `x` wraps other tensors and has no memory itself."""
     kind = type(x)
     if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
         raise WrapperTensor(f"{what}: a {kind.__name__} wraps other tensors; pass the plain one, as x.to_local() has")

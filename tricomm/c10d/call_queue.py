@@ -137,8 +137,8 @@ class Line:
         return None
 
     def _hand_over(self) -> bool:
-        """Let another thread take over the line. False if none can be started: then this thread goes on,
-        and runs the callbacks after the queued calls."""
+        """Let another thread take over the line. False if none can be started: then this thread runs the queued calls,
+        and the callbacks after them."""
         if self._give_back():
             return True
         try:

@@ -1,9 +1,9 @@
 """The capabilities that the ranks of a c10d group tell each other, over the group's store, when it is made.
 
-Each rank publishes a record of its process, its node and what its environment allows. All ranks read all records, so
-all come to one conclusion. Ranks are on one node if their boot ids are equal, whatever the host names are;
-`TRICOMM_NODE_ID` overrides that. Whether the ranks of a node can share memory shows only when the kernels' communicator
-is made.
+Each rank publishes a record of its process, its node and the features that its environment allows. All ranks read all
+records, so they reach the same conclusion. Ranks are on one node if their boot ids are equal, whatever the host names
+are; `TRICOMM_NODE_ID` overrides that. Whether the ranks of a node can share memory is only known when the kernels'
+communicator is made.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _CPU_ARENA_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class GroupConfig:
-    """A group as it was asked for: this process's rank in it, its global `ranks`, its name, and a store of its own."""
+    """The arguments of a group: this process's rank in it, its global `ranks`, its name, and a store that no other
+    group uses."""
 
     store: Store
     rank: int
@@ -53,7 +54,7 @@ class GroupConfig:
 class GroupCapabilities:
     """The conclusion, equal on all ranks.
 
-    `members` are the ranks' processes; `no_kernels` says by device type why no kernel runs there; `check` is
+    `members` are the ranks' processes; `no_kernels` is the reason why no kernel runs on a device type; `check` is
     TRICOMM_CHECK; `generation` has the store for all that the group writes; `batch_invariant`: whether reductions may
     depend on rank order alone.
     """
@@ -77,8 +78,8 @@ def exchange_capabilities(
     """Exchange capabilities, and agree on a generation of the group; every rank of the group calls it, with the same
     `batch_invariant`. `known` are the processes of ranks that are known in advance.
 
-    A rank whose settings make no sense must not keep the others waiting: if `batch_invariant` is a function, it reads
-    them, and what it raises is raised here and named to all ranks at once.
+    A rank with invalid settings must not keep the others waiting: if `batch_invariant` is a function, it reads them,
+    and its error is raised here and named to all ranks at once.
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
     record and what is wrong with it; `PeerDied` if the process of a rank ends meanwhile. All ranks read the same
@@ -94,7 +95,7 @@ def exchange_capabilities(
 
 
 def _own_capabilities(batch_invariant: bool = False) -> Capabilities:
-    # What is first read when a group needs it must not fail then, on this rank alone.
+    # Settings that are read later must not fail then, on this rank alone.
     options_for(None, timedelta(0), "cpu")
     publish.interval()
     selection.shipped_tables()
@@ -129,7 +130,7 @@ def _conclude(said: list[Capabilities], generation: Generation) -> GroupCapabili
         others = [rank for rank in range(len(said)) if rank not in invariant]
         raise RendezvousError(
             f"rank(s) {invariant} ask for a batch-invariant group, rank(s) {others} do not: set "
-            "TRICOMM_BATCH_INVARIANT, or Options.batch_invariant of pg_options, alike on every rank"
+            "TRICOMM_BATCH_INVARIANT, or Options.batch_invariant of pg_options, on every rank or on none"
         )
     cpu: str | None = "CPU tensors go to Gloo unless TRICOMM_CPU=kernels on all ranks"
     if common & _CPU_KERNELS:

@@ -1,8 +1,8 @@
 """`torch.ops.tricomm.*`: collectives that `torch.compile(fullgraph=True)` keeps in the graph, differentiable.
 
 All but `all_reduce_` are out of place; `group` is the `group_name` of a group, of tricomm or of any other backend.
-Gradients are those of the sum of all ranks' losses: that of an all_reduce is all_reduced, that of an all_gather
-reduce_scattered, and so on. Made with `Library`, because `@custom_op` costs 30 us a call.
+Gradients are of the sum of all ranks' losses: the backward of an all_reduce is an all_reduce, of an all_gather a
+reduce_scatter, and so on. Made with `Library`, because `@custom_op` costs 30 us a call.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ _define(
 
 # all_reduce + RMSNorm (+ quantisation): for inference, not differentiable
 #
-#   checked -> the group's dispatcher -> the communicator's own fused call, if the call goes to the kernels
-#                                     -> Gloo's or NCCL's all-reduce, and torch
+#   checked -> the group's dispatcher -> the communicator's fused call, if that is the route
+#                                     -> all-reduce over messages or NCCL, then torch
 #
 # A group of another backend makes its own all-reduce, and torch does the rest.
 

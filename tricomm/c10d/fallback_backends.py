@@ -28,8 +28,8 @@ class Backends:
 
     native      torch's own backend objects, by device type
     transport   the group's own connections; a CPU that they serve has no native backend
-    owned       whether the backends end with the group; those of a wrapped group do not
-    generation  what the group keeps in the store, which ends with it; None: it is another group's
+    owned       whether the backends end with the group; a wrapped group keeps its own
+    generation  the group's keys in the store, deleted with it; None if they are another group's
     """
 
     native: dict[str, Any]

@@ -1,7 +1,7 @@
 """The fast path of the most frequent call, in which every microsecond counts: a small synchronous all_reduce.
 
-It decides nothing. The dispatcher teaches it each call that it has sent to the kernels, and the fast path repeats that
-call on the caller's stream. Any other call, a bad one included, goes through the dispatcher.
+It decides nothing. The dispatcher adds each call that it has sent to the kernels, and the fast path repeats that call
+on the caller's stream. Any other call, a wrong one included, takes the way through the dispatcher.
 """
 
 from __future__ import annotations

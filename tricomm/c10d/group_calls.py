@@ -1,8 +1,8 @@
-"""Calls of a group in one form, whichever of c10d's forms they came in: flat tensors, an operation, a root.
+"""One form for all calls of c10d: flat tensors, an operation, a root.
 
-c10d takes tensors, lists of them and lists of lists, options or their short forms. Each function here makes one
-`GroupCall` of that, or refuses it. Everything is checked before anything is sent, so a refused call leaves the group
-as it was.
+c10d takes tensors, lists of them and lists of lists, options or their short forms. Each function here turns these into
+one `GroupCall`, or refuses them. Everything is checked before anything is sent, so a refused call leaves the group
+usable.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class GroupCall:
 
     @property
     def facts(self) -> tuple[str, torch.dtype | None, str, int | None]:
-        """What decides the route of the call; the same on all ranks."""
+        """The route of the call depends on these; they are the same on all ranks."""
         return self.collective, self.dtype, self.op, self.nbytes
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What the call's record depends on."""
+        """The call's record depends on these."""
         return *self.facts, self.count, self.root, self.sizes, self.fused and self.fused.epilogue
 
     def text(self) -> str:
@@ -131,7 +131,7 @@ class GroupCall:
         return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes, more)
 
     def record(self, path: str) -> PackedDescriptor:
-        """The control page's record of a call that goes to the backend `path` instead of the kernels."""
+        """The control page's record of a call that the backend `path` makes instead of the kernels."""
         dtype = str(self.dtype).removeprefix("torch.")
         name = (self.collective, self.op) if self.fused is None else (FUSED, self.fused.epilogue.text())
         text = (*name, dtype, path, path)
@@ -219,7 +219,7 @@ def checked_tensor(x: Any, what: str) -> torch.Tensor:
         raise InvalidArgument(f"{what}: a torch.Tensor is needed, found {type(x).__name__}")
     check_not_wrapper(x, what)
     if x.is_quantized:
-        raise InvalidArgument(f"{what}: a quantised tensor has scales of its own; pass x.dequantize() or x.int_repr()")
+        raise InvalidArgument(f"{what}: a quantised tensor also has scales; pass x.dequantize() or x.int_repr()")
     if x.layout in _UNSUPPORTED or x.is_nested:
         raise InvalidArgument(f"{what}: a dense tensor is needed, found layout {x.layout}; pass x.to_dense()")
     if x.device.type == "meta":
@@ -238,7 +238,7 @@ def flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
 
 
 def put(out: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copy without autograd's notice, as NCCL writes: `data` has a version counter of its own."""
+    """Copy as NCCL writes, unseen by autograd: `data` has another version counter."""
     out.data.copy_(flat.view(out.shape))
 
 

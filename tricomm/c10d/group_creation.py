@@ -46,8 +46,8 @@ class WrappedGroup(TricommGroup):
 def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
     """A group of the same ranks that uses tricomm if its kernels cover a call, else `group`'s own backends.
 
-    Every rank of `group` calls it. The result goes wherever c10d takes a group (`group=`, `DDP(process_group=)`,
-    `torch.ops`), and `group` goes on as before; `dist.destroy_process_group(wrapped)` ends only the wrapper. Wrapping a
+    Every rank of `group` calls it. Pass the result wherever c10d takes a group (`group=`, `DDP(process_group=)`,
+    `torch.ops`); `group` stays usable. `dist.destroy_process_group(wrapped)` ends only the wrapper. Wrapping a
     group again returns the same wrapper. Raises `InvalidArgument` if this process is no member, or if `options` ask for
     batch invariance and the existing wrapper has none; `RendezvousError` if a rank does not come.
     """
@@ -67,7 +67,7 @@ def wrap(group: Any = None, options: Options | None = None) -> TricommGroup:
 
 
 def suspend(group: Any = None) -> None:
-    """Give the memory of `group`'s kernels back until `resume`, as `Communicator.suspend`; NCCL and Gloo keep theirs.
+    """Free the memory of `group`'s kernels until `resume`, as `Communicator.suspend`; NCCL and Gloo keep theirs.
 
     Every rank of `group` calls it; a group that is not tricomm's is wrapped first (`wrap`). Calls that the kernels
     would run are refused meanwhile. A group that has not used the kernels has no memory yet: it is not suspended, and

@@ -24,7 +24,7 @@ def tensor_list(tensors: Any, what: str, length: int) -> list[torch.Tensor]:
 
 
 def all_gather(outs: list[torch.Tensor], x: torch.Tensor, rank: int, result: Any) -> GroupCall:
-    """all_gather into a list. Its tensors may differ in size: each rank gives as many elements as its own has."""
+    """all_gather into a list. Its tensors may differ in size: row r has the size of rank r's input."""
     _check("all_gather", outs, x)
     sizes = tuple(out.numel() for out in outs)
     if sizes[rank] != x.numel():
@@ -116,7 +116,7 @@ def _check(what: str, outs: list[torch.Tensor], *inputs: torch.Tensor) -> None:
 
 
 def _writing(call: GroupCall, outs: list[torch.Tensor]) -> GroupCall:
-    """`call`, whose results go to `outs`. On a GPU it gets single tensors, which its libraries take."""
+    """`call`, which writes to `outs`. On a GPU it gets single tensors, because kernels and NCCL take these."""
     rows = [flattened(out.data) for out in outs]
     ends = sorted((row.data_ptr(), row.data_ptr() + row.nbytes) for row in rows if row.numel())
     apart = all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
@@ -134,7 +134,7 @@ def _writing(call: GroupCall, outs: list[torch.Tensor]) -> GroupCall:
 
 
 def _writing_one(call: GroupCall, out: torch.Tensor) -> GroupCall:
-    """`call`, whose result goes to `out`, of any strides."""
+    """`call`, which writes to `out`, of any strides."""
     row = call.out = flattened(out.data)
     if row.data_ptr() != out.data_ptr() and out.numel():
         call.finish = partial(put, out, row)

@@ -2,7 +2,7 @@
 
 Every collective is overridden, and none calls `super()`: an inherited one runs in C++ with the GIL held, and that
 deadlocks under DDP. Names differ between versions of torch (`_allgather_base` is `all_gather_single` from 2.13 on), so
-both are there.
+the group has both.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class TricommGroup(AnsweringGroup):
         return self._submit(batch, opts, ("allgather_coalesced",), outs, xs, opts)
 
     def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, handle: Any = None) -> Any:
-        """`handle`: the `symmetric` memory that `out` lies in."""
+        """`handle`: the `symmetric` memory that contains `out`."""
         opts = opts or c10d.AllgatherOptions()
         x, y = (group_calls.checked_tensor(t, "all_gather_into_tensor") for t in (x, out))
         call = group_calls.all_gather_single(y, x, self.size(), handle)
@@ -177,7 +177,7 @@ class TricommGroup(AnsweringGroup):
         return self._submit([call], opts, ("reduce_scatter",), outs, xs, opts)
 
     def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None, handle: Any = None) -> Any:
-        """`handle`: the `symmetric` memory that `x` lies in."""
+        """`handle`: the `symmetric` memory that contains `x`."""
         opts = opts or c10d.ReduceScatterOptions()
         x, y = (group_calls.checked_tensor(t, "reduce_scatter_tensor") for t in (x, out))
         call = group_calls.reduce_scatter_single(y, x, group_calls.operation(opts.reduceOp), self.size(), handle)

@@ -1,4 +1,4 @@
-"""CUDA calls over the kernels: on the caller's stream if the caller waits, else on a stream of the group's own."""
+"""CUDA calls over the kernels: on the caller's stream if the caller waits, else on the group's stream."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class GroupStream:
             action()
             return FinishedWork(result)
         if self._stream is None:
-            self._stream = torch.cuda.Stream(gpu.device, priority=-1)  # its blocks come before those of a long kernel
+            self._stream = torch.cuda.Stream(gpu.device, priority=-1)  # before a long kernel's waiting blocks
         self._stream.wait_stream(gpu.stream())
         with torch.cuda.stream(self._stream):
             action()

@@ -30,7 +30,7 @@ _BACKWARD = getattr(getattr(graph, "_engine_run_backward", None), "__code__", No
 
 
 def limit_seconds(timeout: timedelta | None) -> float | None:
-    """Seconds, or None if no limit was given; c10d's zero and negative timeouts mean that, too."""
+    """Seconds, or None if there is no limit: for c10d a timeout that is zero or negative."""
     return None if timeout is None or timeout <= _UNSET else timeout.total_seconds()
 
 
@@ -56,7 +56,7 @@ class Latch:
             if left <= 0:
                 break
             if self._lock.acquire(timeout=left):
-                self._lock.release()  # for the other waiters; they look again by themselves if this is interrupted
+                self._lock.release()  # for the other waiters, which also look each second
         return self.is_open
 
 
@@ -262,9 +262,9 @@ class CombinedWork(Work):
 
 
 def raise_in_backward(work: Any) -> None:
-    """Make the running backward pass raise the error of `work`, if the call comes from C++; else do nothing.
+    """Make the running backward pass raise the error of `work`, if C++ code made the call; else do nothing.
 
-    The reducer would wait for the call at the same place. Python code waits for its calls itself.
+    The reducer would wait for the call at this point. Python code waits for its calls itself.
     """
     if not _called_by_autograd():
         return
