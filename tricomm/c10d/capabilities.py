@@ -72,14 +72,14 @@ def exchange_capabilities(
     rank: int,
     world_size: int,
     timeout: float,
-    batch_invariant: bool | Callable[[], bool] = False,
+    batch_invariant: Callable[[], bool] = lambda: False,
     known: Mapping[int, Capabilities] | None = None,
 ) -> GroupCapabilities:
     """Exchange capabilities, and agree on a generation of the group; every rank of the group calls it, with the same
     `batch_invariant`. `known` are the processes of ranks that are known in advance.
 
-    A rank with invalid settings must not keep the others waiting: if `batch_invariant` is a function, it reads them,
-    and its error is raised here and named to all ranks at once.
+    A rank with invalid settings must not keep the others waiting: `batch_invariant` reads them, and its error is raised
+    here and named to all ranks at once.
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
     record and what is wrong with it; `PeerDied` if the process of a rank ends meanwhile. All ranks read the same
@@ -88,10 +88,7 @@ def exchange_capabilities(
     """
     generation = Generation(store, "capabilities", rank, world_size, timeout, known)
 
-    def own() -> Capabilities:
-        return _own_capabilities(batch_invariant() if callable(batch_invariant) else batch_invariant)
-
-    return _conclude(generation.agree(own), generation)
+    return _conclude(generation.agree(lambda: _own_capabilities(batch_invariant())), generation)
 
 
 def _own_capabilities(batch_invariant: bool = False) -> Capabilities:

@@ -8,26 +8,22 @@ different order on each rank, and messages are matched by tag, not by the order 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_c10d import PrefixStore
 
-from tricomm.c10d import fallback_backends, message_collectives
+from tricomm.c10d import message_collectives
 from tricomm.c10d.call_guard import NOTHING_SENT, comes_from_handler
 from tricomm.c10d.call_queue import CallQueue, Turn
 from tricomm.c10d.call_records import CallContext, CallRecords
-from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities
+from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.core.entry_guard import name_refusal
-from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, RendezvousError, TricommError
+from tricomm.errors import GroupAborted, InvalidArgument, TricommError
 from tricomm.metrics.counters import GLOO, count_fallback
-from tricomm.options import Options
-from tricomm.store.tcp.transport import Transport
 
 
 class Owner(Protocol):
@@ -50,14 +46,11 @@ class Owner(Protocol):
 class CpuCalls:
     """Runs the CPU calls of a group."""
 
-    def __init__(
-        self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, options: Options | None
-    ) -> None:
-        self._config, self._agreed, self._backends, self._options = config, agreed, backends, options
+    def __init__(self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends) -> None:
+        self._config, self._agreed, self._backends = config, agreed, backends
         self._text = str(config)
         self._queue = CallQueue(config.name, config.ranks, self._text)
         self._records = CallRecords(config.world_size, str(config))
-        self._connecting = threading.Lock()
 
     def run(self, batch: list[GroupCall], owner: Owner) -> Any:
         """Run `batch` in its turn; returns a handle for all of it.
@@ -139,7 +132,7 @@ class CpuCalls:
         return None
 
     def _move(self, batch: list[GroupCall], turn: Turn, owner: Owner, problem: Exception | None) -> None:
-        context = self._context(batch[0], turn, owner)
+        context = self._context(batch[0], turn)
         in_callback = bool(turn.line.name)
         if self._agreed.check:
             records = CallRecords(self._config.world_size, self._text) if in_callback else self._records
@@ -153,7 +146,7 @@ class CpuCalls:
             if in_callback:
                 count_fallback(GLOO, call.collective, call.nbytes)
             if in_callback or not owner.run_by_kernels(call):
-                used = context if call is batch[0] else self._context(call, turn, owner)
+                used = context if call is batch[0] else self._context(call, turn)
                 try:
                     message_collectives.run(used, call)
                 except Exception as error:
@@ -163,39 +156,10 @@ class CpuCalls:
                     used.unchecked.write(batch, turn, error)
                     used.exchange([], [])
 
-    def _context(self, call: GroupCall, turn: Turn, owner: Owner) -> CallContext:
+    def _context(self, call: GroupCall, turn: Turn) -> CallContext:
         """The connections, until the time limit of `call`."""
         limit = (call.timeout or self._config.timeout).total_seconds()
         transport = self._backends.transport
-        if transport is None:
-            with self._connecting:
-                transport = self._backends.transport
-                if transport is None:
-                    transport = self._backends.transport = self._connected(turn)
-                    self._end_if_lost(transport, owner)
+        assert transport is not None, "a group that serves the CPU has connections"
         end = time.monotonic() + limit
         return CallContext(transport, end, lambda: f"{self._text}, call {turn} ({call.text()})", turn)
-
-    @staticmethod
-    def _end_if_lost(transport: Transport, owner: Owner) -> None:
-        """The group may have been given up or destroyed before it had the connections."""
-        try:
-            owner.check_usable("the first call")
-        except TricommError as error:
-            transport.fail(error)
-            transport.close()
-            raise
-
-    def _connected(self, turn: Turn) -> Transport:
-        """Connections for a wrapped group, made at the first call that needs them; its native backend uses others."""
-        config = self._config
-        store = PrefixStore("wrapped", config.store)
-        try:
-            limit = config.timeout.total_seconds()
-            invariant, known = self._agreed.batch_invariant, self._agreed.generation.members
-            agreed = exchange_capabilities(store, config.rank, config.world_size, limit, invariant, known)
-        except RendezvousError as error:
-            if "timeout" not in str(error):
-                raise
-            raise CollectiveTimeout(f"{config}, call {turn}: timeout: {error}") from error
-        return fallback_backends.connect(config, agreed, self._options)

@@ -45,7 +45,7 @@ class Dispatcher:
     ) -> None:
         self._config, self._agreed, self._backends, self._options = config, agreed, backends, options
         self.fast_path = FastPath()
-        self._cpu = CpuCalls(config, agreed, backends, options)
+        self._cpu = CpuCalls(config, agreed, backends)
         self._streams: dict[torch.device, GroupStream] = {}
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(agreed.no_kernels)
@@ -131,10 +131,6 @@ class Dispatcher:
         else:
             make()
         return made[0] if made else None
-
-    def message_backend(self, call: GroupCall) -> str:
-        """The backend of a send or a receive."""
-        return self.router(call.device).route(*call.facts).backend
 
     def _communicator(self, device: torch.device) -> None:
         """Make the kernels' communicator; if the ranks cannot share memory after all, all of them know why."""

@@ -119,15 +119,18 @@ class CallBlock:
         return None if backend is None else backend._end_coalescing()
 
 
-def make(config: GroupConfig, agreed: GroupCapabilities, options: Options | None) -> Backends:
-    """Make the backends for every device type that this process has; called by all ranks together, which connect.
+def make(
+    config: GroupConfig, agreed: GroupCapabilities, options: Options | None, native: dict[str, Any] | None
+) -> Backends:
+    """Make the backends for every device type that this process has, or use `native`, those of a wrapped group; called
+    by all ranks together, which connect.
 
-    Raises `ResourceError` on all ranks if one has too few descriptors, and if they do not connect as `Transport` does.
+    Raises `ResourceError` on all ranks if one has too few descriptors, and as `Transport` does if they do not connect.
     """
-    made = Backends({}, generation=agreed.generation)
-    if torch_backend("cpu") is not None:
-        made.transport = connect(config, agreed, options)
-    if torch.cuda.is_available() and torch_backend("cuda") == NCCL:
+    made = Backends(native or {}, owned=native is None, generation=agreed.generation)
+    if torch_backend("cpu") is not None if native is None else "cpu" in native:
+        made.transport = _connect(config, agreed, options)
+    if native is None and torch.cuda.is_available() and torch_backend("cuda") == NCCL:
         nccl: Any = c10d.ProcessGroupNCCL.Options()
         nccl._timeout, nccl.global_ranks_in_group, nccl.group_name = config.timeout, config.ranks, config.name
         store = PrefixStore("nccl", agreed.generation.store)
@@ -136,8 +139,7 @@ def make(config: GroupConfig, agreed: GroupCapabilities, options: Options | None
     return made
 
 
-def connect(config: GroupConfig, agreed: GroupCapabilities, options: Options | None) -> Transport:
-    """The connections of a group; all its ranks call it together. Raises as `make` does."""
+def _connect(config: GroupConfig, agreed: GroupCapabilities, options: Options | None) -> Transport:
     stall = options.stall_timeout if options is not None else min(_STALL, config.timeout.total_seconds())
     try:
         transport = Transport(agreed.generation, f"c10d group {config.name!r}", stall)

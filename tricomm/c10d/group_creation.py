@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from tricomm.c10d import fallback_backends
 from tricomm.c10d.call_guard import is_refusal, sends
-from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, exchange_capabilities
+from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
@@ -117,9 +117,7 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     ranks = dist.get_process_group_ranks(group)
     store = c10d.PrefixStore(name, world.pg_map[group][1])
     config = GroupConfig(store, group.rank(), group.size(), timeout, ranks, name)
-    agreed = _agree(config, options)
-    own = Backends(backends, owned=False, generation=agreed.generation)
-    wrapped = WrappedGroup(replace(config, store=agreed.generation.store), agreed, own, options)
+    wrapped = make(config, options, native=backends)
     world.pg_map[wrapped] = ("tricomm", store)
     world.pg_names[wrapped] = name
     world.pg_group_ranks[wrapped] = dict(world.pg_group_ranks[group])
@@ -158,28 +156,34 @@ def create(opts: Any, pg_options: Any) -> TricommGroup:
     return make(config, pg_options, _processes(ranks))
 
 
-def make(config: GroupConfig, options: Options | None, known: Mapping[int, Capabilities] | None = None) -> TricommGroup:
+def make(
+    config: GroupConfig,
+    options: Options | None,
+    known: Mapping[int, Capabilities] | None = None,
+    native: dict[str, Any] | None = None,
+) -> TricommGroup:
     """Agree with the other members over the group's store; make this rank's group and the backends that it needs.
-    `known` are members whose processes are known already."""
-    backends = Backends({})
+
+    `known` are members whose processes are known already, `native` the backends of a group that is wrapped.
+    """
+    backends, kind = Backends({}), TricommGroup if native is None else WrappedGroup
     try:
-        agreed = _agree(config, options, known)
-        backends = fallback_backends.make(config, agreed, options)
-        return TricommGroup(replace(config, store=agreed.generation.store), agreed, backends, options)
+        limit = seconds(config.timeout, "timeout")
+        agreed = exchange_capabilities(
+            config.store,
+            config.rank,
+            config.world_size,
+            limit,
+            lambda: with_environment(options).batch_invariant,
+            known,
+        )
+        backends = fallback_backends.make(config, agreed, options, native)
+        return kind(replace(config, store=agreed.generation.store), agreed, backends, options)
     except BaseException as error:
         if backends.transport is not None:  # the others are connected, and tell by that alone that this rank has left
             backends.transport.fail(GroupAborted(f"rank {config.rank} was stopped by {first_line(error)}"))
         name_refusal(error)
         raise
-
-
-def _agree(
-    config: GroupConfig, options: Options | None, known: Mapping[int, Capabilities] | None = None
-) -> GroupCapabilities:
-    limit = seconds(config.timeout, "timeout")
-    return exchange_capabilities(
-        config.store, config.rank, config.world_size, limit, lambda: with_environment(options).batch_invariant, known
-    )
 
 
 def _processes(ranks: list[int]) -> dict[int, Capabilities]:

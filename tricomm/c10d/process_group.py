@@ -29,8 +29,6 @@ from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.metrics.counters import count_fallback
 from tricomm.options import Options
 
-_MOST_MESSAGES = 1000  # different ones whose backend is kept
-
 
 @guard_methods(
     "_allreduce", "allreduce_coalesced", "broadcast", "reduce", "allgather", "allgather_coalesced", "all_gather_single",
@@ -49,12 +47,11 @@ class TricommGroup(AnsweringGroup):
     ) -> None:
         super().__init__(config)
         self._backends, self._made, self._serves = backends, 0, frozenset(backends.devices)
-        self._message_backends: dict[tuple[str, str, torch.dtype, int], str] = {}
         self._dispatcher = Dispatcher(config, agreed, backends, options)
         self._fast_path = self._dispatcher.fast_path
         self._block = CallBlock()
         self._point_to_point = None
-        if backends.transport is not None:
+        if backends.transport is not None and "cpu" not in backends.native:
             self._point_to_point = CpuMessages(backends.transport, config.timeout, str(config))
         backends.register(self)
 
@@ -360,14 +357,8 @@ class TricommGroup(AnsweringGroup):
         return self._routed_message(what, self._checked_message(what, tensors, peer), peer, tag)
 
     def _routed_message(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> Any:
-        key = what, x.device.type, x.dtype, x.nbytes
-        backend = self._message_backends.get(key)
-        if backend is None:
-            if len(self._message_backends) >= _MOST_MESSAGES:
-                self._message_backends.clear()
-            call = GroupCall(what, x, device=x.device, count=x.numel())
-            backend = self._message_backends[key] = self._dispatcher.message_backend(call)
-        count_fallback(backend, what, x.nbytes)
+        route = self._dispatcher.router(x.device).route(what, x.dtype, "none", x.nbytes)
+        count_fallback(route.backend, what, x.nbytes)
         return self._sent(what, x, peer, tag)
 
     @sends
