@@ -34,6 +34,12 @@ def main(body: Callable[[], None], needed: int | None = None) -> None:
     mp.spawn(_rank, (body, url, world_size), nprocs=world_size)
 
 
+def no_torchrun() -> None:
+    """Exit with a remedy if torchrun runs an example that starts its own ranks."""
+    if "RANK" in os.environ:
+        sys.exit(f"{sys.argv[0]} starts its own ranks, without torchrun: python {sys.argv[0]}")
+
+
 def _rank(rank: int, body: Callable[[], None], url: str | None, world_size: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())

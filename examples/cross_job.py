@@ -13,7 +13,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from common import LIMIT
+from common import LIMIT, no_torchrun
 
 import tricomm.c10d
 
@@ -55,6 +55,7 @@ def both_jobs() -> int:
 
 
 if __name__ == "__main__":
+    no_torchrun()
     if len(sys.argv) == 1:
         sys.exit(both_jobs())
     rank_of(int(sys.argv[1]), int(sys.argv[2]), [int(port) for port in sys.argv[3:]])

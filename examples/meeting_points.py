@@ -1,4 +1,4 @@
-"""Rendezvous by a file or a TCP address, and a communicator without torch.distributed. With torchrun: see hello.py.
+"""Rendezvous by a file or a TCP address, and a communicator without torch.distributed. For torchrun see hello.py.
 
 python examples/meeting_points.py
 """
@@ -9,7 +9,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import LIMIT
+from common import LIMIT, no_torchrun
 
 import tricomm
 
@@ -32,6 +32,7 @@ def rank_of(rank: int, urls: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    no_torchrun()
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

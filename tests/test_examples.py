@@ -37,9 +37,14 @@ SAYS = {
     "meeting_points": ["file: [2.0, 2.0]", "tcp: [2.0, 2.0]", "communicator: [2.0, 2.0]"],
 }
 EXAMPLES = ROOT / "examples"
+ALONE = ("cross_job", "meeting_points")
 TORCHRUN = [
     ("hello", False, 2),
     pytest.param("hello", True, 2, marks=pytest.mark.exhaustive),
+    *(
+        pytest.param(name, False, 4 if name == "sub_groups" else 2, marks=pytest.mark.exhaustive)
+        for name in sorted({*SAYS} - {*ALONE, "hello", "own_kernel"})  # tests/documents runs own_kernel
+    ),
     pytest.param("tensor_parallel", False, 3, marks=pytest.mark.exhaustive),
     pytest.param("ddp", True, 2, marks=pytest.mark.soak),
 ]
@@ -57,14 +62,21 @@ def run(command: list[str], real: bool = False, **more: str) -> str:
     return done.stdout
 
 
+REFUSED = {
+    "sub_groups": "needs 4 ranks and has 2; torchrun --nproc-per-node 4 works",
+    **dict.fromkeys(ALONE, "starts its own ranks, without torchrun: python examples/"),
+}
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_an_example_that_needs_other_ranks_ends_at_once_on_each(rank):
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_example_that_torchrun_should_not_start_so_ends_at_once_on_each_rank(name, rank):
     """As torchrun starts them: nothing listens at the address, so a rank that waited for the others would show."""
     told = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     env = {**os.environ, "PYTHONPATH": forked.python_path(), **told}
-    done = forked.script("examples/sub_groups.py", env=env, timeout=60)
+    done = forked.script(f"examples/{name}.py", env=env, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == "examples/sub_groups.py needs 4 ranks and has 2; torchrun --nproc-per-node 4 works\n"
+    assert done.stderr.startswith(f"examples/{name}.py {REFUSED[name]}") and done.stderr.count("\n") == 1
 
 
 class KilledRank:
