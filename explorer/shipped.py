@@ -80,8 +80,10 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     known = [*registry.KERNELS, *registry.MULTICAST, *handles, *registry.of(FUSED, 2), *sends]
     chosen = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
     if not chosen:
-        names = ", ".join(dict.fromkeys(f"{k.collective}/{k.algorithm}/{k.protocol}" for k in known))
-        raise InvalidArgument(f"no shipped kernel is {wanted}; there is {names}")
+        same = [k for k in known if k.collective in (wanted.get("collective") or k.collective).split(",")]
+        names = [registry.name_of(k.algorithm, k.protocol) for k in same] or [k.collective for k in known]
+        asked = ", ".join(f"{name} {value}" for name, value in wanted.items())
+        raise InvalidArgument(f"no shipped kernel has {asked}; there is {', '.join(dict.fromkeys(names))}")
     return chosen
 
 

@@ -264,6 +264,11 @@ def of(collective: str, world_size: int, multicast: bool = False) -> list[Kernel
     return [k for k in known if k.collective == collective and (cube or not k.needs_cube)]
 
 
+def name_of(algorithm: str | None, protocol: str | None) -> str:
+    """A kernel as a caller has named it, who may leave out either part."""
+    return "/".join(filter(None, (algorithm, protocol))) or "any"
+
+
 def find(collective: str, algorithm: str, protocol: str, zero_copy: bool = False) -> Kernel:
     """The kernel of that name; raises `InvalidArgument` with the list of those that exist."""
     kernel = _BY_KEY.get((collective, algorithm, protocol, zero_copy))

@@ -198,7 +198,7 @@ def test_strided_and_symmetric_tensors():
         (lambda c, x: c.recv(x, 1, tag=1 << 32), "from 0 to 2\\^32 - 1"),
         (lambda c, x: c.send(x, 1, tag=1.0), "from 0 to 2\\^32 - 1"),
         (lambda c, x: c.send([x], 1), "a torch.Tensor is needed"),
-        (lambda c, x: c.send(x, 1, protocol="tree"), "there is no any/tree kernel; there is one_shot/ll, one_shot/si"),
+        (lambda c, x: c.send(x, 1, protocol="tree"), "there is no tree kernel; there is one_shot/ll, one_shot/si"),
         (lambda c, x: c.recv(x[:1].expand(5), 1), "elements of the tensor share memory"),
     ],
 )

@@ -241,7 +241,7 @@ def test_the_command_checks_shipped_kernels():
     ("arguments", "text"),
     [
         (["nowhere.py:fn"], "file that exists"),
-        (["--algorithm", "three_shot"], "no shipped kernel"),
+        (["--algorithm", "three_shot"], "no shipped kernel has algorithm three_shot; there is one_shot/ll"),
         (["--fault", "fire", "--collective", "barrier"], "faults"),
         (["--world-size", "17"], "17"),
         (["--replay", "nowhere.json"], "does not exist"),

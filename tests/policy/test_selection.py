@@ -64,8 +64,8 @@ def test_the_reason_names_table_and_row_or_who_forced_it():
 @pytest.mark.parametrize(
     ("collective", "algorithm", "protocol", "words"),
     [
-        ("all_reduce", "ring", None, "no ring/any kernel; there is one_shot/ll"),
-        ("all_reduce", None, "ll64", "no any/ll64 kernel"),
+        ("all_reduce", "ring", None, "no ring kernel; there is one_shot/ll"),
+        ("all_reduce", None, "ll64", "no ll64 kernel"),
         ("all_gather", "two_shot", "ll", "no two_shot/ll kernel; there is one_shot/ll, (one_shot/ll128, )?one_shot"),
         ("all_to_nobody", None, None, "unknown; there is all_reduce"),
     ],

@@ -161,10 +161,10 @@ def check_shape(shape: object, dtype: object) -> tuple[tuple[int, ...], InvalidA
     """The shape as a tuple, and what is wrong with it or with `dtype`, if anything."""
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else ()
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
-        return (), InvalidArgument(f"symmetric: shape={shape!r}: a sequence of positive integers is needed")
+        return (), InvalidArgument(f"shape={shape!r}: a sequence of positive integers is needed")
     plain = isinstance(dtype, torch.dtype) and dtype not in _NOT_PLAIN
     if not plain:
-        return sizes, InvalidArgument(f"symmetric: dtype={dtype!r}: a plain number type is needed")
+        return sizes, InvalidArgument(f"dtype={dtype!r}: a plain number type is needed")
     return sizes, None
 
 

@@ -82,9 +82,8 @@ def decide(
             f"{collective}: a kernel is forced, and none can run this: {reason}; leave the choice open"
         )
     if reason is not None and facts.fallback is None:
-        raise InvalidArgument(
-            f"{collective}: {reason}; nor is there another backend for it on {facts.device}: {facts.missing}"
-        )
+        other = f"; nor is there another backend for it on {facts.device}: {facts.missing}"
+        raise InvalidArgument(f"{collective}: {reason}{other if reason != _undefined(collective, dtype, op) else ''}")
     if facts.batch_invariant:
         return _in_rank_order(facts, reason, collective, dtype, op)
     limit = threshold_of(facts, collective, dtype, op)
@@ -155,10 +154,15 @@ def _why_not_kernels(facts: GroupFacts, collective: str, dtype: torch.dtype | No
         return "not every rank reaches every other one's memory, and no kernel avoids that"
     if dtype is not None and dtype not in arguments.DTYPES:
         return f"no kernel takes {dtype}; there is {', '.join(d.name for d in arguments.DTYPES.values())}"
-    if collective in REDUCTIONS and dtype is not None and op not in arguments.DTYPES[dtype].ops:
-        kind = arguments.DTYPES[dtype]
-        return f"op {op!r} is not defined for {kind.name}; there is {', '.join(kind.ops)}"
-    return None
+    return _undefined(collective, dtype, op)
+
+
+def _undefined(collective: str, dtype: torch.dtype | None, op: str) -> str | None:
+    """That the type has no such operation, if so."""
+    kind = arguments.DTYPES.get(dtype) if dtype is not None and collective in REDUCTIONS else None
+    if kind is None or op in kind.ops:
+        return None
+    return f"op {op!r} is not defined for {kind.name}; there is {', '.join(kind.ops)}"
 
 
 def threshold_of(facts: GroupFacts, collective: str, dtype: torch.dtype | None, op: str) -> int | None:

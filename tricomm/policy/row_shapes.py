@@ -85,8 +85,7 @@ def choose(
     if refused and not fits:
         raise refused[0]
     if not fits:
-        asked = f"{algorithm or 'any'}/{protocol or 'any'}"
-        return "; ".join(reasons) or f"there is no fused kernel {asked}"
+        return "; ".join(reasons) or f"there is no fused {registry.name_of(algorithm, protocol)} kernel"
     # One block polls a row from all ranks: more than it holds at once takes longer than a second hop.
     short = facts.world_size * hidden * bits // 64 <= _POLLED
     first = sorted(fits, key=lambda fit: (fit[0].algorithm == "one_shot") != short)
@@ -101,7 +100,7 @@ def choose(
             reason = f"table {table!r} row {number}: {collective} {name}, {nbytes} bytes"
             break
     if forced != (None, None):
-        reason, number = f"{algorithm or 'any'}/{protocol or 'any'} forced by the caller", None
+        reason, number = f"{registry.name_of(algorithm, protocol)} forced by the caller", None
     if facts.batch_invariant:
         reason += "; batch-invariant: in rank order, rounded once, statistics exact, whatever the rows"
     second = next((f"{k.algorithm}/{k.protocol}" for k, _ in first if k != kernel), "")

@@ -209,7 +209,7 @@ def _not_in_symmetric(
     first = known[0]
     if not asked:
         return (
-            f"{collective}: {algorithm or 'any'}/{protocol or 'any'} does not take symmetric memory passed like this; "
+            f"{collective}: {registry.name_of(algorithm, protocol)} does not take symmetric memory passed like this; "
             f"{first.algorithm}/{first.protocol} does, or pass handle.local for the others"
         )
     kernel = asked[0]
@@ -246,7 +246,7 @@ def _allowed(
     if not has_wide_words(facts, collective, forced=protocol == "ll128"):
         known = [k for k in known if not k.wide]
     fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
-    asked = "/".join(part or "any" for part in (algorithm, protocol))
+    asked = registry.name_of(algorithm, protocol)
     if facts.beside and fits:
         fits = _compact(facts, collective, asked, known, fits)
     if facts.batch_invariant and fits:

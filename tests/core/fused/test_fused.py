@@ -348,7 +348,7 @@ def test_explain_and_the_counters_say_what_runs_it():
         ]
         assert fused.fused and not forced.fused and not odd.fused
         assert forced.counted_as == f"unfused_{forced.algorithm}" and fused.counted_as == fused.algorithm
-        assert "not fused, an all_reduce and torch: there is no fused kernel any/simple; its" in forced.reason
+        assert "not fused, an all_reduce and torch: there is no fused simple kernel; its" in forced.reason
         assert "not fused, an all_reduce and torch: hidden=30" in odd.reason
 
 
