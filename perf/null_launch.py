@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tricomm import Communicator, Options
-from tricomm.core.runtime import Processes
+from tricomm.core.runtime import Runtime
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 from tricomm.options import digest_of
@@ -76,7 +76,7 @@ class NullStream:
     query = staticmethod(partial(operator.truth, True))
 
 
-class NullRuntime(Processes):
+class NullRuntime(Runtime):
     """Ranks whose kernels are compiled for a GPU and never run."""
 
     def __init__(self, gpu: bool) -> None:

@@ -24,7 +24,7 @@ import torch
 
 from tests.kernels.fake_launch import FakeGpu, Result
 from tests.kernels.fake_streams import Block, FakeEvent, FakeStream, Lease
-from tricomm.core.runtime import Processes
+from tricomm.core.runtime import Runtime
 from tricomm.gpu import Gpu
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 
@@ -295,7 +295,7 @@ def _memory(address: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_byte * nbytes).from_address(address), dtype=dtype).view(shape)
 
 
-class OnFakeGpu(Processes):
+class OnFakeGpu(Runtime):
     """A runtime whose kernels go through the whole launch path of device `index`, and are interpreted then."""
 
     def __init__(self, world: World, index: int) -> None:

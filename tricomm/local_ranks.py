@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from tricomm import env
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
-from tricomm.core.runtime import Processes
+from tricomm.core.runtime import Runtime
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options, digest_of, seconds
@@ -26,11 +26,7 @@ _MOST_QUEUES = 32  # the most hardware queues that CUDA maps streams to
 _QUEUES_A_STREAM = 4  # torch makes its streams in turn for four priorities, and a program uses those of one
 
 
-class _OneProcess(Processes):
-    no_symmetric = "ranks of one process share all memory already; pass tensors themselves"
-
-
-_ONE_PROCESS = _OneProcess()
+_ONE_PROCESS = Runtime("ranks of one process share all memory already; pass tensors themselves")
 
 
 def local(

@@ -10,24 +10,20 @@ from typing import Any
 
 import torch
 
-from tricomm.core.entry_guard import CallLock
 from tricomm.core.topology_agreement import DeviceFacts
-from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled import torch_cuda, user_launch
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu
 from tricomm.explorer.compiled.stream_queues import Executor, Ordering, Streams
 from tricomm.explorer.ptx.analysis import limits
-from tricomm.explorer.world.world import RankRuntime, World
+from tricomm.explorer.world.world import RankRuntime, SimulatedHandle, World
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, kernel_launch
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
 from tricomm.policy import launch_shapes
-from tricomm.store.arenas.arena import Arena
 from tricomm.store.control import ControlPage
-from tricomm.topology.model import Topology
 
 # Multiprocessors of a common GPU of each architecture, which limit a group's grids.
 _PROCESSORS = {75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
@@ -174,15 +170,13 @@ class _RankTurns:
             time.sleep(seconds)
 
 
-class CompiledRuntime:
+class CompiledRuntime(RankRuntime):
     """One rank's end of a world, with a GPU."""
-
-    no_symmetric: str | None = None
 
     def __init__(
         self, world: World, rank: int, gpu: SimulatedGpu, at_compiler: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        self._world, self._interpreted, self._rank = world, RankRuntime(world, rank), rank
+        super().__init__(world, rank)
         self._gpu, self._at_compiler = gpu, at_compiler
 
     def gpu(self, device: torch.device) -> Any:
@@ -197,14 +191,14 @@ class CompiledRuntime:
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
-        timeout: float, interrupt: Callable[[], None] | None = None,
+        timeout: float = 600.0, interrupt: Callable[[], None] | None = None,
     ) -> Callable[[], None]:  # fmt: skip
         with self._at_compiler():
             return user_launch.prepare(self._gpu.driver, kernel, grid, args, constexprs)
 
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float,
+        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float = 600.0,
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         driver = self._gpu.driver
         with self._at_compiler():
@@ -218,26 +212,10 @@ class CompiledRuntime:
 
         return run
 
-    def call_lock(self) -> CallLock:
-        return self._interpreted.call_lock()
-
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        return self._interpreted.monitor(control, timeout, stall_timeout)
-
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
         multicast: bool,
-    ) -> Arena:  # fmt: skip
-        arena = self._interpreted.symmetric(control, shape, dtype, device, timeout, multicast)
+    ) -> SimulatedHandle:  # fmt: skip
+        arena = super().symmetric(control, shape, dtype, device, timeout, multicast)
         arena.drain = self._gpu.synchronize
         return arena
-
-    def register(
-        self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: object, no_multicast: str
-    ) -> Arena:
-        return self._interpreted.register(control, tensor, timeout, group, no_multicast)
-
-    def table(
-        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
-    ) -> None:
-        """None: an exploration must not depend on a tuned table of this machine."""

@@ -21,7 +21,6 @@ from tricomm.core.entry_guard import CallLock
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.runtime import Runtime
 from tricomm.core.symmetric import nbytes_of
-from tricomm.core.topology_agreement import DeviceFacts, device_facts
 from tricomm.core.watch.monitor import Monitor
 from tricomm.core.watch.watcher import Watchable
 from tricomm.errors import InvalidArgument
@@ -291,10 +290,8 @@ class RankWatcher:
         monitor.stopped = True
 
 
-class RankRuntime:
+class RankRuntime(Runtime):
     """One rank's end of a world."""
-
-    no_symmetric: str | None = None
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -302,12 +299,9 @@ class RankRuntime:
     def gpu(self, device: torch.device) -> None:
         """None: the kernels are interpreted."""
 
-    def facts(self, device: torch.device) -> DeviceFacts:
-        return device_facts(device)
-
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
-        timeout: float, interrupt: Callable[[], None] | None = None,
+        timeout: float = 600.0, interrupt: Callable[[], None] | None = None,
     ) -> Callable[[], None]:  # fmt: skip
         blocks = kernel_launch.programs(kernel, grid, args, constexprs)
         private = [_region(self._rank, tensor) for tensor in _tensors(args) if tensor.numel()]
@@ -315,7 +309,7 @@ class RankRuntime:
 
     def bind(
         self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float,
+        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float = 600.0,
     ) -> kernel_launch.BoundKernel:  # fmt: skip
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: kernel_launch.Rows = ()) -> None:
             args = kernel_launch.arguments(x, y, bits, group, count, call, rows, more)

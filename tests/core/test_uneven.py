@@ -16,7 +16,7 @@ from tests.core.operations import Operations
 from tests.kernels.fake_launch import FakeGpu
 from tricomm import Communicator
 from tricomm.core import launch_plan, planner
-from tricomm.core.runtime import Processes
+from tricomm.core.runtime import Runtime
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher
 from tricomm.options import Tuning, digest_of
@@ -58,7 +58,7 @@ def test_lengths_that_change_with_every_call_are_right_and_share_one_plan(world_
         assert wrong == [] and 4 <= plans <= 8 and called == {"all_to_all_v"}
 
 
-class FakeRuntime(Processes):
+class FakeRuntime(Runtime):
     """Ranks whose kernels are compiled for a GPU that keeps what it was to launch."""
 
     def __init__(self, gpu):

@@ -1,9 +1,9 @@
-"""The services that a group needs: a launcher of kernels, a monitor, memory, tuning tables."""
+"""The services that a group needs: kernels, a monitor, memory, tuning tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,37 +21,33 @@ from tricomm.store.control import ControlPage
 from tricomm.topology.model import Topology
 
 
-class Runtime(Protocol):
-    """The services of a rank's environment. There are two: for ranks as processes (or streams), and as tasks of the
-    explorer."""
+@dataclass(eq=False)
+class Runtime:
+    """The services of ranks that are processes, or streams of one; the explorer's tasks override them.
 
-    @property
-    def no_symmetric(self) -> str | None:
-        """Why there is no symmetric memory; None if there is."""
+    no_symmetric   why there is no symmetric memory; None if there is
+    """
+
+    no_symmetric: str | None = None
 
     def gpu(self, device: torch.device) -> Gpu | None:
         """The GPU whose streams the kernels run on; None if they are interpreted."""
+        return Gpu(device) if device.type == "cuda" else None
 
     def facts(self, device: torch.device) -> DeviceFacts:
         """The facts that the ranks exchange about the devices that their kernels run on."""
+        return device_facts(device)
 
-    def prepare(
-        self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,
-        timeout: float, interrupt: Callable[[], None] | None = None,
-    ) -> Callable[[], None]:  # fmt: skip
-        """See `kernel_launch.prepare`."""
-
-    def bind(
-        self, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor], group: kernel_launch.GroupArgument, timeout: float,
-    ) -> kernel_launch.BoundKernel:  # fmt: skip
-        """See `kernel_launch.bind`."""
+    prepare = staticmethod(kernel_launch.prepare)
+    bind = staticmethod(kernel_launch.bind)
 
     def call_lock(self) -> CallLock:
         """The lock of a group's calls; not taken yet."""
+        return CallLock()
 
     def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
         """The monitor of a group; not started yet."""
+        return Monitor(control, timeout, stall_timeout)
 
     def symmetric(
         self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
@@ -59,53 +55,19 @@ class Runtime(Protocol):
     ) -> Arena:  # fmt: skip
         """Memory for a tensor on every rank, with a multicast address if `multicast` and if possible; called by all
         ranks together."""
-
-    def register(
-        self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str
-    ) -> Arena:
-        """The memory of every rank's own tensor, as `open_registered`; called by all ranks together."""
-
-    def table(
-        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
-    ) -> TunedTable | None:
-        """The user's own tuning table for these devices of architecture `kind`; called by all ranks together."""
-
-
-class Processes:
-    """Ranks that are processes, or streams of one."""
-
-    no_symmetric: str | None = None
-
-    def gpu(self, device: torch.device) -> Gpu | None:
-        return Gpu(device) if device.type == "cuda" else None
-
-    def facts(self, device: torch.device) -> DeviceFacts:
-        return device_facts(device)
-
-    prepare = staticmethod(kernel_launch.prepare)
-    bind = staticmethod(kernel_launch.bind)
-
-    def call_lock(self) -> CallLock:
-        return CallLock()
-
-    def monitor(self, control: ControlPage, timeout: float, stall_timeout: float) -> Monitor:
-        return Monitor(control, timeout, stall_timeout)
-
-    def symmetric(
-        self, control: ControlPage, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, timeout: float,
-        multicast: bool,
-    ) -> Arena:  # fmt: skip
         return open_arena(control, nbytes_of(shape, dtype), device, timeout, multicast=multicast)
 
     def register(
         self, control: ControlPage, tensor: torch.Tensor, timeout: float, group: Any, no_multicast: str
     ) -> Arena:
+        """The memory of every rank's own tensor, as `open_registered`; called by all ranks together."""
         return open_registered(control, tensor, timeout, group, no_multicast)
 
     def table(
         self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
     ) -> TunedTable | None:
+        """The user's own tuning table for these devices of architecture `kind`; called by all ranks together."""
         return user_tables.agree(control, user_tables.fingerprint(kind, device, control.world_size, topology), timeout)
 
 
-PROCESSES = Processes()
+PROCESSES = Runtime()
