@@ -13,6 +13,7 @@ from torch.distributed import HashStore
 from tests.core.bodies import fake_nccl
 from tricomm import errors
 from tricomm.core import nccl
+from tricomm.core.launch_plan import Request
 from tricomm.store.store_control import open_store_control
 
 CPU = torch.device("cpu")
@@ -43,6 +44,10 @@ def everywhere(world_size, body, timeout=30.0):
         return list(pool.map(run, range(world_size)))
 
 
+def call(comm, collective, x, y=None, op=None, root=-1, rows=()):
+    comm.run(Request(collective, op, root=root), x, x if y is None else y, rows)
+
+
 def of(rank, shape, dtype=torch.float32, call=0):
     return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(call * 101 + rank)).to(dtype)
 
@@ -51,22 +56,22 @@ def of(rank, shape, dtype=torch.float32, call=0):
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_reductions(world_size, dtype):
     def body(comm, rank):
-        for call, op in enumerate(["sum", "min", "max", "prod"]):
-            parts = [of(r, (2 * world_size,), dtype, call) for r in range(world_size)]
+        for number, op in enumerate(["sum", "min", "max", "prod"]):
+            parts = [of(r, (2 * world_size,), dtype, number) for r in range(world_size)]
             stack = torch.stack(parts).double()
             want = {"sum": stack.sum(0), "min": stack.amin(0), "max": stack.amax(0), "prod": stack.prod(0)}[op]
             want = want.to(dtype)
             x, y, z = (parts[rank].clone() for _ in range(3))
             out, shard = torch.full_like(x, 77), torch.full((2,), 77).to(dtype)
-            comm.all_reduce(x, op)
-            comm.all_reduce(y, op, out)
-            root = call % world_size
-            comm.reduce(z, root, op)
-            comm.reduce_scatter(y, shard, op)
+            call(comm, "all_reduce", x, op=op)
+            call(comm, "all_reduce", y, out, op)
+            root = number % world_size
+            call(comm, "reduce", z, op=op, root=root)
+            call(comm, "reduce_scatter", y, shard, op)
             assert torch.equal(x, want) and torch.equal(out, want) and torch.equal(y, parts[rank])
             assert torch.equal(z, want if rank == root else parts[rank])
             assert torch.equal(shard, want[2 * rank : 2 * rank + 2])
-        comm.barrier()
+        call(comm, "barrier", x)
         return True
 
     assert all(everywhere(world_size, body))
@@ -79,28 +84,28 @@ def test_movements_of_every_type(world_size, dtype):
         parts = [of(r, (3, 2), dtype, 1) for r in range(world_size)]
         root = world_size - 1
         x = parts[rank].clone()
-        comm.broadcast(x, root)
+        call(comm, "broadcast", x, root=root)
         assert torch.equal(x, parts[root])
         out = torch.zeros(3 * world_size, 2, dtype=dtype)
-        comm.all_gather(parts[rank], out)
+        call(comm, "all_gather", parts[rank], out)
         assert torch.equal(out, torch.cat(parts))
         out = torch.zeros(3 * world_size, 2, dtype=dtype) if rank == root else None
-        comm.gather(parts[rank], root, out)
+        call(comm, "gather", parts[rank], out, root=root)
         assert out is None or torch.equal(out, torch.cat(parts))
         got = torch.zeros(3, 2, dtype=dtype)
-        comm.scatter(torch.cat(parts) if rank == root else None, root, got)
+        call(comm, "scatter", torch.cat(parts) if rank == root else got, got, root=root)
         assert torch.equal(got, parts[rank])
         send = [(rank + peer) % 3 for peer in range(world_size)]  # some of them nothing
         rows = [of(rank, (n, 2), dtype, 10 + p) for p, n in enumerate(send)]
         want = torch.cat([of(p, ((rank + p) % 3, 2), dtype, 10 + rank) for p in range(world_size)])
         out = torch.zeros(sum(send), 2, dtype=dtype)
-        comm.all_to_all_v(torch.cat(rows), send, send, out)
+        call(comm, "all_to_all_v", torch.cat(rows), out, rows=(send, send))
         assert torch.equal(out, want)
         x, out = (
             torch.cat([of(rank, (1, 2), dtype, p) for p in range(world_size)]),
             torch.zeros(world_size, 2).to(dtype),
         )
-        comm.all_to_all(x, out)
+        call(comm, "all_to_all", x, out)
         assert torch.equal(out, torch.cat([of(p, (1, 2), dtype, rank) for p in range(world_size)]))
         return True
 
@@ -110,27 +115,18 @@ def test_movements_of_every_type(world_size, dtype):
 def test_bool_sum_means_any_and_empty_calls_do_nothing():
     def body(comm, rank):
         x = torch.tensor([rank == 0, False, True])
-        comm.all_reduce(x)
-        comm.reduce_scatter(torch.empty(0), torch.empty(0))
+        call(comm, "all_reduce", x, op="sum")
+        call(comm, "reduce_scatter", torch.empty(0), torch.empty(0), "sum")
         return x.tolist()
 
     assert everywhere(2, body) == [[True, False, True]] * 2
-
-
-def test_point_to_point():
-    def body(comm, rank):
-        x = torch.full((4,), float(rank))
-        comm.send(x, 1) if rank == 0 else comm.recv(x, 0)
-        return x.tolist()
-
-    assert everywhere(2, body) == [[0.0] * 4] * 2
 
 
 def test_what_nccl_lacks_is_refused_by_name():
     def body(comm, rank):
         for dtype, op in [(torch.int16, "sum"), (torch.float32, "bxor"), (torch.bool, "avg"), (torch.complex64, "sum")]:
             with pytest.raises(errors.InvalidArgument, match=f"NCCL has no {op} of {dtype}"):
-                comm.all_reduce(torch.zeros(2, dtype=dtype), op)
+                call(comm, "all_reduce", torch.zeros(2, dtype=dtype), op=op)
         return True
 
     assert everywhere(1, body) == [True]
@@ -144,9 +140,9 @@ def test_an_asynchronous_error_aborts():
         comm.check()
         inner.error = 6
         with pytest.raises(errors.GroupAborted, match="error 6.*a link went down.*make a new group"):
-            comm.all_reduce(torch.ones(1))
+            call(comm, "all_reduce", torch.ones(1), op="sum")
         with pytest.raises(errors.GroupAborted, match="closed"):
-            comm.broadcast(torch.ones(1), 0)
+            call(comm, "broadcast", torch.ones(1), root=0)
         comm.abort()
         return inner.ended
 

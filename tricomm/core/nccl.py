@@ -24,7 +24,7 @@ from tricomm.gpu import Gpu
 from tricomm.kernels.launch.kernel_launch import Rows
 from tricomm.policy import backend_choice, selection
 from tricomm.store.bounded_store import BoundedThread, first_line
-from tricomm.store.control import ControlPage, PackedDescriptor
+from tricomm.store.control import ControlPage
 
 log = logging.getLogger("tricomm")
 _IN_PROGRESS = 7  # ncclInProgress; 0 is success, all else an error
@@ -135,61 +135,45 @@ class Nccl:
         self._core, self._comm = core, comm
         self.rank, self.world_size, self.device = rank, world_size, device
 
-    # Reductions
+    def run(self, request: Request, x: torch.Tensor, y: torch.Tensor, rows: Rows = ()) -> None:
+        """Enqueue a call of contiguous input `x` and output `y`, one tensor if the collective works in place; `rows`
+        are the splits of dimension 0 if these are uneven. Only the root reads all rows of a scatter's `x`, and writes
+        all rows of a gather's `y`."""
+        comm, stream, root = self._ready(), self._stream(), request.root
+        match request.collective:
+            case "all_reduce":
+                comm.allreduce(_flat(x), _flat(y), self._op(request, x.dtype), stream=stream)
+            case "reduce":
+                comm.reduce(_flat(x), _flat(y), self._op(request, x.dtype), root=root, stream=stream)
+            case "reduce_scatter":
+                kind = self._op(request, x.dtype)
+                if x.numel():  # nccl4py refuses an empty one, and there is nothing to do
+                    comm.reduce_scatter(_flat(x), _flat(y), kind, stream=stream)
+            case "broadcast":
+                comm.broadcast(_bytes(y), _bytes(y), root, stream=stream)
+            case "all_gather":
+                comm.allgather(_bytes(x), _bytes(y), stream=stream)
+            case "gather":
+                parts = self._even(y) if self.rank == root else []
+                self._grouped([(root, _bytes(x))], list(enumerate(parts)))
+            case "scatter":
+                parts = self._even(x) if self.rank == root else []
+                self._grouped(list(enumerate(parts)), [(root, _bytes(y))])
+            case "all_to_all":
+                self._grouped(list(enumerate(self._even(x))), list(enumerate(self._even(y))))
+            case "all_to_all_v":
+                row = x.nbytes // max(1, x.shape[0]) or y.nbytes // max(1, y.shape[0])
+                sent, received = (
+                    _bytes(t).split([n * row for n in splits]) for t, splits in zip((x, y), rows, strict=True)
+                )
+                self._grouped(list(enumerate(sent)), list(enumerate(received)))
+            case "barrier":
+                one = torch.zeros(1, dtype=torch.int32, device=self.device)
+                comm.allreduce(one, one, self._core.SUM, stream=stream)
 
-    def all_reduce(self, x: torch.Tensor, op: str = "sum", out: torch.Tensor | None = None) -> None:
-        kind = self._op(op, x.dtype, "all_reduce")
-        self._ready().allreduce(_flat(x), _flat(x if out is None else out), kind, stream=self._stream())
-
-    def reduce(self, x: torch.Tensor, dst: int, op: str = "sum", out: torch.Tensor | None = None) -> None:
-        kind = self._op(op, x.dtype, "reduce")
-        self._ready().reduce(_flat(x), _flat(x if out is None else out), kind, root=dst, stream=self._stream())
-
-    def reduce_scatter(self, x: torch.Tensor, out: torch.Tensor, op: str = "sum") -> None:
-        kind = self._op(op, x.dtype, "reduce_scatter")
-        if x.numel():  # nccl4py refuses an empty one, and there is nothing to do
-            self._ready().reduce_scatter(_flat(x), _flat(out), kind, stream=self._stream())
-
-    # Movements, as bytes
-
-    def broadcast(self, x: torch.Tensor, src: int) -> None:
-        self._ready().broadcast(_bytes(x), _bytes(x), src, stream=self._stream())
-
-    def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._ready().allgather(_bytes(x), _bytes(out), stream=self._stream())
-
-    def gather(self, x: torch.Tensor, dst: int, out: torch.Tensor | None) -> None:
-        """`out` is needed on `dst` alone."""
-        rows = _rows(out, [x.nbytes] * self.world_size) if self.rank == dst else []
-        self._grouped([(dst, _bytes(x))], list(enumerate(rows)))
-
-    def scatter(self, x: torch.Tensor | None, src: int, out: torch.Tensor) -> None:
-        """`x` is needed on `src` alone."""
-        rows = _rows(x, [out.nbytes] * self.world_size) if self.rank == src else []
-        self._grouped(list(enumerate(rows)), [(src, _bytes(out))])
-
-    def all_to_all_v(
-        self, x: torch.Tensor, in_splits: Sequence[int], out_splits: Sequence[int], out: torch.Tensor
-    ) -> None:
-        """Splits count rows of dimension 0."""
-        row = x.nbytes // max(1, x.shape[0]) or out.nbytes // max(1, out.shape[0])
-        self._exchange(x, [n * row for n in in_splits], out, [n * row for n in out_splits])
-
-    def all_to_all(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        even = [x.nbytes // self.world_size] * self.world_size
-        self._exchange(x, even, out, even)
-
-    def _exchange(self, x: torch.Tensor, sent: list[int], out: torch.Tensor, received: list[int]) -> None:
-        self._grouped(list(enumerate(_rows(x, sent))), list(enumerate(_rows(out, received))))
-
-    def send(self, x: torch.Tensor, dst: int) -> None:
-        self._grouped([(dst, _bytes(x))], [])
-
-    def recv(self, x: torch.Tensor, src: int) -> None:
-        self._grouped([], [(src, _bytes(x))])
-
-    def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1, dtype=torch.int32, device=self.device))
+    def _even(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """One row of bytes for each rank."""
+        return _bytes(x).split([x.nbytes // self.world_size] * self.world_size)
 
     # Life
 
@@ -240,8 +224,9 @@ class Nccl:
                 if data.numel():
                     comm.recv(data, peer, stream=stream)
 
-    def _op(self, op: str, dtype: torch.dtype, what: str) -> Any:
-        check(what, op, dtype)
+    def _op(self, request: Request, dtype: torch.dtype) -> Any:
+        op = request.op or ""
+        check(request.collective, op, dtype)
         return getattr(self._core, (_BOOL_OPS if dtype == torch.bool else _OPS)[op])
 
 
@@ -270,34 +255,6 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return _flat(x).view(torch.uint8)
 
 
-def _rows(x: torch.Tensor | None, counts: list[int]) -> list[torch.Tensor]:
-    assert x is not None, "the rank that gives or takes all rows has a tensor for them"
-    return list(_bytes(x).split(counts))
-
-
-_Call = Callable[[Nccl, Request, torch.Tensor, torch.Tensor, Rows], None]
-# By collective, with contiguous input x and output y (one tensor if the collective works in place), and with the splits
-# as `rows` if these are uneven.
-_CALLS: dict[str, _Call] = {
-    "all_reduce": lambda n, request, x, y, rows: n.all_reduce(x, request.op or "", y),
-    "all_gather": lambda n, request, x, y, rows: n.all_gather(x, y),
-    "reduce_scatter": lambda n, request, x, y, rows: n.reduce_scatter(x, y, request.op or ""),
-    "broadcast": lambda n, request, x, y, rows: n.broadcast(y, request.root),
-    "reduce": lambda n, request, x, y, rows: n.reduce(x, request.root, request.op or "", y),
-    "gather": lambda n, request, x, y, rows: n.gather(x, request.root, y),
-    "scatter": lambda n, request, x, y, rows: n.scatter(x, request.root, y),
-    "all_to_all": lambda n, request, x, y, rows: n.all_to_all(x, y),
-    "all_to_all_v": lambda n, request, x, y, rows: n.all_to_all_v(x, rows[0], rows[1], y),
-    "barrier": lambda n, request, x, y, rows: n.barrier(),
-}
-
-
-def record(request: Request) -> PackedDescriptor:
-    """The record of a call, which the peers read while NCCL's communicator is being made for it."""
-    name = str(request.dtype).removeprefix("torch.") if request.dtype is not None else "none"
-    return announced(selection.nccl(request.collective, ""), request.op or "none", name, request, "eager")[1]
-
-
 def plan(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Request, mode: str) -> LaunchPlan:
     """The request as a launch plan: announced, counted, watched and bounded like a kernel's.
 
@@ -312,10 +269,9 @@ def plan(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Re
     choice = selection.nccl(request.collective, reason)
     name = str(dtype).removeprefix("torch.") if dtype is not None else "none"
     fingerprint, record = announced(choice, op, name, request, mode)
-    act = _CALLS[request.collective]
 
     def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
         with monitor.user_call(gpu):
-            act(nccl, request, x, y, rows)
+            nccl.run(request, x, y, rows)
 
     return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)
