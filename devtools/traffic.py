@@ -122,7 +122,8 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
     torch.set_num_threads(1)
     count = data["nbytes"] // 4
     with tricomm.init(url, rank=rank, world_size=world_size, device="cpu", timeout=60.0, options=_OPTIONS) as comm:
-        ranges = [(first, 0 if r == rank else nbytes) for r, (first, nbytes) in enumerate(comm._internal.peer_ranges)]
+        arenas = comm._internal.group.peer_ranges
+        ranges = [(first, 0 if r == rank else nbytes) for r, (first, nbytes) in enumerate(arenas)]
         x = torch.arange(count, dtype=torch.float32)
         for kernel in (*registry.KERNELS, *registry.MULTICAST):
             if kernel.collective == "barrier" or kernel.needs_cube != (world_size == registry.CUBE_RANKS):
@@ -153,7 +154,7 @@ def _count(
     call: Callable[[], object],
     form: str = "",
 ) -> None:
-    arena = comm._internal.arena_layout
+    arena = comm._internal.group.layout
     counter = Counter(ranges, (layout.HEADERS, arena.ll), (arena.queue_states, arena.slots))
     with interpreter.observe(counter):
         call()

@@ -23,7 +23,7 @@ class MessageCalls:
     """
 
     def __init__(self, comm: Any) -> None:
-        self._comm, self._plan = comm, comm._internal.arena_layout
+        self._comm, self._plan = comm, comm._internal.group.layout
         self._next = [max(comm.options._tuning.first_epoch, layout.SLOTS)] * self._plan.queues
 
     def hand_on(self, protocol: str, number: int, size: int) -> torch.Tensor | None:

@@ -48,14 +48,14 @@ class Box:
 
 def dumps(comm: Communicator) -> str:
     """The facts of the box that `comm` runs on, as JSON."""
-    routes = comm._internal.routes
+    routes = comm._internal.planner.router.facts
     if comm.gpu is not None:  # a benchmark's group is made without NCCL
         routes = replace(routes, fallback=NCCL, missing="")
     facts = Box(
-        comm._internal.fingerprint,
+        comm._internal.group.fingerprint,
         comm.options.arena_bytes,
-        comm._internal.most_blocks,
-        comm._internal.site.no_multicast,
+        comm._internal.group.max_blocks,
+        comm._internal.planner.site.no_multicast,
         routes,
     )
     return json.dumps(asdict(facts))

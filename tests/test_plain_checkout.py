@@ -38,7 +38,7 @@ def group():
     with tempfile.TemporaryDirectory() as folder:
         with tricomm.init(f"file://{folder}/m", rank=0, world_size=1, device="cpu") as comm:
             assert torch.equal(comm.all_reduce(torch.arange(100.0)), torch.arange(100.0))
-            print(comm.explain("all_reduce", nbytes=400).table, comm._internal.fingerprint.digest)
+            print(comm.explain("all_reduce", nbytes=400).table, comm._internal.group.fingerprint.digest)
 group()
 sys.stderr.write("before the table\\n")
 """,

@@ -144,7 +144,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         self._group, self._gpu, self._splits = group, group.gpu, 0
         self._store = store  # kept alive: if this rank hosts it, another one may still be at the rendezvous
         self.stream: Any = None  # a rank's own, if all ranks are in one process
-        tuned = group.runtime.table(group.control, group.device_class, group.device, group.topology, group.timeout)
+        tuned = group.runtime.table(group.control, group.fingerprint, group.timeout)
         monitor = group.runtime.monitor(group.control, group.timeout, group.options.stall_timeout)
         undo.callback(monitor.stop)
         undo.callback(_live.discard, self)
@@ -162,7 +162,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._user_kernels = UserKernels(group, faults, launcher, monitor)
         self._suspension = Suspension(group, faults, launcher, self._messages)
-        self._internal = Internal(group, faults, monitor, launcher, planner, self._calls, self._fused, self._messages)
+        self._internal = Internal(group, faults, monitor, launcher, planner, self._calls, self._fused)
         monitor.start(self._messages.describe)
         _live.add(self)
 

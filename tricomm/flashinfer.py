@@ -269,7 +269,7 @@ def allreduce_fusion(
         raise InvalidArgument(f"allreduce_fusion: the workspace does not fit: {reason}; make another one")
     comm = workspace.comm
     algorithm = None
-    if use_oneshot is not None and comm.kind != "none" and comm._internal.reachable:  # NCCL makes its own choice
+    if use_oneshot is not None and comm.kind != "none" and comm._internal.group.reachable:  # NCCL makes its own choice
         algorithm = "one_shot" if use_oneshot else "two_shot"
     if pattern == _Pattern.kAllReduce:
         out = torch.empty_like(input) if output is None else output

@@ -31,11 +31,11 @@ from tricomm.explorer.world.task_lock import TaskLock
 from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter, kernel_launch
 from tricomm.options import Options
+from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store import page, process
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.arenas.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.store.control import ControlPage, PackedDescriptor, RankSegment, RankState
-from tricomm.topology.model import Topology
 
 CPU = torch.device("cpu")
 _KEPT_BYTES = 1 << 28  # of closed handles
@@ -121,7 +121,7 @@ class World:
             self.options,
             self._runtime(self, rank),
         )
-        comm._internal.observe(partial(self.planned, rank))
+        comm._internal.planner.observer = partial(self.planned, rank)
         return comm
 
     def symmetric(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, multicast: bool) -> SimulatedHandle:
@@ -339,9 +339,7 @@ class RankRuntime(Runtime):
     ) -> Arena:
         raise InvalidArgument("register: the ranks of a simulation share memory of their own; use comm.symmetric()")
 
-    def table(
-        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
-    ) -> None:
+    def table(self, control: ControlPage, box: Fingerprint, timeout: float) -> None:
         """None: an execution must not depend on a tuning table of this machine."""
 
 

@@ -35,10 +35,11 @@ class Coordinator:
     def __init__(self, emit: Callable[..., None], worker: TuningWorker, request: TuningRequest) -> None:
         self._emit, self._worker = emit, worker
         comm = worker.comm
-        self._cpu, self._world_size, self._fingerprint = comm.simulated, comm.world_size, comm._internal.fingerprint
+        self._cpu, self._world_size = comm.simulated, comm.world_size
+        self._fingerprint = comm._internal.group.fingerprint
         self._points = request.points(self._cpu)
         self._in_force = {point: _in_force(comm, point) for point in self._points}
-        self._site = comm._internal.site
+        self._site = comm._internal.planner.site
         self._machine = _similar_machine(self._fingerprint.device, self._fingerprint.topology)
         self._times = CheckedTimes(emit, worker)
         key = request.key(self._fingerprint.digest, tuning_tables.KERNELS, provenance.versions())
@@ -75,8 +76,8 @@ class Coordinator:
     def _pool(self, point: Point) -> list[Candidate]:
         known = registry.of(point.collective, self._world_size, multicast=not self._cpu)
         kernels = [k for k in known if self._runs(point, k)]
-        comm = self._worker.comm
-        candidates = pool(kernels, comm._internal.arena_layout, comm._internal.most_blocks, self._cpu, point.beside)
+        group = self._worker.comm._internal.group
+        candidates = pool(kernels, group.layout, group.max_blocks, self._cpu, point.beside)
         return [c for c in candidates if _as_it_is(self._site, point, c)] if point.epilogue else candidates
 
     def _runs(self, point: Point, kernel: registry.Kernel) -> bool:

@@ -111,7 +111,7 @@ def test_the_pieces_of_a_message_are_counted_as_the_kernels_count_them(protocol,
         calls, counted = shipped_calls.ShippedCalls(comm), []
         for number, size in enumerate(sizes):
             calls.make(kernel, number, size)
-            plan = comm._internal.arena_layout
+            plan = comm._internal.group.layout
             shape = (3, plan.queues, layout.QUEUE_STATE // 8)
             states = comm._group.arena.tensor(comm.rank, plan.queue_states, shape, torch.int64)
             counted.append((calls._messages._next[:], states[(comm.rank + 1) % 3, :, layout.SENT].tolist()))

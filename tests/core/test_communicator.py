@@ -355,6 +355,6 @@ def test_calls_that_the_switch_may_add_are_routed_as_such(without, monkeypatch):
     monkeypatch.setattr(backend_choice, "decide", spied)
     options = tricomm.Options(arena_bytes=256 * 1024, **({without: True} if without else {}))
     with tricomm.Communicator(HashStore(), 0, 1, "cpu", options=options) as comm:
-        assert comm._internal.routes.switch is (without is None), "the interpreter needs no switch"
+        assert comm._internal.planner.router.facts.switch is (without is None), "the interpreter needs no switch"
         comm.all_reduce(torch.ones(64))
     assert seen and set(seen) == {without is None}

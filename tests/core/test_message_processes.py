@@ -43,7 +43,7 @@ def of_many_queues(rank, world_size, tell, url):
             comm.send(torch.arange(20_000), 1, 2)
             return comm.world_size
         y = torch.full((20_000,), -1)
-        return comm.recv(y, None, 2), torch.equal(y, torch.arange(20_000)), comm._internal.arena_layout.queues > 3
+        return comm.recv(y, None, 2), torch.equal(y, torch.arange(20_000)), comm._internal.group.layout.queues > 3
 
 
 def test_one_block_takes_what_several_have_sent_one_after_another(url):

@@ -253,7 +253,7 @@ def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_ne
     first = layout.CLEAR_EVERY - 4
 
     def body(comm):
-        slots = comm._internal.arena_layout
+        slots = comm._internal.group.layout
         words = comm._group.arena.tensor(comm.rank, slots.slots, (layout.SLOTS, slots.slot // 8), torch.int64)
         words[:] = (first + 8) << 32 | 0xBAD
         comm.barrier()
@@ -291,14 +291,14 @@ def test_messages_are_counted():
 @pytest.mark.parametrize("first", [1, 2**31 - 3, 2**32 - 3])
 def test_what_has_not_been_taken_is_known(first):
     def body(comm):
-        seen = [comm._internal.unread()]
+        seen = [comm._messages.unread()]
         for turn in range(7):
             if comm.rank == 0:
                 comm.send(torch.ones(3), 2, turn)
-                seen.append(comm._internal.unread())
+                seen.append(comm._messages.unread())
                 comm.barrier()
                 comm.barrier()
-                seen.append(comm._internal.unread())
+                seen.append(comm._messages.unread())
             else:
                 comm.barrier()
                 if comm.rank == 2:

@@ -67,7 +67,7 @@ def round_trip(rank, world_size, tell, url, turns):
         w = comm.symmetric((100,), torch.float32)
         gone = comm.symmetric((5,), torch.float32)
         gone.close()
-        facts = comm._internal.peer_ranges, w.local.data_ptr(), w.table.tolist(), comm.group_table.tolist()[:8]
+        facts = comm._internal.group.peer_ranges, w.local.data_ptr(), w.table.tolist(), comm.group_table.tolist()[:8]
         results = {"wrong": [], "said": {}, "pages": [], "stats": []}
         x = torch.ones(1000)
         calls = {
@@ -82,7 +82,7 @@ def round_trip(rank, world_size, tell, url, turns):
             "gather": lambda: comm.all_reduce(w),
             "suspend": comm.suspend,
             "synchronize": comm.synchronize,
-            "unread": comm._internal.unread,
+            "unread": comm._messages.unread,
             "register": lambda: comm.register(x),
             "use_table": lambda: comm.use_table([], "none"),
         }
@@ -93,7 +93,7 @@ def round_trip(rank, world_size, tell, url, turns):
             comm.all_reduce(w)
             results["wrong"] += [] if (w.local == sum(range(world_size + 1))).all() else [("symmetric", turn)]
             comm.barrier()
-            results["pages"].append(resident(*comm._internal.peer_ranges[rank]))
+            results["pages"].append(resident(*comm._internal.group.peer_ranges[rank]))
             sequence = comm._launcher.sequence
             comm.suspend()
             assert comm.suspended
@@ -101,14 +101,14 @@ def round_trip(rank, world_size, tell, url, turns):
             results["explained"] = comm.explain("all_reduce", nbytes=4000).reason
             results["stats"].append(comm.stats().memory)
             time.sleep(0.05)
-            results["pages"].append(sum(resident(*memory) for memory in comm._internal.peer_ranges))
+            results["pages"].append(sum(resident(*memory) for memory in comm._internal.group.peer_ranges))
             results["forked"] = _forked(comm)
             assert comm._launcher.sequence == sequence
             comm.resume()
             assert not comm.suspended
             results["stats"].append(comm.stats().memory)
             if (
-                comm._internal.peer_ranges,
+                comm._internal.group.peer_ranges,
                 w.local.data_ptr(),
                 w.table.tolist(),
                 comm.group_table.tolist()[:8],
@@ -225,7 +225,7 @@ def memory_refused(rank, world_size, tell, url, where, victim):
         if state:
             texts.append(refused(comm.resume))
             end = time.monotonic() + 10.0  # the other rank gives its own back after the ranks have agreed
-            ranges = comm._internal.peer_ranges
+            ranges = comm._internal.group.peer_ranges
             while (pages := sum(resident(*memory) for memory in ranges)) and time.monotonic() < end:
                 time.sleep(0.01)
             together(url, rank, range(world_size))

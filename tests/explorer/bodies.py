@@ -68,7 +68,7 @@ def differing(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) 
 def prefilled(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
     """The mailboxes of words with flags hold what a counter of 32 bits leaves when it comes round: words of the next
     epochs but one."""
-    memory = comm._internal.arena_layout
+    memory = comm._internal.group.layout
     for start, buffer in ((memory.ll, memory.ll_buffer), (memory.wide, memory.wide_buffer)):
         words = comm._group.arena.tensor(comm.rank, start, (2, comm.world_size * buffer // 8), torch.int64)
         for ahead in (3, 4):

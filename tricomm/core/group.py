@@ -21,7 +21,8 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import GroupArgument
 from tricomm.metrics.counters import HeldMemory
 from tricomm.options import Options
-from tricomm.policy import launch_shapes
+from tricomm.policy import launch_shapes, user_tables
+from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.control import RankState
 from tricomm.store.process import forks
@@ -85,6 +86,16 @@ class Group:
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
         self.device_class, self.max_blocks = agreed
         launch_shapes.check_grid(options._tuning.blocks, self.max_blocks, options.max_blocks)
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """The kind of box that this group runs on: tuning tables are keyed by it."""
+        return user_tables.fingerprint(self.device_class, self.device, self.world_size, self.topology)
+
+    @property
+    def peer_ranges(self) -> list[tuple[int, int]]:
+        """(first address, bytes) of every rank's arena as mapped in this process."""
+        return [(base, self.arena.nbytes) for base in self.arena.bases]
 
     def captured(self, what: str) -> InvalidArgument | None:
         """Why `what`, which allocates or frees memory, is refused; None unless a graph is being captured."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -171,9 +171,9 @@ class Nccl:
                 one = torch.zeros(1, dtype=torch.int32, device=self.device)
                 comm.allreduce(one, one, self._core.SUM, stream=stream)
 
-    def _even(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+    def _even(self, x: torch.Tensor) -> list[torch.Tensor]:
         """One row of bytes for each rank."""
-        return _bytes(x).split([x.nbytes // self.world_size] * self.world_size)
+        return list(_bytes(x).split([x.nbytes // self.world_size] * self.world_size))
 
     # Life
 

@@ -40,6 +40,7 @@ class Planner:
     """Knows the plan of every call that one group has made.
 
     site      the facts that selection needs
+    bind      `Runtime.bind` for this group; if the kernel cannot be loaded, the group is aborted
     router    decides between the kernels and NCCL
     plans     by (request, dtype, elements, whether the tensors are aligned, whether the call is captured);
               `elements` are of a row
@@ -73,7 +74,7 @@ class Planner:
         self.observer: Callable[[Request, LaunchPlan], LaunchPlan] | None = None
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity = group.gpu, activity
-        self._bind = partial(faults.loaded, group.runtime.bind, group=group.argument, timeout=group.timeout)
+        self.bind = partial(faults.loaded, group.runtime.bind, group=group.argument, timeout=group.timeout)
 
     def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
         """The plan of a call of tensors of `dtype` with `elements` a row.
@@ -89,6 +90,12 @@ class Planner:
             plan = self._new(request, request.sized(dtype, elements), aligned, capturing)
         self._launcher.captured |= capturing
         return plan
+
+    def keep(self, key: Any, known: Any) -> None:
+        """Keep a call, which has just been planned, in `prepared`."""
+        if len(self.prepared) >= _MOST_PLANS:
+            self.prepared.clear()
+        self.prepared[key] = known
 
     def planned(self, request: Request, dtype: torch.dtype, elements: int, aligned: bool) -> list[LaunchPlan]:
         """The plans of a call that `plan` has planned, of each mode."""
@@ -136,7 +143,7 @@ class Planner:
             known = replace(route, reason=f"{choice.kernel}: {choice.reason}; {route.reason}")
             self.router.log(known, request.collective, request.dtype, request.op or "none", nbytes, name)
         make = fused_kernels.make if choice.fused else launch_plan.make
-        return make(self.site, choice, request, aligned, mode, self._bind)
+        return make(self.site, choice, request, aligned, mode, self.bind)
 
     def _choice(self, request: Request, nbytes: int, mode: str) -> Choice:
         """The kernel of a call that the kernels run: a fused one if the request has an epilogue that one takes."""

@@ -14,11 +14,10 @@ from tricomm.core.watch.monitor import Monitor
 from tricomm.gpu import Gpu
 from tricomm.kernels.launch import kernel_launch
 from tricomm.policy import user_tables
-from tricomm.policy.tuning_tables import TunedTable
+from tricomm.policy.tuning_tables import Fingerprint, TunedTable
 from tricomm.store.arenas.arena import Arena, open_arena
 from tricomm.store.arenas.registered import open_registered
 from tricomm.store.control import ControlPage
-from tricomm.topology.model import Topology
 
 
 @dataclass(eq=False)
@@ -63,11 +62,9 @@ class Runtime:
         """The memory of every rank's own tensor, as `open_registered`; called by all ranks together."""
         return open_registered(control, tensor, timeout, group, no_multicast)
 
-    def table(
-        self, control: ControlPage, kind: str, device: torch.device, topology: Topology | None, timeout: float
-    ) -> TunedTable | None:
-        """The user's own tuning table for these devices of architecture `kind`; called by all ranks together."""
-        return user_tables.agree(control, user_tables.fingerprint(kind, device, control.world_size, topology), timeout)
+    def table(self, control: ControlPage, box: Fingerprint, timeout: float) -> TunedTable | None:
+        """The user's own tuning table for this kind of box; called by all ranks together."""
+        return user_tables.agree(control, box, timeout)
 
 
 PROCESSES = Runtime()

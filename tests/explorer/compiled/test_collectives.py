@@ -40,7 +40,7 @@ def test_every_collective_is_exact():
         rank, other = comm.rank, 1 - comm.rank
         assert comm.simulated and comm.gpu is not None
         choice = comm.explain("all_reduce", COUNT * SIZE * 4)
-        assert "sm_90" in str(comm._internal.fingerprint) and (choice.block, choice.warps) == (128, 4)
+        assert "sm_90" in str(comm._internal.group.fingerprint) and (choice.block, choice.warps) == (128, 4)
         assert [case for number, case in enumerate(cases) if not outcome(comm, case, number)] == []
         parts = [list(inputs(r)[: sum(rows)].split(rows)) for r, rows in enumerate(splits)]
         rows = comm.all_to_all_v(torch.cat(parts[rank]), splits[rank], [row[rank] for row in splits])

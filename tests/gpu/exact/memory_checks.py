@@ -93,7 +93,7 @@ def _returned(comm: Communicator) -> list[str]:
         return []
     before = torch.cuda.mem_get_info(comm.device)[0]
     comm.suspend()
-    gained, own = torch.cuda.mem_get_info(comm.device)[0] - before, comm._internal.arena_layout.nbytes
+    gained, own = torch.cuda.mem_get_info(comm.device)[0] - before, comm._internal.group.layout.nbytes
     return [] if gained >= own else [f"rank {comm.rank}: suspend freed {gained} bytes of {own}"]
 
 

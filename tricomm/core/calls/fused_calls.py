@@ -197,7 +197,7 @@ class FusedCalls:
                 break
             again = with_operands(plan.numel, plan.fingerprint, fused_kernels.operands(call))
             known = known_like(
-                self._planner.prepared, (x.shape, key), looked_at, lambda: KnownCall(looked_at, given, call, results)
+                self._planner, (x.shape, key), looked_at, lambda: KnownCall(looked_at, given, call, results)
             )
             known.plans[2 * (plan.mode == "graph") + fused_kernels.aligned(call)] = plan, again
         return results

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,7 +38,6 @@ from tricomm.policy.backend_choice import BackendChoice
 from tricomm.store.control import Descriptor, Fault
 
 _TAGS = 1 << 32
-_MOST_HALVES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +45,11 @@ class Half:
     """One half of a message, bound to a shape, a peer and a tag."""
 
     run: BoundKernel
-    facts: int  # what both halves must have in common, except for the tag
+    facts: int  # fingerprint of the facts that both halves share, except for the tag
     numel: int  # raw elements
-    kind: str
-    dtype: str
-    protocol: str
-    count: int
-    grid: int
+    record: Descriptor  # without the numbers of a message
     tally: Tally
-    weight: int  # what a message adds to the tally
+    weight: int  # of a message, in the tally
 
 
 class PointToPoint:
@@ -67,7 +62,6 @@ class PointToPoint:
         self._planner, self._activity = planner, activity
         self._gpu = group.gpu
         self._messages = 0
-        self._halves: dict[tuple[Any, ...], Half] = {}
         self._sent: Counter[tuple[int, int]] = Counter()  # by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
         self._unread: dict[int, FromAny] = {}  # by the word of the control page that will hold the source of a message
@@ -151,21 +145,8 @@ class PointToPoint:
                 older.keep()
             self._messages = number
             self._sent[peer, tag] += kind == "send"
-            self.group.control.announce_message(
-                Descriptor(
-                    number,
-                    self._sent[peer, tag],
-                    kind,
-                    f"tag {tag}",
-                    half.dtype,
-                    "one_shot",
-                    half.protocol,
-                    half.count,
-                    peer,
-                    half.grid,
-                    "eager",
-                )
-            )
+            record = replace(half.record, sequence=number, fingerprint=self._sent[peer, tag])
+            self.group.control.announce_message(record)
             self.launcher.run(lambda: half.run(x, x, half.numel, number << 32 | half.facts))
             half.tally.total += half.weight
             if kind == "recv" and peer >= 0:
@@ -183,18 +164,17 @@ class PointToPoint:
     def _half(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Half:
         aligned = x.data_ptr() % 16 == 0
         key = (kind, x.dtype, x.numel(), aligned, protocol, peer, tag)
-        half = self._halves.get(key)
+        half: Half | None = self._planner.prepared.get(key)
         if half is None:
-            while len(self._halves) >= _MOST_HALVES:
-                self._halves.pop(next(iter(self._halves)))
-            half = self._halves[key] = self._bind(kind, x, peer, tag, protocol)
+            half = self._bind(kind, x, peer, tag, protocol)
+            self._planner.keep(key, half)
         return half
 
     def _bind(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> Half:
         if x.dtype not in arguments.DTYPES:
             known = ", ".join(dtype.name for dtype in arguments.DTYPES.values())
             raise InvalidArgument(f"{kind}: no kernel takes {x.dtype}; there is {known}")
-        site, group = self._planner.site, self.group
+        site = self._planner.site
         nbytes = x.numel() * x.itemsize
         choice = selection.choose(site, kind, nbytes, None, protocol)
         route = BackendChoice(KERNELS, f"{choice.kernel}: {choice.reason}")
@@ -205,31 +185,12 @@ class PointToPoint:
         grid = choice.blocks if peer >= 0 else 1
         constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
-        run = self.faults.loaded(
-            group.runtime.bind,
-            kernel.function,
-            grid,
-            constexprs,
-            dtype.bits,
-            aligned,
-            more,
-            group.argument,
-            group.timeout,
-        )
+        run = self._planner.bind(kernel.function, grid, constexprs, dtype.bits, aligned, more)
         facts = arguments.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
         tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)
-        return Half(
-            run,
-            facts,
-            x.numel() * dtype.lanes,
-            kind,
-            dtype.name,
-            choice.protocol,
-            x.numel(),
-            grid,
-            tally,
-            weight(nbytes),
-        )
+        shape = dtype.name, "one_shot", choice.protocol, x.numel(), peer, grid, "eager"
+        record = Descriptor(0, 0, kind, f"tag {tag}", *shape)
+        return Half(run, facts, x.numel() * dtype.lanes, record, tally, weight(nbytes))
 
     def unread(self) -> list[int]:
         """As `Communicator.unread`."""

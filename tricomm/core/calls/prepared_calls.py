@@ -25,7 +25,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import Again
 
 _STATUS = layout.STATUS
-_MOST_CALLS, _MOST_VARIANTS = 1024, 8
+_MOST_VARIANTS = 8
 _BARRIER = Request("barrier")
 _ONE_GETS = frozenset({"reduce", "gather"})
 # Never made, no tensor, or one without storage: sparse, or wrapped by vmap or grad; no memory for the output.
@@ -199,7 +199,7 @@ class PreparedCalls:
             count = elements * (2 if x.is_complex() else 1) if uneven else rest
             return PreparedCall(look, x.itemsize, x.nbytes, y.nbytes, count, self._apart(request, rest), make, gives)
 
-        known = known_like(self._calls, key, given, prepared)
+        known = known_like(self._planner, key, given, prepared)
         for plan in plans:
             repeat = getattr(plan.run, "repeat", None)  # interpreted, timed and watched kernels have none
             again = repeat and repeat(plan.numel, plan.fingerprint)
@@ -212,17 +212,15 @@ class PreparedCalls:
         return None if takes is None else takes * self._group.rank * row
 
 
-def known_like(calls: dict[Any, Any], key: Any, given: Sequence[torch.Tensor], make: Callable[[], Any]) -> Any:
-    """The call among `calls[key]` that takes the tensors `given`; a new one by `make` if there is none."""
-    variants = calls.get(key, [])
+def known_like(planner: Planner, key: Any, given: Sequence[torch.Tensor], make: Callable[[], Any]) -> Any:
+    """The call among those prepared as `key` that takes the tensors `given`; a new one by `make` if there is none."""
+    variants = planner.prepared.get(key, [])
     try:
         return first_like(variants, *given)
     except LookupError:
-        if len(calls) >= _MOST_CALLS:
-            calls.clear()
         variants.insert(0, make())
         del variants[_MOST_VARIANTS:]
-        calls[key] = variants
+        planner.keep(key, variants)
         return variants[0]
 
 
