@@ -96,7 +96,9 @@ def choose(
             raise InvalidArgument(f"{name}={value!r}: a name or None is needed")
     if zero_copy:
         return _in_symmetric(facts, collective, nbytes, algorithm, protocol, mode, bits, zero_copy)
-    fits = _allowed(facts, collective, algorithm, protocol)
+    has_wide_words(facts, collective, forced=protocol == "ll128")
+    known = registry.of(collective, registry.CUBE_RANKS, multicast=True)
+    fits = _usable(facts, collective, known, algorithm, protocol)
     candidates = [
         (name, number, row, k)
         for name, number, row in table_rows(facts, collective, nbytes, mode, bits)
@@ -166,17 +168,7 @@ def _in_symmetric(
     fitting: Sequence[str],
 ) -> Choice:
     known = [registry.find(collective, name, "simple", zero_copy=True) for name in fitting]
-    registers = registers_of(facts, None)
-    small = registers < MOST_REGISTERS
-
-    def fits(kernel: registry.Kernel) -> bool:
-        compact = not small or has_compact_form(kernel, facts.device, facts.world_size)
-        through = not kernel.multicast or not (facts.no_multicast or facts.batch_invariant)
-        return compact and through and algorithm in (None, kernel.algorithm) and protocol in (None, kernel.protocol)
-
-    candidates = [kernel for kernel in known if fits(kernel)]
-    if not candidates:
-        raise InvalidArgument(_not_in_symmetric(facts, collective, algorithm, protocol, known, registers))
+    candidates = _usable(facts, f"{collective} over symmetric memory", known, algorithm, protocol)
     kernel, table, reason = candidates[0], "none", ""
     number: int | None = None
     if algorithm is not None:
@@ -193,82 +185,44 @@ def _in_symmetric(
     how = "by NVLS (multimem)" if kernel.multicast else "by whether the result goes there too"
     text = f"a symmetric handle is read in place; algorithm {how}{reason}{_promise(facts, kernel)}"
     names = (collective, kernel.algorithm, kernel.protocol)
-    return Choice(*names, *shape, text, table, number, zero_copy=True, registers=registers)
+    return Choice(*names, *shape, text, table, number, zero_copy=True, registers=registers_of(facts, None))
 
 
-def _not_in_symmetric(
-    facts: SelectionFacts,
-    collective: str,
-    algorithm: str | None,
-    protocol: str | None,
-    known: list[registry.Kernel],
-    registers: int,
-) -> str:
-    """Why none of the kernels `known` takes a call over handles."""
-    asked = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
-    first = known[0]
-    if not asked:
-        return (
-            f"{collective}: {registry.name_of(algorithm, protocol)} does not take symmetric memory passed like this; "
-            f"{first.algorithm}/{first.protocol} does, or pass handle.local for the others"
-        )
-    kernel = asked[0]
-    if kernel.multicast and facts.batch_invariant:
-        return (
-            f"{collective}: {kernel.algorithm}/{kernel.protocol} adds in the switch's order, and a batch-invariant "
-            f"group reduces in rank order; {first.algorithm}/{first.protocol} does that, or make the group without "
-            "batch_invariant (TRICOMM_BATCH_INVARIANT)"
-        )
-    if kernel.multicast and facts.no_multicast:
-        return (
-            f"{collective}: {kernel.algorithm}/{kernel.protocol} needs NVLS (multimem), and here "
-            f"{facts.no_multicast}; there is {first.algorithm}/{first.protocol}"
-        )
-    return (
-        f"{collective}: over symmetric memory {kernel.algorithm}/{kernel.protocol} takes more than {registers} "
-        f"registers a thread on {facts.device}; pass handle.local, or make the group without "
-        "beside_compute"
-    )
-
-
-def _allowed(
-    facts: SelectionFacts, collective: str, algorithm: str | None, protocol: str | None
+def _usable(
+    facts: SelectionFacts, what: str, known: list[registry.Kernel], algorithm: str | None, protocol: str | None
 ) -> list[registry.Kernel]:
-    """The kernels that fit what the caller has forced, and that these devices can run; one at least."""
-    known = registry.of(collective, facts.world_size, multicast=not facts.no_multicast)
-    if not facts.reachable:
-        known = [k for k in known if k.needs_cube or k.pairwise]
-        if not known:
-            raise InvalidArgument(
-                f"{collective}: not every rank reaches every other one's memory here, and no kernel avoids that; "
-                "use NCCL (torch.distributed)"
-            )
-    if not has_wide_words(facts, collective, forced=protocol == "ll128"):
-        known = [k for k in known if not k.wide]
-    fits = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
-    asked = registry.name_of(algorithm, protocol)
-    if facts.beside and fits:
-        fits = _compact(facts, collective, asked, known, fits)
-    if facts.batch_invariant and fits:
-        return _in_rank_order(collective, asked, known, fits)
+    """The kernels among `known` that fit what the caller has forced and that run here, one at least. Raises
+    `InvalidArgument` with the reason why the first one of them does not, and with those that do."""
+    named = [k for k in known if algorithm in (None, k.algorithm) and protocol in (None, k.protocol)]
+    fits = [k for k in named if not _why_not(facts, k)]
     if fits:
         return fits
-    if facts.no_multicast and any(k.collective == collective and k.algorithm == algorithm for k in registry.MULTICAST):
-        raise InvalidArgument(
-            f"{collective}: {asked} needs NVLS (multimem), and here {facts.no_multicast}; there is "
-            + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
-        )
-    shipped = [k for k in registry.of(collective, registry.CUBE_RANKS) if k.needs_cube]
-    if any(algorithm in (None, k.algorithm) and protocol in (None, k.protocol) for k in shipped):
-        raise InvalidArgument(
-            f"{collective}: {asked} needs {registry.CUBE_RANKS} ranks on a hybrid cube mesh; here are "
-            f"{facts.world_size} ranks, topology {facts.topology or 'unknown'}"
-        )
-    where = "" if facts.reachable else " that avoids the memory that these ranks cannot reach"
-    raise InvalidArgument(
-        f"{collective}: there is no {asked} kernel{where}; there is "
-        + ", ".join(f"{k.algorithm}/{k.protocol}" for k in known)
-    )
+    usable = [k for k in known if not _why_not(facts, k)]
+    asked = registry.name_of(algorithm, protocol)
+    reason = f"{asked} {_why_not(facts, named[0])}" if named else f"there is no {asked} kernel"
+    others = f"there is {', '.join(f'{k.algorithm}/{k.protocol}' for k in usable)}" if usable else "no kernel runs here"
+    local = "; other kernels take handle.local" if known[0].zero_copy else ""
+    raise InvalidArgument(f"{what}: {reason}; {others}{local}")
+
+
+def _why_not(facts: SelectionFacts, kernel: registry.Kernel) -> str:
+    """Why `kernel` does not run here, as the end of a sentence; empty if it does."""
+    if kernel.needs_cube and facts.world_size != registry.CUBE_RANKS:
+        here = f"{facts.world_size} ranks, topology {facts.topology or 'unknown'}"
+        return f"needs {registry.CUBE_RANKS} ranks on a hybrid cube mesh; here are {here}"
+    if not (facts.reachable or kernel.needs_cube or kernel.pairwise):
+        return "needs memory that not every rank reaches on these links; NCCL does not (torch.distributed)"
+    if kernel.multicast and facts.no_multicast:
+        return f"needs NVLS (multimem), and here {facts.no_multicast}"
+    if kernel.wide and not has_wide_words(facts, kernel.collective, forced=False):
+        return "needs 16-byte words with a flag"
+    if facts.beside and not has_compact_form(kernel, facts.device, facts.world_size):
+        ranks = f"{facts.world_size} ranks on {facts.device}"
+        return f"takes more than {COMPACT_REGISTERS} registers a thread with {ranks} (Options.beside_compute)"
+    if facts.batch_invariant and not kernel.rank_order:
+        how = "in the switch's order" if kernel.multicast else "the sums of two quads"
+        return f"adds {how}, and a batch-invariant group (TRICOMM_BATCH_INVARIANT) reduces in rank order"
+    return ""
 
 
 def has_wide_words(facts: SelectionFacts, collective: str, forced: bool) -> bool:
@@ -284,39 +238,6 @@ def has_wide_words(facts: SelectionFacts, collective: str, forced: bool) -> bool
             f"{collective}: protocol=ll128, 16-byte words with a flag: {reason}; protocol=ll works everywhere"
         )
     return reason is None
-
-
-def _compact(
-    facts: SelectionFacts, collective: str, asked: str, known: list[registry.Kernel], fits: list[registry.Kernel]
-) -> list[registry.Kernel]:
-    """Those of `fits` that a group with few registers may use; one at least."""
-    small = [k for k in fits if has_compact_form(k, facts.device, facts.world_size)]
-    if small:
-        return small
-    others = ", ".join(
-        f"{k.algorithm}/{k.protocol}" for k in known if has_compact_form(k, facts.device, facts.world_size)
-    )
-    raise InvalidArgument(
-        f"{collective}: with {facts.world_size} ranks on {facts.device} {asked} takes more than {COMPACT_REGISTERS} "
-        f"registers a thread; {others or 'no kernel of it'} does not, or make the group without "
-        "beside_compute"
-    )
-
-
-def _in_rank_order(
-    collective: str, asked: str, known: list[registry.Kernel], fits: list[registry.Kernel]
-) -> list[registry.Kernel]:
-    """Those of `fits` that a batch-invariant group may use; one at least."""
-    ordered = [k for k in fits if k.rank_order]
-    if ordered:
-        return ordered
-    others = ", ".join(f"{k.algorithm}/{k.protocol}" for k in known if k.rank_order)
-    how = "in the switch's order" if fits[0].multicast else "the sums of two quads"
-    raise InvalidArgument(
-        f"{collective}: {asked} adds {how}, and a batch-invariant group reduces in rank order; "
-        + (f"{others} do that" if others else "no kernel that these devices' links carry does that")
-        + ", or make the group without batch_invariant (TRICOMM_BATCH_INVARIANT)"
-    )
 
 
 def _promise(facts: SelectionFacts, kernel: registry.Kernel) -> str:
