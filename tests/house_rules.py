@@ -23,7 +23,6 @@ MIRRORS: set[str] = set()
 PUBLIC = {
     "tricomm/communicator.py:__init__",
     "explorer/campaign.py:check",
-    "tricomm/core/planner.py:explain",
     "tricomm/core/calls/fused_methods.py:all_reduce_rms_norm",
     "tricomm/core/calls/fused_methods.py:all_reduce_rms_norm_quantized",
     "tricomm/core/calls/tuning_methods.py:explain",

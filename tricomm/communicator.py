@@ -30,7 +30,6 @@ from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.calls.suspension import Suspension
 from tricomm.core.calls.tuning_methods import TuningMethods
-from tricomm.core.calls.user_kernels import UserKernels
 from tricomm.core.entry_guard import entry, guarded, set_up
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
@@ -160,7 +159,6 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         self._run = self._calls.run
         self._fused = FusedCalls(group, faults, planner, launcher)
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
-        self._user_kernels = UserKernels(group, faults, launcher, monitor)
         self._suspension = Suspension(group, faults, launcher, self._messages)
         self._internal = Internal(group, faults, monitor, launcher, planner, self._calls, self._fused)
         monitor.start(self._messages.describe)

@@ -47,6 +47,7 @@ class Group:
     suspended          whether its memory has been freed
     refusing           whether calls are refused: it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device
+    handles            the number of symmetric handles that were made
     owned              symmetric memory that is not closed, by the number of its handle; it ends with the group
     registered         users' tensors that all ranks reach, and their arenas, by the number of the handle; these arenas
                        end with the group, too
@@ -75,6 +76,7 @@ class Group:
         self.closed = self.suspended = self.refusing = False
         _groups.add(self)
         self.owned: dict[int, Arena] = {}
+        self.handles = 0
         self.registered: dict[int, tuple[Arena, torch.Tensor]] = {}
         self.unregistered = ""
         self.reachable = all(self.arena.bases)

@@ -165,13 +165,8 @@ class Launcher:
 
     # The end of calls
 
-    def synchronize(self, timeout: float | None = None) -> None:
-        """As `Communicator.synchronize`."""
-        self._faults.check_usable()
-        self.wait(self._group.timeout if timeout is None else timeout)
-
     def wait(self, timeout: float) -> None:
-        """`synchronize` on a group that is known to be usable."""
+        """Wait for the calls on the current stream; raises the group's fault, or `CollectiveTimeout`."""
         if self._gpu is not None and not self._gpu.capturing():
             event = self._gpu.recorded(self._stream)
             if not poll(event.query, timeout, 2e-5, meanwhile=self._faults.check, clock=self._gpu.clock):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,26 +12,23 @@ import torch
 from tricomm import arguments, gone
 from tricomm.core import fused_kernels, launch_plan, nccl
 from tricomm.core.faults import Faults
-from tricomm.core.fused import fused_checks
-from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, Epilogue
+from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.group import Group
-from tricomm.core.launch_plan import READ_IN_PLACE, LaunchPlan, Request
+from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.symmetric import Symmetric
 from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
-from tricomm.kernels.collectives import registry
 from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import selection
-from tricomm.policy.backend_choice import POINT_TO_POINT, REDUCTIONS, BackendChoice
+from tricomm.policy.backend_choice import REDUCTIONS, BackendChoice
 from tricomm.policy.router import Router
 from tricomm.policy.selection import Choice
 from tricomm.policy.selection_facts import SelectionFacts
-from tricomm.policy.tuning_tables import TableRow, TunedTable
+from tricomm.policy.tuning_tables import TunedTable
 
 _MOST_PLANS = 1024
-_SWITCHED = frozenset(kernel.collective for kernel in registry.MULTICAST)
 _UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 
 
@@ -136,8 +132,8 @@ class Planner:
     ) -> LaunchPlan:
         if route.backend == NCCL and self.nccl is not None:
             plan = nccl.plan(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
-            return replace(plan, choice=_of_request(plan.choice, request, route.reason))
-        choice = self._choice(request, _UNKNOWN if nbytes is None else nbytes, mode)
+            return replace(plan, choice=of_request(plan.choice, request, route.reason))
+        choice = self.choice(request, _UNKNOWN if nbytes is None else nbytes, mode)
         if mode == "eager":
             name = None if request.epilogue is None else FUSED
             known = replace(route, reason=f"{choice.kernel}: {choice.reason}; {route.reason}")
@@ -145,7 +141,7 @@ class Planner:
         make = fused_kernels.make if choice.fused else launch_plan.make
         return make(self.site, choice, request, aligned, mode, self.bind)
 
-    def _choice(self, request: Request, nbytes: int, mode: str) -> Choice:
+    def choice(self, request: Request, nbytes: int, mode: str) -> Choice:
         """The kernel of a call that the kernels run: a fused one if the request has an epilogue that one takes."""
         why = ""
         if request.epilogue is not None:
@@ -157,16 +153,16 @@ class Planner:
             self._site_of(request), request.collective, nbytes, request.algorithm, request.protocol, mode,
             request.fitting, _bits(request.dtype),
         )  # fmt: skip
-        return _of_request(choice, request, why)
+        return of_request(choice, request, why)
 
     def _site_of(self, request: Request) -> SelectionFacts:
         """The facts of a call: the switch does not reduce every type by every operation, nor reach every memory."""
-        site = replace(self.site, no_multicast=self._no_multicast(request))
+        site = replace(self.site, no_multicast=self.no_multicast(request))
         if request.op is None or request.dtype not in arguments.DTYPES:
             return site
         return selection.for_reduction(site, request.collective, arguments.DTYPES[request.dtype], request.op)
 
-    def _no_multicast(self, request: Request) -> str:
+    def no_multicast(self, request: Request) -> str:
         """Why the switch does not reach the memory of a call; empty if it does."""
         handles = [each for each in (request.handle, request.into) if isinstance(each, Symmetric)]
         return self.site.no_multicast or next((each.no_multicast for each in handles if each.no_multicast), "")
@@ -206,97 +202,10 @@ class Planner:
                 return
         self._monitor.watch(self.nccl)
 
-    # Queries and settings of users
 
-    def explain(
-        self, collective: str, nbytes: int | Symmetric, dtype: torch.dtype | None = None, op: Any = "sum", *,
-        algorithm: str | None = None, protocol: str | None = None, mode: str = "eager", hidden: int | None = None,
-        quantize: str | None = None, out: Symmetric | torch.Tensor | None = None,
-    ) -> Choice:  # fmt: skip
-        """As `Communicator.explain`."""
-        handle = nbytes if isinstance(nbytes, Symmetric) else None
-        if handle is not None:
-            nbytes, dtype = handle.local.nbytes, handle.dtype
-        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
-            raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
-        if mode not in ("eager", "graph"):
-            raise InvalidArgument(f"explain: mode={mode!r}: eager or graph is needed")
-        if not isinstance(dtype, torch.dtype | None):
-            raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
-        gone.refuse(f"algorithm={algorithm!r}")
-        name = arguments.operation(op)
-        request = Request(collective, name, algorithm, protocol)
-        if collective == FUSED:
-            collective, dtype = "all_reduce", torch.float32 if dtype is None else dtype
-            epilogue = _epilogue(hidden, quantize, dtype, nbytes)
-            request = request._replace(collective=collective, epilogue=epilogue)
-        form = collective_specs.find(collective)
-        if handle is not None and request.collective in READ_IN_PLACE and request.epilogue is None:
-            into = handle if out is None else out
-            whole = into if collective == "all_reduce" and isinstance(into, Symmetric) else None
-            request = request.over(handle, whole)
-        request = request.sized(dtype, nbytes // dtype.itemsize if dtype is not None else 0)
-        if collective in POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
-            return self._with_memory(self._choice(request, nbytes, mode), request)
-        size = None if form.uneven else nbytes
-        op_name = name if form.reduces else "none"
-        request = request._replace(dtype=dtype or torch.float32) if collective == "all_reduce" else request
-        route = self.router.choice(collective, request.dtype, op_name, size, request.forced)
-        if route.backend != NCCL:
-            return self._with_memory(self._choice(request, nbytes, mode), request)
-        if form.reduces and dtype is not None:
-            nccl.check(collective, name, dtype)
-        return _of_request(selection.nccl(collective, route.reason), request, route.reason)
-
-    def _with_memory(self, choice: Choice, request: Request) -> Choice:
-        """`choice` with the reasons for an unusual kind of memory, and for not going through a switch."""
-        memory = self._group.arena.reason
-        if self._group.suspended:
-            memory = "suspended, so no call is possible before resume()"
-        if self._group.unregistered:
-            memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
-        if memory:
-            choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
-        why = self._no_multicast(request)
-        if why and choice.collective in _SWITCHED:
-            choice = replace(choice, reason=f"{choice.reason}; not through a switch: {why}")
-        return choice
-
-    def use_table(self, rows: Sequence[TableRow], name: str) -> None:
-        """As `Communicator.use_table`."""
-        self._faults.check_usable()
-        if not isinstance(rows, list | tuple) or not all(isinstance(row, TableRow) for row in rows):
-            raise InvalidArgument(f"use_table: a list of TableRow is needed, not {rows!r:.200}")
-        if not isinstance(name, str):
-            raise InvalidArgument(f"use_table: name={name!r}: a name is needed")
-        given, group = tuple(rows), self._group
-        with self._launcher.held(), self._faults.abort_on_error("use_table"):
-            digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
-            group.control.require_equal(f"table {digest[:32]}", "use_table", group.timeout, abort_on_fault=True)
-            self.site = replace(self.site, tuned=given, tuned_name=name)
-            self.forget()
-
-    def time_calls(self, every: int) -> None:
-        """As `Communicator.time_calls`."""
-        self._faults.check_usable()
-        self._activity.time_calls(every)
-        self.forget()
-
-
-def _of_request(choice: Choice, request: Request, why: str) -> Choice:
+def of_request(choice: Choice, request: Request, why: str) -> Choice:
     """`choice`, of an all-reduce; if `request` is an all_reduce_rms_norm, marked as not fused because of `why`."""
     return choice if request.epilogue is None else selection.unfused(FUSED, choice, why)
-
-
-def _epilogue(hidden: int | None, quantize: str | None, dtype: torch.dtype, nbytes: int) -> Epilogue:
-    """The epilogue that `explain` is asked about; raises `InvalidArgument` for impossible rows."""
-    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1 or nbytes % (hidden * dtype.itemsize):
-        raise InvalidArgument(f"explain: hidden={hidden!r}: {nbytes} bytes of {dtype} have to be whole rows of it")
-    if quantize is not None and quantize not in QUANTIZATIONS:
-        raise InvalidArgument(f"explain: quantize={quantize!r}; there is {', '.join(QUANTIZATIONS)}")
-    fused_checks.check_row(hidden, quantize)
-    layout = SCALE_LAYOUTS[0] if quantize == "nvfp4" else ""
-    return Epilogue(hidden, dtype, 1e-6, norm=quantize is None, quantize=quantize, scale_layout=layout)
 
 
 def _bits(dtype: torch.dtype | None) -> int:

@@ -91,7 +91,7 @@ def test_multicast_kernels_are_checked_where_there_is_multicast_memory_and_error
         good = memory_checks.multicast(comm, True)
         spoilt.add(comm.rank)
         bad = memory_checks.multicast(comm, True)
-        comm._user_kernels._group.arena.multicast = 0
+        comm._internal.group.arena.multicast = 0
         return good, bad, memory_checks.multicast(comm, True)
 
     for errors, bad, without in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):

@@ -17,7 +17,7 @@ import pytest
 
 from tests import forked
 from tests.perf.test_workers import children, gone
-from tricomm.core.planner import Planner
+from tricomm.communicator import Communicator
 from tricomm.perf import bench_row
 from tricomm.perf.bench import check_data, session, table
 from tricomm.perf.bench_row import CSV_HEADER, BenchRow, Measurement
@@ -281,14 +281,14 @@ def rank_without_wide_words(emit: Any, rank: int, *rest: Any) -> None:
     """A rank, as one on a GPU whose compiler has no 16-byte words."""
     from tricomm.errors import InvalidArgument
 
-    real = Planner.explain
+    real = Communicator.explain
 
-    def explain(self: Planner, *args: Any, **how: Any) -> Any:
+    def explain(self: Communicator, *args: Any, **how: Any) -> Any:
         if "ll128" in args or how.get("protocol") == "ll128":
             raise InvalidArgument("this Triton has no wide words")
         return real(self, *args, **how)
 
-    Planner.explain = explain
+    Communicator.explain = explain
     session.rank_main(emit, rank, *rest)
 
 

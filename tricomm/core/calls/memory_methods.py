@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
+from tricomm import arguments
 from tricomm.core.calls.collectives import Tensor
 from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.suspension import Suspension
-from tricomm.core.calls.user_kernels import UserKernels
 from tricomm.core.entry_guard import guarded
-from tricomm.core.symmetric import Symmetric
+from tricomm.core.faults import Faults
+from tricomm.core.group import Group
+from tricomm.core.launcher import Launcher
+from tricomm.core.symmetric import HandleName, Symmetric, check_shape
+from tricomm.core.watch.monitor import Monitor
 from tricomm.core.work import or_work
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.kernels.launch import triton_adapter
+
+_ALIGNMENT = 16
 
 
 class MemoryMethods:
     """Calls over memory that the ranks share."""
 
+    _group: Group
+    _faults: Faults
+    _launcher: Launcher
+    _monitor: Monitor
     _messages: PointToPoint
-    _user_kernels: UserKernels
     _suspension: Suspension
 
     @or_work
@@ -71,7 +84,18 @@ class MemoryMethods:
         Raises `InvalidArgument` on all ranks if an argument is bad or differs between ranks (the group stays usable),
         `ResourceError` if memory is refused anywhere.
         """
-        return self._user_kernels.symmetric(shape, dtype, multicast=multicast)
+        group = self._group
+        sizes, error = check_shape(shape, dtype)
+        with self._handle(
+            "symmetric", error, lambda: repr((sizes, dtype)) + ", multicast=False" * (not multicast)
+        ) as name:
+            wanted = bool(multicast) and group.arena.multicast != 0
+            arena = group.runtime.symmetric(group.control, sizes, dtype, group.device, group.timeout, wanted)
+            group.owned[name.number] = arena
+            made = Symmetric(arena, name, sizes, dtype, released=partial(group.owned.pop, name.number, None))
+            if not wanted:
+                made.no_multicast = group.arena.no_multicast if multicast else "it was made with multicast=False"
+        return made
 
     @guarded
     def register(self, tensor: torch.Tensor, group: Any = None) -> Symmetric:
@@ -89,7 +113,32 @@ class MemoryMethods:
         if they differ, or if they begin at different offsets of torch's memory; `ResourceError` for memory that cannot
         be shared. Such a tensor can still be passed itself, and is then staged; `explain` says why.
         """
-        return self._user_kernels.register(tensor, group)
+        own, where = self._group, " in torch's symmetric memory" * (group is not None)
+        error = _registrable(tensor, own.device)
+        with self._handle("register", error, lambda: f"{tensor.dtype} of shape {list(tensor.shape)}{where}") as name:
+            try:
+                arena = own.runtime.register(own.control, tensor, own.timeout, group, own.arena.no_multicast)
+            except ResourceError as refusal:
+                own.unregistered = str(refusal)
+                raise
+            own.registered[name.number] = arena, tensor.detach()
+            released = partial(own.registered.pop, name.number, None)
+            return Symmetric(arena, name, tuple(tensor.shape), tensor.dtype, tensor, released)
+
+    @contextmanager
+    def _handle(self, what: str, error: InvalidArgument | None, said: Callable[[], str]) -> Iterator[HandleName]:
+        """The name of a new handle, for all ranks to make it together; none if a rank has an `error`, or if `said`
+        differs."""
+        group = self._group
+        self._faults.check_usable()
+        if group.runtime.no_symmetric is not None or not group.reachable:
+            why = group.routes.no_memory or "not every rank reaches every other one's memory on these GPUs' links"
+            raise InvalidArgument(f"{what}: {group.runtime.no_symmetric or why}")
+        with self._launcher.held(), self._faults.abort_on_error(what):
+            group.control.agree(error or group.captured(what), what, group.timeout, abort_on_fault=True)
+            group.control.require_equal(said(), what, group.timeout, abort_on_fault=True)
+            yield HandleName(group.name, group.handles + 1, group.rank)
+            group.handles += 1
 
     @guarded
     def launch(self, kernel: Any, grid: Any, *args: Any, **constexprs: Any) -> None:
@@ -103,7 +152,15 @@ class MemoryMethods:
 
         Raises `InvalidArgument` before anything runs for a kernel, grid or arguments that do not fit.
         """
-        return self._user_kernels.launch(kernel, grid, *args, **constexprs)
+        group, launcher = self._group, self._launcher
+        self._faults.check_usable()
+        if not triton_adapter.is_kernel(kernel):
+            raise InvalidArgument(f"launch: a plain @triton.jit kernel is needed, found {type(kernel).__name__}")
+        device, limit = group.device, group.timeout
+        run = group.runtime.prepare(kernel, grid, args, constexprs, device, limit, self._faults.check)
+        launcher.captured |= group.gpu is not None and group.gpu.capturing()
+        with launcher.held(), self._monitor.user_call(group.gpu):
+            launcher.run(run)
 
     @guarded
     def suspend(self) -> None:
@@ -133,3 +190,19 @@ class MemoryMethods:
         only; `ResourceError` if memory is refused.
         """
         return self._suspension.resume()
+
+
+def _registrable(x: Any, device: torch.device) -> InvalidArgument | None:
+    """Why a tensor cannot be registered, whatever its memory; None if it can."""
+    try:
+        arguments.check_tensor(x, device, "register")
+    except InvalidArgument as error:
+        return error
+    if not x.is_contiguous() or not x.numel():
+        return InvalidArgument(f"register: shape {tuple(x.shape)}: a contiguous tensor with elements is needed")
+    if x.data_ptr() % _ALIGNMENT:
+        return InvalidArgument(
+            f"register: the tensor begins {x.data_ptr() % _ALIGNMENT} bytes past a multiple of {_ALIGNMENT}, at which "
+            "kernels read: register the whole tensor of which it is a part"
+        )
+    return None

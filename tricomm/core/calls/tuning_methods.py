@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tricomm import arguments, gone
+from tricomm.core import nccl
 from tricomm.core.entry_guard import guarded
+from tricomm.core.faults import Faults
+from tricomm.core.fused import fused_checks
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, Epilogue
+from tricomm.core.group import Group
+from tricomm.core.launch_plan import READ_IN_PLACE, Request
 from tricomm.core.launcher import Launcher
-from tricomm.core.planner import Planner
+from tricomm.core.planner import Planner, of_request
 from tricomm.core.symmetric import Symmetric
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import collective_specs
+from tricomm.kernels.collectives import registry
+from tricomm.metrics.counters import NCCL, Activity
+from tricomm.policy import selection
+from tricomm.policy.backend_choice import POINT_TO_POINT
 from tricomm.policy.selection import Choice
 from tricomm.policy.tuning_tables import TableRow
+
+_SWITCHED = frozenset(kernel.collective for kernel in registry.MULTICAST)
 
 
 class TuningMethods:
     """Selection, tables, times."""
 
+    _group: Group
+    _faults: Faults
     _launcher: Launcher
     _planner: Planner
+    _activity: Activity
 
     @guarded
     def synchronize(self, timeout: float | None = None) -> None:
@@ -27,7 +47,8 @@ class TuningMethods:
 
         `timeout` is in seconds (default: the communicator's).
         """
-        return self._launcher.synchronize(timeout)
+        self._faults.check_usable()
+        self._launcher.wait(self._group.timeout if timeout is None else timeout)
 
     @guarded
     def explain(
@@ -51,18 +72,53 @@ class TuningMethods:
         instead of `nbytes` means a call that reads it in place; `out` is the output if it is not that handle. Whether
         NCCL can be used is known only after the first call that needs it. Raises `InvalidArgument` for a bad argument.
         """
-        return self._planner.explain(
-            collective,
-            nbytes,
-            dtype,
-            op,
-            algorithm=algorithm,
-            protocol=protocol,
-            mode=mode,
-            hidden=hidden,
-            quantize=quantize,
-            out=out,
-        )
+        handle = nbytes if isinstance(nbytes, Symmetric) else None
+        if handle is not None:
+            nbytes, dtype = handle.local.nbytes, handle.dtype
+        if isinstance(nbytes, bool) or not isinstance(nbytes, int) or nbytes < 0:
+            raise InvalidArgument(f"explain: nbytes={nbytes!r}: a number of bytes is needed")
+        if mode not in ("eager", "graph"):
+            raise InvalidArgument(f"explain: mode={mode!r}: eager or graph is needed")
+        if not isinstance(dtype, torch.dtype | None):
+            raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
+        gone.refuse(f"algorithm={algorithm!r}")
+        name = arguments.operation(op)
+        request = Request(collective, name, algorithm, protocol)
+        if collective == FUSED:
+            collective, dtype = "all_reduce", torch.float32 if dtype is None else dtype
+            epilogue = _epilogue(hidden, quantize, dtype, nbytes)
+            request = request._replace(collective=collective, epilogue=epilogue)
+        form = collective_specs.find(collective)
+        if handle is not None and request.collective in READ_IN_PLACE and request.epilogue is None:
+            into = handle if out is None else out
+            whole = into if collective == "all_reduce" and isinstance(into, Symmetric) else None
+            request = request.over(handle, whole)
+        request = request.sized(dtype, nbytes // dtype.itemsize if dtype is not None else 0)
+        if collective in POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
+            return self._with_memory(self._planner.choice(request, nbytes, mode), request)
+        size = None if form.uneven else nbytes
+        op_name = name if form.reduces else "none"
+        request = request._replace(dtype=dtype or torch.float32) if collective == "all_reduce" else request
+        route = self._planner.router.choice(collective, request.dtype, op_name, size, request.forced)
+        if route.backend != NCCL:
+            return self._with_memory(self._planner.choice(request, nbytes, mode), request)
+        if form.reduces and dtype is not None:
+            nccl.check(collective, name, dtype)
+        return of_request(selection.nccl(collective, route.reason), request, route.reason)
+
+    def _with_memory(self, choice: Choice, request: Request) -> Choice:
+        """`choice` with the reasons for an unusual kind of memory, and for not going through a switch."""
+        memory = self._group.arena.reason
+        if self._group.suspended:
+            memory = "suspended, so no call is possible before resume()"
+        if self._group.unregistered:
+            memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
+        if memory:
+            choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
+        why = self._planner.no_multicast(request)
+        if why and choice.collective in _SWITCHED:
+            choice = replace(choice, reason=f"{choice.reason}; not through a switch: {why}")
+        return choice
 
     @guarded
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:
@@ -71,7 +127,17 @@ class TuningMethods:
         For tuners. `explain` calls them `name`. Raises `InvalidArgument` for anything but rows, and on all ranks if
         their rows differ; then nothing has changed.
         """
-        return self._planner.use_table(rows, name)
+        self._faults.check_usable()
+        if not isinstance(rows, list | tuple) or not all(isinstance(row, TableRow) for row in rows):
+            raise InvalidArgument(f"use_table: a list of TableRow is needed, not {rows!r:.200}")
+        if not isinstance(name, str):
+            raise InvalidArgument(f"use_table: name={name!r}: a name is needed")
+        given, group, planner = tuple(rows), self._group, self._planner
+        with self._launcher.held(), self._faults.abort_on_error("use_table"):
+            digest = hashlib.sha256(repr((given, name)).encode()).hexdigest()
+            group.control.require_equal(f"table {digest[:32]}", "use_table", group.timeout, abort_on_fault=True)
+            planner.site = replace(planner.site, tuned=given, tuned_name=name)
+            planner.forget()
 
     @guarded
     def time_calls(self, every: int) -> None:
@@ -81,4 +147,17 @@ class TuningMethods:
         timed. Call this before calls are warmed up for a capture: it forgets what they have prepared. Raises
         `InvalidArgument` for a negative number.
         """
-        return self._planner.time_calls(every)
+        self._faults.check_usable()
+        self._activity.time_calls(every)
+        self._planner.forget()
+
+
+def _epilogue(hidden: int | None, quantize: str | None, dtype: torch.dtype, nbytes: int) -> Epilogue:
+    """The epilogue that `explain` is asked about; raises `InvalidArgument` for impossible rows."""
+    if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1 or nbytes % (hidden * dtype.itemsize):
+        raise InvalidArgument(f"explain: hidden={hidden!r}: {nbytes} bytes of {dtype} have to be whole rows of it")
+    if quantize is not None and quantize not in QUANTIZATIONS:
+        raise InvalidArgument(f"explain: quantize={quantize!r}; there is {', '.join(QUANTIZATIONS)}")
+    fused_checks.check_row(hidden, quantize)
+    layout = SCALE_LAYOUTS[0] if quantize == "nvfp4" else ""
+    return Epilogue(hidden, dtype, 1e-6, norm=quantize is None, quantize=quantize, scale_layout=layout)
