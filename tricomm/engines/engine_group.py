@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -273,11 +271,6 @@ class EngineGroup:
         return self.comm
 
     # Graphs, sleep, the end
-
-    @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Around the capture of a CUDA graph. Registers nothing, because the kernels push into memory that stays."""
-        yield
 
     def suspend(self) -> None:
         """Free tricomm's memory until `resume`; every rank calls it, between two calls. Meanwhile all calls are left to

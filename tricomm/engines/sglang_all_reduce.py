@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -66,8 +66,8 @@ class SglangAllReduce:
         return self.tricomm.all_reduce_rms_norm(input_, residual, weight, eps)
 
     def capture(self) -> AbstractContextManager[None]:
-        """Around the capture of a CUDA graph."""
-        return self.tricomm.capture()
+        """Around the capture of a CUDA graph. Registers nothing, because the kernels push into memory that stays."""
+        return nullcontext()
 
     def close(self) -> None:
         """Leave the group; idempotent. SGLang only drops its reference."""

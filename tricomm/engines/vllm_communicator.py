@@ -68,34 +68,23 @@ class VllmCollectives:
         """The sum of `input_` over all ranks, as vLLM's method; always out of place if the kernels run it."""
         if torch.compiler.is_compiling():
             return torch.ops.tricomm.vllm_all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
-        return self._all_reduce(input_)
+        return self._run("all_reduce", input_)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Every rank's `input_`, concatenated along `dim`, as vLLM's method."""
         if torch.compiler.is_compiling():
             return torch.ops.tricomm.vllm_all_gather(input_, dim, self.unique_name)  # type: ignore[no-any-return]
-        return self._all_gather(input_, dim)
+        return self._run("all_gather", input_, dim)
 
     def reduce_scatter(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """This rank's part along `dim` of the sum of `input_` over all ranks, as vLLM's method."""
         if torch.compiler.is_compiling():
             return torch.ops.tricomm.vllm_reduce_scatter(input_, dim, self.unique_name)  # type: ignore[no-any-return]
-        return self._reduce_scatter(input_, dim)
+        return self._run("reduce_scatter", input_, dim)
 
-    def _all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        if self.tricomm.takes("all_reduce", input_):
-            return self.tricomm.all_reduce(input_)
-        return super().all_reduce(input_)  # type: ignore[misc, no-any-return]
-
-    def _all_gather(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
-        if self.tricomm.takes("all_gather", input_):
-            return self.tricomm.all_gather(input_, dim)
-        return super().all_gather(input_, dim)  # type: ignore[misc, no-any-return]
-
-    def _reduce_scatter(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
-        if self.tricomm.takes("reduce_scatter", input_, dim):
-            return self.tricomm.reduce_scatter(input_, dim)
-        return super().reduce_scatter(input_, dim)  # type: ignore[misc, no-any-return]
+    def _run(self, collective: str, input_: torch.Tensor, *dim: int) -> torch.Tensor:
+        runs = self.tricomm if self.tricomm.takes(collective, input_, *dim) else super()
+        return getattr(runs, collective)(input_, *dim)  # type: ignore[no-any-return]
 
     # Sleep mode, and the end
 
@@ -152,18 +141,12 @@ _lib = Library("tricomm", "FRAGMENT")
 def _reduced(x: torch.Tensor, group: str) -> torch.Tensor:
     """vLLM's own all_reduce may be in place, and an operator must not return its input."""
     member = _members[group]
-    return member._all_reduce(x if member.tricomm.takes("all_reduce", x) else x.clone())
+    return member._run("all_reduce", x if member.tricomm.takes("all_reduce", x) else x.clone())
 
 
-def _gathered(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+def _shaped(x: torch.Tensor, dim: int, times: int, parts: int) -> torch.Tensor:
     shape = list(x.shape)
-    shape[dim] *= _members[group].world_size
-    return x.new_empty(shape)
-
-
-def _scattered(x: torch.Tensor, dim: int, group: str) -> torch.Tensor:
-    shape = list(x.shape)
-    shape[dim] //= _members[group].world_size
+    shape[dim] = shape[dim] * times // parts
     return x.new_empty(shape)
 
 
@@ -182,11 +165,11 @@ _define(
 )
 _define(
     "vllm_all_gather(Tensor x, int dim, str group) -> Tensor",
-    lambda x, dim, group: _members[group]._all_gather(x, dim),
-    _gathered,
+    lambda x, dim, group: _members[group]._run("all_gather", x, dim),
+    lambda x, dim, group: _shaped(x, dim, _members[group].world_size, 1),
 )
 _define(
     "vllm_reduce_scatter(Tensor x, int dim, str group) -> Tensor",
-    lambda x, dim, group: _members[group]._reduce_scatter(x, dim),
-    _scattered,
+    lambda x, dim, group: _members[group]._run("reduce_scatter", x, dim),
+    lambda x, dim, group: _shaped(x, dim, 1, _members[group].world_size),
 )
