@@ -29,8 +29,7 @@ ELSEWHERE = {
     "copy_ in tricomm.core.fused.unfused._nvfp4",
     # filled by a kernel
     "torch.full in tricomm.core.fused.unfused._number",
-    # the methods of the library's own Launcher, Driver and Gpu, which have rows
-    "synchronize in tricomm.core.calls.tuning_methods.TuningMethods.synchronize",
+    # the methods of the library's own Driver and Gpu, which have rows
     "synchronize in tricomm.core.group.Group.begin",
     "synchronize in store.arenas.cuda_ipc.IpcBlocks.allocate",
     "synchronize in store.arenas.cuda_vmm.VmmBlocks.allocate",

@@ -339,13 +339,9 @@ def test_a_group_with_few_registers_gets_compact_forms_in_its_grid():
 
 def test_a_kernel_without_a_compact_form_is_refused_with_those_that_have_one():
     few = site(world_size=8, beside=True)
-    with pytest.raises(
-        InvalidArgument, match="two_shot/ll takes more than 128 .*; there is one_shot/simple, two_shot/simple"
-    ):
+    with pytest.raises(InvalidArgument, match="two_shot/ll takes more than 128 .* is one_shot/simple, two_shot/simple"):
         choose(few, "all_reduce", 1024, "two_shot", "ll")
-    with pytest.raises(
-        InvalidArgument, match=r"over symmetric memory: .* 128 registers .*; other kernels take handle.local"
-    ):
+    with pytest.raises(InvalidArgument, match="over symmetric memory: .* other kernels take handle.local"):
         choose(few, "all_reduce", 1024, zero_copy=("two_shot",))
 
 
