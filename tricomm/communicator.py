@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import arguments
 from tricomm.core import bootstrap, nccl
-from tricomm.core.bootstrap import Adapter, pick_device
+from tricomm.core.bootstrap import Adapter, Terms, pick_device
 from tricomm.core.calls.collectives import Collectives
 from tricomm.core.calls.fused_calls import FusedCalls
 from tricomm.core.calls.fused_methods import FusedMethods
@@ -80,42 +80,23 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
     ) -> None:
         check_rank(rank, world_size)
         options = bootstrap.settings(store, rank, world_size, options)
-        self._meet(store, rank, world_size, device, timeout, options, meeting_timeout)
+        self._meet(store, bootstrap.terms(rank, world_size, device, timeout, options, meeting_timeout))
 
     @classmethod
-    def _behind(cls, adapter: Adapter, *meeting: Any) -> Self:
-        """A communicator of the calls that `adapter` routes to the kernels; `meeting` are the arguments of `_meet`."""
+    def _behind(cls, adapter: Adapter, store: Store, terms: Terms) -> Self:
+        """A communicator of the calls that `adapter` routes to the kernels."""
         comm = cls.__new__(cls)
-        comm._meet(*meeting, adapter=adapter)
+        comm._meet(store, replace(terms, on_wait=adapter.on_wait), adapter.router)
         return comm
 
-    def _meet(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        device: Any,
-        timeout: Any,
-        options: Options,
-        meeting_timeout: float | None = None,
-        *,
-        adapter: Adapter | None = None,
-    ) -> None:
-        limit = options.timeout if timeout is None else seconds(timeout, "timeout")
-        device = pick_device(device)
-        memory = bootstrap.layout_of(world_size, device, options)
-        wait = meeting_timeout or limit
-        look = (lambda: None) if adapter is None else adapter.on_wait
-        terms = bootstrap.Terms(rank, world_size, device, limit, wait, options, memory, look)
-        router = None if adapter is None else adapter.router
-
+    def _meet(self, store: Store, terms: Terms, router: Router | None = None) -> None:
         def make(undo: ExitStack) -> None:
             shared = bootstrap.join(undo, store, terms)
-            self._assemble(undo, Group(shared, device, limit, options, PROCESSES), store, router)
+            self._assemble(undo, Group(shared, terms.device, terms.timeout, terms.options, PROCESSES), store, router)
             if self._gpu is None:  # a GPU may still run kernels
                 release = partial(self._group.drop, self._monitor.stop)
                 weakref.finalize(self, self._monitor.abandon, release).atexit = False
-            shared.control.exchange(b"", "the communicator", limit)  # every rank has it, or none
+            shared.control.exchange(b"", "the communicator", terms.timeout)  # every rank has it, or none
 
         set_up(make)
 

@@ -18,6 +18,7 @@ from tricomm.c10d.fast_path import FastPath
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.streams import GroupStream
 from tricomm.communicator import Communicator
+from tricomm.core import bootstrap
 from tricomm.core.bootstrap import Adapter, pick_device
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.symmetric import Symmetric
@@ -147,15 +148,9 @@ class Dispatcher:
         store = PrefixStore(f"kernels/{device.type}", config.store)
         try:
             options = options_for(self._options, config.timeout, device.type)
-            comm = Communicator._behind(
-                Adapter(router, self._still_connected),
-                store,
-                config.rank,
-                config.world_size,
-                device,
-                config.timeout,
-                replace(options, batch_invariant=self.batch_invariant),
-            )
+            options = replace(options, batch_invariant=self.batch_invariant)
+            terms = bootstrap.terms(config.rank, config.world_size, device, config.timeout, options)
+            comm = Communicator._behind(Adapter(router, self._still_connected), store, terms)
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             why = self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             router.facts = replace(router.facts, no_kernels=why)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from types import TracebackType
 
@@ -23,7 +24,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, Resou
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import NCCL
-from tricomm.options import Options, digest_of, with_environment
+from tricomm.options import Options, digest_of, seconds, with_environment
 from tricomm.policy import backend_choice, launch_shapes
 from tricomm.policy.router import Router
 from tricomm.store.arenas.arena import Arena, open_arena
@@ -106,6 +107,21 @@ class NoArena:
 
     def keep(self) -> None:
         pass
+
+
+def terms(
+    rank: int,
+    world_size: int,
+    device: torch.device | str | int | None,
+    timeout: float | timedelta | None,
+    options: Options,
+    rendezvous_timeout: float | None = None,
+) -> Terms:
+    """The terms from the arguments of a `Communicator`; raises `InvalidArgument` for an impossible group."""
+    limit = options.timeout if timeout is None else seconds(timeout, "timeout")
+    chosen = pick_device(device)
+    memory = layout_of(world_size, chosen, options)
+    return Terms(rank, world_size, chosen, limit, rendezvous_timeout or limit, options, memory)
 
 
 def settings(store: Store, rank: int, world_size: int, options: Options | None) -> Options:

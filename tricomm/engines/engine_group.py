@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from tricomm import env
 from tricomm.c10d.capabilities import exchange_capabilities, options_for
 from tricomm.communicator import Communicator
+from tricomm.core import bootstrap
 from tricomm.core.bootstrap import Adapter
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import KERNELS, NCCL
@@ -131,16 +132,9 @@ class EngineGroup:
         most = _ANY_SIZE if invariant or self._engine.invariant else self._limit
         facts = GroupFacts(seat.device.type, seat.world_size, 1, None, NCCL, batch_invariant=invariant, most_bytes=most)
         router = Router(facts, seat.name, seat.rank, self._engine.name)
-        comm = Communicator._behind(
-            Adapter(router),
-            PrefixStore("kernels", store),
-            seat.rank,
-            seat.world_size,
-            seat.device,
-            None,
-            replace(options, batch_invariant=invariant or self._engine.invariant),
-            MEETING_SECONDS,
-        )
+        options = replace(options, batch_invariant=invariant or self._engine.invariant)
+        terms = bootstrap.terms(seat.rank, seat.world_size, seat.device, None, options, MEETING_SECONDS)
+        comm = Communicator._behind(Adapter(router), PrefixStore("kernels", store), terms)
         try:
             self._compare(comm)
         except BaseException:
