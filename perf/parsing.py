@@ -95,16 +95,6 @@ def _utc(moment: datetime) -> str:
     return moment.astimezone(UTC).isoformat(timespec="seconds")
 
 
-def ago(date: str) -> str:
-    """`3 days ago` for one of the history's dates; the text itself if it is no date, or later than now."""
-    try:
-        hours = (datetime.now(UTC) - datetime.fromisoformat(date)) / timedelta(hours=1)
-    except (ValueError, TypeError):
-        return date
-    count, unit = (int(hours // 24), "day") if hours >= 24 else (int(hours), "hour")
-    return f"{count} {unit}{'' if count == 1 else 's'} ago" if hours >= 0 else date
-
-
 def parse_names(
     text: str, allowed: tuple[str, ...], kind: str, aliases: Mapping[str, str] | None = None
 ) -> tuple[str, ...]:

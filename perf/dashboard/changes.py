@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
-from tricomm.perf import parsing
 from tricomm.perf.dashboard import change_points
 
 _FACTS = ("collective", "dtype", "world_size", "mode", "place", "device", "simulated")
@@ -67,10 +65,13 @@ class Verdict:
         return {"schema": 1, "verdict": words, **counts, **asdict(self)}
 
     def lines(self) -> list[str]:
-        """The changes by run, the latest first, and what could not be judged."""
+        """The changes by day and commits, the latest first, and what could not be judged."""
+        events: dict[tuple[str, str], list[Changed]] = {}
+        for change in self.changes:
+            events.setdefault((change.date[:10], change.commits), []).append(change)
         told = []
-        for (date, commits), group in groupby(self.changes, lambda change: (change.date, change.commits)):
-            told += [f"{parsing.ago(date)}, {date}, {commits}:", *map(str, group)]
+        for (_, commits), found in events.items():
+            told += [f"{found[0].date}, {commits}:", *map(str, found)]
         since = f" since {self.since}" if self.since else ""
         faster = len(self.changes) - self.slower
         told.append(f"{self.slower} points are slower{since}, {faster} faster, of {self.points} in the latest runs")
@@ -114,7 +115,7 @@ def unjudged(data: dict[str, Any]) -> tuple[int, int]:
 
 
 def points(data: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any], int]]:
-    """Each point's facts, its line and its place there."""
+    """The facts of each point, its line, and its place in the line."""
     for scene in data["scenes"]:
         facts = {name: scene[name] for name in _FACTS}
         for line in scene["lines"]:

@@ -87,15 +87,16 @@ def _scene(key: _Key, lines: dict[_Key, dict[int, _Point]], facts: str) -> Recor
     links = machines.links_of(scene["device"], known.fingerprint.topology if known is not None else "")
     gpu = machines.of_device(scene["device"]) if links is not None else None
     sizes = sorted({size for line in lines.values() for size in line})
+    latest = max(run for line in lines.values() for point in line.values() for run in point)
     return scene | {
         "bus": units.bus_factor(scene["collective"], scene["world_size"]) if scene["world_size"] >= 1 else 1.0,
         "link_gbs": links,
         "picks": {str(size): kernel for size in sizes if (kernel := pick(size)) is not None},
-        "lines": [_line(scene, gpu, line, points) for line, points in lines.items()],
+        "lines": [_line(scene, gpu, latest, line, points) for line, points in lines.items()],
     }
 
 
-def _line(scene: Record, gpu: MachineSpec | None, line: _Key, points: dict[int, _Point]) -> Record:
+def _line(scene: Record, gpu: MachineSpec | None, latest: int, line: _Key, points: dict[int, _Point]) -> Record:
     library, algorithm, protocol = line
     kernel = _kernel(scene, algorithm, protocol) if library == OURS else None
     curve: Record = {"library": library, "kernel": f"{algorithm}/{protocol}" if library == OURS else library}
@@ -106,7 +107,7 @@ def _line(scene: Record, gpu: MachineSpec | None, line: _Key, points: dict[int, 
         runs = [(run, [entry.measurement for entry in point[run]]) for run in sorted(point)]
         past = [_digits(median(m.p50_us for m in rows)) for _, rows in runs]
         steps = change_points.find(past)
-        late = change_points.unproven(past, steps)
+        late = change_points.unproven(past, steps) if runs[-1][0] == latest else None
         curve["size"].append(size)
         curve["predicted"].append(_predicted(scene, gpu, kernel, size))
         curve["run"].append([run for run, _ in runs[-_PAST:]])

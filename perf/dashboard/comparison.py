@@ -30,15 +30,13 @@ def grouped(entries: Rows) -> list[Rows]:
     return list(runs.values())
 
 
-def table(runs: Sequence[Rows]) -> list[str]:
-    """A line for each run, with its number, the latest one last."""
-    if not runs:
-        return ["the history has no runs: `tricomm bench` measures one"]
-    rows = []
-    for number, (first, *more) in enumerate(runs, 1):
-        mark, run = " (simulated)" if first.measurement.simulated else "", first.run
-        rows.append((number, run.date, run.commit or "-", 1 + len(more), run.world_size, f"{run.device}{mark}"))
-    return text_table.lines(_HEADER, rows, right=("run", "rows", "ranks"))
+def table(runs: dict[str, Rows]) -> list[str]:
+    """A line for each run and its name."""
+    lines = []
+    for name, rows in runs.items():
+        run, mark = rows[-1].run, " (simulated)" if rows[-1].measurement.simulated else ""
+        lines.append((name, run.date or "-", run.commit or "-", len(rows), run.world_size, f"{run.device}{mark}"))
+    return text_table.lines(_HEADER, lines, right=("run", "rows", "ranks"))
 
 
 def side(text: str, runs: Sequence[Rows], say: Say) -> Rows:
@@ -92,14 +90,6 @@ def _of_file(file: Path, say: Say) -> Rows:
         raise InvalidArgument(f"{file}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidArgument(f"{file} is neither a history nor a file of `tricomm bench --json`: {error}") from None
-
-
-def described(rows: Rows) -> str:
-    """When and where the latest of `rows` was measured."""
-    run = rows[-1].run
-    when = f" of {run.date}, {run.commit or 'no commit'}" if run.date else ""
-    mark = " (simulated)" if rows[-1].measurement.simulated else ""
-    return f"{len(rows)} rows{when}, {run.world_size} ranks on {run.device}{mark}, {run.topology}"
 
 
 def compare(old: Rows, new: Rows) -> list[changes.Changed]:

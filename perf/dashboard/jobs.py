@@ -82,7 +82,7 @@ def keep(published: PublishedJobs, history: History) -> int:
     """Put the activity of jobs into the history, and delete the files of those that ended. Returns the rows."""
     rows = 0
     for job, file in zip(published.jobs, published.files, strict=True):
-        ended = not job.live  # looked at before the rows are written: an ended job's file is its last
+        ended = not job.live  # read before the rows are written: an ended job's file is its last
         fresh = activities(job)
         if history.keep(fresh):
             rows += len(fresh)

@@ -9,6 +9,7 @@ from typing import Any
 
 from tricomm.metrics.counters import Statistics
 from tricomm.metrics.publish import JobStatistics
+from tricomm.perf.dashboard.jobs import activities
 
 _ROWS = 200  # of the table
 _SAMPLES = 240  # of a job that are kept: 20 minutes of a job that writes every 5 s
@@ -33,7 +34,7 @@ class Live:
         self._totals = {job.name: self._totals[job.name] for job in jobs}
         groups = _groups(jobs)
         return {
-            "jobs": [row for job in jobs for row in _rows(job)][:_ROWS],
+            "jobs": [asdict(row) for job in jobs for row in activities(job)][:_ROWS],
             "rates": [_rates(job, self._totals[job.name]) for job in jobs],
             "waits": groups[:1],
             "straggler": _straggler(groups),
@@ -45,8 +46,8 @@ def _name(job: JobStatistics) -> str:
 
 
 def _totals(job: JobStatistics) -> _Totals:
-    counts = [calls for comm in job.communicators for calls in comm.calls] + list(job.routed)
-    return job.written, sum(c.calls for c in counts), sum(c.nbytes for c in counts)
+    rows = activities(job)
+    return job.written, sum(row.calls for row in rows), sum(row.nbytes for row in rows)
 
 
 def _rates(job: JobStatistics, kept: Sequence[_Totals]) -> Record:
@@ -95,14 +96,3 @@ def _straggler(groups: Sequence[Record]) -> str:
         waits = f"its peers have waited {most:.1f} s each for it, {100 * share:.0f} % of all waiting"
         return f"A straggler in group {group}: {whose}; {waits}."
     return f"Ranks of group {group} wait for each other, most for {whose} ({most:.1f} s each): no straggler."
-
-
-def _rows(job: JobStatistics) -> list[Record]:
-    rows: list[Record] = []
-    for comm in job.communicators:
-        mark = " (simulated)" if comm.simulated else ""
-        group = {"group": f"{comm.group} rank {comm.rank} of {comm.world_size}{mark}"}
-        for calls in comm.calls:
-            facts = {"route": "kernels", "kernel": f"{calls.algorithm}/{calls.protocol}"}
-            rows.append({"job": _name(job)} | group | asdict(calls) | facts)
-    return rows + [{"job": _name(job)} | asdict(routed) for routed in job.routed]

@@ -1,6 +1,6 @@
 """The counts of live jobs as metrics in Prometheus' exposition format, by the official client.
 
-Everything is read anew at each scrape. A job that has ended is no longer in it; Prometheus keeps its old samples.
+Each scrape reads everything again. A job that has ended is no longer in it; Prometheus keeps its old samples.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.errors import ResourceError
 from tricomm.metrics import publish
 from tricomm.perf.dashboard import collect, jobs, live, prometheus, render
 from tricomm.perf.history import database, schema
@@ -26,10 +26,8 @@ class Source:
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path = database.default_path() if path is None else path.resolve()
-        if path is not None and not path.is_file():
-            raise InvalidArgument(f"--history {path}: there is no such file")
-        if path is not None and not schema.is_history(path):
-            raise InvalidArgument(f"--history {path}: this is no history of tricomm; `tricomm bench` writes one")
+        if path is not None:
+            schema.check_file(path)
         self._said: set[str] = set()
         self._tell = say
         self._lock = threading.Lock()

@@ -85,19 +85,10 @@ class History:
             known = (self._database.execute(RUN.insert, (None, *values)).lastrowid,)
         return int(known[0])
 
-    def read(self, **equal: Any) -> list[Entry]:
-        """Rows in the order in which they were written, only those whose columns equal the given values.
-
-        Raises `InvalidArgument` for an unknown column, `sqlite3.DatabaseError` for a file that broke after it was
-        opened.
-        """
-        unknown = sorted(set(equal) - set(schema.COLUMN))
-        if unknown:
-            raise InvalidArgument(f"history: no column {', '.join(unknown)}; there is {', '.join(schema.COLUMN)}")
-        where = " AND ".join(f"{schema.COLUMN[name]} = ?" for name in equal) or "1"
-        query = f"{schema.ROWS} WHERE {where} {schema.ORDER}"
+    def read(self) -> list[Entry]:
+        """Rows in the order of writing. Raises `sqlite3.DatabaseError` for a file that broke after it was opened."""
         runs: dict[int, Run | None] = {}
-        entries = [_entry(row, runs) for row in self._database.execute(query, tuple(equal.values()))]
+        entries = [_entry(row, runs) for row in self._database.execute(f"{schema.ROWS} ORDER BY measurements.rowid")]
         known = [entry for entry in entries if entry is not None]
         if len(known) < len(entries):
             self._say(f"history {self.path}: {len(entries) - len(known)} rows are no measurements and are left out")
@@ -162,7 +153,7 @@ def _checked(values: dict[str, Any], kind: type[_Row]) -> _Row | None:
 def open_history(path: Path | None = None, say: Say = lambda text: None) -> History | None:
     """The history in `path` [default: `default_path()`], a new one if there is none; None if that is impossible.
 
-    `say` is called with a message if the file cannot be used, which says what is used instead.
+    If the file cannot be used, `say` is called with a message that names the one in its place.
     """
     path = default_path() if path is None else path
     try:

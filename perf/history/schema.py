@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tricomm.errors import InvalidArgument
 from tricomm.perf.bench_row import Measurement
 
 APPLICATION = 0x7472636D  # "trcm", in the file's header: the program that it belongs to
@@ -20,8 +21,8 @@ _TYPES = {"str": "TEXT", "int": "INTEGER", "bool": "INTEGER", "float": "REAL", "
 
 @dataclass(frozen=True)
 class Run:
-    """The facts that the rows of one run share. `versions` and `commit` are of the loaded code, `date` is UTC; `box` is
-    what selection knows (`tricomm.perf.box`), and is empty if that was not recorded."""
+    """The facts that the rows of one run share. `versions` and `commit` are of the loaded code, `date` is UTC. `box`
+    has the facts for selection (`tricomm.perf.box`); empty: they were not recorded."""
 
     date: str
     device: str
@@ -112,13 +113,8 @@ _BOX = "ALTER TABLE runs ADD COLUMN box TEXT NOT NULL DEFAULT '';"
 _STEPS = (RUN.create + MEASUREMENT.create, ACTIVITY.create, _BOX)
 VERSION = len(_STEPS)
 
-COLUMN = {
-    name: f"{table.name}.{quoted}"
-    for table in (RUN, MEASUREMENT)
-    for name, quoted in zip(table.names, table.quoted, strict=True)
-}
-ROWS = f"SELECT runs.id, {', '.join(COLUMN.values())} FROM measurements JOIN runs ON runs.id = measurements.run"
-ORDER = "ORDER BY measurements.rowid"
+_COLUMNS = ", ".join(f"{table.name}.{quoted}" for table in (RUN, MEASUREMENT) for quoted in table.quoted)
+ROWS = f"SELECT runs.id, {_COLUMNS} FROM measurements JOIN runs ON runs.id = measurements.run"
 SAME_RUN = f"SELECT id FROM runs WHERE {' AND '.join(f'{name} = ?' for name in RUN.quoted)}"
 
 
@@ -155,10 +151,19 @@ def is_history(path: Path) -> bool:
     return head[:16] == b"SQLite format 3\0" and (application == APPLICATION or begun)
 
 
+def check_file(path: Path) -> None:
+    """Raise `InvalidArgument` unless `path` is a file that begins as a history does: opened, another would be set
+    aside."""
+    if not path.is_file():
+        raise InvalidArgument(f"--history {path}: there is no such file")
+    if not is_history(path):
+        raise InvalidArgument(f"--history {path}: this is no history of tricomm; `tricomm bench` writes one")
+
+
 def broken(error: Exception) -> bool:
     """True if the file is damaged; False if it is locked, read-only or on a full disk.
 
-    A `UnicodeDecodeError` comes from a message of SQLite that quotes the damaged bytes.
+    SQLite quotes the damaged bytes in a message, which raises `UnicodeDecodeError`.
     """
     if isinstance(error, sqlite3.OperationalError):
         return error.sqlite_errorcode == sqlite3.SQLITE_ERROR

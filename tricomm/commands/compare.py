@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -12,16 +10,15 @@ import click
 
 from tricomm.commands.common import FAILED, NO_DATA, errors_told, usage
 
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
 @click.argument("old", required=False)
 @click.argument("new", default="latest")
 @click.option("--threshold", type=click.FloatRange(0), default=5.0, show_default=True, help="Per cent taken for noise.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all points that both have.")
 @click.option("--history", type=_FILE, help="The history [default: history.sqlite in the XDG data directory].")
-def compare(old: str | None, new: str, threshold: float, as_json: bool, history: Path | None) -> None:
+def compare(old: str | None, new: str, threshold: float, history: Path | None) -> None:
     """Compare the times of NEW [default: latest] with those of OLD. Without both, list the runs of the history.
 
     \b
@@ -42,30 +39,24 @@ def compare(old: str | None, new: str, threshold: float, as_json: bool, history:
     tricomm compare before.json after.json
     """
     from tricomm.perf.dashboard import comparison
-    from tricomm.perf.history import database
+    from tricomm.perf.history import database, schema
 
     with errors_told("compare"):
         say = partial(click.echo, err=True)
+        if history is not None:
+            usage(lambda: schema.check_file(history))
         past = database.open_history(history, say)
         runs = comparison.grouped(past.read()) if past is not None else []
         if old is None:
-            click.echo("\n".join(comparison.table(runs)))
+            table = comparison.table({str(number): run for number, run in enumerate(runs, 1)})
+            click.echo("\n".join(table) if runs else "the history has no runs: `tricomm bench` adds one")
             sys.exit(0 if runs else NO_DATA)
         sides = [usage(partial(comparison.side, text, runs, say)) for text in (old, new)]
         points = comparison.compare(*sides)
         slower = [point for point in points if point.step > threshold / 100]
         faster = [point for point in points if point.step < -threshold / 100]
-        if as_json:
-            counts = {"slower": len(slower), "faster": len(faster), "points": len(points)}
-            found = [asdict(point) for point in points]
-            click.echo(json.dumps({"schema": 1, "old": old, "new": new, **counts, "compared": found}, indent=1))
-        else:
-            for name, rows in zip((old, new), sides, strict=True):
-                click.echo(f"{name}: {comparison.described(rows)}")
-            for point in slower + faster:
-                click.echo(point)
-            click.echo(
-                f"{len(slower)} points are slower, {len(faster)} faster, of {len(points)} that both have measured"
-            )
+        names = comparison.table({f"old: {old}": sides[0], f"new: {new}": sides[1]})
+        click.echo("\n".join([*names, *map(str, slower + faster)]))
+        click.echo(f"{len(slower)} points are slower, {len(faster)} faster, of {len(points)} that both have measured")
         if slower or not points:
             sys.exit(FAILED if points else NO_DATA)

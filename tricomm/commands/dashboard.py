@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from functools import lru_cache, partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
 @click.option("--html", type=OutputFile(), help="Write the page there: one file that opens offline.")
 @click.option("--serve", is_flag=True, help="Show the page on loopback, renewed while a benchmark or a job runs.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Of --serve [default: 8377; 0: any that is free].")
-@click.option(
-    "--changes", is_flag=True, help="Print what got slower (exit code 1) or faster; 5: too few runs to judge."
-)
+@click.option("--changes", is_flag=True, help="Print what got slower (exit code 1; 5: too few runs, 6: unreadable).")
 @click.option("--since", help="Of --changes: an age like 7d or 12h, a weekday, or a date like 2026-01-31.")
 @click.option("--json", "as_json", is_flag=True, help="Of --changes: print JSON.")
 @click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
@@ -59,11 +56,11 @@ def dashboard(port: int | None, since: str | None, as_json: bool, history: Path 
 
 
 def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None) -> None:
-    from tricomm.perf.dashboard import chrome_trace, render
+    from tricomm.perf.dashboard import chrome_trace, grafana, render
     from tricomm.perf.dashboard.source import Source
 
     if way == "grafana":
-        click.echo(files("tricomm").joinpath("perf/dashboard/page/grafana.json").read_text(encoding="utf-8"), nl=False)
+        click.echo(json.dumps(grafana.board(), indent=1))
         return
     source = usage(lambda: Source(history, partial(click.echo, err=True)))
     if way == "prometheus":

@@ -187,10 +187,10 @@ function drawPicks(scene) {
     else rows.push({ from: size, to: size, picked, fastest, lost, bad: loss > LOSS });
   }
   const differ = known.filter(({ picked, fastest }) => picked !== fastest).length;
-  find("#picks h2").textContent = `What selection picks${scene.simulated ? " (simulated)" : ""}`;
+  find("#picks h2").textContent = `Selected kernels${scene.simulated ? " (simulated)" : ""}`;
   find("#picks p").textContent = known.length
     ? `Selection picks another kernel than the fastest measured at ${differ} of ${known.length} sizes (?: the pick was not measured). tricomm tune moves the picks.`
-    : "What selection picks on this box is not known: the history has no facts of it. tricomm bench writes them.";
+    : "The selection on this box is not known: the history has no facts of it. tricomm bench writes them.";
   find("#picks .wide").hidden = !rows.length;
   table(find("#picks"), ["size", "picked", "fastest", "loss"], rows.map(({ from, to, picked, fastest, lost, bad }) => [
     (from === to ? [from] : [from, to]).map((size) => bytes(size).replace(" ", "\u00a0")).join(" to "), picked ?? "not known", fastest, element("td", lost, { className: bad ? "slower" : "" }),
@@ -250,7 +250,7 @@ function showChanges() {
   find("#changes").hidden = false;
   find("#changes h2").textContent = `Changes${mark(scene)}: ${found.length ? counted(found) : "none found"}`;
   find("#changes p").textContent = `A step shows about 7 runs after it. ${late}`;
-  const places = grouped(found, (c) => `${c.run} ${c.old}`).map((changes, i) => {
+  const places = grouped(found, (c) => `${data.runs[c.run][0].slice(0, 10)} ${c.old} ${data.runs[c.run][1]}`).map((changes, i) => {
     const [date, commit] = data.runs[changes[0].run], { old } = changes[0];
     const commits = old === commit ? `commit ${commit || "unknown"}` : `commits ${old || "?"}..${commit || "?"}`;
     return event(changes, i === 0, `${ago(date, data.made)} (${minute(date)}), ${commits}: ${counted(changes)}`);
@@ -268,7 +268,8 @@ function showJobs() {
   chart("rates", rates(running), simulated);
   chart("waits", waiting.length ? waits(waiting[0], find("#waits").clientWidth) : { traces: [], layout: {}, note: "No rank has waited." }, simulated);
   table(section, ["job", "group", "route", "collective", "kernel", "up to", "calls", "bytes", "p50 (us)", "p99 (us)"], jobs.map((r) => [
-    r.job, r.group, r.route, r.collective, r.kernel, bytes(r.bucket), r.calls, r.nbytes, r.p50_us, r.p99_us,
+    r.job, r.group && `${r.group} rank ${r.rank} of ${r.world_size}${r.simulated ? " (simulated)" : ""}`, r.route, r.collective,
+    r.algorithm && `${r.algorithm}/${r.protocol}`, bytes(r.bucket), r.calls, r.nbytes, r.p50_us, r.p99_us,
   ]));
 }
 

@@ -28,9 +28,7 @@ function counted(changes) {
 }
 
 function headlines(scene, found, late, since) {
-  return [peak(scene), gain(scene), {
-    title: `Since ${since}`, value: counted(found), note: late,
-  }, lost(scene)];
+  return [peak(scene), gain(scene), { title: `Since ${since}`, value: counted(found), note: late }, lost(scene)];
 }
 
 function peak(scene) {

@@ -1,4 +1,4 @@
-"""Rows of a history that was never measured, for tests of what shows it."""
+"""Rows of a history that was never measured, and statistics of jobs that never ran, for tests of the dashboard."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def entries(
 
 
 def written(path: Path, rows: Sequence[Entry]) -> Path:
-    """A history file with `rows` added to what is there."""
+    """A history file, new or old, with `rows` added."""
     history = open_history(path)
     assert history is not None
     with history:

@@ -1,5 +1,5 @@
-"""The page in a real browser: charts, filters, keyboard, dark and light, three widths, and nothing fetched or run that
-came with the data. Screenshots go to `screenshots/`."""
+"""The page in a real browser: charts, filters, keyboard, dark and light, three widths, texts that collide, markup
+in the data that must not run. Screenshots go to `screenshots/`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """Everything that the page has asked for, itself apart."""
+        """The URLs that the page has loaded, except its own."""
         return [str(u) for u in self.run("return performance.getEntriesByType('resource').map((e) => e.name)")]
 
 

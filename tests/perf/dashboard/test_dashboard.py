@@ -1,4 +1,4 @@
-"""What the page is told, how it is served, and what the command says to a user's mistakes."""
+"""The data of the page, its server, and the messages for a user's mistakes."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of everything, to which anybody may write, as /tmp is."""
+    """The directory of all files here; every user may write to it, as to /tmp."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -46,7 +46,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A file of this user's that nobody may write to."""
+    """A file that only this user may write to."""
     file = tmp_path / "own"
     file.write_text("secret")
     return file

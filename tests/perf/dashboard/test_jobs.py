@@ -1,5 +1,5 @@
-"""What jobs publish is read, kept in the history, and exported: as metrics that Prometheus' own parser takes, and as a
-trace."""
+"""Statistics that jobs publish: read, kept in the history, and exported as metrics, which Prometheus' own parser takes,
+and as a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
 from tricomm.metrics.publish import JobStatistics
-from tricomm.perf.dashboard import chrome_trace, jobs, prometheus
+from tricomm.perf.dashboard import chrome_trace, grafana, jobs, prometheus
 from tricomm.perf.history.database import open_history
 from tricomm.store import process
 
@@ -206,7 +205,7 @@ def test_the_grafana_dashboard_asks_for_metrics_and_labels_that_exist(tmp_path: 
     job_file(tmp_path)
     text = prometheus.exposition(jobs.read(tmp_path).jobs).decode()
     known = {s.name: set(s.labels) for f in text_string_to_metric_families(text) for s in f.samples}
-    board = json.loads(files("tricomm").joinpath("perf/dashboard/page/grafana.json").read_text())
+    board = grafana.board()
     queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
     assert len(queries) >= 7
     asked = set()
