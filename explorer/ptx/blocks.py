@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ class BarrierState:
         self.count: int | None = None  # of the present round, if given
         self.values: list[int] = []  # one per contributing thread, 0 or 1
         self.results: dict[int, list[int]] = {}
-        self.sleepers: list[Callable[[], None]] = []  # called when it opens
 
     def open(self) -> None:
         self.arrived = 0
@@ -31,10 +29,6 @@ class BarrierState:
             self.results[self.generation], self.values = self.values, []
             self.results.pop(self.generation - 2, None)
         self.generation += 1
-        if self.sleepers:
-            sleepers, self.sleepers = self.sleepers, []
-            for wake in sleepers:
-                wake()
 
 
 @dataclass(eq=False)

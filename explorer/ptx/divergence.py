@@ -103,8 +103,7 @@ class Divergence:
             self.unit.trap(part.index)
         else:
             self._place(part, piece.end)
-            if piece.stop == "turn":
-                self.unit.turn()
+            if piece.stop == "strong":
                 self._be_patient()
 
     def _place(self, part: LaneGroup, index: int) -> None:

@@ -1,35 +1,27 @@
-"""Launches: the units of a grid as callables, and a round-robin runner for them."""
+"""Launches: the units of a grid as callables."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
 
-import greenlet
 import numpy as np
 
-from tricomm.errors import InvalidArgument, TricommError
+from tricomm.errors import InvalidArgument
 from tricomm.explorer.ptx import arithmetic
 from tricomm.explorer.ptx.analysis.limits import check_launch
-from tricomm.explorer.ptx.blocks import BarrierState, BlockState
+from tricomm.explorer.ptx.blocks import BlockState
 from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import PtxKernel
 from tricomm.explorer.ptx.loaded_kernel import STEPS, LoadedKernel
 from tricomm.explorer.ptx.operations.memory_forms import unknown_form
 from tricomm.explorer.ptx.operations.table import CONTROL, MAKERS, make_operation
-from tricomm.explorer.ptx.unit import Direct, Unit
+from tricomm.explorer.ptx.unit import Unit
 from tricomm.explorer.ptx.unit_shape import WARP, UnitShape
 
-__all__ = ["STEPS", "Deadlock", "LoadedKernel", "RoundRobin", "launch", "refuse_unknown", "run"]
+__all__ = ["STEPS", "LoadedKernel", "launch", "refuse_unknown"]
 
 Size = tuple[int, int, int]
-
-
-class Deadlock(TricommError):
-    """No unit of the launches that run together can continue."""
 
 
 def refuse_unknown(kernel: PtxKernel) -> None:
@@ -77,70 +69,3 @@ def launch(
             block.units.append(Unit(loaded, block, np.arange(first, first + lanes, dtype="i8"), shape))
         blocks.append(block)
     return blocks
-
-
-def run(launches: Sequence[Sequence[BlockState]], rounds: int | None = None) -> None:
-    """Run all units of all launches in turns, until all have ended. `rounds` bounds how many turns each gets.
-
-    Raises `Deadlock`, and what a unit raises.
-    """
-    RoundRobin([unit for blocks in launches for block in blocks for unit in block.units], rounds).run()
-
-
-class RoundRobin:
-    """Units as greenlets that take turns."""
-
-    def __init__(self, units: Sequence[Callable[[Any], None]], rounds: int | None = None) -> None:
-        self._rounds = rounds
-        self._waiting: dict[Any, Callable[[], bool]] = {}
-        self._all = [greenlet.greenlet(self._body(unit)) for unit in units]
-        self._ready: deque[Any] = deque(self._all)
-
-    def _body(self, unit: Callable[[Any], None]) -> Callable[[], None]:
-        return lambda: unit(Direct(self._turn, self._block, self._park))
-
-    def _turn(self) -> None:
-        self._ready.append(greenlet.getcurrent())
-        self._hub.switch()
-
-    def _block(self, until: Callable[[], bool]) -> None:
-        if not until():
-            self._waiting[greenlet.getcurrent()] = until
-            self._turn()
-
-    def _park(self, state: BarrierState) -> None:
-        me = greenlet.getcurrent()
-        state.sleepers.append(lambda: self._ready.append(me))
-        self._hub.switch()
-
-    def run(self) -> None:
-        """Run until all units have ended. Raises `Deadlock`, and what a unit raises."""
-        self._hub = greenlet.getcurrent()
-        left = None if self._rounds is None else self._rounds * len(self._all)
-        blocked = 0
-        try:
-            while self._ready:
-                one = self._ready.popleft()
-                until = self._waiting.get(one) if self._waiting else None
-                if until is not None and not until():
-                    self._ready.append(one)
-                    blocked += 1
-                    if blocked > len(self._ready):
-                        break
-                    continue
-                self._waiting.pop(one, None)
-                blocked = 0
-                one.switch()
-                if left is not None:
-                    left -= 1
-                    if left < 0:
-                        raise Deadlock(f"{self._alive()} units have not ended after {self._rounds} turns each")
-            if self._alive():
-                raise Deadlock(f"{self._alive()} units wait at barriers that will not open")
-        finally:
-            for one in self._all:
-                if not one.dead:
-                    one.throw(greenlet.GreenletExit)
-
-    def _alive(self) -> int:
-        return sum(not one.dead for one in self._all)

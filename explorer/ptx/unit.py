@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +9,7 @@ import numpy as np
 
 from tricomm.errors import TricommError
 from tricomm.explorer.ptx.access import Array, Surroundings, ThreadAccess
-from tricomm.explorer.ptx.blocks import BarrierRequest, BarrierState, BlockState, array_region
+from tricomm.explorer.ptx.blocks import BarrierRequest, BlockState, array_region
 from tricomm.explorer.ptx.divergence import Divergence
 from tricomm.explorer.ptx.global_memory import BadAddress, GlobalMemory
 from tricomm.explorer.ptx.instructions import Instruction
@@ -34,34 +32,6 @@ class KernelTrap(TricommError):
     """A kernel executed `trap`."""
 
 
-class Direct:
-    """Surroundings without a watcher: memory is accessed at once.
-
-    `turn` lets other units run; `blocked`, for a runner that looks for deadlocks, returns once its argument holds, and
-    `park` once the barrier has opened.
-    """
-
-    def __init__(
-        self,
-        turn: Callable[[], None],
-        blocked: Callable[[Callable[[], bool]], None] | None = None,
-        park: Callable[[BarrierState], None] | None = None,
-    ) -> None:
-        self.turn, self._blocked, self._park = turn, blocked, park
-
-    def wait_open(self, state: BarrierState, generation: int, instruction: Instruction) -> None:
-        if self._park is not None:
-            self._park(state)
-        else:
-            self.wait(lambda: state.generation != generation, instruction)
-
-    def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
-        if self._blocked is not None:
-            self._blocked(until)
-        while not until():
-            self.turn()
-
-
 class Unit:
     """Threads `threads` of `block`. A call runs them; `registers` of diverged lanes are in `divergence`."""
 
@@ -71,19 +41,16 @@ class Unit:
         self.constants, self.local_bytes = program.constants, program.local_bytes
         self.code = program.code(shape)
         self.steps = program.steps
-        self.watched = {"global": False, "shared": False, "local": False, "const": False}
+        self.watched = {"global": True, "shared": program.watch_shared, "local": False, "const": False}
         self.surroundings: Any = None
         self.deferred = False
         self.opened: BarrierRequest | None = None
         self.request: BarrierRequest | None = None
         self.copies = Copies(shape.lanes)
 
-    def __call__(self, surroundings: Surroundings | Direct) -> None:
+    def __call__(self, surroundings: Surroundings) -> None:
         """Run to the end. Raises what memory and surroundings raise, `StepLimit` and `KernelTrap`."""
         self.surroundings = surroundings
-        watching = self.watched["global"] = not isinstance(surroundings, Direct)
-        self.watched["shared"] = watching and self.program.watch_shared
-        self.turn = surroundings.turn if isinstance(surroundings, Direct) else _nothing
         try:
             with np.errstate(all="ignore"):
                 self._run()
@@ -135,24 +102,19 @@ class Unit:
         self.surroundings.access(access)
 
     def clock(self) -> int:
-        given = getattr(self.surroundings, "nanotime", time.monotonic_ns)
-        return int(given())
+        return int(self.surroundings.nanotime())
 
     def fence(self, sem: str, scope: str, mask: Array | None, instruction: Instruction) -> None:
-        if self.watched["global"]:
-            self.surroundings.fence(sem, scope, self.chosen(mask), instruction)
+        self.surroundings.fence(sem, scope, self.chosen(mask), instruction)
 
     def warp_barrier(self, mask: Array | None, instruction: Instruction) -> None:
-        if self.watched["global"]:
-            self.surroundings.warp_barrier(self.chosen(mask), instruction)
+        self.surroundings.warp_barrier(self.chosen(mask), instruction)
 
     def wait_for_launches(self, mask: Array | None, instruction: Instruction) -> None:
-        if self.watched["global"]:
-            self.surroundings.wait_for_launches(self.chosen(mask), instruction)
+        self.surroundings.wait_for_launches(self.chosen(mask), instruction)
 
     def launch_dependents(self) -> None:
-        if self.watched["global"]:
-            self.surroundings.launch_dependents()
+        self.surroundings.launch_dependents()
 
     def chosen(self, mask: Array | None) -> Array:
         return self.threads if mask is None else self.threads[mask]
@@ -171,28 +133,18 @@ class Unit:
         self.instruction = instruction
         return request
 
-    def sync(self, number: int, count: int | None, instruction: Instruction) -> None:
-        """All lanes arrive at a barrier and wait, with surroundings that do not watch."""
-        state = self.block.barriers.get(number) or self.block.barrier(number)
-        generation, state.count = state.generation, count
-        state.arrived += self.shape.lanes if count is None else -(-self.shape.lanes // WARP) * WARP
-        self.block.open_if_full(state)
-        if state.generation == generation:
-            self.surroundings.wait_open(state, generation, instruction)
-
     def pass_barrier(self, request: BarrierRequest) -> Any:
         """Arrive and wait. Diverged lanes only arrive, and come a second time when the barrier has opened."""
         instruction = self.instruction
         if self.opened is None:
-            if self.watched["global"]:
-                self.surroundings.arrive(request.number, request.threads, instruction)
+            self.surroundings.arrive(request.number, request.threads, instruction)
             request.arrive()
             if self.deferred:
                 self.request = request
                 return request.result(self.shape.lanes)
             if request.kind != "arrive" and not request.is_open():
                 self.surroundings.wait(request.is_open, instruction)
-        if request.kind != "arrive" and self.watched["global"]:
+        if request.kind != "arrive":
             self.surroundings.barrier(request.number, request.threads, instruction)
         return request.result(self.shape.lanes) if request.kind == "red" else None
 
@@ -214,7 +166,3 @@ class Unit:
             f"{self.code.kernel.name}: {place_of(instruction)} was executed by block {self.block.index}, threads "
             f"{self.threads[0]} to {self.threads[-1]}"
         )
-
-
-def _nothing() -> None:
-    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from tricomm.explorer.ptx.access import Array, ThreadAccess
@@ -29,7 +28,6 @@ class UnitView(Protocol):
     threads: Array
     shape: UnitShape
     watched: dict[str, bool]
-    turn: Callable[[], None]
     copies: Any
     code: Any
     steps: int
@@ -65,8 +63,6 @@ class UnitView(Protocol):
     ) -> BarrierRequest: ...
 
     def pass_barrier(self, request: BarrierRequest) -> Any: ...
-
-    def sync(self, number: int, count: int | None, instruction: Instruction) -> None: ...
 
     def out_of_steps(self, index: int) -> None: ...
 

@@ -35,8 +35,8 @@ class Piece:
 
     `stop` says why the piece ends:
     "" nothing special; "guard": `run` gives the lanes that pass the guard at `end`; "jump", "leave" (ret, exit),
-    "trap"; "barrier", "meet" (lanes of a warp wait for each other): the piece is that one instruction; "turn": after
-    a strong access, others may run first.
+    "trap"; "barrier", "meet" (lanes of a warp wait for each other): the piece is that one instruction;
+    "strong": after a strong access, which may poll for a word that other lanes write.
     """
 
     run: Callable[[Any, Array, list[Any]], Any]
@@ -112,7 +112,6 @@ class KernelCode:
             "def run(u,pc,registers):",
             f" {variables},=registers" if variables else " pass",
             " steps=u.steps",
-            " turn=u.turn",
             " g=None",
             " while True:",
             *body,
@@ -163,14 +162,7 @@ class KernelCode:
         if to <= number:
             index = self.flow.blocks[number].end - 1
             lines = ["steps-=1", f"if steps<0: u.out_of_steps({index})", *lines]
-            # Even a loop without a strong access may wait for others, though it should not.
-            lines = ["turn()" if self._polls(to, number) else "if not steps&255: turn()", *lines]
         return lines
-
-    def _polls(self, first: int, last: int) -> bool:
-        span = range(self.flow.blocks[first].start, self.flow.blocks[last].end)
-        operations = (self._code.operation(self.kernel.instructions[n]) for n in span if not self._is_control(n))
-        return any(operation is not None and operation.strong for operation in operations)
 
     def _is_control(self, index: int) -> bool:
         return self.kernel.instructions[index].opcode in CONTROL
@@ -223,7 +215,7 @@ class KernelCode:
             end += 1
             if self._strong(end - 1):
                 break
-        stop = "turn" if self._strong(end - 1) else ""
+        stop = "strong" if self._strong(end - 1) else ""
         return Piece(self._piece_function(index, end, guarded=True), end, stop)
 
     def _stop(self, index: int) -> str:

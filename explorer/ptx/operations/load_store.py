@@ -40,7 +40,6 @@ class MemorySite:
         wide = form.itemsize == 16
         self.size = (8, 2 * form.elements) if wide else (form.itemsize, form.elements)
         self.width = form.itemsize * form.elements
-        self.watchable = form.space in ("global", "", "shared")
         self.steps = None if stride is None else np.array([stride * n & _MASK for n in range(lanes)], "u8")
         self.sliced = stride is not None and stride > 0 and stride % self.size[0] == 0
         self.find = FIND.get(form.space or "global", FIND["global"])

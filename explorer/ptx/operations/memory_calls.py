@@ -11,7 +11,6 @@ from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Address, Float, Instruction, Integer, Operand, Register, Symbol, Vector
 from tricomm.explorer.ptx.operations.atomics import AtomicSite
-from tricomm.explorer.ptx.operations.direct_access import direct_load, direct_number, direct_store
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, memory_form, unknown_form
 from tricomm.explorer.ptx.operations.operation import Operation
@@ -44,7 +43,7 @@ def load(instruction: Instruction, operands: Operands, partial: bool) -> Operati
 def _load_number(site: MemorySite, sizes: list[int], signed: bool) -> Callable[..., Any]:
     bits, width = 8 * site.form.itemsize, 8 * sizes[0]
     if not signed or bits >= width:
-        return direct_number(site)
+        return lambda unit, mask, base: site.load_number(unit, base)
     half, most = 1 << (bits - 1), (1 << width) - 1
 
     def extended(unit: UnitView, mask: Array | None, base: int) -> Any:
@@ -57,16 +56,16 @@ def _load_number(site: MemorySite, sizes: list[int], signed: bool) -> Callable[.
 
 
 def _load(site: MemorySite, sizes: list[int], signed: bool) -> Callable[..., Any]:
-    itemsize, direct = site.form.itemsize, direct_load(site)
+    itemsize = site.form.itemsize
     if itemsize == 16:
-        return lambda unit, mask, base: _single(_paired(direct(unit, mask, base)))
+        return lambda unit, mask, base: _single(_paired(site.load(unit, mask, base)))
     if all(size == itemsize for size in sizes):
         if len(sizes) > 1:
-            return direct
-        return lambda unit, mask, base: direct(unit, mask, base)[0]
+            return site.load
+        return lambda unit, mask, base: site.load(unit, mask, base)[0]
 
     def extended(unit: UnitView, mask: Array | None, base: Any) -> Any:
-        loaded = direct(unit, mask, base)
+        loaded = site.load(unit, mask, base)
         if signed:
             loaded = [
                 value.view(f"i{itemsize}").astype(f"i{s}").view(f"u{s}") for value, s in zip(loaded, sizes, strict=True)
@@ -99,21 +98,21 @@ def store(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     form = memory_form(instruction)
     site = MemorySite(form, operands.unit.lanes, operands.address(form.address)[1])
     kinds = [f"u{s}" if (s := _source_size(o, form)) < 16 else "V16" for o in form.sources]
-    word, direct = f"u{form.itemsize}", direct_store(site)
+    word = f"u{form.itemsize}"
     if form.itemsize == 16:
 
         def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
-            direct(unit, mask, base, [half for value in values for half in _halves(value)])
+            site.store(unit, mask, base, [half for value in values for half in _halves(value)])
 
     elif all(kind == word for kind in kinds):
 
         def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
-            direct(unit, mask, base, values)
+            site.store(unit, mask, base, values)
 
     else:
 
         def call(unit: UnitView, mask: Array | None, base: Any, *values: Array) -> None:
-            direct(unit, mask, base, [value.astype(word) for value in values])
+            site.store(unit, mask, base, [value.astype(word) for value in values])
 
     arguments = tuple((o, k) for o, k in zip(form.sources, kinds, strict=True) if o is not None)
     return Operation(call, address=form.address, arguments=arguments, strong=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.generated.operand_code import Operands
-from tricomm.explorer.ptx.instructions import Instruction, Integer, Operand, Register
+from tricomm.explorer.ptx.instructions import Instruction, Operand, Register
 from tricomm.explorer.ptx.operations.memory_forms import SCOPES, unknown_form
 from tricomm.explorer.ptx.operations.operation import Operation
 from tricomm.explorer.ptx.unit_view import UnitView
@@ -69,17 +69,6 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
             request.contribute(reduction, rest[-1], mask)
         return unit.pass_barrier(request)
 
-    constants = [o.value for o in given if isinstance(o, Integer)]
-    if kind == "sync" and len(constants) == len(given):
-        fixed, threads = constants[0], constants[1] if has_count else None
-
-        def sync(unit: UnitView, mask: Array | None, *rest: Array) -> None:
-            if mask is None and not unit.watched["global"] and unit.opened is None:
-                unit.sync(fixed, threads, instruction)
-            else:
-                call(unit, mask, *rest)
-
-        return Operation(sync, arguments=tuple(arguments))
     if not results:
         return Operation(call, arguments=tuple(arguments))
     target = results[0]
@@ -88,7 +77,7 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
 
 
 def dependency(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
-    """`griddepcontrol`. Without surroundings that watch, no launches overlap."""
+    """`griddepcontrol`: the surroundings know which launches may overlap."""
     if instruction.modifiers == ("wait",):
         return Operation(lambda unit, mask: unit.wait_for_launches(mask, instruction))
     if instruction.modifiers == ("launch_dependents",):
@@ -104,9 +93,3 @@ def nothing(instruction: Instruction, operands: Operands, partial: bool) -> Oper
 def policy(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
     """`createpolicy`: a cache hint; no cache is modelled."""
     return Operation(lambda unit, mask, *rest: 0, (instruction.operands[0],), ("number",))
-
-
-def nanosleep(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
-    (time,) = instruction.operands
-    del time
-    return Operation(lambda unit, mask: unit.turn())

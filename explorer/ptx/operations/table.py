@@ -31,7 +31,7 @@ MAKERS: dict[str, Maker] = {
     "cp": async_copies.cp, "mbarrier": transaction_barriers.mbarrier, "multimem": multicast.multimem,
     "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
     "createpolicy": synchronisation.policy, "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep,
-    "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nanosleep,
+    "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nothing,
 }  # fmt: skip
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.explorer.ptx.execution import turns
 from tests.marks import some
 from tests.store.cuda.fake_driver import FakeCuda
 from tests.store.cuda.jobs import GRANULE, NBYTES, Job, calls_of, refused
@@ -232,5 +233,5 @@ def test_the_probe_does_what_the_fake_takes_it_for():
     text = PROBE.rstrip(b"\0").decode()
     for name, values in (("store", ((1 << 50) + 8, 7)), ("sum", ((1 << 50) + 8, out.ctypes.data + 4))):
         loaded = grid.LoadedKernel(parse(text, name), memory)
-        grid.run([grid.launch(loaded, (1, 1, 1), (1, 1, 1), 0, struct.pack("<QQ", *values))])
+        turns.run([grid.launch(loaded, (1, 1, 1), (1, 1, 1), 0, struct.pack("<QQ", *values))])
     assert [array[2] for array in members] == [7] * SIZE and out.tolist() == [0, 7 * SIZE, 0, 0]

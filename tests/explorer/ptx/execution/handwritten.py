@@ -6,6 +6,7 @@ import struct
 
 import numpy as np
 
+from tests.explorer.ptx.execution import turns
 from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.global_memory import GlobalMemory
 from tricomm.explorer.ptx.text.parser import parse
@@ -26,42 +27,6 @@ def kernel(body: str, parameters: int = 1, variables: str = "", target: str = "s
     return parse(text)
 
 
-class PassOn:
-    """Surroundings that watch everything and do it at once. `accesses` has what they saw."""
-
-    def __init__(self, turns) -> None:
-        self.turns, self.accesses, self.told = turns, [], []
-
-    def access(self, access) -> None:
-        self.accesses.append(access)
-        access.perform(None)
-        self.turns.turn()
-
-    def fence(self, sem, scope, threads, instruction) -> None:
-        self.told.append(("fence", sem, scope, threads.tolist()))
-
-    def barrier(self, number, threads, instruction) -> None:
-        self.told.append(("barrier", number, threads.tolist()))
-
-    def arrive(self, number, threads, instruction) -> None:
-        self.told.append(("arrive", number, threads.tolist()))
-
-    def wait(self, until, instruction) -> None:
-        self.turns.wait(until, instruction)
-
-    def warp_barrier(self, threads, instruction) -> None:
-        self.told.append(("warp", threads.tolist()))
-
-    def wait_for_launches(self, threads, instruction) -> None:
-        self.told.append(("launches", threads.tolist()))
-
-    def launch_dependents(self) -> None:
-        self.told.append(("dependents",))
-
-    def nanotime(self) -> int:
-        return 12345
-
-
 def run(code, arguments, threads=32, blocks=1, unit="warp", shared=0, watched=False, steps=grid.STEPS):
     """Arrays are passed by address, numbers as they are. Returns the surroundings of all units if `watched`."""
     memory, words = GlobalMemory(), []
@@ -75,17 +40,5 @@ def run(code, arguments, threads=32, blocks=1, unit="warp", shared=0, watched=Fa
     shape = threads if isinstance(threads, tuple) else (threads, 1, 1)
     size = blocks if isinstance(blocks, tuple) else (blocks, 1, 1)
     made = grid.launch(loaded, size, shape, shared, struct.pack(f"={len(words)}Q", *words), unit)
-    if not watched:
-        grid.run([made])
-        return []
-    seen = []
-
-    def body(unit):
-        def call(direct):
-            seen.append(PassOn(direct))
-            unit(seen[-1])
-
-        return call
-
-    grid.RoundRobin([body(u) for block in made for u in block.units]).run()
-    return seen
+    around = turns.run([made], watched)
+    return around if watched else []

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.explorer.ptx.execution.handwritten import kernel, run
+from tests.explorer.ptx.execution.turns import Deadlock
 from tricomm.explorer.ptx.divergence import LanesApart
-from tricomm.explorer.ptx.grid import Deadlock
 from tricomm.explorer.ptx.unit import KernelTrap, StepLimit
 
 UNITS = pytest.mark.parametrize("unit, watched", [("warp", False), ("block", False), ("warp", True)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.explorer.ptx.execution import turns
 from tests.explorer.ptx.execution.handwritten import kernel, run
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.ptx import grid
@@ -278,7 +279,7 @@ def test_multimem_reads_and_writes_every_member():
     )
     loaded = grid.LoadedKernel(code, memory)
     words = (1 << 50).to_bytes(8, "little") + out.ctypes.data.to_bytes(8, "little")
-    grid.run([grid.launch(loaded, (1, 1, 1), (32, 1, 1), 0, words)])
+    turns.run([grid.launch(loaded, (1, 1, 1), (32, 1, 1), 0, words)])
     assert out.tolist() == [3 * n + 300 for n in range(32)]
     for k, member in enumerate(members):
         assert member.tolist() == [9 if n < 4 else n + 100 * k + 1 for n in range(32)]
