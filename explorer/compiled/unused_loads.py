@@ -13,21 +13,14 @@ the load. This overestimates the uses, so no race is missed. Anything else count
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from tricomm.explorer.compiled.thread_clocks import MOST_THREADS, Array
-from tricomm.explorer.ptx.instructions import Instruction, Operand, PtxKernel, registers_of
+from tricomm.explorer.ptx.analysis.liveness import read, written
+from tricomm.explorer.ptx.arithmetic import OPCODES
+from tricomm.explorer.ptx.instructions import Instruction, PtxKernel, registers_of
 from tricomm.explorer.report.findings import Finding
-
-_NO_RESULT = ("bra", "brx", "ret", "exit", "bar", "barrier", "red", "membar", "fence", "trap", "cp", "mbarrier", "call")
-# Pure functions of the thread's registers; any other instruction uses a value at once.
-_PURE = frozenset(
-    "abs add addc and bfe bfi bfind bmsk brev clz cnot copysign cos cvt div dp2a dp4a ex2 fma fns lg2 lop3 mad mad24 "
-    "madc max min mov mul mul24 neg not or popc prmt rcp rem rsqrt sad selp set setp shf shl shr sin slct sqrt sub "
-    "subc szext tanh testp vadd xor".split()
-)
 
 
 class UnusedLoads:
@@ -83,37 +76,23 @@ def _stores_reached(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, 
 
 
 def _slice(kernel: PtxKernel, load: Instruction) -> tuple[Instruction, ...] | None:
-    tainted = {r.name for r in registers_of(load.operands[0])}
+    tainted = set(written(load))
     stores: dict[int, Instruction] = {}
     grew = True
     while grew:
         grew = False
         for instruction in kernel.instructions:
-            if not _names(_sources(instruction)) & tainted and not _guarded(instruction, tainted):
+            if tainted.isdisjoint(read(instruction)):
                 continue
-            if instruction.opcode == "st" and not _guarded(instruction, tainted):
-                address, *data = instruction.operands
-                if _names([address]) & tainted:
+            guarded = instruction.guard is not None and instruction.guard[0].name in tainted
+            if instruction.opcode == "st" and not guarded:
+                if not tainted.isdisjoint(register.name for register in registers_of(instruction.operands[0])):
                     return None
                 stores[id(instruction)] = instruction
-            elif instruction.opcode in _PURE:
-                results = {r.name for r in registers_of(instruction.operands[0])}
+            elif instruction.opcode in OPCODES:  # a pure function of the thread's registers
+                results = set(written(instruction))
                 grew |= not results <= tainted
                 tainted |= results
-            else:
+            else:  # uses the value at once
                 return None
     return tuple(stores.values())
-
-
-def _guarded(instruction: Instruction, tainted: set[str]) -> bool:
-    return instruction.guard is not None and instruction.guard[0].name in tainted
-
-
-def _sources(instruction: Instruction) -> list[Operand]:
-    if instruction.opcode in ("st", *_NO_RESULT):
-        return list(instruction.operands)
-    return list(instruction.operands[1:])
-
-
-def _names(operands: list[Any]) -> set[str]:
-    return {r.name for operand in operands for r in registers_of(operand)}

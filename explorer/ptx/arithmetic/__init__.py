@@ -7,18 +7,7 @@ Behaviour that PTX leaves open is fixed here: integer division by zero gives all
 from __future__ import annotations
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.ptx.arithmetic import (
-    bits,
-    compare,
-    conversion,
-    floating,
-    integer,
-    logic,
-    move,
-    packed,
-    pairs,
-    permute,
-)
+from tricomm.explorer.ptx.arithmetic import compare, conversion, floating, integer, logic, move, packed, pairs, permute
 from tricomm.explorer.ptx.arithmetic.form import CARRY, Form, destinations, literal, sources
 from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS
 from tricomm.explorer.ptx.arithmetic.rule import Rule
@@ -26,12 +15,11 @@ from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
 
 __all__ = ["CARRY", "FUNCTIONS", "OPCODES", "Rule", "destinations", "literal", "refuse", "rule", "sources", "unknown"]
 
-_PARTS = (integer, logic, compare, move, permute, floating, packed, conversion, pairs, bits)
+_PARTS = (integer, logic, compare, move, permute, floating, packed, conversion, pairs)
 # The opcodes that only compute, for which `rule` has an answer.
 OPCODES = frozenset(
-    "add sub mul mad addc subc madc div rem abs neg min max mul24 mad24 sad dp4a dp2a popc clz brev bfind fns "
-    "and or xor not cnot shl shr shf bfe bfi bmsk szext lop3 prmt setp set selp slct mov cvt testp copysign "
-    "fma sqrt rcp rsqrt ex2 lg2 sin cos tanh".split()
+    "add sub mul mad addc subc madc div rem abs neg min max popc clz brev and or xor not shl shr shf bfe bfi lop3 "
+    "prmt setp set selp mov cvt copysign fma sqrt rcp rsqrt ex2 lg2 sin cos tanh".split()
 )
 
 

@@ -17,14 +17,14 @@ _INTEGER = re.compile(r"[us](8|16|32|64)")
 _FLOAT = ("f16", "bf16", "f32", "f64")
 _TO_INTEGER = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 _TO_FLOAT = ("rn", "rz", "rm", "rp")
-_MODIFIERS = (*_TO_INTEGER, *_TO_FLOAT, "rna", "ftz", "sat", "satfinite", "relu")
+_MODIFIERS = (*_TO_INTEGER, *_TO_FLOAT, "ftz", "sat", "satfinite", "relu")
 FUNCTIONS.update({name: getattr(np, name) for name in _TO_INTEGER.values()})
 
 
 def rule(form: Form) -> Rule | None:
     if form.opcode != "cvt" or len(form.types) != 2 or set(form.flags) - set(_MODIFIERS):
         return None
-    modes = [flag for flag in form.flags if flag in (*_TO_INTEGER, *_TO_FLOAT, "rna")]
+    modes = [flag for flag in form.flags if flag in (*_TO_INTEGER, *_TO_FLOAT)]
     if len(modes) > 1 or not form.has(1, 1, *form.flags):
         return None
     mode = modes[0] if modes else ""
@@ -32,14 +32,13 @@ def rule(form: Form) -> Rule | None:
     to, of = form.types
     to_integer, of_integer = bool(_INTEGER.fullmatch(to)), bool(_INTEGER.fullmatch(of))
     if to_integer and of_integer:
-        return _between_integers(form, to, of) if not mode and rest <= {"sat"} else None
+        return _between_integers(form, to, of) if not form.flags else None
     if to_integer and of in _FLOAT:
         allowed = mode in _TO_INTEGER and rest <= {"ftz", "sat"}
         return _to_integer(form, mode, "ftz" in rest) if allowed else None
     if of_integer and to in _FLOAT:
-        allowed = mode in _TO_FLOAT and rest <= ({"sat", "ftz"} if to == "f32" else {"sat"})
-        return _from_integer(form, mode, "sat" in rest) if allowed else None
-    if to in (*_FLOAT, "tf32") and of in _FLOAT:
+        return _from_integer(form) if form.flags == ("rn",) else None
+    if to in _FLOAT and of in _FLOAT:
         return _between_floats(form, mode, rest)
     return None
 
@@ -69,8 +68,6 @@ def _result(form: Form, value: str) -> tuple[str, str]:
 def _between_integers(form: Form, to: str, of: str) -> Rule:
     kind, value = _source(form)
     target = numpy_type(to)
-    if "sat" in form.flags:
-        return form.rule((kind,), *_outputs(form, f"clamped_{target}({value})"))
     if width(to) <= width(of):
         # The low bits alone matter.
         same = target[1] == kind[1]
@@ -89,19 +86,6 @@ def _between_integers(form: Form, to: str, of: str) -> Rule:
 def _outputs(form: Form, value: str) -> tuple[tuple[str, ...], str]:
     kind, expression = _result(form, value)
     return (kind,), expression
-
-
-def _clamp(kind: str) -> Any:
-    bounds = np.iinfo(kind)
-
-    def clamped(x: Any) -> Any:
-        least, most = max(bounds.min, np.iinfo(x.dtype).min), min(bounds.max, np.iinfo(x.dtype).max)
-        return np.clip(x, x.dtype.type(least), x.dtype.type(most)).astype(kind)
-
-    return clamped
-
-
-FUNCTIONS.update({f"clamped_{kind}": _clamp(kind) for kind in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8")})
 
 
 def _decoded(kind: str, value: str) -> str:
@@ -137,19 +121,12 @@ def as_integer(x: Any, dtype: Any, invalid: Any) -> Any:
     return np.where(inside, result, np.where(x == x, clamped, invalid))
 
 
-def _from_integer(form: Form, mode: str, sat: bool) -> Rule | None:
-    to, of = form.types
-    kind, value = _source(form)
+def _from_integer(form: Form) -> Rule | None:
+    to, (kind, value) = form.types[0], _source(form)
     output = numpy_type(to)
-    if mode == "rn" and to in ("f32", "f64"):
-        value = f"{value}.astype({output})"
-    elif to == "f64":
-        value = f"directed_double({value}, '{mode}')" if width(of) == 64 else f"{value}.astype(f8)"
-    else:
-        value = f"narrowed(odd_double({value}), '{to}', '{mode}').view({output})"
-    if sat:
-        value = f"unit_range({value})" if to != "bf16" else f"to_bf16(unit_range(from_bf16({value})))"
-    return form.rule((kind,), (output,), value)
+    if to in ("f32", "f64"):
+        return form.rule((kind,), (output,), f"{value}.astype({output})")
+    return form.rule((kind,), (output,), f"narrowed(odd_double({value}), '{to}', 'rn').view({output})")
 
 
 @function
@@ -161,19 +138,6 @@ def odd_double(x: Any) -> Any:
     return odd_sum((x - low).astype(np.float64), low.astype(np.float64))
 
 
-@function
-def directed_double(x: Any, mode: str) -> Any:
-    """64-bit integers as doubles, rounded in a directed mode."""
-    low = x & x.dtype.type(0xFFFFFFFF)
-    high, low = (x - low).astype(np.float64), low.astype(np.float64)
-    near = high + low
-    part = near - high
-    error = (high - (near - part)) + (low - part)
-    down = (error < 0) & ((mode == "rm") | (mode == "rz") & (near > 0))
-    up = (error > 0) & ((mode == "rp") | (mode == "rz") & (near < 0))
-    return np.where(down, np.nextafter(near, -np.inf), np.where(up, np.nextafter(near, np.inf), near))
-
-
 def _between_floats(form: Form, mode: str, rest: set[str]) -> Rule | None:
     to, of = form.types
     kind, value = _source(form)
@@ -183,14 +147,14 @@ def _between_floats(form: Form, mode: str, rest: set[str]) -> Rule | None:
     if (to, of, mode) == ("bf16", "f16", ""):
         mode = "rn"  # the assembler accepts no mode; Triton gives one for former e4m3 values, which bf16 holds exactly
     ftz, sat, finite, relu = (name in rest for name in ("ftz", "sat", "satfinite", "relu"))
-    if ftz and "f32" not in (to, of) or finite and to not in ("f16", "bf16", "tf32") or mode == "rna" and to != "tf32":
+    if ftz and "f32" not in (to, of) or finite and to not in ("f16", "bf16"):
         return None
-    if (finite or relu) and (of != "f32" or sat) or to == "tf32" and (of != "f32" or mode not in ("rn", "rz", "rna")):
+    if (finite or relu) and (of != "f32" or sat):
         return None
     if mode in _TO_INTEGER and to != of:
         return None
     narrower = _DIGITS[to] < _DIGITS[of] or to == "f16" and of == "bf16"
-    if narrower != (mode in (*_TO_FLOAT, "rna")) and not (mode in _TO_INTEGER and to == of):
+    if narrower != (mode in _TO_FLOAT) and not (mode in _TO_INTEGER and to == of):
         return None
     value = _decoded(of, value)
     if ftz and of == "f32":
@@ -210,7 +174,7 @@ def _between_floats(form: Form, mode: str, rest: set[str]) -> Rule | None:
     return form.rule((kind,), (output,), value)
 
 
-_DIGITS = {"bf16": 7, "f16": 10, "tf32": 10, "f32": 23, "f64": 52}
+_DIGITS = {"bf16": 7, "f16": 10, "f32": 23, "f64": 52}
 _QUICK = {
     ("f16", "f32"): "to_f16({0})",
     ("bf16", "f32"): "to_bf16({0})",

@@ -6,38 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.exact import directed_f8
 from tricomm.explorer.ptx.arithmetic.form import Form, numpy_type
 from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS, function
-from tricomm.explorer.ptx.arithmetic.half import canonical_f4
-from tricomm.explorer.ptx.arithmetic.rounding import FORMATS, odd_sum, rounded
+from tricomm.explorer.ptx.arithmetic.rounding import odd_sum
 from tricomm.explorer.ptx.arithmetic.rule import Rule
 
 _TYPES = ("f16", "bf16", "f32", "f64")
-_ROUNDING = ("rn", "rz", "rm", "rp")
 _FLUSHED = ("f32", "f16")
-_DIRECTED = ("rz", "rm", "rp")
 
 
 def rule(form: Form) -> Rule | None:
     make = _RULES.get(form.opcode)
-    if form.types in (("f32", "f16"), ("f32", "bf16")):
-        return _mixed(form)
     return make(form) if make is not None and len(form.types) == 1 and form.type in _TYPES else None
-
-
-def _mixed(form: Form) -> Rule | None:
-    """A float sum, of a half and a float, or of a product of halves and a float."""
-    count = {"add": 2, "sub": 2, "fma": 3}.get(form.opcode)
-    if count is None or not form.has(1, count, *_ROUNDING, "sat"):
-        return None
-    half = form.types[1]
-    made = rule(form.of_type("f32"))
-    if made is None:
-        return None
-    read = operands(half, count - 1, False)
-    kinds = (numpy_type(half),) * (count - 1) + ("f4",)
-    return form.rule(kinds, ("f4",), made.template.format(*read, f"{{{count - 1}}}"))
 
 
 def operands(kind: str, count: int, ftz: bool) -> list[str]:
@@ -63,57 +43,43 @@ def finished(kind: str, value: str, ftz: bool, sat: bool, relu: bool) -> str:
     return {"bf16": f"to_bf16({value})", "f32": f"canonical_f4({value})"}.get(kind, value)
 
 
-def _flags(form: Form, allowed: tuple[str, ...]) -> tuple[str, bool, bool, bool] | None:
-    """(rounding mode, ftz, sat, relu), or None if there is another flag or one that the type does not have."""
-    modes = [flag for flag in form.flags if flag in _ROUNDING]
+def _flags(form: Form, *allowed: str) -> tuple[bool, bool, bool] | None:
+    """(ftz, sat, relu), or None if there is another flag or one that the type does not have."""
     ftz, sat, relu = ("ftz" in form.flags, "sat" in form.flags, "relu" in form.flags)
-    if set(form.flags) - set(allowed) or len(modes) > 1:
+    if set(form.flags) - set(allowed):
         return None
     if ftz and form.type not in _FLUSHED and (form.opcode, form.type) != ("ex2", "bf16"):
         return None
     if sat and form.type not in ("f16", "f32") or relu and form.type not in ("f16", "bf16"):
         return None
-    mode = modes[0] if modes else "rn"
-    if mode in _DIRECTED and form.type in ("f16", "bf16"):
-        return None
-    return mode, ftz, sat, relu
+    return ftz, sat, relu
 
 
 _EXPRESSION = {"add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "div": "{0} / {1}"}
 
 
 def _binary(form: Form) -> Rule | None:
-    parsed = _flags(form, (*_ROUNDING, "ftz", "sat"))
+    parsed = _flags(form, "rn", "ftz", "sat")
     if parsed is None or not form.has(1, 2, *form.flags):
         return None
-    mode, ftz, sat, relu = parsed
     kind = numpy_type(form.type)
-    a, b = operands(form.type, 2, ftz)
-    value = _EXPRESSION[form.opcode].format(a, b)
-    if mode in _DIRECTED:
-        value = f"directed_{kind}('{form.opcode}', '{mode}', {a}, {b})"
-    return form.rule((kind,) * 2, (kind,), finished(form.type, value, ftz, sat, relu))
+    value = _EXPRESSION[form.opcode].format(*operands(form.type, 2, parsed[0]))
+    return form.rule((kind,) * 2, (kind,), finished(form.type, value, *parsed))
 
 
 def _fused(form: Form) -> Rule | None:
-    parsed = _flags(form, (*_ROUNDING, "ftz", "sat", "relu"))
-    if parsed is None or not form.has(1, 3, *form.flags) or not set(form.flags) & set(_ROUNDING):
+    parsed = _flags(form, "rn", "ftz", "sat", "relu")
+    if parsed is None or not form.has(1, 3, *form.flags) or "rn" not in form.flags:
         return None
     if form.opcode == "mad" and form.type not in ("f32", "f64"):
         return None
-    mode, ftz, sat, relu = parsed
     kind = numpy_type(form.type)
-    a, b, c = operands(form.type, 3, ftz)
-    if form.type == "f64":
-        value = f"directed_f8('fma', '{mode}', {a}, {b}, {c})"
-    elif mode in _DIRECTED:
-        value = f"directed_f4('fma', '{mode}', {a}, {b}, {c})"
-    elif form.type == "f32":
-        value = f"fused({a}, {b}, {c}).astype(f4)"
-    else:
-        # The double is rounded to odd to a float first, so that a half is rounded once.
-        value = f"odd_float(fused({a}, {b}, {c}))"
-    return form.rule((kind,) * 3, (kind,), finished(form.type, value, ftz, sat, relu))
+    given = ", ".join(operands(form.type, 3, parsed[0]))
+    # The double is rounded to odd to a float first, so that a half is rounded once.
+    value = {"f64": f"fused_f8({given})", "f32": f"fused({given}).astype(f4)"}.get(
+        form.type, f"odd_float(fused({given}))"
+    )
+    return form.rule((kind,) * 3, (kind,), finished(form.type, value, *parsed))
 
 
 def _one_of(form: Form, *ways: str) -> bool:
@@ -123,19 +89,15 @@ def _one_of(form: Form, *ways: str) -> bool:
 
 def _quotient(form: Form) -> Rule | None:
     """`.approx` and `.full` are allowed errors; the value is the correctly rounded one."""
-    parsed = _flags(form, (*_ROUNDING, "ftz", "approx", "full"))
+    parsed = _flags(form, "rn", "ftz", "approx", "full")
     if parsed is None or form.type not in ("f32", "f64") or not form.has(1, 2, *form.flags):
         return None
-    ways = (*_ROUNDING, "approx", "full") if form.type == "f32" else _ROUNDING
-    if not _one_of(form, *ways):
+    if not _one_of(form, "rn", *(("approx", "full") if form.type == "f32" else ())):
         return None
-    mode, ftz, *_ = parsed
     kind = numpy_type(form.type)
-    a, b = operands(form.type, 2, ftz)
-    value = f"{a} / {b}" if mode == "rn" else f"directed_{kind}('div', '{mode}', {a}, {b})"
-    if "approx" in form.flags:
-        value = f"approximate_quotient({a}, {b})"
-    return form.rule((kind,) * 2, (kind,), finished(form.type, value, ftz, False, False))
+    a, b = operands(form.type, 2, parsed[0])
+    value = f"approximate_quotient({a}, {b})" if "approx" in form.flags else f"{a} / {b}"
+    return form.rule((kind,) * 2, (kind,), finished(form.type, value, *parsed))
 
 
 @function
@@ -148,36 +110,31 @@ def approximate_quotient(a: Any, b: Any) -> Any:
 def _root(form: Form) -> Rule | None:
     if form.type == "f64" and form.opcode in ("rcp", "rsqrt") and form.flags == ("approx", "ftz"):
         return form.rule(("f8",), ("f8",), f"gross_{form.opcode}({{0}})") if form.has(1, 1, *form.flags) else None
-    parsed = _flags(form, (*_ROUNDING, "ftz", "approx"))
+    parsed = _flags(form, "rn", "ftz", "approx")
     if parsed is None or form.type not in ("f32", "f64") or not form.has(1, 1, *form.flags):
         return None
-    ways = _ROUNDING if form.opcode != "rsqrt" else ()
+    ways = ("rn",) if form.opcode != "rsqrt" else ()
     if not _one_of(form, *ways, *(("approx",) if form.type == "f32" or form.opcode == "rsqrt" else ())):
         return None
-    mode, ftz, *_ = parsed
     kind = numpy_type(form.type)
-    (a,) = operands(form.type, 1, ftz)
-    if form.opcode == "rsqrt":
-        value = f"inverse_root({a})"
-    elif form.opcode == "rcp":
-        one = form.constant(1.0, kind)
-        value = f"{one} / {a}" if mode == "rn" else f"directed_{kind}('div', '{mode}', {one}, {a})"
-    else:
-        value = f"sqrt({a})" if mode == "rn" else f"directed_{kind}('sqrt', '{mode}', {a})"
-    return form.rule((kind,), (kind,), finished(form.type, value, ftz, False, False))
+    (a,) = operands(form.type, 1, parsed[0])
+    value = f"inverse_root({a})" if form.opcode == "rsqrt" else f"sqrt({a})"
+    if form.opcode == "rcp":
+        value = f"{form.constant(1.0, kind)} / {a}"
+    return form.rule((kind,), (kind,), finished(form.type, value, *parsed))
 
 
 def _approximate(form: Form) -> Rule | None:
     """The value in double precision, rounded once more."""
-    parsed = _flags(form, ("approx", "ftz"))
+    parsed = _flags(form, "approx", "ftz")
     if parsed is None or form.type == "f64" or "approx" not in form.flags or not form.has(1, 1, *form.flags):
         return None
     if form.type in ("f16", "bf16") and form.opcode not in ("ex2", "tanh"):
         return None
-    kind, ftz = numpy_type(form.type), parsed[1]
-    (a,) = operands(form.type, 1, ftz)
+    kind = numpy_type(form.type)
+    (a,) = operands(form.type, 1, parsed[0])
     value = f"{_FUNCTION[form.opcode]}({a}.astype(f8)).astype(f4)"
-    return form.rule((kind,), (kind,), finished(form.type, value, ftz, False, False))
+    return form.rule((kind,), (kind,), finished(form.type, value, *parsed))
 
 
 _FUNCTION = {"ex2": "exp2", "lg2": "log2", "sin": "sin", "cos": "cos", "tanh": "tanh"}
@@ -255,10 +212,7 @@ def _flush(kind: str, least: float) -> Any:
 
 
 FUNCTIONS.update(
-    directed_f8=directed_f8,
-    flushed_f4=_flush("f4", 2.0**-126),
-    flushed_f2=_flush("f2", 2.0**-14),
-    flushed_f16=_flush("f4", 2.0**-14),
+    flushed_f4=_flush("f4", 2.0**-126), flushed_f2=_flush("f2", 2.0**-14), flushed_f16=_flush("f4", 2.0**-14)
 )
 
 
@@ -301,24 +255,119 @@ def inverse_root(x: Any) -> Any:
     return (1.0 / np.sqrt(x.astype(np.float64))).astype(np.float32)
 
 
-_FORM = FORMATS["f32"]
+_where, _empty, _nonzero = np.where, np.empty, np.count_nonzero
+_F2, _F4, _F8, _U2, _U4 = (np.dtype(kind) for kind in ("f2", "f4", "f8", "u2", "u4"))
+_NAN_4 = np.uint32(0x7FFFFFFF).view(_F4)
+_NAN_2 = np.uint16(0x7FFF).view(_F2)
+# Arrays without dimensions: with an array, a numpy scalar takes twice as long.
+_SIXTEEN, _ONE, _HALF, _UPPER = (np.array(value, _U4) for value in (16, 1, 0x7FFF, 0xFFFF0000))
+
+
+def _has_nan(x: Any) -> bool:
+    """The scalar product with itself is NaN if any element is: the quickest test for it."""
+    product = x.dot(x) if x.shape else x
+    return bool(product != product)
 
 
 @function
-def directed_f4(name: str, mode: str, *inputs: Any) -> Any:
-    """A float operation in a directed mode, by way of a double that decides the rounding."""
-    first, *rest = (x.astype(np.float64) for x in inputs)
-    if name == "fma":
-        first, rest = first * rest[0], rest[1:]
-    if name in ("add", "sub", "fma"):
-        other = -rest[0] if name == "sub" else rest[0]
-        exact = odd_sum(first, other)
-        if mode == "rm":
-            both_positive = ~np.signbit(first) & ~np.signbit(other)
-            exact = np.where((exact == 0) & ~both_positive, -0.0, exact)
-    else:
-        exact = {"mul": lambda: first * rest[0], "div": lambda: first / rest[0], "sqrt": lambda: np.sqrt(first)}[name]()
-    return canonical_f4(rounded(exact, _FORM, mode).astype(np.float32))
+def canonical_f4(x: Any) -> Any:
+    """With every NaN as 0x7fffffff."""
+    # `_has_nan`, written out: this is the most frequent function of all.
+    product = x.dot(x) if x.shape else x
+    return x if product == product else _where(x == x, x, _NAN_4)
+
+
+@function
+def to_f16(x: Any) -> Any:
+    """Floats, rounded to nearest; every NaN is 0x7fff."""
+    return _where(x == x, x.astype(_F2), _NAN_2) if _has_nan(x) else x.astype(_F2)
+
+
+@function
+def from_bf16(x: Any) -> Any:
+    return (x.astype(_U4) << _SIXTEEN).view(_F4)
+
+
+def _bf16_above(x: Any) -> Any:
+    """Words with a bf16 in the upper half: `x` rounded to nearest. The lower half is undefined."""
+    bits = x.view(_U4)
+    result = bits >> _SIXTEEN
+    result &= _ONE
+    result += bits
+    result += _HALF
+    return _where(x == x, result, np.uint32(0x7FFF0000)) if _has_nan(x) else result
+
+
+@function
+def to_bf16(x: Any) -> Any:
+    """The bits of floats rounded to nearest; every NaN is 0x7fff."""
+    result = _bf16_above(x)
+    result >>= _SIXTEEN
+    return result.astype(_U2)
+
+
+@function
+def to_bf16x2(high: Any, low: Any) -> Any:
+    if high.shape != low.shape or not low.shape:
+        return (_bf16_above(high) & _UPPER) | (_bf16_above(low) >> _SIXTEEN)
+    both = _empty((len(low), 2), _F4)
+    both[:, 0] = low
+    both[:, 1] = high
+    return _bf16_above(both.ravel()).view(_U2)[1::2].copy().view(_U4)
+
+
+@function
+def to_f16x2(high: Any, low: Any) -> Any:
+    if high.shape != low.shape or not low.shape:
+        return (to_f16(high).view(_U2).astype(_U4) << _SIXTEEN) | to_f16(low).view(_U2).astype(_U4)
+    both = _empty((len(low), 2), _F4)
+    both[:, 0] = low
+    both[:, 1] = high
+    return to_f16(both.ravel()).view(_U4)
+
+
+@function
+def bf16_halves(x: Any) -> tuple[Any, Any]:
+    """The low halves and the high halves of packed bf16, as floats."""
+    return (x << _SIXTEEN).view(_F4), (x & _UPPER).view(_F4)
+
+
+@function
+def f16_halves(x: Any) -> tuple[Any, Any]:
+    return x.astype(_U2).view(_F2).astype(_F4), (x >> _SIXTEEN).astype(_U2).view(_F2).astype(_F4)
+
+
+@function
+def fused(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of floats or halves as a double that may be rounded again."""
+    return odd_sum(a.astype(_F8) * b.astype(_F8), c.astype(_F8))
+
+
+def _chooser(choose: Any, less: bool, nan_wins: bool) -> Any:
+    def extreme(a: Any, b: Any) -> Any:
+        result = choose(a, b)
+        if _nonzero(result) != result.size:
+            # -0 is less than +0; between a zero and another number the choice was right.
+            word = f"u{result.dtype.itemsize}"
+            either = a.view(word) | b.view(word) if less else a.view(word) & b.view(word)
+            result = _where((a == 0) & (b == 0), either.view(result.dtype), result)
+        if not _has_nan(result):
+            return result
+        if not nan_wins:
+            # numpy's fmin and fmax take a signalling NaN for a result.
+            result = _where(a == a, _where(b == b, result, a), b)
+        return canonical_f4(result) if result.dtype == _F4 else result
+
+    return extreme
+
+
+# `least` and `most` prefer a number to a NaN; the others give NaN if either is one.
+FUNCTIONS.update(
+    least=_chooser(np.minimum, True, False),
+    most=_chooser(np.maximum, False, False),
+    least_or_nan=_chooser(np.minimum, True, True),
+    most_or_nan=_chooser(np.maximum, False, True),
+)
 
 
 _RULES = {

@@ -26,7 +26,7 @@ from tricomm.explorer.ptx.instructions import (
 CARRY = Register("%cc.cf", "pred")
 
 _TYPE = re.compile(
-    r"pred|[bus](8|16|32|64|128)|[us][24]|b?f16(x2)?|f32(x2)?|f64|tf32|[us]16x2|[us]8x4|e4m3(x[24])?|e5m2(x[24])?|"
+    r"pred|[bus](8|16|32|64|128)|[us][24]|b?f16(x2)?|f32(x2)?|f64|[us]16x2|[us]8x4|e4m3(x[24])?|e5m2(x[24])?|"
     r"e2m[13]x[24]|e3m2x[24]|ue8m0x2"
 )
 _NUMPY = {
@@ -39,7 +39,6 @@ _NUMPY = {
     "u16x2": "u4",
     "s8x4": "u4",
     "u8x4": "u4",
-    "tf32": "u4",
     "f32": "f4",
     "f64": "f8",
     "f32x2": "u8",

@@ -10,7 +10,7 @@ import numpy as np
 F = TypeVar("F", bound=Callable[..., Any])
 
 FUNCTIONS: dict[str, Any] = {
-    **{kind: np.dtype(kind) for kind in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")},
+    **{kind: np.dtype(kind) for kind in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8", "V16")},
     "minimum": np.minimum,
     "maximum": np.maximum,
     "fmod": np.fmod,

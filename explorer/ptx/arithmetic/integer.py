@@ -129,8 +129,6 @@ def _mad(form: Form) -> Rule | None:
     if not mode or mode == "wide" and (width(form.type) == 64 or rest or carry_in):
         return None
     count = 4 if carry_in else 3
-    if mode == "hi" and rest == ("sat",) and form.type == "s32" and form.has(1, 3, "hi", "sat"):
-        return form.rule(("i4",) * 3, ("i4",), "saturated(mul_high({0}, {1}).astype(i8) + {2})")
     if not (form.has(1, count, mode) and not rest or form.has(2, count, mode, "cc") and rest == ("cc",)):
         return None
     template, inputs, output = _product(form, mode)
@@ -145,11 +143,6 @@ def _mad(form: Form) -> Rule | None:
         call = f"addc_out({first}, {{2}}, {{3}})" if carry_in else f"add_out({first}, {{2}})"
         return form.rule(kinds, (word, "?"), call)
     return form.rule(kinds, (word,), f"{first} + {{2}} + {{3}}.astype({word})")
-
-
-@function
-def mul_high(a: Any, b: Any) -> Any:
-    return (a.astype(np.int64) * b.astype(np.int64) >> np.int64(32)).astype(np.int32)
 
 
 _LOW, _HALF = {}, {}
@@ -230,35 +223,6 @@ def _one(form: Form) -> Rule | None:
     return form.rule((kind,), (kind,), "absolute({0})")
 
 
-def _sad(form: Form) -> Rule | None:
-    kind = numpy_type(form.type)
-    return form.rule((kind,) * 3, (kind,), "maximum({0}, {1}) - minimum({0}, {1}) + {2}") if form.has(1, 3) else None
-
-
-def _mul24(form: Form) -> Rule | None:
-    sums = form.opcode == "mad24"
-    mode = form.flags[0] if form.flags else ""
-    if width(form.type) != 32 or mode not in ("lo", "hi"):
-        return None
-    kind = numpy_type(form.type)
-    product = f"product_24({{0}}, {{1}}, {form.constant(16 if mode == 'hi' else 0, kind[0] + '8')}).astype({kind})"
-    if not sums:
-        return form.rule((kind,) * 2, (kind,), product) if form.has(1, 2, mode) else None
-    if form.has(1, 3, mode) and len(form.flags) == 1:
-        return form.rule((kind,) * 3, (kind,), f"{product} + {{2}}")
-    if form.has(1, 3, "hi", "sat") and form.type == "s32" and form.flags == ("hi", "sat"):
-        return form.rule((kind,) * 3, (kind,), f"saturated({product}.astype(i8) + {{2}})")
-    return None
-
-
-@function
-def product_24(a: Any, b: Any, shift: Any) -> Any:
-    """The product of the low 24 bits of each, sign-extended if they are signed, shifted right."""
-    above = a.dtype.type(8)
-    wide = shift.dtype
-    return ((a << above) >> above).astype(wide) * ((b << above) >> above).astype(wide) >> shift
-
-
 _RULES = {
     "add": _sum,
     "sub": _sum,
@@ -273,7 +237,4 @@ _RULES = {
     "max": _min,
     "neg": _one,
     "abs": _one,
-    "sad": _sad,
-    "mul24": _mul24,
-    "mad24": _mul24,
 }

@@ -1,4 +1,4 @@
-"""Bitwise operations, shifts, and the three-input look-up table."""
+"""Bitwise operations, shifts, the three-input look-up table, and counting bits."""
 
 from __future__ import annotations
 
@@ -28,13 +28,6 @@ def _bitwise(form: Form) -> Rule | None:
     if not form.has(1, 2):
         return None
     return form.rule((kind,) * 2, (kind,), f"{{0}} {_SYMBOL[form.opcode]} {{1}}", either)
-
-
-def _cnot(form: Form) -> Rule | None:
-    if form.type not in ("b16", "b32", "b64") or not form.has(1, 1):
-        return None
-    kind = numpy_type(form.type)
-    return form.rule((kind,), (kind,), f"({{0}} == {form.constant(0, kind)}).astype({kind})")
 
 
 def _shift(form: Form) -> Rule | None:
@@ -134,20 +127,53 @@ def _lop3(form: Form) -> Rule | None:
     expression = table_expression(table)
     if form.has(1, 4):
         return form.rule(("u4",) * 4, ("u4",), expression)
-    if form.has(2, 5, "or", "and") and len(form.flags) == 1:
-        result = f"test_{form.flags[0]}({expression}, {{4}})"
-        return form.rule(("u4", "u4", "u4", "u4", "?"), ("u4", "?"), result)
     return None
 
 
-@function
-def test_or(value: Any, q: Any) -> tuple[Any, Any]:
-    return value, (value != 0) | q
+def _count(form: Form) -> Rule | None:
+    """popc, clz and brev."""
+    if form.types not in (("b32",), ("b64",)) or not form.has(1, 1):
+        return None
+    kind = numpy_type(form.type)
+    name = {"popc": "bits_set", "clz": "leading_zeros", "brev": "bits_reversed"}[form.opcode]
+    return form.rule((kind,), (kind if form.opcode == "brev" else "u4",), f"{name}({{0}})")
 
 
 @function
-def test_and(value: Any, q: Any) -> tuple[Any, Any]:
-    return value, (value != 0) & q
+def bits_set(x: Any) -> Any:
+    """The sum of the bits, by pairs, nibbles and bytes."""
+    kind, bits = x.dtype.type, x.dtype.itemsize * 8
+    ones = (1 << bits) - 1
+    x = x - ((x >> kind(1)) & kind(ones // 3))
+    x = (x & kind(ones // 5)) + ((x >> kind(2)) & kind(ones // 5))
+    x = (x + (x >> kind(4))) & kind(ones // 17)
+    return ((x * kind(ones // 255)) >> kind(bits - 8)).astype(np.uint32)
+
+
+def _spread_down(x: Any) -> Any:
+    """`x` with all bits below the highest set one set."""
+    kind = x.dtype.type
+    for shift in (1, 2, 4, 8, 16, 32)[: x.dtype.itemsize.bit_length() + 2]:
+        x = x | (x >> kind(shift))
+    return x
+
+
+@function
+def leading_zeros(x: Any) -> Any:
+    return np.uint32(x.dtype.itemsize * 8) - bits_set(_spread_down(x))
+
+
+@function
+def bits_reversed(x: Any) -> Any:
+    kind, bits = x.dtype.type, x.dtype.itemsize * 8
+    ones = (1 << bits) - 1
+    shift = bits // 2
+    while shift:
+        # Alternating groups of `shift` bits change places.
+        low = kind(ones // ((1 << shift) + 1))
+        x = ((x >> kind(shift)) & low) | ((x & low) << kind(shift))
+        shift //= 2
+    return x
 
 
 _RULES = {
@@ -155,9 +181,11 @@ _RULES = {
     "or": _bitwise,
     "xor": _bitwise,
     "not": _bitwise,
-    "cnot": _cnot,
     "shl": _shift,
     "shr": _shift,
     "shf": _funnel,
     "lop3": _lop3,
+    "popc": _count,
+    "clz": _count,
+    "brev": _count,
 }

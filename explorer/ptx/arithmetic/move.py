@@ -39,7 +39,7 @@ def _pack(form: Form, word: str) -> Rule | None:
         return None
     parts = ", ".join(f"{{{i}}}" for i in range(count))
     if word == "V16" or count == 4:
-        return form.rule((part,) * count, (word,), f"packed_{word}({parts})")
+        return form.rule((part,) * count, (word,), f"packed({word}, {parts})")
     shift = form.constant(width(form.type) // 2, word)
     return form.rule((part,) * 2, (word,), f"{{0}}.astype({word}) | ({{1}}.astype({word}) << {shift})")
 
@@ -59,24 +59,9 @@ def _unpack(form: Form, word: str) -> Rule | None:
     return form.rule((word,), (part,) * 2, f"({first}, {second})")
 
 
-def _packed(parts: tuple[Any, ...], dtype: str) -> Any:
-    together = np.stack(np.broadcast_arrays(*parts), axis=-1)
-    return together.view(dtype)[..., 0]
-
-
 @function
-def packed_V16(*parts: Any) -> Any:
-    return _packed(parts, "V16")
-
-
-@function
-def packed_u8(*parts: Any) -> Any:
-    return _packed(parts, "u8")
-
-
-@function
-def packed_u4(*parts: Any) -> Any:
-    return _packed(parts, "u4")
+def packed(dtype: Any, *parts: Any) -> Any:
+    return np.stack(np.broadcast_arrays(*parts), axis=-1).view(dtype)[..., 0]
 
 
 @function

@@ -1,4 +1,4 @@
-"""Bytes and bit fields: prmt, bfe, bfi, bmsk, szext."""
+"""Bytes and bit fields: prmt, bfe, bfi."""
 
 from __future__ import annotations
 
@@ -10,15 +10,6 @@ from tricomm.explorer.ptx.arithmetic.form import Form, numpy_type, width
 from tricomm.explorer.ptx.arithmetic.functions import function
 from tricomm.explorer.ptx.arithmetic.rule import Rule
 
-_MODES = {
-    "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
-    "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
-    "rc8": (0x0000, 0x1111, 0x2222, 0x3333),
-    "ecl": (0x3210, 0x3211, 0x3222, 0x3333),
-    "ecr": (0x0000, 0x1110, 0x2210, 0x3210),
-    "rc16": (0x1010, 0x3232, 0x1010, 0x3232),
-}
-
 
 def rule(form: Form) -> Rule | None:
     make = _RULES.get(form.opcode)
@@ -26,14 +17,11 @@ def rule(form: Form) -> Rule | None:
 
 
 def _prmt(form: Form) -> Rule | None:
-    if form.type != "b32" or not form.has(1, 3, *_MODES) or len(form.flags) > 1:
+    if form.type != "b32" or not form.has(1, 3):
         return None
     selector = form.value(2)
     if selector is None:
-        table = f"'{form.flags[0]}'" if form.flags else "None"
-        return form.rule(("u4",) * 3, ("u4",), f"permuted({{0}}, {{1}}, {{2}}, {table})")
-    if form.flags:
-        selector = _MODES[form.flags[0]][selector & 3]
+        return form.rule(("u4",) * 3, ("u4",), "permuted({0}, {1}, {2})")
     return form.rule(("u4",) * 3, ("u4",), permutation(form, selector & 0xFFFF))
 
 
@@ -63,14 +51,11 @@ def permutation(form: Form, selector: int) -> str:
     return " | ".join(terms) if terms else "{0} & " + form.constant(0, "u4")
 
 
-_TABLES = {mode: np.array(table, np.uint32) for mode, table in _MODES.items()}
 _EIGHT = np.uint64(8)
 
 
 @function
-def permuted(a: Any, b: Any, selector: Any, mode: str | None) -> Any:
-    if mode is not None:
-        selector = _TABLES[mode][selector & np.uint32(3)]
+def permuted(a: Any, b: Any, selector: Any) -> Any:
     both = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
     result = np.uint32(0)
     for place in range(4):
@@ -138,32 +123,4 @@ def inserted_field(a: Any, b: Any, start: Any, length: Any) -> Any:
     return ((a << position) & mask) | (b & ~mask)
 
 
-def _bmsk(form: Form) -> Rule | None:
-    if form.type != "b32" or not form.has(1, 2, "clamp", "wrap") or len(form.flags) != 1:
-        return None
-    if form.flags[0] == "clamp":
-        return form.rule(("u4", "u4"), ("u4",), "mask({0}, {1})")
-    return form.rule(("u4", "u4"), ("u4",), "mask({{0}} & {0}, {{1}} & {0})".format(form.constant(31, "u4")))
-
-
-@function
-def mask(start: Any, length: Any) -> Any:
-    return ~(~np.uint32(0) << length) << start
-
-
-def _szext(form: Form) -> Rule | None:
-    if form.type not in ("u32", "s32") or not form.has(1, 2, "clamp", "wrap") or len(form.flags) != 1:
-        return None
-    kind = numpy_type(form.type)
-    bits = "{1}" if form.flags[0] == "clamp" else f"({{1}} & {form.constant(31, 'u4')})"
-    return form.rule((kind, "u4"), (kind,), f"extended({{0}}, {bits})")
-
-
-@function
-def extended(a: Any, bits: Any) -> Any:
-    kind = a.dtype.type
-    shift = (np.uint32(32) - np.minimum(bits, np.uint32(32))).astype(kind)
-    return np.where(bits == 0, kind(0), (a << shift) >> shift)
-
-
-_RULES = {"prmt": _prmt, "bfe": _bfe, "bfi": _bfi, "bmsk": _bmsk, "szext": _szext}
+_RULES = {"prmt": _prmt, "bfe": _bfe, "bfi": _bfi}

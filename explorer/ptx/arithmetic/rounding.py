@@ -1,13 +1,15 @@
-"""Rounding an exact double to a narrower format in any mode, and exact sums that are safe to round again."""
+"""Rounding exact doubles to narrower formats in any mode; sums and products that are safe to round again."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.functions import function
+from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS, function
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,6 @@ class Format:
 
 FORMATS = {
     "f32": Format(23, -126, (2 - 2.0**-23) * 2.0**127, 32, "u4", 0x7FFFFFFF),
-    "tf32": Format(10, -126, (2 - 2.0**-10) * 2.0**127, 19, "u4", 0x7FFFFFFF),
     "f16": Format(10, -14, 65504.0, 16, "u2", 0x7FFF),
     "bf16": Format(7, -126, (2 - 2.0**-7) * 2.0**127, 16, "u2", 0x7FFF),
     "e5m2": Format(2, -14, 57344.0, 8, "u1", 0x7F),
@@ -39,11 +40,7 @@ FORMATS = {
 }
 
 
-def _away(x: Any) -> Any:
-    return np.trunc(x + np.copysign(0.5, x))
-
-
-_ROUND: dict[str, Any] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil, "rna": _away}
+_ROUND: dict[str, Any] = {"rn": np.rint, "rz": np.trunc, "rm": np.floor, "rp": np.ceil}
 
 
 def rounded(x: Any, form: Format, mode: str, finite: bool = False) -> Any:
@@ -55,7 +52,7 @@ def rounded(x: Any, form: Format, mode: str, finite: bool = False) -> Any:
     if not over.any():
         return value
     # An infinity stays one in every mode.
-    grows = np.isinf(x) | (mode in ("rn", "rna")) | (x > 0) & (mode == "rp") | (x < 0) & (mode == "rm")
+    grows = np.isinf(x) | (mode == "rn") | (x > 0) & (mode == "rp") | (x < 0) & (mode == "rm")
     limit = form.largest if finite else np.where(grows, np.inf, form.largest)
     return np.where(over, np.copysign(limit, x), value)
 
@@ -71,8 +68,6 @@ def encoded(value: Any, form: Format) -> Any:
     if form.infinite:
         bits = np.where(np.isinf(value), (1 << form.bits - 1) - (1 << form.digits), bits)
     bits = bits | (np.signbit(value).astype(np.int64) << (form.bits - 1))
-    if form is FORMATS["tf32"]:
-        bits = bits << 13
     return np.where(np.isnan(value), form.nan or 0, bits).astype(form.word)
 
 
@@ -116,3 +111,89 @@ def odd_sum(a: Any, b: Any) -> Any:
     bits = np.asarray(total).view(np.int64)
     step = np.where((error > 0) == (total > 0), 1, -1)
     return np.where(inexact & (bits & 1 == 0), bits + step, bits).view(np.float64)
+
+
+_SPLIT = np.float64(2**27 + 1)
+
+
+def _split(x: Any) -> tuple[Any, Any]:
+    """Two numbers of 26 digits whose sum is `x`."""
+    scaled = _SPLIT * x
+    high = scaled - (scaled - x)
+    return high, x - high
+
+
+def _two_product(a: Any, b: Any) -> tuple[Any, Any]:
+    product = a * b
+    (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
+    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    return product, error
+
+
+def _two_sum(a: Any, b: Any) -> tuple[Any, Any]:
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+def _moderate(x: Any, bound: int) -> Any:
+    size = np.abs(x)
+    return (size < 2.0**bound) & (size > 2.0**-bound) | (x == 0)
+
+
+def _separate(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c in two operations. If c is infinite or NaN, a product of finite numbers counts as finite."""
+    return np.where(np.isfinite(a) & np.isfinite(b) & ~np.isfinite(c), c + 0.0, a * b + c)
+
+
+@function
+def fused_f8(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once to nearest."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    product, low = _two_product(a, b)
+    high, rest = _two_sum(c, low)
+    high, middle = _two_sum(product, high)
+    result = high + odd_sum(rest, middle)
+    plain = _separate(a, b, c)
+    # An exact zero has the sign that separate operations give.
+    result = np.where(result == 0, plain, result)
+    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    easy = _moderate(a, 450) & _moderate(b, 450) & (np.abs(c) < 2.0**1000)
+    result = np.where(finite, result, plain)
+    hard = finite & ~easy
+    if hard.any():
+        result = np.array(result)
+        exact = (_fused_exactly(*map(float, values)) for values in zip(a[hard], b[hard], c[hard], strict=True))
+        result[hard] = list(exact)
+    return result
+
+
+def _fused_exactly(a: float, b: float, c: float) -> float:
+    """a * b + c of finite doubles, in fractions. An exact zero has the sign that separate operations give."""
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:
+        return a * b + c
+    try:
+        return exact.numerator / exact.denominator
+    except OverflowError:
+        return math.inf if exact > 0 else -math.inf
+
+
+_HIGH = np.int64(-1 << 32)
+_TOP = Format(20, -1022, float(np.uint64(0x7FEFFFFF00000000).view(np.float64)), 32, "u4", None)
+
+
+def _gross(function: Any) -> Any:
+    """A function of the upper 32 bits of a double, with 20 digits; subnormal numbers are zeros."""
+
+    def approximation(x: Any) -> Any:
+        x = (np.asarray(x).view(np.int64) & _HIGH).view(np.float64)
+        x = np.where(np.abs(x) < 2.0**-1022, np.copysign(0.0, x), x)
+        value = function(x)
+        value = np.where(np.isfinite(value), rounded(value, _TOP, "rn"), value)
+        return np.where(np.abs(value) < 2.0**-1022, np.copysign(0.0, value), value)
+
+    return approximation
+
+
+FUNCTIONS.update(gross_rcp=_gross(lambda x: 1.0 / x), gross_rsqrt=_gross(lambda x: 1.0 / np.sqrt(x)))

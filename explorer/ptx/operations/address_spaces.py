@@ -1,4 +1,4 @@
-"""`cvta` and `isspacep`: generic addresses have the space in their highest bits; global ones are unchanged."""
+"""`cvta`: generic addresses have the space in their highest bits; global ones are unchanged."""
 
 from __future__ import annotations
 
@@ -37,16 +37,3 @@ def cvta(instruction: Instruction, operands: Operands, partial: bool) -> Operati
         return address + step
 
     return Operation(call, (target,), ("u8",), arguments=arguments)
-
-
-def isspacep(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
-    target, source = instruction.operands
-    space = instruction.modifiers[0].split("::")[0]
-    if space not in ("global", "shared", "local", "const", "param") or instruction.modifiers[0].endswith("cluster"):
-        raise unknown_form(instruction, "this space is not known")
-
-    def call(unit: UnitView, mask: Array | None, address: Array) -> Array:
-        inside: Array = np.equal(address & np.uint64(SHARED_WINDOW | LOCAL_WINDOW), np.uint64(WINDOWS[space]))
-        return inside if space in ("global", "shared", "local") else inside & False
-
-    return Operation(call, (target,), ("?",), arguments=((source, "u8"),))

@@ -12,7 +12,6 @@ from tricomm.explorer.ptx.instructions import Address, Instruction, Integer, Ope
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, address_of, unknown_form
 from tricomm.explorer.ptx.operations.operation import Operation
-from tricomm.explorer.ptx.operations.transaction_barriers import arrival_site
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _NOT_COMMITTED, _DONE = -1, -2
@@ -102,8 +101,6 @@ def cp(instruction: Instruction, operands: Operands, partial: bool) -> Operation
                 raise unknown_form(instruction, "the number of groups has to be a constant")
             newest = count.value
         return Operation(lambda unit, mask: unit.copies.wait(unit, all_lanes if mask is None else mask, newest))
-    if modifiers[1] == "mbarrier":
-        return _arrive(instruction, operands, all_lanes)
     if modifiers[1] not in ("ca", "cg") or "global" not in modifiers:
         raise unknown_form(instruction, "this form of cp.async is not known")
     return _copy(instruction, lanes)
@@ -130,15 +127,3 @@ def _copy(instruction: Instruction, lanes: int) -> Operation:
         unit.copies.pending.append(Copy(sites, targets.astype("u8"), sources.astype("u8"), sizes, groups))
 
     return Operation(call, arguments=tuple(arguments))
-
-
-def _arrive(instruction: Instruction, operands: Operands, all_lanes: Array) -> Operation:
-    (operand,) = instruction.operands
-    target = address_of(instruction, operand)
-    site = arrival_site(instruction, target, operands, "noinc" in instruction.modifiers)
-
-    def call(unit: UnitView, mask: Array | None, base: int | Array) -> None:
-        unit.copies.wait(unit, all_lanes if mask is None else mask, None)
-        site.call(unit, mask, base, np.ones(len(all_lanes), "u8"))
-
-    return Operation(call, address=target)

@@ -13,7 +13,6 @@ from tricomm.explorer.ptx.operations import (
     memory_calls,
     multicast,
     synchronisation,
-    transaction_barriers,
     warp_exchange,
 )
 from tricomm.explorer.ptx.operations.operation import Operation
@@ -23,15 +22,13 @@ Maker = Callable[[Instruction, Operands, bool], Operation | None]
 MAKERS: dict[str, Maker] = {
     "ld": memory_calls.load, "ldu": memory_calls.load, "st": memory_calls.store, "atom": memory_calls.atomic,
     "red": memory_calls.atomic, "shfl": warp_exchange.shfl, "vote": warp_exchange.vote, "redux": warp_exchange.redux,
-    "match": warp_exchange.match, "activemask": warp_exchange.activemask, "elect": warp_exchange.elect,
-    "bar": synchronisation.barrier, "barrier": synchronisation.barrier, "fence": synchronisation.fence,
-    "membar": synchronisation.fence, "prefetch": synchronisation.nothing, "prefetchu": synchronisation.nothing,
-    "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
-    "griddepcontrol": synchronisation.dependency, "setmaxnreg": synchronisation.nothing,
-    "cp": async_copies.cp, "mbarrier": transaction_barriers.mbarrier, "multimem": multicast.multimem,
+    "activemask": warp_exchange.activemask, "bar": synchronisation.barrier, "barrier": synchronisation.barrier,
+    "fence": synchronisation.fence, "membar": synchronisation.fence, "prefetch": synchronisation.nothing,
+    "prefetchu": synchronisation.nothing, "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
+    "griddepcontrol": synchronisation.dependency, "pmevent": synchronisation.nothing,
+    "nanosleep": synchronisation.nothing, "cp": async_copies.cp, "multimem": multicast.multimem,
     "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
-    "createpolicy": synchronisation.policy, "cvta": address_spaces.cvta, "isspacep": address_spaces.isspacep,
-    "pmevent": synchronisation.nothing, "nanosleep": synchronisation.nothing,
+    "createpolicy": synchronisation.policy, "cvta": address_spaces.cvta,
 }  # fmt: skip
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 

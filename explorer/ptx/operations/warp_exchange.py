@@ -1,4 +1,4 @@
-"""`shfl`, `vote`, `match`, `redux`, `activemask`, `elect`: exchanges between lanes of a warp.
+"""`shfl`, `vote`, `redux`, `activemask`: exchanges between lanes of a warp.
 
 A unit may be a block: its lanes are then several warps. Lanes that are not active, or not in the member mask, take no
 part. A value read from them is undefined; here it is the reader's own.
@@ -61,21 +61,12 @@ def _modifiers(instruction: Instruction) -> tuple[str, ...]:
     return tuple(m for m in instruction.modifiers if m != "sync")
 
 
-def _targets(instruction: Instruction) -> tuple[Operand | None, ...]:
-    first = instruction.operands[0]
-    return (first.first, first.second) if isinstance(first, Pair) else (first,)
-
-
-def _one(targets: tuple[Operand | None, ...], values: tuple[Any, ...]) -> Any:
-    return values[0] if len(targets) == 1 else values
-
-
 def shfl(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
     mode = _modifiers(instruction)
     if len(mode) != 2 or mode[0] not in ("up", "down", "bfly", "idx") or mode[1] != "b32":
         raise unknown_form(instruction, "this form of shfl is not known")
-    rows, targets = WarpLanes(operands.unit.lanes), _targets(instruction)
-    value, step, clamp, members = instruction.operands[1:5]
+    rows, (target, value, step, clamp, members) = WarpLanes(operands.unit.lanes), instruction.operands[:5]
+    targets = (target.first, target.second) if isinstance(target, Pair) else (target,)
     kept: dict[tuple[bytes, bytes], tuple[Array, Array]] = {}
 
     def call(unit: UnitView, mask: Array | None, a: Array, b: Array, c: Array, named: Array) -> Any:
@@ -208,49 +199,9 @@ def _redux_float(rows: WarpLanes, name: str, absolute: bool, nan: bool) -> Calla
     return call
 
 
-def match(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
-    mode, targets = _modifiers(instruction), _targets(instruction)
-    if len(mode) != 2 or mode[0] not in ("any", "all") or mode[1] not in ("b32", "b64"):
-        raise unknown_form(instruction, "this form of match is not known")
-    rows = WarpLanes(operands.unit.lanes)
-    value, members = instruction.operands[1:3]
-
-    def call(unit: UnitView, mask: Array | None, a: Array, named: Array) -> Any:
-        part = rows.rows(rows.taking_part(mask, named), False)
-        table = rows.rows(a, 0)
-        same = (table[:, :, None] == table[:, None, :]) & part[:, None, :]
-        bits = np.uint64(1) << np.arange(_WARP, dtype="u8")
-        words = np.bitwise_or.reduce(np.where(same, bits, np.uint64(0)), axis=2)
-        if mode[0] == "any":
-            return words.reshape(-1)[: rows.lanes].astype("u4")
-        all_lanes = np.bitwise_or.reduce(np.where(part, bits, np.uint64(0)), axis=1)
-        equal = words == all_lanes[:, None]
-        received = np.where(equal, words, np.uint64(0)).reshape(-1)[: rows.lanes].astype("u4")
-        return _one(targets, (received, equal.reshape(-1)[: rows.lanes]))
-
-    kinds = ("u4", "?")[: len(targets)]
-    given: tuple[tuple[Operand, str], ...] = ((value, f"u{int(mode[1][1:]) // 8}"), (members, "u4"))
-    return Operation(call, targets, kinds, arguments=given, waits=True, members=members)
-
-
 def activemask(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
     rows = WarpLanes(operands.unit.lanes)
     all_lanes = np.ones(rows.lanes, bool)
     return Operation(
         lambda unit, mask: rows.ballot(all_lanes if mask is None else mask), (instruction.operands[0],), ("u4",)
     )
-
-
-def elect(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
-    """The leader is the lowest lane that takes part; its number, and a predicate that is true in it."""
-    _modifiers(instruction)
-    rows, targets = WarpLanes(operands.unit.lanes), _targets(instruction)
-    members = instruction.operands[1]
-
-    def call(unit: UnitView, mask: Array | None, named: Array) -> Any:
-        part = rows.rows(rows.taking_part(mask, named), False)
-        leader = rows.spread(part.argmax(axis=1))
-        return _one(targets, (leader.astype("u4"), rows.lane == leader))
-
-    given: tuple[tuple[Operand, str], ...] = ((members, "u4"),)
-    return Operation(call, targets, ("u4", "?")[: len(targets)], arguments=given, waits=True, members=members)

@@ -35,7 +35,6 @@ class Kind(NamedTuple):
 
 F64 = Kind(11, 52, 0xFFF8 << 48)
 F32 = Kind(8, 23, 0x7FFFFFFF)
-TF32 = Kind(8, 10, 0x7FFFFFFF)
 F16 = Kind(5, 10, 0x7FFF)
 BF16 = Kind(8, 7, 0x7FFF)
 E5M2 = Kind(5, 2, 0x7F)
@@ -46,7 +45,6 @@ E2M1 = Kind(2, 1, 0, ieee=False)
 KINDS = {
     "f64": F64,
     "f32": F32,
-    "tf32": TF32,
     "f16": F16,
     "bf16": BF16,
     "e5m2": E5M2,
@@ -86,7 +84,7 @@ def _whole(x, mode, minus):
     if mode in ("rp", "rm"):
         return floor + ((mode == "rm") == minus)
     if rest == Fraction(1, 2):
-        return floor + (1 if mode == "rna" else floor & 1)
+        return floor + (floor & 1)
     return floor + (rest > Fraction(1, 2))
 
 
@@ -108,7 +106,7 @@ def encode(x, kind, mode="rn", minus=None, saturate=False):
     significand = _whole(size / Fraction(2) ** (exponent - kind.digits), mode, minus)
     bits = (exponent - 1 + kind.bias << kind.digits) + significand
     if bits > kind.largest:
-        grows = mode in ("rn", "rna") or mode == "rp" and not minus or mode == "rm" and minus
+        grows = mode == "rn" or mode == "rp" and not minus or mode == "rm" and minus
         bits = infinite if grows and not saturate else kind.largest
     return sign | bits
 

@@ -107,7 +107,10 @@ REGISTERS = {"a": "b32", "b": "b32", "c": "b32", "d": "b32", "h": "b16", "w": "b
         "rsqrt.rn.f32 d, a",
         "ex2.f32 d, a",
         "mov.b64 {a, b, c}, w",
-        "dp4a.u32 d, a, b, c",
+        "setp.lt.and.s32 p, a, b, q",  # no compiler of Triton makes these
+        "add.rz.f32 d, a, b",
+        "cvt.sat.u8.s32 h, a",
+        "prmt.b32.f4e d, a, b, c",
     ),
 )
 def test_a_form_that_is_not_ptx_is_refused(text):

@@ -35,7 +35,6 @@ def test_sums_and_products(kind):
     check(f"mul.hi.{kind} d, a, 21846", rows(bits), lambda a: cut(read(a) * 21846 >> bits, bits), **names)
     check(f"mad.lo.{kind} d, a, b, c", three, lambda a, b, c: cut(a * b + c, bits), **names)
     check(f"mad.hi.{kind} d, a, b, c", three, lambda a, b, c: cut((read(a) * read(b) >> bits) + c, bits), **names)
-    check(f"sad.{kind} d, a, b, c", three, lambda a, b, c: cut(c + abs(read(a) - read(b)), bits), **names)
 
 
 @pytest.mark.parametrize("kind", ("u16", "s16", "u32", "s32"))
@@ -99,12 +98,6 @@ def test_saturation():
 
     check("add.sat.s32 d, a, b", rows(32, 32), lambda a, b: saturated(signed(a, 32) + signed(b, 32)), **names)
     check("sub.sat.s32 d, a, b", rows(32, 32), lambda a, b: saturated(signed(a, 32) - signed(b, 32)), **names)
-    check(
-        "mad.hi.sat.s32 d, a, b, c",
-        rows(32, 32, 32),
-        lambda a, b, c: saturated((signed(a, 32) * signed(b, 32) >> 32) + signed(c, 32)),
-        **names,
-    )
 
 
 @pytest.mark.parametrize("kind", WIDE)
@@ -139,24 +132,6 @@ def test_carry(kind):
             f"madc.{mode}.{kind} d, a, b, c",
             rows(bits, bits, bits, 1),
             lambda a, b, c, f, part=part: cut(part(a, b) + c + f, bits),
-            **names,
-        )
-
-
-@pytest.mark.parametrize("kind", ("u32", "s32"))
-def test_24_bits(kind):
-    names = registers(kind)
-    read = (lambda x: signed(x, 24)) if kind == "s32" else (lambda x: x & 0xFFFFFF)
-    for mode, shift in (("lo", 0), ("hi", 16)):
-
-        def product(a, b, shift=shift):
-            return read(a) * read(b) >> shift
-
-        check(f"mul24.{mode}.{kind} d, a, b", rows(32, 32), lambda a, b, p=product: cut(p(a, b), 32), **names)
-        check(
-            f"mad24.{mode}.{kind} d, a, b, c",
-            rows(32, 32, 32),
-            lambda a, b, c, p=product: cut(p(a, b) + c, 32),
             **names,
         )
 

@@ -30,7 +30,6 @@ def forms():
         yield f"shr.{kind}", word, (word, "b32")
         for name in COMPARISONS + (("lo", "ls", "hi", "hs") if letter == "u" else ()):
             yield f"setp.{name}.{kind}", "pred", (word, word)
-            yield f"setp.{name}.and.{kind}", "pred", (word, word, "pred")
         if letter == "s":
             yield f"neg.{kind}", word, (word,)
             yield f"abs.{kind}", word, (word,)

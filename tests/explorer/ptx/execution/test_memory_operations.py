@@ -110,13 +110,11 @@ def test_shared_memory_of_two_kinds_and_generic_addresses(unit, watched):
         cvt.u64.u32 %rd10, %r3; cvta.shared.u64 %rd11, %rd10; ld.u32 %r4, [%rd11];
         mov.b64 %rd12, own; cvta.local.u64 %rd13, %rd12; add.u32 %r5, %r0, 100; st.u32 [%rd13+8], %r5;
         ld.local.u32 %r6, [own+8];
-        isspacep.shared %p0, %rd11; isspacep.shared %p1, %rd0; isspacep.local %p2, %rd13; isspacep.global %p3, %rd0;
-        and.pred %p0, %p0, %p2; and.pred %p0, %p0, %p3; not.pred %p1, %p1; and.pred %p0, %p0, %p1;
         cvta.to.shared.u64 %rd14, %rd11; ld.shared.u32 %r7, [%rd14]; ld.shared.u32 %r8, [fixed+4];
-        selp.b64 %rd15, %rd11, %rd13, %p3; setp.lt.u32 %p4, %r0, 16; selp.b64 %rd15, %rd11, %rd13, %p4;
+        setp.lt.u32 %p4, %r0, 16; selp.b64 %rd15, %rd11, %rd13, %p4;
         @!%p4 add.s64 %rd15, %rd15, 8; ld.u32 %r9, [%rd15];
         mad.lo.u32 %r10, %r4, 3, %r6; add.u32 %r10, %r10, %r7; mad.lo.u32 %r10, %r8, 1000, %r10;
-        @!%p0 mov.u32 %r10, 0; add.u32 %r10, %r10, %r9;
+        add.u32 %r10, %r10, %r9;
         cvt.u64.u32 %rd16, %r2; add.s64 %rd17, %rd0, %rd16; st.u32 [%rd17], %r10;"""
     run(kernel(text, 1, variables), [target], 32, unit=unit, watched=watched, shared=128)
     expected = [n * 3 + n + 100 + n + 7000 + (n if n < 16 else n + 100) for n in range(32)]
@@ -220,22 +218,6 @@ def test_copies_happen_when_they_are_waited_for(unit, watched):
 
 
 @HOW
-def test_an_mbarrier_by_state_and_by_parity(unit, watched):
-    target = np.zeros(64, "u4")
-    text = f"""{TID} setp.eq.u32 %p0, %r0, 0; @%p0 mbarrier.init.shared.b64 [bar], 64; bar.sync 0;
-        shl.b32 %r1, %r0, 2; st.shared.u32 [data], 5; mbarrier.arrive.shared.b64 %rd9, [bar];
-        again: mbarrier.try_wait.shared.b64 %p1, [bar], %rd9; @!%p1 bra again;
-        ld.shared.u32 %r2, [data]; mbarrier.test_wait.parity.shared.b64 %p2, [bar], 1;
-        mbarrier.arrive.shared.b64 _, [bar];
-        more: mbarrier.try_wait.parity.shared::cta.b64 %p3, [bar], 1; @!%p3 bra more;
-        selp.u32 %r3, 100, 0, %p2; add.u32 %r2, %r2, %r3;
-        mul.wide.u32 %rd10, %r0, 4; add.s64 %rd11, %rd0, %rd10; st.global.u32 [%rd11], %r2;"""
-    variables = ".shared .align 8 .b8 bar[8]; .shared .align 4 .b8 data[4];"
-    run(kernel(text, 1, variables), [target], 64, unit=unit, watched=watched)
-    assert set(target.tolist()) == {5}
-
-
-@HOW
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_matrices(count, transposed, unit, watched):
@@ -325,6 +307,11 @@ def refused(text, match):
         "wgmma.fence.sync.aligned;",
         "barrier.cluster.arrive;",
         "cp.async.bulk.commit_group;",
+        "mbarrier.init.shared.b64 [%r0], 1;",
+        "cp.async.mbarrier.arrive.shared.b64 [%r1];",
+        "match.any.sync.b32 %r0, %r1, -1;",
+        "isspacep.shared %p0, %rd0;",
+        "fns.b32 %r0, %r1, %r2, %r3;",
         "ld.global.u32.strange %r0, [%rd0];",
         "atom.global.mul.u32 %r0, [%rd0], 3;",
         "shfl.idx.b32 %r0, %r1, 0, 31;",
@@ -341,12 +328,8 @@ def test_what_is_not_known_is_refused_by_name(text):
         "ld.global.u32 %r1, %r2;",
         "st.global.u32 %r2, %r1;",
         "red.global.add.u32 %r1, 1;",
-        "mbarrier.init.shared.b64 %r1, 1;",
-        "mbarrier.arrive.shared.b64 %rd1, %r1;",
-        "mbarrier.inval.shared.b64 5;",
         "cp.async.ca.shared.global %r1, [%rd1], 16;",
         "cp.async.ca.shared.global [%r1], %rd1, 16;",
-        "cp.async.mbarrier.arrive.shared.b64 %r1;",
     ],
 )
 def test_an_operand_that_has_to_be_an_address_is_named(text):
