@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -31,9 +32,9 @@ class Mistake:
     lone: tuple[str, ...] = ()
 
 
-def races(pair: str, *names: str, world_size: int = 2) -> tuple[Mistake, ...]:
-    """Mistakes of those names, each of which is a race between the lines of `pair`."""
-    return tuple(Mistake(name, world_size, "race", pairs=(pair,)) for name in names)
+def races(pair: str, names: str, world_size: int = 2) -> tuple[Mistake, ...]:
+    """Mistakes of those names, separated by semicolons, each of which is a race between the lines of `pair`."""
+    return tuple(Mistake(name, world_size, "race", pairs=(pair,)) for name in names.split("; "))
 
 
 @triton.jit
@@ -57,14 +58,31 @@ def summed(world_size: int, call: int, count: int) -> torch.Tensor:
     return torch.stack([numbers(r, call, count) for r in range(world_size)]).sum(0).to(INT)
 
 
-def sums(
-    comm: Communicator, calls: int, n: int, launch: Callable[[torch.Tensor, torch.Tensor, int], None]
-) -> list[torch.Tensor]:
+def run(comm: Communicator, kernel: Any, blocks: int, *args: Any, bug: str, **more: int) -> None:
+    """Launch a kernel of this package."""
+    comm.launch(kernel, blocks, *args, WORLD=comm.world_size, BLOCK=4, BUG=bug, **more)
+
+
+Launch = Callable[[torch.Tensor, torch.Tensor, int], None]
+
+
+def sums(comm: Communicator, calls: int, n: int, launch: Launch) -> list[torch.Tensor]:
     """The outputs of `launch(input, output, call)`, each of which has to be the sum of all ranks' inputs."""
-    outs = [torch.zeros(n, dtype=INT) for _ in range(calls)]
+    return right(_outputs(comm, calls, n, n, launch), [summed(comm.world_size, call, n) for call in range(calls)])
+
+
+def gathers(comm: Communicator, calls: int, n: int, launch: Launch) -> list[torch.Tensor]:
+    """The outputs of `launch(input, output, call)`, each of which has to be all ranks' inputs one after another."""
+    world = range(comm.world_size)
+    outs = _outputs(comm, calls, n, n * comm.world_size, launch)
+    return right(outs, [torch.cat([numbers(rank, call, n) for rank in world]) for call in range(calls)])
+
+
+def _outputs(comm: Communicator, calls: int, n: int, count: int, launch: Launch) -> list[torch.Tensor]:
+    outs = [torch.zeros(count, dtype=INT) for _ in range(calls)]
     for call, out in enumerate(outs):
         launch(numbers(comm.rank, call, n), out, call)
-    return right(outs, [summed(comm.world_size, call, n) for call in range(calls)])
+    return outs
 
 
 def right(outs: list[torch.Tensor], expected: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, races, sums
+from tests.explorer.public.common import INT, Mistake, races, run, sums
 from tricomm import Communicator
 
 
@@ -103,26 +103,12 @@ def two_shot(
 
 def two_shots(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 13) -> Callable[[Communicator], Any]:
     def fn(comm: Communicator) -> list[torch.Tensor]:
-        staged = comm.symmetric((n,), INT)
-        reduced = staged if bug == "in place, no trailing barrier" else comm.symmetric((n,), INT)
-        counters = comm.symmetric((blocks,), INT)
+        staged = comm.symmetric((n,), INT).peers
+        reduced = staged if bug == "in place, no trailing barrier" else comm.symmetric((n,), INT).peers
+        counters = comm.symmetric((blocks,), INT).peers
 
         def launch(x: torch.Tensor, out: torch.Tensor, call: int) -> None:
-            comm.launch(
-                two_shot,
-                blocks,
-                x,
-                out,
-                staged.peers,
-                reduced.peers,
-                counters.peers,
-                comm.rank,
-                call,
-                n,
-                WORLD=comm.world_size,
-                BLOCK=4,
-                BUG=bug,
-            )
+            run(comm, two_shot, blocks, x, out, staged, reduced, counters, comm.rank, call, n, bug=bug)
 
         return sums(comm, calls, n, launch)
 
@@ -131,7 +117,7 @@ def two_shots(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 13) -> Ca
 
 SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
-    *races("stage, reduce", "relaxed count", "relaxed poll", "plain poll"),
+    *races("stage, reduce", "relaxed count; relaxed poll; plain poll"),
     Mistake("gpu count", 2, "scope", pairs=("count, count", "count, counted")),
     Mistake("no barrier before the count", 2, "race", pairs=("stage, reduce", "keep sum, collect")),
     Mistake("no barrier after the count", 2, "race", pairs=("stage, reduce", "keep sum, collect")),

@@ -88,15 +88,8 @@ SMALLEST = {"messages": 2, "depth": 1}
 MISTAKES = (
     *races(
         "produce, consume",
-        "relaxed head",
-        "plain poll",
-        "head before the data",
-        "no barrier before the head",
-        "relaxed credit",
-        "credit before the read",
-        "no barrier before the credit",
-        "one credit too many",
-        "no credits",
+        "relaxed head; plain poll; head before the data; no barrier before the head; relaxed credit; "
+        "credit before the read; no barrier before the credit; one credit too many; no credits",
     ),
     Mistake("plain head", 2, "race", pairs=("plain head, head waited",)),
     Mistake("head in the wrong memory", 2, "deadlock", lone=("credit", "head waited")),

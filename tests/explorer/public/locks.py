@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers, races, right, summed, words
+from tests.explorer.public.common import INT, Mistake, numbers, races, right, run, summed, words
 from tricomm import Communicator
 
 
@@ -53,17 +53,7 @@ def lock_sums(bug: str = "", blocks: int = 2, n: int = 7) -> Callable[[Communica
         sums, locks = comm.symmetric((n,), INT), comm.symmetric((blocks,), INT)
         sums.local.zero_()
         comm.barrier()
-        comm.launch(
-            lock_sum,
-            blocks,
-            numbers(comm.rank, 0, n),
-            sums.table,
-            locks.table,
-            n,
-            WORLD=comm.world_size,
-            BLOCK=4,
-            BUG=bug,
-        )
+        run(comm, lock_sum, blocks, numbers(comm.rank, 0, n), sums.table, locks.table, n, bug=bug)
         comm.barrier()
         assert not locks.local.any(), "a lock is held"
         out = sums.local.clone()
@@ -76,11 +66,7 @@ SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
     *races(
         "tile sum, tile sum",
-        "relaxed lock",
-        "relaxed unlock",
-        "no barrier after the lock",
-        "no barrier before the unlock",
-        "test and set apart",
+        "relaxed lock; relaxed unlock; no barrier after the lock; no barrier before the unlock; test and set apart",
     ),
     Mistake("gpu scope", 2, "scope", pairs=("tile locked, tile locked", "tile locked, tile unlocked")),
     Mistake("plain unlock", 2, "race", pairs=("plain unlock, tile locked",)),

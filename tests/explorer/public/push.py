@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers, races, right
+from tests.explorer.public.common import INT, Mistake, gathers, races, run
 from tricomm import Communicator
 
 
@@ -82,27 +82,14 @@ def push_gather(
 
 def push_gathers(bug: str = "", blocks: int = 2, calls: int = 3, n: int = 7) -> Callable[[Communicator], Any]:
     def fn(comm: Communicator) -> list[torch.Tensor]:
-        world, outs = comm.world_size, []
-        rooms, flags = comm.symmetric((2, world, n), INT), comm.symmetric((2, world, blocks), INT)
-        for call in range(calls):
-            out = torch.zeros(world * n, dtype=INT)
-            comm.launch(
-                push_gather,
-                blocks,
-                numbers(comm.rank, call, n),
-                out,
-                rooms.peers,
-                flags.peers,
-                comm.rank,
-                call,
-                n,
-                WORLD=world,
-                BLOCK=4,
-                LANES=triton.next_power_of_2(world),
-                BUG=bug,
-            )
-            outs.append(out)
-        return right(outs, [torch.cat([numbers(r, c, n) for r in range(world)]) for c in range(calls)])
+        rank, world = comm.rank, comm.world_size
+        rooms, flags = comm.symmetric((2, world, n), INT).peers, comm.symmetric((2, world, blocks), INT).peers
+        lanes = triton.next_power_of_2(world)
+
+        def launch(x: torch.Tensor, out: torch.Tensor, call: int) -> None:
+            run(comm, push_gather, blocks, x, out, rooms, flags, rank, call, n, LANES=lanes, bug=bug)
+
+        return gathers(comm, calls, n, launch)
 
     return fn
 
@@ -111,13 +98,8 @@ SMALLEST = {"blocks": 1, "n": 3, "calls": 2}
 MISTAKES = (
     *races(
         "push data, push read",
-        "relaxed flag",
-        "relaxed poll",
-        "plain poll",
-        "no barrier before the flag",
-        "no barrier after the poll",
-        "flag without epoch",
-        "one room",
+        "relaxed flag; relaxed poll; plain poll; no barrier before the flag; no barrier after the poll; "
+        "flag without epoch; one room",
     ),
     Mistake("plain flag", 2, "race", pairs=("push plain flag, push poll",)),
     Mistake("gpu poll", 2, "scope", pairs=("push flag, push gpu poll",)),

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, numbers, right, words
+from tests.explorer.public.common import INT, Mistake, gathers, run, words
 from tricomm import Communicator
 
 
@@ -62,28 +62,13 @@ def ring_gather(
 
 def ring_gathers(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 7) -> Callable[[Communicator], Any]:
     def fn(comm: Communicator) -> list[torch.Tensor]:
-        world, outs = comm.world_size, []
-        rows = comm.symmetric((world, n), INT)
-        steps, taken = comm.symmetric((blocks,), INT), comm.symmetric((blocks,), INT)
-        for call in range(calls):
-            out = torch.zeros(world * n, dtype=INT)
-            comm.launch(
-                ring_gather,
-                blocks,
-                numbers(comm.rank, call, n),
-                out,
-                rows.table,
-                steps.table,
-                taken.table,
-                comm.rank,
-                call,
-                n,
-                WORLD=world,
-                BLOCK=4,
-                BUG=bug,
-            )
-            outs.append(out)
-        return right(outs, [torch.cat([numbers(r, c, n) for r in range(world)]) for c in range(calls)])
+        rank, rows = comm.rank, comm.symmetric((comm.world_size, n), INT).table
+        steps, taken = comm.symmetric((blocks,), INT).table, comm.symmetric((blocks,), INT).table
+
+        def launch(x: torch.Tensor, out: torch.Tensor, call: int) -> None:
+            run(comm, ring_gather, blocks, x, out, rows, steps, taken, rank, call, n, bug=bug)
+
+        return gathers(comm, calls, n, launch)
 
     return fn
 

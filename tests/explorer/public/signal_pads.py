@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.explorer.public.common import INT, Mistake, races, sums, words
+from tests.explorer.public.common import INT, Mistake, races, run, sums, words
 from tricomm import Communicator
 
 
@@ -66,22 +66,10 @@ def one_shot(x_ptr, out_ptr, buffers, pads, rank, n, WORLD: tl.constexpr, BLOCK:
 
 def one_shots(bug: str = "", blocks: int = 2, calls: int = 2, n: int = 7) -> Callable[[Communicator], Any]:
     def fn(comm: Communicator) -> list[torch.Tensor]:
-        buffers, pads = comm.symmetric((n,), INT), comm.symmetric((blocks * comm.world_size,), INT)
+        buffers, pads = comm.symmetric((n,), INT).table, comm.symmetric((blocks * comm.world_size,), INT).table
 
         def launch(x: torch.Tensor, out: torch.Tensor, call: int) -> None:
-            comm.launch(
-                one_shot,
-                blocks,
-                x,
-                out,
-                buffers.table,
-                pads.table,
-                comm.rank,
-                n,
-                WORLD=comm.world_size,
-                BLOCK=4,
-                BUG=bug,
-            )
+            run(comm, one_shot, blocks, x, out, buffers, pads, comm.rank, n, bug=bug)
 
         return sums(comm, calls, n, launch)
 
@@ -92,11 +80,7 @@ SMALLEST = {"blocks": 1, "n": 3}
 MISTAKES = (
     *races(
         "shot put, shot read",
-        "relaxed signal",
-        "relaxed wait",
-        "no barrier before the signal",
-        "no barrier after the wait",
-        "no trailing barrier",
+        "relaxed signal; relaxed wait; no barrier before the signal; no barrier after the wait; no trailing barrier",
     ),
     Mistake("gpu scope", 2, "scope", pairs=("pad set, pad taken", "pad set, pad set", "pad taken, pad taken")),
     Mistake("signal before the store", 2, "race uninitialised", pairs=("shot put, shot read",), lone=("shot read",)),
