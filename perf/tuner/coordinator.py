@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,6 +29,9 @@ from tricomm.policy import row_shapes, tuning_tables, user_tables
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TunedTable
 
+_STEP = 0.5  # seconds that one task should take at most: between two tasks rank 0 looks at the clock
+_RESERVE = 0.05  # of the budget, for the decisions and the table
+
 
 class Coordinator:
     """Searches within the request's budget. Emits `note`, `round` and at last `result`."""
@@ -41,10 +45,15 @@ class Coordinator:
         self._in_force = {point: _in_force(comm, point) for point in self._points}
         self._site = comm._internal.planner.site
         self._machine = _similar_machine(self._fingerprint.device, self._fingerprint.topology)
-        self._times = CheckedTimes(emit, worker)
+        self._end, self._budget_exceeded = request.end - _RESERVE * request.budget, False
+        self._times = CheckedTimes(emit, worker, self._left)
+        self._reached: set[Point] = set()
         key = request.key(self._fingerprint.digest, tuning_tables.KERNELS, provenance.versions())
         self._log = SampleLog(user_tables.folder() / f"tuning-{self._fingerprint.digest}.jsonl", key)
-        self._end, self._budget_exceeded = time.monotonic() + request.budget, False
+
+    def _left(self) -> float:
+        """Seconds of the budget; the first round of a run is measured in any case."""
+        return self._end - time.monotonic() if self._reached else math.inf
 
     def run(self) -> None:
         """Search, give all ranks the table, save it, and report what changed. Raises `RankLost`."""
@@ -93,39 +102,89 @@ class Coordinator:
         lacking = [candidate for candidate in candidates if len(known[candidate]) < repeats]
         if not lacking:
             return known
-        if time.monotonic() > self._end:
-            self._budget_exceeded = True
-            raise BudgetExceeded
         missing = repeats - min(len(known[c]) for c in lacking)
-        times = self._times.times(point, self._times.right(point, lacking), missing)
+        try:
+            times = self._times.times(point, self._times.right(point, lacking), missing)
+        except BudgetExceeded:
+            self._budget_exceeded = True
+            raise
         self._log.append(Round(point, tuple(lacking), tuple(times.get(c) for c in lacking)))
-        self._emit("round", point=str(point), candidates=len(lacking), repeats=repeats)
+        self._reached.add(point)
+        self._emit("round", point=point.name, reached=len(self._reached), points=len(self._points))
         return {c: [*known[c], *times.get(c, ())] for c in candidates if c in times or c not in lacking}
 
 
 class CheckedTimes:
-    """Times of candidates by all ranks, after their results were right on all ranks. Emits a `note` on the others."""
+    """Times of candidates by all ranks, after their results were right on all ranks. Emits a `note` on the others.
 
-    def __init__(self, emit: Callable[..., None], worker: TuningWorker) -> None:
-        self._emit, self._worker = emit, worker
+    Raises `BudgetExceeded` before a step that is not expected to fit into the seconds `left`. After the first step at a
+    point, whose cost no one knows, steps are as large as `_STEP` allows.
+    """
+
+    def __init__(self, emit: Callable[..., None], worker: TuningWorker, left: Callable[[], float]) -> None:
+        self._emit, self._worker, self._left = emit, worker, left
         self._right: set[tuple[Point, Candidate]] = set()
+        self._costs: dict[tuple[str, Point], float] = {}  # seconds of a candidate and turn
 
     def right(self, point: Point, candidates: Sequence[Candidate]) -> list[Candidate]:
         """The candidates with right results on every rank: a broken protocol may well be fast."""
         fresh = [c for c in candidates if (point, c) not in self._right]
         while fresh:
-            answers = self._worker.broadcast(TuningTask("check", point, tuple(fresh), 1))
+            step, _ = self._step("check", point, fresh, 1)
+            answers = self._done("check", point, step, 1)
             at = self._fatal_candidate(answers)
-            if at is None:
-                break
-            self._leave_out(point, fresh.pop(at), next(a.fault for a in answers if a.fault))
-        for at, candidate in enumerate(fresh):
-            trouble = _trouble(answers, at)
-            if trouble is None:
-                self._right.add((point, candidate))
-            else:
-                self._leave_out(point, candidate, trouble)
+            if at is not None:
+                self._leave_out(point, fresh.pop(at), next(a.fault for a in answers if a.fault))
+                continue
+            for number, candidate in enumerate(step):
+                trouble = _trouble(answers, number)
+                if trouble is None:
+                    self._right.add((point, candidate))
+                else:
+                    self._leave_out(point, candidate, trouble)
+            fresh = fresh[len(step) :]
         return [c for c in candidates if (point, c) in self._right]
+
+    def times(self, point: Point, candidates: list[Candidate], repeats: int) -> dict[Candidate, tuple[float, ...]]:
+        """The slowest rank's time of every sample, of each candidate once a turn."""
+        samples: dict[Candidate, list[float]] = {candidate: [] for candidate in candidates}
+        while any(len(times) < repeats for times in samples.values()):
+            least = min(map(len, samples.values()))
+            behind = [candidate for candidate, times in samples.items() if len(times) == least]
+            most = repeats - least if len(behind) == len(samples) else 1  # all have as many turns before the next
+            step, turns = self._step("time", point, behind, most)
+            answers = self._done("time", point, step, turns)
+            at = self._fatal_candidate(answers)
+            if at is not None:
+                self._leave_out(point, step[at], next(a.fault for a in answers if a.fault))
+                del samples[step[at]]
+                continue
+            refused = {at for answer in answers for at in answer.refused}
+            for number, candidate in enumerate(step):
+                if number in refused:
+                    del samples[candidate]
+                else:
+                    each = zip(*(answer.values[number] for answer in answers), strict=True)
+                    samples[candidate] += [max(sample) for sample in each]
+        return {candidate: tuple(times) for candidate, times in samples.items()}
+
+    def _step(self, do: str, point: Point, candidates: list[Candidate], turns: int) -> tuple[list[Candidate], int]:
+        """The candidates of the next task, the first of these, and its turns. Raises `BudgetExceeded`."""
+        cost = self._costs.get((do, point))
+        if cost is None:
+            count = turns = 1
+        else:
+            count = max(1, min(len(candidates), int(_STEP / cost)))
+            turns = max(1, min(turns, int(_STEP / cost / count))) if count == len(candidates) else 1
+        if self._left() < (cost or 0.0) * count * turns:
+            raise BudgetExceeded
+        return candidates[:count], turns
+
+    def _done(self, do: str, point: Point, step: list[Candidate], turns: int) -> list[TuningAnswer]:
+        began = time.monotonic()
+        answers = self._worker.broadcast(TuningTask(do, point, tuple(step), turns))
+        self._costs[do, point] = max((time.monotonic() - began) / len(step) / turns, 1e-6)
+        return answers
 
     def _leave_out(self, point: Point, candidate: Candidate, reason: str) -> None:
         self._right.discard((point, candidate))
@@ -138,22 +197,6 @@ class CheckedTimes:
             return None
         self._worker.broadcast(TuningTask("renew"))
         return min(fatal)  # a rank that had finished this candidate saw the fault in the next one
-
-    def times(self, point: Point, candidates: list[Candidate], repeats: int) -> dict[Candidate, tuple[float, ...]]:
-        """The slowest rank's time of every sample."""
-        if not candidates:
-            return {}
-        answers = self._worker.broadcast(TuningTask("time", point, tuple(candidates), repeats))
-        at = self._fatal_candidate(answers)
-        if at is not None:
-            self._leave_out(point, candidates[at], next(a.fault for a in answers if a.fault))
-            return self.times(point, [c for c in candidates if c != candidates[at]], repeats)
-        refused = {at for answer in answers for at in answer.refused}
-        return {
-            candidate: tuple(max(sample) for sample in zip(*(a.values[at] for a in answers), strict=True))
-            for at, candidate in enumerate(candidates)
-            if at not in refused
-        }
 
 
 def adopt(worker: TuningWorker, table: TunedTable) -> Path:

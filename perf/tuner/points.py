@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,6 +52,12 @@ class Point:
     def group(self) -> PointGroup:
         """The same for points that differ in size only."""
         return self.collective, self.bits, self.mode, self.beside, self.epilogue
+
+    @property
+    def name(self) -> str:
+        """`all_reduce 16 bit eager 1024 B`."""
+        width = (f" {self.bits} bit" if self.bits else "") + (f" {self.epilogue}" if self.epilogue else "")
+        return f"{self.collective}{width} {self.mode} {self.nbytes} B"
 
     @property
     def dtype(self) -> str:
@@ -148,9 +155,9 @@ def neighbours(candidate: Candidate) -> Iterator[Candidate]:
 class TuningRequest:
     """A request for a tuning run, checked before anything is started.
 
-    `budget` and `timeout` (of a call) are in seconds; an empty `modes` means all modes of the device. `beside`: for
-    groups with `Options(beside_compute=True)`, among the shapes that these may have. `forms` are the rows of an
-    all_reduce_rms_norm.
+    `budget` and `timeout` (of a call) are in seconds; the budget ends at `end` of `time.monotonic`. An empty `modes`
+    means all modes of the device. `beside`: for groups with `Options(beside_compute=True)`, among the shapes that these
+    may have. `forms` are the rows of an all_reduce_rms_norm.
     """
 
     collectives: tuple[str, ...]
@@ -158,6 +165,7 @@ class TuningRequest:
     sizes: tuple[int, ...]
     modes: tuple[str, ...] = ()
     budget: float = 300.0
+    end: float = math.inf
     simulated: bool = False
     device: str = "auto"
     timeout: float = 60.0

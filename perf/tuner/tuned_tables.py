@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tricomm.errors import InvalidArgument
 from tricomm.perf import text_table
-from tricomm.perf.tuner.points import Point, PointGroup
+from tricomm.perf.tuner.points import PointGroup
 from tricomm.perf.tuner.search import Decision
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
@@ -77,7 +77,7 @@ def decision_lines(decisions: Sequence[Decision], asked: int, simulated: bool) -
     lines = []
     for d in sorted(decisions, key=lambda d: (d.point.group, d.point.nbytes)):
         if d.changed:
-            lines.append(f"{mark}{_name(d.point)}: {d.in_force} -> {d.best}")
+            lines.append(f"{mark}{d.point.name}: {d.in_force} -> {d.best}")
             lines.append(f"    {d.in_force_us:.2f} -> {d.time_us:.2f} us, saves {d.gain}")
     changed = [d for d in decisions if d.changed]
     measured = sum(d.measured for d in decisions)
@@ -138,8 +138,3 @@ def _groups(decisions: Sequence[Decision]) -> list[list[Decision]]:
     for decision in sorted(decisions, key=lambda d: d.point.nbytes):
         groups.setdefault(decision.point.group, []).append(decision)
     return list(groups.values())
-
-
-def _name(point: Point) -> str:
-    width = (f" {point.bits} bit" if point.bits else "") + (f" {point.epilogue}" if point.epilogue else "")
-    return f"{point.collective}{width} {point.mode} {point.nbytes} B"

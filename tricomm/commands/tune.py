@@ -18,6 +18,7 @@ from tricomm.commands.common import (
     errors_told,
     given,
     joined,
+    told_every,
     usage,
 )
 
@@ -42,7 +43,8 @@ def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: st
     """Find the fastest kernel and launch shape for every size on this box, and use them from now on.
 
     Every candidate's result is checked before it is timed; the slowest rank's time counts; most of the budget is
-    spent on close decisions. Measurements are kept: an interrupted run goes on when it is started again.
+    spent on close decisions. Measurements are kept: the same command resumes an interrupted run. `tune undo` takes the
+    last run's table back.
 
     \b
     tricomm tune --nproc 8 --budget 10m
@@ -64,20 +66,28 @@ def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: st
     world_size, started, quiet = joined(nproc)
     request = usage(lambda: points.parse(forms=row_calls.parse_forms(hidden, quantize), **options))
     check_row_options(context, request.collectives)
+    state = "starting the ranks"
 
     def on_message(event: str, message: dict[str, Any]) -> None:
+        nonlocal state
         if quiet:
             return
         if event == "note":
             click.echo(f"# {message['text']}", err=True)
-        elif event == "round" and sys.stderr.isatty():
-            click.echo(f"\r{message['point']}: {message['candidates']} candidates\x1b[K", err=True, nl=False)
+        elif event == "round":
+            state = f"{message['reached']} of {message['points']} decisions measured; {message['point']}"
+            if sys.stderr.isatty():
+                click.echo(f"\r{state}\x1b[K", err=True, nl=False)
         elif event == "result":
+            if sys.stderr.isatty():
+                click.echo("\r\x1b[K", err=True, nl=False)
             click.echo("\n".join(message["lines"]))
             click.echo(f"written to {message['file']}" if message["file"] else "nothing to change; no table is written")
 
     try:
-        with errors_told("tune"):
+        with errors_told("tune"), told_every(lambda: state, quiet or sys.stderr.isatty()):
+            for line in [] if quiet else tune_ranks.plan(request, world_size):
+                click.echo(f"# {line}", err=True)
             if started:
                 tune_ranks.join(request, on_message)
             else:
@@ -110,6 +120,31 @@ def show(files: tuple[Path, ...]) -> None:
             click.echo(str(error), err=True)
     if broken:
         sys.exit(FAILED)
+
+
+@tune.command()
+@click.argument("files", nargs=-1, type=_FILES)
+def undo(files: tuple[Path, ...]) -> None:
+    """Take the last change of FILES, or of all of the user's own tables, back: tune's or merge's.
+
+    The table before it is used again, or none, so that the shipped ones decide.
+
+    \b
+    tricomm tune undo
+    """
+    from tricomm.errors import ResourceError
+    from tricomm.policy import user_tables
+
+    tables = files or usage(user_tables.found)
+    if not tables:
+        click.echo(f"no tables in {user_tables.folder()}; nothing to undo")
+    for file in tables:
+        try:
+            back = user_tables.undo(file)
+        except ResourceError as error:
+            click.echo(f"tricomm tune undo: {error}", err=True)
+            sys.exit(UNSUPPORTED)
+        click.echo(f"{file}: {'the table before the last change' if back else 'removed; the shipped tables decide'}")
 
 
 @tune.command()

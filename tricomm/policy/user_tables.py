@@ -90,18 +90,41 @@ def load(wanted: Fingerprint) -> TunedTable | None:
 
 
 def save(tuned: TunedTable) -> Path:
-    """Write the table where `load` finds it, whole or not at all. Raises `ResourceError` if it cannot be written."""
+    """Write the table where `load` finds it, whole or not at all; `undo` takes it back.
+
+    Raises `ResourceError` if it cannot be written.
+    """
     file = path(tuned.fingerprint)
     text = tuning_tables.dumps(tuned)
     try:
         files.make_directory(file.parent)
         with files.locked(f"{file}.lock", _PATIENCE):
+            if file.exists():
+                files.replace(_before(file), file.read_bytes())
             files.replace(file, text)
     except OSError as error:
         raise ResourceError(
             f"tuning table {file} cannot be written: {error}; TRICOMM_TUNING_DIR names another directory"
         ) from None
     return file
+
+
+def undo(file: Path) -> bool:
+    """Take the last `save` of this table back: True if the table before it is in force again, False if there was none,
+    and `file` is removed. Raises `ResourceError` if nothing can be changed there."""
+    try:
+        with files.locked(f"{file}.lock", _PATIENCE):
+            if _before(file).exists():
+                _before(file).replace(file)
+                return True
+            file.unlink()
+            return False
+    except OSError as error:
+        raise ResourceError(f"tuning table {file} cannot be changed: {error}") from None
+
+
+def _before(file: Path) -> Path:
+    return file.with_name(f"{file.name}.before")
 
 
 def agree(control: ControlPage, wanted: Fingerprint, timeout: float) -> TunedTable | None:

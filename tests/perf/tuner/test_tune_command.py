@@ -42,20 +42,28 @@ def _rounds(folder: Path) -> int:
     return max(0, len(files[0].read_bytes().split(b"\n")) - 2) if files else 0
 
 
-def test_simulated_times_are_refused_unless_they_are_asked_for(_folder: Path) -> None:
-    done = _tune("--budget", "5s")
-    assert done.returncode == 3 and "--simulated makes a table of them that no GPU ever uses" in done.stderr
+def test_simulated_times_are_refused_before_ranks_start_unless_they_are_asked_for(_folder: Path) -> None:
+    ranks: list[Any] = []
+    done = _tune("--budget", "5s", started=ranks)
+    assert (
+        not ranks and done.returncode == 3 and "--simulated makes a table of them that no GPU ever uses" in done.stderr
+    )
     assert not list(_folder.glob("*.json"))
 
 
 def test_a_mode_that_a_cpu_does_not_have_is_refused(_folder: Path) -> None:
-    done = _tune("--simulated", "--mode", "graph")
+    ranks: list[Any] = []
+    done = _tune("--simulated", "--mode", "graph", started=ranks)
+    assert not ranks
     assert done.returncode == 3 and "mode 'graph' needs CUDA graphs" in done.stderr, done.stderr
 
 
 def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folder: Path) -> None:
     first = _tune("--simulated", "--budget", "1s")
     assert first.returncode == 0, first.stderr
+    plan = [line for line in first.stderr.splitlines() if line.startswith("# ")]
+    assert plan[0] == "# 1 decision for 2 ranks: all_reduce, 1 KiB"
+    assert plan[1].startswith("# at most 1 s, with the start of the ranks") and str(_folder) in plan[2]
     assert all(line.startswith("simulated: ") for line in first.stdout.splitlines() if "decisions change" in line)
     known = _rounds(_folder)
     assert known > 0  # the first round is run whatever the budget
@@ -148,6 +156,32 @@ def test_tables_are_shown_with_the_boxes_that_they_are_for(_folder: Path) -> Non
         and "one_shot/ll 1x8 tile 512" in done.output
     )
     assert "broken.json: not a tuning table" in done.output
+
+
+def test_undo_takes_the_last_change_back_and_then_the_table(_folder: Path) -> None:
+    assert "nothing to undo" in _run("undo").output
+    file = user_tables.save(_tuned(_LL))
+    user_tables.save(_tuned(_SIMPLE))
+    assert user_tables.found() == [file]  # the earlier one is no table that a communicator may find
+    done = _run("undo")
+    assert done.exit_code == 0 and done.output == f"{file}: the table before the last change\n"
+    assert user_tables.load(_BOX) == _tuned(_LL)
+    done = _run("undo", str(file))
+    assert done.exit_code == 0 and "removed; the shipped tables decide" in done.output
+    assert user_tables.load(_BOX) is None and user_tables.found() == []
+    assert _run("undo", str(file)).exit_code == 2  # there is no such file
+    user_tables.save(_tuned(_SIMPLE))
+    assert _run("undo").output.endswith("removed; the shipped tables decide\n")  # nothing older comes back
+
+
+def test_undo_where_nothing_can_be_changed_is_3(_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    user_tables.save(_tuned(_LL))
+    monkeypatch.setattr(user_tables.files, "locked", refused)
+    done = _run("undo")
+    assert done.exit_code == 3 and "cannot be changed" in done.output and user_tables.load(_BOX) == _tuned(_LL)
 
 
 def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:

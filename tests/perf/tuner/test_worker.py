@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import threading
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from torch._C._distributed_c10d import FileStore
 
 from tricomm import ResourceError
 from tricomm.errors import CollectiveTimeout, InvalidArgument, PeerDied
-from tricomm.perf.tuner import worker
+from tricomm.perf.tuner import coordinator, worker
 from tricomm.perf.tuner.coordinator import CheckedTimes, adopt
 from tricomm.perf.tuner.points import Candidate, Point
 from tricomm.perf.tuner.sample_log import Round, SampleLog
+from tricomm.perf.tuner.successive_halving import BudgetExceeded
 from tricomm.perf.tuner.worker import RankLost, TuningAnswer, TuningTask, TuningWorker
 from tricomm.policy import tuning_tables
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
@@ -103,7 +105,7 @@ def _ranks(
 
 
 def _checked_times(worker_0: TuningWorker) -> CheckedTimes:
-    return CheckedTimes(lambda event, **_: None, worker_0)
+    return CheckedTimes(lambda event, **_: None, worker_0, lambda: math.inf)
 
 
 def test_every_sample_is_the_slowest_ranks() -> None:
@@ -128,6 +130,43 @@ def test_a_candidate_that_hangs_costs_the_group_and_itself() -> None:
     (right, times), made = _ranks(on_rank_0)
     assert right == [_A, _C] and times == {_A: (3.0,), _C: (12.0,)}
     assert [[comm.closed for comm in groups] for groups in made] == [[True, True, False]] * 3  # made anew, twice
+
+
+class _Clock:
+    """A worker of one rank, whose check of a candidate takes 2 s and whose sample 1, and the time that is left."""
+
+    def __init__(self, left: float) -> None:
+        self.left, self.now, self.tasks = left, 0.0, list[TuningTask]()
+
+    def broadcast(self, task: TuningTask) -> list[TuningAnswer]:
+        self.tasks.append(task)
+        seconds = (2 if task.do == "check" else 1) * len(task.candidates) * task.repeats
+        self.now, self.left = self.now + seconds, self.left - seconds
+        return [TuningAnswer(tuple((0.0,) * task.repeats for _ in task.candidates))]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 8.5, 11, 20, 100])
+def test_a_step_that_does_not_fit_is_not_begun(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first check and the first sample at a point may exceed it, because no one knows what they take."""
+    clock = _Clock(budget)
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: clock.now)
+    times = CheckedTimes(lambda event, **_: None, clock, lambda: clock.left)  # type: ignore[arg-type]
+    try:
+        measured = times.times(_POINT, times.right(_POINT, [_A, _B, _C]), 4)
+    except BudgetExceeded:
+        measured = {}
+    assert bool(measured) == (budget >= 3 * 2 + 3 * 4) and clock.now <= max(budget, 2) + 1
+    assert all(len(task.candidates) == task.repeats == 1 for task in clock.tasks)  # each takes longer than a step
+
+
+def test_quick_samples_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock(math.inf)
+    monkeypatch.setattr(coordinator.time, "monotonic", lambda: clock.now / 1e4)
+    times = CheckedTimes(lambda event, **_: None, clock, lambda: math.inf)  # type: ignore[arg-type]
+    assert set(times.times(_POINT, times.right(_POINT, [_A, _B, _C]), 16)) == {_A, _B, _C}
+    done = [(task.do, len(task.candidates), task.repeats) for task in clock.tasks]
+    # One first; the others then; what is left of the sixteen turns at once.
+    assert done == [("check", 1, 1), ("check", 2, 1), ("time", 1, 1), ("time", 2, 1), ("time", 3, 15)]
 
 
 def test_a_rank_that_never_comes_ends_it_in_time() -> None:
