@@ -91,7 +91,7 @@ REFUSED = {
         lambda g: g.all_gather_single(ones(3)._neg_view(), ones(3)),
         "not contiguous, or a negated view",
     ),
-    "quantised": (lambda g: g.allreduce([quantised()]), "scales of its own; pass x.dequantize"),
+    "quantised": (lambda g: g.allreduce([quantised()]), "also has scales; pass x.dequantize"),
     "shared elements": (lambda g: g.allreduce([ones(1).expand(3)]), "share memory.*contiguous"),
     "peer": (lambda g: g.send([ones(1)], 4, 0), r"rank 4 is not in 0..0"),
     "itself": (lambda g: g.recv([ones(1)], 0, 0), "this rank itself; copy"),

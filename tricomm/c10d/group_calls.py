@@ -231,10 +231,9 @@ def flattened(x: torch.Tensor) -> torch.Tensor:
     return x.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def flat_output(x: torch.Tensor, what: str) -> torch.Tensor:
+def _check_flat(x: torch.Tensor, what: str) -> None:
     if not x.is_contiguous() or x.is_neg() or x.is_conj():
         raise InvalidArgument(f"{what}: the output is not contiguous, or a negated view; copy from one that is neither")
-    return x.data.view(-1)
 
 
 def put(out: torch.Tensor, flat: torch.Tensor) -> None:
@@ -255,6 +254,44 @@ def in_place(collective: str, x: torch.Tensor, op: str = "none", root: int = -1,
     return call
 
 
+Tensors = torch.Tensor | list[torch.Tensor]  # one, or one for each rank
+
+
+def call_of(collective: str, given: Tensors, outs: Tensors, **facts: Any) -> GroupCall:
+    """The call that reads `given` and writes `outs`, which have been checked and may have any strides. On a GPU it gets
+    single tensors, because kernels and NCCL take these."""
+    inputs = given if isinstance(given, list) else [given]
+    outputs = outs if isinstance(outs, list) else [outs]
+    first = inputs[0] if inputs else outputs[0]
+    call = GroupCall(collective, device=first.device, keep=[*inputs, *outputs], **{"result": outputs, **facts})
+    if isinstance(given, list):
+        call.parts = [flattened(part) for part in given]
+    else:
+        call.x = flattened(given)
+    if isinstance(outs, list):
+        _write_rows(call, outs)
+    else:
+        row = call.out = flattened(outs.data)
+        if row.data_ptr() != outs.data_ptr() and outs.numel():
+            call.finish = partial(put, outs, row)
+    return call if call.device.type == "cpu" else call.flatten()
+
+
+def _write_rows(call: GroupCall, outs: list[torch.Tensor]) -> None:
+    rows = call.outs = [flattened(out.data) for out in outs]
+    ends = sorted((row.data_ptr(), row.data_ptr() + row.nbytes) for row in rows if row.numel())
+    apart = all(a[1] <= b[0] for a, b in zip(ends, ends[1:], strict=False))
+    if apart and all(row.data_ptr() == out.data_ptr() for row, out in zip(rows, outs, strict=True) if row.numel()):
+        return
+    rows = call.outs = [row.new_empty(row.numel()) for row in rows]
+
+    def finish() -> None:
+        for out, row in zip(outs, rows, strict=True):  # of outputs that overlap, the last one is written last
+            put(out, row)
+
+    call.finish = finish
+
+
 def barrier(device: torch.device) -> GroupCall:
     return GroupCall("barrier", device=device)
 
@@ -266,10 +303,8 @@ def all_gather_single(
     what = "all_gather_into_tensor"
     arguments.check_alike(what, x, out)
     arguments.check_size(what, "output", out, world_size * x.numel(), f"{world_size} ranks with {x.numel()} each")
-    flat = flat_output(out, what)
-    return GroupCall(
-        "all_gather", flattened(x), flat, count=x.numel(), result=[out], device=x.device, keep=[x, out], handle=handle
-    )
+    _check_flat(out, what)
+    return call_of("all_gather", x, out, count=x.numel(), handle=handle)
 
 
 def reduce_scatter_single(
@@ -282,18 +317,8 @@ def reduce_scatter_single(
     arguments.check_size(
         what, "input", x, world_size * out.numel(), f"{world_size} ranks with an output of {out.numel()}"
     )
-    flat = flat_output(out, what)
-    return GroupCall(
-        "reduce_scatter",
-        flattened(x),
-        flat,
-        op,
-        count=x.numel(),
-        result=[out],
-        device=x.device,
-        keep=[x, out],
-        handle=handle,
-    )
+    _check_flat(out, what)
+    return call_of("reduce_scatter", x, out, op=op, count=x.numel(), handle=handle)
 
 
 def all_to_all_single(
@@ -302,12 +327,10 @@ def all_to_all_single(
     """all_to_all of one tensor, in rows of dimension 0; without splits, in equal parts."""
     what = "all_to_all_single"
     arguments.check_alike(what, x, out)
-    flat = flat_output(out, what)
+    _check_flat(out, what)
     received = _elements_by_rank(out, out_splits, world_size, f"{what} output")
     sent = _elements_by_rank(x, in_splits, world_size, f"{what} input")
-    return GroupCall(
-        "all_to_all_v", flattened(x), flat, splits=(sent, received), result=[out], device=x.device, keep=[x, out]
-    )
+    return call_of("all_to_all_v", x, out, splits=(sent, received))
 
 
 def _elements_by_rank(x: torch.Tensor, splits: Sequence[int], world_size: int, what: str) -> list[int]:

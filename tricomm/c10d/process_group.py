@@ -242,7 +242,12 @@ class TricommGroup(AnsweringGroup):
                 messages.append((what, x, op.group_peer, op.tag))
         if len(messages) < len(ops):
             return self._block.together(lambda: run(ops))
-        return self._block.together(lambda: [self._routed_message(*message) for message in messages])
+
+        def send() -> list[Any]:
+            works = [self._routed_message(*message) for message in messages]
+            return [work for work in works if work is not None]  # NCCL has no handle for a call in a group
+
+        return self._block.together(send)
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         opts = group_calls.options(c10d.BarrierOptions, opts, None, timeout)
