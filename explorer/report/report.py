@@ -17,6 +17,10 @@ from tricomm.explorer.report.findings import Finding, Subject, checked
 from tricomm.options import Options, Tuning
 
 SCHEMA = 1
+_ALSO_COMPILED = (
+    "With --compiled a race may not show, because a version of Triton adds a barrier that the source lacks and that "
+    "the next version need not add."
+)
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,8 @@ class Report:
         for n, f in enumerate(self.findings, 1):
             lines += [f"{n}. {f}", f"   ranks {sorted(set(f.ranks))}, schedule {f.schedule}, seed {f.seed}"]
             lines.append(f"   {_choices(f)}")
+        if self.compiled is None and any(f.kind in ("race", "scope") for f in self.findings):
+            lines.append(_ALSO_COMPILED)
         return "\n".join(lines)
 
     _repr_html_ = notebook.preformatted

@@ -44,6 +44,7 @@ def test_a_command_says_what_the_page_says(line: str) -> None:
     code, said = run(line)
     assert code == SAYS[line][0], said
     assert [text for text in SAYS[line][1] if text not in said] == [], said
+    assert "Warning" not in said, said
 
 
 def test_without_the_last_wait_two_rounds_race(tmp_path: Path) -> None:

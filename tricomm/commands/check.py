@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
+import time
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tricomm import env
-from tricomm.commands.common import FAILED, OutputFile, errors_told, given, progress, usage
+from tricomm.commands.common import FAILED, OutputFile, errors_told, given, told_every, usage
 
 if TYPE_CHECKING:
     from tricomm.explorer.report.findings import Finding
     from tricomm.explorer.report.report import Report
+    from tricomm.kernels.collectives.registry import Kernel
 
 _OF_REPLAY = ("replay", "report", "timeline", "as_json", "function")  # which has a message of its own
 _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going", "compiled")
+_FEW = 20  # schedules of each kernel, if no kernel and no number is given
+_SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpreted, compiled
 
 
 @click.command()
@@ -27,7 +34,7 @@ _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_
 @click.option("--algorithm", help="Only these [default: all].")
 @click.option("--protocol", help="Only these [default: all].")
 @click.option("--world-size", type=click.IntRange(1, 16), help="Ranks [default: 3; a cube mesh's kernels: 8].")
-@click.option("--schedules", type=click.IntRange(1), help="How many [default: 200; exhaustive: all there are].")
+@click.option("--schedules", type=click.IntRange(1), help="How many [default: 200; of all kernels 20].")
 @click.option("--strategy", type=click.Choice(["random", "pct", "exhaustive"]), default="random", show_default=True)
 @click.option("--preemptions", type=click.IntRange(0), default=2, show_default=True, help="Bound of exhaustive.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
@@ -36,7 +43,7 @@ _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_
 @click.option("--blocks", type=click.IntRange(1, 64), help="Blocks a launch, of shipped kernels [default: 2].")
 @click.option("--compiled", metavar="SM", help="Run what Triton compiles for this architecture, such as sm_90.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
-@click.option("--report", type=OutputFile(), help="Write what was found there, as JSON.")
+@click.option("--report", type=OutputFile(), help="Write the findings to this file, as JSON.")
 @click.option("--timeline", type=OutputFile(), help="Draw it, as .html or .svg.")
 @click.option(
     "--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Repeat a report's finding."
@@ -46,7 +53,8 @@ _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_
 def check(context: click.Context, /, replay: Path | None, **options: Any) -> None:
     """Run kernels under many schedules, without a GPU, and find races, deadlocks and wrong results.
 
-    FILE.py:FUNCTION is a function of one communicator; without it the shipped kernels are checked.
+    FILE.py:FUNCTION is a function of one communicator; without it the shipped kernels are checked, one of each
+    collective first.
 
     \b
     tricomm check --collective all_reduce --world-size 2
@@ -62,12 +70,12 @@ def check(context: click.Context, /, replay: Path | None, **options: Any) -> Non
 
 
 def _check_unused(asked: dict[str, str], options: dict[str, Any]) -> None:
-    """Raises click's usage error for options that what was asked for would not look at."""
+    """Raises click's usage error for options without an effect."""
     unused = [asked[name] for name in asked if "replay" in asked and name not in _OF_REPLAY]
     if unused:
         raise click.UsageError(
-            f"--replay takes function, ranks and schedule from the report, so {', '.join(unused)} would not be looked "
-            "at; leave it out"
+            f"--replay takes function, ranks and schedule from the report, so {', '.join(unused)} would have no "
+            "effect; leave it out"
         )
     if "preemptions" in asked and options["strategy"] != "exhaustive":
         raise click.UsageError("--preemptions is the bound of --strategy exhaustive; give that, or leave it out")
@@ -78,22 +86,58 @@ def _check(options: dict[str, Any]) -> bool:
     from tricomm.errors import InvalidArgument
 
     _check_paths(options)
-    reports = []
-    for name, run in _runs(options):
-        report = run()
-        if report.ok and not report.steps:
-            raise InvalidArgument(
-                f"{name}: nothing was examined: in {report.ran} schedules of {report.world_size} rank(s) no kernel "
-                "accessed symmetric memory; call a collective, or launch a kernel over `comm.symmetric`, on 2 ranks or "
-                "more"
-            )
-        reports.append(report)
-        if not options["as_json"]:
-            click.echo(f"{name}: {report}")
+    reports, runs = [], _runs(options)
+    schedules, count = next(runs)
+    with _shown(schedules, count, options["as_json"]) as tell, warnings.catch_warnings():
+        # Triton warns about a default of its next version; a check needs no change for it.
+        warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
+        for number, (name, run) in enumerate(runs):
+            report = run(partial(tell, number, name))
+            if report.ok and not report.steps:
+                raise InvalidArgument(
+                    f"{name}: nothing was examined: in {report.ran} schedules of {report.world_size} rank(s) no kernel "
+                    "accessed symmetric memory; call a collective, or launch a kernel over `comm.symmetric`, on 2 "
+                    "ranks or more"
+                )
+            reports.append(report)
+            if not options["as_json"]:
+                click.echo("\r\033[K" * sys.stderr.isatty(), nl=False, err=True)  # over the bar
+                click.echo(f"{name}: {report}")
     if options["as_json"]:
         click.echo(json.dumps([r.as_json() for r in reports], indent=1))
     _write(reports, options)
     return all(report.ok for report in reports)
+
+
+@contextmanager
+def _shown(schedules: int | None, count: int, silent: bool) -> Iterator[Callable[[int, str, int, int], None]]:
+    """Shows the progress of `count` campaigns of `schedules` each: a bar on a terminal, a line every 10 s elsewhere.
+
+    Gives a function of a campaign's number and name, the schedules that have run, and the findings.
+    """
+    state, began = (0, "", 0, 0), time.monotonic()
+
+    def text() -> str:
+        number, name, ran, findings = state
+        what = f"{name}: {ran}{f' of {schedules}' if schedules else ''} schedules, {findings} findings"
+        passed = time.monotonic() - began
+        whole = f"kernel {number + 1} of {count}; {passed / 60:.0f} min; " if count > 1 else ""
+        return whole + what
+
+    def keep(*now: Any) -> None:
+        nonlocal state
+        state = now
+
+    if schedules is None or not sys.stderr.isatty():
+        with told_every(text, silent):
+            yield keep
+        return
+    with click.progressbar(length=count * schedules, file=sys.stderr, item_show_func=lambda name: name) as bar:
+
+        def draw(number: int, name: str, ran: int, findings: int) -> None:
+            bar.update(number * schedules + ran - bar.pos, name)
+
+        yield draw
 
 
 def _replay(path: Path, options: dict[str, Any]) -> bool:
@@ -104,7 +148,7 @@ def _replay(path: Path, options: dict[str, Any]) -> bool:
 
     _check_paths(options)
     if options["function"] is not None:
-        raise InvalidArgument(f"--replay names its function itself; {options['function']} would not be looked at")
+        raise InvalidArgument(f"--replay names its function itself; {options['function']} would have no effect")
     report = Report.load(path)
     if report.ok:
         raise InvalidArgument(f"{path}: nothing was found, so there is nothing to repeat")
@@ -141,28 +185,34 @@ def _check_paths(options: dict[str, Any]) -> None:
         timeline.check_path(options["timeline"])
 
 
-def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]:
-    """The campaigns, by name."""
+def _runs(options: dict[str, Any]) -> Iterator[Any]:
+    """First (schedules of each campaign, or None; number of campaigns), then each campaign: (name, how to run it)."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign, shipped, subjects
     from tricomm.kernels.left_out import left_out_lines
 
     faults = () if options["faults"] == "none" else tuple(options["faults"].split(","))
     settings = {name: options[name] for name in _SETTINGS}
+    selected = any(options[name] is not None for name in ("collective", "algorithm", "protocol"))
+    everything = options["function"] is None and not selected and settings["schedules"] is None
     if settings["schedules"] is None and settings["strategy"] != "exhaustive":
-        settings["schedules"] = 200
-    told = None if options["as_json"] else _progress()
+        settings["schedules"] = _FEW if everything else 200
     if options["function"] is not None:
-        if any(options[name] is not None for name in ("collective", "algorithm", "protocol", "blocks")):
+        if selected or options["blocks"] is not None:
             raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
         fn = subjects.from_file(options["function"])
         size = options["world_size"] or shipped.RANKS
-        yield options["function"], lambda: campaign.check(fn, size, faults=faults, progress=told, **settings)
+        yield settings["schedules"], 1
+        yield options["function"], lambda told: campaign.check(fn, size, faults=faults, progress=told, **settings)
         return
     asked = shipped.kernels(options["collective"], options["algorithm"], options["protocol"])
     kernels, left_out = shipped.usable(asked, options["world_size"], options["compiled"])
     for line in left_out_lines(left_out.items()):
         click.echo(line, err=True)
+    if everything:
+        kernels = _useful_first(kernels)
+        click.echo(_announced(len(kernels), settings), err=True)
+    yield settings["schedules"], len(kernels)
     with env.without("TRICOMM_BATCH_INVARIANT"):  # with it, not all kernels may be forced
         for kernel in kernels:
             size = options["world_size"] or shipped.ranks(kernel)
@@ -172,16 +222,27 @@ def _runs(options: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Report]]]
             body = shipped.body(kernel, shipped.sizes(kernel, size, memory, options["compiled"]))
             yield (
                 kernel.name,
-                lambda body=body, size=size, memory=memory: campaign.check(  # type: ignore[misc]
+                lambda told, body=body, size=size, memory=memory: campaign.check(  # type: ignore[misc]
                     body, size, faults=faults, options=memory, progress=told, **settings
                 ),
             )
 
 
-def _progress() -> Callable[[int, int], None]:
-    """Prints the state of a campaign now and then."""
-    say = progress()
-    return lambda schedules, findings: say(f"{schedules} schedules, {findings} findings")
+def _useful_first(kernels: list[Kernel]) -> list[Kernel]:
+    """One kernel of each collective, then the others."""
+    first = {kernel.collective: kernel for kernel in reversed(kernels)}
+    return [k for k in kernels if first[k.collective] is k] + [k for k in kernels if first[k.collective] is not k]
+
+
+def _announced(count: int, settings: dict[str, Any]) -> str:
+    """How long a check of all kernels takes, and how to take less or more."""
+    if settings["schedules"] is None:
+        return f"{count} kernels, every schedule: this takes hours; --collective NAME checks some"
+    seconds = count * settings["schedules"] * _SECONDS[settings["compiled"] is not None]
+    return (
+        f"{count} kernels, {settings['schedules']} schedules each, about {max(1, round(seconds / 60))} min: first one "
+        "of each collective, then the others. --collective NAME checks some, --schedules N checks longer"
+    )
 
 
 def _write(reports: list[Report], options: dict[str, Any]) -> None:

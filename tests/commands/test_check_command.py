@@ -1,0 +1,37 @@
+"""`tricomm check` of all shipped kernels: its announcement, and the order of the kernels."""
+
+from __future__ import annotations
+
+from click.testing import CliRunner
+
+from tricomm.cli import cli
+from tricomm.explorer import campaign, shipped
+from tricomm.explorer.report.report import CampaignPlan, Report
+
+ALL = shipped.kernels(None, None, None)
+
+
+def _passed(fn, world_size, *, options, schedules, progress, **more):
+    progress(schedules, 0)
+    subject = campaign.Subject(fn, world_size, options, compiled=more["compiled"])
+    report = Report.of(subject, CampaignPlan(schedules, "random", 2, 0, ("delay",), None, False, (1,)))
+    report.ran, report.steps = schedules, 1
+    return report
+
+
+def test_without_arguments_it_says_how_long_it_takes_and_checks_one_kernel_of_each_collective_first(monkeypatch):
+    monkeypatch.setattr(campaign, "check", _passed)
+    done = CliRunner().invoke(cli, ["check"])
+    assert done.exit_code == 0, done.output
+    assert done.stderr.startswith(f"{len(ALL)} kernels, 20 schedules each, about ") and " min: first one" in done.stderr
+    names = [line.partition(":")[0] for line in done.stdout.splitlines() if ": no finding in 20 schedules" in line]
+    assert sorted(names) == sorted(kernel.name for kernel in ALL)
+    by_name, collectives = {kernel.name: kernel for kernel in ALL}, {kernel.collective for kernel in ALL}
+    assert {by_name[name].collective for name in names[: len(collectives)]} == collectives
+
+
+def test_with_a_number_or_a_choice_nothing_is_announced(monkeypatch):
+    monkeypatch.setattr(campaign, "check", _passed)
+    for asked in (["--schedules", "3"], ["--collective", "barrier"]):
+        done = CliRunner().invoke(cli, ["check", *asked])
+        assert done.exit_code == 0 and done.stderr == "", done.stderr
