@@ -6,69 +6,40 @@ from typing import Any
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _OURS = '{simulated=~"$simulated", collective=~"$collective"}'
-_BY_KERNEL, _KERNEL = "sum by (collective, algorithm, protocol)", "{{collective}} {{algorithm}}/{{protocol}}"
-_BY_SIZE, _SIZE = "by (collective, algorithm, bucket)", "{{collective}} {{algorithm}} up to {{bucket}} B"
+_KERNEL = "{{collective}} {{algorithm}}/{{protocol}}"
+_SIZE = "{{collective}} {{algorithm}} up to {{bucket}} B"
 
 
-def _rate(metric: str, labels: str = _OURS) -> str:
-    return f"(rate({metric}{labels}[$__rate_interval]))"
+def _rate(metric: str, by: str = "collective, algorithm, protocol", labels: str = _OURS) -> str:
+    return f"sum by ({by}) (rate({metric}{labels}[$__rate_interval]))"
 
 
-_MEAN = " / ".join(_BY_KERNEL + " " + _rate(f"tricomm_call_seconds_{part}") for part in ("sum", "count"))
-_WAITS = _rate("tricomm_peer_wait_seconds_total", '{simulated=~"$simulated"}')
-_ROUTED = _rate("tricomm_routed_calls_total", "")
+def _slowest(choose: str, metric: str) -> str:
+    return f"{choose} by (collective, algorithm, bucket) ({metric}{_OURS})"
+
+
+_P50, _P99 = (_slowest("max", f"tricomm_call_{part}_microseconds") for part in ("p50", "p99"))
+_MEAN = " / ".join(_rate(f"tricomm_call_seconds_{part}") for part in ("sum", "count"))
+_WAITS = _rate("tricomm_peer_wait_seconds_total", "group, peer", '{simulated=~"$simulated"}')
+_ROUTED = _rate("tricomm_routed_calls_total", "route, collective", "")
 _PANELS = (  # title, unit, query, legend
-    ("Calls per second", "ops", f"{_BY_KERNEL} {_rate('tricomm_calls_total')}", _KERNEL),
-    ("Input bytes per second", "Bps", f"{_BY_KERNEL} {_rate('tricomm_bytes_total')}", _KERNEL),
-    (
-        "Median of the latest timed calls (slowest rank)",
-        "µs",
-        f"max {_BY_SIZE} (tricomm_call_p50_microseconds{_OURS})",
-        _SIZE,
-    ),
-    (
-        "99th per cent of the latest timed calls (slowest rank)",
-        "µs",
-        f"max {_BY_SIZE} (tricomm_call_p99_microseconds{_OURS})",
-        _SIZE,
-    ),
+    ("Calls per second", "ops", _rate("tricomm_calls_total"), _KERNEL),
+    ("Input bytes per second", "Bps", _rate("tricomm_bytes_total"), _KERNEL),
+    ("Median of the latest timed calls (slowest rank)", "µs", _P50, _SIZE),
+    ("99th per cent of the latest timed calls (slowest rank)", "µs", _P99, _SIZE),
     ("Mean time of timed calls", "s", _MEAN, _KERNEL),
-    ("Bus bandwidth (slowest rank)", "GBs", f"min {_BY_SIZE} (tricomm_bus_bandwidth_gbs{_OURS})", _SIZE),
-    (
-        "Seconds per second that ranks waited for a peer",
-        "percentunit",
-        f"sum by (group, peer) {_WAITS}",
-        "group {{group}}, for rank {{peer}}",
-    ),
-    (
-        "Calls per second that NCCL or Gloo ran",
-        "ops",
-        f"sum by (route, collective) {_ROUTED}",
-        "{{route}} {{collective}}",
-    ),
+    ("Bus bandwidth (slowest rank)", "GBs", _slowest("min", "tricomm_bus_bandwidth_gbs"), _SIZE),
+    ("Seconds per second that ranks waited for a peer", "percentunit", _WAITS, "group {{group}}, for rank {{peer}}"),
+    ("Calls per second that NCCL or Gloo ran", "ops", _ROUTED, "{{route}} {{collective}}"),
 )
 _SIMULATED = [{"text": value, "value": value, "selected": value == "false"} for value in ("false", "true")]
+_BOTH = {"type": "custom", "query": "false,true", "current": _SIMULATED[0], "options": _SIMULATED}
+_COLLECTIVES = {"type": "query", "query": "label_values(tricomm_calls_total, collective)", "datasource": _SOURCE}
+_ALL = {"includeAll": True, "multi": True, "refresh": 2, "current": {"text": "All", "value": "$__all"}}
 _VARIABLES = (
-    {"name": "datasource", "type": "datasource", "query": "prometheus", "label": "Data source"},
-    {
-        "name": "simulated",
-        "type": "custom",
-        "label": "Simulated",
-        "query": "false,true",
-        "current": _SIMULATED[0],
-        "options": _SIMULATED,
-    },
-    {
-        "name": "collective",
-        "type": "query",
-        "label": "Collective",
-        "datasource": _SOURCE,
-        "query": "label_values(tricomm_calls_total, collective)",
-        "refresh": 2,
-        "includeAll": True,
-        "multi": True,
-        "current": {"text": "All", "value": "$__all"},
-    },
+    {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
+    {"name": "simulated", "label": "Simulated", **_BOTH},
+    {"name": "collective", "label": "Collective", **_COLLECTIVES, **_ALL},
 )
 
 

@@ -250,13 +250,16 @@ function showChanges() {
   find("#changes").hidden = false;
   find("#changes h2").textContent = `Changes${mark(scene)}: ${found.length ? counted(found) : "none found"}`;
   find("#changes p").textContent = `A step shows about 7 runs after it. ${late}`;
+  const key = [data.rows, first, last, scene.simulated].join(), list = find("#events");
+  if (list.dataset.key === key) return; // what a reader has opened stays open while a job writes
+  list.dataset.key = key;
   const places = grouped(found, (c) => `${data.runs[c.run][0].slice(0, 10)} ${c.old} ${data.runs[c.run][1]}`).map((changes, i) => {
     const [date, commit] = data.runs[changes[0].run], { old } = changes[0];
     const commits = old === commit ? `commit ${commit || "unknown"}` : `commits ${old || "?"}..${commit || "?"}`;
     return event(changes, i === 0, `${ago(date, data.made)} (${minute(date)}), ${commits}: ${counted(changes)}`);
   });
   if (recent.length) places.unshift(event(recent, !places.length, "Too recent to judge; measure again"));
-  find("#events").replaceChildren(...places);
+  list.replaceChildren(...places);
 }
 
 function showJobs() {
@@ -278,7 +281,7 @@ function show() {
   find("#empty").hidden = !empty;
   find("#charts").hidden = find("#filters").hidden = find("#scene").hidden = find("#tiles").hidden = empty;
   const source = data.source ? ` in ${data.source}` : "", latest = empty ? "" : `, the latest ${ago(data.runs.at(-1)[0], data.made)}`;
-  const rows = `${data.rows.toLocaleString("en")} rows of ${data.runs.length} runs${source}${latest}; page of ${minute(data.made)} UTC.`;
+  const rows = `${data.rows.toLocaleString("en")} rows of ${data.runs.length} run${data.runs.length === 1 ? "" : "s"}${source}${latest}; page of ${minute(data.made)} UTC.`;
   find("#about").textContent = [rows, ...data.notes].join(" ");
   showJobs();
   if (empty) return;

@@ -89,7 +89,7 @@ function grouped(items, key) {
 
 function ago(date, now) {
   const hours = (Date.parse(now) - Date.parse(date)) / 3.6e6;
-  if (!(hours >= 0)) return date;
+  if (!(hours >= 1)) return hours >= 0 ? "in the last hour" : date;
   const [count, unit] = hours >= 24 ? [Math.floor(hours / 24), "day"] : [Math.floor(hours), "hour"];
   return `${count} ${unit}${count === 1 ? "" : "s"} ago`;
 }
