@@ -163,8 +163,10 @@ def test_what_gets_nothing_keeps_what_it_has():
         return x.tolist(), got is x, comm.gather(x, 1) is None
 
     assert tricomm.simulate(body, 3) == [
-        ([1.0, 5.0], False, True), ([6.0, 15.0], True, False), ([3.0, 5.0], False, True)
-    ]  # fmt: skip
+        ([1.0, 5.0], False, True),
+        ([6.0, 15.0], True, False),
+        ([3.0, 5.0], False, True),
+    ]
 
 
 def test_zero_elements_launch_nothing():

@@ -205,9 +205,13 @@ def test_in_place_by_an_output_that_is_the_input(comm):
 
 
 def test_every_way_to_lie_in_memory(comm):
-    for x in (torch.ones(SHAPE), torch.ones(25)[1:], torch.ones(6, 4).t(), torch.ones(48)[::2], torch.nn.Parameter(
-        torch.ones(SHAPE), requires_grad=False
-    )):  # fmt: skip
+    for x in (
+        torch.ones(SHAPE),
+        torch.ones(25)[1:],
+        torch.ones(6, 4).t(),
+        torch.ones(48)[::2],
+        torch.nn.Parameter(torch.ones(SHAPE), requires_grad=False),
+    ):
         for _ in range(2):
             x.fill_(7)
             assert comm.all_reduce(x) is x and torch.equal(x, torch.full_like(x, 7))

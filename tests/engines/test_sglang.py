@@ -54,9 +54,14 @@ SIGNATURES = {
 ASKED = {"capture", "disabled", "should_custom_ar", "custom_all_reduce", "fused_allreduce_rmsnorm"}
 # For which it looks first whether they are there, or on ROCm only.
 OPTIONAL = {
-    "fused_ar_rms", "custom_fused_ar_rms", "custom_fused_ar_rms_per_group_quant", "reduce_scatter", "should_custom_ag",
-    "all_gather_reg", "all_gather_unreg",
-}  # fmt: skip
+    "fused_ar_rms",
+    "custom_fused_ar_rms",
+    "custom_fused_ar_rms_per_group_quant",
+    "reduce_scatter",
+    "should_custom_ag",
+    "all_gather_reg",
+    "all_gather_unreg",
+}
 
 
 def test_the_functions_have_what_the_adapter_uses():

@@ -167,8 +167,10 @@ def test_what_the_bounded_search_passes_by_shows_nothing_new(numbers):
 
 @pytest.mark.parametrize("broken", ["conflicts are not seen", "reads do not count"])
 def test_passing_by_more_than_that_loses_something(monkeypatch, broken):
-    change = {"conflicts are not seen": lambda a, b: False,
-              "reads do not count": lambda a, b: a.writes and b.writes and not a.words.isdisjoint(b.words)}  # fmt: skip
+    change = {
+        "conflicts are not seen": lambda a, b: False,
+        "reads do not count": lambda a, b: a.writes and b.writes and not a.words.isdisjoint(b.words),
+    }
     monkeypatch.setattr(Touch, "conflicts", change[broken])
 
     def lost(number):

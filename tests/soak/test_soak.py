@@ -68,9 +68,12 @@ def test_a_rank_that_hangs_or_is_lost_is_found(mistake, tmp_path, monkeypatch):
 
 def test_a_soak_that_is_killed_leaves_no_process(tmp_path):
     started = subprocess.Popen(
-        [sys.executable, "-m", "tests.soak", "--every", "600", "--routes", "communicator"], cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.soak", "--every", "600", "--routes", "communicator"],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+    )
     try:
         assert started.stderr is not None
         for line in started.stderr:

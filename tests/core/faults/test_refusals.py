@@ -332,10 +332,13 @@ def test_every_refusal_on_one_rank_is_named_on_both(route, lasting, tmp_path):
     check(tmp_path, route, [(*place, lasting) for place in places(tmp_path / "first", route)])
 
 
-@pytest.mark.parametrize("without, kind, at, seen", [
-    ("names", "tensor", "core.group", "[init] RuntimeError"),
-    ("last exchange", "thread", "core.watch.watcher", "[all_reduce] GroupAborted"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "without, kind, at, seen",
+    [
+        ("names", "tensor", "core.group", "[init] RuntimeError"),
+        ("last exchange", "thread", "core.watch.watcher", "[all_reduce] GroupAborted"),
+    ],
+)
 def test_without_the_protection_it_shows(without, kind, at, seen, tmp_path):
     place = next(p for r, k, p in places(tmp_path / "first", "communicator") if r == 1 and k == kind and at in p)
     results = run(tmp_path / "hurt", "communicator", kind, place, 1, False, without)

@@ -128,9 +128,14 @@ def test_fp8_with_a_scale_for_each_token(protocol):
         x[2], residual[2] = 0, 0  # a row of zeros has the least scale
         norm_out = poisoned(5, 48, dtype=x.dtype)
         return comm.all_reduce_rms_norm_quantized(
-            x, residual, weight, quantize="fp8_per_token", norm_out=norm_out, scale_out=torch.full((5, 1), POISON),
+            x,
+            residual,
+            weight,
+            quantize="fp8_per_token",
+            norm_out=norm_out,
+            scale_out=torch.full((5, 1), POISON),
             protocol=protocol,
-        )  # fmt: skip
+        )
 
     for codes, scales, _, norm in on_all(body):
         largest = norm.double().abs().amax(-1, keepdim=True)
@@ -186,9 +191,7 @@ def test_special_values_stay_in_their_row(protocol):
         weight = torch.ones(16)
         plain = comm.all_reduce_rms_norm(x, None, weight, 0.0, protocol=protocol)
         huge = comm.all_reduce_rms_norm(x, None, weight, 1e30, protocol=protocol)
-        codes = comm.all_reduce_rms_norm_quantized(
-            x, None, weight, 0.0, quantize="fp8_per_token", protocol=protocol
-        )  # fmt: skip
+        codes = comm.all_reduce_rms_norm_quantized(x, None, weight, 0.0, quantize="fp8_per_token", protocol=protocol)
         return plain, huge, codes
 
     for (norm, residual), (small, _), codes in on_all(body):

@@ -36,9 +36,7 @@ def test_an_eager_and_a_captured_call_ask_the_same_three_things_once(comm, world
 
 def test_an_asynchronous_call_makes_an_event_and_no_stream(comm, world):
     result = asked(world, lambda: comm.all_reduce(torch.ones(8), async_op=True))
-    assert result == {
-        **ONE_OF_EACH, "_cuda_getCurrentRawStream": 2, "_cuda_isCurrentStreamCapturing": 2, "Event": 1,
-    }  # fmt: skip
+    assert result == {**ONE_OF_EACH, "_cuda_getCurrentRawStream": 2, "_cuda_isCurrentStreamCapturing": 2, "Event": 1}
     side = world.new_stream(torch.device("cuda", MINE))
     with world.capture(side):
         comm.all_reduce(torch.ones(8), async_op=True)

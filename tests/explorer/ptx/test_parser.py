@@ -101,8 +101,12 @@ def test_an_inner_scope_has_names_of_its_own():
         )
     )
     assert [i.operands[0] for i in kernel.instructions] == [
-        Register("p@1", "pred"), Label("L@1"), Register("%r1@2", "b32"), Label("L@3"), R1,
-    ]  # fmt: skip
+        Register("p@1", "pred"),
+        Label("L@1"),
+        Register("%r1@2", "b32"),
+        Label("L@3"),
+        R1,
+    ]
     assert kernel.labels == {"L@1": 1, "L@3": 3}
 
 

@@ -193,8 +193,9 @@ def test_two_runs_are_compared_however_they_are_named(tmp_path: Path) -> None:
     other = _history(tmp_path / "other", rows[-20:])
     for old, new in (
         *((1, 4), ("latest~3", "latest"), (f"{0:07x}", f"{3:07x}"), (one, four), (one, other), (2, "latest")),
-        ((now - timedelta(days=3)).strftime("%Y-%m-%d"), "latest"), ("49h", 4),
-    ):  # fmt: skip
+        ((now - timedelta(days=3)).strftime("%Y-%m-%d"), "latest"),
+        ("49h", 4),
+    ):
         done = _run("compare", old, new, "--history", path)
         header, before, after, *points, summary = done.output.splitlines()
         assert header.split()[0] == "run" and f"old: {old} " in before and f"new: {new} " in after

@@ -294,11 +294,12 @@ def test_inline_assembly_does_not_shift_lines() -> None:
 def test_sass_is_attributed_to_the_innermost_line() -> None:
     sass = "\n".join(
         [
-            '\t//## File "/a.py", line 3 inlined at "/b.py", line 9', '\t//## File "/b.py", line 9',
+            '\t//## File "/a.py", line 3 inlined at "/b.py", line 9',
+            '\t//## File "/b.py", line 9',
             "        /*0090*/              @!P0 LDG.E.128.STRONG.SYS R4, desc[UR10][R4.64+0x30] ;",
             "        /*00a0*/                   STG.E.U16 desc[UR10][R4.64], R3 ;",
         ]
-    )  # fmt: skip
+    )
     result = accesses.sass_accesses(sass)
     assert [(a.line, a.bits, a.store, a.system) for a in result] == [
         (("/a.py", 3), 128, False, True),

@@ -348,8 +348,12 @@ def test_the_fake_finds_every_kind_of_leak():
         peer.ipc_open_handle(handle)
         peer.host_register(ctypes.addressof(ctypes.c_char.from_buffer(page)), 4096)
     assert [text.split()[4] for p in (owner, peer) for text in p.process.holds()] == [
-        "block", "the", "mapping", "pinned", "the",
-    ]  # fmt: skip
+        "block",
+        "the",
+        "mapping",
+        "pinned",
+        "the",
+    ]
     with pytest.raises(AssertionError, match="process 1 still holds mapping"):
         world.verify()
 

@@ -101,23 +101,24 @@ PARSERS = {
     VmmRecord: cuda_vmm.parse_record,
     PiecesRecord: registered_memory.parse_pieces,
 }
-BAD = [(good, b"", "0 bytes") for good in (IPC, VMM, PIECES)]
-BAD += [(good, b"X" + good.pack()[1:], "version") for good in (IPC, VMM, PIECES)]
+ALL = (IPC, VMM, PIECES)
+
+
+def changed(good, **fields):
+    """The bytes of the record `good` with other fields."""
+    return (good._replace(**fields) if good is IPC else replace(good, **fields)).pack()
+
+
+BAD = [(good, b"", "0 bytes") for good in ALL] + [(good, b"X" + good.pack()[1:], "version") for good in ALL]
 BAD += [(good, good.pack() + b"x", "bytes") for good in (IPC, VMM)]
 BAD += [(IPC, IPC.pack()[:4] + b"\x02\x00" + IPC.pack()[6:], "version")]
-BAD += [(IPC, IPC._replace(**wrong).pack(), words) for wrong, words in (
-    ({"rank": 4}, "rank 4"), ({"nbytes": NBYTES + 1}, "size"), ({"offset": 2 << 20}, "allocation"),
-    ({"offset": 255}, "allocation"),
-)]  # fmt: skip
-BAD += [(VMM, replace(VMM, **wrong).pack(), words) for wrong, words in (
-    ({"rank": 4}, "rank 4"), ({"nbytes": NBYTES + 1}, "size"), ({"whole": NBYTES - 1}, "not what CUDA gives"),
-    ({"whole": 1 << 60}, "not what CUDA gives"),
-)]  # fmt: skip
-BAD += [(PIECES, replace(PIECES, **wrong).pack(), words) for wrong, words in (
-    ({"rank": 4}, "rank 4"), ({"nbytes": NBYTES + 1}, "size"), ({"offset": GRANULE}, "do not lie"),
-    ({"sizes": ()}, "do not lie"), ({"sizes": (0, GRANULE)}, "do not lie"),
-    ({"sizes": (64,), "offset": 0}, "do not lie"), ({"sizes": (1 << 63, 1 << 63)}, "do not lie"),
-)]  # fmt: skip
+BAD += [(good, changed(good, rank=4), "rank 4") for good in ALL]
+BAD += [(good, changed(good, nbytes=NBYTES + 1), "size") for good in ALL]
+BAD += [(IPC, changed(IPC, offset=offset), "allocation") for offset in (2 << 20, 255)]
+BAD += [(VMM, changed(VMM, whole=whole), "not what CUDA gives") for whole in (NBYTES - 1, 1 << 60)]
+BAD += [(PIECES, changed(PIECES, offset=GRANULE), "do not lie"), (PIECES, changed(PIECES, sizes=()), "do not lie")]
+BAD += [(PIECES, changed(PIECES, sizes=sizes), "do not lie") for sizes in ((0, GRANULE), (1 << 63, 1 << 63))]
+BAD += [(PIECES, changed(PIECES, sizes=(64,), offset=0), "do not lie")]
 
 
 @pytest.mark.parametrize("good, record, words", BAD)

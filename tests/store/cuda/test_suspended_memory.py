@@ -83,9 +83,15 @@ def test_every_kind_of_call_has_been_made_to_fail():
     print(f"\n{len(SUSPEND)} calls of suspend and {len(RESUME)} of resume were made to fail, on each rank")
     assert {"cuMemUnmap", "cuMemRelease", "cuCtxSynchronize"} <= names[0]
     assert {
-        "cuMemCreate", "cuMemMap", "cuMemSetAccess", "cuMemsetD8", "cuMemExportToShareableHandle",
-        "cuMemImportFromShareableHandle", "cuMemcpyHtoD", "cuMemcpyDtoH",
-    } <= names[1] and "cuMemAddressReserve" not in names[1]  # fmt: skip
+        "cuMemCreate",
+        "cuMemMap",
+        "cuMemSetAccess",
+        "cuMemsetD8",
+        "cuMemExportToShareableHandle",
+        "cuMemImportFromShareableHandle",
+        "cuMemcpyHtoD",
+        "cuMemcpyDtoH",
+    } <= names[1] and "cuMemAddressReserve" not in names[1]
 
 
 def test_memory_that_another_took_meanwhile_is_named_and_nothing_is_half_done(verified):

@@ -242,9 +242,13 @@ def test_pairs_of_small_floats(to):
 
 
 TORCH = {
-    "f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32, "f64": torch.float64,
-    "e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2,
-}  # fmt: skip
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
 CODE = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 

@@ -175,9 +175,15 @@ def near(function):
 @pytest.mark.parametrize("name", ("ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt"))
 def test_approximations(name):
     function = {
-        "ex2": lambda x: 2.0**x, "lg2": math.log2, "sin": math.sin, "cos": math.cos, "tanh": math.tanh,
-        "rcp": lambda x: 1 / x, "rsqrt": lambda x: 1 / math.sqrt(x), "sqrt": math.sqrt,
-    }[name]  # fmt: skip
+        "ex2": lambda x: 2.0**x,
+        "lg2": math.log2,
+        "sin": math.sin,
+        "cos": math.cos,
+        "tanh": math.tanh,
+        "rcp": lambda x: 1 / x,
+        "rsqrt": lambda x: 1 / math.sqrt(x),
+        "sqrt": math.sqrt,
+    }[name]
     given = float_rows(F32, 1, 400)
     made = instruction(f"{name}.approx.f32 d, a", d="b32", a="b32")
     for (a,), (got,) in zip(given, run(made, given), strict=True):

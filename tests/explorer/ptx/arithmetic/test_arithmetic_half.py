@@ -108,9 +108,10 @@ def test_approximations(kind, name):
         x = value(flushed(a, form) if flags else a, form)
         if not isinstance(x, Fraction):
             expected = {
-                NAN: form.nan, model.INFINITE: model.encode(Fraction(1), form) if name == "tanh" else 0x7C00,
+                NAN: form.nan,
+                model.INFINITE: model.encode(Fraction(1), form) if name == "tanh" else 0x7C00,
                 model.NEGATIVE_INFINITE: model.encode(Fraction(-1), form) if name == "tanh" else 0,
-            }[x]  # fmt: skip
+            }[x]
             expected = 0x7F80 if (kind, name, x) == ("bf16", "ex2", model.INFINITE) else expected
         elif name == "ex2" and abs(x) > 1000:
             expected = model.encode(model.INFINITE, form) if x > 0 else 0

@@ -32,8 +32,9 @@ def test_loops_of_different_lengths(unit, watched):
         add.u32 %r4, %r3, %r0; add.u32 %r9, %r9, %r4; add.u32 %r3, %r3, 1; bra inner;
         next: add.u32 %r2, %r2, 1; bra.uni outer;
         done: {OUT}""",
-        unit=unit, watched=watched,
-    )  # fmt: skip
+        unit=unit,
+        watched=watched,
+    )
     assert out.tolist() == [sum(j + t for i in range(t % 7) for j in range(i)) for t in range(64)]
 
 
@@ -47,8 +48,9 @@ def test_branches_within_branches(unit, watched):
         odd: @%p1 bra three; mov.u32 %r9, 11; bra end;
         three: mov.u32 %r9, 13;
         end: add.u32 %r9, %r9, %r0; {OUT}""",
-        unit=unit, watched=watched,
-    )  # fmt: skip
+        unit=unit,
+        watched=watched,
+    )
     assert out.tolist() == [10 + t % 4 + t for t in range(64)]
 
 
@@ -124,7 +126,7 @@ def test_a_shuffle_within_a_branch():
         shfl.sync.down.b32 %r9, %r0, 1, 31, 0xff;
         end: {OUT}""",
         threads=32,
-    )  # fmt: skip
+    )
     assert out[:7].tolist() == [1, 2, 3, 4, 5, 6, 7] and out[8:].tolist() == list(range(8, 32))
 
 
