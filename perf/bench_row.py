@@ -21,7 +21,7 @@ class Measurement:
 
     `library` is tricomm or the one that it is compared with; `nbytes` is the size as nccl-tests counts it. Times are in
     microseconds, of the slowest rank: the median, the 99th per cent and the maximum of its calls; `skew_us` is the
-    slowest rank's median less the fastest one's. `simulated` times come from Triton's interpreter on a CPU and say
+    slowest rank's median less the fastest one's. `simulated` times are of Triton's interpreter on a CPU and say
     nothing about a GPU. `tile` is in 64-bit words.
     """
 

@@ -1,6 +1,6 @@
 """A launch path without its last step: kernels are compiled and arguments packed, but nothing is launched.
 
-This is the host's part of a call, which can be measured on any machine beside another library's.
+This is the host's part of a call, which can be compared with another library's on any machine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class NullDevice:
 
 
 class NullGpu:
-    """Stands for `tricomm.gpu.Gpu`: its answers come from C, as torch's do, and its streams have nothing to do."""
+    """Stands for `tricomm.gpu.Gpu`: C functions answer, as torch's do, and its streams have nothing to do."""
 
     clock = time
     index = 0

@@ -28,7 +28,7 @@ def guarded(probe: Callable[[], Any]) -> Any:
 
 
 def versions() -> dict[str, str]:
-    """Versions as loaded; `cuda` is what torch was built for."""
+    """Versions as loaded; `cuda` is the version that torch was built for."""
     return {
         "tricomm": tricomm.__version__,
         "python": platform.python_version(),

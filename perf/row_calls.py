@@ -130,7 +130,7 @@ def _request(kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int) -> Re
 
 
 def chosen(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -> Kernel:
-    """The kernel that a communicator chooses in a graph. Raises `InvalidArgument` if the call is not fused there."""
+    """The kernel that a communicator chooses in a graph. Raises `InvalidArgument` if it does not fuse the call."""
     request = Request("all_reduce", "sum", epilogue=form.epilogue(dtype)).sized(dtype, rows * form.hidden)
     choice = fused_kernels.choose(site, request, "graph")
     if isinstance(choice, str):

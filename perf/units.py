@@ -62,8 +62,8 @@ def text(nbytes: int) -> str:
 def moved(kernel: Kernel, world_size: int) -> Fraction:
     """Bytes that the busiest rank writes to and reads from peers, without headers, per byte of input.
 
-    The input is a rank's; it is the message if there is a root. If a switch adds and copies, they are those of the
-    busier direction of a GPU's links.
+    The input is a rank's; it is the message if there is a root. If a switch adds and copies, the busier direction of
+    a GPU's links counts.
     """
     if kernel.switched is not None:
         return kernel.switched(world_size)

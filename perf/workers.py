@@ -1,4 +1,4 @@
-"""Ranks of this node as worker processes: run them, read their messages, and leave none behind.
+"""Ranks of this node as worker processes: run them, read their messages, and end all of them.
 
 A worker is `python -m tricomm.perf.workers MODULE:FUNCTION RANK WORLD URL JSON`. It calls the function, whose messages
 go as JSON lines over its standard output to the parent (`run_workers`). Nothing but JSON crosses.
@@ -44,7 +44,7 @@ def end_with_parent() -> None:
 
 
 def json_lines_only() -> IO[str]:
-    """Standard output for JSON lines; whatever else this process prints, on any level, goes to standard error."""
+    """Standard output for JSON lines; this process prints all else, on any level, to standard error."""
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return out

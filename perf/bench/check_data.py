@@ -73,7 +73,7 @@ def gets(collective: str, world_size: int, rank: int, call: int) -> bool:
 
 
 def in_place(collective: str) -> bool:
-    """True for a collective that has no output of its own."""
+    """True for a collective whose result replaces its input."""
     return collective in ("broadcast", "reduce")
 
 

@@ -19,11 +19,11 @@ TORCH_IN_PLACE = ("all_reduce", "broadcast", "reduce")  # torch.distributed has 
 
 
 class Unavailable(Exception):
-    """A library or this machine cannot make the call; the text says what is missing."""
+    """A library or this machine cannot make the call; the text names the reason."""
 
 
 def in_place(collective: str, kernel: Kernel | None = None) -> bool:
-    """True if the call has no output of its own."""
+    """True if the result of the call replaces its input."""
     if kernel is not None and kernel.zero_copy:
         return kernel.in_place
     return check_data.in_place(collective)

@@ -25,7 +25,7 @@ from tricomm.perf.bench.request import Case
 from tricomm.perf.row_calls import EPS, RowForm
 
 UNFUSED = "unfused"
-_OTHER = 100_003  # the number of calls between the data of x and those of the residual
+_OTHER = 100_003  # calls between the data of x and of the residual
 _PATTERNS = {"": 1, "fp8": 2, "nvfp4": 3, "fp8_per_token": 10}  # FlashInfer's numbers
 
 

@@ -1,6 +1,6 @@
 """The measuring loop of one rank, as in nccl-tests: warm-up, a barrier, calls back to back, then checks.
 
-Checks are calls of their own, on fresh data, with poisoned outputs. In place, an all-gather's input is its rank's own
+Checks are further calls, on fresh data, with poisoned outputs. In place, an all-gather's input is its rank's own
 row of the output. Broadcast and reduce are always in place, an all-to-all never is. Another library's call is timed and
 checked in the same way, in the one place that the library knows.
 """
@@ -107,7 +107,7 @@ def _ours(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
 
 
 def _choice(bench: Bench, case: Case, row: BenchRow, mode: str, **form: Any) -> Choice | None:
-    """What the call runs; None, with a note, if the kernel that the case forces cannot run on these devices."""
+    """The kernel of the call; None, with a note, if the kernel that the case forces cannot run on these devices."""
     op = "sum" if case.collective == FUSED else bench.settings.op
     try:
         return bench.comm.explain(
@@ -128,7 +128,7 @@ def _choice(bench: Bench, case: Case, row: BenchRow, mode: str, **form: Any) -> 
 
 
 def _of_kernel(row: BenchRow, choice: Choice, kernel: registry.Kernel, moves: str) -> BenchRow:
-    """`row` with what follows from its kernel; the least that it has to move is that of the collective `moves`."""
+    """`row` with the facts of its kernel; `moves` is the collective whose least number of bytes counts."""
     return row.changed(
         algorithm=choice.algorithm,
         protocol=choice.protocol,
@@ -265,7 +265,7 @@ def _timed(bench: Bench, call: timing.Call, mode: str) -> dict[str, float]:
 
 
 def pick_device(name: str, rank: int) -> torch.device:
-    """The device of a rank: a GPU of its own, or a shared one, unless `name` is cpu. Raises `ResourceError`."""
+    """The GPU of a rank, which ranks share if there are too few, or the CPU. Raises `ResourceError`."""
     gpus = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
     if gpus:
         return torch.device("cuda", rank % gpus)

@@ -94,7 +94,7 @@ class Files:
 
 
 class Output:
-    """Prints rows as they come, those of a size together. `quiet`: nothing at all (a rank other than 0). `joined`:
+    """Prints rows when all of a size are measured. `quiet`: nothing at all (a rank other than 0). `joined`:
     torchrun started the ranks. `aside`: to standard error, because `Files` have standard output."""
 
     def __init__(self, settings: Settings, quiet: bool, joined: bool, aside: bool = False) -> None:

@@ -28,7 +28,7 @@ PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collec
 
 @dataclass(frozen=True)
 class Case:
-    """One collective of one type with the kernel that is asked for; None leaves the choice to selection.
+    """One collective of one type by a certain kernel; None leaves the choice to selection.
 
     `library` is tricomm, or the library that makes the call instead. `hidden` (elements of a row) and `quantize` are
     those of an all_reduce_rms_norm.
@@ -108,7 +108,7 @@ def cases(
 ) -> tuple[Case, ...]:
     """For every type: the shipped kernels of `collectives` in the comma lists (or `all`), then the libraries `against`.
 
-    `row` is (hidden, quantize) of an all_reduce_rms_norm, beside which its unfused form is always measured. None for a
+    `row` is (hidden, quantize) of an all_reduce_rms_norm, whose unfused form is always measured with it. None for a
     list leaves that part to selection. Raises `InvalidArgument` if a collective has no such kernel, with the
     list of its kernels, and for rows that its call refuses.
     """

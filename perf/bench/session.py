@@ -40,14 +40,14 @@ class Results:
         return sum(row.wrong or 0 for rows in self.rows for row in rows)
 
     def to_json(self, settings: Settings) -> WorkerMessage:
-        """What `--json` writes."""
+        """The content of the file of `--json`."""
         results = [to_json(rows) for rows in self.rows]
         return {"schema": 1, "header": self.header, "settings": asdict(settings), "results": results}
 
 
 @dataclass(frozen=True)
 class Listener:
-    """Called as a run goes on."""
+    """Called during a run."""
 
     header: Callable[[WorkerMessage], None]
     row: Callable[[Rows], None]
@@ -57,7 +57,7 @@ class Listener:
 def run(settings: Settings, world_size: int, listener: Listener, results: Results) -> None:
     """Start `world_size` ranks of this node and collect their rows into `results`, which has only complete rows.
 
-    Raises `RankFailed`; leaves no rank behind.
+    Raises `RankFailed`. All ranks have ended when this returns.
     """
     parts: dict[int, list[Rows]] = {}
     seen = [0] * world_size
@@ -118,7 +118,7 @@ def _with_numbers(row: BenchRow, numbers: list[float]) -> BenchRow:
 def open_group(
     settings: Settings, url: str, rank: int | None = None, world_size: int | None = None
 ) -> Iterator[tuple[tricomm.Communicator, Baselines]]:
-    """The communicator of a benchmark, on the device that the settings ask for, and the libraries beside it.
+    """The communicator of a benchmark, on the device of the settings, and the libraries to compare with.
 
     Without `rank` and `world_size` they are torchrun's.
     """
@@ -127,7 +127,7 @@ def open_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     shared = device.type == "cuda" and torch.cuda.device_count() < world_size  # as `pick_device` assigns them
-    # Only the kernels are timed, not NCCL behind them.
+    # Without NCCL as the fallback: only the kernels are timed.
     options = tricomm.Options(timeout=settings.timeout, nccl=False, share_device=shared)
     with tricomm.Communicator(store, rank, world_size, device, options=options) as comm:
         baselines = Baselines(comm, store)

@@ -54,7 +54,7 @@ def capture(call: Call, calls: int = 1, stream: Any = None) -> Call:
     `stream` is the one to capture on; None takes one that torch keeps for captures.
     """
     graph = torch.cuda.CUDAGraph()
-    # Libraries have threads of their own, whose calls must not spoil the capture.
+    # Calls by a library's threads must not spoil the capture.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         result = repeated(call, calls)()
 

@@ -183,7 +183,7 @@ def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, 
 
 def runs(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> tuple[str, str] | None:
     """The algorithm and protocol that a communicator with default options chooses for the call; None if it is none of
-    these kernels: NCCL's, or a fused call that is not fused there."""
+    these kernels: NCCL's, or torch's, if such a box does not fuse the call."""
     cube = machine.cube and world_size == registry.CUBE_RANKS
     site = machines.facts(machine, world_size, cube)
     if machine.architecture == "any":
@@ -191,7 +191,7 @@ def runs(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form
     if call.rows:
         try:
             kernel = row_calls.chosen(site, form, ROW_TYPE, call.rows)
-        except InvalidArgument:  # so many rows are not fused
+        except InvalidArgument:  # too many rows to be fused
             return None
         return kernel.algorithm, kernel.protocol
     facts = GroupFacts("cuda", world_size, 1, None, NCCL, reachable=not cube, switch=bool(machine.multicast))

@@ -92,8 +92,8 @@ def predict(
 ) -> Prediction:
     """The time of one call of `nbytes` of input per rank (of a root's if there is one), on the busiest rank.
 
-    `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is as
-    many as the links need. `share` is the part of the kernel's bytes to peers that is sent (another kernel's flags may
+    `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is
+    enough for the links. `share` is the part of the kernel's bytes to peers that is sent (another kernel's flags may
     cost less).
     """
     sent = float(units.moved(kernel, world_size)) * nbytes * share
@@ -208,7 +208,8 @@ def losses(rows: list[Checked], one_implementation: bool = False) -> list[float]
     """For each size with several published kernels: how much slower the kernel is that the model takes for the
     fastest, relative to the really fastest one; 0 if the model is right.
 
-    Kernels of one size come from one publication, so from one box and one method, or from one implementation in it.
+    Kernels of one size are compared if one publication has them, so of one box and one method, or if one implementation
+    in it has.
     """
     groups: dict[tuple[object, ...], list[Checked]] = {}
     for checked in rows:

@@ -15,11 +15,11 @@ block     the part that one block of 512 threads reaches: 65 (Hopper) and 55 (Bl
           the links for older GPUs
 memory    bandwidth of the GPU's own memory, from its data sheet
 hop       from a store until a peer sees it: NCCL charges 0.6 for a low-latency NVLink hop (`src/graph/tuning.cc`);
-          Ampere's comes from MSCCL++'s limits for one and two hops (`test/deploy/perf_ndmv4.jsonl`)
+          Ampere's follows from MSCCL++'s limits for one and two hops (`test/deploy/perf_ndmv4.jsonl`)
 barrier   a barrier of all ranks: 7.8 - 4.5, the bases of NCCL's kernels with and without one (Hopper); 3 to 3.5 on
           GB200 (`contrib/custom_algos/allreduce/README.md`: 9.2 and 5.7 with and without one)
 launch    from kernel to kernel in a CUDA graph: 4.5 less a hop, NCCL's base for Hopper. Blackwell has the same value,
-          because its base in that file only ranks kernels. Ampere's comes from MSCCL++'s limits, PCIe's from 4 V100
+          because its base in that file only ranks kernels. Ampere's follows from MSCCL++'s limits, PCIe's from 4 V100
           (haohervchb/sglang-V100#2)
 eager     the additional time of a single launch: MSCCL++ took 11 instead of 6 (sgl-project/sglang#22734)
 

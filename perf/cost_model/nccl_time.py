@@ -1,8 +1,8 @@
 """The time that NCCL expects of itself: the model of its tuner (2.30.7, `src/graph/tuning.cc`), for one node.
 
-NCCL picks the algorithm and protocol with the least of these times. The bandwidth of NVLS is what its authors name for
-8 H100 (NVIDIA/nccl-tests#212: 480), because the tuner's follows from its search for channels. Bounds of a channel are
-left out, which these links do not reach, and so are symmetric kernels, which need registered buffers.
+NCCL picks the algorithm and protocol with the least of these times. The bandwidth of NVLS is the 480 GB/s that its
+authors name for 8 H100 (NVIDIA/nccl-tests#212), because the tuner's follows from its search for channels. Left out are
+bounds of a channel, which these links do not reach, and symmetric kernels, which need registered buffers.
 
 `check` compares it with published times; most are longer. So a speed-up over it is rather too small than too large.
 """
@@ -23,7 +23,7 @@ _HOP = {  # microseconds a step
 }
 _LL_MOST = {70: 39.0, 80: 87.7, 90: 141.0, 100: 282.0}  # GB/s, by compute capability
 _NVLS_BASE = 25.0
-_NVLS = {90: 480 / 371, 100: 480 / 371 * 0.74 / 0.85}  # bus bandwidth over that of the links
+_NVLS = {90: 480 / 371, 100: 480 / 371 * 0.74 / 0.85}  # bus bandwidth over the links' bandwidth
 # Of a tree's bandwidth, by protocol, from 64 bytes on in powers of two.
 _TREE = (
     (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),

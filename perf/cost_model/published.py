@@ -1,12 +1,12 @@
 """Published times of other projects' kernels of the same shape as ours, for comparison with the cost model.
 
 Left out are kernels that use multicast, NCCL's rings and trees, two-stage kernels whose second stage reads (vLLM's;
-ours push), kernels beside which another one is timed (a bias), and results without the type, the number of ranks or the
-GPU. If theirs reads the caller's memory in place, ours is the zero-copy kernel. Their barriers and grids follow their
-sources; ours get the same grid, as far as our tiles allow, a thread moving 16 bytes at a time:
+ours push), kernels that are timed together with another one (a bias), and results without the type, the number of ranks
+or the GPU. If theirs reads the caller's memory in place, ours is the zero-copy kernel. Their barriers and grids follow
+their sources; ours get the same grid, as far as our tiles allow, a thread moving 16 bytes at a time:
 
 Triton    `blockwise_barrier` of symm-mem-recipes, once, before the reads: a compare-and-swap with release in the peer's
-          memory, whose answer is waited for. Blocks of 512 threads, 24 at most
+          memory; the kernel waits for its answer. Blocks of 512 threads, 24 at most
 torch     two barriers of such swaps (`CUDASymmetricMemoryOps.cu` since pytorch/pytorch#150813). The first one of one
           shot releases, too, since that kernel can copy its input; that of two shots is relaxed. Blocks of 512 threads
           for one shot and 1024 for two, 24 at most; a short message has one block, of fewer threads
@@ -23,9 +23,9 @@ that such a kernel gets, short and long. SGLang's one-shot push has a sentinel i
 (programmatic dependent launch), which the model does not have. Left out: 4 KiB of 8 A100 (14.8 us, three times as long
 as the sizes around it).
 
-`events`: timed from event to event, each call behind a flush of L2 (256 MB) and under a profiler. kraken's benchmark
-says so, and comes from that of symm-mem-recipes. The model has L2 warm and no such events. These two do not print the
-GPU; other threads of theirs say 8 H100. Left out: symm-mem-recipes#4, between whose tables the kernel changed.
+`events`: timed from event to event, each call after a flush of L2 (256 MB) and under a profiler. kraken's benchmark
+says so, and is a copy of symm-mem-recipes' benchmark. The model has L2 warm and no such events. These two do not print
+the GPU; other threads of theirs say 8 H100. Left out: symm-mem-recipes#4, between whose tables the kernel changed.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Grid:
 
     @classmethod
     def of(cls, pieces: int, threads: int, most: int) -> Grid:
-        """For so many pieces of 16 bytes; one block has no more threads than it needs, in powers of two."""
+        """For `pieces` of 16 bytes; one block has no more threads than it needs, in powers of two."""
         needed = max(32, 1 << (pieces - 1).bit_length())
         return cls(min(-(-pieces // threads), most), min(threads, needed))
 
@@ -131,7 +131,7 @@ class PublishedTime:
 
     @property
     def publication(self) -> str:
-        """The source without the implementation: all its rows come from one author, one box and one method."""
+        """The source without the implementation: all its rows are by one author, of one box and by one method."""
         return self.source.partition(",")[0]
 
     @property

@@ -1,1 +1,1 @@
-"""What the compiler made of the kernels."""
+"""The machine code of the kernels."""

@@ -64,7 +64,7 @@ class Variant:
 
     @property
     def operation(self) -> str:
-        """What it computes."""
+        """The operation, or the form of the rows."""
         return self.form or self.op
 
 
@@ -106,8 +106,8 @@ class KernelReport:
 def variants(archs: tuple[str, ...], name: str | None = None, everything: bool = False) -> list[Variant]:
     """The variants to report: one per kernel, element width and architecture, or all dtypes, ops, worlds, alignments.
 
-    What this Triton does not compile is left out (`left_out`). Raises `InvalidArgument` for a kernel or an architecture
-    that does not exist, or if nothing is left.
+    Variants that this Triton does not compile are left out (`left_out`). Raises `InvalidArgument` for a kernel or an
+    architecture that does not exist, or if nothing is left.
     """
     for arch in archs:
         if arch not in COMPILED:
@@ -194,7 +194,7 @@ def examine(variant: Variant, function: Any = None) -> KernelReport:
     tiles = code.tile_lines(ttgir_text(compiled))
     in_ptx, in_sass = code.ptx_accesses(ptx), code.sass_accesses(sass)
     flags = [a for a in in_ptx if a.order and function_of(a.line) not in _OWN_ARRIVALS]
-    # Where PTX asks for `.sys`, the machine code must have it too.
+    # Where PTX asks for `.sys`, the machine code must also have it.
     lines = {a.line for a in flags if a.system}
     weak = [f"{a.mnemonic} at {place(a.line)}" for a in flags if not a.system]
     weak += [f"{a.mnemonic} at {place(a.line)} (SASS)" for a in in_sass if a.line in lines and not a.system]

@@ -36,7 +36,7 @@ Payload = Callable[[MemoryInstruction], bool]
 def instructions(sass: str, is_payload: Payload, aside: Callable[[Line], bool] = lambda line: False) -> int:
     """Instructions of all `loops`; with tiles of 16 bytes a thread, the cost of 16 bytes. 0 if no loop moves payload.
 
-    A separate loop that sends payload to several ranks counts once, too.
+    A separate loop that sends payload to several ranks also counts once.
     """
     return sum(loops(sass, is_payload, aside))
 

@@ -1,1 +1,1 @@
-"""What this machine has, and what could go wrong on it."""
+"""The facts of this machine, and its possible problems."""

@@ -129,7 +129,7 @@ def _devices() -> list[dict[str, Any]] | str:
 
 
 def _peer_access() -> list[list[bool | None]] | str:
-    """True if the device of the row reaches that of the column."""
+    """True if the device of the row reaches the device of the column."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         return "not available: this process sees no CUDA device"

@@ -28,7 +28,7 @@ _MEANINGS = {
 
 
 def draw(topology: Topology, notes: Sequence[str] = (), fabric: Sequence[str] = ()) -> str:
-    """Lines of text without a newline at the end. The device of the row reaches that of the column."""
+    """Lines of text without a newline at the end. The device of the row reaches the device of the column."""
     size = range(len(topology))
     cells = [[_cell(topology, i, j) for j in size] for i in size]
     shared = len(set(topology.devices)) < len(topology)

@@ -151,7 +151,7 @@ class CheckedTimes:
         while any(len(times) < repeats for times in samples.values()):
             least = min(map(len, samples.values()))
             behind = [candidate for candidate, times in samples.items() if len(times) == least]
-            most = repeats - least if len(behind) == len(samples) else 1  # all have as many turns before the next
+            most = repeats - least if len(behind) == len(samples) else 1  # all have equal turns before the next
             step, turns = self._step("time", point, behind, most)
             answers = self._done("time", point, step, turns)
             at = self._fatal_candidate(answers)
@@ -215,7 +215,7 @@ def predicted_us(machine: MachineSpec, world_size: int, point: Point, candidate:
 
 
 def _trouble(answers: Sequence[TuningAnswer], at: int) -> str | None:
-    """What is wrong with candidate number `at` on any rank."""
+    """The fault of candidate number `at` on any rank."""
     for rank, answer in enumerate(answers):
         if at in answer.refused:
             return f"rank {rank}: {answer.refused[at]}"

@@ -1,4 +1,4 @@
-"""What is tuned: a request is for points, a point is one decision, a candidate one of its possible outcomes."""
+"""The subjects of tuning: a request has points, a point is one decision, a candidate one of its possible outcomes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PointGroup = tuple[str, int, str, bool, str]
 @dataclass(frozen=True)
 class Point:
     """One decision. `nbytes` is the input per rank, `bits` an element's width if it is reduced, else 0. `beside`: for
-    groups whose calls run beside other kernels. `epilogue`: of an all_reduce_rms_norm, as `norm@8192`."""
+    groups whose calls run next to other kernels. `epilogue`: of an all_reduce_rms_norm, as `norm@8192`."""
 
     collective: str
     bits: int
@@ -125,7 +125,7 @@ def pool(
     kernels: list[registry.Kernel], layout: Layout, max_blocks: int, cpu: bool, few: bool = False
 ) -> list[Candidate]:
     """Every shape of every kernel. On a GPU a tile spans all threads of a block; a CPU has no warps. `few`: shapes with
-    128 registers a thread, and with only as many LL words as a kernel's compact form takes."""
+    128 registers a thread, and with no more LL words than a kernel's compact form takes."""
     registers = COMPACT_REGISTERS if few else MOST_REGISTERS
     made = []
     for kernel in kernels:

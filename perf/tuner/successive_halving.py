@@ -70,7 +70,7 @@ class Samples:
         return order[0] if order else None
 
     def rivals(self) -> list[Candidate]:
-        """The candidates that may be faster than the best by more than what is worth a measurement."""
+        """The candidates that may be faster than the best by more than a measurement is worth."""
         order = self.ranking()
         return [c for c in order[1:] if self.estimate(c).low < self.estimate(order[0]).high * (1 - _CLOSE)]
 
@@ -84,7 +84,7 @@ def successive_halving(
     measure: Measure,
 ) -> None:
     """Find the fastest of `pool` at the point of `samples`; `seeds` (best nearby, in force) are measured in any case.
-    Candidates that have samples already are not measured again, except the fastest, beside which others join.
+    Candidates that have samples already are not measured again, except the fastest, with which others are compared.
 
     `learn` gets the samples before `prior` is asked again. Raises `BudgetExceeded` if `measure` does; `samples` keeps
     all that was measured.
@@ -126,7 +126,7 @@ def _promising(point: Point, of: Sequence[Candidate], prior: Prior, count: int, 
 
 
 def _halve(samples: Samples, candidates: Sequence[Candidate], measure: Measure) -> None:
-    """Rounds of twice as many samples each, of half as many candidates, until the fastest is clear."""
+    """Rounds until the fastest is clear: each doubles the samples and halves the candidates."""
     repeats, remaining = _FIRST_SAMPLES, list(candidates)
     while len(remaining) > 1 or repeats == _FIRST_SAMPLES:
         samples.measure_round(measure, remaining, repeats)

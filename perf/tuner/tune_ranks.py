@@ -27,7 +27,7 @@ _RENDEZVOUS = 60.0  # seconds for all ranks to arrive
 
 
 def run(request: TuningRequest, world_size: int, on_message: OnMessage) -> None:
-    """Tune with `world_size` ranks of this node, started here. Raises `RankFailed`; leaves no rank behind."""
+    """Tune with `world_size` ranks of this node, started here; all have ended at the end. Raises `RankFailed`."""
     silence = 2 * request.timeout + _RENDEZVOUS
     settings = asdict(_begun(request))
     for rank, message in run_workers("tricomm.perf.tuner.tune_ranks:main", world_size, settings, silence):
@@ -61,7 +61,7 @@ def device_of(request: TuningRequest, rank: int) -> torch.device:
 
 
 def plan(request: TuningRequest, world_size: int) -> list[str]:
-    """What a run will do, and how long it takes, in words. Raises as `device_of`."""
+    """The decisions, the time and the effect of a run, in words. Raises as `device_of`."""
     asked = request.points(device_of(request, 0).type == "cpu")
     least, most = (units.text(edge(point.nbytes for point in asked)) for edge in (min, max))
     names = list(dict.fromkeys(point.collective for point in asked))
@@ -75,7 +75,7 @@ def plan(request: TuningRequest, world_size: int) -> list[str]:
 
 
 def main(emit: Callable[..., None], rank: int, world_size: int, url: str, settings: Any) -> None:
-    """One rank, a process of its own (see `tricomm.perf.workers`)."""
+    """One rank in its process (see `tricomm.perf.workers`)."""
     store, rank, world_size = open_store(url, rank, world_size, _RENDEZVOUS)
     _tune(emit, rank, world_size, store, typed_json.convert(settings, TuningRequest))
 

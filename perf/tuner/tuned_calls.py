@@ -15,7 +15,7 @@ from tricomm.perf.tuner.points import Point
 
 
 class TunedCall(Protocol):
-    """The same call on every rank, as often as is asked for."""
+    """The same call on every rank, any number of times."""
 
     def run(self) -> Any:
         """Make the call, and don't wait for it."""

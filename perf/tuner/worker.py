@@ -72,7 +72,7 @@ class TuningWorker:
     def serve(self) -> None:
         """On ranks other than 0: do tasks until the one that says to end.
 
-        Raises `RankLost` if no task comes in time, `RendezvousError` if a task is not from rank 0.
+        Raises `RankLost` if no task comes in time, `RendezvousError` if another rank has written a task.
         """
         while True:
             task = typed_json.decode(self._receive("task", 0), TuningTask)

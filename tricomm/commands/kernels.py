@@ -23,7 +23,7 @@ def kernels(arch: str, kernel: str | None, all_variants: bool, as_json: bool) ->
     """Compile the shipped kernels, without a GPU, and report registers, spills, access widths and flags.
 
     All kernels take ten minutes to half an hour an architecture on two cores. Standard error says how far it is; the
-    table comes at the end.
+    table follows at the end.
 
     \b
     tricomm kernels --arch sm_90
