@@ -1,18 +1,28 @@
 """Faults on the connections of a c10d group, what many groups cost, and what a fork leaves."""
 
+from __future__ import annotations
+
+import gc
 import os
+import resource
 import signal
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import tricomm
 from tests import ranks
-from tests.c10d.bodies import connection_bodies as bodies
+from tests.c10d.bodies.groups import default_group, of, same
 from tests.c10d.test_endings import BEGIN
 from tests.c10d.test_groups import free_port
+from tests.core.bodies.common_bodies import attempt
 from tricomm import threads
+from tricomm.store.tcp import set_up, waits
 
 ROOT = Path(__file__).parents[2]
 FORK = """
@@ -44,9 +54,40 @@ dist.destroy_process_group()
 """
 
 
+def after_one_that_is_not_waited_for():
+    first = dist.all_reduce(torch.ones(3), async_op=True)
+    while not first.is_completed():
+        time.sleep(0.01)
+    dist.all_reduce(torch.ones(3), async_op=True).wait()
+
+
+def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=2):
+    """Rank `victim` is in the test's hands; the others wait for it."""
+    if unwatched:
+        waits.Wait.look = lambda waiting: None
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(3)),
+        "next": after_one_that_is_not_waited_for,
+        "async": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
+        "barrier": dist.barrier,
+        "recv": lambda: dist.recv(torch.ones(3), victim),
+        "send": lambda: dist.send(torch.ones(1 << 22), victim),
+        "any": lambda: dist.recv(torch.ones(3)),
+    }
+    with default_group(rank, world_size, url, timeout=timeout) as world:
+        dist.barrier()
+        tell(os.getpid())
+        if rank == victim:
+            time.sleep(60)
+        outcome = attempt(calls[way])
+        lost = attempt(lambda: world.allreduce([torch.ones(3)]))
+        assert lost[0] == "GroupAborted" and "lost" in lost[1], lost
+    return outcome
+
+
 def survivors(url, hurt, timeout, way, unwatched=False, victim=2, limit=60.0):
     """What the others say when `hurt` is done to one of 3 ranks, 0.3 s into their call."""
-    with ranks.start(3, bodies.survivor, url, timeout, way, unwatched, victim, timeout=limit) as started:
+    with ranks.start(3, survivor, url, timeout, way, unwatched, victim, timeout=limit) as started:
         pids = started.messages()
         time.sleep(0.3)
         if hurt is not None:
@@ -94,6 +135,32 @@ def test_a_wait_that_does_not_look_at_the_time_has_no_end(url):
         survivors(url, None, 2.0, "barrier", unwatched=True, limit=10.0)
 
 
+def leaves(rank, world_size, tell, url, how):
+    """The last rank goes while the others wait; `slow`: rank 1 comes late, and rank 0 hears it before."""
+    dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
+    dist.barrier()
+    if rank == world_size - 1:
+        time.sleep(0.5)
+        if how == "destroys":
+            dist.destroy_process_group()
+            time.sleep(6)
+        elif how == "interrupted":
+            timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            began = time.monotonic()
+            try:
+                dist.recv(torch.ones(1), 0)
+            except KeyboardInterrupt:
+                return "KeyboardInterrupt", "", time.monotonic() - began
+        elif how == "fails":
+            dist.group.WORLD._dispatcher.abort_waits(tricomm.GroupAborted("rank 2 has no more data"))
+            time.sleep(2)
+        return "left", "", 0.0
+    if rank == 1:
+        time.sleep(5)
+    return attempt(lambda: dist.all_reduce(torch.ones(3)))
+
+
 @pytest.mark.parametrize(
     "how, kind, words, within",
     [
@@ -104,7 +171,7 @@ def test_a_wait_that_does_not_look_at_the_time_has_no_end(url):
     ],
 )
 def test_a_peer_that_goes_is_heard_before_a_slow_one_comes(how, kind, words, within, url):
-    with ranks.start(3, bodies.leaves, url, how) as started:
+    with ranks.start(3, leaves, url, how) as started:
         first, late, gone = started.results()
         pid = started.pids[2]
     assert first.value[0] == kind and words.format(pid=pid) in first.value[1], first
@@ -114,12 +181,43 @@ def test_a_peer_that_goes_is_heard_before_a_slow_one_comes(how, kind, words, wit
     assert how != "interrupted" or gone.value[2] < 3.0
 
 
-def test_a_peer_that_went_after_its_part_is_no_fault(url):
-    assert ranks.run(3, bodies.finished_first, url) == [True, True, True]
+@ranks.each(3, True)
+def test_a_peer_that_went_after_its_part_is_no_fault(rank, world_size, tell, url):
+    """Rank 2 has its part of a broadcast, and goes; that is no fault of the call that rank 0 is still in."""
+    os.environ["TRICOMM_CHECK"] = "0"
+    dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)
+    x = of(rank, (1000,))
+    dist.broadcast(x, 0)
+    return same(x, of(0, (1000,)))
+
+
+def few_descriptors(rank, world_size, tell, url, checked):
+    """Rank 1 runs out of descriptors while all make groups."""
+    if not checked:
+        set_up._check_descriptors = lambda generation, name: None
+    with default_group(rank, world_size, url, timeout=20.0):
+        groups = [dist.new_group()]
+        if rank == 1:
+            used = len(os.listdir("/proc/self/fd"))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (used + 24, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        outcome = ("nothing", "", 0.0)
+        for _ in range(20):
+            # torch itself waits for as long as this for ranks that do not come out of a new group
+            outcome = attempt(lambda: groups.append(dist.new_group(timeout=timedelta(seconds=3))))
+            if outcome[0] != "nothing":
+                break
+        for group in groups if checked else []:
+            x = torch.ones(2)
+            dist.all_reduce(x, group=group)
+            assert x[0] == world_size
+        return outcome, len(groups)
 
 
 def test_a_lack_of_descriptors_is_named_on_all_ranks(url):
-    results = ranks.run(3, bodies.few_descriptors, url, True)
+    results = ranks.run(3, few_descriptors, url, True)
     assert len({count for _, count in results}) == 1, results
     for (kind, text, seconds), _ in results:
         assert kind == "ResourceError" and seconds < 5.0, text
@@ -129,12 +227,51 @@ def test_a_lack_of_descriptors_is_named_on_all_ranks(url):
 
 @pytest.mark.soak
 def test_without_the_count_a_lack_of_descriptors_is_told_less_well(url):
-    results = ranks.run(3, bodies.few_descriptors, url, False, timeout=120)
+    results = ranks.run(3, few_descriptors, url, False, timeout=120)
     assert any(outcome[0] != "ResourceError" for outcome, _ in results), results
 
 
+def _threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def many_groups(rank, world_size, tell, url, count):
+    """What `count` groups cost this process: threads, descriptors, seconds to make, to use and to destroy all."""
+    with default_group(rank, world_size, url):
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        threads, files = _threads(), len(os.listdir("/proc/self/fd"))
+        began = time.monotonic()
+        groups = [dist.new_group() for _ in range(count)]
+        made = time.monotonic()
+        for number, group in enumerate(groups):
+            y = of(rank, (4,), call=number)
+            dist.all_reduce(y, group=group)
+            assert same(y, sum(of(r, (4,), call=number) for r in range(world_size)))
+        used = time.monotonic()
+        more = _threads() - threads, len(os.listdir("/proc/self/fd")) - files
+        dist.barrier()
+        ending = time.monotonic()
+        for group in groups:
+            dist.destroy_process_group(group)
+        ended = time.monotonic()
+        del groups, group
+        gc.collect()
+        dist.barrier()
+        time.sleep(0.2)
+        after = _threads() - threads, len(os.listdir("/proc/self/fd")) - files
+    return {
+        "threads": more[0],
+        "descriptors": more[1],
+        "after": after,
+        "make": made - began,
+        "use": used - made,
+        "destroy": ended - ending,
+    }
+
+
 def test_threads_do_not_grow_with_groups(url):
-    for results in ranks.run(3, bodies.many_groups, url, 30, timeout=120):
+    for results in ranks.run(3, many_groups, url, 30, timeout=120):
         assert results["descriptors"] == 60 and results["after"][1] <= 0
         assert results["threads"] <= 3 and results["after"][0] <= 3, results
 
@@ -145,10 +282,25 @@ def test_a_forked_child_ends_at_once_and_the_group_goes_on(how, ends, fresh, tmp
         assert (code == 0 and out.strip() == "ended") == ends, out + said
 
 
+def interrupted_among_others(rank, world_size, tell, url):
+    """Several asynchronous calls are under way on each rank when a signal's handler raises on rank 0."""
+    with default_group(rank, world_size, url, timeout=20.0):
+        dist.all_reduce(torch.ones(3))
+        if rank == 0:
+            signal.signal(signal.SIGALRM, lambda *_: 1 / 0)
+            signal.setitimer(signal.ITIMER_REAL, 0.4)
+        try:
+            while True:
+                for work in [dist.all_reduce(torch.ones(100), async_op=True) for _ in range(3)]:
+                    work.wait()
+        except (ZeroDivisionError, tricomm.TricommError) as error:
+            return type(error).__name__, time.monotonic()
+
+
 @pytest.mark.parametrize("turn", range(2))
 def test_an_interrupt_among_asynchronous_calls_is_heard_at_once(turn, tmp_path):
     tmp_path.chmod(0o700)
-    (kind, raised), *others = ranks.run(4, bodies.interrupted_among_others, f"file://{tmp_path}/store")
+    (kind, raised), *others = ranks.run(4, interrupted_among_others, f"file://{tmp_path}/store")
     assert kind == "ZeroDivisionError"
     for kind, heard in others:
         assert kind in ("GroupAborted", "PeerDied") and heard - raised < 10.0, kind

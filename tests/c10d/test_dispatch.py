@@ -1,15 +1,23 @@
 """The decision of a route: a pure function of what all ranks share."""
 
+from __future__ import annotations
+
+import contextlib
+import io
+import os
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import tricomm
 from tests import ranks
-from tests.c10d.bodies import route_bodies as bodies
+from tests.c10d.bodies.groups import default_group
 from tricomm import errors
 from tricomm.c10d import capabilities, dispatch, message_collectives
 from tricomm.c10d.group_calls import GroupCall
+from tricomm.errors import ResourceError
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import GroupFacts, decide
@@ -108,9 +116,29 @@ def test_an_unknown_cpu_route_is_refused(monkeypatch):
         capabilities.cpu_through_kernels()
 
 
+def _printed(body):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        body()
+    return [line for line in out.getvalue().splitlines() if line.startswith("tricomm routing")]
+
+
+def logged(rank, world_size, tell, url, route):
+    os.environ["TRICOMM_LOG"] = "routing"
+
+    def calls():
+        for _ in range(4):
+            dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), dist.ReduceOp.MAX)
+        dist.barrier()
+
+    with default_group(rank, world_size, url, route):
+        return _printed(calls), tricomm.stats()[route]
+
+
 @pytest.mark.parametrize("route", ["gloo", "kernels"])
 def test_each_distinct_call_is_printed_once_and_every_call_counted(route, url):
-    for rank, (lines, counted) in enumerate(ranks.run(2, bodies.logged, url, route)):
+    for rank, (lines, counted) in enumerate(ranks.run(2, logged, url, route)):
         assert counted == {"all_reduce": 5, "barrier": 1}
         assert len(lines) == (0 if rank else 3)
         if not rank:
@@ -120,16 +148,59 @@ def test_each_distinct_call_is_printed_once_and_every_call_counted(route, url):
             assert sum("all_reduce max int64 16 B" in line for line in lines) == 1
 
 
+def _moved(body):
+    before = tricomm.stats()
+    body()
+    after = tricomm.stats()
+    return {p: sum(after[p].values()) - sum(before[p].values()) for p in ("gloo", "kernels")}
+
+
+def two_nodes(rank, world_size, tell, url):
+    """Ranks 0, 1 on one node, 2, 3 on another, as far as TRICOMM_NODE_ID goes."""
+    os.environ["TRICOMM_NODE_ID"] = f"node {rank // 2}"
+    os.environ["TRICOMM_LOG"] = "routing"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    results = []
+    with default_group(rank, world_size, url, "kernels"):
+        mine, _ = dist.new_subgroups(2)
+        x, y, z = torch.ones(3), torch.ones(3), torch.full((3,), float(rank))
+        lines = _printed(lambda: results.append(_moved(lambda: dist.all_reduce(x))))
+        results.append(_moved(lambda: dist.all_reduce(y, group=mine)))
+        lines += _printed(lambda: results.append(_moved(lambda: dist.broadcast(z, 2))))
+        dist.all_reduce(x, dist.ReduceOp.MAX)
+        assert (x[0], y[0], z[0]) == (4, 2, 2)
+    return *results, " ".join(lines)
+
+
 def test_over_nodes_all_goes_to_gloo_and_groups_inside_a_node_to_the_kernels(url):
-    for rank, (whole, part, other, text) in enumerate(ranks.run(4, bodies.two_nodes, url)):
+    for rank, (whole, part, other, text) in enumerate(ranks.run(4, two_nodes, url)):
         assert whole == other == {"gloo": 1, "kernels": 0} and part == {"gloo": 0, "kernels": 1}
         assert text.count("-> gloo: the group spans 2 nodes") == (0 if rank else 2)
 
 
-def test_one_rank_that_wants_kernels_alone_gets_gloo_with_the_others(url):
-    assert ranks.run(2, bodies.one_wants_kernels, url) == [("gloo", 2.0)] * 2
+@ranks.each(2, ("gloo", 2.0))
+def test_one_rank_that_wants_kernels_alone_gets_gloo_with_the_others(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "kernels" if rank == 1 else "gloo"):
+        x = torch.ones(3)
+        moved = _moved(lambda: dist.all_reduce(x))
+        return max(moved, key=moved.get), x[0].item()
+
+
+def handshake_fails(rank, world_size, tell, url):
+    """The communicator cannot be made: the group says so and goes on with Gloo."""
+    os.environ["TRICOMM_LOG"] = "routing"
+
+    def no_memory(*args, **more):
+        raise ResourceError("no memory here")
+
+    dispatch.Communicator._behind = no_memory
+    with default_group(rank, world_size, url, "kernels") as world:
+        x = torch.ones(3)
+        for _ in range(2):
+            dist.all_reduce(x)
+        return tricomm.stats()["gloo"], world._dispatcher.router(torch.device("cpu")).facts.no_kernels
 
 
 def test_no_shared_memory_is_found_jointly_and_goes_to_gloo(url):
-    for counted, text in ranks.run(2, bodies.handshake_fails, url):
+    for counted, text in ranks.run(2, handshake_fails, url):
         assert counted == {"all_reduce": 2} and "cannot share memory" in text and "no memory here" in text

@@ -1,12 +1,24 @@
 """A rank is lost in the middle of a step: the others get the named error, live, and make a new group."""
 
+from __future__ import annotations
+
 import os
 import signal
+import time
+from datetime import timedelta
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
+import tricomm
 from tests import ranks
-from tests.c10d.bodies import survivor_bodies as bodies
+from tests.c10d.bodies.groups import of
+from tricomm.c10d import process_group, work_handles
 
 MODES = ["plain", "hook", "tricomm's hook", "no_sync", "unused", "static", "fsdp2", "functional", "wait", "future"]
 QUICK = {
@@ -38,10 +50,155 @@ def cases():
                 yield pytest.param(route, mode, how, marks=marks, id=f"{route}-{mode}-{how}")
 
 
+class Lose(torch.autograd.Function):
+    """The identity, whose backward loses rank LOST."""
+
+    how = ""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        lose()
+        return grad
+
+
+LOST = 1
+
+
+def lose():
+    if not Lose.how or dist.get_rank() != LOST:
+        return
+    if Lose.how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if Lose.how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if Lose.how == "raise":
+        raise LookupError("of the user's own code")
+    dist.destroy_process_group()
+    time.sleep(60)
+
+
+def _plain(finish):
+    def step():
+        lose()
+        finish(dist.all_reduce(torch.ones(5), async_op=True))
+
+    return step
+
+
+def _functional(world):
+    x = of(0, (6,)).requires_grad_(True)
+
+    def step():
+        y = functional.all_gather_tensor_autograd(Lose.apply(x), 0, world)
+        out = functional.reduce_scatter_tensor_autograd(y, "sum", 0, world)
+        out.backward(torch.ones_like(out))  # torch 2.11 refuses the gradient of sum(), which has no memory of its own
+
+    return step
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(21, 21), nn.Linear(21, 21)
+
+    def forward(self, x):
+        return self.b(Lose.apply(self.a(x))).sum()
+
+
+def _fsdp2(world):
+    from torch.distributed.fsdp import fully_shard
+
+    net = Net()
+    for module in (net.a, net.b, net):
+        fully_shard(module)
+    return lambda: net(of(0, (2, 21))).backward()
+
+
+def _ddp(mode, world):
+    more = {"static": {"static_graph": True}, "unused": {"find_unused_parameters": True}}.get(mode, {})
+    net = DistributedDataParallel(Net(), bucket_cap_mb=0.001, **more)
+    if mode == "hook":
+        net.register_comm_hook(world, default_hooks.allreduce_hook)
+    if mode == "tricomm's hook":
+        net.register_comm_hook(world, tricomm.ddp_hook)
+    x = of(0, (2, 21))
+
+    def step():
+        if mode == "no_sync":
+            with net.no_sync():
+                net(x).backward()
+        net(x).backward()
+
+    return step
+
+
+def _step(mode, world):
+    if mode == "fsdp2":
+        return _fsdp2(world)
+    if mode == "functional":
+        return _functional(world)
+    if mode == "wait":
+        return _plain(lambda work: work.wait())
+    if mode == "future":
+        return _plain(lambda work: work.get_future().wait())
+    return _ddp(mode, world)
+
+
+LIMIT = 8.0  # seconds a call
+
+
+def survive(rank, world_size, tell, url, route, mode, how, without=""):
+    """`without`: the protection that is taken away. Returns the error's class and text, and the seconds it took."""
+    os.environ.update(TRICOMM_CPU=route, TRICOMM_ARENA_BYTES="262144")
+    if without == "the future for the reducer":
+        work_handles.PendingWork._for_reducer = work_handles.PendingWork._for_python
+    if without:
+        process_group.raise_in_backward = lambda work: None
+    dist.init_process_group(
+        "tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT)
+    )
+    step = _step(mode, dist.group.WORLD)
+    if mode != "static":  # its first pass ends in a way of its own
+        step()
+    dist.barrier()
+    Lose.how = how
+    tell(os.getpid())
+    began = time.monotonic()
+    try:
+        for _ in range(3):
+            step()
+        outcome = ("nothing", "")
+    except Exception as error:
+        outcome = (type(error).__name__, str(error))
+    seconds = time.monotonic() - began
+    if rank == LOST:
+        return outcome
+    others = [r for r in range(world_size) if r != LOST]
+    ranks.together(url, rank, others)  # or who has the error first is gone, too, before the other one looks
+    del step
+    dist.destroy_process_group()
+    again = others.index(rank)
+    dist.init_process_group(
+        "tricomm", init_method=url + "2", rank=again, world_size=world_size - 1, timeout=timedelta(seconds=60)
+    )
+    x = of(again, (7,))
+    dist.all_reduce(x)
+    assert torch.equal(x, sum(of(r, (7,)) for r in range(world_size - 1)))
+    dist.destroy_process_group()
+    return (*outcome, seconds)
+
+
+WORLD = 3
+
+
 def survivors(url, route, mode, how, without=""):
-    with ranks.start(bodies.WORLD, bodies.survive, url, route, mode, how, without, timeout=150) as started:
-        lost = started.messages()[bodies.LOST]
-        waiting = [r for r in range(bodies.WORLD) if r != bodies.LOST]
+    with ranks.start(WORLD, survive, url, route, mode, how, without, timeout=150) as started:
+        lost = started.messages()[LOST]
+        waiting = [r for r in range(WORLD) if r != LOST]
         if how in ("stop", "leave"):
             outcomes = started.results(waiting)
             os.kill(lost, signal.SIGKILL)
@@ -59,8 +216,8 @@ def test_every_survivor_gets_the_named_error_and_lives(route, mode, how, url):
             assert kind == "RuntimeError" and any(name in text for name in EXPECTED[how])
         else:
             assert kind in EXPECTED[how], text
-        assert f"[{bodies.LOST}]" in text or f"rank {bodies.LOST}" in text
-        assert seconds < bodies.LIMIT + 10
+        assert f"[{LOST}]" in text or f"rank {LOST}" in text
+        assert seconds < LIMIT + 10
 
 
 def test_without_a_future_that_the_reducer_can_read_the_survivors_die(url):

@@ -1,44 +1,197 @@
 """Work and Future as c10d defines them, order between groups and threads, faults, bad input."""
 
+from __future__ import annotations
+
+import gc
 import os
 import re
 import signal
+import threading
+import time
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import tricomm
 from tests import ranks
-from tests.c10d.bodies import work_bodies as bodies
-from tests.c10d.bodies.groups import ROUTES
+from tests.c10d.bodies.groups import ROUTES, default_group, of, poisoned, refused, same
+from tricomm.c10d import group_calls
+from tricomm.c10d.work_handles import FinishedWork
+from tricomm.core.watch.monitor import Monitor
+
+
+def handles(rank, world_size, tell, url, route):
+    """async_op: wait, is_completed, exception, futures with then, nested calls in a callback, dropped handles."""
+    wrong = []
+    with default_group(rank, world_size, url, route):
+        for call in range(20):
+            x = of(rank, (50,), call=call)
+            total = sum(of(r, (50,), call=call) for r in range(world_size))
+            work = dist.all_reduce(x, async_op=True)
+            seen = []
+            then = work.get_future().then(lambda f, seen=seen: seen.append(f.value()[0].clone()) or 7)
+            work.wait()
+            wrong += [] if same(x, total) else ["value"]
+            wrong += [] if work.is_completed() and work.is_success() and work.exception() is None else ["state"]
+            wrong += [] if then.wait() == 7 and same(seen[0], total) else ["then"]
+
+        def another(future):
+            y = future.value()[0] * 2
+            return dist.all_reduce(y, async_op=True).get_future().wait()[0]
+
+        x = of(rank, (4,))
+        nested = dist.all_reduce(x, async_op=True).get_future().then(another).wait()
+        want = sum(of(r, (4,)) for r in range(world_size)) * 2 * world_size
+        wrong += [] if same(nested, want) else ["nested"]
+        for call in range(50):  # nobody keeps the handle, nor the tensor
+            dist.all_reduce(of(rank, (100,), call=call), async_op=True)
+        gc.collect()
+        outs = [poisoned((3,)) for _ in range(world_size)]
+        works = [dist.all_gather(outs, of(rank, (3,)), async_op=True), dist.barrier(async_op=True)]
+        for work in reversed(works):
+            work.wait()
+        wrong += [] if all(same(o, of(r, (3,))) for r, o in enumerate(outs)) else ["waited for in reverse"]
+    return wrong
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_handles_and_futures(route, url):
-    assert ranks.run(2, bodies.handles, url, route, timeout=120) == [[]] * 2
+    assert ranks.run(2, handles, url, route, timeout=120) == [[]] * 2
 
 
-def test_an_asynchronous_call_does_not_block(url):
-    assert ranks.run(2, bodies.does_not_block, url) == [(False, [2.0] * 3)] * 2
+@ranks.each(2, (False, [2.0] * 3))
+def test_an_asynchronous_call_does_not_block(rank, world_size, tell, url):
+    """With async_op, a call returns before the other ranks come, and wait(timeout) is bounded."""
+    with default_group(rank, world_size, url) as world:
+        dist.barrier()
+        if rank == 0:
+            x = torch.ones(3)
+            work = dist.all_reduce(x, async_op=True)
+            early = work.is_completed()
+            refused(lambda: work.wait(timedelta(seconds=0.2)), "timeout after 0.2 s", kind=tricomm.CollectiveTimeout)
+            world.send([torch.ones(1)], 1, 3).wait()  # only now does the other one come
+            work.wait()
+            return early, x.tolist()
+        world.recv([torch.ones(1)], 0, 3).wait()
+        x = torch.ones(3)
+        dist.all_reduce(x)
+        return False, x.tolist()
 
 
-def test_overlapping_groups_in_opposite_orders(url):
-    assert ranks.run(3, bodies.opposite_orders, url) == [(3.0, 9.0), (3.0, 9.0), (3.0, 9.0)]
+@ranks.each(3, (3.0, 9.0))
+def test_overlapping_groups_in_opposite_orders(rank, world_size, tell, url):
+    """Overlapping groups used in opposite orders by asynchronous calls."""
+    with default_group(rank, world_size, url):
+        a, b = dist.new_group([0, 1]), dist.new_group(list(range(world_size)))
+        x, y = torch.ones(3) * (rank + 1), torch.ones(5) * (rank + 2)
+        order = [(a, x), (b, y)] if rank % 2 else [(b, y), (a, x)]
+        works = [dist.all_reduce(t, group=g, async_op=True) for g, t in order]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return (x[0].item() if rank < 2 else 3.0), y[0].item()
+
+
+def threads(rank, world_size, tell, url):
+    """Two threads, a group each."""
+    with default_group(rank, world_size, url):
+        groups = [dist.new_group() for _ in range(2)]
+        wrong = []
+
+        def use(group, factor):
+            for call in range(30):
+                x = of(rank, (20,), call=call) * factor
+                dist.all_reduce(x, group=group)
+                if not same(x, sum(of(r, (20,), call=call) for r in range(world_size)) * factor):
+                    wrong.append((factor, call))
+
+        users = [threading.Thread(target=use, args=(g, i + 1)) for i, g in enumerate(groups)]
+        for user in users:
+            user.start()
+        for user in users:
+            user.join(60)
+        return wrong
 
 
 def test_threads_with_a_group_each(url):
-    assert ranks.run(2, bodies.threads, url) == [[]] * 2
+    assert ranks.run(2, threads, url) == [[]] * 2
+
+
+def mismatches(rank, world_size, tell, url, route):
+    """Ranks that make different calls: named on all ranks, and the group goes on."""
+    said = []
+    odd = rank == world_size - 1
+    with default_group(rank, world_size, url, route):
+        for call in (
+            lambda: dist.all_reduce(torch.ones(30000 + 100000 * odd)),
+            lambda: dist.all_reduce(torch.ones(8, dtype=torch.int32 if odd else torch.float32)),
+            lambda: dist.all_reduce(torch.ones(8), dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+            lambda: dist.broadcast(torch.ones(8), 1 if odd else 0),
+            lambda: dist.barrier() if odd else dist.all_reduce(torch.ones(8)),
+            lambda: dist.all_gather([torch.ones(3 + odd)] * world_size, torch.ones(3 + odd)),
+            lambda: dist.all_to_all_single(
+                torch.ones(2 * world_size + odd),
+                torch.ones(2 * world_size),
+                [2] * (world_size - 1) + [2 + odd],
+                [2] * world_size,
+            ),
+        ):
+            said.append(refused(call, "rank", "call", kind=tricomm.CollectiveMismatch))
+            x = torch.ones(4)
+            dist.all_reduce(x)
+            assert x[0] == world_size
+    return said
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_different_calls_are_named_on_every_rank_and_the_group_goes_on(route, url):
-    for said in ranks.run(3, bodies.mismatches, url, route, timeout=120):
+    for said in ranks.run(3, mismatches, url, route, timeout=120):
         assert "130000" in said[0] and "30000" in said[0] and "[2]" in said[0]
         assert "int32" in said[1] and "max" in said[2] and "root=1" in said[3] and "barrier" in said[4]
         assert "rank 2 expects" not in said[6] and "sends 2 elements to rank 2, which expects 3" in said[6]
 
 
+class Inline:
+    """Stands for the group's stream on a GPU."""
+
+    def run(self, action, batch, timeout):
+        action()
+        return FinishedWork([])
+
+
+def another_way(rank, world_size, tell, url, first, compared=True):
+    """Rank 0's call goes to a kernel, rank 1's to NCCL (which a wait stands for): what each of them gets.
+
+    As on a GPU, where nothing is compared before a call; `first`: it is the group's first call.
+    """
+    os.environ["TRICOMM_CHECK"] = "0"
+    if not compared:
+        Monitor.diverging = lambda monitor: False
+    said, aborted = [], threading.Event()
+    with default_group(rank, world_size, url, "kernels", timeout=60.0 if compared else 3.0) as world:
+        world._backends.native["cuda"] = SimpleNamespace(abort=aborted.set, shutdown=lambda: None)
+        engine = world._dispatcher
+        engine._streams[torch.device("cpu")] = Inline()
+        if not first:
+            dist.all_reduce(torch.ones(4))
+        began = time.monotonic()
+        for dtype in (torch.complex32 if rank else torch.float32, torch.float32):
+            call = group_calls.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            call.async_op = False
+            try:
+                engine.on_cuda([call], lambda: said.append("left" if aborted.wait(30) else "stuck"))
+            except tricomm.TricommError as error:
+                said.append((type(error).__name__, str(error)))
+        del world._backends.native["cuda"]
+        return said, time.monotonic() - began
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["first call", "later"])
 def test_one_rank_in_a_kernel_and_one_in_nccl_are_named_at_once(first, url):
-    (kernel, seconds), (nccl, others) = ranks.run(2, bodies.another_way, url, first)
+    (kernel, seconds), (nccl, others) = ranks.run(2, another_way, url, first)
     assert seconds < 10 and others < 10
     assert nccl[0] == "left"  # it was told to
     for kind, text in [kernel[0], kernel[1], nccl[1]]:
@@ -46,29 +199,121 @@ def test_one_rank_in_a_kernel_and_one_in_nccl_are_named_at_once(first, url):
         assert "dtype=float32" in text and "dtype=complex32" in text and "make the same call" in text
 
 
+def refused_by_nccl(rank, world_size, tell, url):
+    """NCCL refuses a call of rank 0, which the other rank does not see; the corrected one joins it."""
+    os.environ["TRICOMM_CHECK"] = "0"
+    said = []
+
+    def refuses():
+        said.append("refused")
+        raise RuntimeError("tensors must be contiguous")
+
+    def native():
+        said.append("native")
+
+    with default_group(rank, world_size, url, "kernels") as world:
+        engine = world._dispatcher
+        engine._streams[torch.device("cpu")] = Inline()
+
+        def call(dtype, run):
+            made = group_calls.in_place("all_reduce", torch.ones(4, dtype=dtype), "sum")
+            made.async_op = False
+            engine.on_cuda([made], run)
+            return made.x
+
+        if rank == 0:
+            refused(lambda: call(torch.complex32, refuses), "contiguous", kind=RuntimeError)
+        call(torch.complex32, native)
+        time.sleep(0.5 * rank)  # the other one is in its kernel meanwhile, and compares
+        said.append(call(torch.float32, None)[0].item())
+    return said
+
+
 def test_what_nccl_refuses_on_one_rank_consumes_nothing(url):
-    assert ranks.run(2, bodies.refused_by_nccl, url) == [["refused", "native", 2.0], ["native", 2.0]]
+    assert ranks.run(2, refused_by_nccl, url) == [["refused", "native", 2.0], ["native", 2.0]]
 
 
 def test_without_the_comparison_the_kernel_waits_until_its_time_is_up(url):
-    (kernel, seconds), _ = ranks.run(2, bodies.another_way, url, False, False)
+    (kernel, seconds), _ = ranks.run(2, another_way, url, False, False)
     assert kernel[0][0] == "CollectiveTimeout" and seconds > 2
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_bad_input_is_refused_and_the_group_goes_on(route, url):
-    assert ranks.run(2, bodies.refusals, url, route, timeout=120) == [20, 20]
+@ranks.each(2, 20, timeout=120)
+def test_bad_input_is_refused_and_the_group_goes_on(rank, world_size, tell, url, route):
+    """What users get wrong on one rank: refused with what, where and remedy; a corrected retry joins the others."""
+    n = world_size
+    ones = torch.ones
+    with default_group(rank, n, url, route) as world:
+        cases = [
+            (lambda: dist.all_gather([ones(3)] * (n + 1), ones(3)), "list of", "one per rank"),
+            (lambda: dist.all_gather([ones(4)] * n, ones(3)), "gives 3", "has 4"),
+            (lambda: dist.all_gather_into_tensor(ones(3 * n + 1), ones(3)), "elements", str(3 * n)),
+            (lambda: dist.all_gather_into_tensor(ones(3, n).t(), ones(3)), "not contiguous", "copy"),
+            (lambda: world.all_gather_single(ones(3 * n), ones(3, dtype=torch.int32)), "float32", "int32"),
+            (lambda: dist.reduce_scatter(ones(3), [ones(3)] * (n - 1)), "list of", "one per rank"),
+            (lambda: dist.reduce_scatter_tensor(ones(3), ones(3 * n - 1)), "elements"),
+            (lambda: dist.scatter(ones(3), [ones(2)] * n, src=rank), "scatter", "2 elements"),
+            (lambda: dist.all_to_all([ones(3)] * (n - 1), [ones(3)] * n), "output list", "one per rank"),
+            (lambda: dist.all_to_all_single(ones(2 * n), ones(2 * n), [2] * n, [1] * n), "splits", "add up"),
+            (lambda: dist.all_to_all_single(ones(2 * n + 1), ones(2 * n)), "evenly", "give splits"),
+            (lambda: dist.all_reduce(ones(3), dist.ReduceOp.BXOR), "bxor", "integer"),
+            (lambda: dist.all_reduce(ones(3).bool(), dist.ReduceOp.AVG), "avg of bool"),
+            (lambda: dist.all_reduce(ones(1).expand(4)), "share memory", "contiguous"),
+            (lambda: dist.all_reduce(torch.ones(3, device="meta")), "meta"),
+            (lambda: dist.broadcast(torch.eye(3).to_sparse(), 0), "dense", "to_dense"),
+            (lambda: world.broadcast([ones(3)], n), f"0..{n - 1}"),
+            (lambda: world.allreduce([ones(3), ones(3)]), "one per rank is needed"),
+            (lambda: world.send([ones(3)], rank, 0), "this rank itself"),
+            (lambda: dist.send(ones(3, 4).t(), (rank + 1) % n), "contiguous"),
+        ]
+        for number, (call, *words) in enumerate(cases):
+            if rank == number % n:
+                refused(call, *words)
+            x = of(rank, (4,), call=number)
+            dist.all_reduce(x)
+            assert same(x, sum(of(r, (4,), call=number) for r in range(n)))
+    refused(lambda: world.allreduce([ones(3)]), "destroyed", "new one", kind=tricomm.GroupAborted)
+    refused(lambda: world.send([ones(3)], 0, 0), "destroyed", kind=tricomm.GroupAborted)
+    return len(cases)
+
+
+def absent(rank, world_size, tell, url):
+    """A rank that does not come: named on the others within the timeout; the group is lost, the process lives on."""
+    with default_group(rank, world_size, url, timeout=3.0) as world:
+        dist.barrier()
+        if rank == world_size - 1:
+            time.sleep(6)
+            return None
+        began = time.monotonic()
+        text = refused(lambda: dist.all_reduce(torch.ones(3)), f"[{world_size - 1}]", kind=tricomm.CollectiveTimeout)
+        seconds = time.monotonic() - began
+        refused(lambda: world.allreduce([torch.ones(3)]), "lost", kind=tricomm.GroupAborted)
+        return text, seconds
 
 
 def test_a_rank_that_does_not_come(url):
-    *others, _ = ranks.run(3, bodies.absent, url)
+    *others, _ = ranks.run(3, absent, url)
     for text, seconds in others:
         assert re.search(" (Timed out|closed|timeout) ", text)  # as PyTorch's test_barrier_timeout_global wants it
         assert "all_reduce" in text and 2.0 < seconds < 60
 
 
+def killed(rank, world_size, tell, url):
+    """A rank that dies is named, asynchronously too."""
+    with default_group(rank, world_size, url, timeout=20.0):
+        dist.barrier()
+        tell(os.getpid())
+        if rank == world_size - 1:
+            time.sleep(60)
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        text = refused(work.wait, "ended", f"[{world_size - 1}]", kind=tricomm.PeerDied)
+        assert isinstance(work.exception(), tricomm.PeerDied)
+        return text
+
+
 def test_a_rank_that_dies(url):
-    with ranks.start(2, bodies.killed, url) as started:
+    with ranks.start(2, killed, url) as started:
         pids = started.messages()
         os.kill(pids[1], signal.SIGKILL)
         outcomes = started.results()
