@@ -29,7 +29,10 @@ class Changed:
         return self.after_us / self.before_us - 1 if self.before_us else math.inf
 
     def __str__(self) -> str:
-        times, mark = f"{self.before_us:g} -> {self.after_us:g} us", " (simulated)" if self.point["simulated"] else ""
+        times, mark = (
+            f"{self.before_us:.4g} -> {self.after_us:.4g} us",
+            " (simulated)" if self.point["simulated"] else "",
+        )
         names = "{collective} {dtype} {kernel} {nbytes} B, {world_size} ranks, {mode}, {place}, on {device}"
         return f"{self.step:+8.1%}  {times:<24}  {names.format(**self.point)}{mark}"
 

@@ -56,12 +56,15 @@ def side(text: str, runs: Sequence[Rows], say: Say) -> Rows:
     elif re.fullmatch(r"[0-9a-f]{6,40}\+?", text):
         found = [run for run in runs if run[0].run.commit.startswith(text)]
     else:
-        _, end = parsing.parse_when(text)
+        try:
+            _, end = parsing.parse_when(text)
+        except InvalidArgument:
+            end = ""
         past = [run for run in runs if run[0].run.date < end]
         found = [run for run in past if run[0].run.date[:10] == past[-1][0].run.date[:10]]
     if not found:
         raise InvalidArgument(
-            f"{text}: no file, and no run of the history, is meant by this; `tricomm compare` lists them"
+            f"{text}: no file and no run of the history has this name; `tricomm compare` lists the runs"
         )
     return [entry for run in found for entry in run]
 

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana over the metrics of `prometheus`, to be imported there."""
+"""The dashboard for Grafana over the metrics of `prometheus`."""
 
 from __future__ import annotations
 

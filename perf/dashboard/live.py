@@ -35,7 +35,9 @@ class Live:
         groups = _groups(jobs)
         return {
             "jobs": [asdict(row) for job in jobs for row in activities(job)][:_ROWS],
-            "rates": [_rates(job, self._totals[job.name]) for job in jobs],
+            "rates": sorted(
+                (_rates(job, self._totals[job.name]) for job in jobs), key=lambda rates: str(rates["name"])
+            ),
             "waits": groups[:1],
             "straggler": _straggler(groups),
         }

@@ -22,12 +22,12 @@ def compare(old: str | None, new: str, threshold: float, history: Path | None) -
     """Compare the times of NEW [default: latest] with those of OLD. Without both, list the runs of the history.
 
     \b
-    OLD and NEW are each one of
-      12, latest, latest~1   a run by its number in the list, or counted from the latest
-      3f9c2ab                all runs of a commit, by at least 6 digits
-      monday, 2026-01-31     all runs of that day, or of the last day before it that has runs
-      7d, 12h                the same, until that long ago
-      FILE                   of tricomm bench --json, or the latest run of another history
+    OLD and NEW can be:
+      12, latest, latest~1   A run by its number in the list, or counted from the latest.
+      3f9c2ab                All runs of a commit, by at least 6 digits.
+      monday, 2026-01-31     All runs of that day, or of the last day before it that has runs.
+      7d, 12h                The same, until that long ago.
+      FILE                   A file of tricomm bench --json, or the latest run of another history.
 
     Compares the points that both have measured on the same kind of box, by their medians. Two runs also differ by
     chance: tricomm dashboard --changes judges all runs. Exit codes: 0 no point is slower by more than the threshold,

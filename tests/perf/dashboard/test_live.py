@@ -22,8 +22,9 @@ def _waited(jobs: list[JobStatistics], seconds: float) -> list[JobStatistics]:
 def test_rates_are_between_two_writings_and_only_of_jobs_that_live() -> None:
     live = Live()
     assert [rates["at"] for rates in live.add(dashboard_data.jobs(1))["rates"]] == [[]] * 8
-    live.add(dashboard_data.jobs(1))  # the page is made again, and the job has not written
-    first, *_ = live.add(dashboard_data.jobs(3)[:2])["rates"]
+    live.add(dashboard_data.jobs(1)[::-1])  # the page is made again, and the job has not written
+    first, *_ = live.add(dashboard_data.jobs(3)[1::-1])["rates"]
+    assert first["name"] == "rank 0, pid 4000 on box"  # in whichever order they have written
     assert (
         first["at"] == [1.7e9 + 15]
         and first["calls"] == [1000.2]
