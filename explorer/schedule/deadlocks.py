@@ -101,8 +101,8 @@ def _entry(task: Task, site: Site, text: str, **more: Any) -> dict[str, Any]:
 
 
 def _unmet(task: Task) -> Poll | None:
-    """The poll whose comparison has failed; else the last one."""
-    polls = list(task.polls.values())
+    """The poll of its loop whose comparison has failed; else the last one. Waits before that loop are over."""
+    polls = task.loop() or list(task.polls.values())
     return next((p for p in polls if p.late().any()), polls[-1] if polls else task.last_poll)
 
 

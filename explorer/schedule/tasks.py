@@ -157,7 +157,7 @@ class Task:
 
     def loop(self) -> list[Poll]:
         """The reads of one round of the polling loop: those since the latest read was last made before."""
-        *before, last = self.repeated
+        *before, last = self.repeated or [None]
         if last not in before:
             return []
         round_ = before[len(before) - 1 - before[::-1].index(last) :]

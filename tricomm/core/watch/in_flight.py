@@ -20,9 +20,12 @@ _MESSAGE, _MESSAGE_ENDED = layout.MESSAGE, layout.MESSAGE_ENDED
 
 
 class _UserCall:
-    """A kernel that reports nothing itself: in flight until its `event`, if it has one, has passed."""
+    """A kernel that reports nothing itself: in flight until its `event`, if it has one, has passed. `name` if it is a
+    user's."""
 
-    event: Any = None
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.event: Any = None
 
 
 class InFlight:
@@ -109,6 +112,11 @@ class InFlight:
         number = int(self._words[_MESSAGE])
         return number if number != int(self._words[_MESSAGE_ENDED]) else None
 
+    def user_kernel(self) -> str:
+        """The name of the user's kernel that runs; empty if none does."""
+        running = self.running()
+        return running.name if isinstance(running, _UserCall) else ""
+
     @property
     def from_any(self) -> bool:
         """Whether it is a message from any rank."""
@@ -128,9 +136,9 @@ class InFlight:
         return [r for r, words in self._peers.items() if not _entered(int(words[_STARTED]), self._started)]
 
     @contextmanager
-    def user_call(self, gpu: Gpu | None) -> Iterator[None]:
+    def user_call(self, gpu: Gpu | None, name: str) -> Iterator[None]:
         """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
-        token = _UserCall()
+        token = _UserCall(name)
         self._user_calls.append(token)
         try:
             yield

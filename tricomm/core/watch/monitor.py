@@ -117,9 +117,9 @@ class Monitor:
         if fault is not None:
             self.abort(fault)
 
-    def user_call(self, gpu: Gpu | None) -> AbstractContextManager[None]:
+    def user_call(self, gpu: Gpu | None, name: str = "") -> AbstractContextManager[None]:
         """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
-        return self.in_flight.user_call(gpu)
+        return self.in_flight.user_call(gpu, name)
 
     def _gone(self, rank: int) -> bool:
         return self._control.state(rank) == RankState.CLOSED or not self._control.alive(rank)
@@ -287,6 +287,10 @@ class Monitor:
         own, message = control.last(control.rank), running.message() if not running.in_epoch() else None
         if message is not None:
             doing = self._describe(message)
+        elif kernel := running.user_kernel():
+            doing = (
+                f"rank {control.rank} was in launch({kernel}); `tricomm check` names the line and word that it waits at"
+            )
         elif own is not None:
             doing = f"rank {control.rank} was in {own.text()}"
         else:
