@@ -180,6 +180,8 @@ def test_the_package_says_what_it_is(wheel: Path) -> None:
     assert [re.split(r"[^\w-]", line.split()[1])[0] for line in needed] == ["torch", "triton", "numpy"]
     assert all(f"Provides-Extra: {extra}" in text for extra in ("cli", "explorer", "cuda", "nccl"))
     assert "License-Expression: Apache-2.0" in text and "Requires-Python: >=3.11" in text
+    assert "Author: tricomm developers" in text and "Keywords: collectives," in text
+    assert text.count("Classifier: ") == 10
     assert "tricomm = tricomm.__main__:main" in entry
     assert "[vllm.general_plugins]\ntricomm = tricomm.engines.vllm_plugin:register" in entry
 
