@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from typing import Any
 
 from tricomm.metrics.counters import Statistics
@@ -28,9 +29,9 @@ class Live:
     def add(self, jobs: Sequence[JobStatistics]) -> Record:
         """The page's data of `jobs`, all that live now."""
         for job in jobs:
-            kept, totals = self._totals.setdefault(job.name, deque(maxlen=_SAMPLES)), _totals(job)
-            if not kept or totals[0] > kept[-1][0]:
-                kept.append(totals)
+            kept, rows = self._totals.setdefault(job.name, deque(maxlen=_SAMPLES)), activities(job)
+            if not kept or job.written > kept[-1][0]:
+                kept.append((job.written, sum(row.calls for row in rows), sum(row.nbytes for row in rows)))
         self._totals = {job.name: self._totals[job.name] for job in jobs}
         groups = _groups(jobs)
         return {
@@ -47,26 +48,15 @@ def _name(job: JobStatistics) -> str:
     return f"pid {job.pid} on {job.host}"
 
 
-def _totals(job: JobStatistics) -> _Totals:
-    rows = activities(job)
-    return job.written, sum(row.calls for row in rows), sum(row.nbytes for row in rows)
-
-
 def _rates(job: JobStatistics, kept: Sequence[_Totals]) -> Record:
-    """Calls and GB of input per second between two writings, at the second one's time."""
-    ranks = sorted({comm.rank for comm in job.communicators})
+    """Between two writings: the second one's time, and calls and GB of input per second."""
+    ranks = ", ".join(str(rank) for rank in sorted({comm.rank for comm in job.communicators})) or "?"
     mark = " (simulated)" if any(comm.simulated for comm in job.communicators) else ""
-    rates: Record = {
-        "name": f"rank {', '.join(map(str, ranks)) or '?'}, {_name(job)}{mark}",
-        "at": [],
-        "calls": [],
-        "gbs": [],
-    }
-    for (before, calls, nbytes), (at, more_calls, more_bytes) in zip(kept, list(kept)[1:], strict=False):
-        rates["at"].append(round(at, 2))
-        rates["calls"].append(max(0, more_calls - calls) / (at - before))
-        rates["gbs"].append(max(0, more_bytes - nbytes) / (at - before) / 1e9)
-    return rates
+    points = [
+        (round(at, 2), max(0, calls - old_calls) / (at - before), max(0, nbytes - old_bytes) / (at - before) / 1e9)
+        for (before, old_calls, old_bytes), (at, calls, nbytes) in pairwise(kept)
+    ]
+    return {"name": f"rank {ranks}, {_name(job)}{mark}", "points": points}
 
 
 def _groups(jobs: Sequence[JobStatistics]) -> list[Record]:

@@ -203,8 +203,8 @@ function bound(scene, lines) {
 
 function rates(jobs) {
   const traces = jobs.map((job, number) => ({
-    type: "scatter", mode: "lines+markers", name: plain(job.name), x: job.at.map((at) => new Date(at * 1000)), y: job.gbs, line: { color: style(number).colour },
-    text: job.calls.map((calls, i) => `${plain(job.name)}<br>${short(job.gbs[i])} GB/s of input, ${short(calls)} calls/s`), hovertemplate: "%{text}<extra></extra>",
+    type: "scatter", mode: "lines+markers", name: plain(job.name), x: job.points.map(([at]) => new Date(at * 1000)), y: job.points.map(([, , gbs]) => gbs), line: { color: style(number).colour },
+    text: job.points.map(([, calls, gbs]) => `${plain(job.name)}<br>${short(gbs)} GB/s of input, ${short(calls)} calls/s`), hovertemplate: "%{text}<extra></extra>",
   }));
   return {
     traces, layout: { xaxis: { type: "date", nticks: 4, tickangle: 0 }, yaxis: { title: { text: "input (GB/s)" }, rangemode: "tozero", nticks: 6 } },

@@ -267,7 +267,7 @@ function showJobs() {
   section.hidden = rated.length === 0;
   if (section.hidden) return;
   find("p", section).textContent = straggler;
-  const simulated = rated.some((job) => job.name.endsWith("(simulated)")), running = rated.filter((job) => job.at.length);
+  const simulated = rated.some((job) => job.name.endsWith("(simulated)")), running = rated.filter((job) => job.points.length);
   chart("rates", rates(running), simulated);
   chart("waits", waiting.length ? waits(waiting[0], find("#waits").clientWidth) : { traces: [], layout: {}, note: "No rank has waited." }, simulated);
   table(section, ["job", "group", "route", "collective", "kernel", "up to", "calls", "bytes", "p50 (us)", "p99 (us)"], jobs.map((r) => [

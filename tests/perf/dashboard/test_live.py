@@ -21,26 +21,22 @@ def _waited(jobs: list[JobStatistics], seconds: float) -> list[JobStatistics]:
 
 def test_rates_are_between_two_writings_and_only_of_jobs_that_live() -> None:
     live = Live()
-    assert [rates["at"] for rates in live.add(dashboard_data.jobs(1))["rates"]] == [[]] * 8
+    assert [rates["points"] for rates in live.add(dashboard_data.jobs(1))["rates"]] == [[]] * 8
     live.add(dashboard_data.jobs(1)[::-1])  # the page is made again, and the job has not written
     first, *_ = live.add(dashboard_data.jobs(3)[1::-1])["rates"]
     assert first["name"] == "rank 0, pid 4000 on box"  # in whichever order they have written
-    assert (
-        first["at"] == [1.7e9 + 15]
-        and first["calls"] == [1000.2]
-        and first["gbs"] == [1000.0 * (1 << 21) / 1e9 + 2.048e-7]
-    )
+    assert first["points"] == [(1.7e9 + 15, 1000.2, 1000.0 * (1 << 21) / 1e9 + 2.048e-7)]
     assert live.add([]) == {"jobs": [], "rates": [], "waits": [], "straggler": "No rank waits long for another."}
-    assert live.add(dashboard_data.jobs(4))["rates"][0]["at"] == []
+    assert live.add(dashboard_data.jobs(4))["rates"][0]["points"] == []
 
 
 def test_a_clock_or_a_count_that_falls_gives_no_negative_rate() -> None:
     live = Live()
     for writing in (3, 2, 1):
         data = live.add(dashboard_data.jobs(writing))
-    assert data["rates"][0]["at"] == []
+    assert data["rates"][0]["points"] == []
     fewer = [replace(job, written=job.written + 99) for job in dashboard_data.jobs(1)]
-    assert live.add(fewer)["rates"][0]["calls"] == [0.0]
+    assert live.add(fewer)["rates"][0]["points"][0][1] == 0.0
 
 
 def test_a_straggler_is_named_and_is_none_if_all_wait_the_same() -> None:
