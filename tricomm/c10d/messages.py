@@ -11,10 +11,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
 
 from tricomm.c10d.dtype_emulation import memory
-from tricomm.c10d.work_handles import limit_seconds
+from tricomm.c10d.work_handles import Handle, limit_seconds
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.store.tcp.matching import ANY, FIRST_OWN_TAG, Transfer
 from tricomm.store.tcp.transport import Transport
@@ -45,11 +44,11 @@ class CpuMessages:
         return MessageWork(self, message, x, "recv from any rank" if src is None else f"recv from rank {src}")
 
 
-class MessageWork(Work):
+class MessageWork(Handle):
     """A message in flight."""
 
     def __init__(self, points: CpuMessages, message: Transfer, x: torch.Tensor, what: str) -> None:
-        super().__init__()
+        super().__init__([x])
         self._points, self._message, self._x, self._what = points, message, x, what
         self._error: BaseException | None = None
 
@@ -71,22 +70,13 @@ class MessageWork(Work):
             raise cause
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self._message.done or self._error is not None
-
-    def is_success(self) -> bool:
-        return self._message.done and self.exception() is None
 
     def exception(self) -> Any:
         if self._error is None and self._message.misfit is not None:
             self._error = self._mismatch(*self._message.misfit)
         return self._error or self._message.error
-
-    def result(self) -> list[Any]:
-        return [self._x]
 
     def _words(self) -> str:
         x = self._x

@@ -7,12 +7,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from tricomm import env
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.c10d.work_handles import FinishedWork, failed, limit_seconds
+from tricomm.c10d.work_handles import FinishedWork, Handle, failed, limit_seconds
 from tricomm.communicator import Communicator
 from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout, TricommError
@@ -21,7 +20,7 @@ from tricomm.gpu import Gpu
 _POLL = 5e-5
 
 
-class CudaWork(Work):
+class CudaWork(Handle):
     """A call on the group's stream. `wait` orders the current stream after it and does not block the host.
 
     With a timeout, or with TRICOMM_BLOCKING_WAIT=1, the host waits too, and for a barrier always.
@@ -30,8 +29,8 @@ class CudaWork(Work):
     def __init__(
         self, what: str, result: list[Any], event: Any, future: Any, comm: Communicator, gpu: Gpu, limit: float | None
     ) -> None:
-        super().__init__()
-        self._what, self._result, self._event, self._future = what, result, event, future
+        super().__init__(result)
+        self._what, self._event, self._future = what, event, future
         self._comm, self._gpu, self._limit = comm, gpu, limit
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -52,14 +51,8 @@ class CudaWork(Work):
         if not poll(self._event.query, limit, _POLL, meanwhile=self._comm.check):
             raise CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return bool(self._event.query())
-
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
 
     def exception(self) -> Any:
         try:
@@ -67,9 +60,6 @@ class CudaWork(Work):
         except Exception as error:
             return error
         return None
-
-    def result(self) -> list[Any]:
-        return self._result
 
     def get_future(self) -> Any:
         """A future that is done when the call is launched, as NCCL's is; a failed one if the group has a fault."""

@@ -81,7 +81,27 @@ class _Promise:
         complete()
 
 
-class PendingWork(Work):
+class Handle(Work):
+    """The parts that all handles of a call have in common."""
+
+    def __init__(self, result: list[Any]) -> None:
+        super().__init__()
+        self._result = result
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_success(self) -> bool:
+        return bool(self.is_completed() and self.exception() is None)
+
+    def exception(self) -> Any:
+        return None
+
+    def result(self) -> list[Any]:
+        return self._result
+
+
+class PendingWork(Handle):
     """The call `id`, which another thread runs.
 
     Dropping the handle is safe: the queue holds what the call needs.
@@ -90,9 +110,9 @@ class PendingWork(Work):
     """
 
     def __init__(self, id: CallId, what: str, result: list[Any], interrupted: Callable[[BaseException], None]) -> None:
-        super().__init__()
+        super().__init__(result)
         self.id, self.over = id, Latch()
-        self._what, self._result, self._interrupted = what, result, interrupted
+        self._what, self._interrupted = what, interrupted
         self._error: BaseException | None = None
         self._finished = False
         self._end = [True]  # taken by the thread that finishes the call
@@ -135,21 +155,12 @@ class PendingWork(Work):
             raise self._error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         # A future's waiter may go on before the latch is open.
         return self.over.is_open or any(promise.future.done() for promise in list(self._promises.values()))
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self._error is None
-
     def exception(self) -> Any:
         return self._error
-
-    def result(self) -> list[Any]:
-        return self._result
 
     def get_future(self) -> Any:
         """Holds the call's list of output tensors, as every c10d backend's does.
@@ -199,30 +210,18 @@ def _read_by_reducer(future: Any) -> Any:
     return future.then(lambda done: done.value())
 
 
-class FinishedWork(Work):
+class FinishedWork(Handle):
     """A call that has run when it returned: on the CPU, or ordered on the caller's own stream."""
 
-    def __init__(self, result: list[Any], future: Any = None) -> None:
-        super().__init__()
-        self._result, self._future = result, future
+    def __init__(self, result: list[Any]) -> None:
+        super().__init__(result)
+        self._future: Any = None
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        pass
-
     def is_completed(self) -> bool:
         return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> Any:
-        return None
-
-    def result(self) -> list[Any]:
-        return self._result
 
     def get_future(self) -> Any:
         if self._future is None:
@@ -232,21 +231,18 @@ class FinishedWork(Work):
         return self._future
 
 
-class CombinedWork(Work):
-    """One handle for several calls. None stands for a call without a handle: NCCL returns None for a synchronous call,
-    for a call in a group, and for a group without calls."""
+class CombinedWork(Handle):
+    """One handle for several calls, without a result. None stands for a call without a handle: NCCL returns None for a
+    synchronous call, for a call in a group, and for a group without calls."""
 
     def __init__(self, works: list[Any]) -> None:
-        super().__init__()
+        super().__init__([])
         self._works = [work for work in works if work is not None]
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
         for work in self._works:
             work.wait(timeout) if limit_seconds(timeout) else work.wait()
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
