@@ -381,9 +381,10 @@ class TricommGroup(AnsweringGroup):
     def _checked_message(self, what: str, tensors: Any, peer: int | None) -> torch.Tensor:
         self._dispatcher.check_usable(what)
         x = group_calls.single_tensor(tensors, what)
-        if peer is not None and not 0 <= peer < self.size():
-            raise InvalidArgument(f"{what}: rank {peer} is not in 0..{self.size() - 1} of this group")
-        if peer == self.rank():
+        rank, size = self._config.rank, self._config.world_size  # `rank()` and `size()` take microseconds
+        if peer is not None and not 0 <= peer < size:
+            raise InvalidArgument(f"{what}: rank {peer} is not in 0..{size - 1} of this group")
+        if peer == rank:
             raise InvalidArgument(f"{what}: rank {peer} is this rank itself; copy the tensor instead")
         if not x.is_contiguous() or x.is_neg() or x.is_conj():
             raise InvalidArgument(f"{what}: a contiguous tensor is needed, no view with another sign; pass x + 0")
