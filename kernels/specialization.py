@@ -26,6 +26,7 @@ class Specialization:
     SWITCH       chunks go through a switch, by multicast addresses
     ALIGNED      the tensors of this rank begin at multiples of 16 bytes
     COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
+    DEPENDENT    a dependent launch (`device/dependent_launch.py`)
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
 
     Of an all-reduce of rows with an epilogue (`device/rows.py`):
@@ -47,6 +48,7 @@ class Specialization:
     SWITCH: bool = False
     ALIGNED: bool = False
     COMPACT: bool = False
+    DEPENDENT: bool = False
     ELEMENT: str = ""
     OP: str = ""
     HIDDEN: int = 0

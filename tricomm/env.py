@@ -119,6 +119,11 @@ def agent_store() -> bool:
     return text("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+def dependent_launch() -> bool:
+    """False if the user has switched programmatic dependent launch off."""
+    return text("TRICOMM_DEPENDENT_LAUNCH") is None or flag("TRICOMM_DEPENDENT_LAUNCH")
+
+
 def batch_invariant() -> bool:
     """True if the user wants every group's reductions to depend on rank order alone."""
     return flag("TRICOMM_BATCH_INVARIANT")

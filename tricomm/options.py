@@ -57,6 +57,8 @@ class Options:
     beside_compute whether calls run at the same time as other kernels, such as a matrix product: table rows for
                    that, compact kernels of 128 registers a thread (docs/tuning.md), and 16 blocks unless `max_blocks`
                    says otherwise
+    dependent_launch  whether kernels on sm_90 and newer begin while the one before them on the stream ends
+                   (docs/memory.md#concurrent-calls); off for all ranks with TRICOMM_DEPENDENT_LAUNCH=0 on one
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: read from the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
@@ -72,6 +74,7 @@ class Options:
     arena_bytes: int = 64 * 1024 * 1024
     max_blocks: int | None = None
     beside_compute: bool = False
+    dependent_launch: bool = True
     topology: Topology | None = None
     nccl: bool = True
     share_device: bool = False
@@ -87,7 +90,7 @@ class Options:
             object.__setattr__(self, "topology", Topology.load(self.topology))
         if not isinstance(self.topology, Topology | None):
             raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
-        for name in ("nccl", "share_device", "batch_invariant", "beside_compute"):
+        for name in ("nccl", "share_device", "batch_invariant", "beside_compute", "dependent_launch"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):

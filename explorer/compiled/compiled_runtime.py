@@ -186,7 +186,10 @@ class CompiledRuntime(RankRuntime):
     def facts(self, device: torch.device) -> DeviceFacts:
         capability = self._gpu.driver.capability
         return DeviceFacts(
-            f"simulated GPU of rank {self._rank}", f"sm_{capability}", _PROCESSORS.get(capability, layout.MAX_BLOCKS)
+            f"simulated GPU of rank {self._rank}",
+            f"sm_{capability}",
+            _PROCESSORS.get(capability, layout.MAX_BLOCKS),
+            capability >= 90,
         )
 
     def prepare(

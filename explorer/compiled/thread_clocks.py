@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.thread_teams import BarrierRounds, FlagMessage, ReleasePart, Team
 
-MOST_THREADS = 8192
+MOST_THREADS = 16384
 Array = NDArray[Any]
 SCOPES = {"cta": 1, "cluster": 1, "gpu": 2, "sys": 3}  # a cluster counts as one block: never overestimated
 CTA, GPU, SYS = 1, 2, 3
@@ -67,7 +67,7 @@ class Clocks:
         self.switched = False  # true from the first access by a multicast address on
         self.messages: list[FlagMessage | None] = [None]
         self._fenced: dict[int, ReleasePart] = {}
-        self._plain: dict[tuple[int, int], int] = {}  # by team and scope: the message of a write that releases nothing
+        self._plain: dict[tuple[int, int, bool], int] = {}  # by team, scope, birth: of a write that releases nothing
         self._sc: dict[tuple[int, int, int], Array] = {}
         self._used, self._teams = 1, 0
         self._free: list[Array] = []
@@ -165,12 +165,13 @@ class Clocks:
 
     def begin_again(self, team: Team, threads: Array, known: Array) -> None:
         """`griddepcontrol.wait`: from here on these threads are as if they had begun after `known` (a row)."""
-        born = [part.known for part in team.birth]
-        known = np.max([_behind_alias_fence(self._fitted(row)) for row in (known, *born)], axis=0)
-        self.learn(team, threads, known)
-        self._fenced |= dict.fromkeys(
-            team.slots[threads].tolist(), ReleasePart(0, team.rank, team.number, SYS, 0, known)
-        )
+        if team.waited is None:
+            team.waited = np.zeros(len(team.slots), bool)
+            earlier = [self._fitted(part.known) for part in team.birth]
+            known = np.max([_behind_alias_fence(self._fitted(known)), *earlier], axis=0)
+            team.reborn = (ReleasePart(0, team.rank, team.number, SYS, 0, known),)
+        self.learn(team, threads, team.reborn[0].known)
+        team.waited[threads] = True
 
     def leave(self, team: Team, slots: Array) -> None:
         """Threads of the team have ended."""
@@ -280,11 +281,12 @@ class Clocks:
         known, before = self._highest(team, slots), self._sc.get(key)
         self._sc[key] = known if before is None else np.maximum(self._fitted(before), known)
 
-    def plain(self, team: Team, scope: int) -> int:
+    def plain(self, team: Team, slots: Array, scope: int) -> int:
         """The message of a strong write that releases nothing but what earlier launches did."""
-        key = (team.number, scope)
+        born = team.born(slots)
+        key = (team.number, scope, born is team.reborn)
         if key not in self._plain:
-            self._plain[key] = self._message(team, scope, team.birth)
+            self._plain[key] = self._message(team, scope, born)
         return self._plain[key]
 
     def publish(self, team: Team, slot: int, sem: str, scope: int, continues: Sequence[int] = ()) -> int:
@@ -292,14 +294,15 @@ class Clocks:
         read-modify-write has read, or this thread's own release to the same word."""
         fence = self._fenced.get(slot)
         parts = [part for number in continues for part in self._handed_on(number, team, scope)]
-        parts += team.birth if fence is None else (fence,)
+        born = team.born(np.array([slot]))
+        parts += born if fence is None else (fence,)
         if sem in ("release", "acq_rel"):
             time = int(self.time[slot])
             parts.append(
                 ReleasePart(slot, team.rank, team.number, scope, time, self.row(team, int(slot - team.slots[0])))
             )
-        elif tuple(parts) == team.birth:
-            return self.plain(team, scope)
+        elif fence is None and len(parts) == len(born):
+            return self.plain(team, np.array([slot]), scope)
         return self._message(team, scope, _merged(parts))
 
     def _handed_on(self, number: int, team: Team, scope: int) -> tuple[ReleasePart, ...]:

@@ -281,7 +281,7 @@ class ThreadDetector:
         if access.sem is not None:
             scope = SCOPES[access.scope or "sys"]
             word = self.words.vector(maker.rank, maker.block)
-            messages[:] = self.clocks.plain(maker.team, scope)
+            messages[:] = self.clocks.plain(maker.team, slots, scope)
             before = self._own_before(maker, access, places, slots, int(messages[0]))
             alone = range(len(slots)) if access.sem in RELEASES or self.clocks.has_fenced(slots) else before
             for lane in alone:

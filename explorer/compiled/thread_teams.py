@@ -45,6 +45,8 @@ class Team:
     """The threads of one running block, or one task of the host: their slots, consecutive, and what they know.
 
     rows    `rows[0]` is the clock that all threads share; `row_of` has, by thread, the number of its row
+    birth   what their relaxed writes hand on: the end of earlier launches. `reborn`: of the `waited` threads, which
+            have waited for an earlier launch since
     """
 
     number: int
@@ -54,9 +56,15 @@ class Team:
     row_of: Array
     present: int
     birth: tuple[ReleasePart, ...] = ()
+    reborn: tuple[ReleasePart, ...] = ()
+    waited: Array | None = None
     seen: dict[tuple[int, int, bytes], tuple[int, int, Array]] = field(default_factory=dict)
     joined: set[tuple[int, int, bytes]] = field(default_factory=set)
     barriers: dict[int, BarrierRounds] = field(default_factory=dict)
+
+    def born(self, slots: Array) -> tuple[ReleasePart, ...]:
+        """What the relaxed writes of these threads hand on."""
+        return self.birth if self.waited is None or not self.waited[self.local(slots)].all() else self.reborn
 
     def local(self, slots: Array) -> Array:
         """The numbers of these threads in the block."""

@@ -53,6 +53,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle
 from tricomm.kernels.device.packing import load_words, member, store_words
 from tricomm.kernels.device.plain_data import copy_rows, stage
@@ -88,6 +89,7 @@ def _read(tensors, chunk, status, SPEC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_gather_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     me = rank_of(group)
     clear_idle(group, start, 1, SPEC)

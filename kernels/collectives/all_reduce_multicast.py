@@ -55,6 +55,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import run_two_hops
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle
 from tricomm.kernels.device.multicast import buffer_at_all, gather_reduced, pass_reduced
 from tricomm.kernels.device.packing import load_elements, members, shard_words, store_elements
@@ -97,6 +98,7 @@ def all_reduce_multicast_zero_copy(
     x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, into, SPEC: tl.constexpr
 ):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     me = rank_of(group)
     clear_idle(group, start, 1, SPEC)

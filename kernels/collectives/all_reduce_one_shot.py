@@ -62,6 +62,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_pushed
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, simple_buffer
 from tricomm.kernels.device.packing import load_tiles, load_words, members, store_words
 from tricomm.kernels.device.plain_data import FULL, reduce_in_turn, stage
@@ -109,6 +110,7 @@ def _read(tensors, chunk, status, SPEC: tl.constexpr):
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_reduce_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)

@@ -68,6 +68,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.arrival import poll_planes
 from tricomm.kernels.device.chunks import packed_words, run_ll, run_two_hops
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import buffer_words, clear_idle, ll_buffer, simple_buffer
 from tricomm.kernels.device.packing import (
     end_of,
@@ -221,6 +222,7 @@ def _take(tensors, chunk, SPEC: tl.constexpr):
 def all_reduce_two_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     me = rank_of(group)
     words = packed_words(x_ptr, numel)

@@ -28,6 +28,7 @@ import triton.language as tl
 
 from tricomm.kernels.device.chunks import nth, whole_call
 from tricomm.kernels.device.counts import part, publish_counts, receive_counts
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import buffer_words, ll_buffer
 from tricomm.kernels.device.planes import load_planes_if, put_planes, store_planes_if
 from tricomm.kernels.device.push import open_epoch, push_tile, receive, synchronize
@@ -42,6 +43,7 @@ def all_to_all_v_one_shot(
     # Not `run_pushed`: the number of chunks is known when the peers' counts have come, in the first one.
     buffer = buffer_words(group, 1, SPEC)
     number = tl.zeros([], tl.int64)
+    wait_for_launches(SPEC)
     if SPEC.LL:  # in flight together with the epoch
         unnumbered = whole_call((x_ptr, y_ptr, numel), group, call, number, number, SPEC)
         tile = _tile_for(x_ptr, numel, send_counts, buffer, unnumbered, 1, unnumbered.own, SPEC)

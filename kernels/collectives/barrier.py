@@ -14,12 +14,14 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels import primitives
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import clear_idle
 from tricomm.kernels.primitives import enter, leave
 
 
 @triton.jit(do_not_specialize=["call"])
 def barrier(group, call: tl.int64, SPEC: tl.constexpr):
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     clear_idle(group, start, 1, SPEC)
     status = primitives.barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)

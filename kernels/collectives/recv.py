@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.chunks import packed_words
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.message_queues import (
     QUEUES,
     acknowledge,
@@ -75,6 +76,7 @@ def recv(
     blocks: tl.int64,
     SPEC: tl.constexpr,
 ):
+    wait_for_launches(SPEC)
     me = rank_of(group)
     # The interpreter takes a small number for 32 bits.
     rank, tag, blocks = rank.to(tl.int64), tag.to(tl.int64), blocks.to(tl.int64)

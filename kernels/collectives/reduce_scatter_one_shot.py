@@ -36,6 +36,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.chunks import packed_words, run_one_shot
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import clear_idle
 from tricomm.kernels.device.packing import load_words, members, store_words
 from tricomm.kernels.device.plain_data import push_plain_rows
@@ -58,6 +59,7 @@ def _take(tensors, chunk, status, SPEC: tl.constexpr):
 @triton.jit(do_not_specialize=["numel", "call"])
 def reduce_scatter_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     row = rank_of(group) * numel
     clear_idle(group, start, 1, SPEC)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from tricomm.kernels import layout
 from tricomm.kernels.device.chunks import packed_words
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.message_queues import (
     QUEUES,
     SLOTS,
@@ -40,6 +41,7 @@ PLAIN = tl.constexpr(layout.PLAIN)
 
 @triton.jit(do_not_specialize=["numel", "call", "rank", "tag"])
 def send(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, rank: tl.int64, tag: tl.int64, SPEC: tl.constexpr):
+    wait_for_launches(SPEC)
     me = rank_of(group)
     rank, tag = rank.to(tl.int64), tag.to(tl.int64)  # the interpreter takes a small number for 32 bits
     words = packed_words(x_ptr, numel)

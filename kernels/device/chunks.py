@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from tricomm.kernels.device.arrival import announce, depart
+from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.push import open_epoch, synchronize
 from tricomm.kernels.group import RANK, rank_of, table_of
@@ -121,6 +122,7 @@ def run_ll(
     chunk, after it has read all of it, and returns (status, the result of `arrive`), so that the block continues while
     that atomic is in flight.
     """
+    wait_for_launches(SPEC)
     start, owner = read_epoch(group)
     before = tl.zeros([SPEC.LANES], tl.int32)
     unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), owner, SPEC)
@@ -152,6 +154,7 @@ def run_ll(
 def run_loaded(LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.constexpr):
     """`run_chunks` of BODY(tensors, chunk, tile, SPEC), where `tile` is the result of LOAD(tensors, chunk, SPEC). The
     first chunk's load is in flight together with the epoch's."""
+    wait_for_launches(SPEC)
     owner = tl.zeros([], tl.int64)
     tile = LOAD(tensors, nth(whole_call(tensors, group, call, owner, owner, SPEC), owner, chunk_words), SPEC)
     start, owner = enter(group, call)
@@ -175,6 +178,7 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
 
     `tensors` is (x_ptr, y_ptr, numel) and whatever else BODY takes; `chunk_words` the most words of a chunk.
     """
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
     chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE)
@@ -213,6 +217,7 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
     one barrier a chunk. PUSH(k) overwrites chunk k - 2, which no peer reads after barrier k - 1: so it needs no other
     barrier.
     """
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
     chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE)
@@ -249,6 +254,7 @@ def run_two_hops(
     second halves of chunk C - 1 are read. The next call begins with the other mailbox, and writes to this one only
     after its own first barrier or headers.
     """
+    wait_for_launches(SPEC)
     start, owner = enter(group, call)
     whole = whole_call(tensors, group, call, start, owner, SPEC)
     chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE * SPEC.WORLD_SIZE)

@@ -95,7 +95,6 @@ def make_launcher(
     more: Sequence[int | torch.Tensor],
     group: Sequence[Any],
     device: Device,
-    dependent: bool = False,
 ) -> Callable[..., None]:
     """`run(x, y, count, call, rows=())` launches `kernel` on the current stream of `device`. One thread at a time.
 
@@ -124,6 +123,7 @@ def make_launcher(
     word = memoryview(words).cast("B").cast("Q")  # writes one word faster than struct or ctypes
     bindings, current, used = device.bindings, device.stream, None
     threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
+    dependent = constexprs.get("DEPENDENT", False)
 
     def on(raw: int) -> Callable[[], Any]:
         shape = (blocks, 1, 1, threads, 1, 1, shared)
@@ -155,7 +155,7 @@ def make_launcher(
         if int(result) in _NOT_THIS_CONTEXT:
             with _current(device):
                 (result,) = launch()
-        _check(device, "cuLaunchKernel", (result,))
+        _check(device, "cuLaunchKernelEx" if dependent else "cuLaunchKernel", (result,))
 
     def repeat(count: int, facts: int) -> Callable[[Sequence[int], int, int], None]:
         half = memoryview(words).cast("B").cast("I")  # little endian, as on every host of a GPU

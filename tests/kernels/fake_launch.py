@@ -12,6 +12,8 @@ import threading
 from dataclasses import dataclass, field
 from typing import Any
 
+import cuda.bindings.driver as real
+
 from tricomm.kernels.launch.cubin import parameters
 
 
@@ -22,6 +24,7 @@ class Result(enum.IntEnum):
     CUDA_ERROR_INVALID_HANDLE = 400
     CUDA_ERROR_NOT_FOUND = 500
     CUDA_ERROR_ILLEGAL_ADDRESS = 700
+    CUDA_ERROR_NOT_SUPPORTED = 801
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
 
 
@@ -31,7 +34,8 @@ WAIT_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch: the bytes of its parameters in order, its grid, threads, shared memory and stream."""
+    """One launch: the bytes of its parameters in order, its grid, threads, shared memory and stream, and whether it is
+    a dependent one."""
 
     function: str
     parameters: list[bytes]
@@ -39,6 +43,7 @@ class Launch:
     threads: tuple[int, int, int]
     shared: int
     stream: int
+    dependent: bool = False
 
     @property
     def words(self) -> list[int]:
@@ -83,6 +88,9 @@ class FakeGpu:
 
     CUstream = Stream
     CUfunction_attribute = Attribute
+    CUlaunchConfig = real.CUlaunchConfig
+    CUlaunchAttribute = real.CUlaunchAttribute
+    CUlaunchAttributeID = real.CUlaunchAttributeID
 
     def __post_init__(self) -> None:
         self.idle.set()
@@ -169,13 +177,39 @@ class FakeGpu:
         pointers: int,
         extra: int,
     ) -> tuple[Any, ...]:
-        assert extra == 0 and isinstance(stream, Stream), "the bindings make an object of a plain number each time"
-        result = self._begins("cuLaunchKernel")
+        assert isinstance(stream, Stream), "the bindings make an object of a plain number each time"
+        return self._launch("cuLaunchKernel", function, (gx, gy, gz), (bx, by, bz), shared, stream, pointers, extra)
+
+    def cuLaunchKernelEx(self, config: Any, function: int, pointers: int, extra: int) -> tuple[Any, ...]:
+        assert isinstance(config, real.CUlaunchConfig)
+        attributes = {attribute.id: attribute.value for attribute in config.attrs[: config.numAttrs]}
+        serial = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        assert set(attributes) == {serial}
+        dependent = attributes[serial].programmaticStreamSerializationAllowed == 1
+        grid = config.gridDimX, config.gridDimY, config.gridDimZ
+        threads = config.blockDimX, config.blockDimY, config.blockDimZ
+        stream, shared = int(config.hStream), config.sharedMemBytes
+        return self._launch("cuLaunchKernelEx", function, grid, threads, shared, stream, pointers, extra, dependent)
+
+    def _launch(
+        self,
+        called: str,
+        function: int,
+        grid: tuple[int, int, int],
+        threads: tuple[int, int, int],
+        shared: int,
+        stream: int,
+        pointers: int,
+        extra: int,
+        dependent: bool = False,
+    ) -> tuple[Any, ...]:
+        assert extra == 0
+        result = self._begins(called)
         if function not in self.loaded:
             assert not self.capturing and self.idle.is_set(), "a first launch loads the kernel, and so waits"
         if result is Result.CUDA_SUCCESS:
             name, signature = self.functions[function]
             held = (ctypes.c_void_p * len(signature)).from_address(pointers)
             values = [ctypes.string_at(held[n], size) for n, (_, size) in enumerate(signature)]
-            self.launches.append(Launch(name, values, (gx, gy, gz), (bx, by, bz), shared, int(stream)))
+            self.launches.append(Launch(name, values, grid, threads, shared, int(stream), dependent))
         return (result,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from tricomm.errors import ResourceError
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import cuda_launcher as launching
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, ptx_of, takes_counts
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 
 CONSTEXPRS = {
@@ -100,6 +101,28 @@ def test_a_launch_follows_the_current_stream():
         device.raw = raw
         run(GROUP, GROUP, 1, 1)
     assert [launch.stream for launch in device.launches] == [7, 7, 9, 0, 7]
+
+
+@KERNELS
+def test_a_dependent_launch_passes_the_same_and_its_kernel_waits(kernel):
+    device, plain = gpu(), gpu()
+    runs = [bind(kernel, device, DEPENDENT=True), bind(kernel, plain)]
+    x = torch.zeros(64)
+    for device.raw, plain.raw in ((7, 7), (0, 0), (7, 7)):
+        for run in runs:
+            run(x, x, 64, 5 << 32 | 9, rows_of(kernel, 64))
+    for one, other in zip(device.launches, plain.launches, strict=True):
+        assert one == replace(other, dependent=True) and not other.dependent
+    wait, signal = (f"griddepcontrol.{name}" for name in ("wait", "launch_dependents"))
+    texts = [ptx_of(each.modules[0]) for each in (device, plain)]
+    assert texts[0].count(wait) == texts[0].count(signal) == 1 and "griddepcontrol" not in texts[1]
+
+
+def test_a_dependent_launch_that_the_driver_refuses_is_named():
+    device = gpu(failures={("cuLaunchKernelEx", 1): Result.CUDA_ERROR_NOT_SUPPORTED})
+    run = bind(registry.find("barrier", "one_shot", "simple"), device, DEPENDENT=True)
+    with pytest.raises(ResourceError, match="cuLaunchKernelEx .*CUDA_ERROR_NOT_SUPPORTED"):
+        run(torch.zeros(1), torch.zeros(1), 0, 1 << 32)
 
 
 def test_one_compile_and_one_load_serve_all_calls_groups_and_grids(monkeypatch):

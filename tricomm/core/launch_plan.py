@@ -182,6 +182,7 @@ def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) ->
         "PTX": gpu,
         **kernel.fixed,
     }
+    values["DEPENDENT"] = gpu and not site.no_dependent_launch
     values["COMPACT"] = choice.registers < MOST_REGISTERS
     # LANES is the number of threads: the two go together.
     more = COMPILE_OPTIONS | {"num_warps": choice.warps, "maxnreg": choice.registers}

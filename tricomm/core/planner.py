@@ -58,6 +58,7 @@ class Planner:
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
             tuned_name=tuned.name if tuned is not None else "",
             batch_invariant=group.options.batch_invariant, beside=group.options.beside_compute,
+            no_dependent_launch=group.no_dependent_launch,
             no_multicast=selection.why_not_multicast(group.device_class, group.arena.no_multicast),
         )  # fmt: skip
         switch = not (self.site.no_multicast or self.site.batch_invariant or self.site.beside)

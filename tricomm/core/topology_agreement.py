@@ -13,6 +13,7 @@ from uuid import UUID
 import torch
 
 from tricomm import env
+from tricomm.cuda_bindings import load_bindings
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout, wide_words
 from tricomm.options import Options
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # a CPU has no links to ask NVML for
 log = logging.getLogger("tricomm")
 _DEVICE = struct.Struct("<36s16sQ")  # UUID, architecture, processors
 _NARROW = b"/narrow"
+_PROGRAMMATIC_EDGES = 12030  # the first driver that captures dependent launches in graphs
 Find = Callable[[tuple[bytes, ...]], "Discovery"]
 
 
@@ -85,11 +87,13 @@ def _refuse_shared(uuids: Sequence[bytes], may_share: Sequence[bool]) -> None:
 
 
 class DeviceFacts(NamedTuple):
-    """The device that a rank's kernels run on: `architecture` is "cpu" or, for example, "sm_90"."""
+    """The device that a rank's kernels run on: `architecture` is "cpu" or, for example, "sm_90". `dependent_launch`:
+    whether device and driver have programmatic dependent launch, also in graphs."""
 
     uuid: str = "cpu"
     architecture: str = "cpu"
     processors: int = layout.MAX_BLOCKS
+    dependent_launch: bool = False
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -98,7 +102,9 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return DeviceFacts()
     facts = torch.cuda.get_device_properties(device)
     architecture = f"sm_{facts.major}{facts.minor}"
-    return DeviceFacts(str(facts.uuid), architecture, facts.multi_processor_count)
+    result, version = load_bindings("driver").cuDriverGetVersion()
+    dependent = facts.major >= 9 and result == 0 and version >= _PROGRAMMATIC_EDGES
+    return DeviceFacts(str(facts.uuid), architecture, facts.multi_processor_count, dependent)
 
 
 def agree_on_devices(

@@ -107,7 +107,7 @@ class TuningMethods:
         return of_request(selection.nccl(collective, route.reason), request, route.reason)
 
     def _with_memory(self, choice: Choice, request: Request) -> Choice:
-        """`choice` with the reasons for an unusual kind of memory, and for not going through a switch."""
+        """`choice` with the reasons for an unusual kind of memory, for its way of launch, and for not using NVLS."""
         memory = self._group.arena.reason
         if self._group.suspended:
             memory = "suspended, so no call is possible before resume()"
@@ -115,6 +115,10 @@ class TuningMethods:
             memory = f"{memory}{'; ' * bool(memory)}tensors are staged, because {self._group.unregistered}"
         if memory:
             choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
+        if not self._group.simulated:
+            why = self._group.no_dependent_launch
+            said = f"no dependent launch: {why}" if why else "a dependent launch"
+            choice = replace(choice, reason=f"{choice.reason}; {said}")
         why = self._planner.no_multicast(request)
         if why and choice.collective in _SWITCHED:
             choice = replace(choice, reason=f"{choice.reason}; not through a switch: {why}")
