@@ -186,6 +186,32 @@ def test_an_interrupt_during_imports_that_swallow_it_ends_the_command(without: s
     assert done.stderr == ("interrupted\n" if code else "")
 
 
+_SWALLOWED_BY_TORCH = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "torch":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except BaseException:
+                os._exit(77)
+
+sys.meta_path.insert(0, Finder())
+from tricomm.cli import main
+main()
+"""
+_LOADING = ("bench", "check", "compare", "dashboard --html x.html", "dashboard --changes", "doctor", "info", "kernels")
+
+
+@pytest.mark.parametrize("line", [*_LOADING, "predict", "tune --simulated"])
+def test_an_interrupt_while_torch_is_loaded_ends_every_command(line: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _SWALLOWED_BY_TORCH, *line.split()], capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_an_interrupt_after_the_imports_is_raised() -> None:
     with common.ends_at_once():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler

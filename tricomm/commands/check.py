@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tricomm import env
-from tricomm.commands.common import FAILED, OutputFile, errors_told, given, told_every, usage
+from tricomm.commands.common import FAILED, OutputFile, ends_at_once, errors_told, given, told_every, usage
 
 if TYPE_CHECKING:
     from tricomm.explorer.report.findings import Finding
@@ -64,6 +64,8 @@ def check(context: click.Context, /, replay: Path | None, **options: Any) -> Non
     """
     _check_unused(given(context), options)
     with errors_told("check"):
+        with ends_at_once():
+            from tricomm import explorer  # noqa: F401  # with torch and Triton, for all imports that follow
         ok = usage(lambda: _check(options) if replay is None else _replay(replay, options))
     if not ok:
         sys.exit(FAILED)

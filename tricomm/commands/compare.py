@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tricomm.commands.common import FAILED, NO_DATA, errors_told, usage
+from tricomm.commands.common import FAILED, NO_DATA, ends_at_once, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -38,8 +38,9 @@ def compare(old: str | None, new: str, threshold: float, history: Path | None) -
     tricomm compare 3f9c2ab 8d01e77 --threshold 10
     tricomm compare before.json after.json
     """
-    from tricomm.perf.dashboard import comparison
-    from tricomm.perf.history import database, schema
+    with ends_at_once():
+        from tricomm.perf.dashboard import comparison
+        from tricomm.perf.history import database, schema
 
     with errors_told("compare"):
         say = partial(click.echo, err=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, NO_DATA, UNJUDGED, OutputFile, errors_told, usage
+from tricomm.commands.common import FAILED, NO_DATA, UNJUDGED, OutputFile, ends_at_once, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
@@ -56,8 +56,9 @@ def dashboard(port: int | None, since: str | None, as_json: bool, history: Path 
 
 
 def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None) -> None:
-    from tricomm.perf.dashboard import chrome_trace, grafana, render
-    from tricomm.perf.dashboard.source import Source
+    with ends_at_once():
+        from tricomm.perf.dashboard import chrome_trace, grafana, render
+        from tricomm.perf.dashboard.source import Source
 
     if way == "grafana":
         click.echo(json.dumps(grafana.board(), indent=1))
@@ -81,9 +82,10 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
 
 
 def _changes(history: Path | None, since: str | None, as_json: bool) -> None:
-    from tricomm.perf import parsing
-    from tricomm.perf.dashboard import changes
-    from tricomm.perf.dashboard.source import Source
+    with ends_at_once():
+        from tricomm.perf import parsing
+        from tricomm.perf.dashboard import changes
+        from tricomm.perf.dashboard.source import Source
 
     begin, _ = usage(lambda: parsing.parse_when(since)) if since is not None else ("", "")
     source = usage(lambda: Source(history, partial(click.echo, err=True)))
