@@ -151,7 +151,7 @@ def test_the_shell_completes_commands_and_options() -> None:
         (("check", "--strategy", "pct", "--preemptions", "1"), "--preemptions is the bound of --strategy exhaustive"),
         (
             ("check", "--replay", __file__, "--schedules", "3", "--world-size", "4"),
-            "so --world-size, --schedules would not be looked at",
+            "so --world-size, --schedules would have no effect",
         ),
         (("check", "--report", "-"), "a file is needed here"),
         (("dashboard", "--html", "-"), "a file is needed here"),

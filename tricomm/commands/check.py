@@ -224,7 +224,7 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
             body = shipped.body(kernel, shipped.sizes(kernel, size, memory, options["compiled"]))
             yield (
                 kernel.name,
-                lambda told, body=body, size=size, memory=memory: campaign.check(  # type: ignore[misc]
+                lambda told, body=body, size=size, memory=memory: campaign.check(
                     body, size, faults=faults, options=memory, progress=told, **settings
                 ),
             )
