@@ -66,8 +66,10 @@ def _reader(kind: Any, strict: bool) -> _Reader:
         return _optional(_reader(member, strict))
     if origin is tuple:
         if arguments[-1] is ...:
-            return _sequence(_reader(arguments[0], strict))
-        return _fixed([_reader(argument, strict) for argument in arguments])
+            read = _reader(arguments[0], strict)
+            return _array(lambda count: [read] * count)
+        fixed = [_reader(argument, strict) for argument in arguments]
+        return _array(lambda count: fixed)
     if origin in (dict, Mapping):
         return _mapping(int if arguments[0] is int else str, _reader(arguments[1], strict))
     return {int: _integer, float: _float, str: _text, bool: _flag}[kind]
@@ -105,36 +107,23 @@ def _optional(read: _Reader) -> _Reader:
     return lambda value: None if value is None else read(value)
 
 
-def _sequence(read: _Reader) -> _Reader:
+def _array(readers: Callable[[int], list[_Reader]]) -> _Reader:
+    """Reads an array, whose items are read by `readers` of their number."""
+
     def read_all(value: Any) -> tuple[Any, ...]:
-        return _read_items(value, [read] * len(_items(value)))
+        if type(value) not in (list, tuple):
+            raise _refused("an array", value)
+        given, result = readers(len(value)), []
+        if len(given) != len(value):
+            raise WrongJson(f"{len(given)} items are needed, found {len(value)}")
+        for at, (read, item) in enumerate(zip(given, value, strict=True)):
+            try:
+                result.append(read(item))
+            except WrongJson as error:
+                raise error.inside(f"[{at}]") from None
+        return tuple(result)
 
     return read_all
-
-
-def _fixed(readers: list[_Reader]) -> _Reader:
-    def read_all(value: Any) -> tuple[Any, ...]:
-        if len(_items(value)) != len(readers):
-            raise WrongJson(f"{len(readers)} items are needed, found {len(value)}")
-        return _read_items(value, readers)
-
-    return read_all
-
-
-def _items(value: Any) -> list[Any]:
-    if type(value) not in (list, tuple):
-        raise _refused("an array", value)
-    return list(value)
-
-
-def _read_items(value: Any, readers: list[_Reader]) -> tuple[Any, ...]:
-    result = []
-    for at, (read, item) in enumerate(zip(readers, value, strict=True)):
-        try:
-            result.append(read(item))
-        except WrongJson as error:
-            raise error.inside(f"[{at}]") from None
-    return tuple(result)
 
 
 def _mapping(key: Callable[[str], Any], read: _Reader) -> _Reader:

@@ -22,7 +22,7 @@ from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.runtime import Runtime
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.watch.monitor import Monitor
-from tricomm.core.watch.watcher import Watchable
+from tricomm.core.watch.watcher import Watchable, Watcher
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.regions import Memory, Region
@@ -277,7 +277,7 @@ class SimulatedControl(ControlPage):
         return answers
 
 
-class RankWatcher:
+class RankWatcher(Watcher):
     """Watches over a rank's group without a thread: the world looks when time passes."""
 
     def __init__(self, world: World, rank: int) -> None:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from tricomm import errors, threads
 from tricomm.core.watch.in_flight import InFlight
-from tricomm.core.watch.watcher import WATCHER, Watching
+from tricomm.core.watch.watcher import WATCHER, Watcher
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
 from tricomm.store.control import RING, ControlPage, Fault, RankState
@@ -46,7 +46,7 @@ class Monitor:
     peer, so its death alone is a fault. `waited` has, by peer, the seconds that calls waited for it to enter.
     """
 
-    def __init__(self, control: ControlPage, timeout: float, stall_timeout: float, watcher: Watching = WATCHER) -> None:
+    def __init__(self, control: ControlPage, timeout: float, stall_timeout: float, watcher: Watcher = WATCHER) -> None:
         self.fault: Fault | None = None
         self.lost: int | None = None
         self.in_flight = InFlight(control)

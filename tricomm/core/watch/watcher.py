@@ -43,18 +43,8 @@ class Watchable(Protocol):
         """Look at the peers; `tick` seconds have passed since the last look."""
 
 
-class Watching(Protocol):
-    """Looks at monitors: the thread of this process, or the schedule explorer as its time passes."""
-
-    def add(self, monitor: Watchable) -> None:
-        """Watch over `monitor` until it is discarded."""
-
-    def discard(self, monitor: Watchable) -> None:
-        """Forget `monitor`; on return nothing looks at it any more. Idempotent."""
-
-
 class Watcher:
-    """The thread, while there is something to watch."""
+    """The thread, while there is something to watch. The explorer overrides it: its time looks at the monitors."""
 
     def __init__(self, ended: Callable[[], int] = process.ended) -> None:
         self._ended = ended
