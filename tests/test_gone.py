@@ -10,11 +10,11 @@ import torch
 
 import tricomm
 from tests import forked
+from tests.topology import shapes
 from tricomm import gone
 from tricomm.errors import InvalidArgument
 from tricomm.options import Options
 from tricomm.policy.tuning_tables import TableRow
-from tricomm.topology import presets
 from tricomm.topology.model import Topology
 
 
@@ -53,7 +53,7 @@ def test_an_algorithm_of_a_call_and_of_a_tuned_row():
 
 
 def test_a_field_of_a_topology():
-    text = json.dumps({**json.loads(presets.pcie(2).dumps()), "islands": [0, 1]})
+    text = json.dumps({**json.loads(shapes.pcie(2).dumps()), "islands": [0, 1]})
     with pytest.raises(InvalidArgument, match="islands of a topology is gone: leave the field out"):
         Topology.loads(text)
 

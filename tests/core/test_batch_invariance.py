@@ -18,12 +18,12 @@ from tests.c10d.bodies import invariance_bodies as c10d
 from tests.core.bodies import nccl_bodies
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import some
+from tests.topology.shapes import dgx1v
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import reference
 from tricomm.kernels.collectives import registry
 from tricomm.options import Tuning
 from tricomm.policy.tuning_tables import TableRow
-from tricomm.topology.presets import dgx1v
 
 INVARIANT = tricomm.Options(arena_bytes=256 << 10, batch_invariant=True)
 TINY = 80 << 10  # a call of a few hundred elements takes several chunks

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 import tricomm
 from tests.core.bodies.exact import Made, anything, outcome
 from tests.marks import some
+from tests.topology.shapes import dgx1v
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.options import Tuning
-from tricomm.topology.presets import dgx1v
 
 SMALL = tricomm.Options(
     arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32)

@@ -7,8 +7,8 @@ import pytest
 
 from devtools.traffic import Counter, Moved, count
 from tests.marks import some
+from tests.topology.shapes import dgx1v
 from tricomm.kernels.collectives import registry
-from tricomm.topology.presets import dgx1v
 
 
 def kernels(cube: bool) -> dict[str, registry.Kernel]:

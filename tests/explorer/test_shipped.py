@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 import tricomm
 from tests.marks import odd, some
+from tests.topology.shapes import dgx1v
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import campaign, shipped
@@ -25,7 +26,6 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.options import tuned
-from tricomm.topology.presets import dgx1v
 
 CHECKED = shipped.kernels(None, None, None)
 KERNELS = pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import tricomm
 from tests.store.store_ranks import pages, succeed
+from tests.topology.shapes import nvswitch
 from tricomm import typed_json
 from tricomm.errors import CollectiveMismatch, InvalidArgument, ResourceError
 from tricomm.kernels import layout
@@ -24,7 +25,6 @@ from tricomm.kernels.collectives import registry
 from tricomm.policy import selection, tuning_tables, user_tables
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
-from tricomm.topology.presets import nvswitch
 
 _H100 = Fingerprint("sm_90", "NVIDIA H100 80GB HBM3", 4, "nvswitch", "0123456789abcdef")
 _CPU = Fingerprint("cpu", "", 2)

@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from tests.store.cuda.fake_driver import FakeCuda as FakeCudaWorld
-from tests.topology import fake_nvml
+from tests.topology import fake_nvml, shapes
 from tests.topology.fake_ml_py import FakeMlPy, c_old_fabric_info
 from tests.topology.fake_nvml import Card, FakeCuda, FakeNvml, known, look, meshed, switched, uuid_of
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.topology import discovery, nvml
-from tricomm.topology import presets as shapes
 from tricomm.topology.discovery import Discovery
 
 DGX1V = shapes.dgx1v()

@@ -8,7 +8,7 @@ from itertools import combinations, permutations
 
 import pytest
 
-from tricomm.topology import presets as shapes
+from tests.topology import shapes
 from tricomm.topology.mesh import MeshPosition, positions
 from tricomm.topology.model import Topology
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.topology import shapes
 from tricomm.errors import InvalidArgument
-from tricomm.topology import presets as shapes
 from tricomm.topology.model import MAX_DEVICES, MAX_JSON_BYTES, MAX_LINKS, Topology
 
 KNOWN = {

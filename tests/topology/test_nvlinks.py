@@ -7,10 +7,9 @@ from uuid import UUID
 
 import pytest
 
-from tests.topology import fake_nvml
+from tests.topology import fake_nvml, shapes
 from tests.topology.fake_nvml import Card, FakeCuda, FakeNvml, Link, bus_id, known, look, meshed, switched, uuid_of
 from tricomm.topology import discovery
-from tricomm.topology import presets as shapes
 
 DGX1V = shapes.dgx1v()
 

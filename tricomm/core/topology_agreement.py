@@ -142,10 +142,8 @@ def places(topology: Topology | None, world_size: int) -> tuple[mesh.MeshPositio
     ranks."""
     if world_size != mesh.RANKS:
         return None
-    from tricomm.topology.presets import dgx1v
-
     tables = mesh.positions(topology.links) if topology is not None else None
-    return tables or mesh.positions(dgx1v().links)
+    return tables or mesh.positions(mesh.DGX1V_LINKS)
 
 
 def group_table(

@@ -16,6 +16,17 @@ _NEIGHBOURS = 4
 
 Quad = tuple[int, int, int, int]
 
+DGX1V_LINKS = (  # as `nvidia-smi topo -m` prints it on a DGX-1 with 8 V100, of 6 links each
+    (0, 1, 1, 2, 2, 0, 0, 0),
+    (1, 0, 2, 1, 0, 2, 0, 0),
+    (1, 2, 0, 2, 0, 0, 1, 0),
+    (2, 1, 2, 0, 0, 0, 0, 1),
+    (2, 0, 0, 0, 0, 1, 1, 2),
+    (0, 2, 0, 0, 1, 0, 2, 1),
+    (0, 0, 1, 0, 1, 2, 0, 2),
+    (0, 0, 0, 1, 2, 1, 2, 0),
+)
+
 
 @dataclass(frozen=True)
 class MeshPosition:

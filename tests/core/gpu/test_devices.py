@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 import tricomm
 from tests.store.cuda.fake_driver import FakeCuda
 from tests.store.store_ranks import pages, succeed
+from tests.topology import shapes
 from tests.topology.fake_nvml import uuid_of
 from tricomm import env
 from tricomm.core import bootstrap, topology_agreement
@@ -24,7 +25,7 @@ from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
 from tricomm.perf.bench import measure
 from tricomm.store.arenas.arena import open_cuda
-from tricomm.topology import discovery, presets
+from tricomm.topology import discovery
 from tricomm.topology.model import Topology
 
 
@@ -110,7 +111,7 @@ def test_ranks_on_one_gpu_are_refused_on_all_ranks_and_named(monkeypatch: pytest
 
 
 def test_a_topology_that_is_given_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = Options(arena_bytes=2 << 20, topology=presets.pcie(2))
+    given = Options(arena_bytes=2 << 20, topology=shapes.pcie(2))
     for text in Job(monkeypatch, [1, 1]).join(lambda rank: given):
         assert "ranks 0, 1 are on one GPU" in text
 
@@ -160,9 +161,9 @@ def test_links_that_ranks_see_differently_are_not_relied_on(caplog: pytest.LogCa
         with pages(4) as group:
             return succeed(4, agree)
 
-    four = presets.pcie(4)
+    four = shapes.pcie(4)
     assert agreed(*[four] * 4) == [four] * 4 and not caplog.records
-    assert agreed(four, presets.pairs(4), four, four) == [None] * 4
+    assert agreed(four, shapes.pairs(4), four, four) == [None] * 4
     assert "ranks find different links between their GPUs" in caplog.text
 
 

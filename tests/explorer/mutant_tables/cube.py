@@ -8,9 +8,9 @@ from tests.explorer import bodies
 from tests.explorer.mutant_tables.names import RACE, WRONG, both
 from tests.explorer.mutant_tables.names import S as READ_BY_ALL
 from tests.explorer.mutation import Body, Edit, Key, Mutant
+from tests.topology.shapes import dgx1v
 from tricomm.kernels.collectives.registry import CUBE_RANKS
 from tricomm.topology.model import Topology
-from tricomm.topology.presets import dgx1v
 
 L, S = both("all_reduce", "hybrid_cube_mesh")
 T = ("all_reduce", "hybrid_cube_mesh_two_shot", "simple")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from tests.topology import shapes
 from tricomm.cli import cli
 from tricomm.perf.system import info
 from tricomm.perf.system.topology_picture import draw
 from tricomm.topology import discovery
-from tricomm.topology import presets as shapes
 from tricomm.topology.discovery import Discovery
 from tricomm.topology.model import Topology
 

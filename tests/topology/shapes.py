@@ -1,4 +1,4 @@
-"""Topologies of real machines, for tests and for simulation."""
+"""Topologies of real machines."""
 
 from __future__ import annotations
 
@@ -6,19 +6,8 @@ from collections.abc import Callable
 from functools import cache
 
 from tricomm.errors import InvalidArgument
+from tricomm.topology.mesh import DGX1V_LINKS
 from tricomm.topology.model import MAX_DEVICES, Topology
-
-# As `nvidia-smi topo -m` prints it on a DGX-1 with V100; each has 6 links.
-_DGX1V = (
-    (0, 1, 1, 2, 2, 0, 0, 0),
-    (1, 0, 2, 1, 0, 2, 0, 0),
-    (1, 2, 0, 2, 0, 0, 1, 0),
-    (2, 1, 2, 0, 0, 0, 0, 1),
-    (2, 0, 0, 0, 0, 1, 1, 2),
-    (0, 2, 0, 0, 1, 0, 2, 1),
-    (0, 0, 1, 0, 1, 2, 0, 2),
-    (0, 0, 0, 1, 2, 1, 2, 0),
-)
 
 
 def nvswitch(count: int, links: int = 18) -> Topology:
@@ -29,7 +18,7 @@ def nvswitch(count: int, links: int = 18) -> Topology:
 @cache
 def dgx1v() -> Topology:
     """A DGX-1 with 8 V100: quads {0..3} and {4..7}, relay of i is i + 4. Only linked GPUs reach each other."""
-    return _make(8, lambda i, j: _DGX1V[i][j], lambda i, j: _DGX1V[i][j] > 0)
+    return _make(8, lambda i, j: DGX1V_LINKS[i][j], lambda i, j: DGX1V_LINKS[i][j] > 0)
 
 
 def pcie(count: int, peers: bool = True) -> Topology:
