@@ -45,15 +45,6 @@ class MeshPosition:
     order: Quad
     relay: int
 
-    @property
-    def quad(self) -> tuple[int, int, int]:
-        """The 3 peers in the quad, by edge colour: `quad[k]` of X is Y if and only if `quad[k]` of Y is X.
-
-        So if all ranks go through theirs in step, each link carries one pair's traffic at a time.
-        """
-        ranks, here = self.quad_by_position, self.position
-        return ranks[here ^ 1], ranks[here ^ 2], ranks[here ^ 3]
-
 
 def positions(links: Sequence[Sequence[int]]) -> tuple[MeshPosition, ...] | None:
     """Every rank's position, by rank; None if `links`, an n x n table, do not make a hybrid cube mesh.
