@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from tricomm.deadline import poll
+from tricomm.errors import InvalidArgument
 from tricomm.store import process
 
 _PAUSE_SECONDS = 0.02
@@ -40,6 +41,16 @@ def check_directory(path: str | Path) -> None:
             )
     if not stat.S_ISDIR(found.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+
+def refuse_shared(path: Path, what: str) -> None:
+    """Raises `InvalidArgument` for a directory of `what` in which other users can replace files; none is fine."""
+    try:
+        check_directory(path)
+    except FileNotFoundError:
+        pass  # made by the first file
+    except OSError as error:
+        raise InvalidArgument(f"{what} in {path}: {error.strerror}") from None
 
 
 def make_directory(path: Path) -> None:

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
-from tricomm import errors
+import torch
+
+from tricomm import arguments, errors
 from tricomm.core.group import Group
+from tricomm.core.symmetric import Symmetric
 from tricomm.core.watch.monitor import Monitor, different
 from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.kernels import layout
@@ -48,6 +51,14 @@ class Faults:
             self.check()
         if group.refusing:
             self.raise_refused()
+
+    def checked(self, x: Any, what: str) -> torch.Tensor:
+        """`x`, a tensor or a symmetric handle, as the tensor of a call. Raises as `check_usable`, and
+        `InvalidArgument` for a tensor that no backend can take."""
+        self.check_usable()
+        tensor = x.local if isinstance(x, Symmetric) else x
+        arguments.check_tensor(tensor, self.group.device, what)
+        return tensor
 
     def raise_refused(self) -> NoReturn:
         """Raise the error of a call on a group that is closed or suspended."""

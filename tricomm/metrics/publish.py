@@ -76,12 +76,7 @@ def folder() -> Path:
 
 def check_folder() -> None:
     """Raises `InvalidArgument` if other users can replace the files of `folder()`: nothing is written to it then."""
-    try:
-        files.check_directory(folder())
-    except FileNotFoundError:
-        pass  # made by the first job
-    except OSError as error:
-        raise InvalidArgument(f"TRICOMM_STATS_DIR={str(folder())!r}: {error.strerror}") from None
+    files.refuse_shared(folder(), "TRICOMM_STATS_DIR")
 
 
 def add(activity: Activity) -> None:

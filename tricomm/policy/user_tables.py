@@ -45,17 +45,8 @@ def fingerprint(kind: str, device: torch.device, world_size: int, topology: Topo
 
 def found() -> list[Path]:
     """The files of `folder()`. Raises `InvalidArgument` if users other than this one and root can replace them."""
-    _check(folder())
+    files.refuse_shared(folder(), "tuning tables")
     return sorted(folder().glob("*.json"))
-
-
-def _check(directory: Path) -> None:
-    try:
-        files.check_directory(directory)
-    except FileNotFoundError:
-        pass  # made by the first `save`
-    except OSError as error:
-        raise InvalidArgument(f"tuning tables in {directory}: {error.strerror}") from None
 
 
 def read(file: Path, named: bool = False) -> TunedTable:
@@ -77,7 +68,7 @@ def load(wanted: Fingerprint) -> TunedTable | None:
     if not os.path.lexists(file):  # also if its directory may not be entered
         return None
     try:
-        _check(file.parent)
+        files.refuse_shared(file.parent, "tuning tables")
         table = read(file)
     except InvalidArgument as error:
         log.warning("%s; it is ignored, the shipped tables decide", error)

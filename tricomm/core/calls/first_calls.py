@@ -71,7 +71,7 @@ class FirstCalls:
         in_place = out is None and collective in _IN_PLACE
         many = isinstance(x, list | tuple)
         given = list(x) if many else [x]
-        sources = [self._input(t, collective) for t in given]
+        sources = [self._faults.checked(t, collective) for t in given]
         if many:
             rows.check_list(sources, collective)
         if in_place:
@@ -97,7 +97,7 @@ class FirstCalls:
 
     def _uneven(self, request: Request, x: Any, out: Any, *given: Any) -> MadeCall:
         what = request.collective
-        source = self._input(x, what)
+        source = self._faults.checked(x, what)
         sends, takes = (
             rows.check_splits(splits, self._world_size, f"{what} {name}")
             for splits, name in zip(given, ("in_splits", "out_splits"), strict=True)
@@ -107,7 +107,7 @@ class FirstCalls:
         if out is None:
             target = arguments.allocated(what, torch.empty, shape, dtype=source.dtype, device=source.device)
         else:
-            target = self._input(out, f"{what} out")
+            target = self._faults.checked(out, f"{what} out")
             arguments.check_output(target, shape, source, what)
             arguments.check_apart(source, target, what, None)
         packed = arguments.allocated(what, source.contiguous)
@@ -204,7 +204,7 @@ class FirstCalls:
         if len(outs) != len(sources):
             raise InvalidArgument(f"{what}: {len(sources)} tensors were given and {len(outs)} outputs")
         for source, target, shape in zip(sources, outs, shapes, strict=True):
-            self._input(target, f"{what} out")
+            self._faults.checked(target, f"{what} out")
             arguments.check_output(target, shape, source, what)
             if what == "all_to_all":
                 arguments.check_apart(source, target, what, None)
@@ -226,12 +226,6 @@ class FirstCalls:
         elif form.gives == "one":
             return tuple(x.shape)
         return (length * form.rows_out(self._world_size), *rest)
-
-    def _input(self, x: Any, what: str) -> torch.Tensor:
-        self._faults.check_usable()
-        tensor = x.local if isinstance(x, Symmetric) else x
-        arguments.check_tensor(tensor, self._device, what)
-        return tensor
 
     def _rows_of(self, out: Any, root: int) -> Any:
         """A stand-in for the source's input of a scatter, on a rank that has only its output."""

@@ -227,8 +227,7 @@ class FusedCalls:
         self, x: torch.Tensor, epilogue: Any, operands: Sequence[Any], prepare: Any, forced: tuple[Any, Any]
     ) -> None:
         """Make a call of `Communicator.all_reduce_rows`; `forced` are its algorithm and its protocol."""
-        self._faults.check_usable()
-        arguments.check_tensor(x, self._group.device, _ROWS)
+        x = self._faults.checked(x, _ROWS)
         for name, function in (("epilogue", epilogue), ("prepare", prepare)):
             if not triton_adapter.is_kernel(function):
                 raise InvalidArgument(f"{_ROWS}: {name} is no plain @triton.jit function: {type(function).__name__}")

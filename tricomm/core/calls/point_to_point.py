@@ -24,7 +24,6 @@ from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
-from tricomm.core.symmetric import Symmetric
 from tricomm.core.watch.monitor import Monitor
 from tricomm.core.work import Work
 from tricomm.deadline import poll
@@ -75,7 +74,8 @@ class PointToPoint:
     def send(self, x: Tensor, dst: int, tag: int = 0, *, protocol: str | None = None, async_op: bool = False) -> Any:
         """As `Communicator.send`."""
         self._check_peer(dst, "send dst")
-        self._message("send", arguments.allocated("send", self._input(x, "send").contiguous), dst, tag, protocol)
+        source = self.faults.checked(x, "send")
+        self._message("send", arguments.allocated("send", source.contiguous), dst, tag, protocol)
         return self.launcher.finish(None, async_op)
 
     def recv(
@@ -86,7 +86,7 @@ class PointToPoint:
             self._check_any()
         else:
             self._check_peer(src, "recv src")
-        target = self._input(x, "recv")
+        target = self.faults.checked(x, "recv")
         arguments.check_writable(target, "recv")
         into = target
         if not target.is_contiguous():
@@ -99,12 +99,6 @@ class PointToPoint:
         work = FromAny(self, number, tag)
         self._unread[number % layout.RECV_SOURCE_WORDS] = work
         return work if async_op else work.wait()
-
-    def _input(self, x: Any, what: str) -> torch.Tensor:
-        self.faults.check_usable()
-        tensor = x.local if isinstance(x, Symmetric) else x
-        arguments.check_tensor(tensor, self.group.device, what)
-        return tensor
 
     def _check_peer(self, rank: Any, what: str) -> None:
         group = self.group
