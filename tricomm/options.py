@@ -36,15 +36,6 @@ class Tuning:
     tile: int | None = None
     first_epoch: int = 1
 
-    def __post_init__(self) -> None:
-        if self.blocks is not None:
-            _whole("Tuning.blocks", self.blocks, 1, layout.MAX_BLOCKS)
-        if self.tile is not None:
-            _whole("Tuning.tile", self.tile, 2, 1 << 20)
-            if self.tile & (self.tile - 1):
-                raise InvalidArgument(f"Tuning.tile={self.tile!r}: a power of two is needed")
-        _whole("Tuning.first_epoch", self.first_epoch, 1, layout.EPOCH_LIMIT - 1)
-
 
 @dataclass(frozen=True)
 class Options:

@@ -47,7 +47,7 @@ def test_what_the_kernels_do_not_take_goes_vllms_own_way(url):
     [
         ("gloo", "unless TRICOMM_CPU=kernels on all ranks"),
         ("memory", "RendezvousError"),
-        ("limit", "the ranks' settings differ"),
+        ("limit", "the engine's settings: rank 0 has"),
         ("bad limit", "TRICOMM_ENGINE_MAX_BYTES='many' is not an integer"),
         ("unset", "rank(s) [1] did not come"),
         ("broken", "PeerDied"),

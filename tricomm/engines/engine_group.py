@@ -144,14 +144,8 @@ class EngineGroup:
 
     def _compare(self, comm: Communicator) -> None:
         """Raises `InvalidArgument` on all ranks if their settings would let them decide differently."""
-        own = [-1 if self._limit is None else self._limit, self._engine.invariant]
-        mine = torch.tensor([own], dtype=torch.int64, device=comm.device)
-        settings = comm.all_gather(mine).tolist()
-        if any(one != own for one in settings):
-            raise InvalidArgument(
-                f"the ranks' settings differ, by rank [TRICOMM_ENGINE_MAX_BYTES (-1: unset), batch-invariant]: "
-                f"{settings}; set the same on every rank"
-            )
+        own = f"TRICOMM_ENGINE_MAX_BYTES={self._limit}, batch-invariant {self._engine.invariant}"
+        comm._internal.group.control.require_equal(own, "the engine's settings", MEETING_SECONDS)
 
     def _say(self) -> None:
         log, engine = self._engine.log, self._engine.name

@@ -95,13 +95,14 @@ def choose(
         if value is not None and not isinstance(value, str):
             raise InvalidArgument(f"{name}={value!r}: a name or None is needed")
     if zero_copy:
-        return _in_symmetric(facts, collective, nbytes, algorithm, protocol, mode, bits, zero_copy)
-    has_wide_words(facts, collective, forced=protocol == "ll128")
-    known = registry.of(collective, registry.CUBE_RANKS, multicast=True)
-    fits = _usable(facts, collective, known, algorithm, protocol)
+        known = [registry.find(collective, name, "simple", zero_copy=True) for name in zero_copy]
+    else:
+        has_wide_words(facts, collective, forced=protocol == "ll128")
+        known = registry.of(collective, registry.CUBE_RANKS, multicast=True)
+    fits = _usable(facts, f"{collective}{' over symmetric memory' if zero_copy else ''}", known, algorithm, protocol)
     candidates = [
         (name, number, row, k)
-        for name, number, row in table_rows(facts, collective, nbytes, mode, bits)
+        for name, number, row in table_rows(facts, collective, nbytes, mode, bits, zero_copy=bool(zero_copy))
         for k in fits
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
         if registers_of(facts, row) == MOST_REGISTERS or has_compact_form(k, facts.device, facts.world_size)
@@ -115,16 +116,18 @@ def choose(
     if forced:
         reason = f"{' and '.join(forced)} forced by the caller"
     elif row is None:
-        reason = f"no table has a row for {collective} on these devices; the first kernel that there is"
+        reason = f"no table has a row for {collective} on these devices, so the first kernel is taken"
     else:
         reason = f"table {table!r} row {number}: {collective}, up to {row.world_size} ranks, {row.sizes}"
+    if zero_copy:
+        reason = f"a symmetric handle is read in place; {reason}"
     if registers < MOST_REGISTERS:
         beside = "beside other kernels, " if facts.beside else ""
         reason += f"; {beside}at most {registers} registers a thread and {facts.max_blocks} blocks"
     reason += _promise(facts, kernel)
     place, then = None if forced else number, f"{second.algorithm}/{second.protocol}" if second is not None else ""
     names = (collective, kernel.algorithm, kernel.protocol)
-    return Choice(*names, *shape, reason, table, place, then, registers=registers)
+    return Choice(*names, *shape, reason, table, place, then, bool(zero_copy), registers=registers)
 
 
 def why_not_multicast(device: str, reason: str) -> str:
@@ -155,37 +158,6 @@ def unfused(collective: str, choice: Choice, why: str) -> Choice:
     if choice.route == "kernels":
         reason += f"; its all_reduce: {choice.reason}"
     return replace(choice, collective=collective, reason=reason)
-
-
-def _in_symmetric(
-    facts: SelectionFacts,
-    collective: str,
-    nbytes: int,
-    algorithm: str | None,
-    protocol: str | None,
-    mode: str,
-    bits: int,
-    fitting: Sequence[str],
-) -> Choice:
-    known = [registry.find(collective, name, "simple", zero_copy=True) for name in fitting]
-    candidates = _usable(facts, f"{collective} over symmetric memory", known, algorithm, protocol)
-    kernel, table, reason = candidates[0], "none", ""
-    number: int | None = None
-    if algorithm is not None:
-        reason = f"; algorithm={algorithm} forced by the caller"
-    elif len(candidates) > 1:
-        for name, place, row in table_rows(facts, collective, nbytes, mode, bits, zero_copy=True):
-            decided = next((k for k in candidates if k.algorithm == row.algorithm), None)
-            if decided is not None:
-                kernel, table, number = decided, name, place
-                reason = f"; table {name!r} row {place}"
-                break
-    rows = kernel.kind.rows_in(facts.world_size)
-    shape = shape_of(facts, kernel, -(-nbytes // (8 * rows)))
-    how = "by NVLS (multimem)" if kernel.multicast else "by whether the result goes there too"
-    text = f"a symmetric handle is read in place; algorithm {how}{reason}{_promise(facts, kernel)}"
-    names = (collective, kernel.algorithm, kernel.protocol)
-    return Choice(*names, *shape, text, table, number, zero_copy=True, registers=registers_of(facts, None))
 
 
 def _usable(
