@@ -212,6 +212,13 @@ def test_an_interrupt_while_torch_is_loaded_ends_every_command(line: str) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
+def test_an_interrupt_while_the_command_line_is_loaded_is_no_traceback() -> None:
+    script = _SWALLOWED_BY_TORCH.replace('"torch"', '"click"').replace("os._exit(77)", "raise")
+    script = script.replace("tricomm.cli", "tricomm.__main__")
+    done = subprocess.run([sys.executable, "-c", script, "info"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_an_interrupt_after_the_imports_is_raised() -> None:
     with common.ends_at_once():
         assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
