@@ -151,7 +151,10 @@ function speedup(scene, lines, runs, width) {
     type: "heatmap", x: names, y: lines.map((line) => plain(line.kernel)), z: log, zmin: -most, zmax: most,
     colorscale: [[0, "#d55e00"], [0.5, "#f7f7f7"], [1, "#0072b2"]], xgap: 1, ygap: 1, text: ratios.map((row) => row.map((r) => (r === null ? "" : r.toFixed(2)))),
     texttemplate: wide >= 34 ? "%{text}" : undefined, hovertemplate: "%{y}, %{x}: %{text} times as fast<extra></extra>",
-    colorbar: { ...(width > 480 ? {} : { orientation: "h", y: -0.15, yanchor: "top" }), tickvals: [-most, 0, most], ticktext: [-most, 0, most].map((v) => `${(2 ** v).toFixed(2)}x`), thickness: 12 },
+    colorbar: {
+      ...(width > 480 ? {} : { orientation: "h", y: -0.15, yanchor: "top" }), thickness: 12,
+      tickvals: [-most, 0, most], ticktext: [-most, 0, most].map((v) => `${(2 ** v).toFixed(2)}x`),
+    },
   };
   return {
     traces: [trace], note: `The baseline's median over a line's, 2 being twice as fast. The baseline is ${base.name}.`,
@@ -197,13 +200,15 @@ function bound(scene, lines) {
   const xaxis = { title: { text: "bytes over the bound" }, range: [0, 1.15 * Math.max(1, ...known.map((line) => line.moved))], nticks: 6 };
   return {
     traces: [trace], layout: { shapes: [mark], xaxis, yaxis: { type: "category", autorange: "reversed" } },
-    note: known.length ? "Bytes to and from peers over the least that any algorithm needs; 1 is that bound." : "None of these lines is a kernel of tricomm's, whose bytes are counted.",
+    note: known.length ? "Bytes to and from peers over the least that any algorithm needs; 1 is that bound."
+      : "None of these lines is a kernel of tricomm's, whose bytes are counted.",
   };
 }
 
 function rates(jobs) {
   const traces = jobs.map((job, number) => ({
-    type: "scatter", mode: "lines+markers", name: plain(job.name), x: job.points.map(([at]) => new Date(at * 1000)), y: job.points.map(([, , gbs]) => gbs), line: { color: style(number).colour },
+    type: "scatter", mode: "lines+markers", name: plain(job.name), line: { color: style(number).colour },
+    x: job.points.map(([at]) => new Date(at * 1000)), y: job.points.map(([, , gbs]) => gbs),
     text: job.points.map(([, calls, gbs]) => `${plain(job.name)}<br>${short(gbs)} GB/s of input, ${short(calls)} calls/s`), hovertemplate: "%{text}<extra></extra>",
   }));
   return {

@@ -193,7 +193,8 @@ function drawPicks(scene) {
     : "The selection on this box is not known: the history has no facts of it. tricomm bench writes them.";
   find("#picks .wide").hidden = !rows.length;
   table(find("#picks"), ["size", "picked", "fastest", "loss"], rows.map(({ from, to, picked, fastest, lost, bad }) => [
-    (from === to ? [from] : [from, to]).map((size) => bytes(size).replace(" ", "\u00a0")).join(" to "), picked ?? "not known", fastest, element("td", lost, { className: bad ? "slower" : "" }),
+    (from === to ? [from] : [from, to]).map((size) => bytes(size).replace(" ", "\u00a0")).join(" to "),
+    picked ?? "not known", fastest, element("td", lost, { className: bad ? "slower" : "" }),
   ]));
 }
 
@@ -281,15 +282,16 @@ function show() {
   find("#empty").hidden = !empty;
   find("#charts").hidden = find("#filters").hidden = find("#scene").hidden = find("#tiles").hidden = empty;
   const source = data.source ? ` in ${data.source}` : "", latest = empty ? "" : `, the latest ${ago(data.runs.at(-1)[0], data.made)}`;
-  const rows = `${data.rows.toLocaleString("en")} rows of ${data.runs.length} run${data.runs.length === 1 ? "" : "s"}${source}${latest}; page of ${minute(data.made)} UTC.`;
-  find("#about").textContent = [rows, ...data.notes].join(" ");
+  const rows = `${data.rows.toLocaleString("en")} rows of ${data.runs.length} run${data.runs.length === 1 ? "" : "s"}`;
+  find("#about").textContent = [`${rows}${source}${latest}; page of ${minute(data.made)} UTC.`, ...data.notes].join(" ");
   showJobs();
   if (empty) return;
   settle();
   find("#what").textContent = page.scene.simulated ? SIMULATED : "measured";
   document.title = `tricomm${mark(page.scene)}`;
   const { collective, dtype, op, world_size: ranks, mode, place, device, topology } = page.scene;
-  find("#scene h2").textContent = `${collective} ${dtype}, ${op}, ${ranks} ranks, ${mode}, ${place}, on ${device}${topology ? `, ${topology}` : ""}${mark(page.scene)}`;
+  const box = topology ? `${device}, ${topology}` : device;
+  find("#scene h2").textContent = `${collective} ${dtype}, ${op}, ${ranks} ranks, ${mode}, ${place}, on ${box}${mark(page.scene)}`;
   makeLines();
   draw();
   showChanges();

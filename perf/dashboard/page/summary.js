@@ -44,7 +44,8 @@ function peak(scene) {
 
 function gain(scene) {
   const base = baseline(scene);
-  if (!base.library) return { title: "Speed-up over NCCL", value: "not known", note: scene.simulated ? "NCCL needs GPUs" : "tricomm bench --against nccl measures it" };
+  const missing = scene.simulated ? "NCCL needs GPUs" : "tricomm bench --against nccl measures it";
+  if (!base.library) return { title: "Speed-up over NCCL", value: "not known", note: missing };
   const ratios = picks(scene).map(({ size, picked, fastest }) => {
     const line = scene.lines.find((l) => l.kernel === (picked ?? fastest));
     return line && at(line, size) && base.of(size) ? base.of(size) / at(line, size) : null;
@@ -62,7 +63,8 @@ function lost(scene) {
   const known = picks(scene).filter(({ loss }) => loss !== null), bad = known.filter(({ loss }) => loss > LOSS).sort((a, b) => b.loss - a.loss);
   const title = "Selection loses over 5 %";
   if (!known.length) return { title, value: "not known", note: "the history has no facts of this box, or the picked kernels were not measured" };
-  return { title, value: `at ${bad.length} of ${known.length} sizes`, note: bad.length ? `most at ${bytes(bad[0].size)} (${percent(bad[0].loss)}); tricomm tune moves the picks` : "" };
+  const note = bad.length ? `most at ${bytes(bad[0].size)} (${percent(bad[0].loss)}); tricomm tune moves the picks` : "";
+  return { title, value: `at ${bad.length} of ${known.length} sizes`, note };
 }
 
 // Steps of all scenes like this one in runs `first` to `last`: with `kind` changes those that the rank test has found.
