@@ -37,9 +37,13 @@ def pytest(name: str, where: str, keyword: str = "", **more: Any) -> Step:
     return Step(name, (sys.executable, "-m", "pytest", *options, *places), **more)
 
 
-def bench(name: str, ranks: int, collectives: str, sizes: str, against: str, **more: Any) -> Step:
-    """Rows of tricomm's choice and of the libraries `against`, checked, eager and as a CUDA graph."""
+def bench(
+    name: str, ranks: int, collectives: str, sizes: str, against: str, dependent: bool = True, **more: Any
+) -> Step:
+    """Rows of tricomm's choice and of the libraries `against`, checked, eager and as a CUDA graph. `dependent`: with
+    dependent launches, where there are any."""
     asked = {"ranks": ranks, "collectives": collectives, "sizes": sizes, "against": against, "modes": "eager,graph"}
+    asked["dependent"] = dependent
     return Step(name, (sys.executable, "-m", PLUGIN, "bench", json.dumps(asked)), tests=False, **more)
 
 
@@ -57,11 +61,14 @@ def all_steps(gpus: int) -> tuple[Step, ...]:
         pytest("eight streams", "test_first_gpu.py", "streams and 8ranks", share=None, needs=two),
         pytest("streams, one size", _STREAMS, "one_size and 2ranks", share=3.0, needs=two),
         pytest("processes, one size", _PROCESSES, "not sweep and not rare and 2ranks", share=2.0, needs=first),
+        pytest("dependent launches", "test_dependent_gpu.py", share=2.0, needs=first),
         pytest("c10d and DDP", "test_c10d_gpu.py test_training_gpu.py", share=2.0, needs=first),
     ]
     if gpus > 1:
         steps += [
             pytest("several GPUs", "test_many_gpus.py", share=4.0, needs=first),
+            bench("all_reduce, short", ranks, "all_reduce", "1K:256K:4", "nccl", needs=first),
+            bench("all_reduce, no dependent launch", ranks, "all_reduce", "1K:256K:4", "nccl", False, needs=first),
             bench("all collectives, NCCL", ranks, "all", "1K:64M:4", "nccl", share=3.0, needs=first, limit=1200.0),
         ]
     for library in ("nccl", "symm_mem"):  # apart, because one that crashes ends the command
