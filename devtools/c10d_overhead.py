@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from devtools.null_launch import communicator
 from tricomm import Communicator
 from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.perf import text_table
-from tricomm.perf.null_launch import communicator
 
 
 def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool = False) -> dict[str, Any]:

@@ -63,6 +63,7 @@ def test_a_field_of_a_topology():
     [
         (["predict", "--nodes", "4"], "tricomm predict --nodes is gone: leave it out"),
         (["predict", "--nodes=4"], "tricomm predict --nodes is gone: leave it out"),
+        (["tune", "export", "table.json"], "tricomm tune export is gone: `tricomm tune show` prints the tables"),
         (["evidence", "verify", "evidence.zip"], "tricomm evidence is gone: `make gpu-evidence` writes"),
     ],
 )

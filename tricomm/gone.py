@@ -19,6 +19,7 @@ GONE = {
     "Options(first_epoch)": "leave it out; only tests set it",
     "algorithm='two_level'": f"leave the algorithm open; {_BETWEEN_NODES}",
     "tricomm predict --nodes": f"leave it out; {_BETWEEN_NODES}, and predict knows one node",
+    "tricomm tune export": "`tricomm tune show` prints the tables with their files, which are JSON",
     "tricomm evidence": "`make gpu-evidence` writes one summary and one archive (devtools/notes/evidence.md)",
     "islands of a topology": "leave the field out; no kernel distinguishes the ranks of a node",
 }

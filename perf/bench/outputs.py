@@ -102,7 +102,7 @@ class Output:
         self._settings = settings
         self._table: BenchTable | None = None
         self._waiting: list[Rows] = []  # of one size; the best is not known before all are there
-        self._printed: Rows | None = None
+        self._block = ""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         terminal = self._console if self._console.is_terminal else Console(stderr=True)
         self.shows_bar = terminal.is_terminal and not quiet
@@ -137,7 +137,7 @@ class Output:
     def row(self, rows: Rows) -> None:
         """Move the bar on, and print the rows of a size when they are complete."""
         measured = rows[0].measured
-        if self._waiting and not table.same_group(self._waiting[0], rows):
+        if self._waiting and table.group_of(self._waiting[0]) != table.group_of(rows):
             self._flush()
         self._waiting.append(rows)
         cases = self._settings.cases_of(measured.collective, measured.dtype)
@@ -157,13 +157,13 @@ class Output:
 
     def _flush(self) -> None:
         if self._waiting and self._table is not None:
-            first, rows = self._waiting[0], self._waiting
-            self._waiting = []
-            if self._printed is None or not table.same_block(self._printed, first):
-                self._print(self._table.block(first))
+            rows, self._waiting = self._waiting, []
+            block = table.block_of(rows[0])
+            if block != self._block:
+                self._print(["#", f"# {block}"])
             elif len(rows) > 1:
                 self._print([""])
-            self._printed = first
+            self._block = block
             self._print(self._table.group(rows))
 
     def _print(self, lines: list[str]) -> None:

@@ -21,7 +21,6 @@ SIMULATED = "simulated: Triton's interpreter on a CPU"
 WIDEST = 120
 _FEWEST = 100  # samples, from which on a 99th percentile is not the maximum
 SEVERAL = {"symm_mem": "symm_mem_multimem", "kraken": "kraken_one_shot"}  # implementations a library; the longest name
-_Block = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,6 @@ class BenchTable:
         units = self._line([column.unit for column in self._columns])
         return [*(f"# {line}" for line in lines), "#", *(f"#{line[1:]}".rstrip() for line in (groups, names, units))]
 
-    def block(self, rows: Rows) -> list[str]:
-        """The comment lines above the first of the rows that share a collective, type, operation and mode."""
-        return ["#", f"# {_block_name(_block(rows))}"]
-
     def group(self, rows: Sequence[Rows]) -> list[str]:
         """The lines of the rows of one size."""
         group = _group(rows)
@@ -107,24 +102,16 @@ def kernel_of(rows: Rows) -> str:
     return measured.algorithm if measured.protocol == "-" else f"{measured.algorithm}/{measured.protocol}"
 
 
-def same_group(one: Rows, other: Rows) -> bool:
-    """True for rows of one size that compare with each other."""
-    return _block(one) == _block(other) and one[0].measured.nbytes == other[0].measured.nbytes
-
-
-def same_block(one: Rows, other: Rows) -> bool:
-    """True for rows that differ in size and kernel only."""
-    return _block(one) == _block(other)
-
-
-def _block(rows: Rows) -> _Block:
+def block_of(rows: Rows) -> str:
+    """The name of what the rows have in common that differ in size and kernel only."""
     measured = rows[0].measured
-    return measured.collective, measured.dtype, measured.op, measured.mode
+    op = "" if measured.op == "none" else f" {measured.op}"
+    return f"{measured.collective} {measured.dtype}{op}, {measured.mode}"
 
 
-def _block_name(block: _Block) -> str:
-    collective, dtype, op, mode = block
-    return f"{collective} {dtype}{'' if op == 'none' else f' {op}'}, {mode}"
+def group_of(rows: Rows) -> tuple[str, int]:
+    """The same for the rows of one size, which compare with each other."""
+    return block_of(rows), rows[0].measured.nbytes
 
 
 def _names(settings: Settings, ranks: int) -> Iterator[str]:
@@ -219,11 +206,11 @@ def summary(results: Results, settings: Settings) -> list[str]:
     mark = f" ({SIMULATED})" if header["simulated"] else ""
     part = f" of {settings.rows}" if len(rows) < settings.rows else ""
     lines = [f"{header['ranks']} ranks, {kernels} kernels, {len(rows)} rows{part}, {verdict}{mark}"]
-    blocks = groupby(rows, key=_block)
+    blocks = groupby(rows, key=block_of)
     return lines + [line for block, members in blocks for line in _bandwidths(block, list(members), header)]
 
 
-def _bandwidths(block: _Block, rows: list[Rows], header: WorkerMessage) -> Iterator[str]:
+def _bandwidths(block: str, rows: list[Rows], header: WorkerMessage) -> Iterator[str]:
     """Of the best kernel at each size: the average and largest bus bandwidth, its share of the links, the speed-up."""
     groups = [_group(list(members)) for _, members in groupby(rows, key=lambda row: row[0].measured.nbytes)]
     best = [min(group.best, key=lambda row: row.time_us) for group in groups if group.best is not None]
@@ -233,7 +220,7 @@ def _bandwidths(block: _Block, rows: list[Rows], header: WorkerMessage) -> Itera
     links = machines.links_of(header["device"], json.loads(header["box"])["fingerprint"]["topology"])
     share = f", {peak.busbw_gbs / links:.0%} of the links' {links:g}" if links else ""
     yield (
-        f"{_block_name(block)}: busbw of * {rate(average)} GB/s on average, {rate(peak.busbw_gbs)} at most "
+        f"{block}: busbw of * {rate(average)} GB/s on average, {rate(peak.busbw_gbs)} at most "
         f"({peak.measured.nbytes} B){share}"
     )
     ratios = [ratio for g in groups if g.best is not None and (ratio := _speed_up(g.best, g.other)) is not None]

@@ -94,22 +94,6 @@ def _on_gpu(comm: Communicator, run: Call, iters: int) -> list[float]:
     return [begin.elapsed_time(end) * 1e3 for begin, end in zip(marks, marks[1:], strict=False)]
 
 
-def stopwatch(device: torch.device) -> Callable[[], float]:
-    """Gives microseconds from here, by events on a GPU's current stream, which it waits for, or by the host's clock."""
-    if device.type == "cpu":
-        start = time.perf_counter()
-        return lambda: (time.perf_counter() - start) * 1e6
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-
-    def elapsed() -> float:
-        end.record()
-        end.synchronize()
-        return float(begin.elapsed_time(end)) * 1e3
-
-    return elapsed
-
-
 def quantile(values: Sequence[float], part: float) -> float:
     """The smallest value that the fraction `part` of all values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]

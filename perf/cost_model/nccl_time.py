@@ -2,7 +2,8 @@
 
 NCCL picks the algorithm and protocol with the least of these times. The bandwidth of NVLS is the 480 GB/s that its
 authors name for 8 H100 (NVIDIA/nccl-tests#212), because the tuner's follows from its search for channels. Left out are
-bounds of a channel, which these links do not reach, and symmetric kernels, which need registered buffers.
+trees, which this model never prefers in one node, bounds of a channel, which these links do not reach, and symmetric
+kernels, which need registered buffers.
 
 `check` compares it with published times; most are longer. So a speed-up over it is rather too small than too large.
 """
@@ -16,20 +17,11 @@ from statistics import median
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _PROTOCOLS = ("LL", "LL128", "Simple")
-_BASE = {"Tree": (6.8, 14.0, 8.4), "Ring": (6.6, 14.0, 8.4)}  # microseconds, by protocol
-_HOP = {  # microseconds a step
-    "nvlink": {"Tree": (0.6, 1.25, 4.0), "Ring": (0.6, 1.9, 3.4)},
-    "pcie": {"Tree": (1.0, 1.9, 4.0), "Ring": (1.0, 2.5, 5.7)},
-}
+_BASE = (6.6, 14.0, 8.4)  # microseconds, by protocol
+_HOPS = {"nvlink": (0.6, 1.9, 3.4), "pcie": (1.0, 2.5, 5.7)}  # microseconds a step
 _LL_MOST = {70: 39.0, 80: 87.7, 90: 141.0, 100: 282.0}  # GB/s, by compute capability
 _NVLS_BASE = 25.0
 _NVLS = {90: 480 / 371, 100: 480 / 371 * 0.74 / 0.85}  # bus bandwidth over the links' bandwidth
-# Of a tree's bandwidth, by protocol, from 64 bytes on in powers of two.
-_TREE = (
-    (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
-    (1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),
-    (0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8, 0.9, 0.9),
-)
 _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (ranks - 1)
 COLLECTIVES = (*_STEPS, "broadcast", "reduce")  # that the tuner models
 
@@ -58,32 +50,23 @@ def predict(machine: MachineSpec, collective: str, world_size: int, size: int, m
     if collective not in COLLECTIVES or world_size < 2:
         return None
     eager = machine.eager if mode == "eager" else 0.0
-    pcie = machine.architecture == "any"  # over which NCCL leaves LL128 out
-    times = {how: us for how, us in _times(machine, collective, world_size, size) if not pcie or "LL128" not in how}
+    times = dict(_times(machine, collective, world_size, size))
     how = min(times, key=times.__getitem__)
     return NcclTime(how, times[how] + eager)
 
 
 def _times(machine: MachineSpec, collective: str, world_size: int, size: int) -> Iterator[tuple[str, float]]:
-    links, others, us = machine.links, world_size - 1, size / 1e3
-    hop = _HOP["pcie" if machine.architecture == "any" else "nvlink"]
+    links, others, pcie = machine.links, world_size - 1, machine.architecture == "any"
     generation = max(known for known in _LL_MOST if known <= max(70, machine.capability))
-    ll = _LL_MOST[generation]
     steps = _STEPS.get(collective, 0) * others
-    ratio = world_size / (steps or world_size)  # of a ring's bytes over its bus bandwidth
-    for number, bus in enumerate((min(ll, links / 2), 0.92 * links, links)):
-        latency = _BASE["Ring"][number] + (steps or 1) * hop["Ring"][number]
-        yield f"Ring/{_PROTOCOLS[number]}", latency + us / (bus * ratio)
-    if collective == "all_reduce":
-        bandwidth = 0.92 * links
-        for number, bus in enumerate((min(ll, bandwidth / 3.8), bandwidth * 7 / 9, bandwidth)):
-            power = (size >> 6).bit_length() - 1
-            part = _TREE[number][power] if 0 <= power < len(_TREE[number]) else 1.0
-            latency = _BASE["Tree"][number] + 2 * others * hop["Tree"][number]
-            yield f"Tree/{_PROTOCOLS[number]}", latency + us / (0.5 * bus * part)
+    ratio = world_size / (steps or world_size)  # algorithm bandwidth over bus bandwidth
+    for number, bus in enumerate((min(_LL_MOST[generation], links / 2), 0.92 * links, links)):
+        if not (pcie and _PROTOCOLS[number] == "LL128"):  # which needs NVLink
+            latency = _BASE[number] + (steps or 1) * _HOPS["pcie" if pcie else "nvlink"][number]
+            yield f"Ring/{_PROTOCOLS[number]}", latency + size / 1e3 / (bus * ratio)
     if machine.multicast and world_size > 2 and steps:
-        bus = links * _NVLS[generation] if collective == "all_reduce" else links * others / world_size
-        yield "NVLS/Simple", _NVLS_BASE + us / (bus * (ratio if collective == "all_reduce" else 1.0))
+        rate = links * _NVLS[generation] * ratio if collective == "all_reduce" else links * others / world_size
+        yield "NVLS/Simple", _NVLS_BASE + size / 1e3 / rate
 
 
 def check() -> list[float]:

@@ -13,11 +13,6 @@ from tricomm.perf.tuner.points import PointGroup
 from tricomm.perf.tuner.search import Decision
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
-_COLUMNS = (
-    "collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks,warps,tile_words,mode,bits,registers,beside,"
-    "epilogue"
-)
-
 
 def rows(decisions: Sequence[Decision], world_size: int) -> list[TableRow]:
     """Rows of all decisions. A row ends at the geometric mean of its size and the next; equal neighbours share one.
@@ -113,16 +108,6 @@ def _cells(least: int, row: TableRow) -> tuple[str, ...]:
         f"{least} to {limit}",
         kernel,
     )
-
-
-def csv(table: TunedTable) -> str:
-    """A line a row with its range of sizes; an empty `max_bytes` has no end."""
-    values = [
-        [row.collective, least, row.max_bytes, row.algorithm, row.protocol, row.blocks, 1, row.world_size, row.warps,
-         row.tile, row.mode, row.bits, row.registers, row.beside, row.epilogue]
-        for least, row in _ranges(table.rows)
-    ]  # fmt: skip
-    return "\n".join([_COLUMNS, *(",".join("" if v is None else str(v) for v in row) for row in values)]) + "\n"
 
 
 def _ranges(table: Sequence[TableRow]) -> Iterator[tuple[int, TableRow]]:

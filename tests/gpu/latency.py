@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from tests.gpu.stopwatch import stopwatch
 from tricomm.kernels.primitives import get_ll, put_ll, signal, wait_sequence
-from tricomm.perf.bench import timing
 
 LANES = 32  # of one warp: a poll of `primitives` spans all threads
 BUFFER = 2 * LANES  # words that a poll of LL words reads
@@ -98,7 +98,7 @@ def probe(comm, table, other, way, trips, samples):
             comm.launch(ping_pong, 1, comm.group_table, table, row, comm.rank, other, **options)
 
         run(bounds[0])
-        elapsed = timing.stopwatch(comm.device)
+        elapsed = stopwatch(comm.device)
         run(bounds[1])
         times.append(elapsed() / trips / 2)
         comm.check()

@@ -7,6 +7,7 @@ from statistics import median
 import torch
 
 import tricomm
+from tests.gpu.stopwatch import stopwatch
 from tricomm.perf.bench import timing
 
 DEVICE = "cuda:0"
@@ -61,7 +62,7 @@ def alone(run, calls, rounds):
     replay, times = timing.capture(run, calls, stream), []
     with torch.cuda.stream(stream):
         for _ in range(rounds + 1):
-            elapsed = timing.stopwatch(torch.device(DEVICE))
+            elapsed = stopwatch(torch.device(DEVICE))
             replay()
             times.append(elapsed() / calls)
     return times[1:]

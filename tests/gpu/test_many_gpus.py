@@ -12,8 +12,8 @@ import torch
 from tests import ranks
 from tests.gpu import latency
 from tests.gpu.exact import checks, process_bodies, variants
+from tests.gpu.stopwatch import stopwatch
 from tricomm.kernels import layout
-from tricomm.perf.bench import timing
 
 GPUS = min(torch.cuda.device_count(), layout.MAX_WORLD_SIZE)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="needs 2 GPUs")]
@@ -35,7 +35,7 @@ def test_copies_between_gpus(record_property):
         times = []
         for _ in range(10):
             with torch.cuda.device(x.device):  # on whose current stream torch copies
-                elapsed = timing.stopwatch(x.device)
+                elapsed = stopwatch(x.device)
                 y.copy_(x, non_blocking=True)
                 times.append(elapsed())
         assert bool((y == 1).all()), (a, b)

@@ -17,6 +17,7 @@ import torch
 
 import tricomm
 from devtools import c10d_overhead
+from devtools.null_launch import communicator as null_communicator
 from tests import forked, ranks
 from tests.core.bodies.common_bodies import communicator
 from tricomm.core.watch import in_flight
@@ -25,7 +26,6 @@ from tricomm.kernels import layout
 from tricomm.metrics.counters import Activity, Tally, bucket, count_fallback, fallback_by_size, weight
 from tricomm.metrics.timer import Clock
 from tricomm.options import Tuning
-from tricomm.perf.null_launch import communicator as null_communicator
 
 SMALL = tricomm.Options(arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32))
 
@@ -138,7 +138,7 @@ def test_what_goes_to_others_is_counted_by_size() -> None:
 
 _JOB = """
 import torch
-from tricomm.perf.null_launch import communicator
+from devtools.null_launch import communicator
 comm = communicator(gpu=False)
 comm.all_reduce(torch.ones(8))
 comm.all_reduce(torch.ones(8))

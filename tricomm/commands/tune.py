@@ -171,19 +171,3 @@ def merge(files: tuple[Path, ...], output: Path | None) -> None:
         click.echo(f"tricomm tune merge: {error}", err=True)
         sys.exit(UNSUPPORTED)
     click.echo(f"{len(merged.rows)} rows written to {where}")
-
-
-@tune.command()
-@click.argument("file", type=_FILES)
-@click.option("--format", "form", type=click.Choice(["csv", "json"]), default="csv", show_default=True)
-def export(file: Path, form: str) -> None:
-    """Print a table: JSON, or CSV by ranges of sizes with the columns of NCCL's tuner plug-in, for people to read.
-
-    \b
-    tricomm tune export table.json --format csv
-    """
-    from tricomm.perf.tuner import tuned_tables
-    from tricomm.policy import tuning_tables, user_tables
-
-    table = usage(lambda: user_tables.read(file, True))
-    click.echo(tuning_tables.dumps(table) if form == "json" else tuned_tables.csv(table), nl=False)

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 import torch
 
+from devtools import null_launch
 from tests.core.fused import fused_reference as reference
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.gpu.test_host_path import ONE_OF_EACH, Operations, asked, kept_and_used
@@ -16,7 +17,6 @@ from tricomm import GroupAborted
 from tricomm.core.calls import fused_calls
 from tricomm.core.calls.fused_calls import FusedCalls, KnownCall
 from tricomm.errors import InvalidArgument
-from tricomm.perf import null_launch
 
 ROWS, HIDDEN = 2, 48
 EPS = 0.5

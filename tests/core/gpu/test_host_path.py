@@ -9,11 +9,11 @@ import tracemalloc
 import pytest
 import torch
 
+from devtools import null_launch
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.operations import Operations
 from tests.kernels.fake_launch import Result
 from tricomm import GroupAborted, ResourceError
-from tricomm.perf import null_launch
 
 ONE_OF_EACH = {"_cuda_getDevice": 1, "_cuda_isCurrentStreamCapturing": 1, "_cuda_getCurrentRawStream": 1}
 

@@ -240,7 +240,7 @@ def test_a_wrong_result_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--collective", "all_to_nobody"], "there is all_reduce, all_gather, reduce_scatter"),
         (["--protocol", "ll256"], "there is ll, ll128, simple"),
         (["--iters", "0"], "1<=x"),
-        (["-d", "fp8"], "dtype 'fp8' is unknown (did you mean float8_e5m2?)"),
+        (["-d", "fp8"], "dtype 'fp8' is unknown (did you mean"),
         (["-d", "flot32"], "dtype 'flot32' is unknown (did you mean float32?)"),
         (["-b", "1M", "-e", "1K"], "first must not exceed last"),
         (["-b", "1K", "-f", "1"], "x>=2"),

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.gpu.stopwatch import stopwatch
 from tricomm.errors import ResourceError
 from tricomm.perf.bench import timing
 
@@ -70,5 +71,5 @@ def test_a_gpu_is_timed_by_events(monkeypatch) -> None:
             return 2.0
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    clock = timing.stopwatch(torch.device("cuda", 3))
+    clock = stopwatch(torch.device("cuda", 3))
     assert clock() == 2000.0 and log == ["record", "record", "wait"]

@@ -184,17 +184,6 @@ def test_undo_where_nothing_can_be_changed_is_3(_folder: Path, monkeypatch: pyte
     assert done.exit_code == 3 and "cannot be changed" in done.output and user_tables.load(_BOX) == _tuned(_LL)
 
 
-def test_a_table_is_exported_by_ranges_of_sizes(_folder: Path) -> None:
-    file = str(user_tables.save(_tuned(_LL, _SIMPLE)))
-    lines = _run("export", file).output.splitlines()
-    assert lines[0].startswith("collective,min_bytes,max_bytes,algorithm,protocol,channels,nodes,ranks")
-    assert lines[1:] == [
-        "all_reduce,0,4096,one_shot,ll,1,1,2,8,512,eager,32,,,",
-        "all_reduce,4097,1048576,two_shot,simple,,1,2,,,eager,32,,,",
-    ]
-    assert tuning_tables.loads(_run("export", file, "--format", "json").output.encode(), "it") == _tuned(_LL, _SIMPLE)
-
-
 def test_tables_of_one_kind_of_box_are_merged_and_the_last_counts(tmp_path: Path, _folder: Path) -> None:
     other = TableRow("all_gather", 2, 64, "one_shot", "ll", mode="eager")
     files = [tmp_path / name for name in ("one.json", "two.json", "else.json")]
