@@ -27,13 +27,14 @@ from tricomm.policy.backend_choice import GroupFacts
 ROW_TYPE = torch.bfloat16  # of fused calls
 _FORM = RowForm()
 LABEL = "predicted by a cost model, not measured"
-_NUMBERS = ("size (B)", "time (us)", "vs NCCL", "busbw (GB/s)", "limit (us)", "waits")
+_NUMBERS = ("size (B)", "us", "vs NCCL", "busbw", "limit", "waits")
 _HEADER = (_NUMBERS[0], "   kernel", *_NUMBERS[1:], "limited by")
 _LEGEND = """\
 # >          runs if neither the call nor a tuned table names another; bfloat16 as float32
 # *          the fastest of these kernels by the model
 # vs NCCL    NCCL's time over this one's: 2.0x is twice as fast. NCCL's time is what its own tuner expects
-# limit      no kernel can take less: the fewest bytes over the links; waits: for launch, hops and barriers
+# busbw      in GB/s; limit: microseconds that the fewest bytes need on the links, the least for any kernel
+# waits      the part of the time for launch, hops and barriers
 # limited by the largest part of the time
 #"""
 

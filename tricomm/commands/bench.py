@@ -33,9 +33,9 @@ _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
 @click.option("--mode", default="eager", show_default=True, help="eager, graph (one call), kernel (many), or all.")
 @click.option("--sizes", help="first:last:factor in bytes, or a comma list [default: 1K:1M:4].")
-@click.option("-b", "--minbytes", help="Instead: the first size [default: 1K],")
-@click.option("-e", "--maxbytes", help="the last one [default: the first],")
-@click.option("-f", "--stepfactor", type=click.IntRange(2), help="and the factor between two [default: 2].")
+@click.option("-b", "--minbytes", help="First size, instead of --sizes [default: 1K].")
+@click.option("-e", "--maxbytes", help="Last size [default: the first].")
+@click.option("-f", "--stepfactor", type=click.IntRange(2), help="Factor between sizes [default: 2].")
 @click.option("--against", help="Libraries in the same run: nccl, gloo, symm_mem, flashinfer, kraken.")
 @click.option("-n", "--iters", type=click.IntRange(1, 1_000_000), default=20, show_default=True, help="Timed calls.")
 @click.option(
@@ -66,7 +66,7 @@ def bench(
 
     \b
     tricomm bench --nproc 8 --algorithm all --protocol all --against nccl
-    tricomm bench -g 8 -b 64K -e 64K -d bf16 --against nccl
+    tricomm bench -g 8 -b 64K -d bf16 --against nccl
     tricomm bench --collective all --dtype float32,bfloat16 --mode eager,graph --against nccl,symm_mem
     tricomm bench --collective all_reduce_rms_norm --dtype bfloat16 --hidden 8192 --against nccl,flashinfer
     torchrun --nproc-per-node 8 -m tricomm bench --csv rows.csv
