@@ -136,9 +136,9 @@ class Planner:
             return replace(plan, choice=of_request(plan.choice, request, route.reason))
         choice = self.choice(request, _UNKNOWN if nbytes is None else nbytes, mode)
         if mode == "eager":
-            name = None if request.epilogue is None else FUSED
             known = replace(route, reason=f"{choice.kernel}: {choice.reason}; {route.reason}")
-            self.router.log(known, request.collective, request.dtype, request.op or "none", nbytes, name)
+            call = request.collective, request.dtype, request.op or "none", nbytes
+            self.router.log(known, call, None if request.epilogue is None else FUSED)
         make = fused_kernels.make if choice.fused else launch_plan.make
         return make(self.site, choice, request, aligned, mode, self.bind)
 

@@ -63,8 +63,8 @@ class Work:
 class AsyncCall(Protocol[_P, _Result]):
     """A method that returns its result, or a `Work` if it is called with `async_op=True`.
 
-    Of a list it makes a list, and of an output that is a symmetric handle that handle. No type checker compares the
-    other arguments of a call with `async_op=True`, or of a list: only overloads of every method could say more.
+    Of a list it makes a list, of an output that is a symmetric handle that handle. Type checkers do not compare the
+    other arguments of a call with `async_op=True`, or of a list.
     """
 
     @overload

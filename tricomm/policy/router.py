@@ -67,22 +67,17 @@ class Router:
         """The backend of a call that is made now. `log` prints it, of the kernels' calls when their kernel is known."""
         route = self.choice(collective, dtype, op, nbytes, forced)
         if route.backend != KERNELS:
-            self.log(route, collective, dtype, op, nbytes, name)
+            self.log(route, (collective, dtype, op, nbytes), name)
         return route
 
     def log(
-        self,
-        route: BackendChoice,
-        collective: str,
-        dtype: torch.dtype | None,
-        op: str,
-        nbytes: int | None,
-        name: str | None = None,
+        self, route: BackendChoice, call: tuple[str, torch.dtype | None, str, int | None], name: str | None = None
     ) -> None:
         """With TRICOMM_LOG=routing rank 0 prints each distinct route, of the collective as `name`, if there is one."""
-        if not self._logs or (key := (name or collective, dtype, op, nbytes, route)) in self._logged:
+        if not self._logs or (route, call, name) in self._logged:
             return
-        self._logged.add(key)
+        self._logged.add((route, call, name))
+        collective, dtype, op, nbytes = call
         size = "" if nbytes is None else f" {nbytes} B"
         what = f"{collective} {op}" if collective in REDUCTIONS and not name else name or collective
         kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"

@@ -172,7 +172,7 @@ class PointToPoint:
         nbytes = x.numel() * x.itemsize
         choice = selection.choose(site, kind, nbytes, None, protocol)
         route = BackendChoice(KERNELS, f"{choice.kernel}: {choice.reason}")
-        self._planner.router.log(route, kind, x.dtype, "none", nbytes)
+        self._planner.router.log(route, (kind, x.dtype, "none", nbytes))
         kernel = registry.find(kind, choice.algorithm, choice.protocol)
         dtype, aligned = arguments.DTYPES[x.dtype], x.data_ptr() % 16 == 0
         # To receive from any rank, one block serves all queues: several could not agree on a source.

@@ -19,13 +19,12 @@ _STARTED, _ENDED, _STATUS = layout.STARTED, layout.ENDED, layout.STATUS
 _MESSAGE, _MESSAGE_ENDED = layout.MESSAGE, layout.MESSAGE_ENDED
 
 
-class _UserCall:
+class UserCall:
     """A kernel that reports nothing itself: in flight until its `event`, if it has one, has passed. `name` if it is a
     user's."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.event: Any = None
+    name = ""
+    event: Any = None
 
 
 class InFlight:
@@ -38,7 +37,7 @@ class InFlight:
         self._words = control.words()
         self._peers = {r: control.peer_words(r) for r in control.peers}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
-        self._user_calls: list[_UserCall] = []
+        self._user_calls: list[UserCall] = []
         self._before: object = None
         self._relaxed = False
 
@@ -112,11 +111,6 @@ class InFlight:
         number = int(self._words[_MESSAGE])
         return number if number != int(self._words[_MESSAGE_ENDED]) else None
 
-    def user_kernel(self) -> str:
-        """The name of the user's kernel that runs; empty if none does."""
-        running = self.running()
-        return running.name if isinstance(running, _UserCall) else ""
-
     @property
     def from_any(self) -> bool:
         """Whether it is a message from any rank."""
@@ -138,7 +132,8 @@ class InFlight:
     @contextmanager
     def user_call(self, gpu: Gpu | None, name: str) -> Iterator[None]:
         """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
-        token = _UserCall(name)
+        token = UserCall()
+        token.name = name
         self._user_calls.append(token)
         try:
             yield

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, suppress
 from typing import Protocol
 
 from tricomm import errors, threads
-from tricomm.core.watch.in_flight import InFlight
+from tricomm.core.watch.in_flight import InFlight, UserCall
 from tricomm.core.watch.watcher import WATCHER, Watcher
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.gpu import Gpu
@@ -287,10 +287,8 @@ class Monitor:
         own, message = control.last(control.rank), running.message() if not running.in_epoch() else None
         if message is not None:
             doing = self._describe(message)
-        elif kernel := running.user_kernel():
-            doing = (
-                f"rank {control.rank} was in launch({kernel}); `tricomm check` names the line and word that it waits at"
-            )
+        elif isinstance(call := running.running(), UserCall) and call.name:
+            doing = f"rank {control.rank} was in launch({call.name}); `tricomm check` names the line it waits at"
         elif own is not None:
             doing = f"rank {control.rank} was in {own.text()}"
         else:
