@@ -13,7 +13,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,6 +26,7 @@ from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError
 
 JOIN_SECONDS = 0.2
+_EACH_SECONDS = 0.05  # between reads of single keys
 _ABSENT = "\0tricomm: no such key"  # no value in a store
 
 _T = TypeVar("_T")
@@ -98,6 +99,7 @@ class BoundedStore:
         self._store = store
         self._deadline = Deadline(timeout)
         self._thread = BoundedThread("tricomm-store")
+        self._next_each = time.monotonic() + _EACH_SECONDS
 
     def set(self, key: str, value: bytes) -> None:
         # The declared type says str; bytes are passed on as they are, str would be encoded.
@@ -111,15 +113,23 @@ class BoundedStore:
         """The values of keys that exist, in one request."""
         return self._call("get", keys[0], lambda: [bytes(value) for value in self._store.multi_get(keys)])
 
-    def add(self, key: str, amount: int, took: Callable[[int], None] = lambda total: None) -> int:
-        """The new total, which the store's thread also passes to `took`."""
+    def present(self, keys: Mapping[int, str], each: bool = False) -> list[tuple[int, bytes]]:
+        """The values of `keys` that exist and are not empty, by rank, for a caller that polls.
 
-        def action() -> int:
-            total = int(self._store.add(key, amount))
-            took(total)
-            return total
+        It is one request until all of them exist. Some may exist before, so each is read every 50 ms, or if `each`.
+        """
+        now = time.monotonic()
+        found: list[tuple[int, bytes | None]] = []
+        if each or now >= self._next_each:
+            self._next_each = now + _EACH_SECONDS
+            found = [(rank, self.read(key)) for rank, key in keys.items()]
+        elif keys and self.check(*keys.values()):
+            found = list(zip(keys, self.get_all(list(keys.values())), strict=True))
+        return [(rank, data) for rank, data in found if data]
 
-        return self._call("add", key, action)
+    def add(self, key: str, amount: int) -> int:
+        """The new total."""
+        return self._call("add", key, lambda: int(self._store.add(key, amount)))
 
     def check(self, *keys: str) -> bool:
         """True if all of the keys exist."""
@@ -145,6 +155,12 @@ class BoundedStore:
                 self._store.delete_key(key)
 
         self._call("delete", key, action)
+
+    def delete_all(self, which: Callable[[str], bool]) -> None:
+        """Delete the keys for whose part before the first slash `which` is true."""
+        for key in self.keys():
+            if which(key.partition("/")[0]):
+                self.delete(key)
 
     def keys(self) -> list[str]:
         """The names of all keys; none if the store cannot list them."""

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,14 +23,23 @@ from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
 from tricomm.store.host_words import HostWords
-from tricomm.store.page import MESSAGE_BYTES, RING, Descriptor, Fault, PackedDescriptor, Page, RankState
+from tricomm.store.page import (
+    MESSAGE_BYTES,
+    RING,
+    Descriptor,
+    Fault,
+    PackedDescriptor,
+    Page,
+    PageSlots,
+    RankState,
+    Slots,
+)
 from tricomm.store.records import ExchangeMessage
 from tricomm.store.segments import Segment
 
 __all__ = ["RING", "ControlPage", "Descriptor", "Fault", "Host", "PackedDescriptor", "RankSegment", "RankState"]
 
 _LOOK_SECONDS = 0.02
-_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 5e-5, 2e-3
 _DIGEST_BYTES, _VALUE_BYTES = 32, 480
 _KIND_BYTES = 32
 _DONE, _FAILED = b"\0", b"\1"
@@ -74,10 +84,9 @@ class LocalHost:
 class ControlPage:
     """All ranks' control pages. Takes over the segments of `members` (one per rank) and closes them with itself.
 
-    `group` is a short name for messages. `host` is this machine by default. `gather`, for ranks that share no memory,
-    takes a message, a limit in seconds and a function to call while it waits (which may raise), and returns all ranks'
-    payloads; `peers` is then empty. Methods raise `GroupAborted` after `close` and in a forked child, `InvalidArgument`
-    for a rank outside the group.
+    `group` is a short name for messages. `host` is this machine by default. `slots`, for ranks that share no memory,
+    opens the slots of one exchange, which takes that number of seconds at most; `peers` is then empty. Methods raise
+    `GroupAborted` after `close` and in a forked child, `InvalidArgument` for a rank outside the group.
     """
 
     def __init__(
@@ -86,7 +95,7 @@ class ControlPage:
         nonce: bytes,
         members: Sequence[RankSegment],
         host: Host | None = None,
-        gather: Callable[[ExchangeMessage, float, Callable[[], None]], list[bytes]] | None = None,
+        slots: Callable[[float], AbstractContextManager[Slots]] | None = None,
     ) -> None:
         self.rank = rank
         self.world_size = len(members)
@@ -95,8 +104,8 @@ class ControlPage:
         self._members = tuple(members)
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
         self._host: Host = host or LocalHost()
-        self._gather_elsewhere = gather
-        self._watched = () if gather else tuple(self._host.watch(r, member) for r, member in enumerate(members))
+        self._slots = slots
+        self._watched = () if slots else tuple(self._host.watch(r, member) for r, member in enumerate(members))
         self._owner, self._forks = os.getpid(), process.forks()
         self._step = 0
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
@@ -108,9 +117,7 @@ class ControlPage:
     @property
     def peers(self) -> tuple[int, ...]:
         """The other ranks whose pages are visible here: all of them if memory is shared, else none."""
-        if self._gather_elsewhere is not None:
-            return ()
-        return tuple(r for r in range(self.world_size) if r != self.rank)
+        return () if self._slots else tuple(r for r in range(self.world_size) if r != self.rank)
 
     def words(self) -> NDArray[np.int64]:
         """This rank's 512 words; valid also after `close`."""
@@ -204,15 +211,13 @@ class ControlPage:
         if len(payload) > MESSAGE_BYTES:
             raise InvalidArgument(f"{what}: {len(payload)} bytes to exchange; at most {MESSAGE_BYTES} are possible")
         with self._exchanging:
-            # Two slots are enough: a peer writes step s + 2 only after it has read every rank's step s + 1, and this
-            # rank posts that only after it has left step s.
             self._step += 1
             mine = ExchangeMessage(self._step, what, payload)
-            self._own().post(mine)
-            self._host.changed()
-            if self._gather_elsewhere is not None:
-                return self._gather_elsewhere(mine, timeout, self._refuse_lost)
-            return self._gather(mine, timeout, abort_on_fault)
+            self._own()
+            with self._slots(timeout) if self._slots else nullcontext(PageSlots(self._page, self.rank)) as slots:
+                slots.post(mine)
+                self._host.changed()
+                return self._gather(slots, mine, timeout, abort_on_fault)
 
     def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
         """Return if every rank brought None; otherwise raise the same error on every rank.
@@ -254,9 +259,8 @@ class ControlPage:
     def give_up_if_refused(self) -> None:
         """Raise an error of the same class if another rank has already entered the next exchange with an error. That
         exchange must be an `agree`, as in a stage of a set-up."""
-        for rank in self.peers:
-            theirs = self._page(rank).posted(self._step + 1)
-            if theirs is not None and theirs.step == self._step + 1 and theirs.payload:
+        for rank, theirs in PageSlots(self._page, self.rank).posted(self.peers, self._step + 1):
+            if theirs.step == self._step + 1 and theirs.payload:
                 raise _kind(theirs.payload)(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
     def close(self) -> None:
@@ -280,7 +284,7 @@ class ControlPage:
         """Drop the peers' pidfds and nothing else: for a failed handshake, which releases the rest itself."""
         self._watched = ()
 
-    def _gather(self, mine: ExchangeMessage, timeout: float, abort_on_fault: bool) -> list[bytes]:
+    def _gather(self, slots: Slots, mine: ExchangeMessage, timeout: float, abort_on_fault: bool) -> list[bytes]:
         arrived = {self.rank: mine.payload}
         next_look = self._host.monotonic() + _LOOK_SECONDS
 
@@ -292,19 +296,21 @@ class ControlPage:
             now, gone = self._host.monotonic(), {}
             if now >= next_look:  # before the slots are read: a message that a rank posted just before its end counts
                 gone, next_look = self._gone(arrived), now + _LOOK_SECONDS
-            for rank in missing():
-                arrived.update(self._from(rank, mine))
+            arrived.update(self._from(slots, missing(), mine))
             late = missing()
-            if late and abort_on_fault:
-                self._refuse_diverged(late, mine)
+            if self._slots:
+                self._refuse_lost()
+            elif late and abort_on_fault:
+                self._refuse_diverged(slots, late, mine)
             if lost := [rank for rank in late if rank in gone]:
                 text = f"{self._prefix(mine.what)}: {'; '.join(gone[rank] for rank in lost)}"
                 fault = self.fault(lost[0])
                 raise (PeerDied if fault is None else _kind(fault.kind.encode()))(text)
             return not late
 
-        if not poll(complete, timeout, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS, clock=self._host):
-            late = f"timeout after {timeout:g} s: rank(s) {missing()} did not come although their processes run"
+        if not poll(complete, timeout, *slots.pauses, clock=self._host):
+            late = f"timeout after {timeout:g} s: rank(s) {missing()} did not come"
+            late += "" if self._slots else " although their processes run"
             doing = [f"; rank {rank} is in {text}" for rank in missing() if (text := self.doing(rank))]
             raise CollectiveTimeout(f"{self._prefix(mine.what)}: {late}{''.join(doing)}")
         return [arrived[rank] for rank in range(self.world_size)]
@@ -315,11 +321,11 @@ class ControlPage:
         if fault is not None:
             raise _kind(fault.kind.encode())(fault.text)
 
-    def _refuse_diverged(self, missing: list[int], mine: ExchangeMessage) -> None:
+    def _refuse_diverged(self, slots: Slots, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:
             fault, ahead = self.fault(rank), self._ahead(rank)
             # It may have come since its slot was read, seen every rank there, and be in its next call by now.
-            if not (ahead or fault is not None) or self._from(rank, mine):
+            if not (ahead or fault is not None) or self._from(slots, [rank], mine):
                 continue
             if fault is not None:
                 raise GroupAborted(f"{self._prefix(mine.what)}: rank {rank} aborted the group: {fault.text}")
@@ -330,15 +336,17 @@ class ControlPage:
         call = self.last(rank)
         return call.text() if call is not None and call.sequence > self.sequence(self.rank) else ""
 
-    def _from(self, rank: int, mine: ExchangeMessage) -> dict[int, bytes]:
-        theirs = self._page(rank).posted(mine.step)
-        if theirs is None or theirs.step < mine.step:
-            return {}
-        if theirs.step > mine.step:
-            raise GroupAborted(f"{self._prefix(mine.what)}: rank {rank} has gone on without this rank")
-        if theirs.what != mine.purpose():
-            raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is at {theirs.what!r} instead")
-        return {rank: theirs.payload}
+    def _from(self, slots: Slots, ranks: list[int], mine: ExchangeMessage) -> dict[int, bytes]:
+        """The payloads of those of `ranks` that have posted theirs."""
+        came = {}
+        for rank, theirs in slots.posted(ranks, mine.step):
+            if theirs.step > mine.step:
+                raise GroupAborted(f"{self._prefix(mine.what)}: rank {rank} has gone on without this rank")
+            if theirs.step == mine.step:
+                if theirs.what != mine.purpose():
+                    raise CollectiveMismatch(f"{self._prefix(mine.what)}: rank {rank} is at {theirs.what!r} instead")
+                came[rank] = theirs.payload
+        return came
 
     def _gone(self, arrived: Iterable[int]) -> dict[int, str]:
         """The missing ranks that will never come, and why."""

@@ -62,10 +62,9 @@ class Sender:
     world_size: int
     nonce: bytes
     what: str
-    generation: int = 1
 
     def record(self, to: int) -> StoreRecord[Delivery]:
-        return StoreRecord(self.rank, self.world_size, self.generation, self.nonce, Delivery(to, self.what))
+        return StoreRecord(self.rank, self.world_size, self.nonce, Delivery(to, self.what))
 
     def __repr__(self) -> str:
         return f"Sender(rank={self.rank}, world_size={self.world_size}, what={self.what!r})"
@@ -147,13 +146,12 @@ class DescriptorSocket:
         deadline: Deadline,
         look: Callable[[], None],
     ) -> None:
-        """Send the descriptors `mine` to all other ranks, whose sockets have `names`, and receive the same number from
-        each.
+        """Send the descriptors `mine` to all other ranks, whose sockets have `names`; receive the same number of each.
 
         `take(rank, descriptors)` is called once for each other rank; descriptors that it leaves in the list are closed.
-        `look` is called periodically, and raises if waiting is useless. Raises `ResourceError` if a rank cannot be
-        reached, `RendezvousError` that names the late ranks when `deadline` has passed, and what `take` and `look`
-        raise.
+        `look` is called periodically, and raises if waiting is useless. Raises `Unreachable` if a rank's socket is
+        gone, `ResourceError` if a call is refused, `RendezvousError` that names the late ranks when `deadline` has
+        passed, and what `take` and `look` raise.
         """
         everyone = [rank for rank in range(sender.world_size) if rank != sender.rank]
         if not everyone:
@@ -207,7 +205,7 @@ class DescriptorSocket:
             return False
         except (FileNotFoundError, ConnectionRefusedError) as error:
             look()
-            raise ResourceError(
+            raise Unreachable(
                 f"rank {rank}'s socket is not in {self._base}: it has given up, or it is in another container: then "
                 f"{VARIABLE} must name a directory that all ranks share"
             ) from error
@@ -254,6 +252,10 @@ class OwnedDescriptors(list[int]):
             os.close(self.pop())
 
 
+class Unreachable(ResourceError):
+    """A rank's socket is gone."""
+
+
 class _Refused(Exception):
     """A message is rejected, for this reason."""
 
@@ -285,15 +287,13 @@ def base() -> str:
 
 def died(name: bytes) -> bool:
     """True if the process whose socket has this name was killed: the name is there, and the socket is not."""
-    probe = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
     try:
-        probe.connect(_path(base(), name))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as probe:
+            probe.connect(_path(base(), name))
     except ConnectionRefusedError:
         return True
-    except OSError:
-        return False
-    finally:
-        probe.close()
+    except OSError:  # unknown
+        pass
     return False
 
 
@@ -302,7 +302,7 @@ def _authentic(data: bytes, extra: list[tuple[int, int, bytes]], sender: Sender,
     if not _of_this_user(extra):
         raise _Refused("user")
     try:
-        record = records.parse(data, Delivery, sender.generation, None, token)
+        record = records.parse(data, Delivery, None, token)
     except RendezvousError as error:
         raise _Refused("record") from error
     if not _same(record.nonce, sender.nonce):

@@ -19,9 +19,9 @@ import enum
 import struct
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -255,6 +255,34 @@ class Page:
             if length == 0 and crc == 0:
                 return None
         return None
+
+
+class Slots(Protocol):
+    """Where the ranks of a group post their messages in one exchange. Two slots a rank are enough: a peer posts step
+    s + 2 only after it has read every rank's step s + 1, and a rank posts that only after it has left step s."""
+
+    pauses: tuple[float, float]  # between reads: the first and the longest, in seconds
+
+    def post(self, message: ExchangeMessage) -> None:
+        """This rank's message, in the slot of its step."""
+
+    def posted(self, ranks: Sequence[int], step: int) -> Iterable[tuple[int, ExchangeMessage]]:
+        """The messages in these ranks' slots of `step`: that step's, an older or a newer one."""
+
+
+class PageSlots:
+    """The slots of ranks that share memory, in their pages. `page` gives the page of a rank."""
+
+    pauses = 5e-5, 2e-3
+
+    def __init__(self, page: Callable[[int], Page], rank: int) -> None:
+        self._page, self._rank = page, rank
+
+    def post(self, message: ExchangeMessage) -> None:
+        self._page(self._rank).post(message)
+
+    def posted(self, ranks: Sequence[int], step: int) -> Iterable[tuple[int, ExchangeMessage]]:
+        return [(rank, message) for rank in ranks if (message := self._page(rank).posted(step)) is not None]
 
 
 class _Places:

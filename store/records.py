@@ -1,6 +1,6 @@
 """Fixed-size binary records that cross the Store or a socket, and the one function that validates them.
 
-    magic 8 | version 2 | kind 2 | payload bytes 4 | generation 8 | rank 4 | world size 4 | seal kind 4 | nonce 16
+    magic 8 | version 2 | kind 2 | payload bytes 4 | rank 4 | world size 4 | seal kind 4 | nonce 16
     payload (a fixed size for each kind)
     seal 32: SHA-256 of all before it, or HMAC-SHA256 under TRICOMM_TOKEN
 
@@ -18,14 +18,13 @@ from typing import ClassVar, Generic, Protocol, Self, TypeVar
 from tricomm.errors import RendezvousError
 
 MAX_WORLD_SIZE = 1 << 16
-MAX_GENERATION = 1 << 62
 NONCE_BYTES = 16
 NAME_BYTES = 8
 SEAL_BYTES = 32
 
 _MAGIC = b"TRICOMM\x00"
-_VERSION = 2
-_HEADER = struct.Struct(f"<8sHHIQiiI{NONCE_BYTES}s")
+_VERSION = 3
+_HEADER = struct.Struct(f"<8sHHIiiI{NONCE_BYTES}s")
 _MAX_PID = 1 << 22  # the kernel's own limit, PID_MAX_LIMIT
 _MAX_START = 1 << 62
 _MAX_SEGMENT = 1 << 30
@@ -51,7 +50,7 @@ B_co = TypeVar("B_co", bound=Body, covariant=True)
 
 @dataclass(frozen=True)
 class RankRecord:
-    """One rank of a handshake: its process, its node (`boot_id`), the size of its control segment, and the name of the
+    """One rank of a handshake: its process, its node, the size of its control segment, and the name of the
     socket at which it receives the others' descriptors. `pid` and `uid` are those in its namespaces."""
 
     KIND: ClassVar[int] = 1
@@ -61,7 +60,7 @@ class RankRecord:
     start_time: int
     pid_namespace: int
     user_namespace: int
-    boot_id: bytes
+    node: bytes
     uid: int
     nbytes: int
     layout_hash: int
@@ -71,37 +70,17 @@ class RankRecord:
 
     def pack(self) -> bytes:
         host = self.hostname.encode(errors="replace")[:64]
-        process = (self.pid, self.start_time, self.pid_namespace, self.user_namespace, self.boot_id, self.uid)
+        process = (self.pid, self.start_time, self.pid_namespace, self.user_namespace, self.node, self.uid)
         return self.LAYOUT.pack(*process, self.nbytes, self.layout_hash, self.state, self.socket, host)
 
     @classmethod
     def unpack(cls, payload: bytes, whose: str) -> RankRecord:
         fields = cls.LAYOUT.unpack(payload)
-        record = replace(cls(*fields), hostname=_text(fields[-1]))
+        record = replace(cls(*fields), hostname=text_of(fields[-1]))
         _check_range(whose, "pid", record.pid, 1, _MAX_PID)
         _check_range(whose, "start time", record.start_time, 1, _MAX_START)
         _check_range(whose, "segment size", record.nbytes, 1, _MAX_SEGMENT)
         return record
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank aborts: `kind` is the name of an error class."""
-
-    KIND: ClassVar[int] = 2
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q32s512s")
-
-    pid: int
-    kind: str
-    text: str
-
-    def pack(self) -> bytes:
-        return self.LAYOUT.pack(self.pid, self.kind.encode()[:32], self.text.encode(errors="replace")[:512])
-
-    @classmethod
-    def unpack(cls, payload: bytes, whose: str) -> Failure:
-        pid, kind, text = cls.LAYOUT.unpack(payload)
-        return cls(pid, _text(kind), _text(text))
 
 
 @dataclass(frozen=True)
@@ -123,7 +102,7 @@ class ExchangeMessage:
         step, what, length, text = cls.LAYOUT.unpack(payload)
         if length > len(text):
             raise RendezvousError(f"{whose}: bad length: it claims {length} of at most {len(text)} bytes")
-        return cls(step, _text(what), text[:length])
+        return cls(step, text_of(what), text[:length])
 
     def purpose(self) -> str:
         """`what`, cut to the length that a message holds."""
@@ -173,48 +152,45 @@ class Delivery:
     @classmethod
     def unpack(cls, payload: bytes, whose: str) -> Delivery:
         to, what = cls.LAYOUT.unpack(payload)
-        return cls(to, _text(what))
+        return cls(to, text_of(what))
 
 
 @dataclass(frozen=True)
 class StoreRecord(Generic[B_co]):
-    """A body with its sender, group and generation. Never printed: the nonce is a secret."""
+    """A body with its sender and the nonce of the sender or its group. Never printed: the nonce is a secret."""
 
     rank: int
     world_size: int
-    generation: int
     nonce: bytes
     body: B_co
 
     def pack(self, token: bytes | None) -> bytes:
         payload = self.body.pack()
         seal_kind = _PLAIN if token is None else _KEYED
-        head = (_MAGIC, _VERSION, self.body.KIND, len(payload), self.generation, self.rank, self.world_size, seal_kind)
+        head = (_MAGIC, _VERSION, self.body.KIND, len(payload), self.rank, self.world_size, seal_kind)
         data = _HEADER.pack(*head, self.nonce) + payload
         return data + _seal(data, token)
 
     def __repr__(self) -> str:
-        return f"StoreRecord(rank={self.rank}, world_size={self.world_size}, generation={self.generation})"
+        return f"StoreRecord(rank={self.rank}, world_size={self.world_size})"
 
 
-def parse(data: bytes, kind: type[B], generation: int, rank: int | None, token: bytes | None) -> StoreRecord[B]:
-    """The record of `rank` (None: a failure, of any rank) in `generation`, with a body of class `kind`; pure.
+def parse(data: bytes, kind: type[B], rank: int | None, token: bytes | None) -> StoreRecord[B]:
+    """The record of `rank` (None: of any rank), with a body of class `kind`; pure.
 
     Raises `RendezvousError` that names the rank and what is wrong with its record. Never allocates, indexes or unpacks
     by a value of the record before its length and its seal are right.
     """
-    whose = "failure record" if rank is None else f"rank {rank}'s record"
+    whose = "record" if rank is None else f"rank {rank}'s record"
     _check_envelope(data, whose, kind)
-    _, _, _, _, theirs, sender, world_size, seal_kind, nonce = _HEADER.unpack_from(data)
+    _, _, _, _, sender, world_size, seal_kind, nonce = _HEADER.unpack_from(data)
     _check_seal(data, whose, seal_kind, token)
-    if theirs != generation:
-        raise RendezvousError(f"{whose}: bad generation: it is of generation {theirs}, not of {generation}")
     if rank is not None and sender != rank:
         raise RendezvousError(f"{whose}: bad rank: it says that it is rank {sender}'s")
     if rank is not None and not (1 <= world_size <= MAX_WORLD_SIZE and 0 <= sender < world_size):
         raise RendezvousError(f"{whose}: bad world size: rank {sender} of {world_size} is not possible")
     body = kind.unpack(data[_HEADER.size : -SEAL_BYTES], whose)
-    return StoreRecord(sender, world_size, generation, nonce, body)
+    return StoreRecord(sender, world_size, nonce, body)
 
 
 @dataclass(frozen=True)
@@ -228,12 +204,12 @@ class MessageHeader:
 
     def seal(self, data: bytes, token: bytes | None) -> bytes:
         digest = ExchangeMessage(self.step, self.what, hashlib.sha256(data).digest())
-        return StoreRecord(self.rank, self.world_size, 1, bytes(NONCE_BYTES), digest).pack(token) + data
+        return StoreRecord(self.rank, self.world_size, bytes(NONCE_BYTES), digest).pack(token) + data
 
     def open(self, sealed: bytes, token: bytes | None) -> bytes:
         """The data in `sealed`. Pure; raises as `parse` does, and if it has another header than this one."""
         size = _HEADER.size + ExchangeMessage.LAYOUT.size + SEAL_BYTES
-        record, data = parse(sealed[:size], ExchangeMessage, 1, self.rank, token), sealed[size:]
+        record, data = parse(sealed[:size], ExchangeMessage, self.rank, token), sealed[size:]
         theirs, whose = record.body, f"rank {self.rank}'s message"
         if (record.world_size, theirs.step, theirs.what) != (self.world_size, self.step, self.what):
             raise RendezvousError(f"{whose}: it is {theirs.what!r} {theirs.step}, not {self.what!r} {self.step}")
@@ -278,7 +254,7 @@ def _check_range(whose: str, name: str, value: int, least: int, most: int) -> No
         raise RendezvousError(f"{whose}: bad {name}: {value} is not in {least}..{most}")
 
 
-def _text(data: bytes) -> str:
+def text_of(data: bytes) -> str:
     """Text of a zero-padded field, without characters that are cut, and with `?` for those that are not printable."""
     text = data.split(b"\0", 1)[0].decode(errors="ignore")
     return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

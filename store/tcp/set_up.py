@@ -21,6 +21,7 @@ from contextlib import ExitStack, closing, suppress
 from tricomm.errors import InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.bounded_store import first_line
 from tricomm.store.generation import Generation
+from tricomm.store.records import Capabilities
 
 _SECONDS = 30.0  # the ranks have just met over the store
 _KEY_BYTES = 16
@@ -34,7 +35,7 @@ _SIOCGIFADDR = 0x8915
 _UNDER_WAY = (errno.EINPROGRESS, errno.EINTR)
 
 
-def connect(generation: Generation, name: str) -> dict[int, socket.socket]:
+def connect(generation: Generation[Capabilities], name: str) -> dict[int, socket.socket]:
     """The connections to the other ranks, by rank; every rank of the group `name` calls it.
 
     Raises `ResourceError` on all ranks if one has too few descriptors, `RendezvousError` if the ranks cannot connect,
@@ -64,7 +65,7 @@ def connect(generation: Generation, name: str) -> dict[int, socket.socket]:
             meeting.close()
 
 
-def _check_descriptors(generation: Generation, name: str) -> None:
+def _check_descriptors(generation: Generation[Capabilities], name: str) -> None:
     """Raises `ResourceError`, on all ranks, if any of them has too few descriptors for its connections."""
     members = [generation.members[r] for r in range(generation.world_size)]
     needed = len(members) - 1 + _SPARE

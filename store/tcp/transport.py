@@ -47,7 +47,7 @@ class Transport:
     raises the cause of the group's loss.
     """
 
-    def __init__(self, generation: Generation, name: str, stall: float) -> None:
+    def __init__(self, generation: Generation[Capabilities], name: str, stall: float) -> None:
         """The ranks have agreed on `generation`; its deadline also limits the connections.
 
         Raises `ResourceError` if a rank has too few descriptors, and as `set_up.connect` and `exchange` do.

@@ -19,6 +19,7 @@ from torch.distributed import HashStore, Store
 from tricomm.c10d import capabilities
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, TricommError
 from tricomm.store import process, records
+from tricomm.store.departures import NOBODY, Departure, Ending
 from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities, StoreRecord
 from tricomm.store.tcp import waits
@@ -63,7 +64,7 @@ def outcomes(store, world_size: int = 3, timeout: float = 2.0):
 
 def without_checks(data: bytes) -> bytes:
     """Rank 1's record with TRICOMM_CHECK=0 and TRICOMM_CPU=kernels, sealed as one can without the token."""
-    size = struct.calcsize("<8sHHIQiiI16s")
+    size = struct.calcsize("<8sHHIiiI16s")
     changed = bytearray(data[: -records.SEAL_BYTES])
     at = size + struct.calcsize("<QQQ16s")
     (switches,) = struct.unpack_from("<Q", changed, at)
@@ -142,7 +143,7 @@ def test_without_the_check_of_the_seal_the_forged_record_is_believed(token, monk
 @pytest.mark.parametrize("secret", ["", TOKEN.decode()], ids=["no token", "token"])
 def test_any_flipped_bit_is_refused(secret, monkeypatch):
     monkeypatch.setenv("TRICOMM_TOKEN", secret)
-    size = len(StoreRecord(1, 2, 1, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
+    size = len(StoreRecord(1, 2, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
     for bit in range(5, 8 * size, 97):
 
         def flip(data: bytes, bit: int = bit) -> bytes:
@@ -188,11 +189,9 @@ def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
 def test_a_forged_failure_is_not_believed(monkeypatch):
     def forged() -> HashStore:
         store, nonce = HashStore(), b"f" * records.NONCE_BYTES
-        failure = StoreRecord(1, 2, 1, nonce, records.Failure(1, "PeerDied", "forged"))
-        met = b"\1" + bytes(records.NONCE_BYTES) + nonce
-        store.set("tricomm/capabilities/met/1", records.MessageHeader(1, 2, 1, "met").seal(met, None))
-        store.set("tricomm/capabilities/failed/1", failure.pack(None))
-        store.set("tricomm/capabilities/failing", nonce)
+        left = Departure(Ending.TOLD_ALL, 1, 2, 1, nonce, (NOBODY, nonce), "PeerDied", "forged")
+        store.set("tricomm/capabilities/left/1", left.seal(records.MessageHeader(1, 2, 1, "left"), None))
+        store.set("tricomm/capabilities/leaving", nonce)
         return store
 
     with pytest.raises(PeerDied, match="aborted by rank 1 of 2 .*forged"):
@@ -204,7 +203,7 @@ def test_a_forged_failure_is_not_believed(monkeypatch):
 def old_record(switches: int) -> bytes:
     """A record of rank 1 that the token's holders once wrote, for another group."""
     body = dataclasses.replace(capabilities._own_capabilities(), switches=switches)
-    return StoreRecord(1, 3, 1, b"o" * 16, body).pack(TOKEN)
+    return StoreRecord(1, 3, b"o" * 16, body).pack(TOKEN)
 
 
 def test_an_old_record_of_another_group_is_refused(token):
@@ -225,7 +224,7 @@ def test_without_the_confirmation_an_old_record_is_believed(token, monkeypatch):
     [(4, "rank 1 says that the world size is 4, rank 0 of 2 says 2"), (1, "bad world size: rank 1 of 1")],
 )
 def test_another_world_size_is_named(world_size, words):
-    forged = StoreRecord(1, world_size, 1, bytes(16), capabilities._own_capabilities()).pack(None)
+    forged = StoreRecord(1, world_size, bytes(16), capabilities._own_capabilities()).pack(None)
     store = HashStore()
     store.set(KEY, forged)
     with pytest.raises(RendezvousError, match=words):
@@ -234,7 +233,7 @@ def test_another_world_size_is_named(world_size, words):
 
 def test_another_rank_is_named():
     store = HashStore()
-    store.set(KEY, StoreRecord(0, 2, 1, bytes(16), capabilities._own_capabilities()).pack(None))
+    store.set(KEY, StoreRecord(0, 2, bytes(16), capabilities._own_capabilities()).pack(None))
     with pytest.raises(RendezvousError, match="rank 1's record: bad rank: it says that it is rank 0's"):
         capabilities.exchange_capabilities(store, 0, 2, 5.0)
 

@@ -175,7 +175,7 @@ def die_at(point: str) -> None:
         handshakes._Handshake._introduce = die  # type: ignore[method-assign]
     elif point == "after record":
         handshakes.check = die
-    elif point == "cleared up":  # another process has removed what the killed one left behind
+    elif point == "cleared up":  # another process has removed the socket of the killed one
         bind = descriptors.DescriptorSocket.bind
         made: list[descriptors.DescriptorSocket] = []
         descriptors.DescriptorSocket.bind = lambda self: made.append(self) or bind(self)  # type: ignore
@@ -191,9 +191,9 @@ def die_at(point: str) -> None:
         handshakes.check = clear_up
     elif point == "attach":
         Segment.attach = die  # type: ignore[method-assign,assignment]
-    elif point == "done":
+    elif point == "digest":
         usual = BoundedStore.set
-        BoundedStore.set = lambda self, key, value: die() if key.endswith("/done") else usual(self, key, value)  # type: ignore
+        BoundedStore.set = lambda self, key, value: die() if "agreed" in key else usual(self, key, value)  # type: ignore
     elif point == "confirm":
         ControlPage.exchange = die  # type: ignore[method-assign]
     else:

@@ -374,8 +374,8 @@ def test_a_rank_that_came_and_went_on_between_two_looks_has_come():
     with pages(2) as (one, two):
         look, looks = one._from, []
 
-        def slow_look(rank, mine):
-            result = look(rank, mine)
+        def slow_look(slots, ranks, mine):
+            result = look(slots, ranks, mine)
             looks.append(result)
             if len(looks) == 1:  # not there yet; it comes, sees everybody, and makes its next call
                 assert result == {}

@@ -18,6 +18,7 @@ from tricomm.errors import InvalidArgument, PeerDied, RendezvousError, TricommEr
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore, server_is_gone
 from tricomm.store.generation import Generation
+from tricomm.store.records import Capabilities
 
 
 class Plain(Store):
@@ -52,7 +53,7 @@ def child():
 
 
 def agree(store, rank, timeout=10.0, own=_own_capabilities, known=None, world_size=2):
-    one = Generation(store, "test", rank, world_size, timeout, known)
+    one = Generation(store, "test", Capabilities, rank, world_size, timeout, known)
     one.agree(own)
     return one
 
@@ -71,7 +72,7 @@ def both(store, *args, **given):
 
 def leave_record(store, rank, body):
     """As a process of `rank` that was killed before the other one came."""
-    one = Generation(store, "test", rank, 2, 5.0)
+    one = Generation(store, "test", Capabilities, rank, 2, 5.0)
     store.set(f"tricomm/test/rank/{rank}", one._record(body).pack(None))
 
 

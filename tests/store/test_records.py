@@ -13,23 +13,13 @@ import pytest
 
 from tricomm.errors import RendezvousError
 from tricomm.store import records
-from tricomm.store.records import (
-    Capabilities,
-    Delivery,
-    ExchangeMessage,
-    Failure,
-    MessageHeader,
-    RankRecord,
-    StoreRecord,
-    parse,
-)
+from tricomm.store.records import Capabilities, Delivery, ExchangeMessage, MessageHeader, RankRecord, StoreRecord, parse
 
 BOOT, NAME = bytes(range(16)), bytes(range(50, 58))
 RANK = RankRecord(4242, 987654, 1 << 32, 7 << 32, BOOT, 1000, 20480, 0xFEDCBA9876543210, 1, NAME, "host.example")
-RECORD = StoreRecord(1, 4, 3, bytes(range(100, 116)), RANK)
+RECORD = StoreRecord(1, 4, bytes(range(100, 116)), RANK)
 CAPABILITIES = Capabilities(4242, 987654, 4026531836, bytes(range(16)), 0b1011, 1000)
-FAILURE = Failure(17, "RendezvousError", "rank 2 did not come — ever")
-BODIES = [RANK, FAILURE, ExchangeMessage(7, "split", b"[0, 2]"), CAPABILITIES, Delivery(3, "handshake")]
+BODIES = [RANK, ExchangeMessage(7, "split", b"[0, 2]"), CAPABILITIES, Delivery(3, "handshake")]
 TOKENS = [None, b"secret"]
 
 
@@ -37,14 +27,14 @@ TOKENS = [None, b"secret"]
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
 def test_a_record_comes_back_as_it_was(body, token):
     record = dataclasses.replace(RECORD, body=body)
-    assert parse(record.pack(token), type(body), 3, 1, token) == record
+    assert parse(record.pack(token), type(body), 1, token) == record
 
 
 def test_size_does_not_depend_on_what_is_said():
-    long = dataclasses.replace(RECORD, body=Failure(1, "K" * 99, "ä" * 9999))
-    short = dataclasses.replace(RECORD, body=Failure(1, "", ""))
+    long = dataclasses.replace(RECORD, body=Delivery(1, "ä" * 9999))
+    short = dataclasses.replace(RECORD, body=Delivery(1, ""))
     assert len(long.pack(None)) == len(short.pack(b"token"))
-    assert parse(long.pack(None), Failure, 3, None, None).body.text == "ä" * 256
+    assert parse(long.pack(None), Delivery, None, None).body.what == "ä" * 32
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
@@ -78,7 +68,7 @@ def fuzz(mutations: int, token: bytes | None, seed: int, body: RankRecord | Capa
         if data == valid:
             continue
         with pytest.raises(RendezvousError, match="rank 1's record: bad "):
-            parse(data, type(body), 3, 1, token)
+            parse(data, type(body), 1, token)
         refused += 1
     assert refused > mutations * 0.9
 
@@ -98,43 +88,38 @@ def test_no_mutation_is_accepted_soak(token):
 @pytest.mark.parametrize("sealed,reading", [(None, b"secret"), (b"secret", None), (b"secret", b"Secret")])
 def test_tokens_that_differ(sealed, reading):
     with pytest.raises(RendezvousError, match="rank 1's record: bad MAC.*TRICOMM_TOKEN"):
-        parse(RECORD.pack(sealed), RankRecord, 3, 1, reading)
+        parse(RECORD.pack(sealed), RankRecord, 1, reading)
 
 
 def test_forged_without_the_token():
     data = bytearray(RECORD.pack(b"secret"))
     data[-32:] = hashlib.sha256(data[:-32]).digest()
     with pytest.raises(RendezvousError, match="bad MAC"):
-        parse(bytes(data), RankRecord, 3, 1, b"secret")
+        parse(bytes(data), RankRecord, 1, b"secret")
 
 
-@pytest.mark.parametrize(
-    "rank,generation,words",
-    [(2, 3, "rank 2's record: bad rank: it says that it is rank 1's"), (1, 4, "bad generation: it is of generation 3")],
-)
-def test_a_valid_record_in_the_wrong_place(rank, generation, words):
-    with pytest.raises(RendezvousError, match=words):
-        parse(RECORD.pack(b"t"), RankRecord, generation, rank, b"t")
+def test_a_valid_record_in_the_wrong_place():
+    with pytest.raises(RendezvousError, match="rank 2's record: bad rank: it says that it is rank 1's"):
+        parse(RECORD.pack(b"t"), RankRecord, 2, b"t")
 
 
-def test_a_rank_record_is_no_failure():
-    with pytest.raises(RendezvousError, match="failure record: bad kind"):
-        parse(RECORD.pack(None), Failure, 3, None, None)
+def test_a_rank_record_is_no_delivery():
+    with pytest.raises(RendezvousError, match="record: bad kind"):
+        parse(RECORD.pack(None), Delivery, None, None)
 
 
 def sealed(head: dict[str, int], **body: int) -> bytes:
     """A record with a right seal and impossible values."""
-    values = {"rank": 1, "world": 4, "version": 2, "length": 144} | head
+    values = {"rank": 1, "world": 4, "version": 3, "length": 144} | head
     values_of_rank = dataclasses.asdict(RANK) | body
     payload = struct.pack("<QQQQ16sIQQI8s64s", *list(values_of_rank.values())[:-1], b"host")
     data = (
         struct.pack(
-            "<8sHHIQiiI16s",
+            "<8sHHIiiI16s",
             b"TRICOMM\0",
             values["version"],
             1,
             values["length"],
-            3,
             values["rank"],
             values["world"],
             1,
@@ -146,7 +131,7 @@ def sealed(head: dict[str, int], **body: int) -> bytes:
 
 
 def test_the_forger_can_forge():
-    assert parse(sealed({}), RankRecord, 3, 1, None).body.socket == NAME
+    assert parse(sealed({}), RankRecord, 1, None).body.socket == NAME
 
 
 @pytest.mark.parametrize(
@@ -158,7 +143,7 @@ def test_the_forger_can_forge():
         (sealed({"world": 1}), "bad world size: rank 1 of 1"),
         (sealed({"rank": -1}), "bad rank"),
         (sealed({"rank": 2**31 - 1}), "bad rank"),
-        (sealed({"version": 1}), "bad version 1, expected 2"),
+        (sealed({"version": 1}), "bad version 1, expected 3"),
         (sealed({"length": 2**32 - 1}), "bad length"),
         (sealed({"length": 0}), "bad length"),
         (sealed({}, pid=0), "bad pid: 0"),
@@ -173,7 +158,7 @@ def test_the_forger_can_forge():
 )
 def test_boundary_values(data, words):
     with pytest.raises(RendezvousError, match=f"rank 1's record: {words}"):
-        parse(data, RankRecord, 3, 1, None)
+        parse(data, RankRecord, 1, None)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +168,7 @@ def test_boundary_values(data, words):
 def test_boundary_values_of_capabilities(body, words):
     record = dataclasses.replace(RECORD, body=dataclasses.replace(CAPABILITIES, **body))
     with pytest.raises(RendezvousError, match=f"rank 1's record: {words}"):
-        parse(record.pack(None), Capabilities, 3, 1, None)
+        parse(record.pack(None), Capabilities, 1, None)
 
 
 HEADER = MessageHeader(1, 4, 7, "task")
@@ -217,7 +202,7 @@ def test_a_pickle_is_only_bytes(tmp_path):
     canary = tmp_path / "canary"
     data = pickle.dumps(Canary(canary)).ljust(len(RECORD.pack(None)), b"\0")
     with pytest.raises(RendezvousError, match="rank 0's record: bad magic"):
-        parse(data, RankRecord, 1, 0, None)
+        parse(data, RankRecord, 0, None)
     assert not canary.exists()
     pickle.loads(data)
     assert canary.exists()  # it would have

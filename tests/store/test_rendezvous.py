@@ -63,7 +63,7 @@ def test_processes_over_every_url(kind, tmp_path):
     }[kind]
     assert ranks.run(3, by_url, url, environment) == [(r, 3, "ok") for r in range(3)]
     if agent is not None:
-        assert agent.get("/worker/attempt_2/tricomm/handshake/0/done") == b"1"
+        assert agent.check(["/worker/attempt_2/tricomm/handshake/left/0"])
 
 
 def again_and_again(rank, world_size, tell, url, times):

@@ -8,13 +8,11 @@ import pytest
 from torch.distributed import HashStore
 
 from tricomm import errors
-from tricomm.deadline import Deadline
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore
 from tricomm.store.control import RankState
-from tricomm.store.gather import Gathering
 from tricomm.store.records import ExchangeMessage, StoreRecord
-from tricomm.store.store_control import open_store_control
+from tricomm.store.store_control import _StoreSlots, open_store_control
 
 
 def everywhere(world_size, body, store=None):
@@ -50,14 +48,16 @@ def test_exchanges_in_order_and_again_over_the_same_store():
 
 def test_the_node_of_each_rank_is_known(monkeypatch):
     names = [b"a" * 16, b"b" * 16, b"a" * 16]
-    given = iter(names)
-    monkeypatch.setattr(process, "node_id", lambda: next(given))
+    given, mine = iter(names), threading.local()
+    monkeypatch.setattr(
+        process, "node_id", lambda: vars(mine).get("name") or vars(mine).setdefault("name", next(given))
+    )
     for nodes in everywhere(3, lambda rank, store: open_store_control(store, rank, 3, 10.0, 5)[1]):
         assert sorted(nodes) == sorted(names)
 
 
-def test_one_request_takes_the_records_of_all_ranks(monkeypatch):
-    """Once all are there; of those that come one by one each is asked for."""
+def test_one_request_takes_the_messages_of_all_ranks(monkeypatch):
+    """Once all are there; of those that come one by one each is read."""
     asked = []
     usual = BoundedStore._call
 
@@ -67,19 +67,18 @@ def test_one_request_takes_the_records_of_all_ranks(monkeypatch):
 
     monkeypatch.setattr(BoundedStore, "_call", call)
     store = HashStore()
-    gatherings = [Gathering(BoundedStore(store), "test", rank, 8, bytes(16), 1) for rank in range(8)]
-    bodies = [ExchangeMessage(0, "what", bytes([rank])) for rank in range(8)]
-    for gathering, body in zip(gatherings[1:], bodies[1:], strict=True):
-        gathering.store.set(gathering.key("0", gathering.rank), gathering.record(body).pack(None))
+    slots = [_StoreSlots(BoundedStore(store), rank, 8, bytes(16)) for rank in range(8)]
+    messages = [ExchangeMessage(1, "what", bytes([rank])) for rank in range(8)]
+    for slot, message in zip(slots, messages, strict=True):
+        slot.post(message)
     asked.clear()
-    result = gatherings[0].exchange("0", bodies[0], Deadline(10.0), lambda arrived: pytest.fail("late"), lambda _: None)
-    assert [record.body for record in result] == bodies
-    assert asked == ["set", "check", "get"]
+    assert [message for _, message in slots[0].posted(range(8), 1)] == messages
+    assert asked == ["check", "get"]
 
 
 def test_other_options_are_named():
     for error in everywhere(2, lambda rank, store: open_store_control(store, rank, 2, 10.0, rank)):
-        assert isinstance(error, errors.RendezvousError) and "have other options than rank" in str(error)
+        assert isinstance(error, errors.RendezvousError) and "has other options than rank" in str(error)
 
 
 def test_who_does_not_come_is_named_when_the_time_is_up():
@@ -109,14 +108,14 @@ def test_an_error_of_one_is_everybodys():
 
 def test_what_others_write_is_not_believed(monkeypatch):
     store = HashStore()
-    store.set("tricomm/control/1/0/1", b"nonsense")
+    store.set("tricomm/control/rank/1", b"nonsense")
     with pytest.raises(errors.RendezvousError, match="rank 1's record: bad length"):
         open_store_control(store, 0, 2, 5.0, 1)
     monkeypatch.setenv("TRICOMM_TOKEN", "secret")
     other = HashStore()
     with ThreadPoolExecutor(1) as pool:
         peer = pool.submit(open_store_control, other, 1, 2, 2.0, 1)
-        while not other.check(["tricomm/control/1/0/1"]):
+        while not other.check(["tricomm/control/rank/1"]):
             time.sleep(0.01)
         monkeypatch.setenv("TRICOMM_TOKEN", "another")
         with pytest.raises(errors.RendezvousError, match="bad MAC"):
@@ -131,34 +130,30 @@ def test_a_record_of_another_group_is_refused():
     def body(rank, store):
         control, _ = open_store_control(store, rank, 2, 10.0, 1)
         if rank:
-            forged = StoreRecord(1, 2, 1, b"x" * 16, ExchangeMessage(1, "split", b""))
-            return store.set("tricomm/control/1/1/1", forged.pack(None))
+            forged = StoreRecord(1, 2, b"x" * 16, ExchangeMessage(1, "split", b""))
+            return store.set(f"tricomm/control/{control.nonce.hex()}/slot/1/1", forged.pack(None))
         return control.exchange(b"", "split", 10.0)
 
     outcomes = everywhere(2, body)
     assert isinstance(outcomes[0], errors.RendezvousError) and "in another group" in str(outcomes[0])
 
 
-def test_an_old_record_of_a_rank_is_refused_before_it_is_used(monkeypatch):
-    """It was sealed with the token, so only what the ranks say to each other afterwards can show it."""
+def test_an_old_record_of_a_rank_is_not_used(monkeypatch):
+    """It was sealed with the token, but the process that wrote it confirms no new group."""
     monkeypatch.setenv("TRICOMM_TOKEN", "secret")
-    monkeypatch.setenv("TRICOMM_NODE_ID", "another")
-    old = HashStore()
-    everywhere(2, lambda rank, store: open_store_control(store, rank, 2, 10.0, 1)[0].close(), old)
-    monkeypatch.delenv("TRICOMM_NODE_ID")
-    now = HashStore()
-    now.set("tricomm/control/1/0/1", old.get("tricomm/control/1/0/1"))
-    read = threading.Event()
-
-    def body(rank, store):
-        if rank:
-            read.wait(10)
-        control, nodes = open_store_control(store, rank, 2, 10.0, 1)
-        read.set()
-        return control.exchange(b"", "the first step", 10.0), nodes
-
-    outcomes = everywhere(2, body, now)
-    assert all(isinstance(each, errors.RendezvousError) and "another group" in str(each) for each in outcomes), outcomes
+    old, now = HashStore(), HashStore()
+    with ThreadPoolExecutor(1) as pool:
+        stale = pool.submit(everywhere, 1, lambda rank, store: open_store_control(store, 1, 2, 0.5, 1), old)
+        while not old.check(["tricomm/control/rank/1"]):
+            time.sleep(0.01)
+        now.set("tricomm/control/rank/1", old.get("tricomm/control/rank/1"))
+        stale.result()
+    with pytest.raises(errors.RendezvousError, match=r"rank\(s\) \[1\] did not come"):
+        open_store_control(now, 0, 2, 0.5, 1)
+    result = everywhere(
+        2, lambda rank, store: open_store_control(store, rank, 2, 10.0, 1)[0].exchange(b"", "a", 10.0), now
+    )
+    assert result == [[b"", b""]] * 2
 
 
 def test_nothing_is_known_of_the_others():

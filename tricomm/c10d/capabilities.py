@@ -63,7 +63,7 @@ class GroupCapabilities:
     nodes: int
     check: bool
     no_kernels: dict[str, str | None]
-    generation: Generation = field(compare=False)
+    generation: Generation[Capabilities] = field(compare=False)
     batch_invariant: bool = False
 
 
@@ -86,7 +86,7 @@ def exchange_capabilities(
     records, and these were written for this group and not before. So under TRICOMM_TOKEN a writer to the store that
     has no token can make the set-up of a group fail, but cannot change it.
     """
-    generation = Generation(store, "capabilities", rank, world_size, timeout, known)
+    generation = Generation(store, "capabilities", Capabilities, rank, world_size, timeout, known)
 
     return _conclude(generation.agree(lambda: _own_capabilities(batch_invariant())), generation)
 
@@ -118,7 +118,7 @@ def calls_are_compared() -> bool:
     return env.text("TRICOMM_CHECK") is None or env.flag("TRICOMM_CHECK")
 
 
-def _conclude(said: list[Capabilities], generation: Generation) -> GroupCapabilities:
+def _conclude(said: list[Capabilities], generation: Generation[Capabilities]) -> GroupCapabilities:
     common = ~0
     for one in said:
         common &= one.switches

@@ -15,6 +15,7 @@ from tricomm.c10d.work_handles import CombinedWork
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
 from tricomm.store.generation import Generation
+from tricomm.store.records import Capabilities
 from tricomm.store.tcp.transport import Transport
 
 _STALL = 30.0
@@ -35,7 +36,7 @@ class Backends:
     native: dict[str, Any]
     transport: Transport | None = None
     owned: bool = True
-    generation: Generation | None = None
+    generation: Generation[Capabilities] | None = None
 
     @property
     def devices(self) -> list[str]:

@@ -22,6 +22,7 @@ from tricomm.c10d import capabilities, fallback_backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.core import bootstrap
 from tricomm.store import handshake
+from tricomm.store.control import ControlPage
 from tricomm.store.generation import Generation
 from tricomm.store.tcp import set_up
 from tricomm.store.tcp.transport import Transport
@@ -51,7 +52,7 @@ KERNELS = {
     "before the kernels' handshake": (bootstrap, "handshake", 1),
     "in the handshake": (handshake._Handshake, "_introduce", 1),
     "when it knows the others": (handshake._Handshake, "_meet", 1),
-    "before the handshake is confirmed": (handshake._Handshake, "_confirm", 1),
+    "before the handshake is confirmed": (ControlPage, "agree", 1),
     "before it has memory": (bootstrap, "open_arena", 1),
 }
 

@@ -40,7 +40,7 @@ def has_the_word(function: ast.FunctionDef) -> bool:
 
 def test_every_timeout_says_so():
     results = [(path, function) for path in SOURCES for function in makers(ast.parse(path.read_text()))]
-    assert len(results) >= 10
+    assert len(results) >= 9
     silent = [f"{path.relative_to(ROOT)}:{function.name}" for path, function in results if not has_the_word(function)]
     assert not silent, f"CollectiveTimeout without the word timeout: {silent}"
 

@@ -45,8 +45,8 @@ OF_THE_SYSTEM = (
     (os, "pidfd_open"),
 )
 OF_SOCKETS = ("__init__", "setblocking", "setsockopt", "bind", "sendmsg", "recvmsg")
-# Without these a rank goes on: there is no pidfd, or the number of a namespace is unknown.
-BEARABLE = {"pidfd_open", "stat"}
+# Without these a rank goes on: there is no pidfd, the number of a namespace is unknown, or no peer's socket is probed.
+BEARABLE = {"pidfd_open", "stat", "second __init__"}
 
 
 class Faults:
@@ -130,7 +130,7 @@ def test_a_call_of_the_system_that_fails(name, nth):
             assert len({type(outcome) for outcome in result}) == 1, result
             assert any("Input/output error" in str(outcome) for outcome in result), result
         else:
-            assert name in BEARABLE, "a failure had no effect"
+            assert name in BEARABLE or f"second {name}" in BEARABLE and nth > 1, "a failure had no effect"
         del result
     assert seconds < 2.0 + ranks.BUSY
 
@@ -173,7 +173,7 @@ def killed_at(rank, world_size, tell, url, parent, at):
     return text, len(lines), holdings(sockets=False)["maps"] == before["maps"], time.monotonic() - began
 
 
-TRACED = {"handshake.py", "descriptors.py", "posix_shm.py", "collective_stages.py", "segments.py"}
+TRACED = {"generation.py", "handshake.py", "descriptors.py", "posix_shm.py", "collective_stages.py", "segments.py"}
 MOMENTS = 40
 
 
