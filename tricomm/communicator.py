@@ -42,6 +42,7 @@ from tricomm.kernels import layout
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
+from tricomm.policy.backend_choice import GroupFacts
 from tricomm.policy.router import Router
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.control import ControlPage, RankState
@@ -113,7 +114,9 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
     ) -> Self:
         """A communicator over memory that is shared already; it takes over `control` and `arena`."""
         comm, options = cls.__new__(cls), with_environment(options)
-        shared = bootstrap.without_fallback(control, arena, arena_layout, device, options)
+        missing, exact = "there is no other backend behind the kernels here", options.batch_invariant
+        routes = GroupFacts(device.type, control.world_size, 1, None, None, missing, batch_invariant=exact)
+        shared = bootstrap.Shared(control, arena, arena_layout, None, routes)
         set_up(lambda undo: comm._assemble(undo, Group(shared, device, timeout, options, runtime)))
         return comm
 

@@ -78,6 +78,7 @@ _FORMS: dict[int, tuple[str | None, bool]] = {
     _Pattern.kARResidualRMSNormDynamicFP8Quant: ("fp8_per_token", False),
     _Pattern.kARResidualRMSNormOutDynamicFP8Quant: ("fp8_per_token", True),
 }
+_SUPPORTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 _LAYOUTS = {QuantizationSFLayout.SWIZZLED_128x4: "swizzled_128x4", QuantizationSFLayout.LINEAR: "linear"}
 
 
@@ -108,7 +109,7 @@ class AllReduceFusionWorkspace:
         if tp_size != self.world_size:
             return f"it is of {self.world_size} ranks, not {tp_size}"
         if dtype not in DTYPES:
-            return f"there is {', '.join(str(d).removeprefix('torch.') for d in DTYPES)}, not {dtype}"
+            return f"there is {_SUPPORTED}, not {dtype}"
         most = self.max_token_num * self.hidden_dim * self.dtype.itemsize
         nbytes = num_tokens * hidden_dim * dtype.itemsize
         if nbytes > most:
@@ -181,8 +182,7 @@ def create_allreduce_fusion_workspace(
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidArgument(f"create_allreduce_fusion_workspace: {name}={size!r}: 1 or more is needed")
     if dtype not in DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
-        raise InvalidArgument(f"create_allreduce_fusion_workspace: dtype={dtype!r}; there is {names}")
+        raise InvalidArgument(f"create_allreduce_fusion_workspace: dtype={dtype!r}; there is {_SUPPORTED}")
     assert max_token_num is not None and hidden_dim is not None and dtype is not None, "they were looked at"
     if isinstance(group, Communicator):
         _check_place(group.rank, group.world_size, rank, world_size)

@@ -36,7 +36,6 @@ from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
 _TELL_SECONDS = 2.0  # to tell the other ranks that this one does not come
-_ALONE = "there is no other backend behind the kernels here"
 _GLOO = 'the backend "tricomm" of torch.distributed has Gloo behind it'
 
 
@@ -193,16 +192,6 @@ def layout_of(world_size: int, device: torch.device, options: Options) -> layout
     memory = layout.plan(min(world_size, layout.MAX_WORLD_SIZE), options.arena_bytes)
     launch_shapes.check_device(device.type, memory, options._tuning.tile)
     return memory
-
-
-def without_fallback(
-    control: ControlPage, arena: Arena, memory: layout.Layout, device: torch.device, options: Options
-) -> Shared:
-    """`Shared` for memory that is shared already, by ranks that have no fallback."""
-    routes = backend_choice.GroupFacts(
-        device.type, control.world_size, 1, None, None, _ALONE, batch_invariant=options.batch_invariant
-    )
-    return Shared(control, arena, memory, None, routes)
 
 
 def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:

@@ -124,33 +124,12 @@ def announced(choice: Choice, op: str, dtype: str, request: Request, mode: str) 
     collective, epilogue = choice.collective, request.epilogue
     if epilogue is not None:  # also if a plain all-reduce runs before it
         collective, op = choice.collective if choice.fused else FUSED, epilogue.text()
-    fingerprint = arguments.fingerprint(
-        collective,
-        op,
-        dtype,
-        request.elements,
-        request.root,
-        choice.algorithm,
-        choice.protocol,
-        choice.blocks,
-        choice.block,
-        mode,
-        _handles(choice, request),
-        None if epilogue is None else epilogue.facts,
-    )
-    descriptor = Descriptor(
-        sequence=0,
-        fingerprint=fingerprint,
-        collective=collective,
-        op=op + _named(choice, request),
-        dtype=dtype,
-        algorithm=choice.algorithm,
-        protocol=choice.protocol,
-        count=request.elements,
-        root=request.root,
-        grid=choice.blocks,
-        mode=mode,
-    )
+    kernel, count, root = (choice.algorithm, choice.protocol), request.elements, request.root
+    launch = choice.blocks, choice.block, mode, _handles(choice, request)
+    facts = None if epilogue is None else epilogue.facts
+    fingerprint = arguments.fingerprint(collective, op, dtype, count, root, *kernel, *launch, facts)
+    op += _named(choice, request)
+    descriptor = Descriptor(0, fingerprint, collective, op, dtype, *kernel, count, root, choice.blocks, mode)
     return fingerprint, descriptor.packed()
 
 

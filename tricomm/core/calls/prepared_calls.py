@@ -9,6 +9,7 @@ Built for speed: on a GPU this is most of a small collective's host time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ _ONE_GETS = frozenset({"reduce", "gather"})
 NEW = (LookupError, TypeError, AttributeError, RuntimeError, NotImplementedError)
 
 
+@dataclass(slots=True, eq=False)
 class PreparedCall:
     """A call of one contiguous tensor, or of an input and an output.
 
@@ -45,22 +47,15 @@ class PreparedCall:
     plans     index 2 * captured + aligned: the plan, and its kernel's repeated launch if there is one
     """
 
-    __slots__ = ("apart", "gives", "itemsize", "look", "make", "nbytes", "out_nbytes", "plans", "rest")
-
-    def __init__(
-        self,
-        look: Callable[..., bool],
-        itemsize: int,
-        nbytes: int,
-        out_nbytes: int,
-        rest: int,
-        apart: int | None,
-        make: Callable[..., torch.Tensor] | None,
-        gives: bool,
-    ) -> None:
-        self.look, self.itemsize, self.nbytes, self.out_nbytes = look, itemsize, nbytes, out_nbytes
-        self.rest, self.apart, self.make, self.gives = rest, apart, make, gives
-        self.plans: list[tuple[LaunchPlan, Again | None] | None] = [None] * 4
+    look: Callable[..., bool]
+    itemsize: int
+    nbytes: int
+    out_nbytes: int
+    rest: int
+    apart: int | None
+    make: Callable[..., torch.Tensor] | None
+    gives: bool
+    plans: list[tuple[LaunchPlan, Again | None] | None] = field(default_factory=lambda: [None] * 4)
 
 
 class PreparedCalls:
