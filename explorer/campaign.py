@@ -18,9 +18,8 @@ from tricomm.explorer.ptx.global_memory import BadAddress
 from tricomm.explorer.report.findings import Execution, Finding, Outcome, Subject
 from tricomm.explorer.report.report import CampaignPlan, Report, options_of
 from tricomm.explorer.schedule import shrinking
-from tricomm.explorer.schedule.choices import Strategy
 from tricomm.explorer.schedule.contention import Contention
-from tricomm.explorer.schedule.strategies import NAMES, Given, Priorities, RandomWalk
+from tricomm.explorer.schedule.strategies import NAMES, Given, Priorities, RandomWalk, Strategy
 from tricomm.explorer.simulation import prepared
 from tricomm.explorer.world import oracle
 from tricomm.kernels import layout

@@ -27,10 +27,10 @@ from tricomm.explorer.ptx.unit import StepLimit
 from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Execution, Finding, Outcome, Subject
 from tricomm.explorer.schedule import deadlocks
-from tricomm.explorer.schedule.choices import Strategy
 from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.host_watchdog import Blocked, Watchdog
 from tricomm.explorer.schedule.scheduler import Ended, Scheduler
+from tricomm.explorer.schedule.strategies import Strategy
 from tricomm.explorer.schedule.tasks import Launch, State
 from tricomm.explorer.world.host_state import Hosts
 from tricomm.explorer.world.oracle import Oracle

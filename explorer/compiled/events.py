@@ -100,22 +100,13 @@ class Event:
 
 def locate(access: ThreadAccess, memory: Memory, private: list[Region], rank: int) -> list[Elements] | int:
     """The places of the elements, one a region; or the first address in none, or in one that `rank` has closed."""
-    addresses, lanes = access.addresses, np.arange(len(access.addresses))
-    whole = memory.region(int(addresses.min()), int(addresses.max()) + access.width, private, rank)
-    if whole is not None:
-        regions = [(whole, lanes)]
-    else:
-        by_region: dict[int, tuple[Region, list[int]]] = {}
-        for lane, address in enumerate(addresses.tolist()):
-            region = memory.region(address, address + access.width, private, rank)
-            if region is None:
-                return int(address)
-            by_region.setdefault(id(region), (region, []))[1].append(lane)
-        regions = [(region, np.array(chosen)) for region, chosen in by_region.values()]
+    found = memory.split(access.addresses, access.width, private, rank)
+    if isinstance(found, int):
+        return found
     result = []
-    for region, chosen in regions:
-        offsets = (addresses[chosen] - np.uint64(region.base)).astype(np.int64)
-        result.append(_elements(region, offsets, chosen, access))
+    for region, numbers in found:
+        lanes = np.arange(len(access.addresses)) if numbers is None else numbers
+        result.append(_elements(region, region.offsets(access.addresses[lanes]), lanes, access))
     return result
 
 

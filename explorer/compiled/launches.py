@@ -18,7 +18,7 @@ from tricomm.explorer.compiled.thread_clocks import Array, longer
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.thread_teams import Team
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine
-from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.explorer.memory_model.regions import Memory, Region, span_of
 from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.ptx.global_memory import GlobalMemory
@@ -280,12 +280,8 @@ class Orders:
 
 def _spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
     """The byte ranges of the tensors' elements; overlapping ones are merged."""
-    spans = []
-    for tensor in tensors:
-        count = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        spans.append((tensor.data_ptr(), tensor.data_ptr() + count * tensor.itemsize))
     joined: list[tuple[int, int]] = []
-    for low, high in sorted(spans):
+    for low, high in sorted(map(span_of, tensors)):
         if joined and low < joined[-1][1]:
             joined[-1] = joined[-1][0], max(high, joined[-1][1])
         else:

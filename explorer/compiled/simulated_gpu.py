@@ -17,6 +17,7 @@ from tricomm.deadline import TimeSource
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.driver import CudaResult, SimulatedDriver
 from tricomm.explorer.compiled.stream_queues import StreamQueue
+from tricomm.explorer.memory_model.regions import tensors_in
 
 # The host waits for the results of these operations, and then knows what the stream knew.
 _GIVES_A_VALUE = {
@@ -226,27 +227,22 @@ class SimulatedGpu:
 
 def _captured(queue: StreamQueue, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Record an operation in a graph. It is run to get the tensors that it returns; then its changes are undone."""
-    given = [t for t in _tensors((args, kwargs)) if t.numel()]
+    given = [t for t in tensors_in((args, kwargs)) if t.numel()]
     before = [(t, t._version, t.clone()) for t in given]
     result = function(*args, **kwargs)
     for tensor, version, value in before:
         if tensor._version != version:
             tensor.copy_(value)
-    made = _tensors(result)
+    made = tensors_in(result)
 
     def again() -> None:
-        for old, new in zip(made, _tensors(function(*args, **kwargs)), strict=True):
+        for old, new in zip(made, tensors_in(function(*args, **kwargs)), strict=True):
             if old.numel() and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
     assert queue.capture is not None
     queue.capture.add(queue, None, again)
     return result
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    leaves, _ = torch.utils._pytree.tree_flatten(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def checked(call: str, answer: tuple[Any, ...]) -> tuple[Any, ...]:

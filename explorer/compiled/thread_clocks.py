@@ -54,6 +54,11 @@ def includes(scope: int | Array, rank: Any, block: Any, other_rank: Any, other_b
     return (scope >= SYS) | ((scope >= GPU) & (rank == other_rank)) | (block == other_block)
 
 
+def both_include(scopes: tuple[int, int], one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """True if the scopes of two threads, each of (rank, block), include one another."""
+    return bool(includes(scopes[0], *one, *other) and includes(scopes[1], *other, *one))
+
+
 class Clocks:
     """The clocks of all threads of an execution. Slot 0 is no thread: initial values are known to all."""
 
@@ -272,10 +277,7 @@ class Clocks:
 
     def _fence_sc(self, team: Team, slots: Array, scope: int) -> None:
         for (rank, block, other), known in self._sc.items():
-            both = includes(other, rank, block, team.rank, team.number) and includes(
-                scope, team.rank, team.number, rank, block
-            )
-            if both:
+            if both_include((other, scope), (rank, block), (team.rank, team.number)):
                 self.learn(team, team.local(slots), known)
         key = (team.rank, team.number, scope)
         known, before = self._highest(team, slots), self._sc.get(key)
@@ -309,9 +311,7 @@ class Clocks:
         message = self.messages[number]
         if message is None:
             return ()
-        both = includes(message.scope, message.rank, message.block, team.rank, team.number) and includes(
-            scope, team.rank, team.number, message.rank, message.block
-        )
+        both = both_include((message.scope, scope), (message.rank, message.block), (team.rank, team.number))
         return message.parts if both else ()
 
     def _message(self, team: Team, scope: int, parts: tuple[ReleasePart, ...]) -> int:
@@ -340,17 +340,11 @@ class Clocks:
         """`scope` is the scope of the read, `last` the scope of the acquire pattern's last operation."""
         message = self.messages[number]
         assert message is not None
-        rank, block = team.rank, team.number
-        if not (
-            includes(message.scope, message.rank, message.block, rank, block)
-            and includes(scope, rank, block, message.rank, message.block)
-        ):
+        reader = team.rank, team.number
+        if not both_include((message.scope, scope), (message.rank, message.block), reader):
             return
         for part in message.parts:
-            both = includes(part.scope, part.rank, part.block, rank, block) and includes(
-                last, rank, block, part.rank, part.block
-            )
-            if not both:
+            if not both_include((part.scope, last), (part.rank, part.block), reader):
                 continue
             # A reader that knows a release knows all that was released with it.
             late = readers

@@ -13,7 +13,7 @@ from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.weak_memory import LateStore, WeakMemory, words_of
-from tricomm.explorer.memory_model.regions import Memory, OutOfBounds, Region
+from tricomm.explorer.memory_model.regions import Memory, OutOfBounds, Region, present
 from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.schedule.contention import Contention
@@ -337,11 +337,7 @@ class UnitMachine:
         places = self.memory.places(addresses, size, private)
         if isinstance(places, int):
             return True
-        now = np.empty((len(addresses), size), np.uint8)
-        for place in places:
-            lanes = slice(None) if place.lanes is None else place.lanes
-            now[lanes] = place.region.bytes[place.offsets[:, None] + np.arange(size)]
-        return now.tobytes() != poll.values
+        return present(places, size, len(addresses)) != poll.values
 
     def _outside(self, task: Task, crew: Crew, access: ThreadAccess, address: int) -> None:
         assert task.launch is not None

@@ -13,6 +13,7 @@ import torch
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.module_table import table_of
+from tricomm.explorer.memory_model.regions import tensors_in
 from tricomm.kernels.launch import jit_dispatch, kernel_launch, triton_adapter
 from tricomm.kernels.launch.cuda_launcher import driver_call
 from tricomm.kernels.specialization import specialized
@@ -58,7 +59,7 @@ def prepare(
     scratch = [torch.zeros(math.prod(blocks) * size, dtype=torch.uint8) if size else None for size in sizes]
     packed = [_packed(value, kind, metadata.name) for value, kind in _flat(values, types)]
     packed += [struct.pack("<Q", 0 if s is None else s.data_ptr()) for s in scratch]
-    tensors = _tensors((*args, *scratch))
+    tensors = tensors_in((*args, *scratch))
 
     def run() -> None:
         function = _function(driver, compiled)
@@ -111,9 +112,3 @@ def _packed(value: Any, kind: str, name: str) -> bytes:
         return struct.pack(_FORMATS[kind], value)
     except struct.error as error:
         raise InvalidArgument(f"{name}: {value!r} does not fit {kind}: {error}") from None
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, tuple | list) else []

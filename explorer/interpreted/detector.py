@@ -138,33 +138,16 @@ class Detector:
         thread = self.thread(rank, -1)
         nothing = np.zeros(0, bool)
         access = Access("store" if write else "load", nothing, offsets, itemsize, None, None, lambda lanes: None)
-        label = region.label(int(offsets[0]))
         place = Place(region, offsets)
-        self.records.append(
-            Record(self.step, rank, -1, 0, access.kind, None, None, site, label, len(offsets), itemsize, region.rank)
-        )
+        record = self._record((rank, -1, 0), access, access.kind, site, place)
         if write:
-            self._write(thread, access, place, len(self.records) - 1, -1, True, thread.time)
+            self._write(thread, access, place, record, -1, True, thread.time)
         else:
-            self._read(thread, access, place, len(self.records) - 1, thread.time)
+            self._read(thread, access, place, record, thread.time)
 
     def out_of_bounds(self, task: Task, access: Access, site: Site, text: str) -> None:
-        record = Record(
-            self.step,
-            task.rank,
-            task.block,
-            _number(task),
-            access.kind,
-            access.sem,
-            access.scope,
-            site,
-            "nowhere",
-            len(access.addresses),
-            access.itemsize,
-            -1,
-        )
-        self.records.append(record)
-        self.report(diagnosis.out_of_bounds(record, text))
+        record = self._record(_who(task), access, access.kind, site, None)
+        self.report(diagnosis.out_of_bounds(self.records[record], text))
 
     def report(self, finding: Finding) -> None:
         """Keep a finding, unless one with the same kind and lines is kept already."""
@@ -193,22 +176,16 @@ class Detector:
     # Inside
 
     def _note(self, task: Task, access: Access, places: list[Place], site: Site, changed: bool) -> int:
-        place = places[0]
+        kind = access.kind if changed or not access.writes else "load"
+        return self._record(_who(task), access, kind, site, places[0])
+
+    def _record(self, who: tuple[int, int, int], access: Access, kind: str, site: Site, place: Place | None) -> int:
+        """Keep an access by `who`, (rank, block, launch); its place is None outside of all memory."""
+        label = "nowhere" if place is None else place.region.label(int(place.offsets[0]))
+        owner = -1 if place is None else place.region.rank
+        count, itemsize = len(access.addresses), access.itemsize
         self.records.append(
-            Record(
-                self.step,
-                task.rank,
-                task.block,
-                _number(task),
-                access.kind if changed or not access.writes else "load",
-                access.sem,
-                access.scope,
-                site,
-                place.region.label(int(place.offsets[0])),
-                len(access.addresses),
-                access.itemsize,
-                place.region.rank,
-            )
+            Record(self.step, *who, kind, access.sem, access.scope, site, label, count, itemsize, owner)
         )
         return len(self.records) - 1
 
@@ -367,8 +344,8 @@ def _kind(access: Access) -> int:
     return PLAIN if access.sem is None else kind_of(SCOPES[access.scope or "sys"], access.itemsize)
 
 
-def _number(task: Task) -> int:
-    return task.launch.number if task.launch is not None else 0
+def _who(task: Task) -> tuple[int, int, int]:
+    return task.rank, task.block, task.launch.number if task.launch is not None else 0
 
 
 def _any_byte(place: Place, itemsize: int) -> bool:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from tricomm.explorer.interpreted.delays import Delays, Held
 from tricomm.explorer.interpreted.detector import Detector
 from tricomm.explorer.memory_model import allowed, source_lines
-from tricomm.explorer.memory_model.regions import Array, Memory, OutOfBounds, Place
+from tricomm.explorer.memory_model.regions import Array, Memory, OutOfBounds, Place, present
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.scheduler import Scheduler
@@ -90,12 +88,12 @@ class Machine:
 
     def _perform(self, task: Task, access: Access, places: list[Place], site: Site) -> None:
         count = len(access.addresses)
-        before = _values(places, access.itemsize, count) if access.writes and task.repeated else None
+        before = present(places, access.itemsize, count) if access.writes and task.repeated else None
         old = access.perform(None)
         changed = access.writes
         if access.kind in ("rmw", "cas") and access.op != "XCHG":
             assert old is not None
-            changed = _values(places, access.itemsize, count) != old.tobytes()
+            changed = present(places, access.itemsize, count) != old.tobytes()
         if self.detector is not None:
             self.detector.access(task, access, places, site, changed)
         if self.contention is not None:
@@ -104,7 +102,7 @@ class Machine:
         if access.op == "XCHG" and old is not None:
             before = old.tobytes()
         # A loop that waits may store or exchange in each round. If that changes nothing, it still waits.
-        if changed and (before is None or before != _values(places, access.itemsize, count)):
+        if changed and (before is None or before != present(places, access.itemsize, count)):
             task.changed_memory()
             self.scheduler.wrote(access.addresses)
         elif access.kind == "store":
@@ -122,7 +120,7 @@ class Machine:
             places = self.memory.places(poll.access.addresses, poll.access.itemsize, [])
             if (
                 isinstance(places, int)
-                or _values(places, poll.access.itemsize, len(poll.access.addresses)) != poll.values
+                or present(places, poll.access.itemsize, len(poll.access.addresses)) != poll.values
             ):
                 return True
         return False
@@ -174,15 +172,6 @@ class Machine:
         if self.detector is not None:
             self.detector.out_of_bounds(task, access, site, text)
         raise OutOfBounds(f"{site.where}: {text}")
-
-
-def _values(places: list[Place], itemsize: int, count: int) -> bytes:
-    """The present bytes of the elements, in lane order."""
-    out = np.empty((count, itemsize), np.uint8)
-    for place in places:
-        lanes = slice(None) if place.lanes is None else place.lanes
-        out[lanes] = place.region.bytes[place.offsets[:, None] + np.arange(itemsize)]
-    return out.tobytes()
 
 
 def _constant(place: Place) -> bool:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils._pytree import tree_leaves
 
 from tricomm.errors import TricommError
 from tricomm.kernels import layout
@@ -16,24 +18,11 @@ from tricomm.store.arenas.local_arena import host_view
 
 Array = NDArray[Any]
 
-_TABLE = {
-    layout.RANK: "rank",
-    layout.CONTROL: "control",
-    layout.LL_BASE: "ll_base",
-    layout.LL_BUFFER: "ll_buffer",
-    layout.WIDE_BASE: "wide_base",
-    layout.WIDE_BUFFER: "wide_buffer",
-    layout.SIMPLE_BASE: "simple_base",
-    layout.SIMPLE_BUFFER: "simple_buffer",
-    layout.EPOCH: "epoch",
-    layout.ARRIVALS: "arrivals",
-    layout.BUSY: "busy",
-    layout.MESSAGE_ARRIVALS: "message_arrivals",
-    layout.QUEUE_STATES: "queue_states",
-    layout.SLOT_DATA: "slot_data",
-    layout.SLOT_BYTES: "slot_bytes",
-    layout.QUEUES: "queues",
-}
+_NAMES = (
+    "rank control ll_base ll_buffer wide_base wide_buffer simple_base simple_buffer epoch arrivals busy "
+    "message_arrivals queue_states slot_data slot_bytes queues"
+)
+_TABLE: dict[int, str] = {getattr(layout, name.upper()): name for name in _NAMES.split()}
 _ABORT_WORDS = [layout.ABORT, layout.STATUS]
 _CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
 
@@ -66,6 +55,10 @@ class Region:
     def shared(self) -> bool:
         """True if kernels of other ranks can access it."""
         return self.kind in ("arena", "symmetric")
+
+    def offsets(self, addresses: Array) -> Array:
+        """The offsets of addresses (uint64) in it, as int64."""
+        return (addresses - np.uint64(self.base)).astype(np.int64)
 
     def label(self, offset: int) -> str:
         """A readable name for byte `offset`."""
@@ -141,6 +134,15 @@ class Place:
     lanes: Array | None = None
 
 
+def present(places: list[Place], itemsize: int, count: int) -> bytes:
+    """The present bytes of an access's elements, in lane order."""
+    out = np.empty((count, itemsize), np.uint8)
+    for place in places:
+        lanes = slice(None) if place.lanes is None else place.lanes
+        out[lanes] = place.region.bytes[place.offsets[:, None] + np.arange(itemsize)]
+    return out.tobytes()
+
+
 class Memory:
     """All regions of one execution. `multicast` (only of compiled kernels): addresses that stand for memory of all
     ranks, each with its size and the address in each rank's memory."""
@@ -170,23 +172,34 @@ class Memory:
             return self._regions[at] if rank not in self._regions[at].closed else None
         return next((r for r in private if r.base <= low and high <= r.end), None)
 
-    def places(self, addresses: Array, itemsize: int, private: list[Region], rank: int = -1) -> list[Place] | int:
-        """The places of the elements, one a region; or the first address in none, or in one that `rank` has closed."""
-        low, high = int(addresses.min()), int(addresses.max()) + itemsize
-        whole = self.region(low, high, private, rank)
+    def split(
+        self, addresses: Array, nbytes: int, private: list[Region], rank: int
+    ) -> list[tuple[Region, Array | None]] | int:
+        """Each region of accesses to `nbytes` from each address, with the numbers of its accesses (None: all); or the
+        first address in no region, or in one that `rank` has closed."""
+        whole = self.region(int(addresses.min()), int(addresses.max()) + nbytes, private, rank)
         if whole is not None:
-            return [Place(whole, (addresses - np.uint64(whole.base)).astype(np.int64))]
+            return [(whole, None)]
         by_region: dict[int, tuple[Region, list[int]]] = {}
-        for lane, address in enumerate(addresses.tolist()):
-            region = self.region(address, address + itemsize, private, rank)
+        for number, address in enumerate(addresses.tolist()):
+            region = self.region(address, address + nbytes, private, rank)
             if region is None:
                 return int(address)
-            by_region.setdefault(id(region), (region, []))[1].append(lane)
+            by_region.setdefault(id(region), (region, []))[1].append(number)
+        return [(region, np.array(numbers)) for region, numbers in by_region.values()]
+
+    def places(self, addresses: Array, itemsize: int, private: list[Region], rank: int = -1) -> list[Place] | int:
+        """The places of the elements, one a region; or an address, as `split`."""
+        found = self.split(addresses, itemsize, private, rank)
+        if isinstance(found, int):
+            return found
         places = []
-        for region, chosen in by_region.values():
-            lanes = np.zeros(len(addresses), bool)
-            lanes[chosen] = True
-            places.append(Place(region, (addresses[lanes] - np.uint64(region.base)).astype(np.int64), lanes))
+        for region, numbers in found:
+            lanes, mine = None, addresses
+            if numbers is not None:
+                lanes, mine = np.zeros(len(addresses), bool), addresses[numbers]
+                lanes[numbers] = True
+            places.append(Place(region, region.offsets(mine), lanes))
         return places
 
     def abort_words(self, rank: int) -> bytes:
@@ -206,3 +219,14 @@ class Memory:
         gap = region.base - address if address < region.base else address - region.end
         side = "before" if address < region.base else "past the end of"
         return f"{gap} bytes {side} {region.name}"
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors among arguments, however they are nested."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address of a tensor's elements, and the one after the last."""
+    count = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return tensor.data_ptr(), tensor.data_ptr() + count * tensor.itemsize

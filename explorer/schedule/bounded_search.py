@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tricomm.explorer.schedule.choices import default
+from tricomm.explorer.schedule.strategies import default
 from tricomm.explorer.schedule.tasks import Task
 
 _IDLE = b"a repeated read"

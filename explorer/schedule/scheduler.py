@@ -16,7 +16,7 @@ import greenlet
 from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.regions import Array, Region
-from tricomm.explorer.schedule.choices import Choices, Strategy, default
+from tricomm.explorer.schedule.strategies import Choices, Strategy, default
 from tricomm.explorer.schedule.tasks import Launch, State, Task
 from tricomm.kernels.launch import interpreter, triton_adapter
 from tricomm.kernels.launch.interpreter import Program

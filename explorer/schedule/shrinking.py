@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tricomm.explorer.report.findings import Execution, Finding, Outcome
-from tricomm.explorer.schedule.choices import Strategy
-from tricomm.explorer.schedule.strategies import Priorities
+from tricomm.explorer.schedule.strategies import Priorities, Strategy
 
 # Limits for each of the two methods, some seconds. In steps, because a clock is not reproducible.
 STEPS, COMPILED_STEPS = 6000, 1500

@@ -13,40 +13,16 @@ from tricomm.explorer.ptx.analysis.liveness import read, written
 from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
 from tricomm.perf.cost_model.machines import Latencies
 
-_ORDERED = (
-    "st",
-    "atom",
-    "red",
-    "bar",
-    "barrier",
-    "fence",
-    "membar",
-    "bra",
-    "ret",
-    "exit",
-    "cp",
-    "mbarrier",
-    "nanosleep",
-)
+_ORDERED = frozenset("st atom red bar barrier fence membar bra ret exit cp nanosleep".split())
 _FREE = ("mov", "cvta", "ld.param", "griddepcontrol", "pmevent")
 # Opcode -> (slots, latency in units of a 32-bit addition's).
 _SLOW = {
-    "div": (8, 8.0),
-    "rem": (8, 8.0),
+    **dict.fromkeys(("div", "rem"), (8, 8.0)),
     "sqrt": (4, 6.0),
-    "rcp": (2, 5.0),
-    "ex2": (2, 5.0),
-    "lg2": (2, 5.0),
-    "popc": (1, 3.0),
-    "clz": (1, 3.0),
-    "bfind": (1, 3.0),
-    "vote": (1, 3.0),
-    "activemask": (1, 3.0),
-    "match": (1, 6.0),
-    "shfl": (1, 6.0),
-    "redux": (1, 6.0),
-    "cvt": (1, 1.5),
-    "setp": (1, 1.5),
+    **dict.fromkeys(("rcp", "ex2", "lg2"), (2, 5.0)),
+    **dict.fromkeys(("popc", "clz", "vote", "activemask"), (1, 3.0)),
+    **dict.fromkeys(("shfl", "redux"), (1, 6.0)),
+    **dict.fromkeys(("cvt", "setp"), (1, 1.5)),
     "bra": (2, 2.0),
 }
 

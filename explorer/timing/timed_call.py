@@ -53,7 +53,7 @@ class TimedCall:
     parts       microseconds of the critical path by `warp_clock.PARTS`; launch not included.
     in_flight   most payload bytes that the block's loads had in flight, in the loop that allows the least bandwidth.
     latency     mean microseconds of such a load.
-    chain       round trips to memory before the first push, by data and in order (`load_chains`).
+    chain       round trips to memory before the first push, by data and in order (`LoadChain`).
     moved       bytes of payload to and from peers, of the rank with the most; `headers`: bytes of control words.
     barriers    barriers of all ranks, counted as system fences; `epochs`: the epochs that the call took.
     issued      machine instructions of the block's warps outside of polls, by the model's count.

@@ -20,10 +20,9 @@ from tricomm.explorer.ptx.access import Array, ThreadAccess
 from tricomm.explorer.ptx.blocks import BlockState
 from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.timing.instruction_costs import KernelCosts
-from tricomm.explorer.timing.load_chains import SharedChain
 from tricomm.explorer.timing.memory_traffic import LoadsInFlight, granules, moved
 from tricomm.explorer.timing.timed_links import RankQueues
-from tricomm.explorer.timing.warp_clock import HOP, POLL, WIRE, BarrierJoin, Path, WarpClock
+from tricomm.explorer.timing.warp_clock import HOP, POLL, WIRE, BarrierJoin, Path, SharedChain, WarpClock
 from tricomm.perf.cost_model.machines import Latencies
 
 HOST = -1
@@ -78,7 +77,7 @@ class Events:
 class TimedRank:
     """The state that the warps of a rank's block share.
 
-    chain    of their shared memory (`load_chains`)
+    chain    of their shared memory (`LoadChain`)
     written  bytes of payload stored to peers; `read`: loaded from them; `headers`: of control words, in both directions
     """
 
@@ -145,7 +144,7 @@ class TimedRanks:
         return min(candidates, key=lambda loads: loads.most / loads.latency, default=None)
 
     def chain(self) -> tuple[int, int] | None:
-        """Round trips to memory before the first push, by data and in order (`load_chains`), each of the warp with the
+        """Round trips to memory before the first push, by data and in order (`LoadChain`), each of the warp with the
         most; None if no rank pushes."""
         pushes = [clock.first_push for clocks in self.clocks for clock in clocks if clock.first_push is not None]
         return (max(data for data, _ in pushes), max(order for _, order in pushes)) if pushes else None

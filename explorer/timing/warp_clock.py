@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from tricomm.explorer.timing.instruction_costs import KernelCosts
-from tricomm.explorer.timing.load_chains import LoadChain, SharedChain
+from dataclasses import dataclass
+
+from tricomm.explorer.timing.instruction_costs import InstructionCost, KernelCosts
 
 # Parts of a critical path's time.
 #   start  until the first store of payload to a peer, or the first load from one
@@ -47,6 +48,57 @@ class Path:
         path.parts[TAIL] = path.parts[WORK] - path.tail
         path.parts[WORK] = path.tail
         return path.parts
+
+
+@dataclass
+class SharedChain:
+    """The chain of a block's shared memory, as one location: a read depends on all earlier writes."""
+
+    data: int = 0
+    order: int = 0
+
+
+class LoadChain:
+    """The dependent round trips to memory of a warp's registers, by number, until its first push to a peer.
+
+    A load that misses L1 is a round trip. It depends on an earlier one for one of two reasons:
+
+    data     its address, or the address or value of the push, needs the earlier result.
+    order    an in-order instruction before it (a store, a branch, a barrier) needs the earlier result; `floor` is the
+             number by program order alone.
+    """
+
+    __slots__ = ("_data", "_order", "_shared", "floor")
+
+    def __init__(self, registers: int, shared: SharedChain) -> None:
+        self._data, self._order = [0] * registers, [0] * registers
+        self._shared, self.floor = shared, 0
+
+    def passes(self, cost: InstructionCost) -> None:
+        """Take in an instruction that computes, stores, or issues a load."""
+        data, order = self.before(cost)
+        if cost.shared:
+            shared = self._shared
+            if cost.writes:
+                data, order = max(data, shared.data), max(order, shared.order)
+            else:
+                shared.data, shared.order = max(data, shared.data), max(order, shared.order)
+        for n in cost.writes:
+            self._data[n], self._order[n] = data, order
+        if cost.ordered:
+            self.floor = order
+
+    def loads(self, cost: InstructionCost) -> None:
+        """Count a round trip for the load that the instruction, which has passed, has issued."""
+        for n in cost.writes:
+            self._data[n] += 1
+            self._order[n] += 1
+
+    def before(self, cost: InstructionCost) -> tuple[int, int]:
+        """(round trips that the operands of an instruction depend on, those before it in order)."""
+        reads = cost.reads
+        data = max((self._data[n] for n in reads), default=0)
+        return data, max(self.floor, max((self._order[n] for n in reads), default=0))
 
 
 class WarpClock:

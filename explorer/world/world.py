@@ -25,7 +25,7 @@ from tricomm.core.watch.monitor import Monitor
 from tricomm.core.watch.watcher import Watchable, Watcher
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model import source_lines
-from tricomm.explorer.memory_model.regions import Memory, Region
+from tricomm.explorer.memory_model.regions import Memory, Region, span_of, tensors_in
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.world.task_lock import TaskLock
 from tricomm.kernels import layout
@@ -304,7 +304,7 @@ class RankRuntime(Runtime):
         timeout: float = 600.0, interrupt: Callable[[], None] | None = None,
     ) -> Callable[[], None]:  # fmt: skip
         blocks = kernel_launch.programs(kernel, grid, args, constexprs)
-        private = [_region(self._rank, tensor) for tensor in _tensors(args) if tensor.numel()]
+        private = [_region(self._rank, tensor) for tensor in tensors_in(args) if tensor.numel()]
         return lambda: self._world.run(self._rank, blocks, private)
 
     def bind(
@@ -343,18 +343,8 @@ class RankRuntime(Runtime):
         """None: an execution must not depend on a tuning table of this machine."""
 
 
-def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
-    tensors = []
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-        elif isinstance(value, tuple | list):
-            tensors += _tensors(value)
-    return tensors
-
-
 def _region(rank: int, tensor: torch.Tensor) -> Region:
     """The bytes that a tensor's elements span."""
-    span = sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    low, high = span_of(tensor)
     name = f"rank {rank}'s tensor ({tensor.dtype} {list(tensor.shape)})".replace("torch.", "")
-    return Region("private", rank, tensor.data_ptr(), span * tensor.itemsize, name)
+    return Region("private", rank, low, high - low, name)

@@ -9,8 +9,7 @@ from random import Random
 import pytest
 
 from tricomm.explorer.schedule.bounded_search import BoundedSearch, Touch
-from tricomm.explorer.schedule.choices import default
-from tricomm.explorer.schedule.strategies import Given, Priorities, RandomWalk
+from tricomm.explorer.schedule.strategies import Given, Priorities, RandomWalk, default
 
 
 @dataclass(eq=False)

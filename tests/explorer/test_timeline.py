@@ -14,7 +14,7 @@ from tests.explorer import small_kernels as k
 from tests.explorer.test_check import two_writers, words
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.report import timeline
-from tricomm.explorer.report.picture import LEGEND, WINDOW
+from tricomm.explorer.report.timeline import LEGEND, WINDOW
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -11,26 +11,20 @@ from tricomm.explorer.ptx.instructions import Instruction, PtxKernel, registers_
 # Opcodes, with their modifiers as far as needed, whose first operand is no destination.
 _WRITES_NOTHING = (
     "st", "red", "bra", "ret", "exit", "trap", "brkpt", "membar", "fence", "prefetch", "prefetchu", "cp", "nanosleep",
-    "griddepcontrol", "discard", "applypriority", "stmatrix", "call", "setmaxnreg", "pmevent", "multimem.st",
-    "multimem.red", "multimem.cp", "mbarrier.init", "mbarrier.inval", "mbarrier.expect_tx", "mbarrier.complete_tx",
-    "wmma.store", "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "tensormap", "bar.sync", "bar.arrive",
-    "bar.warp", "bar.cta.sync", "bar.cta.arrive", "barrier.sync", "barrier.arrive", "barrier.cta.sync",
-    "barrier.cta.arrive", "barrier.cluster", "tcgen05.st", "tcgen05.alloc", "tcgen05.dealloc",
-    "tcgen05.relinquish_alloc_permit", "tcgen05.mma", "tcgen05.commit", "tcgen05.wait", "tcgen05.fence", "tcgen05.cp",
-    "tcgen05.shift", "clusterlaunchcontrol.try_cancel",
+    "griddepcontrol", "discard", "applypriority", "stmatrix", "pmevent", "multimem.st", "multimem.red", "bar.sync",
+    "bar.arrive", "bar.warp", "bar.cta.sync", "bar.cta.arrive", "barrier.sync", "barrier.arrive", "barrier.cta.sync",
+    "barrier.cta.arrive",
 )  # fmt: skip
-# Instructions that also read their destination.
-_ADDS_TO_ITS_DESTINATION = ("wgmma.mma_async",)
 
 
 @cache
-def _begins(name: str, names: tuple[str, ...]) -> bool:
-    return any(f"{name}.".startswith(f"{each}.") for each in names)
+def _writes_nothing(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{each}.") for each in _WRITES_NOTHING)
 
 
 def destinations(instruction: Instruction) -> int:
     """How many of the first operands are written: 0 or 1; a `Pair` or `Vector` counts once."""
-    return 0 if not instruction.operands or _begins(instruction.name, _WRITES_NOTHING) else 1
+    return 0 if not instruction.operands or _writes_nothing(instruction.name) else 1
 
 
 def written(instruction: Instruction) -> tuple[str, ...]:
@@ -42,8 +36,8 @@ def written(instruction: Instruction) -> tuple[str, ...]:
 
 def read(instruction: Instruction) -> tuple[str, ...]:
     """Names of the registers that an instruction reads, its guard among them; one may come more than once."""
-    skipped = 0 if _begins(instruction.name, _ADDS_TO_ITS_DESTINATION) else destinations(instruction)
-    rest = [register.name for operand in instruction.operands[skipped:] for register in registers_of(operand)]
+    sources = instruction.operands[destinations(instruction) :]
+    rest = [register.name for operand in sources for register in registers_of(operand)]
     if instruction.opcode in ("addc", "subc", "madc"):
         rest.append(CARRY.name)
     return (*rest, instruction.guard[0].name) if instruction.guard else tuple(rest)

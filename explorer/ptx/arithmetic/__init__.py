@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.ptx.arithmetic import compare, conversion, floating, integer, logic, move, packed, pairs, permute
-from tricomm.explorer.ptx.arithmetic.form import CARRY, Form, destinations, literal, sources
+from tricomm.explorer.ptx.arithmetic.form import CARRY, Form, Rule, destinations, literal, sources
 from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
 
 __all__ = ["CARRY", "FUNCTIONS", "OPCODES", "Rule", "destinations", "literal", "refuse", "rule", "sources", "unknown"]

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.form import Form, numpy_type, width
+from tricomm.explorer.ptx.arithmetic.form import Form, Rule, numpy_type, width
 from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS, function
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 
 _INTEGER = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _UNSIGNED = {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.form import Form, numpy_type, width
+from tricomm.explorer.ptx.arithmetic.form import Form, Rule, numpy_type, width
 from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS, function
 from tricomm.explorer.ptx.arithmetic.rounding import odd_sum
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 from tricomm.explorer.ptx.instructions import Register
 
 _INTEGER = re.compile(r"[us](8|16|32|64)")

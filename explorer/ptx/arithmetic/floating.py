@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.form import Form, numpy_type
+from tricomm.explorer.ptx.arithmetic.form import Form, Rule, numpy_type
 from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS, function
 from tricomm.explorer.ptx.arithmetic.rounding import odd_sum
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 
 _TYPES = ("f16", "bf16", "f32", "f64")
 _FLUSHED = ("f32", "f16")

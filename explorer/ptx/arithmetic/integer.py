@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.form import Form, numpy_type, width
+from tricomm.explorer.ptx.arithmetic.form import Form, Rule, numpy_type, width
 from tricomm.explorer.ptx.arithmetic.functions import function
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 
 _TYPES = ("u16", "u32", "u64", "s16", "s32", "s64")
 _SIGNED = ("s16", "s32", "s64")

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.form import Form, numpy_type, width
+from tricomm.explorer.ptx.arithmetic.form import Form, Rule, numpy_type, width
 from tricomm.explorer.ptx.arithmetic.functions import function
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 
 _SYMBOL = {"and": "&", "or": "|", "xor": "^"}
 

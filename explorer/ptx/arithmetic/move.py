@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.form import Form, numpy_type, width
+from tricomm.explorer.ptx.arithmetic.form import Form, Rule, numpy_type, width
 from tricomm.explorer.ptx.arithmetic.functions import function
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 
 _MOVED = ("pred", "b16", "b32", "b64", "b128", "u16", "u32", "u64", "s16", "s32", "s64", "f32", "f64", "f16", "bf16")
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.ptx.arithmetic import floating
-from tricomm.explorer.ptx.arithmetic.form import Form
+from tricomm.explorer.ptx.arithmetic.form import Form, Rule
 from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS, function
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 
 _WORD = {"s16x2": "u4", "u16x2": "u4", "f16x2": "u4", "bf16x2": "u4", "f32x2": "u8"}
 

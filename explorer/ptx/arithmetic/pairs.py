@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.arithmetic.form import Form
+from tricomm.explorer.ptx.arithmetic.form import Form, Rule
 from tricomm.explorer.ptx.arithmetic.functions import function
 from tricomm.explorer.ptx.arithmetic.rounding import FORMATS, decoded, encoded, narrowed
-from tricomm.explorer.ptx.arithmetic.rule import Rule
 
 _HALVES = ("f16x2", "bf16x2")
 _SMALL = ("e4m3x2", "e5m2x2", "e2m1x2", "e2m3x2", "e3m2x2")

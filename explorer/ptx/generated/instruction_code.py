@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tricomm.explorer.ptx.arithmetic import form, refuse, rule
+from tricomm.explorer.ptx.arithmetic.form import Rule
 from tricomm.explorer.ptx.arithmetic.functions import FUNCTIONS
-from tricomm.explorer.ptx.arithmetic.rule import Rule
-from tricomm.explorer.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, as_vector, uniform
+from tricomm.explorer.ptx.generated.lane_shapes import LaneShape, anything, as_vector, uniform
 from tricomm.explorer.ptx.generated.number_code import NumberCode, number_code
 from tricomm.explorer.ptx.generated.operand_code import Operands, scalar_functions
-from tricomm.explorer.ptx.instructions import Address, Instruction, Operand, Register, Vector
+from tricomm.explorer.ptx.instructions import WIDTHS, Address, Instruction, Operand, Register, Vector
 from tricomm.explorer.ptx.operations.operation import Operation
 from tricomm.explorer.ptx.operations.table import MAKERS, make_operation
 
@@ -126,14 +126,14 @@ class InstructionCode:
         predicate = self.operands.variable(guard[0])
         if self.operands.shape(guard[0], 1).uniform and not self.masked:
             word = "not " if guard[1] else ""
-            return [f"if {word}{predicate}:", *_indented(self._plain(instruction, "None"))]
+            return [f"if {word}{predicate}:", *indented(self._plain(instruction, "None"))]
         if self.masked:
             head = [f"g={'_both_not' if guard[1] else '_both'}(m,{predicate})"]
             mask = "g"
         else:
             head = [guard_code(predicate, guard[1])]
             mask = "(None if g is True else g)"
-        return [*head, "if g is not False:", *_indented(self._plain(instruction, mask, guarded=True))]
+        return [*head, "if g is not False:", *indented(self._plain(instruction, mask, guarded=True))]
 
     def _plain(self, instruction: Instruction, mask: str, guarded: bool = False) -> list[str]:
         operation = self.operation(instruction)
@@ -285,7 +285,7 @@ def _name(kind: str) -> str:
     return "b" if kind == "?" else kind
 
 
-def _indented(lines: list[str]) -> list[str]:
+def indented(lines: list[str]) -> list[str]:
     return [" " + line for line in lines]
 
 

@@ -18,7 +18,7 @@ from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.analysis.control_flow import ENDS, Flow, target
 from tricomm.explorer.ptx.analysis.liveness import Liveness, read, written
 from tricomm.explorer.ptx.generated.inference import choose_homes, infer_shapes
-from tricomm.explorer.ptx.generated.instruction_code import InstructionCode, guard_code
+from tricomm.explorer.ptx.generated.instruction_code import InstructionCode, guard_code, indented
 from tricomm.explorer.ptx.generated.lane_shapes import LaneShape
 from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Instruction, PtxKernel, Register
@@ -182,14 +182,14 @@ class KernelCode:
         register, negated = instruction.guard
         variable = self.operands.variable(register)
         if self.operands.shape(register, 1).uniform:
-            lines = [f"if {'not ' if negated else ''}{variable}:", *_indented(taken)]
-            return lines if instruction.opcode == "brkpt" else [*lines, "else:", *_indented(other)]
+            lines = [f"if {'not ' if negated else ''}{variable}:", *indented(taken)]
+            return lines if instruction.opcode == "brkpt" else [*lines, "else:", *indented(other)]
         return [
             guard_code(variable, negated),
             "if g is True:",
-            *_indented(taken),
+            *indented(taken),
             "elif g is False:",
-            *_indented(other),
+            *indented(other),
             "else:",
             f" at={index}",
             " break",
@@ -276,7 +276,7 @@ class KernelCode:
                 variable, place = self._masked.variable(register), self._index[name]
                 merge = "_p_merge" if register.kind == "pred" else "_merge"
                 body.append(f"registers[{place}]={variable} if whole else {merge}(m,{variable},registers[{place}])")
-        text = "\n".join(["def piece(u,m,registers):", " whole=u.is_whole(m)", *_indented(body)])
+        text = "\n".join(["def piece(u,m,registers):", " whole=u.is_whole(m)", *indented(body)])
         return self._compiled(text, self._masked.names, "piece")
 
     def to_arrays(self, registers: list[Any]) -> list[Any]:
@@ -329,7 +329,3 @@ def _register(kernel: PtxKernel, name: str) -> Register:
 
 def _without_guard(instruction: Instruction) -> Instruction:
     return replace(instruction, guard=None)
-
-
-def _indented(lines: list[str]) -> list[str]:
-    return [" " + line for line in lines]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tricomm.explorer.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, literal, ranged, uniform
-from tricomm.explorer.ptx.instructions import Instruction, Register
-from tricomm.explorer.ptx.operations.address_spaces import window_of
+from tricomm.explorer.ptx.generated.lane_shapes import LaneShape, anything, literal, ranged, uniform
+from tricomm.explorer.ptx.instructions import WIDTHS, Instruction, Register
+from tricomm.explorer.ptx.operations.memory_calls import window_of
 
 _COMPARE = {
     "eq": "==",

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.ptx.generated.lane_shapes import WIDTHS, LaneShape, anything, literal, uniform
+from tricomm.explorer.ptx.generated.lane_shapes import LaneShape, anything, literal, uniform
 from tricomm.explorer.ptx.generated.lane_values import lane_values
 from tricomm.explorer.ptx.generated.special_registers import special_shape, special_value
 from tricomm.explorer.ptx.instructions import (
+    WIDTHS,
     Address,
     Float,
     Integer,

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.ptx.access import Array
+from tricomm.explorer.ptx.arithmetic.floating import canonical_f4, from_bf16, to_bf16, to_f16
+from tricomm.explorer.ptx.arithmetic.form import numpy_type
 from tricomm.explorer.ptx.operations.lane_memory import FIND, aligned
 from tricomm.explorer.ptx.operations.load_store import MemorySite, resolved
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, unknown_form
@@ -24,7 +26,6 @@ _INTEGERS: dict[str, Callable[[int, int], int]] = {
     "inc": lambda old, top: 0 if old >= top else old + 1,
     "dec": lambda old, top: top if old == 0 or old > top else old - 1,
 }
-_FLOATS = {"f16": "f2", "f32": "f4", "f64": "f8", "f16x2": "f2"}
 Change = Callable[[int, tuple[int, ...]], int]
 
 
@@ -51,40 +52,27 @@ def _of_floats(form: MemoryForm) -> Change:
         raise unknown_form(form.instruction, f".{form.op}.{form.type} is not known")
     if form.op != "add" and form.type in ("f32", "f64"):
         raise unknown_form(form.instruction, f".{form.op}.{form.type} is not known")
-    itemsize, op = form.itemsize, form.op
 
     def change(old: int, given: tuple[int, ...]) -> int:
-        one, two = (_floats(bits, form.type, itemsize) for bits in (old, given[0]))
-        return _bits(_combined(op, one, two), form.type)
+        one, two = (decoded(np.array([bits], f"u{form.itemsize}"), form.type) for bits in (old, given[0]))
+        result = one + two if form.op == "add" else (np.fmin if form.op == "min" else np.fmax)(one, two)
+        return int.from_bytes(encoded(result, form.type, form.itemsize).tobytes(), "little")
 
     return change
 
 
-def _floats(bits: int, kind: str, itemsize: int) -> Array:
-    raw = np.array([bits], f"u{itemsize}")
+def decoded(words: Array, kind: str) -> Array:
+    """The numbers in words of memory; a bf16 as a float, and two numbers of a word of halves."""
     if kind.startswith("bf16"):
-        return (raw.view("u2").astype("u4") << np.uint32(16)).view("f4")
-    return raw.view(_FLOATS[kind])
+        return from_bf16(words.view("u2"))  # type: ignore[no-any-return]
+    return words.view(numpy_type(kind.removesuffix("x2")))
 
 
-def _combined(op: str, one: Array, two: Array) -> Array:
-    if op == "add":
-        return np.asarray(one + two)
-    return np.asarray(np.fmin(one, two) if op == "min" else np.fmax(one, two))
-
-
-def _bits(value: Array, kind: str) -> int:
-    if kind.startswith("bf16"):
-        wide = value.view("u4")
-        rounded = (wide + np.uint32(0x7FFF) + ((wide >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        value = np.where(np.isnan(value), np.uint32(0x7FFF), rounded).astype("u2")
-    elif value.dtype.kind == "f":
-        canonical = {"f2": 0x7FFF, "f4": 0x7FFFFFFF}.get(value.dtype.str[1:])
-        word = value.view(f"u{value.itemsize}")
-        if canonical is not None:
-            word = np.where(np.isnan(value), word.dtype.type(canonical), word)
-        value = word
-    return int.from_bytes(value.tobytes(), "little")
+def encoded(values: Array, kind: str, itemsize: int) -> Array:
+    """The reverse, rounded to nearest; a NaN becomes the canonical one."""
+    if kind in ("f16", "f16x2", "f32") or kind.startswith("bf16"):
+        values = {"f32": canonical_f4, "f16": to_f16}.get(kind.removesuffix("x2"), to_bf16)(values)
+    return np.ascontiguousarray(values).view(f"u{itemsize}")
 
 
 class AtomicSite:

@@ -1,4 +1,4 @@
-"""Loads, stores and atomics as calls: widths of registers and memory, 128 bits, parameters."""
+"""Loads, stores, atomics and `cvta` as calls: widths of registers and memory, 128 bits, parameters."""
 
 from __future__ import annotations
 
@@ -9,19 +9,28 @@ import numpy as np
 
 from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.generated.operand_code import Operands
-from tricomm.explorer.ptx.instructions import Address, Float, Instruction, Integer, Operand, Register, Symbol, Vector
+from tricomm.explorer.ptx.instructions import (
+    WIDTHS,
+    Address,
+    Float,
+    Instruction,
+    Integer,
+    Operand,
+    Register,
+    Symbol,
+    Vector,
+)
 from tricomm.explorer.ptx.operations.atomics import AtomicSite
+from tricomm.explorer.ptx.operations.lane_memory import LOCAL_WINDOW, SHARED_WINDOW
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, memory_form, unknown_form
 from tricomm.explorer.ptx.operations.operation import Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
-_SIZES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b128": 16}
-
 
 def register_size(register: Register) -> int:
     """The size of a register in bytes."""
-    return _SIZES.get(register.kind) or (8 if register.kind[1:] == "64" else 4)
+    return WIDTHS[register.kind] // 8
 
 
 def load(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
@@ -145,10 +154,8 @@ def _parameter(instruction: Instruction, operands: Operands) -> Operation:
     target, address = instruction.operands[:2]
     targets = target.elements if isinstance(target, Vector) else (target,)
     kind = instruction.modifiers[-1]
-    size = {"8": 1, "16": 2, "32": 4, "64": 8}.get("".join(c for c in kind.split("x")[0] if c.isdigit()), 0)
-    if kind == "bf16":
-        size = 2
-    if not size or not isinstance(address, Address) or any(isinstance(t, Integer | Float) for t in targets):
+    size = WIDTHS.get(kind, 0) // 8
+    if not 0 < size < 16 or not isinstance(address, Address) or any(isinstance(t, Integer | Float) for t in targets):
         raise unknown_form(instruction, "this form of ld.param is not known")
     if not isinstance(address.base, Symbol) and operands.address(address)[1] != 0:
         raise unknown_form(instruction, "the address of a parameter has to be the same in all lanes")
@@ -165,3 +172,31 @@ def _parameter(instruction: Instruction, operands: Operands) -> Operation:
         return loaded if len(loaded) > 1 else loaded[0]
 
     return Operation(call, targets, ("number",) * len(targets), address)
+
+
+# Generic addresses have the space in their highest bits; global ones are unchanged.
+WINDOWS = {"global": 0, "const": 0, "param": 0, "shared": SHARED_WINDOW, "local": LOCAL_WINDOW}
+
+
+def window_of(instruction: Instruction) -> int:
+    """The offset that makes an address generic; negative for the reverse."""
+    modifiers = [m.split("::")[0] for m in instruction.modifiers]
+    space = next((m for m in modifiers if m in WINDOWS), None)
+    if space is None or modifiers[-1] not in ("u64", "b64") or space == "param":
+        raise unknown_form(instruction, "this conversion of addresses is not known")
+    return -WINDOWS[space] if "to" in modifiers else WINDOWS[space]
+
+
+def cvta(instruction: Instruction, operands: Operands, partial: bool) -> Operation | None:
+    """None if the address is a number: then `generated.number_code` handles it."""
+    target, source = instruction.operands
+    window = window_of(instruction)
+    if operands.shape(source, 64).stride is not None:
+        return None
+    step = np.uint64(window & (1 << 64) - 1)
+    arguments = ((source, "u8"),)
+
+    def call(unit: UnitView, mask: Array | None, address: Array) -> Array:
+        return address + step
+
+    return Operation(call, (target,), ("u8",), arguments=arguments)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.ptx.access import Array, ThreadAccess
-from tricomm.explorer.ptx.instructions import Address, Instruction, Operand, Register, Vector
+from tricomm.explorer.ptx.instructions import WIDTHS, Address, Instruction, Operand, Vector
 
 ORDERS = ("volatile", "relaxed", "acquire", "release", "acq_rel", "sc")
 SCOPES = ("cta", "cluster", "gpu", "sys")
@@ -23,10 +23,7 @@ _SPACES = {
 _CACHES = ("ca", "cg", "cs", "cv", "wb", "wt", "lu", "nc", "weak", "unified", "noftz")
 OPERATIONS = ("add", "exch", "cas", "min", "max", "and", "or", "xor", "inc", "dec")
 _VECTORS = {"v2": 2, "v4": 4, "v8": 8}
-_WIDTHS = {
-    "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "b32": 4, "u32": 4, "s32": 4,
-    "f32": 4, "f16x2": 4, "bf16x2": 4, "b64": 8, "u64": 8, "s64": 8, "f64": 8, "b128": 16,
-}  # fmt: skip
+_SIZES = {kind: bits // 8 for kind, bits in WIDTHS.items() if bits >= 8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +98,7 @@ def memory_form(instruction: Instruction) -> MemoryForm:
             scope = modifier
         elif modifier in _VECTORS:
             elements = _VECTORS[modifier]
-        elif modifier in _WIDTHS:
+        elif modifier in _SIZES:
             types.append(modifier)
         elif modifier in OPERATIONS and kind in ("atom", "red"):
             op = modifier
@@ -121,7 +118,7 @@ def memory_form(instruction: Instruction) -> MemoryForm:
     if kind in ("load", "store") and elements != count:
         raise unknown_form(instruction, f"{elements} elements are expected, not {count}")
     return MemoryForm(
-        kind, op, space, types[0], _WIDTHS[types[0]], elements, sem, scope, address, results, sources, instruction
+        kind, op, space, types[0], _SIZES[types[0]], elements, sem, scope, address, results, sources, instruction
     )
 
 
@@ -148,8 +145,3 @@ def flat(operands: tuple[Operand | None, ...]) -> tuple[Operand | None, ...]:
     for operand in operands:
         result += operand.elements if isinstance(operand, Vector) else (operand,)
     return tuple(result)
-
-
-def registers_of(operands: tuple[Operand | None, ...]) -> list[Register]:
-    """The registers among `operands`."""
-    return [operand for operand in operands if isinstance(operand, Register)]

@@ -10,7 +10,7 @@ import numpy as np
 from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Instruction
-from tricomm.explorer.ptx.operations.atomics import AtomicSite
+from tricomm.explorer.ptx.operations.atomics import AtomicSite, decoded, encoded
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, flat, memory_form, unknown_form
 from tricomm.explorer.ptx.operations.operation import Operation
@@ -24,18 +24,6 @@ _REDUCE: dict[str, Any] = {
     "and": np.bitwise_and,
     "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-}
-_TYPES = {
-    "u32": "u4",
-    "s32": "i4",
-    "b32": "u4",
-    "u64": "u8",
-    "s64": "i8",
-    "b64": "u8",
-    "f32": "f4",
-    "f64": "f8",
-    "f16": "f2",
-    "f16x2": "f2",
 }
 
 
@@ -62,42 +50,23 @@ def _sources(form: MemoryForm) -> tuple[tuple[Any, str], ...]:
 
 
 def _load(form: MemoryForm, op: str, instruction: Instruction, lanes: int) -> Operation:
-    if form.type not in _TYPES and form.type not in ("bf16", "bf16x2"):
-        raise unknown_form(instruction, f"the type .{form.type} is not known here")
     site = MemorySite(form, lanes, None)
-    wide = "acc::f32" in instruction.modifiers or form.type.startswith("bf16")
+    wide = "acc::f32" in instruction.modifiers and form.type.startswith("f16")
 
     def call(unit: UnitView, mask: Array | None, addresses: Array) -> Any:
         parts = [
-            [_decoded(value, form.type, wide) for value in site.load(unit, mask, at)]
-            for at in unit.memory.members(addresses, mask)
+            [decoded(value, form.type).astype("f4") if wide else decoded(value, form.type) for value in words]
+            for words in (site.load(unit, mask, at) for at in unit.memory.members(addresses, mask))
         ]
         total = parts[0]
         for part in parts[1:]:
             total = [_REDUCE[op](one, two) for one, two in zip(total, part, strict=True)]
-        words = [_encoded(value, form.type, form.itemsize) for value in total]
-        return words if len(words) > 1 else words[0]
+        results = [encoded(value, form.type, form.itemsize) for value in total]
+        return results if len(results) > 1 else results[0]
 
-    results = flat((instruction.operands[0],))
-    kinds = (f"u{form.itemsize}",) * len(results)
-    return Operation(call, results, kinds, arguments=((form.address, "address"),), strong=form.strong)
-
-
-def _decoded(words: Array, kind: str, wide: bool) -> Array:
-    if kind.startswith("bf16"):
-        return (words.view("u2").astype("u4") << np.uint32(16)).view("f4")
-    values = words.view(_TYPES[kind])
-    return values.astype("f4") if wide and values.dtype == np.float16 else values
-
-
-def _encoded(values: Array, kind: str, itemsize: int) -> Array:
-    if kind.startswith("bf16"):
-        bits = values.view("u4")
-        rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-        values = np.where(np.isnan(values), np.uint32(0x7FFF), rounded).astype("u2")
-    elif kind.startswith("f16"):
-        values = values.astype("f2")
-    return np.ascontiguousarray(values).view(f"u{itemsize}")
+    targets = flat((instruction.operands[0],))
+    kinds = (f"u{form.itemsize}",) * len(targets)
+    return Operation(call, targets, kinds, arguments=((form.address, "address"),), strong=form.strong)
 
 
 def _store(form: MemoryForm, lanes: int) -> Operation:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.ptx.operations import (
-    address_spaces,
     async_copies,
     matrix_access,
     memory_calls,
@@ -28,7 +27,7 @@ MAKERS: dict[str, Maker] = {
     "griddepcontrol": synchronisation.dependency, "pmevent": synchronisation.nothing,
     "nanosleep": synchronisation.nothing, "cp": async_copies.cp, "multimem": multicast.multimem,
     "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
-    "createpolicy": synchronisation.policy, "cvta": address_spaces.cvta,
+    "createpolicy": synchronisation.policy, "cvta": memory_calls.cvta,
 }  # fmt: skip
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 
