@@ -23,7 +23,7 @@ from tricomm.explorer.interpreted.machine import Machine
 from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.memory_model.regions import Array, Memory, OutOfBounds, Region, closed_by
 from tricomm.explorer.ptx.global_memory import BadAddress
-from tricomm.explorer.ptx.unit import StepLimit
+from tricomm.explorer.ptx.units.unit import StepLimit
 from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Execution, Finding, Outcome, Subject
 from tricomm.explorer.schedule import deadlocks

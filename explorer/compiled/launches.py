@@ -19,10 +19,10 @@ from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.thread_teams import Team
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine
 from tricomm.explorer.memory_model.regions import Memory, Region, span_of
-from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.ptx.global_memory import GlobalMemory
 from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
+from tricomm.explorer.ptx.units import grid
 from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Launch, State, Task
 

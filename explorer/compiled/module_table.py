@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.instructions import PtxKernel
 from tricomm.explorer.ptx.text.parser import parse
+from tricomm.explorer.ptx.units import grid
 from tricomm.kernels.launch import cubin
 from tricomm.kernels.launch.compiler import ptx_of
 

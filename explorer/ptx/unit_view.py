@@ -1,14 +1,33 @@
-"""The interface of a unit to operations and diverged lanes."""
+"""The shape of a unit, for which code is generated, and its interface to operations and diverged lanes."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tricomm.explorer.ptx.access import Array, ThreadAccess
 from tricomm.explorer.ptx.blocks import BarrierRequest, BlockState
 from tricomm.explorer.ptx.global_memory import AddressRange, GlobalMemory
 from tricomm.explorer.ptx.instructions import Instruction
-from tricomm.explorer.ptx.unit_shape import UnitShape
+
+WARP = 32
+
+
+@dataclass(frozen=True, slots=True)
+class UnitShape:
+    """Units of `lanes` threads; the last warp of a block may have fewer than others, and then has another shape.
+
+    warp      the unit is a warp, else the whole block
+    threads   of a block, (x, y, z)
+    """
+
+    lanes: int
+    warp: bool
+    threads: tuple[int, int, int]
+
+    @property
+    def flat(self) -> bool:
+        return self.threads[1] == self.threads[2] == 1
 
 
 class UnitView(Protocol):

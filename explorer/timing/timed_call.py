@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from tricomm.explorer.compiled.module_table import DeviceFunction, KernelLaunch
-from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.global_memory import GlobalMemory
+from tricomm.explorer.ptx.units import grid
 from tricomm.explorer.timing import recorded_launch
 from tricomm.explorer.timing.instruction_costs import KernelCosts
 from tricomm.explorer.timing.recorded_launch import RecordingGpu

@@ -24,7 +24,7 @@ from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Instruction, PtxKernel, Register
 from tricomm.explorer.ptx.operations.operation import Operation
 from tricomm.explorer.ptx.operations.table import CONTROL
-from tricomm.explorer.ptx.unit_shape import UnitShape
+from tricomm.explorer.ptx.unit_view import UnitShape
 
 _BLOCKING = ("bar", "barrier")
 

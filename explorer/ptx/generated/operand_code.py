@@ -22,7 +22,7 @@ from tricomm.explorer.ptx.instructions import (
     Special,
     Symbol,
 )
-from tricomm.explorer.ptx.unit_shape import UnitShape
+from tricomm.explorer.ptx.unit_view import UnitShape
 
 _FLOATS = {"f2": "u2", "f4": "u4", "f8": "u8"}
 

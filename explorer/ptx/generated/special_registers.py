@@ -8,8 +8,7 @@ import numpy as np
 
 from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.generated.lane_shapes import LaneShape, anything, uniform
-from tricomm.explorer.ptx.unit_shape import WARP, UnitShape
-from tricomm.explorer.ptx.unit_view import UnitView
+from tricomm.explorer.ptx.unit_view import WARP, UnitShape, UnitView
 
 
 def special_shape(name: str, unit: UnitShape) -> LaneShape:

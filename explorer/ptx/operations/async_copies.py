@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tricomm.explorer.ptx.access import Array
-from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Address, Instruction, Integer, Operand, Register
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, address_of, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operation
+from tricomm.explorer.ptx.operations.operation import Operands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _NOT_COMMITTED, _DONE = -1, -2

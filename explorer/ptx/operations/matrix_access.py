@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.ptx.access import Array
-from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Address, Instruction
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, flat, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operation
-from tricomm.explorer.ptx.unit_shape import WARP
-from tricomm.explorer.ptx.unit_view import UnitView
+from tricomm.explorer.ptx.operations.operation import Operands, Operation
+from tricomm.explorer.ptx.unit_view import WARP, UnitView
 
 _COUNT = {"x1": 1, "x2": 2, "x4": 4}
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.ptx.access import Array
-from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import (
     WIDTHS,
     Address,
@@ -24,7 +23,7 @@ from tricomm.explorer.ptx.operations.atomics import AtomicSite
 from tricomm.explorer.ptx.operations.lane_memory import LOCAL_WINDOW, SHARED_WINDOW
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, memory_form, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operation
+from tricomm.explorer.ptx.operations.operation import Operands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 

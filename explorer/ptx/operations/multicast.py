@@ -8,12 +8,11 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.ptx.access import Array
-from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.ptx.operations.atomics import AtomicSite, decoded, encoded
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, flat, memory_form, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operation
+from tricomm.explorer.ptx.operations.operation import Operands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor")

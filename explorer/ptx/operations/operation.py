@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from tricomm.explorer.ptx.instructions import Address, Operand
+from tricomm.explorer.ptx.unit_view import UnitShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,16 @@ class Operation:
     waits: bool = False
     members: Operand | None = None
     strong: bool = False
+
+
+class Operands(Protocol):
+    """The operands of a kernel in units of one shape, as `generated.operand_code` knows them before it runs."""
+
+    @property
+    def unit(self) -> UnitShape: ...
+
+    def shape(self, operand: Operand | None, width: int) -> Any:
+        """A `LaneShape`; `width` counts for a literal."""
+
+    def address(self, address: Address) -> tuple[str, int | None]:
+        """The code of an address with its offset, and its stride."""

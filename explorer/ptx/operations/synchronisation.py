@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from tricomm.explorer.ptx.access import Array
-from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Instruction, Operand, Register
 from tricomm.explorer.ptx.operations.memory_forms import SCOPES, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operation
+from tricomm.explorer.ptx.operations.operation import Operands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _LEVELS = {"cta": "cta", "gl": "gpu", "sys": "sys"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.ptx.operations import (
     async_copies,
@@ -14,7 +13,7 @@ from tricomm.explorer.ptx.operations import (
     synchronisation,
     warp_exchange,
 )
-from tricomm.explorer.ptx.operations.operation import Operation
+from tricomm.explorer.ptx.operations.operation import Operands, Operation
 
 Maker = Callable[[Instruction, Operands, bool], Operation | None]
 

@@ -12,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from tricomm.explorer.ptx.access import Array
-from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import Instruction, Integer, Operand, Pair
 from tricomm.explorer.ptx.operations.memory_forms import unknown_form
-from tricomm.explorer.ptx.operations.operation import Operation
+from tricomm.explorer.ptx.operations.operation import Operands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _WARP = 32

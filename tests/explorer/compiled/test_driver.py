@@ -21,7 +21,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled import events, module_table, user_launch
 from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
 from tricomm.explorer.compiled.driver import CudaResult, FunctionAttribute
-from tricomm.explorer.ptx import loaded_kernel
+from tricomm.explorer.ptx.units import loaded_kernel
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler, cuda_launcher

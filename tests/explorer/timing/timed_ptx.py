@@ -6,9 +6,9 @@ import struct
 
 import numpy as np
 
-from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.global_memory import GlobalMemory
 from tricomm.explorer.ptx.text.parser import parse
+from tricomm.explorer.ptx.units import grid
 from tricomm.explorer.timing.instruction_costs import KernelCosts
 from tricomm.explorer.timing.timed_links import RankQueues
 from tricomm.explorer.timing.timed_ranks import OwnedMemory, TimedRanks

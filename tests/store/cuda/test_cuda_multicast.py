@@ -18,9 +18,9 @@ from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, ResourceError, TricommError
-from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.global_memory import GlobalMemory
 from tricomm.explorer.ptx.text.parser import parse
+from tricomm.explorer.ptx.units import grid
 from tricomm.store.arenas.cuda_arena import CudaArena
 from tricomm.store.arenas.cuda_multicast import PROBE
 

@@ -7,9 +7,9 @@ import struct
 import numpy as np
 
 from tests.explorer.ptx.execution import turns
-from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.global_memory import GlobalMemory
 from tricomm.explorer.ptx.text.parser import parse
+from tricomm.explorer.ptx.units import grid
 
 HEADER = ".version 9.0\n.target sm_90a\n.address_size 64\n"
 REGISTERS = (

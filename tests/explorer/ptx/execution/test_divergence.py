@@ -7,8 +7,8 @@ import pytest
 
 from tests.explorer.ptx.execution.handwritten import kernel, run
 from tests.explorer.ptx.execution.turns import Deadlock
-from tricomm.explorer.ptx.divergence import LanesApart
-from tricomm.explorer.ptx.unit import KernelTrap, StepLimit
+from tricomm.explorer.ptx.units.divergence import LanesApart
+from tricomm.explorer.ptx.units.unit import KernelTrap, StepLimit
 
 UNITS = pytest.mark.parametrize("unit, watched", [("warp", False), ("block", False), ("warp", True)])
 OUT = "mul.wide.u32 %rd10, %r0, 4; add.s64 %rd11, %rd0, %rd10; st.global.u32 [%rd11], %r9;"

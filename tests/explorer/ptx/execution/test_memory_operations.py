@@ -8,8 +8,8 @@ import pytest
 from tests.explorer.ptx.execution import turns
 from tests.explorer.ptx.execution.handwritten import kernel, run
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.ptx import grid
 from tricomm.explorer.ptx.global_memory import BadAddress, GlobalMemory
+from tricomm.explorer.ptx.units import grid
 
 HOW = pytest.mark.parametrize("unit, watched", [("warp", False), ("block", False), ("warp", True)])
 TID = "mov.u32 %r0, %tid.x;"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tricomm import check, simulate
-from tricomm.explorer.ptx.divergence import Divergence, LaneGroup
-from tricomm.explorer.ptx.unit import Unit
+from tricomm.explorer.ptx.units.divergence import Divergence, LaneGroup
+from tricomm.explorer.ptx.units.unit import Unit
 
 KERNELS = [("one_shot", "ll"), ("one_shot", "simple"), ("two_shot", "ll"), ("two_shot", "simple")]
 

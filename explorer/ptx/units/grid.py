@@ -13,11 +13,11 @@ from tricomm.explorer.ptx.analysis.limits import check_launch
 from tricomm.explorer.ptx.blocks import BlockState
 from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import PtxKernel
-from tricomm.explorer.ptx.loaded_kernel import STEPS, LoadedKernel
 from tricomm.explorer.ptx.operations.memory_forms import unknown_form
 from tricomm.explorer.ptx.operations.table import CONTROL, MAKERS, make_operation
-from tricomm.explorer.ptx.unit import Unit
-from tricomm.explorer.ptx.unit_shape import WARP, UnitShape
+from tricomm.explorer.ptx.unit_view import WARP, UnitShape
+from tricomm.explorer.ptx.units.loaded_kernel import STEPS, LoadedKernel
+from tricomm.explorer.ptx.units.unit import Unit
 
 __all__ = ["STEPS", "LoadedKernel", "launch", "refuse_unknown"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from tricomm.explorer.ptx.generated.kernel_code import KernelCode
 from tricomm.explorer.ptx.global_memory import GlobalMemory
 from tricomm.explorer.ptx.instructions import PtxKernel
-from tricomm.explorer.ptx.unit_shape import UnitShape
+from tricomm.explorer.ptx.unit_view import UnitShape
 
 STEPS = 1 << 24
 

@@ -17,8 +17,7 @@ from tricomm.explorer.ptx.analysis.control_flow import target
 from tricomm.explorer.ptx.blocks import BarrierRequest
 from tricomm.explorer.ptx.generated.kernel_code import Piece
 from tricomm.explorer.ptx.instructions import Register
-from tricomm.explorer.ptx.unit_shape import WARP
-from tricomm.explorer.ptx.unit_view import UnitView
+from tricomm.explorer.ptx.unit_view import WARP, UnitView
 
 _PATIENCE = 64
 

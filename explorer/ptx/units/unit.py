@@ -10,13 +10,13 @@ import numpy as np
 from tricomm.errors import TricommError
 from tricomm.explorer.ptx.access import Array, Surroundings, ThreadAccess
 from tricomm.explorer.ptx.blocks import BarrierRequest, BlockState, array_region
-from tricomm.explorer.ptx.divergence import Divergence
 from tricomm.explorer.ptx.global_memory import BadAddress, GlobalMemory
 from tricomm.explorer.ptx.instructions import Instruction
-from tricomm.explorer.ptx.loaded_kernel import LoadedKernel
 from tricomm.explorer.ptx.operations.async_copies import Copies
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, place_of
-from tricomm.explorer.ptx.unit_shape import WARP, UnitShape
+from tricomm.explorer.ptx.unit_view import WARP, UnitShape
+from tricomm.explorer.ptx.units.divergence import Divergence
+from tricomm.explorer.ptx.units.loaded_kernel import LoadedKernel
 
 
 class StepLimit(TricommError):
