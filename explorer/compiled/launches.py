@@ -14,10 +14,11 @@ import torch
 from tricomm.explorer.compiled.module_table import KernelLaunch
 from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.stream_queues import Ended
-from tricomm.explorer.compiled.thread_clocks import Array, longer
+from tricomm.explorer.compiled.thread_clocks import Array
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
 from tricomm.explorer.compiled.thread_teams import Team
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine
+from tricomm.explorer.memory_model.clocks import longer
 from tricomm.explorer.memory_model.regions import Memory, Region, span_of
 from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.ptx.global_memory import GlobalMemory

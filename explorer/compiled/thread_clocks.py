@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.compiled.thread_teams import BarrierRounds, FlagMessage, ReleasePart, Team
+from tricomm.explorer.memory_model.clocks import longer
 
 MOST_THREADS = 16384
 Array = NDArray[Any]
@@ -41,12 +42,6 @@ def distinct(values: Array) -> list[int]:
     """The distinct values. Fast if all are equal, the usual case."""
     first = values[0]
     return [int(first)] if (values == first).all() else np.unique(values).tolist()
-
-
-def longer(row: Array, size: int) -> Array:
-    """`row`, padded with zeros to `size` entries. `np.pad` takes ten times as long."""
-    missing = size - row.shape[-1]
-    return row if missing <= 0 else np.concatenate([row, np.zeros((*row.shape[:-1], missing), row.dtype)], axis=-1)
 
 
 def includes(scope: int | Array, rank: Any, block: Any, other_rank: Any, other_block: Any) -> Any:

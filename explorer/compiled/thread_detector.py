@@ -25,8 +25,7 @@ from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import MOST_FINDINGS, Finding, Record
-from tricomm.explorer.report.rest import free_shadows, not_at_rest
-from tricomm.kernels import layout
+from tricomm.explorer.report.rest import free_shadows, left_over, not_at_rest
 
 _SHARED_GRANULE = 4
 
@@ -177,15 +176,8 @@ class ThreadDetector:
 
     def leftovers(self, arenas: list[Region]) -> None:
         """At the end of a clean execution: report flags that were never read, and words that are not reset."""
-        for region in filter(lambda r: r.shared and not r.closed, self._shadowed):
-            shadow: ThreadShadow = region.shadow
-            for piece in np.flatnonzero(shadow.waiting).tolist():
-                event, start = self.events[shadow.record[piece]], piece * shadow.granule
-                if allowed.may_stay_unread(event.site) or region.acknowledges(start) or event.rank == region.rank:
-                    continue
-                if region.bytes[start : start + shadow.granule].any():
-                    self.report(diagnosis.leftover(event.record(), region.label(start)))
-                    break
+        for finding in left_over(self._shadowed, lambda s: s.waiting, lambda number: self.events[number].record()):
+            self.report(finding)
         for finding in not_at_rest(arenas):
             self.report(finding)
 
@@ -315,7 +307,7 @@ class ThreadDetector:
         site = self.events[stamp.record].site
         words = scope > 0 and allowed.is_ll(site)
         for place in places:
-            if self._busy(place, site):
+            if allowed.is_busy_word(place.region, int(place.offsets[0]), site):
                 continue
             shadow = self._shadow(place.region)
             pieces, elements = shadow.pieces(place.offsets, access.itemsize)
@@ -366,6 +358,3 @@ class ThreadDetector:
             # The last value of a counter need not be read; a signal must be.
             shadow.waiting[pieces] = access.op == "exch"
         shadow.message[pieces], shadow.word[pieces] = message, word
-
-    def _busy(self, place: Elements, site: Site) -> bool:
-        return place.region.kind == "arena" and allowed.is_busy_word(site) and int(place.offsets[0]) == 8 * layout.BUSY

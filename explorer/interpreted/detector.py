@@ -19,15 +19,14 @@ import numpy as np
 
 from tricomm.explorer.memory_model import allowed
 from tricomm.explorer.memory_model.access_kinds import PLAIN, RELEASES, kind_of, same_size, scope_of
-from tricomm.explorer.memory_model.clocks import ACQUIRES, SEEN, STRICT, Message, Thread
+from tricomm.explorer.memory_model.clocks import ACQUIRES, SEEN, STRICT, Message, Thread, longer
 from tricomm.explorer.memory_model.regions import Array, Place, Region
 from tricomm.explorer.memory_model.shadow import SCOPES, Clash, Index, LastByKind, Shadow
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import MOST_FINDINGS, Finding, Record
-from tricomm.explorer.report.rest import free_shadows, not_at_rest
+from tricomm.explorer.report.rest import free_shadows, left_over, not_at_rest
 from tricomm.explorer.schedule.tasks import Launch, Task
-from tricomm.kernels import layout
 from tricomm.kernels.launch.memory_access import Access
 
 
@@ -96,7 +95,7 @@ class Detector:
             host.tick()
         else:
             for known in self._meetings[step]:
-                np.maximum(host.now, _fitting(known, self._slots), out=host.now)
+                np.maximum(host.now, longer(known, self._slots), out=host.now)
 
     def barrier(self, task: Task) -> None:
         self._of(task).barrier()
@@ -129,7 +128,7 @@ class Detector:
         thread = stamp.thread
         if thread.now.shape[1] < self._slots:
             for name in ("now", "birth", "fenced", "pending"):
-                setattr(thread, name, _fitting(getattr(thread, name), self._slots))
+                setattr(thread, name, longer(getattr(thread, name), self._slots))
         for place in places:
             self._write(thread, access, place, stamp.record, stamp.message, True, stamp.time)
 
@@ -156,17 +155,8 @@ class Detector:
 
     def leftovers(self, arenas: list[Region]) -> None:
         """At the end of a clean execution: report flags that were never read, and words that are not reset."""
-        for region in filter(lambda r: r.shared and not r.closed, self._shadowed):
-            shadow = region.shadow
-            # A word that is 0, the initial value, is at rest: a released lock, a cleared signal.
-            left = np.flatnonzero(~shadow.taken & (shadow.writer >= 0)) * shadow.granule
-            for start in left.tolist():
-                record = self.records[shadow.record[start // shadow.granule]]
-                if allowed.may_stay_unread(record.site) or region.acknowledges(start):
-                    continue
-                if record.rank != region.rank and region.bytes[start : start + shadow.granule].any():
-                    self.report(diagnosis.leftover(record, region.label(start)))
-                    break
+        for finding in left_over(self._shadowed, lambda s: ~s.taken & (s.writer >= 0), self.records.__getitem__):
+            self.report(finding)
         for finding in not_at_rest(arenas):
             self.report(finding)
 
@@ -227,7 +217,7 @@ class Detector:
             shadow.message[index] = message
             return
         strong, site = access.sem is not None, self.records[record].site
-        if self._busy(place, site):
+        if allowed.is_busy_word(place.region, int(place.offsets[0]), site):
             return
         unordered = shadow.unordered_write(index, thread.now[STRICT])
         if unordered.any():
@@ -303,9 +293,6 @@ class Detector:
             clearing = self.records[shadow.zeroed[2, index][hidden][0]]
             self.report(diagnosis.zero_may_be_missed(clearing, self.records[record]))
 
-    def _busy(self, place: Place, site: Site) -> bool:
-        return place.region.kind == "arena" and allowed.is_busy_word(site) and int(place.offsets[0]) == 8 * layout.BUSY
-
     def _message(self, thread: Thread, access: Access, places: list[Place], site: Site) -> int:
         before = None
         if access.kind != "store" and access.op != "XCHG":
@@ -318,22 +305,17 @@ class Detector:
 
     def _fit(self, message: Message) -> Message:
         if message.any.shape[0] < self._slots:
-            message.any, message.seen = _fitting(message.any, self._slots), _fitting(message.seen, self._slots)
+            message.any, message.seen = longer(message.any, self._slots), longer(message.seen, self._slots)
             for part in message.parts:
-                part.strict, part.thread = _fitting(part.strict, self._slots), _fitting(part.thread, self._slots)
+                part.strict, part.thread = longer(part.strict, self._slots), longer(part.thread, self._slots)
         return message
 
     def _widen(self) -> None:
         self._slots *= 2
-        self._ranks = _fitting(self._ranks, self._slots)
+        self._ranks = longer(self._ranks, self._slots)
         for thread in self._threads.values():
             for name in ("now", "birth", "fenced", "pending"):
-                setattr(thread, name, _fitting(getattr(thread, name), self._slots))
-
-
-def _fitting(clock: Array, slots: int) -> Array:
-    missing = slots - clock.shape[-1]
-    return clock if missing <= 0 else np.pad(clock, [(0, 0)] * (clock.ndim - 1) + [(0, missing)])
+                setattr(thread, name, longer(getattr(thread, name), self._slots))
 
 
 def _time(thread: Thread, access: Access) -> int:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tricomm.explorer.memory_model.regions import Region
 from tricomm.explorer.memory_model.source_lines import Site
-from tricomm.kernels import multimem, primitives, wide_words
+from tricomm.kernels import layout, multimem, primitives, wide_words
 from tricomm.kernels.device import arrival, message_queues
 
 _LL = ("store_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide")
@@ -55,7 +56,10 @@ def is_ll(site: Site) -> bool:
     return name in _LL and file in _files
 
 
-def is_busy_word(site: Site) -> bool:
+def is_busy_word(region: Region, offset: int, site: Site) -> bool:
+    """True for an access at `site` to the busy word of an arena."""
+    if region.kind != "arena" or offset != 8 * layout.BUSY:
+        return False
     file, name = site.function
     return name in ("enter", "leave", "read_epoch", "announce", "finish", "headers_and_busy") and file in _files
 

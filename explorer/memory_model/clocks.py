@@ -34,6 +34,12 @@ _RELEASES = 1 << 10  # time steps for the releases between two block barriers; f
 Clock = NDArray[Any]
 
 
+def longer(row: Clock, size: int) -> Clock:
+    """`row`, padded with zeros to `size` entries. `np.pad` takes ten times as long."""
+    missing = size - row.shape[-1]
+    return row if missing <= 0 else np.concatenate([row, np.zeros((*row.shape[:-1], missing), row.dtype)], axis=-1)
+
+
 @dataclass(slots=True)
 class Part:
     """The part of a message that one thread has published."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.memory_model.regions import Region
+from tricomm.explorer.memory_model import allowed
+from tricomm.explorer.memory_model.regions import Array, Region
 from tricomm.explorer.report import diagnosis
-from tricomm.explorer.report.findings import Finding
+from tricomm.explorer.report.findings import Finding, Record
 from tricomm.kernels import layout
 
 _AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
@@ -18,6 +20,21 @@ def free_shadows(regions: Iterable[Region]) -> None:
     """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""
     for region in regions:
         region.shadow = None
+
+
+def left_over(
+    regions: Iterable[Region], unread: Callable[[Any], Array], record: Callable[[int], Record]
+) -> Iterator[Finding]:
+    """The first flag of each shared region that no rank has read, of those that `unread(shadow)` gives by piece."""
+    for region in filter(lambda r: r.shared and not r.closed, regions):
+        for piece in np.flatnonzero(unread(region.shadow)).tolist():
+            start, store = piece * region.shadow.granule, record(region.shadow.record[piece])
+            if allowed.may_stay_unread(store.site) or region.acknowledges(start) or store.rank == region.rank:
+                continue
+            # A word that is 0, the initial value, is at rest: a released lock, a cleared signal.
+            if region.bytes[start : start + region.shadow.granule].any():
+                yield diagnosis.leftover(store, region.label(start))
+                break
 
 
 def not_at_rest(arenas: list[Region]) -> Iterator[Finding]:
