@@ -10,7 +10,7 @@ from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.instructions import Address, Instruction, Integer, Operand, Register
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, address_of, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operands, Operation
+from tricomm.explorer.ptx.operations.operation import KnownOperands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _NOT_COMMITTED, _DONE = -1, -2
@@ -84,7 +84,7 @@ class Copies:
         self.pending = [copy for copy in self.pending if (copy.groups != _DONE).any()]
 
 
-def cp(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def cp(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     modifiers = instruction.modifiers
     if modifiers[:1] != ("async",) or "bulk" in modifiers:
         raise unknown_form(instruction, "of the asynchronous copies only cp.async is known")

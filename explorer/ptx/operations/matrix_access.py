@@ -14,7 +14,7 @@ from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.instructions import Address, Instruction
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, flat, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operands, Operation
+from tricomm.explorer.ptx.operations.operation import KnownOperands, Operation
 from tricomm.explorer.ptx.unit_view import WARP, UnitView
 
 _COUNT = {"x1": 1, "x2": 2, "x4": 4}
@@ -57,7 +57,7 @@ class Matrices:
         return [np.ascontiguousarray(words[:, n]) for n in range(4)]
 
 
-def matrix(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def matrix(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     modifiers = [m for m in instruction.modifiers if m not in ("sync", "aligned", "shared", "shared::cta", "trans")]
     if len(modifiers) != 3 or modifiers[0] != "m8n8" or modifiers[1] not in _COUNT or modifiers[2] != "b16":
         raise unknown_form(instruction, "this form is not known")

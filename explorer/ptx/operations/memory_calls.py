@@ -23,7 +23,7 @@ from tricomm.explorer.ptx.operations.atomics import AtomicSite
 from tricomm.explorer.ptx.operations.lane_memory import LOCAL_WINDOW, SHARED_WINDOW
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, memory_form, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operands, Operation
+from tricomm.explorer.ptx.operations.operation import KnownOperands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 
@@ -32,7 +32,7 @@ def register_size(register: Register) -> int:
     return WIDTHS[register.kind] // 8
 
 
-def load(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def load(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     if any(m == "param" or m.startswith("param::") for m in instruction.modifiers):
         return _parameter(instruction, operands)
     form = memory_form(instruction)
@@ -102,7 +102,7 @@ def _halves(value: Array) -> list[Array]:
     return [np.ascontiguousarray(table[:, 0]), np.ascontiguousarray(table[:, 1])]
 
 
-def store(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def store(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     form = memory_form(instruction)
     site = MemorySite(form, operands.unit.lanes, operands.address(form.address)[1])
     kinds = [f"u{s}" if (s := _source_size(o, form)) < 16 else "V16" for o in form.sources]
@@ -132,7 +132,7 @@ def _source_size(operand: Operand | None, form: MemoryForm) -> int:
     return register_size(operand) if isinstance(operand, Register) else form.itemsize
 
 
-def atomic(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def atomic(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     form = memory_form(instruction)
     if form.space not in ("global", "shared", ""):
         raise unknown_form(instruction, "atomics are known in global and shared memory")
@@ -148,7 +148,7 @@ def atomic(instruction: Instruction, operands: Operands, partial: bool) -> Opera
     return Operation(site.call, results, (kind,) * len(results), form.address, arguments, strong=True)
 
 
-def _parameter(instruction: Instruction, operands: Operands) -> Operation:
+def _parameter(instruction: Instruction, operands: KnownOperands) -> Operation:
     """`ld.param`: the same number in all lanes. Not a memory access, because parameters are read-only."""
     target, address = instruction.operands[:2]
     targets = target.elements if isinstance(target, Vector) else (target,)
@@ -186,7 +186,7 @@ def window_of(instruction: Instruction) -> int:
     return -WINDOWS[space] if "to" in modifiers else WINDOWS[space]
 
 
-def cvta(instruction: Instruction, operands: Operands, partial: bool) -> Operation | None:
+def cvta(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation | None:
     """None if the address is a number: then `generated.number_code` handles it."""
     target, source = instruction.operands
     window = window_of(instruction)

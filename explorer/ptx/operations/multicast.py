@@ -12,7 +12,7 @@ from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.ptx.operations.atomics import AtomicSite, decoded, encoded
 from tricomm.explorer.ptx.operations.load_store import MemorySite
 from tricomm.explorer.ptx.operations.memory_forms import MemoryForm, flat, memory_form, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operands, Operation
+from tricomm.explorer.ptx.operations.operation import KnownOperands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _OPERATIONS = ("add", "min", "max", "and", "or", "xor")
@@ -26,7 +26,7 @@ _REDUCE: dict[str, Any] = {
 }
 
 
-def multimem(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def multimem(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     kind = instruction.modifiers[0]
     if kind not in ("ld_reduce", "st", "red"):
         raise unknown_form(instruction, "this multimem operation is not known")

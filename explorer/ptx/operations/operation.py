@@ -33,7 +33,7 @@ class Operation:
     strong: bool = False
 
 
-class Operands(Protocol):
+class KnownOperands(Protocol):
     """The operands of a kernel in units of one shape, as `generated.operand_code` knows them before it runs."""
 
     @property

@@ -7,13 +7,13 @@ from typing import Any
 from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.instructions import Instruction, Operand, Register
 from tricomm.explorer.ptx.operations.memory_forms import SCOPES, unknown_form
-from tricomm.explorer.ptx.operations.operation import Operands, Operation
+from tricomm.explorer.ptx.operations.operation import KnownOperands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _LEVELS = {"cta": "cta", "gl": "gpu", "sys": "sys"}
 
 
-def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def fence(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     if instruction.opcode == "membar":
         scope = _LEVELS.get(instruction.modifiers[0])
         if scope is None and instruction.modifiers[0] != "proxy":
@@ -38,7 +38,7 @@ def fence(instruction: Instruction, operands: Operands, partial: bool) -> Operat
     return Operation(call)
 
 
-def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def barrier(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     """In a masked unit `call` gives (number, count or None, predicate), and the unit waits."""
     modifiers = [m for m in instruction.modifiers if m not in ("cta", "aligned")]
     if modifiers[:1] == ["warp"]:
@@ -75,7 +75,7 @@ def barrier(instruction: Instruction, operands: Operands, partial: bool) -> Oper
     return Operation(call, results, (kind_of_result,), arguments=tuple(arguments))
 
 
-def dependency(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def dependency(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     """`griddepcontrol`: the surroundings know which launches may overlap."""
     if instruction.modifiers == ("wait",):
         return Operation(lambda unit, mask: unit.wait_for_launches(mask, instruction))
@@ -84,11 +84,11 @@ def dependency(instruction: Instruction, operands: Operands, partial: bool) -> O
     raise unknown_form(instruction, "griddepcontrol.wait and .launch_dependents are known")
 
 
-def nothing(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def nothing(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     """Hints, and instructions without effect on one launch that runs alone on its stream."""
     return Operation(lambda unit, mask: None)
 
 
-def policy(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def policy(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     """`createpolicy`: a cache hint; no cache is modelled."""
     return Operation(lambda unit, mask, *rest: 0, (instruction.operands[0],), ("number",))

@@ -13,9 +13,9 @@ from tricomm.explorer.ptx.operations import (
     synchronisation,
     warp_exchange,
 )
-from tricomm.explorer.ptx.operations.operation import Operands, Operation
+from tricomm.explorer.ptx.operations.operation import KnownOperands, Operation
 
-Maker = Callable[[Instruction, Operands, bool], Operation | None]
+Maker = Callable[[Instruction, KnownOperands, bool], Operation | None]
 
 MAKERS: dict[str, Maker] = {
     "ld": memory_calls.load, "ldu": memory_calls.load, "st": memory_calls.store, "atom": memory_calls.atomic,
@@ -31,7 +31,7 @@ MAKERS: dict[str, Maker] = {
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")
 
 
-def make_operation(instruction: Instruction, operands: Operands, partial: bool) -> Operation | None:
+def make_operation(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation | None:
     """None if the instruction does not become a call. `partial`: some lanes of a unit may not take part.
 
     Raises `InvalidArgument` for a form that is not known.

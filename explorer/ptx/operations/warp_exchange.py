@@ -14,7 +14,7 @@ import numpy as np
 from tricomm.explorer.ptx.access import Array
 from tricomm.explorer.ptx.instructions import Instruction, Integer, Operand, Pair
 from tricomm.explorer.ptx.operations.memory_forms import unknown_form
-from tricomm.explorer.ptx.operations.operation import Operands, Operation
+from tricomm.explorer.ptx.operations.operation import KnownOperands, Operation
 from tricomm.explorer.ptx.unit_view import UnitView
 
 _WARP = 32
@@ -60,7 +60,7 @@ def _modifiers(instruction: Instruction) -> tuple[str, ...]:
     return tuple(m for m in instruction.modifiers if m != "sync")
 
 
-def shfl(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def shfl(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     mode = _modifiers(instruction)
     if len(mode) != 2 or mode[0] not in ("up", "down", "bfly", "idx") or mode[1] != "b32":
         raise unknown_form(instruction, "this form of shfl is not known")
@@ -98,7 +98,7 @@ def _partners(rows: WarpLanes, mode: str, b: Array, c: Array) -> tuple[Array, Ar
     return np.where(other < rows.lanes, other, lane + rows.first), inside
 
 
-def vote(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def vote(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     mode = _modifiers(instruction)
     if len(mode) != 2 or (mode[1] != ("b32" if mode[0] == "ballot" else "pred")):
         raise unknown_form(instruction, "this form of vote is not known")
@@ -125,7 +125,7 @@ def vote(instruction: Instruction, operands: Operands, partial: bool) -> Operati
     return Operation(function, (target,), (kind,), arguments=given, waits=True, members=members)
 
 
-def _number(operands: Operands, partial: bool, members: Operand) -> bool:
+def _number(operands: KnownOperands, partial: bool, members: Operand) -> bool:
     """True if the result is the same in all lanes of the unit."""
     full = isinstance(members, Integer) and members.value & _ALL == _ALL
     return full and not partial and operands.unit.lanes <= _WARP
@@ -149,7 +149,7 @@ _INTEGER_FORMS = {(kind, name) for kind in ("u32", "s32") for name in ("add", "m
 _INTEGER_FORMS |= {("b32", name) for name in ("and", "or", "xor")}
 
 
-def redux(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def redux(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     mode = _modifiers(instruction)
     name, kind, extra = mode[0], mode[-1], mode[1:-1]
     rows = WarpLanes(operands.unit.lanes)
@@ -198,7 +198,7 @@ def _redux_float(rows: WarpLanes, name: str, absolute: bool, nan: bool) -> Calla
     return call
 
 
-def activemask(instruction: Instruction, operands: Operands, partial: bool) -> Operation:
+def activemask(instruction: Instruction, operands: KnownOperands, partial: bool) -> Operation:
     rows = WarpLanes(operands.unit.lanes)
     all_lanes = np.ones(rows.lanes, bool)
     return Operation(
