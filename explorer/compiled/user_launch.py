@@ -18,23 +18,9 @@ from tricomm.kernels.launch import jit_dispatch, kernel_launch, triton_adapter
 from tricomm.kernels.launch.cuda_launcher import driver_call
 from tricomm.kernels.specialization import specialized
 
-_FORMATS = {
-    "i1": "<b",
-    "u1": "<b",
-    "i8": "<b",
-    "u8": "<B",
-    "i16": "<h",
-    "u16": "<H",
-    "i32": "<i",
-    "u32": "<I",
-    "i64": "<q",
-    "u64": "<Q",
-    "fp16": "<e",
-    "fp32": "<f",
-    "f32": "<f",
-    "fp64": "<d",
-    "f64": "<d",
-}
+# Letters of `struct` for Triton's types of numbers.
+_TYPES = "i1 u1 i8 u8 i16 u16 i32 u32 i64 u64 fp16 fp32 f32 fp64 f64"
+_FORMATS = {kind: f"<{letter}" for kind, letter in zip(_TYPES.split(), "bbbBhHiIqQeffdd", strict=True)}
 _SCRATCH = 2  # pointers that Triton adds at the end
 
 
