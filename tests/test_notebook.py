@@ -1,4 +1,4 @@
-"""What a person reads of a choice, of statistics and of a report: as text and in a notebook."""
+"""A choice, statistics and a report as text and in a notebook."""
 
 from __future__ import annotations
 

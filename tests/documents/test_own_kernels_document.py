@@ -1,4 +1,4 @@
-"""docs/own-kernels.md shows the kernel of examples/own_kernel.py, and each of its commands says what the page says."""
+"""docs/own-kernels.md shows the kernel of examples/own_kernel.py, and its commands print the lines on it."""
 
 from __future__ import annotations
 
