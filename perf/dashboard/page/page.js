@@ -198,9 +198,9 @@ function drawPicks(scene) {
   ]));
 }
 
-function showTiles(found, late) {
+function showTiles(changed, late) {
   const since = (page.data.runs[page.first] ?? [""])[0].slice(0, 10);
-  find("#tiles").replaceChildren(...headlines(page.scene, found, late, since).map(({ title, value: text, note }) => {
+  find("#tiles").replaceChildren(...headlines(page.scene, changed, late, since).map(({ title, value: text, note }) => {
     const tile = element("div");
     tile.append(element("h2", title + (page.scene.simulated ? " (simulated)" : "")), element("strong", text), element("p", note));
     return tile;
@@ -247,9 +247,10 @@ function showChanges() {
     recent.length ? `${recent.length} of ${points} points took longer in the latest runs than in any before; too recent to judge. ` : "",
     few ? `${few} of ${points} points of the latest runs have too few runs to judge.` : "",
   ].join("");
-  showTiles(found, late || `of ${points} points in the latest runs`);
+  const judged = !few && 10 * recent.length <= points, changed = found.length || judged ? counted(found) : "not judged yet";
+  showTiles(changed, late || `of ${points} points in the latest runs`);
   find("#changes").hidden = false;
-  find("#changes h2").textContent = `Changes${mark(scene)}: ${found.length ? counted(found) : "none found"}`;
+  find("#changes h2").textContent = `Changes${mark(scene)}: ${changed}`;
   find("#changes p").textContent = `A step shows about 7 runs after it. ${late}`;
   const key = [data.rows, first, last, scene.simulated].join(), list = find("#events");
   if (list.dataset.key === key) return; // what a reader has opened stays open while a job writes

@@ -27,8 +27,8 @@ function counted(changes) {
   return `${slower} slower, ${changes.length - slower} faster`;
 }
 
-function headlines(scene, found, late, since) {
-  return [peak(scene), gain(scene), { title: `Since ${since}`, value: counted(found), note: late }, lost(scene)];
+function headlines(scene, changed, late, since) {
+  return [peak(scene), gain(scene), { title: `Since ${since}`, value: changed, note: late }, lost(scene)];
 }
 
 function peak(scene) {

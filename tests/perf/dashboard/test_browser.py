@@ -165,7 +165,7 @@ def test_a_window_of_dates_shows_what_was_known_then(page: Page, tmp_path: Path)
         "#events"
     )
     page.choose("to", "2026-01-01")
-    assert page.text("#changes h2") == "Changes: none found" and len(page.traces("past")[0]["x"]) == 24
+    assert page.text("#changes h2") == "Changes: 0 slower, 0 faster" and len(page.traces("past")[0]["x"]) == 24
     rows = [e.measurement for e in dashboard_data.entries(24)[-20:] if e.measurement.protocol == "nccl"]
     assert page.traces("latency")[8]["y"] == [pytest.approx(m.p50_us, rel=1e-3) for m in rows]
     page.choose("to", "")
@@ -178,9 +178,10 @@ def test_a_window_of_dates_shows_what_was_known_then(page: Page, tmp_path: Path)
 def test_too_few_runs_are_said(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, dashboard_data.entries(3)))
     assert "20 of 20 points of the latest runs have too few runs to judge" in page.text("#changes p")
-    assert page.text("#changes h2") == "Changes: none found"
+    assert page.text("#changes h2") == "Changes: not judged yet"
     slow = [replace(e, measurement=replace(e.measurement, p50_us=1e5)) for e in dashboard_data.entries(10)[-20:]]
     page.open(_file(tmp_path, [*dashboard_data.entries(9), *slow]))
+    assert "not judged yet" in page.text("#tiles") and "0 slower" not in page.text("#tiles")
     assert "20 of 20 points took longer in the latest runs than in any before" in page.text("#tiles")
     assert page.text("#events").startswith("Too recent to judge; measure again")
 
