@@ -4,25 +4,13 @@ import pytest
 import torch
 
 from tests.c10d.bodies.groups import same
+from tricomm.arguments import DTYPES
 from tricomm.c10d import dtype_emulation
 from tricomm.c10d.dtype_emulation import check_reduction, reduce_into
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.reference import reduced
 
-TYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
+TYPES = [dtype for dtype in DTYPES if not dtype.is_complex]
 OPS = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
 
 

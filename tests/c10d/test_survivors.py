@@ -22,16 +22,9 @@ from tricomm.c10d import process_group, work_handles
 
 MODES = ["plain", "hook", "tricomm's hook", "no_sync", "unused", "static", "fsdp2", "functional", "wait", "future"]
 QUICK = {
-    ("gloo", "plain", "kill"),
-    ("gloo", "hook", "kill"),
-    ("gloo", "static", "kill"),
-    ("gloo", "fsdp2", "kill"),
-    ("gloo", "functional", "kill"),
-    ("gloo", "future", "kill"),
-    ("gloo", "plain", "leave"),
-    ("gloo", "plain", "raise"),
-    ("kernels", "plain", "kill"),
-    ("kernels", "wait", "kill"),
+    *(("gloo", mode, "kill") for mode in ("plain", "hook", "static", "fsdp2", "functional", "future")),
+    *(("gloo", "plain", how) for how in ("leave", "raise")),
+    *(("kernels", mode, "kill") for mode in ("plain", "wait")),
     ("kernels", "fsdp2", "leave"),
 }
 EXPECTED = {

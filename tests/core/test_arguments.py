@@ -108,16 +108,8 @@ def test_fingerprints_differ_in_every_fact():
     choice = Choice("all_gather", "one_shot", "ll", 1, 4, 64, "why", "table", 0)
     request = launch_plan.Request("all_gather", elements=8)
     facts = {"choice": choice, "op": "sum", "dtype": "float32", "request": request, "mode": "eager"}
-    others = [
-        ("choice", replace(choice, **{name: other}))
-        for name, other in {
-            "collective": "all_to_all",
-            "algorithm": "two_shot",
-            "protocol": "simple",
-            "blocks": 2,
-            "block": 128,
-        }.items()
-    ]
+    changes = {"collective": "all_to_all", "algorithm": "two_shot", "protocol": "simple", "blocks": 2, "block": 128}
+    others = [("choice", replace(choice, **{name: other})) for name, other in changes.items()]
     changes = {"elements": 9, "root": 0, "handle": SimpleNamespace(number=1)}
     others += [("request", request._replace(**{name: other})) for name, other in changes.items()]
     epilogue = Epilogue(8, torch.float32, 1e-6)

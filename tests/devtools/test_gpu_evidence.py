@@ -58,20 +58,8 @@ def tests(tmp_path):
     file.write_text(TESTS.replace("{ran!r}", repr(str(tmp_path / "ran.txt"))))
 
     def step(keyword, name="tests", **more):
-        command = (
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "devtools.gpu_evidence.children",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "addopts=",
-            "-k",
-            keyword,
-            str(file),
-        )
+        options = "-m pytest -p devtools.gpu_evidence.children -p no:cacheprovider -o addopts= -k".split()
+        command = (sys.executable, *options, keyword, str(file))
         return Step(name, command, **{"limit": 60.0, **more})
 
     return step

@@ -61,17 +61,8 @@ def streams(comm: Communicator, calls: int, count: int) -> Iterator[Pair]:
     for number in range(calls):
         parts = [_part(number, r, count * BLOCK) for r in range(comm.world_size)]
         y = torch.full((count * BLOCK,), -1, dtype=torch.int64)
-        comm.launch(
-            add_up,
-            count,
-            parts[comm.rank],
-            y,
-            data.table,
-            pads.table,
-            comm.rank,
-            WORLD_SIZE=comm.world_size,
-            BLOCK=BLOCK,
-        )
+        args = (parts[comm.rank], y, data.table, pads.table, comm.rank)
+        comm.launch(add_up, count, *args, WORLD_SIZE=comm.world_size, BLOCK=BLOCK)
         yield y, torch.stack(parts).sum(0)
 
 

@@ -148,22 +148,9 @@ def sums(
     for epoch, size in enumerate(sizes, first):
         parts = [part(epoch, rank, size) for rank in range(comm.world_size)]
         y = torch.full((size,), -99, dtype=torch.int64)
-        comm.launch(
-            gather_sum,
-            tiles,
-            parts[comm.rank],
-            y,
-            boxes.table,
-            comm.group_table,
-            comm.rank,
-            epoch,
-            size,
-            FORM=form,
-            WORLD_SIZE=comm.world_size,
-            BLOCK=tile,
-            PTX=ptx,
-            **options,
-        )
+        args = (parts[comm.rank], y, boxes.table, comm.group_table, comm.rank, epoch, size)
+        how = {"FORM": form, "WORLD_SIZE": comm.world_size, "BLOCK": tile, "PTX": ptx, **options}
+        comm.launch(gather_sum, tiles, *args, **how)
         want = torch.stack(parts).sum(0)
         if not torch.equal(y, want):
             raise AssertionError(f"epoch {epoch}: {y.tolist()} instead of {want.tolist()}")

@@ -11,22 +11,8 @@ from triton.runtime import interpreter as _triton
 
 from tricomm.kernels.launch import interpreter, triton_adapter, triton_shortcuts
 
-SCALARS = (
-    tl.int1,
-    tl.int8,
-    tl.uint8,
-    tl.int16,
-    tl.int32,
-    tl.uint32,
-    tl.int64,
-    tl.uint64,
-    tl.float16,
-    tl.bfloat16,
-    tl.float32,
-    tl.float64,
-    tl.float8e5,
-    tl.float8e4nv,
-)
+INTEGERS = (tl.int1, tl.int8, tl.uint8, tl.int16, tl.int32, tl.uint32, tl.int64, tl.uint64)
+SCALARS = (*INTEGERS, tl.float16, tl.bfloat16, tl.float32, tl.float64, tl.float8e5, tl.float8e4nv)
 POINTER = tl.pointer_type(tl.int32)
 
 

@@ -113,20 +113,8 @@ def sealed(head: dict[str, int], **body: int) -> bytes:
     values = {"rank": 1, "world": 4, "version": 3, "length": 144} | head
     values_of_rank = dataclasses.asdict(RANK) | body
     payload = struct.pack("<QQQQ16sIQQI8s64s", *list(values_of_rank.values())[:-1], b"host")
-    data = (
-        struct.pack(
-            "<8sHHIiiI16s",
-            b"TRICOMM\0",
-            values["version"],
-            1,
-            values["length"],
-            values["rank"],
-            values["world"],
-            1,
-            bytes(16),
-        )
-        + payload
-    )
+    numbers = (values["version"], 1, values["length"], values["rank"], values["world"], 1)
+    data = struct.pack("<8sHHIiiI16s", b"TRICOMM\0", *numbers, bytes(16)) + payload
     return data + hashlib.sha256(data).digest()
 
 

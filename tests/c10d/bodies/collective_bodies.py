@@ -8,23 +8,9 @@ import torch.distributed as dist
 from tests.c10d.bodies.groups import default_group, of, poisoned, same
 from tricomm.errors import CollectiveMismatch
 
-TYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.bool,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-]
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SIGNED, UNSIGNED = ([getattr(torch, f"{kind}{bits}") for bits in (64, 32, 16, 8)] for kind in ("int", "uint"))
+TYPES = [*FLOATS, *SIGNED, *reversed(UNSIGNED), torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
 OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"]
 
 

@@ -71,19 +71,8 @@ def synchronize(comm):
     comm.barrier()
 
 
-RECORD = Descriptor(
-    sequence=0,
-    fingerprint=1,
-    collective="all_reduce",
-    op="sum",
-    dtype="int32",
-    algorithm="other",
-    protocol="other",
-    count=1,
-    root=-1,
-    grid=1,
-    mode="eager",
-).packed()
+FACTS = {"collective": "all_reduce", "op": "sum", "dtype": "int32", "algorithm": "other", "protocol": "other"}
+RECORD = Descriptor(sequence=0, fingerprint=1, count=1, root=-1, grid=1, mode="eager", **FACTS).packed()
 SPLITS = [([1, 3], [1, 2]), ([2, 2], [3, 2])]
 CALLS = {
     "all_reduce": lambda comm: comm.all_reduce(ones(8)),

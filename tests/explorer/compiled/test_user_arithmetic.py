@@ -24,21 +24,11 @@ COUNT = 512  # four a thread: halves come in pairs
 def _of_floats(x_ptr, y_ptr, z_ptr, out_ptr, COUNT: tl.constexpr, RESULTS: tl.constexpr):
     i = tl.arange(0, COUNT)
     x, y, z = tl.load(x_ptr + i), tl.load(y_ptr + i), tl.load(z_ptr + i)
-    made = (
-        tl.abs(x),
-        -x,
-        x + y,
-        x - y,
-        x * y,
-        tl.where(x < y, x, z),
-        tl.where((x != y) & (y >= z), y, x),
-        tl.minimum(x, y),
-        tl.maximum(x, y),
-        tl.maximum(x, 0.0).to(x.dtype),
-        tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL),
-        tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL),
-        tl.clamp(x, tl.minimum(y, 1.0).to(x.dtype), tl.maximum(y, 1.0).to(x.dtype)),
-    )
+    made = (tl.abs(x), -x, x + y, x - y, x * y, tl.where(x < y, x, z), tl.where((x != y) & (y >= z), y, x))
+    made = made + (tl.minimum(x, y), tl.maximum(x, y), tl.maximum(x, 0.0).to(x.dtype))
+    made = made + (tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL),)
+    made = made + (tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL),)
+    made = made + (tl.clamp(x, tl.minimum(y, 1.0).to(x.dtype), tl.maximum(y, 1.0).to(x.dtype)),)
     for n in tl.static_range(RESULTS):
         tl.store(out_ptr + n * COUNT + i, made[n])
 
@@ -54,64 +44,24 @@ def _most(x, y):
 
 def _torch_of_floats(x, y, z):
     zero, one = torch.zeros_like(x), torch.ones_like(x)
-    return [
-        x.abs(),
-        -x,
-        x + y,
-        x - y,
-        x * y,
-        torch.where(x < y, x, z),
-        torch.where((x != y) & (y >= z), y, x),
-        _least(x, y),
-        _most(x, y),
-        _most(x, zero),
-        torch.minimum(x, y),
-        torch.maximum(x, y),
-        _least(_most(x, _least(y, one)), _most(y, one)),
-    ]
+    made = [x.abs(), -x, x + y, x - y, x * y, torch.where(x < y, x, z), torch.where((x != y) & (y >= z), y, x)]
+    made += [_least(x, y), _most(x, y), _most(x, zero), torch.minimum(x, y), torch.maximum(x, y)]
+    return [*made, _least(_most(x, _least(y, one)), _most(y, one))]
 
 
 @triton.jit
 def _of_integers(x_ptr, y_ptr, z_ptr, out_ptr, COUNT: tl.constexpr, RESULTS: tl.constexpr):
     i = tl.arange(0, COUNT)
     x, y, z = tl.load(x_ptr + i), tl.load(y_ptr + i), tl.load(z_ptr + i)
-    made = (
-        tl.abs(x),
-        -x,
-        x + y,
-        x - y,
-        x * y,
-        tl.where(x < y, x, z),
-        tl.minimum(x, y),
-        tl.maximum(x, y),
-        x & y,
-        x | y,
-        x ^ y,
-        ~x,
-        x << (z & 7),
-        x >> (z & 7),
-    )
+    made = (tl.abs(x), -x, x + y, x - y, x * y, tl.where(x < y, x, z), tl.minimum(x, y), tl.maximum(x, y))
+    made = made + (x & y, x | y, x ^ y, ~x, x << (z & 7), x >> (z & 7))
     for n in tl.static_range(RESULTS):
         tl.store(out_ptr + n * COUNT + i, made[n])
 
 
 def _torch_of_integers(x, y, z):
-    return [
-        x.abs(),
-        -x,
-        x + y,
-        x - y,
-        x * y,
-        torch.where(x < y, x, z),
-        torch.minimum(x, y),
-        torch.maximum(x, y),
-        x & y,
-        x | y,
-        x ^ y,
-        ~x,
-        x << (z & 7),
-        x >> (z & 7),
-    ]
+    made = [x.abs(), -x, x + y, x - y, x * y, torch.where(x < y, x, z), torch.minimum(x, y), torch.maximum(x, y)]
+    return [*made, x & y, x | y, x ^ y, ~x, x << (z & 7), x >> (z & 7)]
 
 
 def _of_three(kernel, expected, dtype, architecture):
@@ -186,20 +136,9 @@ def test_conversions_are_torchs(architecture, dtype):
 def _functions(x_ptr, out_ptr, COUNT: tl.constexpr, RESULTS: tl.constexpr, SINES: tl.constexpr):
     i = tl.arange(0, COUNT)
     x = tl.load(x_ptr + i)
-    made = (
-        tl.exp(x),
-        tl.exp2(x),
-        tl.log(tl.abs(x)),
-        tl.log2(tl.abs(x)),
-        tl.sqrt(tl.abs(x)),
-        tl.rsqrt(tl.abs(x)),
-        tl.floor(x),
-        tl.ceil(x),
-        tl.erf(x),
-        tl.sigmoid(x),
-        1.5 / x,
-        tl.fma(x, x, x),
-    )
+    size = tl.abs(x)
+    made = (tl.exp(x), tl.exp2(x), tl.log(size), tl.log2(size), tl.sqrt(size), tl.rsqrt(size))
+    made = made + (tl.floor(x), tl.ceil(x), tl.erf(x), tl.sigmoid(x), 1.5 / x, tl.fma(x, x, x))
     if SINES:
         made = made + (tl.sin(x), tl.cos(x))
     for n in tl.static_range(RESULTS):
@@ -208,22 +147,8 @@ def _functions(x_ptr, out_ptr, COUNT: tl.constexpr, RESULTS: tl.constexpr, SINES
 
 def _torch_functions(x):
     size = x.abs()
-    return [
-        x.exp(),
-        x.exp2(),
-        size.log(),
-        size.log2(),
-        size.sqrt(),
-        size.rsqrt(),
-        x.floor(),
-        x.ceil(),
-        x.erf(),
-        x.sigmoid(),
-        1.5 / x,
-        x * x + x,
-        x.sin(),
-        x.cos(),
-    ]
+    made = [x.exp(), x.exp2(), size.log(), size.log2(), size.sqrt(), size.rsqrt()]
+    return [*made, x.floor(), x.ceil(), x.erf(), x.sigmoid(), 1.5 / x, x * x + x, x.sin(), x.cos()]
 
 
 @pytest.mark.parametrize(

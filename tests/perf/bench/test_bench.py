@@ -43,26 +43,8 @@ def run(
     tmp_path_factory: pytest.TempPathFactory, _no_history_of_the_user: Path
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = tmp_path_factory.mktemp("bench") / "rows.json"
-    done = _bench(
-        "--nproc",
-        "3",
-        "--collective",
-        "all_reduce,all_gather",
-        "--algorithm",
-        "all",
-        "--protocol",
-        "ll,simple",
-        "--sizes",
-        "512,2K",
-        "--iters",
-        "1",
-        "--warmup",
-        "0",
-        "--dtype",
-        "bfloat16",
-        "--json",
-        str(file),
-    )
+    given = "--nproc 3 --collective all_reduce,all_gather --algorithm all --protocol ll,simple --sizes 512,2K"
+    done = _bench(*given.split(), *"--iters 1 --warmup 0 --dtype bfloat16 --json".split(), str(file))
     assert done.returncode == 0, done.stdout + done.stderr
     return done, json.loads(file.read_text())
 

@@ -69,28 +69,16 @@ def test_what_lacks_is_found(
     assert CliRunner().invoke(cli, ["doctor"]).exit_code == (1 if verdict == FAIL else 0)
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"TRICOMM_SOCKET_DIR": "/nowhere"},
-        {"TRICOMM_CUDA_VMM": "?"},
-        {"TRICOMM_STATS": "often"},
-        {"TRICOMM_STATS_EVERY": "x"},
-        {"TRICOMM_STATS_EVERY": "-1"},
-        {"TRICOMM_ARENA_BYTES": "7"},
-        {"TRICOMM_ARENA_BYTES": "0"},
-        {"TRICOMM_CPU": "kernel"},
-        {"TRICOMM_CHECK": "never"},
-        {"TRICOMM_BLOCKING_WAIT": "?"},
-        {"VLLM_TRICOMM": "?"},
-        {"SGLANG_TRICOMM": "?"},
-        {"TRICOMM_ENGINE_MAX_BYTES": "-4"},
-        {"TRICOMM_P2P_DISABLE": "?"},
-    ],
-)
-def test_a_variable_that_says_nothing_is_named(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
+NOTHING_SAID = """
+TRICOMM_SOCKET_DIR=/nowhere TRICOMM_CUDA_VMM=? TRICOMM_STATS=often TRICOMM_STATS_EVERY=x TRICOMM_STATS_EVERY=-1
+TRICOMM_ARENA_BYTES=7 TRICOMM_ARENA_BYTES=0 TRICOMM_CPU=kernel TRICOMM_CHECK=never TRICOMM_BLOCKING_WAIT=?
+VLLM_TRICOMM=? SGLANG_TRICOMM=? TRICOMM_ENGINE_MAX_BYTES=-4 TRICOMM_P2P_DISABLE=?
+"""
+
+
+@pytest.mark.parametrize("setting", NOTHING_SAID.split())
+def test_a_variable_that_says_nothing_is_named(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(*setting.split("="))
     assert list(doctor.PROBES["environment"]())[0].verdict == FAIL
 
 

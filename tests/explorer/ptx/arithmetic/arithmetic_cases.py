@@ -128,20 +128,8 @@ def signed(value, bits):
 def words(bits, count):
     """Special and random bit patterns."""
     top = 1 << bits - 1
-    special = [
-        0,
-        1,
-        2,
-        3,
-        top - 1,
-        top,
-        top + 1,
-        2 * top - 1,
-        2 * top - 2,
-        0x55 * (2 * top - 1) // 0xFF,
-        bits,
-        bits - 1,
-    ]
+    special = [0, 1, 2, 3, top - 1, top, top + 1, 2 * top - 1, 2 * top - 2]
+    special += [0x55 * (2 * top - 1) // 0xFF, bits, bits - 1]
     results = [x & 2 * top - 1 for x in special]
     while len(results) < count:
         results.append(RANDOM.getrandbits(RANDOM.choice((bits, bits, bits // 2, 5))) & 2 * top - 1)

@@ -42,17 +42,8 @@ E4M3 = Kind(4, 3, 0x7F, ieee=False)
 E3M2 = Kind(3, 2, 0, ieee=False)
 E2M3 = Kind(2, 3, 0, ieee=False)
 E2M1 = Kind(2, 1, 0, ieee=False)
-KINDS = {
-    "f64": F64,
-    "f32": F32,
-    "f16": F16,
-    "bf16": BF16,
-    "e5m2": E5M2,
-    "e4m3": E4M3,
-    "e3m2": E3M2,
-    "e2m3": E2M3,
-    "e2m1": E2M1,
-}
+KINDS = {"f64": F64, "f32": F32, "f16": F16, "bf16": BF16}
+KINDS |= {"e5m2": E5M2, "e4m3": E4M3, "e3m2": E3M2, "e2m3": E2M3, "e2m1": E2M1}
 
 
 def negative(bits, kind):

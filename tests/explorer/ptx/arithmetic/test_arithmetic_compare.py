@@ -8,14 +8,7 @@ from tests.explorer.ptx.arithmetic import float_model as model
 from tests.explorer.ptx.arithmetic.arithmetic_cases import check, rows, signed
 from tests.explorer.ptx.arithmetic.float_model import KINDS, float_rows, value
 
-ORDER = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-}
+ORDER = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 UNSIGNED = {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
 PREDICATES = {"p": "pred", "q": "pred"}
 
