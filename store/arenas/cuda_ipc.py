@@ -21,7 +21,7 @@ from tricomm.errors import RendezvousError, ResourceError, TricommError
 from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
 from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, Cleanup, Driver
+from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
 
 CLOSE_SECONDS = 5.0
 GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of this size
@@ -29,7 +29,7 @@ GRANULE_BYTES = 2 << 20  # CUDA cuts smaller allocations from shared pieces of t
 _UNMAPPED, _STILL_MAPPED = b"\x01", b"\x00"
 _ALIGNMENT_BYTES, _LEAST_ALIGNMENT_BYTES = 256, 16  # of CUDA's blocks; of addresses that kernels read
 _MOST_OFFSET = 1 << 47
-_FORMAT = RecordFormat(b"TCIP", f"Q{HANDLE_BYTES}s")
+_FORMAT = RecordFormat(b"TCIP", f"{UUID_BYTES}sQ{HANDLE_BYTES}s")
 _log = logging.getLogger(__name__)
 
 
@@ -46,7 +46,7 @@ class BlockRecord(NamedTuple):
         return f"BlockRecord(rank={self.rank}, nbytes={self.nbytes})"
 
     def pack(self) -> bytes:
-        return _FORMAT.pack(*self)
+        return _FORMAT.pack(self.rank, self.nbytes, self.uuid, self.offset, self.handle)
 
 
 def parse_record(data: bytes, rank: int, nbytes: int, most: int = GRANULE_BYTES) -> BlockRecord:

@@ -20,10 +20,10 @@ from tricomm.store.arenas.cuda_multicast import Multicast
 from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.arenas.passing import TOKEN_BYTES, passing
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_driver import DESCRIPTOR, Cleanup, Driver
+from tricomm.store.cuda.cuda_driver import DESCRIPTOR, UUID_BYTES, Cleanup, Driver
 from tricomm.store.cuda.mapped_memory import MappedMemory
 
-_FORMAT = RecordFormat(b"TCVM", f"Q{TOKEN_BYTES}s")
+_FORMAT = RecordFormat(b"TCVM", f"{UUID_BYTES}sQ{TOKEN_BYTES}s")
 _MOST = 1 << 47
 
 
@@ -47,7 +47,7 @@ class VmmRecord:
     token: bytes
 
     def pack(self) -> bytes:
-        return _FORMAT.pack(self.rank, self.uuid, self.nbytes, self.whole, self.token)
+        return _FORMAT.pack(self.rank, self.nbytes, self.uuid, self.whole, self.token)
 
 
 def parse_record(data: bytes, rank: int, nbytes: int) -> VmmRecord:

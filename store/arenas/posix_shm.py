@@ -7,23 +7,22 @@ Set-up has stages. After each stage all ranks continue, or all ranks raise and u
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, RendezvousError, ResourceError
+from tricomm.errors import GroupAborted, ResourceError
 from tricomm.store.arenas.local_arena import check_view
+from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 from tricomm.store.segments import Segment
 
-_MAGIC = b"TCSHM\x00\x00\x02"
-_RECORD = struct.Struct(f"<8siQ{NAME_BYTES}s")  # magic, rank, bytes, name of the socket
+_FORMAT = RecordFormat(b"TCSH", f"{NAME_BYTES}s")  # the name of the socket
 
 
 def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixShmArena:
@@ -110,19 +109,7 @@ def _allocate(
     own.append(_kept(undo, Segment.create(f"tricomm-{control.group}", nbytes)))
     if control.world_size > 1:
         passing.bind()
-    return _RECORD.pack(_MAGIC, control.rank, nbytes, passing.name)
-
-
-def _name(rank: int, record: bytes, nbytes: int) -> bytes:
-    """The name of rank `rank`'s socket. Raises `RendezvousError` if its record is not of a block of `nbytes`."""
-    if len(record) != _RECORD.size:
-        raise RendezvousError(f"rank {rank}'s memory record has {len(record)} bytes, expected {_RECORD.size}")
-    magic, sender, size, name = _RECORD.unpack(record)
-    if magic != _MAGIC or sender != rank:
-        raise RendezvousError(f"rank {rank}'s memory record is not one that this rank would write: mixed versions?")
-    if size != nbytes:
-        raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
-    return bytes(name)
+    return _FORMAT.pack(control.rank, nbytes, passing.name)
 
 
 def _attach_all(
@@ -133,7 +120,7 @@ def _attach_all(
     deadline: Deadline,
     undo: ExitStack,
 ) -> list[Segment]:
-    names = [_name(rank, record, mine.nbytes) for rank, record in enumerate(records)]
+    names = [_FORMAT.parse(record, rank, mine.nbytes)[0] for rank, record in enumerate(records)]
     segments = {control.rank: mine}
 
     def take(rank: int, held: list[int]) -> None:

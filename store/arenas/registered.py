@@ -23,14 +23,14 @@ from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
 from tricomm.store.arenas.arena import NOT_BOUND, Arena
 from tricomm.store.arenas.local_arena import check_view, raw_view
+from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 from tricomm.store.segments import MAX_NBYTES, Segment
 
-_MAGIC = b"TCREG\x00\x00\x01"
-_RECORD = struct.Struct(f"<8siQQQ{NAME_BYTES}s")  # magic, rank, bytes of the tensor, of the file, offset in it, socket
+_FORMAT = RecordFormat(b"TCRG", f"QQ{NAME_BYTES}s")  # bytes of the file, offset of the tensor in it, socket
 _PLACE = struct.Struct("<iiqq")  # rank and size of torch's group, offset of the tensor in its segment, bytes
 _REASON_BYTES = 200
 _MULTICAST_ALIGNMENT = 16  # of an access by the switch
@@ -197,7 +197,7 @@ def _of_shared_memory(control: ControlPage, tensor: torch.Tensor, timeout: float
             own.append(fd)
             if control.world_size > 1:
                 passing.bind()
-            return _RECORD.pack(_MAGIC, control.rank, tensor.nbytes, size, offset, passing.name)
+            return _FORMAT.pack(control.rank, tensor.nbytes, size, offset, passing.name)
 
         records = stage.gather("look at the memory", look)
 
@@ -251,11 +251,7 @@ def _shared_inode(address: int) -> int | None:
 
 def _parsed(record: bytes, rank: int, nbytes: int) -> tuple[int, int, bytes]:
     """(bytes of the file, bytes before the tensor, socket) of rank `rank`'s tensor. Raises `RendezvousError`."""
-    if len(record) != _RECORD.size:
-        raise RendezvousError(f"rank {rank}'s record of memory has {len(record)} bytes, expected {_RECORD.size}")
-    magic, sender, size, whole, offset, name = _RECORD.unpack(record)
-    if magic != _MAGIC or sender != rank:
-        raise RendezvousError(f"rank {rank}'s record of memory is not one that this rank would write: mixed versions?")
-    if size != nbytes or not offset + size <= whole <= MAX_NBYTES:
-        raise RendezvousError(f"rank {rank} registers {size} bytes of a file of {whole}, this rank {nbytes} bytes")
-    return int(whole), int(offset), bytes(name)
+    whole, offset, name = _FORMAT.parse(record, rank, nbytes)
+    if not offset + nbytes <= whole <= MAX_NBYTES:
+        raise RendezvousError(f"rank {rank} registers {nbytes} bytes of a file of {whole}")
+    return whole, offset, name

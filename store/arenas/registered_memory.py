@@ -24,12 +24,12 @@ from tricomm.store.arenas.cuda_ipc import IpcBlocks
 from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_driver import Cleanup, Driver, load_driver
+from tricomm.store.cuda.cuda_driver import UUID_BYTES, Cleanup, Driver, load_driver
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 
 MOST_PIECES = 8  # descriptors in a message
-_FORMAT = RecordFormat(b"TCRM", f"Q{MOST_PIECES}Q{NAME_BYTES}s")
+_FORMAT = RecordFormat(b"TCRM", f"{UUID_BYTES}sQ{MOST_PIECES}Q{NAME_BYTES}s")
 _MOST = 1 << 47
 _REMEDY = (
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, torch's symmetric memory and comm.symmetric() can be shared"
@@ -98,7 +98,7 @@ class PiecesRecord:
 
     def pack(self) -> bytes:
         sizes = (*self.sizes, *[0] * (MOST_PIECES - len(self.sizes)))
-        return _FORMAT.pack(self.rank, self.uuid, self.nbytes, self.offset, *sizes, self.socket)
+        return _FORMAT.pack(self.rank, self.nbytes, self.uuid, self.offset, *sizes, self.socket)
 
 
 def parse_pieces(data: bytes, rank: int, nbytes: int) -> PiecesRecord:

@@ -313,7 +313,7 @@ def test_sizes_that_differ():
 
 
 def hostile(rank, nbytes):
-    return posix_shm._RECORD.pack(posix_shm._MAGIC, rank, nbytes, bytes(8))
+    return posix_shm._FORMAT.pack(rank, nbytes, bytes(8))
 
 
 HOSTILE = {"empty": b"", "noise": b"x" * 28, "another rank's": hostile(0, 4096), "another size": hostile(1, 8192)}
@@ -322,7 +322,7 @@ HOSTILE = {"empty": b"", "noise": b"x" * 28, "another rank's": hostile(0, 4096),
 @pytest.mark.parametrize("record", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_records(record):
     with pytest.raises(RendezvousError, match="rank 1's memory record|rank 1 shares 8192 bytes"):
-        posix_shm._name(1, record, 4096)
+        posix_shm._FORMAT.parse(record, 1, 4096)
 
 
 def share(rank: int, world_size: int, tell, url: str, die: bool):

@@ -111,7 +111,7 @@ def changed(good, **fields):
 
 BAD = [(good, b"", "0 bytes") for good in ALL] + [(good, b"X" + good.pack()[1:], "version") for good in ALL]
 BAD += [(good, good.pack() + b"x", "bytes") for good in (IPC, VMM)]
-BAD += [(IPC, IPC.pack()[:4] + b"\x02\x00" + IPC.pack()[6:], "version")]
+BAD += [(IPC, IPC.pack()[:4] + b"\x01\x00" + IPC.pack()[6:], "version")]
 BAD += [(good, changed(good, rank=4), "rank 4") for good in ALL]
 BAD += [(good, changed(good, nbytes=NBYTES + 1), "size") for good in ALL]
 BAD += [(IPC, changed(IPC, offset=offset), "allocation") for offset in (2 << 20, 255)]
