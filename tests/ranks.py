@@ -118,7 +118,7 @@ def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 
 
 
 def each(world_size: int, expected: Any = None, timeout: float = 90.0) -> Callable[[Callable[..., Any]], Any]:
-    """Make a test of what each of `world_size` ranks does, `test(rank, world_size, tell, ...)`: it returns `expected`.
+    """Run the test, `test(rank, world_size, tell, ...)`, on each of `world_size` ranks: it returns `expected` there.
 
     The parameters after those three are fixtures and parameters of the test.
     """
@@ -137,7 +137,7 @@ def each(world_size: int, expected: Any = None, timeout: float = 90.0) -> Callab
 
 
 def together(url: str, rank: int, members: Sequence[int]) -> None:
-    """Return when all `members` are here, by files beside that of `url`, without a call among them."""
+    """Return when all `members` are here, by files next to that of `url`, without a call among them."""
     folder = Path(url.removeprefix("file://")).parent
     (folder / f"rank{rank}").touch()
     while not all((folder / f"rank{member}").exists() for member in members):

@@ -1,4 +1,4 @@
-"""What functions that ranks run share: a communicator, what a call raises, what a process still holds."""
+"""Helpers of functions that ranks run: a communicator, the error of a call, descriptors and mappings still held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels of this package share: inputs, references, and what a mistake has to be reported as."""
+"""Inputs, references, launches and expected findings of the kernels of this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Jobs of a test that are closed, and of which nothing may be left, when it ends."""
+"""Fixtures: jobs that are closed when their test ends, and that must leave nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all ways to share GPU memory have in common, against a driver that enforces CUDA's rules. No GPU."""
+"""All ways to share GPU memory, legacy IPC, descriptors and fabric handles, over a fake driver. No GPU."""
 
 from __future__ import annotations
 
