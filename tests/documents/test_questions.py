@@ -1,4 +1,4 @@
-"""The questions in docs/tuning.md: their commands answer them, on CPU ranks where the document has a GPU box."""
+"""The questions in the README: their commands answer them, on CPU ranks where the document has a GPU box."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import forked
 from tricomm.policy import user_tables
 from tricomm.policy.tuning_tables import Fingerprint, TableRow, TunedTable
 
-_PAGE = Path(__file__).parents[2] / "docs" / "tuning.md"
+_PAGE = Path(__file__).parents[2] / "README.md"
 _ROW = re.compile(r"^\| (.+\?) \| (.+) \|$", re.MULTILINE)
 _HERE = {"8": "2", "nccl": "gloo"}  # a box without GPUs has two ranks, and Gloo to compare with
 _FEW = {"bench": ("-n", "3", "--no-history")}
@@ -37,7 +37,7 @@ def _answers(question: str) -> list[str]:
 
 
 def test_at_most_two_commands_answer_a_question() -> None:
-    assert len(_commands()) == 3 and all(1 <= len(commands) <= 2 for commands in _commands().values())
+    assert len(_commands()) == 5 and all(1 <= len(commands) <= 2 for commands in _commands().values())
 
 
 def test_is_it_faster_than_nccl_at_64_kib() -> None:
@@ -48,9 +48,8 @@ def test_is_it_faster_than_nccl_at_64_kib() -> None:
 
 
 def test_which_kernel_runs_my_2_mib_of_bf16() -> None:
-    measured, predicted = _answers("Which kernel runs my 2 MiB of bf16?")
+    (measured,) = _answers("Which kernel runs my 2 MiB of bf16?")
     assert "# all_reduce bfloat16 sum, eager" in measured and re.search(r"2097152 \* two_shot/simple ", measured)
-    assert re.search(r"^ 2097152  >[ *] \w+/\w+ ", predicted, re.MULTILINE)
 
 
 def test_how_do_i_undo_my_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +58,7 @@ def test_how_do_i_undo_my_tuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for algorithm in ("one_shot", "two_shot"):
         row = TableRow("all_reduce", 2, 4096, algorithm, "ll", min_bytes=1024)
         user_tables.save(TunedTable(box, (row,), f"2026-11-2{algorithm == 'two_shot':d}", versions))
-    undone, shown = _answers("How do I undo my tuning?")
+    (undone,) = _answers("How do I undo my tuning?")
     assert "the table before the last change" in undone
-    assert "one_shot/ll" in shown and "1024 to 4096" in shown and "two_shot" not in shown
+    restored = user_tables.load(box)
+    assert restored is not None and [row.algorithm for row in restored.rows] == ["one_shot"]

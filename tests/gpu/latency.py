@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.gpu.stopwatch import stopwatch
+from tests.gpu.gpu_limits import stopwatch
 from tricomm.kernels.primitives import get_ll, put_ll, signal, wait_sequence
 
 LANES = 32  # of one warp: a poll of `primitives` spans all threads

@@ -7,7 +7,7 @@ from statistics import median
 import torch
 
 import tricomm
-from tests.gpu.stopwatch import stopwatch
+from tests.gpu.gpu_limits import stopwatch
 from tricomm.perf.bench import timing
 
 DEVICE = "cuda:0"

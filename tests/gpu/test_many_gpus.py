@@ -12,7 +12,7 @@ import torch
 from tests import ranks
 from tests.gpu import latency
 from tests.gpu.exact import checks, process_bodies, variants
-from tests.gpu.stopwatch import stopwatch
+from tests.gpu.gpu_limits import stopwatch
 from tricomm.kernels import layout
 
 GPUS = min(torch.cuda.device_count(), layout.MAX_WORLD_SIZE)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.gpu.stopwatch import stopwatch
+from tests.gpu.gpu_limits import stopwatch
 from tricomm.errors import ResourceError
 from tricomm.perf.bench import timing
 
