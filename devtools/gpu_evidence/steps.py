@@ -61,7 +61,7 @@ def all_steps(gpus: int) -> tuple[Step, ...]:
         pytest("eight streams", "test_first_gpu.py", "streams and 8ranks", share=None, needs=two),
         pytest("streams, one size", _STREAMS, "one_size and 2ranks", share=3.0, needs=two),
         pytest("processes, one size", _PROCESSES, "not sweep and not rare and 2ranks", share=2.0, needs=first),
-        pytest("dependent launches", "test_dependent_gpu.py", share=2.0, needs=first),
+        pytest("dependent launches", "exact/test_dependent_gpu.py", share=2.0, needs=first),
         pytest("c10d and DDP", "test_c10d_gpu.py test_training_gpu.py", share=2.0, needs=first),
     ]
     if gpus > 1:

@@ -238,6 +238,7 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
         "TRICOMM_CUDA_VMM": env.gpu_memory,
         "TRICOMM_MULTICAST": env.multicast,
+        "TRICOMM_DEPENDENT_LAUNCH": env.dependent_launch,
         descriptors.VARIABLE: descriptors.base,
     }
     bad = False
