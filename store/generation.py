@@ -98,7 +98,7 @@ class Generation(Generic[M]):
         self._unreadable = False  # another rank's record; then that rank cannot read this one's reason
         self._leaving: bytes | None = None
         self._next_look = 0.0
-        self._told = self._given_up = self._settled = self._left = False
+        self._timed_out = self._told = self._given_up = self._settled = self._left = False
 
     # Agreeing
 
@@ -187,6 +187,7 @@ class Generation(Generic[M]):
             self._unreadable = False
 
     def _late(self) -> RendezvousError:
+        self._timed_out = True
         seen = {r: self._seen[r].body for r in self._unconfirmed() if r in self._seen}
         missing = [r for r in self._others if r not in self._seen] or list(seen)
         words = [f"pid {m.pid}, rank {r}, is stopped" for r, m in seen.items() if self._state(m) == process.STOPPED]
@@ -287,6 +288,10 @@ class Generation(Generic[M]):
             for rank, data in self._read("rank", [r for r in self._others if r not in known], each=True):
                 with suppress(RendezvousError):
                     known[rank] = self._parse(data, self._kind, rank).nonce
+            for rank in [r for r in self._others if self._timed_out and r not in known]:
+                left = self._departure(rank)  # a rank that has come and left need not be told on its next try
+                if left is not None and left.ending != Ending.CONNECTED:
+                    known[rank] = left.nonce
         told = self._noticed | own if isinstance(error, PeerDied) and not agreed else known
         by_rank = [told.get(r, NOBODY) for r in range(self.world_size)]
         others = {*known.values(), self.nonce, *self._old} - {*by_rank}
