@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tricomm.explorer.report.report import Report
     from tricomm.kernels.collectives.registry import Kernel
 
-_OF_REPLAY = ("replay", "report", "timeline", "as_json", "function")  # which has a message of its own
+_OF_REPLAY = ("replay", "report", "timeline", "as_json", "function")  # refused separately
 _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going", "compiled")
 _FEW = 20  # schedules of each kernel, if no kernel and no number is given
 _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpreted, compiled
