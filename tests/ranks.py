@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+_SOCKETS = "TRICOMM_SOCKET_DIR"
 BUSY = 4.0  # seconds that a machine with more work than cores may add to a promise of one or two
 CONTEXT = mp.get_context("forkserver")  # one server in a process
 CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.ranks", "tests.soak.worker"])
@@ -99,7 +100,8 @@ def start(world_size: int, body: Callable[..., Any], *args: Any, timeout: float 
     processes, pipes = [], []
     for rank in range(world_size):
         here, there = CONTEXT.Pipe()
-        process = CONTEXT.Process(target=_main, args=(there, body, rank, world_size, args), daemon=True)
+        sockets = os.environ.get(_SOCKETS)  # as it is now, not as it was when the fork server began
+        process = CONTEXT.Process(target=_main, args=(there, sockets, body, rank, world_size, args), daemon=True)
         process.start()
         there.close()
         processes.append(process)
@@ -144,8 +146,12 @@ def together(url: str, rank: int, members: Sequence[int]) -> None:
         time.sleep(0.01)
 
 
-def _main(pipe: Connection, body: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]) -> None:
+def _main(
+    pipe: Connection, sockets: str | None, body: Callable[..., Any], rank: int, world_size: int, args: tuple[Any, ...]
+) -> None:
     os.setsid()
+    os.environ.pop(_SOCKETS, None)
+    os.environ |= {} if sockets is None else {_SOCKETS: sockets}
     began = time.monotonic()
 
     def tell(value: Any) -> None:
