@@ -59,9 +59,13 @@ def parse_record(data: bytes, rank: int, nbytes: int, most: int = GRANULE_BYTES)
 
 
 def open_cuda_ipc(
-    control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
+    control: ControlPage,
+    nbytes: int,
+    device: torch.device,
+    timeout: float,
+    driver: Driver | None = None,
     reach: Sequence[bool] | None = None,
-) -> CudaArena:  # fmt: skip
+) -> CudaArena:
     """`open_blocks` with legacy CUDA IPC."""
     return open_blocks(control, nbytes, device, timeout, driver, reach, lambda: IpcBlocks(control, nbytes))
 

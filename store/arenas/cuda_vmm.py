@@ -28,9 +28,14 @@ _MOST = 1 << 47
 
 
 def open_cuda_vmm(
-    control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
-    reach: Sequence[bool] | None = None, sharing: str = DESCRIPTOR,
-) -> CudaArena:  # fmt: skip
+    control: ControlPage,
+    nbytes: int,
+    device: torch.device,
+    timeout: float,
+    driver: Driver | None = None,
+    reach: Sequence[bool] | None = None,
+    sharing: str = DESCRIPTOR,
+) -> CudaArena:
     """`open_blocks` with memory shared by `sharing` handles. Also raises `ResourceError` if a GPU cannot do that."""
     return open_blocks(control, nbytes, device, timeout, driver, reach, lambda: VmmBlocks(control, nbytes, sharing))
 

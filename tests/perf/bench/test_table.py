@@ -35,10 +35,18 @@ def _row(case: Case, nbytes: int, *times: float) -> Rows:
     places = ("out_of_place", "in_place")[-len(times) :]
     facts = (case.library, "all_reduce", *kernel, "float32", "sum", "eager")
     return tuple(
-        BenchRow(Measurement(*facts, place, nbytes, us, us, us, 0.0, False), nbytes // 4, 8, nbytes, time_us=us,
-                 algbw_gbs=nbytes / us / 1e3, busbw_gbs=1.75 * nbytes / us / 1e3, wrong=0)
+        BenchRow(
+            Measurement(*facts, place, nbytes, us, us, us, 0.0, False),
+            nbytes // 4,
+            8,
+            nbytes,
+            time_us=us,
+            algbw_gbs=nbytes / us / 1e3,
+            busbw_gbs=1.75 * nbytes / us / 1e3,
+            wrong=0,
+        )
         for place, us in zip(places, times, strict=True)
-    )  # fmt: skip
+    )
 
 
 def _rows() -> list[Rows]:
