@@ -14,7 +14,7 @@ import torch
 
 from tricomm import env
 from tricomm.cuda_bindings import load_bindings
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import layout, wide_words
 from tricomm.options import Options
 from tricomm.store.control import ControlPage
@@ -102,9 +102,17 @@ def device_facts(device: torch.device) -> DeviceFacts:
         return DeviceFacts()
     facts = torch.cuda.get_device_properties(device)
     architecture = f"sm_{facts.major}{facts.minor}"
-    result, version = load_bindings("driver").cuDriverGetVersion()
-    dependent = facts.major >= 9 and result == 0 and version >= _PROGRAMMATIC_EDGES
+    dependent = facts.major >= 9 and _driver_version() >= _PROGRAMMATIC_EDGES
     return DeviceFacts(str(facts.uuid), architecture, facts.multi_processor_count, dependent)
+
+
+def _driver_version() -> int:
+    """Such as 12030 for CUDA 12.3; 0 without usable bindings, as in a group whose calls NCCL serves."""
+    try:
+        result, version = load_bindings("driver").cuDriverGetVersion()
+    except ResourceError:
+        return 0
+    return int(version) if result == 0 else 0
 
 
 def agree_on_devices(
