@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from cuda.bindings.driver import CUresult
+from torch.distributed import HashStore
 
+import tricomm
 from tests.store.store_ranks import pages, succeed
 from tricomm import simulate
-from tricomm.core import dependent_launch
+from tricomm.core import dependent_launch, group, topology_agreement
 from tricomm.core.topology_agreement import DeviceFacts
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.options import Options
+from tricomm.policy.backend_choice import GroupFacts
 
 RANKS = 3
 
@@ -29,6 +36,7 @@ class Group:
     gpu: Device | None
     options: Options = field(default_factory=Options)
     closed: bool = False
+    routes: GroupFacts = GroupFacts("cuda", RANKS, 1, None, None)
 
 
 def facts(rank: int, possible: bool = True, shared: bool = False) -> DeviceFacts:
@@ -77,6 +85,60 @@ def test_a_rank_that_cannot_decides_for_all_and_keeps_nobody_from_it() -> None:
 
 def test_ranks_that_share_a_gpu_have_none() -> None:
     assert agreed(groups(devices()), lambda rank: facts(rank, shared=rank != 1)) == "ranks share a GPU"
+
+
+def test_a_group_that_has_no_kernels_keeps_nobody_from_it() -> None:
+    gpus = devices()
+    spanning = groups(gpus)
+    for each in spanning:
+        each.routes = GroupFacts("cuda", RANKS, 2, "the group spans 2 nodes", "nccl")
+    assert agreed(spanning) == "NCCL serves every call"
+    assert agreed(groups(gpus)) == ""
+
+
+@pytest.mark.parametrize("error", [TimeoutError("a rank is late"), KeyboardInterrupt()], ids=repr)
+def test_an_agreement_that_fails_keeps_nobody_from_it(error: BaseException) -> None:
+    gpus = devices()
+    failed = groups(gpus)[0]
+    failed.control = SimpleNamespace(exchange=lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)):
+        dependent_launch.agree(failed, facts(0), 10.0)
+    assert agreed(groups(gpus)) == "" and not failed.closed
+
+
+def test_a_set_up_that_fails_later_closes_its_group() -> None:
+    """So the claim ends with it, even if the error lives on, and the group with it."""
+    earlier = set(group._groups)
+    with patch("tricomm.communicator.Planner", side_effect=InvalidArgument("no plan")):
+        with pytest.raises(InvalidArgument, match="no plan") as kept:
+            tricomm.Communicator(HashStore(), 0, 1, "cpu")
+    assert [each.closed for each in group._groups - earlier] == [True] and kept.tb is not None
+
+
+@pytest.mark.parametrize(
+    ("major", "answer", "possible"),
+    [
+        (9, (CUresult.CUDA_SUCCESS, 12030), True),
+        (12, (CUresult.CUDA_SUCCESS, 13000), True),
+        (9, (CUresult.CUDA_SUCCESS, 12020), False),
+        (9, (CUresult.CUDA_ERROR_INVALID_VALUE, None), False),
+        (9, ResourceError("no bindings"), False),
+        (8, AssertionError("not asked"), False),
+    ],
+)
+def test_which_devices_can(major: int, answer: Any, possible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without bindings NCCL serves a group's calls, and the group is made as before."""
+
+    def bindings(name: str) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return SimpleNamespace(cuDriverGetVersion=lambda: answer)
+
+    properties = SimpleNamespace(major=major, minor=0, uuid="GPU", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(topology_agreement, "load_bindings", bindings)
+    found = topology_agreement.device_facts(torch.device("cuda", 0))
+    assert found == DeviceFacts("GPU", f"sm_{major}0", 132, possible)
 
 
 def test_option_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:

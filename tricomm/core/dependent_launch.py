@@ -1,8 +1,9 @@
 """Whether a group's kernels are dependent launches (`kernels/device/dependent_launch.py`), the same on all ranks.
 
-One group of a GPU at most. A kernel that begins early takes room on the GPU while it waits for the one before it. If
-the kernels of two groups did so, each could take the room that the other one's peers wait for. With one such group
-nothing that it waits for can wait for that room, because the waits of its kernels end without other kernels.
+One group of a GPU at most. A kernel that begins early takes room on the GPU while it waits for the one before it, which
+is resident. Ranks may begin calls of two groups in different orders: then the one before may wait for a peer that first
+completes a call of the other group, which needs room here. So the GPU needs room for one more kernel than it has groups
+(docs/memory.md); if all groups had dependent launches, for twice as many.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 from tricomm import env
 from tricomm.core.topology_agreement import DeviceFacts
 from tricomm.options import Options
+from tricomm.policy.backend_choice import GroupFacts
 from tricomm.store.control import ControlPage
 
 REASONS = (
@@ -32,17 +34,25 @@ class Claimant(Protocol):
     """A `core.group.Group`, as far as it is looked at. `gpu.dependent` has the group of each device."""
 
     gpu: Any
+    routes: GroupFacts
     options: Options
     control: ControlPage
     closed: bool
 
 
 def agree(group: Claimant, facts: DeviceFacts, timeout: float) -> str:
-    """Why the kernels of `group` are no dependent launches; empty if they are. Called by all ranks together."""
+    """Why the kernels of `group` are no dependent launches; empty if they are. Called by all ranks together. If it
+    raises, the group holds no claim to its GPU."""
     if group.gpu is None:
         return "kernels are interpreted"
-    mine = facts.uuid.encode()[:36].ljust(36) + bytes([_refused(group, facts)])
-    answers = group.control.exchange(mine, "dependent launches", timeout)
+    if group.routes.no_kernels is not None:  # the same on all ranks
+        return "NCCL serves every call"
+    try:
+        mine = facts.uuid.encode()[:36].ljust(36) + bytes([_refused(group, facts)])
+        answers = group.control.exchange(mine, "dependent launches", timeout)
+    except BaseException:  # whoever keeps the error keeps the group
+        _release(group, facts)
+        raise
     shared = len({answer[:-1] for answer in answers}) < len(answers)
     why = _SHARED if shared else next((answer[-1] for answer in answers if answer[-1]), 0)
     if why:

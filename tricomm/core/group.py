@@ -88,8 +88,8 @@ class Group:
         # This exchange also confirms that every rank has written its tables: only after it may a kernel run.
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
         self.device_class, self.max_blocks = agreed
-        self.no_dependent_launch = dependent_launch.agree(self, facts, timeout)
         launch_shapes.check_grid(options._tuning.blocks, self.max_blocks, options.max_blocks)
+        self.no_dependent_launch = dependent_launch.agree(self, facts, timeout)  # last: a failed group has no claim
 
     @property
     def fingerprint(self) -> Fingerprint:
