@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 import time
 from dataclasses import replace
@@ -116,6 +117,26 @@ def test_a_dependent_launch_passes_the_same_and_its_kernel_waits(kernel):
     wait, signal = (f"griddepcontrol.{name}" for name in ("wait", "launch_dependents"))
     texts = [ptx_of(each.modules[0]) for each in (device, plain)]
     assert texts[0].count(wait) == texts[0].count(signal) == 1 and "griddepcontrol" not in texts[1]
+
+
+SHIPPED = (
+    *registry.KERNELS,
+    *registry.MULTICAST,
+    *registry.ZERO_COPY,
+    *registry.MULTICAST_ZERO_COPY,
+    *registry.MESSAGES,
+)
+
+
+@pytest.mark.parametrize("kernel", [k for k in SHIPPED if compiles(k)], ids=lambda k: k.name)
+def test_before_its_wait_a_kernel_reads_at_most_constants_of_the_group_table(kernel):
+    """Its place in a cube mesh, or the multicast address: no kernel writes these."""
+    bind(kernel, device := gpu(), DEPENDENT=True)
+    text = re.sub("//.*", "", ptx_of(device.modules[0]))
+    before = text[text.index("{") : text.index("griddepcontrol.wait")]
+    assert not re.search(r"\b(bra|ret|call|st|atom|red|multimem)\b", before), "a thread may not wait, or writes before"
+    constants = 2 if kernel.needs_cube else kernel.algorithm == "multicast" and not kernel.zero_copy
+    assert len(re.findall(r"\bld\.(?!param)", before)) <= constants
 
 
 def test_a_dependent_launch_that_the_driver_refuses_is_named():
