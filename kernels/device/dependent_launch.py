@@ -18,8 +18,9 @@ from triton.language.extra import cuda
 
 @triton.jit
 def wait_for_launches(SPEC: tl.constexpr):
-    """At the start of a kernel, before its first access to memory: wait until the kernels before it on the stream have
-    ended and their writes are visible, then let the next one begin. Nothing unless SPEC.DEPENDENT."""
+    """At the start of a kernel, before its first access to memory other than constants of the group table: wait until
+    the kernels before it on the stream have ended and their writes are visible, then let the next one begin. Nothing
+    unless SPEC.DEPENDENT."""
     if SPEC.DEPENDENT:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
