@@ -13,8 +13,8 @@ import torch
 from torch.distributed import HashStore
 
 import tricomm
-from tricomm import communicator
 from tricomm.c10d import capabilities
+from tricomm.core import bootstrap
 from tricomm.kernels.launch import triton_adapter
 
 
@@ -48,7 +48,7 @@ def test_kernels_are_compiled_under_the_variable():
 
 
 def test_a_gpu_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(communicator, "pick_device", lambda device: torch.device("cuda", 0))
+    monkeypatch.setattr(bootstrap, "pick_device", lambda device: torch.device("cuda", 0))
     monkeypatch.setattr(triton_adapter, "interpreted", lambda: True)
     with pytest.raises(tricomm.InvalidArgument, match="on a GPU: TRITON_INTERPRET is set"):
         tricomm.Communicator(HashStore(), 0, 1)
