@@ -129,8 +129,8 @@ class AllGather:
 
     `group` is the module's mesh group (default: the default group); a group of another backend is wrapped, as by
     `tricomm.wrap`, which all its ranks do together. One instance serves any number of modules. It keeps at most
-    `max_bytes` of memory on each rank, which goes back with `close()`, or with the group. Calls that go to NCCL or to
-    Gloo get ordinary memory. Raises `InvalidArgument` if FSDP calls it for another group.
+    `max_bytes` of memory on each rank, which goes back with `close()`, or with the group. Calls that go to NCCL or over
+    TCP get ordinary memory. Raises `InvalidArgument` if FSDP calls it for another group.
     """
 
     def __init__(self, group: Any = None, max_bytes: int = MAX_BYTES) -> None:

@@ -30,7 +30,7 @@ _PANELS = (  # title, unit, query, legend
     ("Mean time of timed calls", "s", _MEAN, _KERNEL),
     ("Bus bandwidth (slowest rank)", "GBs", _slowest("min", "tricomm_bus_bandwidth_gbs"), _SIZE),
     ("Seconds per second that ranks waited for a peer", "percentunit", _WAITS, "group {{group}}, for rank {{peer}}"),
-    ("Calls per second that NCCL or Gloo ran", "ops", _ROUTED, "{{route}} {{collective}}"),
+    ("Calls per second through NCCL or over TCP", "ops", _ROUTED, "{{route}} {{collective}}"),
 )
 _SIMULATED = [{"text": value, "value": value, "selected": value == "false"} for value in ("false", "true")]
 _BOTH = {"type": "custom", "query": "false,true", "current": _SIMULATED[0], "options": _SIMULATED}

@@ -24,7 +24,7 @@ NAMES = {
     "tricomm_call_p99_microseconds": "99th per cent of the latest timed calls.",
     "tricomm_bus_bandwidth_gbs": "Bus bandwidth by the mean size and the median time, as nccl-tests defines it.",
     "tricomm_peer_wait_seconds": "Time in calls that the peer had not entered.",
-    "tricomm_routed_calls": "Calls that a torch.distributed group gave to NCCL or Gloo.",
+    "tricomm_routed_calls": "Calls that a torch.distributed group gave to NCCL or sent over TCP (route gloo).",
     "tricomm_routed_bytes": "Bytes of input per rank of these calls.",
     "tricomm_job_updated_timestamp_seconds": "When the job has last published its statistics.",
 }

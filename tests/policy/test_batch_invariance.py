@@ -26,7 +26,7 @@ from tricomm.policy.tuning_tables import TableRow
 from tricomm.store.records import Capabilities
 
 GPU = GroupFacts("cuda", 8, 1, None, "nccl", batch_invariant=True)
-CPU = GroupFacts("cpu", 2, 1, "CPU tensors go to Gloo", "gloo", batch_invariant=True)
+CPU = GroupFacts("cpu", 2, 1, "CPU tensors go over TCP", "gloo", batch_invariant=True)
 CUBE_ROWS = tuple(
     TableRow("all_reduce", 8, most, algorithm, protocol)
     for most, algorithm, protocol in (

@@ -1,4 +1,4 @@
-"""The `torch.distributed` backend "tricomm": drop-in for every c10d call, which falls back to NCCL and Gloo."""
+"""The `torch.distributed` backend "tricomm": drop-in for every c10d call, which falls back to NCCL and TCP."""
 
 from __future__ import annotations
 

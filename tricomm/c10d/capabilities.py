@@ -129,7 +129,7 @@ def _conclude(said: list[Capabilities], generation: Generation[Capabilities]) ->
             f"rank(s) {invariant} ask for a batch-invariant group, rank(s) {others} do not: set "
             "TRICOMM_BATCH_INVARIANT, or Options.batch_invariant of pg_options, on every rank or on none"
         )
-    cpu: str | None = "CPU tensors go to Gloo unless TRICOMM_CPU=kernels on all ranks"
+    cpu: str | None = "CPU tensors go over TCP unless TRICOMM_CPU=kernels on all ranks"
     if common & _CPU_KERNELS:
         cpu = None if common & _CPU_POSSIBLE else "the interpreter runs no kernels under some rank's Triton"
     cuda: str | None = "on some rank TRICOMM_P2P_DISABLE, NCCL_P2P_DISABLE or TRITON_INTERPRET is set"

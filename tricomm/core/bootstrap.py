@@ -36,7 +36,7 @@ from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
 _TELL_SECONDS = 2.0  # to tell the other ranks that this one does not come
-_GLOO = 'the backend "tricomm" of torch.distributed has Gloo behind it'
+_NO_NCCL_ON_CPU = 'there is no NCCL for CPU tensors; the backend "tricomm" of torch.distributed sends them over TCP'
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def refuse_at(url: str, error: InvalidArgument) -> None:
 def fallback(device: torch.device, options: Options) -> tuple[str | None, str]:
     """Which backend takes the calls that the kernels do not, or None and why there is none."""
     if device.type == "cpu":
-        return None, f"there is no NCCL for CPU tensors; {_GLOO}"
+        return None, _NO_NCCL_ON_CPU
     return (NCCL, "") if options.nccl else (None, "Options(nccl=False)")
 
 

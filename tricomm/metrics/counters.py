@@ -195,7 +195,7 @@ def stats() -> dict[str, dict[str, int]]:
 
 
 def count_fallback(route: str, collective: str, nbytes: int | None) -> None:
-    """Count a c10d group's call that NCCL or Gloo runs, of `nbytes` of input; None if ranks may differ in it."""
+    """Count a c10d group's call that runs on NCCL or over TCP, of `nbytes` of input; None if ranks may differ in it."""
     key = (route, collective, bucket(nbytes or 0))
     tally = _process.fallback.get(key)
     if tally is None:
@@ -204,7 +204,7 @@ def count_fallback(route: str, collective: str, nbytes: int | None) -> None:
 
 
 def fallback_by_size() -> dict[tuple[str, str, int], tuple[int, int]]:
-    """Calls and bytes that NCCL and Gloo got of c10d groups, by (route, collective, bucket of sizes); 0 bytes if ranks'
+    """Calls and bytes of c10d groups on NCCL and over TCP, by (route, collective, bucket of sizes); 0 bytes if ranks'
     sizes differ."""
     known = list(_process.fallback.items())
     return {key: (tally.total // _CALL, tally.total & _BYTES) for key, tally in known}

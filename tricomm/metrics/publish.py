@@ -33,7 +33,7 @@ _known: deque[Activity] = deque(maxlen=_MOST)
 
 @dataclass(frozen=True)
 class Routed:
-    """Calls that c10d groups of the process have given to NCCL or Gloo."""
+    """Calls that c10d groups of the process have given to NCCL or sent over TCP."""
 
     route: str
     collective: str

@@ -1,4 +1,4 @@
-"""The backend of a call: this library's kernels, NCCL, or Gloo.
+"""The backend of a call: this library's kernels, NCCL, or messages over TCP (`gloo`).
 
 The choice is pure, and made of facts that all ranks share: those that the ranks agreed on when the group was made
 (`GroupFacts`) and those that have to be equal on all ranks (collective, dtype, op, bytes). Facts of one rank alone (its
