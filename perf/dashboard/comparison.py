@@ -34,21 +34,25 @@ def table(runs: dict[str, Rows]) -> list[str]:
     """A line for each run and its name."""
     lines = []
     for name, rows in runs.items():
-        run, mark = rows[-1].run, " (simulated)" if rows[-1].measurement.simulated else ""
+        run, simulated = rows[-1].run, any(row.measurement.simulated for row in rows)  # Gloo's rows never are
+        mark = " (simulated)" if simulated else ""
         lines.append((name, run.date or "-", run.commit or "-", len(rows), run.world_size, f"{run.device}{mark}"))
     return text_table.lines(_HEADER, lines, right=("run", "rows", "ranks"))
 
 
 def side(text: str, runs: Sequence[Rows], say: Say) -> Rows:
-    """The rows that `text` names: a run by number, `latest~1`, a commit, a date or an age, or a file.
+    """The rows that `text` names: a run by number, `latest~1`, a commit, a date or an age, or a file. No rows if the
+    history has no run, or none as old as the date.
 
-    Raises `InvalidArgument` for a text that names none.
+    Raises `InvalidArgument` for any other text that names no run.
     """
     file = Path(text)
     if file.is_file():
         if not (rows := _of_file(file, say)):
             raise InvalidArgument(f"{file} has no rows: nothing was measured")
         return rows
+    if not runs:
+        return []
     counted = re.fullmatch(r"latest(?:~(\d{1,5}))?", text)
     if counted or re.fullmatch(r"\d{1,5}", text):
         place = len(runs) - 1 - int(counted[1] or 0) if counted else int(text) - 1
@@ -58,14 +62,14 @@ def side(text: str, runs: Sequence[Rows], say: Say) -> Rows:
     else:
         try:
             _, end = parsing.parse_when(text)
-        except InvalidArgument:
-            end = ""
+        except InvalidArgument as error:
+            raise InvalidArgument(
+                f"{text}: neither a file nor a run, as `tricomm compare` lists them; {error}"
+            ) from None
         past = [run for run in runs if run[0].run.date < end]
-        found = [run for run in past if run[0].run.date[:10] == past[-1][0].run.date[:10]]
+        return [entry for run in past if run[0].run.date[:10] == past[-1][0].run.date[:10] for entry in run]
     if not found:
-        raise InvalidArgument(
-            f"{text}: no file and no run of the history has this name; `tricomm compare` lists the runs"
-        )
+        raise InvalidArgument(f"{text}: the history has no such run; `tricomm compare` lists the runs")
     return [entry for run in found for entry in run]
 
 
@@ -73,6 +77,7 @@ def _of_file(file: Path, say: Say) -> Rows:
     """The latest run of another history, or the rows of a file of `tricomm bench --json`."""
     try:
         if schema.is_history(file):
+            schema.check_readable(file)
             history = database.open_history(file, say)
             if history is None:
                 raise InvalidArgument(f"{file} cannot be read")

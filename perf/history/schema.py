@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -158,6 +159,17 @@ def check_file(path: Path) -> None:
         raise InvalidArgument(f"--history {path}: there is no such file")
     if not is_history(path):
         raise InvalidArgument(f"--history {path}: this is no history of tricomm; `tricomm bench` writes one")
+
+
+def check_readable(path: Path) -> None:
+    """Raise `InvalidArgument` for a damaged history or one of a newer tricomm, which `open_history` would replace."""
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+            check(database)
+    except TooNew as newer:
+        raise InvalidArgument(f"{path} is of version {newer.version}, this tricomm knows {VERSION}") from None
+    except (sqlite3.Error, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{path} cannot be read: {error}") from None
 
 
 def broken(error: Exception) -> bool:

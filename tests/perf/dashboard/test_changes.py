@@ -221,9 +221,11 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     done = _run("compare", 1, 2, "--history", path)
     assert done.exit_code == 6 and "of 0 that both have measured" in done.output
     assert "NVIDIA H100" in done.output and "another" in done.output
-    for text in ("3", "0", "latest~2", "abcdef0", "1999-01-01", "nonsense"):
+    for text in ("3", "0", "latest~2", "abcdef0", "2026-02-30", "nonsense"):
         done = _run("compare", text, "--history", path)
         assert done.exit_code == 2 and text in done.output, text
+    done = _run("compare", "1999-01-01", "--history", path)
+    assert done.exit_code == 6 and "1999-01-01: the history has no run of then or before; its first is" in done.output
     broken = tmp_path / "broken.json"
     for content in ("", "[]", "{}", '{"header": {}, "results": []}', '{"header": 1, "results": [1]}'):
         broken.write_text(content)
@@ -232,5 +234,26 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     broken.write_text("mine")
     done = _run("compare", "--history", broken)
     assert done.exit_code == 2 and "no history of tricomm" in done.output and broken.read_text() == "mine"
-    done = _run("compare")
-    assert done.exit_code == 6 and "the history has no runs: `tricomm bench` adds one" in done.output
+    for words in ((), ("monday",), ("latest",)):
+        done = _run("compare", *words)
+        assert done.exit_code == 6 and "the history has no runs: `tricomm bench` adds one" in done.output
+
+
+def test_a_history_to_compare_with_is_left_as_it_is(tmp_path: Path) -> None:
+    path, other = _history(tmp_path, dashboard_data.entries(1)), _history(tmp_path / "other", dashboard_data.entries(1))
+    with closing(sqlite3.connect(other)) as database:
+        database.execute("PRAGMA user_version = 99")
+    for damage, said in (None, "is of version 99, this tricomm knows 3"), (b"no database" * 100, "cannot be read"):
+        if damage is not None:
+            other.write_bytes(other.read_bytes()[:100] + damage)
+        content = other.read_bytes()
+        done = _run("compare", other, "--history", path)
+        assert done.exit_code == 2 and said in " ".join(done.output.split())
+        assert other.read_bytes() == content and list(other.parent.glob("*.sqlite")) == [other]
+
+
+def test_a_run_with_rows_of_another_library_is_simulated(tmp_path: Path) -> None:
+    rows = dashboard_data.entries(1, simulated=True)
+    native = replace(rows[-1], measurement=replace(rows[-1].measurement, library="gloo", simulated=False))
+    listed = _run("compare", "--history", _history(tmp_path, [*rows, native]))
+    assert listed.output.splitlines()[-1].endswith(" (simulated)")
