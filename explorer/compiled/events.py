@@ -68,7 +68,8 @@ class Event:
     itemsize: int
     instruction: Instruction | None = None
     kernel: Any = None
-    dependent: bool = False  # of a launch that may begin before the one before it has ended
+    dependent: bool = False  # of a launch that may begin before the one before it on its stream has ended
+    stream: int | None = None  # of a launch
 
     @classmethod
     def nobodys(cls) -> Event:

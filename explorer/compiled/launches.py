@@ -167,7 +167,7 @@ class Launches:
         token = launch.after or Token(np.zeros((2, 1), np.int32), np.zeros(1, np.int32))
         self._detector.words.learn(launch.rank, block, token.words)
         team = self._detector.clocks.team(launch.rank, threads, token.threads)
-        return Maker(team, block, number, kernel, launch.before is not None)
+        return Maker(team, block, number, kernel, launch.before is not None, launch.stream)
 
     def _over(self, running: Running) -> None:
         launch, error = running.launch, running.task_launch.error

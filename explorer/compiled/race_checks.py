@@ -24,13 +24,14 @@ from tricomm.explorer.report.findings import Finding
 @dataclass(slots=True)
 class Maker:
     """The origin of accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1).
-    `dependent`: the launch may begin before the one before it has ended."""
+    `dependent`: the launch may begin before the one before it on its `stream` has ended."""
 
     team: Team
     block: int = -1
     launch: int = 0
     kernel: Any = None
     dependent: bool = False
+    stream: int | None = None
 
     @property
     def rank(self) -> int:
@@ -241,7 +242,8 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
             "tricomm.kernels.primitives.barrier)"
         )
     later = max(first, second, key=lambda event: event.launch)
-    if later.dependent and first.rank == second.rank and first.launch != second.launch:
+    same_stream = (first.rank, first.stream) == (second.rank, second.stream)
+    if later.dependent and same_stream and first.launch != second.launch:
         return "race", (
             f"the kernel at {later.site.short} is a dependent launch, which may begin before earlier kernels of its "
             "stream have ended: put griddepcontrol.wait (tl.extra.cuda.gdc_wait()) before the access, and into each "

@@ -204,6 +204,7 @@ class ThreadDetector:
             access.instruction,
             maker.kernel,
             maker.dependent,
+            maker.stream,
         )
 
     def _note(self, maker: Maker, access: ThreadAccess, places: list[Elements]) -> int:

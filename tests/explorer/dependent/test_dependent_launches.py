@@ -90,3 +90,20 @@ def test_a_kernel_between_that_never_waits_breaks_the_order_of_the_others():
 def test_a_signal_after_the_wait_hands_on_what_came_before(between, expected):
     """Then a launch may load before its wait what the kernel before the last one has written."""
     assert kinds(report(("wslp", 0, 1), (between, 3, 3), ("lwp-", 1, 2))) - {"wrong_result"} == expected
+
+
+def test_work_of_another_stream_is_not_said_to_need_a_wait():
+    """The second call is a dependent launch that waits; what is missing is an order with the other stream."""
+
+    def run(comm):
+        x, y = (comm.symmetric((COUNT,), torch.int32).local.fill_(1) for _ in range(2))
+        comm.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            y.add_(1)
+        comm.all_reduce(x, algorithm="one_shot", protocol="ll")
+        comm.all_reduce(y, algorithm="one_shot", protocol="ll")
+        torch.cuda.synchronize()
+
+    found = check(run, 2, schedules=20, compiled="sm_90")
+    assert kinds(found) == {"race"}
+    assert not [finding for finding in found.findings if "griddepcontrol.wait" in str(finding)]
