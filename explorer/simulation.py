@@ -83,7 +83,7 @@ def prepared(
     if not isinstance(options, Options) and not (options is None and compiled is not None):
         raise InvalidArgument(f"options={options!r}: tricomm.Options is needed")
     if not callable(fn) or hasattr(fn, "fn") and hasattr(fn, "params"):
-        raise InvalidArgument(f"fn={fn!r}: a function of one communicator is needed, which launches kernels")
+        raise InvalidArgument(f"{_name(fn)}: a function of one communicator that launches kernels is needed")
     if any(kind(fn) for kind in _LATER):
         raise InvalidArgument(f"{_name(fn)} is a generator or a coroutine: calling it runs nothing")
     if residency is not None and (isinstance(residency, bool) or not isinstance(residency, int) or residency < 1):

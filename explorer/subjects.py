@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +36,15 @@ def from_file(name: str) -> Callable[[Any], Any]:
         sys.path.remove(str(file.parent))
     value = getattr(module, function, None)
     if not callable(value):
-        there = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module_name]
+        there = [n for n, v in vars(module).items() if _defined(v, module_name)]
         raise InvalidArgument(f"{file} has no function {function!r}; it has {', '.join(there) or 'none'}")
     return value  # type: ignore[no-any-return]
+
+
+def _defined(value: Any, module_name: str) -> bool:
+    """True for a function of the module, or a partial of one. A class or an imported function is none."""
+    function = value.func if isinstance(value, partial) else value
+    return inspect.isfunction(function) and function.__module__ == module_name
 
 
 def of_report(report: Report) -> Callable[[Any], Any]:

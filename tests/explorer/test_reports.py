@@ -259,6 +259,14 @@ def test_functions_that_a_file_does_not_have(users_file, name):
     assert done.exit_code == 2 and ("has no function" in done.output or "file.py:function" in done.output)
 
 
+def test_functions_and_partials_are_offered_and_kernels_are_not():
+    example = Path(__file__).parents[2] / "examples" / "own_kernel.py"
+    done = command(f"{example}:rong")
+    assert done.exit_code == 2 and "it has ring, racy\n" in done.output
+    done = command(f"{example}:shift")
+    assert done.exit_code == 2 and "shift: a function of one communicator that launches kernels" in done.output
+
+
 def test_a_file_that_does_not_load(tmp_path):
     (tmp_path / "bad.py").write_text("import no_such_module_at_all\n")
     done = command(f"{tmp_path / 'bad.py'}:fn")
