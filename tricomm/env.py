@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +21,11 @@ _C_INTEGER = re.compile(r"\s*([+-]?)(?:0[xX]([0-9a-fA-F]+)|([0-9]+))")
 def text(name: str) -> str | None:
     """Value of `name`, or None if it is unset or empty."""
     return os.environ.get(name) or None
+
+
+def unknown(names: Container[str]) -> list[str]:
+    """The variables of the environment that begin as tricomm's do and are none of `names`."""
+    return sorted(name for name in os.environ if name.startswith("TRICOMM_") and name not in names)
 
 
 def user_folder(variable: str, at_home: str) -> Path:

@@ -6,6 +6,7 @@ guarded: one that raises is a FAIL, and the others still run.
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import resource
@@ -28,6 +29,7 @@ from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity
 from tricomm.options import Options
 from tricomm.perf.history import database
+from tricomm.perf.system import info
 from tricomm.policy import user_tables
 from tricomm.store import descriptors
 from tricomm.store.arenas.arena import expected_kind, no_multicast_expected
@@ -248,6 +250,11 @@ def _variables() -> Iterator[ProbeResult]:
         except TricommError as error:
             bad = True
             yield ProbeResult("environment", FAIL, str(error), f"unset {name}, or set it to what it takes")
+    for name in env.unknown(info.VARIABLES):
+        bad = True
+        near = difflib.get_close_matches(name, info.VARIABLES, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        yield ProbeResult("environment", WARN, f"{name}: tricomm has no such variable{meant}", f"unset {name}")
     if not bad:
         yield ProbeResult("environment", PASS, "variables are what tricomm takes")
 

@@ -51,11 +51,27 @@ _FOREIGN = (
     "MASTER_PORT",
 )
 _STATS = ("TRICOMM_STATS", "TRICOMM_STATS_EVERY", "TRICOMM_STATS_DIR")
-_OWN = ("TRICOMM_P2P_DISABLE", "TRICOMM_TOKEN", "TRICOMM_CPU", "TRICOMM_LOG", "TRICOMM_TUNING_DIR",
-        "TRICOMM_SHARE_DEVICE", "TRICOMM_BATCH_INVARIANT", *_STATS, "TRICOMM_SOCKET_DIR", "TRICOMM_CHECK",
-        "TRICOMM_NODE_ID", "TRICOMM_BLOCKING_WAIT", "TRICOMM_ARENA_BYTES", "VLLM_TRICOMM", "SGLANG_TRICOMM",
-        "TRICOMM_ENGINE_MAX_BYTES", "TRICOMM_MULTICAST", "TRICOMM_CUDA_VMM",
-        "TRICOMM_DEPENDENT_LAUNCH")  # fmt: skip
+VARIABLES = (
+    "TRICOMM_P2P_DISABLE",
+    "TRICOMM_TOKEN",
+    "TRICOMM_CPU",
+    "TRICOMM_LOG",
+    "TRICOMM_TUNING_DIR",
+    "TRICOMM_SHARE_DEVICE",
+    "TRICOMM_BATCH_INVARIANT",
+    *_STATS,
+    "TRICOMM_SOCKET_DIR",
+    "TRICOMM_CHECK",
+    "TRICOMM_NODE_ID",
+    "TRICOMM_BLOCKING_WAIT",
+    "TRICOMM_ARENA_BYTES",
+    "VLLM_TRICOMM",
+    "SGLANG_TRICOMM",
+    "TRICOMM_ENGINE_MAX_BYTES",
+    "TRICOMM_MULTICAST",
+    "TRICOMM_CUDA_VMM",
+    "TRICOMM_DEPENDENT_LAUNCH",
+)
 
 
 def collect() -> dict[str, Any]:
@@ -174,7 +190,7 @@ def _paths() -> dict[str, str]:
 
 def _environment() -> dict[str, str]:
     """The variables that tricomm reads, if they are set. A token's value is secret and not shown."""
-    values = {name: env.text(name) for name in (*_OWN, *_FOREIGN)}
+    values = {name: env.text(name) for name in (*VARIABLES, *_FOREIGN)}
     return {n: "(set)" if n == "TRICOMM_TOKEN" else v for n, v in values.items() if v is not None}
 
 

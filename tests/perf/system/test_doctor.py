@@ -82,6 +82,14 @@ def test_a_variable_that_says_nothing_is_named(setting: str, monkeypatch: pytest
     assert list(doctor.PROBES["environment"]())[0].verdict == FAIL
 
 
+def test_a_misspelt_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRICOMM_CHEK", "0")
+    (found,) = doctor.PROBES["environment"]()
+    assert (
+        found.verdict == WARN and "did you mean TRICOMM_CHECK?" in found.text and found.remedy == "unset TRICOMM_CHEK"
+    )
+
+
 def test_files_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "broken.json").write_text("{")
