@@ -21,6 +21,7 @@ from click.core import ParameterSource
 
 SECONDS = 10.0  # between two lines of a command that takes long
 FAILED, USAGE, UNSUPPORTED, WRONG, UNJUDGED, NO_DATA, INTERRUPTED = 1, 2, 3, 4, 5, 6, 130
+NO_RUNS = "the history has no runs: `tricomm bench` adds one"
 
 
 class OutputFile(click.Path):

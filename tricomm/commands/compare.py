@@ -8,9 +8,8 @@ from pathlib import Path
 
 import click
 
-from tricomm.commands.common import FAILED, NO_DATA, ends_at_once, errors_told, usage
+from tricomm.commands.common import FAILED, NO_DATA, NO_RUNS, ends_at_once, errors_told, usage
 
-_NO_RUNS = "no runs: `tricomm bench` adds one"
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -51,13 +50,12 @@ def compare(old: str | None, new: str, threshold: float, history: Path | None) -
         runs = comparison.grouped(past.read()) if past is not None else []
         if old is None:
             table = comparison.table({str(number): run for number, run in enumerate(runs, 1)})
-            click.echo("\n".join(table) if runs else f"the history has {_NO_RUNS}")
+            click.echo("\n".join(table) if runs else NO_RUNS)
             sys.exit(0 if runs else NO_DATA)
         sides = [usage(partial(comparison.side, text, runs, say)) for text in (old, new)]
         for text, rows in zip((old, new), sides, strict=True):
             if not rows:
-                lacking = f"no run of then or before; its first is of {runs[0][0].run.date}" if runs else _NO_RUNS
-                click.echo(f"{text}: the history has {lacking}")
+                click.echo(f"{text}: the history begins later, at {runs[0][0].run.date}" if runs else NO_RUNS)
                 sys.exit(NO_DATA)
         points = comparison.compare(*sides)
         slower = [point for point in points if point.step > threshold / 100]

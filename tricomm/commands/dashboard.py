@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tricomm.commands.common import FAILED, NO_DATA, UNJUDGED, OutputFile, ends_at_once, errors_told, usage
+from tricomm.commands.common import FAILED, NO_DATA, NO_RUNS, UNJUDGED, OutputFile, ends_at_once, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
@@ -20,7 +20,7 @@ _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
 @click.option("--html", type=OutputFile(), help="Write the page there: one file that opens offline.")
 @click.option("--serve", is_flag=True, help="Show the page on loopback, renewed while a benchmark or a job runs.")
 @click.option("--port", type=click.IntRange(0, 65535), help="Of --serve [default: 8377; 0: any that is free].")
-@click.option("--changes", is_flag=True, help="Print what got slower (exit code 1; 5: too few runs, 6: unreadable).")
+@click.option("--changes", is_flag=True, help="Print what got slower (exit code 1; 5: too few runs, 6: no data).")
 @click.option("--since", help="Of --changes: an age like 7d or 12h, a weekday, or a date like 2026-01-31.")
 @click.option("--json", "as_json", is_flag=True, help="Of --changes: print JSON.")
 @click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
@@ -94,7 +94,9 @@ def _changes(history: Path | None, since: str | None, as_json: bool) -> None:
     click.echo(json.dumps(verdict.to_json(), indent=1) if as_json else "\n".join(verdict.lines()))
     for note in data["notes"]:
         click.echo(note, err=True)
-    if not data["rows"] and source.unreadable:
+    if not data["rows"]:
+        if not source.unreadable:
+            click.echo(NO_RUNS, err=True)
         sys.exit(NO_DATA)
     if verdict.slower or not verdict.judged:
         sys.exit(FAILED if verdict.slower else UNJUDGED)
