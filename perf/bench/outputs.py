@@ -132,6 +132,7 @@ class Output:
         """Print the head of the table."""
         width = self._console.width if self._console.is_terminal else table.WIDEST
         self._table = BenchTable(self._settings, header, width)
+        self._progress.update(self._task, description="measuring the first row")
         self._print(self._table.heading())
 
     def row(self, rows: Rows) -> None:

@@ -43,7 +43,13 @@ _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 )
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare results exactly.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--timeout", type=click.FloatRange(1, 86400), default=300.0, show_default=True, help="Silent seconds.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1, 86400),
+    default=300.0,
+    show_default=True,
+    help="Seconds without a row after which all ranks are ended.",
+)
 @click.option("--json", "json_file", type=_FILE, help="Write rows there too, at the end, in any case; - is stdout.")
 @click.option("--csv", "csv_file", type=_FILE, help="Write rows there too, each when it is measured; - is stdout.")
 @click.option("--history/--no-history", default=True, show_default=True, help="Append rows to the history.")

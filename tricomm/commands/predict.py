@@ -11,15 +11,19 @@ from tricomm.commands.common import check_row_options, ends_at_once, given, usag
 
 
 @click.command()
-@click.option("--gpu", default="h100", show_default=True, help="v100, a100, h100, h200, b200, gb200, pcie3, 4 or 5.")
+@click.option(
+    "--gpu", default="h100", show_default=True, help="v100, a100, h100, h200, b200, gb200, pcie3, pcie4 or pcie5."
+)
 @click.option("--world-size", type=click.IntRange(1, 16), default=8, show_default=True, help="Ranks.")
 @click.option("--collective", default="all_reduce", show_default=True, help="all_reduce, a list, or all.")
 @click.option("--sizes", default="1K:64M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
 @click.option("--hidden", type=click.IntRange(1), default=8192, show_default=True, help="Row of all_reduce_rms_norm.")
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
 @click.option("--mode", type=click.Choice(["graph", "eager"]), default="graph", show_default=True)
-@click.option("--check", is_flag=True, help="Set the model beside published measurements instead, which say the rest.")
-@click.option("--from-code", is_flag=True, help="Model it from the compiled kernels, executed with a clock a warp.")
+@click.option(
+    "--check", is_flag=True, help="Compare the model with published times; takes GPUs, ranks and sizes from them."
+)
+@click.option("--from-code", is_flag=True, help="Model it from the compiled kernels, executed with a clock per warp.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def predict(

@@ -114,6 +114,7 @@ def test_rows_are_printed_when_those_of_their_size_are_complete(capsys: pytest.C
     with outputs.Output(_SETTINGS, quiet=False, joined=False) as output:
         assert output.state == "0 of 6 rows; starting the ranks"
         output.header(_HEADER)
+        assert output.state == "0 of 6 rows; measuring the first row"
         capsys.readouterr()
         for row in rows[:2]:
             output.row(row)
