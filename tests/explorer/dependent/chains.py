@@ -68,7 +68,8 @@ def chain(kernel):
     return fn
 
 
-def explored(kernel, schedules, world_size=2):
+def explored(kernel, schedules):
+    world_size = 8 if kernel.needs_cube else 2
     with patch.object(campaign.Campaign, "_keep", _keep):
         return tricomm.check(chain(kernel), world_size, schedules, options=options(world_size), compiled="sm_90")
 
