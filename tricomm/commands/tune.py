@@ -135,7 +135,10 @@ def undo(files: tuple[Path, ...]) -> None:
     from tricomm.errors import ResourceError
     from tricomm.policy import user_tables
 
-    tables = files or usage(user_tables.found)
+    for file in files:
+        if not user_tables.in_use(file):
+            raise click.UsageError(f"{file}: tune and merge save no table under such a name; nothing was changed")
+    tables = files or [file for file in usage(user_tables.found) if user_tables.in_use(file)]
     if not tables:
         click.echo(f"no tables in {user_tables.folder()}; nothing to undo")
     for file in tables:

@@ -22,6 +22,7 @@ from tricomm.topology.model import Topology
 
 log = logging.getLogger("tricomm")
 _PATIENCE = 10.0  # seconds for another process to finish writing
+_NAME = re.compile(r"[a-z0-9-]+-w\d+-[0-9a-f]{12}\.json")  # as `path` makes it
 
 
 def folder() -> Path:
@@ -98,6 +99,11 @@ def save(tuned: TunedTable) -> Path:
             f"tuning table {file} cannot be written: {error}; TRICOMM_TUNING_DIR names another directory"
         ) from None
     return file
+
+
+def in_use(file: Path) -> bool:
+    """True for a name that `save` gives, which is the only one that a group looks for."""
+    return _NAME.fullmatch(file.name) is not None
 
 
 def undo(file: Path) -> bool:

@@ -174,6 +174,19 @@ def test_undo_takes_the_last_change_back_and_then_the_table(_folder: Path) -> No
     assert _run("undo").output.endswith("removed; the shipped tables decide\n")  # nothing older comes back
 
 
+def test_undo_removes_no_file_that_tune_has_not_saved(tmp_path: Path, _folder: Path) -> None:
+    file, mine = user_tables.save(_tuned(_LL)), tmp_path / "mine.txt"
+    mine.write_text("mine")
+    done = _run("undo", str(file), str(mine))
+    assert done.exit_code == 2 and "save no table under such a name; nothing was changed" in " ".join(
+        done.output.split()
+    )
+    assert mine.read_text() == "mine" and user_tables.load(_BOX) == _tuned(_LL)
+    (_folder / "package.json").write_text("{}")
+    assert _run("undo").exit_code == 0 and list(_folder.glob("*.json")) == [_folder / "package.json"]
+    assert "nothing to undo" in _run("undo").output
+
+
 def test_undo_where_nothing_can_be_changed_is_3(_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(30, "Read-only file system")
