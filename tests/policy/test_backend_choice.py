@@ -81,7 +81,7 @@ def test_a_rank_of_another_node_that_does_not_come(url):
 
 def test_on_cpus_of_several_nodes_there_is_no_group_and_it_says_what_to_do(url):
     for kind, text in ranks.run(2, bodies.nodes_on_a_cpu, url):
-        assert kind == "RendezvousError" and "on another host" in text and "Gloo" in text
+        assert kind == "RendezvousError" and "on another host" in text and "over TCP" in text
 
 
 def test_nccl_that_one_rank_lacks_is_lacking_on_all(url):
@@ -174,12 +174,12 @@ def test_what_the_switch_adds_stays_with_the_kernels_for_longer(world_size, most
 
 def test_on_a_cpu_nobody_is_behind_the_kernels(url):
     native, missing = bootstrap.fallback(torch.device("cpu"), tricomm.Options())
-    assert native is None and "Gloo" in missing
+    assert native is None and "over TCP" in missing
     assert bootstrap.fallback(torch.device("cuda"), tricomm.Options()) == ("nccl", "")
     with tricomm.init(url, 0, 1, "cpu", options=tricomm.Options(arena_bytes=256 * 1024)) as comm:
         with pytest.raises(InvalidArgument, match=r"band.*is not defined for float32; there is [^;]*$"):
             comm.all_reduce(torch.ones(2), "band")
-        with pytest.raises(InvalidArgument, match="no kernel takes torch.uint16; there is float64.*Gloo"):
+        with pytest.raises(InvalidArgument, match="no kernel takes torch.uint16; there is float64.*over TCP"):
             comm.all_reduce(torch.ones(2, dtype=torch.uint16))
         with pytest.raises(InvalidArgument, match="no kernel takes torch.uint16"):
             comm.explain("all_reduce", 8, torch.uint16)
