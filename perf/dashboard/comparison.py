@@ -77,12 +77,7 @@ def _of_file(file: Path, say: Say) -> Rows:
     """The latest run of another history, or the rows of a file of `tricomm bench --json`."""
     try:
         if schema.is_history(file):
-            schema.check_readable(file)
-            history = database.open_history(file, say)
-            if history is None:
-                raise InvalidArgument(f"{file} cannot be read")
-            with history:
-                return [entry for run in grouped(history.read())[-1:] for entry in run]
+            return _of_history(file, say)
         bench = json.loads(file.read_bytes())
         header, results = bench["header"], bench["results"]
         run = typed_json.convert({**header, "date": "", "world_size": header["ranks"]}, Run)
@@ -96,8 +91,19 @@ def _of_file(file: Path, say: Say) -> Rows:
         ]
     except OSError as error:
         raise InvalidArgument(f"{file}: {error.strerror}") from None
+    except InvalidArgument:
+        raise
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidArgument(f"{file} is neither a history nor a file of `tricomm bench --json`: {error}") from None
+
+
+def _of_history(file: Path, say: Say) -> Rows:
+    schema.check_readable(file)
+    history = database.open_history(file, say)
+    if history is None:
+        raise InvalidArgument(f"{file} cannot be read")
+    with history:
+        return [entry for run in grouped(history.read())[-1:] for entry in run]
 
 
 def compare(old: Rows, new: Rows) -> list[changes.Changed]:

@@ -243,12 +243,12 @@ def test_a_history_to_compare_with_is_left_as_it_is(tmp_path: Path) -> None:
     path, other = _history(tmp_path, dashboard_data.entries(1)), _history(tmp_path / "other", dashboard_data.entries(1))
     with closing(sqlite3.connect(other)) as database:
         database.execute("PRAGMA user_version = 99")
-    for damage, said in (None, "is of version 99, this tricomm knows 3"), (b"no database" * 100, "cannot be read"):
+    for damage, said in (None, "Error: {} is of version 99,"), (b"no database" * 100, "Error: {} cannot be read:"):
         if damage is not None:
             other.write_bytes(other.read_bytes()[:100] + damage)
         content = other.read_bytes()
         done = _run("compare", other, "--history", path)
-        assert done.exit_code == 2 and said in " ".join(done.output.split())
+        assert done.exit_code == 2 and said.format(other) in " ".join(done.output.split())
         assert other.read_bytes() == content and list(other.parent.glob("*.sqlite")) == [other]
 
 
