@@ -122,7 +122,7 @@ class WeakMemory:
         return self._take(lambda h: h in older) if older else []
 
     def _older(self, task: Any, maker: Maker, words: frozenset[int]) -> list[LateStore]:
-        """The late stores to these words that no access of this thread to them passes."""
+        """This thread's late stores to these words, which its later accesses to them do not overtake."""
         return [h for h in self.held if self._mine(h, task, maker) and not h.words.isdisjoint(words)]
 
     def fenced(self, task: Any, maker: Maker, scope: int = SYS) -> list[LateStore]:

@@ -30,7 +30,7 @@ from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
 from tricomm.policy.compact_forms import MOST_REGISTERS
 
 DTYPE = DTYPES["float32"]
-_EPOCH = 6  # not the first one: as after earlier calls
+_EPOCH = 6  # any but the first: a call has usually had others before it
 _PAGE = 4096
 _MULTICAST, _INPUTS = 1 << 60, 1 << 61  # addresses outside of all memory
 CALL = 1 << 32 | 1  # number of the call

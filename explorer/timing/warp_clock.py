@@ -104,9 +104,9 @@ class LoadChain:
 class WarpClock:
     """`time` in microseconds. Instructions up to `at` have been issued.
 
-    chain          of loads, until the block's first push
-    first_push     of the warp: `LoadChain.before` it; None if it makes none
-    system_fences  that it has passed
+    chain          of the warp's loads; None after the block's first push
+    first_push     `LoadChain.before` the warp's first push; None if there is none yet
+    system_fences  number of fences at system scope that the warp has passed
     issued         slots of its scheduler that it has taken outside of polls
     """
 

@@ -64,7 +64,7 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
 
 @triton.jit
 def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
-    """To every rank, one's own included; starts there, so that no two ranks write to the same one at the same time."""
+    """Push a row to each rank, first to this one, so that no two ranks write to the same one at the same time."""
     for i in tl.static_range(SPEC.ROW_TILES):
         for step in tl.static_range(SPEC.WORLD_SIZE):
             head = peer_ahead(chunk.group, step, SPEC.WORLD_SIZE)

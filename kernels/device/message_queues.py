@@ -69,8 +69,8 @@ def previous_number(number):
 
 @triton.jit
 def piece_words(group, words, SPEC: tl.constexpr):
-    """Payload words of a piece of a message of `words`, in whole tiles: at most a slot's, and fewer if otherwise some
-    queues would have none."""
+    """Payload words in each piece of a message of `words`, in whole tiles: at most a slot's, and fewer if the pieces
+    would not reach every queue."""
     slot = tl.load(table_of(group) + SLOT_BYTES) // (16 if SPEC.LL else 8)
     share = tl.cdiv(words, tl.load(table_of(group) + QUEUES))
     return tl.minimum(slot, tl.maximum(tl.cdiv(share, SPEC.BLOCK), 1) * SPEC.BLOCK)

@@ -30,10 +30,10 @@ class AnsweringGroup(c10d.ProcessGroup):  # type: ignore[misc]
         return self._config.store
 
     def _set_sequence_number_for_group(self) -> None:
-        """It begins at 0 on every rank."""
+        """Nothing to do: the number begins at 0 on every rank."""
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
-        """The connections are made with the group."""
+        """Nothing to do: the connections are made with the group."""
 
     def getBackendName(self) -> str:
         return "tricomm"

@@ -127,8 +127,8 @@ class MemoryMethods:
 
     @contextmanager
     def _handle(self, what: str, error: InvalidArgument | None, said: Callable[[], str]) -> Iterator[HandleName]:
-        """The name of a new handle, for all ranks to make it together; none if a rank has an `error`, or if `said`
-        differs."""
+        """The name of a handle that all ranks make together. Raises on all of them if one has an `error`, or if
+        `said()` differs between ranks."""
         group = self._group
         self._faults.check_usable()
         if group.runtime.no_symmetric is not None or not group.reachable:
