@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import HashStore
@@ -53,7 +53,6 @@ class NullGpu:
 
     clock = time
     index = 0
-    dependent: ClassVar[dict[str, Any]] = {}
     current_device = raw_stream = staticmethod(partial(operator.index, 0))
     capturing = staticmethod(partial(operator.truth, False))
 

@@ -124,7 +124,6 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         self, undo: ExitStack, group: Group, store: Store | None = None, router: Router | None = None
     ) -> None:
         """Make what a communicator consists of, each part over those before it; the monitor starts last."""
-        undo.callback(group.close)  # or an error that is kept would keep its claim to dependent launches
         self._group, self._gpu, self._splits = group, group.gpu, 0
         self._store = store  # kept alive: if this rank hosts it, another one may still be at the rendezvous
         self.stream: Any = None  # a rank's own, if all ranks are in one process

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -27,11 +27,9 @@ class Gpu:
     current_device   this thread's, by its index
     capturing        whether a graph is being captured on the current stream
     raw_stream       the handle of the device's current stream in this thread; no object is made for it
-    dependent        by a device's UUID, a weak reference to the group that has dependent launches there
     """
 
     clock: TimeSource = time
-    dependent: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, device: torch.device) -> None:
         cuda: Any = torch._C

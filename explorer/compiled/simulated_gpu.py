@@ -140,7 +140,6 @@ class SimulatedGpu:
     def __init__(self, driver: SimulatedDriver, turns: HostTurns) -> None:
         self.driver, self.streams, self.device, self.index = driver, driver.streams, torch.device("cpu"), 0
         self.clock: TimeSource = turns
-        self.dependent: dict[str, Any] = {}
         self._turns = turns
 
     # As tricomm.gpu.Gpu

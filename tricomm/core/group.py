@@ -48,7 +48,7 @@ class Group:
     refusing           whether calls are refused: it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device
     handles            the number of symmetric handles that were made
-    no_dependent_launch  why its kernels are no dependent launches; empty if they are
+    no_dependent_launch  why none of its kernels is a dependent launch; empty if some are
     owned              symmetric memory that is not closed, by the number of its handle; it ends with the group
     registered         users' tensors that all ranks reach, and their arenas, by the number of the handle; these arenas
                        end with the group, too
@@ -88,8 +88,10 @@ class Group:
         # This exchange also confirms that every rank has written its tables: only after it may a kernel run.
         agreed = topology_agreement.agree_on_devices(control, facts, options.max_blocks, timeout)
         self.device_class, self.max_blocks = agreed
+        self.no_dependent_launch = "no kernel runs on a GPU"
+        if self.gpu is not None and self.routes.no_kernels is None:
+            self.no_dependent_launch = dependent_launch.agree(control, options, facts, timeout)
         launch_shapes.check_grid(options._tuning.blocks, self.max_blocks, options.max_blocks)
-        self.no_dependent_launch = dependent_launch.agree(self, facts, timeout)  # last: a failed group has no claim
 
     @property
     def fingerprint(self) -> Fingerprint:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tricomm import arguments
+from tricomm.core import dependent_launch
 from tricomm.core.fused.fused_call import FUSED, Epilogue, UserEpilogue
 from tricomm.core.symmetric import OwnRows, Symmetric
 from tricomm.errors import InvalidArgument
@@ -161,7 +162,7 @@ def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) ->
         "PTX": gpu,
         **kernel.fixed,
     }
-    values["DEPENDENT"] = gpu and not site.no_dependent_launch
+    values["DEPENDENT"] = gpu and not dependent_launch.refusal(site, choice.blocks)
     values["COMPACT"] = choice.registers < MOST_REGISTERS
     # LANES is the number of threads: the two go together.
     more = COMPILE_OPTIONS | {"num_warps": choice.warps, "maxnreg": choice.registers}

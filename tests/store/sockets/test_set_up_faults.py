@@ -133,10 +133,9 @@ def test_the_first_call_of_the_system_that_fails(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name", [name for name in NAMES if name != "recvmsg"]
-)  # their number depends on what comes when
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "recvmsg"])
 def test_each_later_call_of_the_system_that_fails(name):
+    """But of `recvmsg`, whose number depends on what comes when."""
     number = next(nth for nth in range(2, 100) if not made(name, nth))
     print(f"\n{number - 1} calls of {name}, each made to fail")
 

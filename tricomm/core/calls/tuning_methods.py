@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tricomm import arguments, gone
-from tricomm.core import nccl
+from tricomm.core import dependent_launch, nccl
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_checks
@@ -116,7 +116,7 @@ class TuningMethods:
         if memory:
             choice = replace(choice, reason=f"{choice.reason}; memory: {memory}")
         if not self._group.simulated:
-            why = self._group.no_dependent_launch
+            why = dependent_launch.refusal(self._planner.site, choice.blocks)
             said = f"no dependent launch: {why}" if why else "a dependent launch"
             choice = replace(choice, reason=f"{choice.reason}; {said}")
         why = self._planner.no_multicast(request)
