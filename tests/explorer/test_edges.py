@@ -233,7 +233,7 @@ def nothing(comm):
     [
         (generator, {}, "generator or a coroutine"),
         (coroutine, {}, "generator or a coroutine"),
-        (endless, {}, "function of one communicator is needed, which launches"),
+        (endless, {}, "function of one communicator that launches kernels is needed"),
         (nothing, {"residency": 0}, "residency=0"),
         (nothing, {"residency": "x"}, "residency='x'"),
         (nothing, {"faults": None}, "faults=None"),

@@ -36,7 +36,7 @@ UNKNOWN = {
 STEPS = UNKNOWN | {
     "with a record": (Generation, "_complete", 1),
     "with a digest": (Generation, "_unconfirmed", 2),
-    "when all agree": (fallback_backends, "connect", 1),
+    "when all agree": (fallback_backends, "_connect", 1),
     "before it listens": (set_up, "_listener", 1),
     "with an address": (Generation, "gather", 1),
     "with all addresses": (set_up._Meeting, "__init__", 1),
