@@ -32,7 +32,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import tricomm.communicator  # noqa: F401  # first, so that at the end of a process calls end before communicators
+# First, so that at the end of a process calls end before communicators and connections.
+import tricomm.communicator  # noqa: F401
+import tricomm.store.tcp.transport  # noqa: F401
 from tricomm import threads
 from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin
 from tricomm.c10d.work_handles import PendingWork
