@@ -191,6 +191,8 @@ class SimulatedGpu:
         if not done():
             self.streams.raise_error()
             self._turns.give_way()
+            if not done():  # else a loop that asks would wait for what has been dropped with the error
+                self.streams.raise_error()
         return done()
 
     def finish(self, queues: list[StreamQueue]) -> None:
