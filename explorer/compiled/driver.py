@@ -12,6 +12,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from tricomm.explorer.compiled.module_table import KernelLaunch, table_of
@@ -59,19 +60,9 @@ class LaunchAttributeID(enum.IntEnum):
     CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
-@dataclass
-class LaunchAttributeValue:
-    """CUlaunchAttributeValue."""
-
-    programmaticStreamSerializationAllowed: int = 0
-
-
-@dataclass
-class LaunchAttribute:
+def launch_attribute() -> SimpleNamespace:
     """CUlaunchAttribute."""
-
-    id: int = 0
-    value: LaunchAttributeValue = field(default_factory=LaunchAttributeValue)
+    return SimpleNamespace(id=0, value=SimpleNamespace(programmaticStreamSerializationAllowed=0))
 
 
 @dataclass
@@ -86,7 +77,7 @@ class LaunchConfig:
     blockDimZ: int = 1
     sharedMemBytes: int = 0
     hStream: int = 0
-    attrs: list[LaunchAttribute] = field(default_factory=list)
+    attrs: list[SimpleNamespace] = field(default_factory=list)
     numAttrs: int = 0
 
 
@@ -109,7 +100,7 @@ class SimulatedDriver:
     CUfunction_attribute = FunctionAttribute
     CUstream_flags = StreamFlags
     CUlaunchConfig = LaunchConfig
-    CUlaunchAttribute = LaunchAttribute
+    CUlaunchAttribute = staticmethod(launch_attribute)
     CUlaunchAttributeID = LaunchAttributeID
 
     def __init__(self, streams: Streams, capability: int) -> None:
