@@ -37,7 +37,9 @@ class InStreamOrder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         gpu = self._current()
-        if gpu is None or gpu.streams.working or getattr(func, "__name__", "") in _NO_DATA:
+        name = getattr(func, "__name__", "")
+        no_work = name in _NO_DATA or (name == "contiguous" and args[0].is_contiguous())
+        if gpu is None or gpu.streams.working or no_work:
             return func(*args, **(kwargs or {}))
         # Torch takes the mode away for as long as this runs. Other ranks' host code, which may run while this one
         # waits, needs it. It is removed again before this one continues.
