@@ -326,7 +326,7 @@ def test_an_environment_behind_a_symbolic_link(tmp_path):
         ({"faults": ["fire"]}, "faults"),
         ({"world_size": 17}, "world_size=17"),
         ({"world_size": 0}, "world_size=0"),
-        ({"fn": 3}, "fn=3"),
+        ({"fn": 3}, "3: a function of one communicator"),
         ({"fn": lambda: None}, "cannot be called with one communicator"),
         ({"fn": lambda comm, more: None}, "cannot be called with one communicator"),
         ({"options": {}}, "options"),
