@@ -1,4 +1,4 @@
-"""How every example begins: under torchrun, or by itself with `python examples/<name>.py`, which starts 2 ranks."""
+"""Starts an example: under torchrun, or with `python examples/<name>.py`, which starts 2 ranks."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ class Team:
     """The threads of one running block, or one task of the host: their slots, consecutive, and what they know.
 
     rows    `rows[0]` is the clock that all threads share; `row_of` has, by thread, the number of its row
-    birth   what their relaxed writes hand on: the end of earlier launches. `reborn`: of the `waited` threads, which
-            have waited for an earlier launch since
+    birth   released by each of their relaxed writes: all that ended before this launch began
+    reborn  the same for threads of `waited`, after they have executed `griddepcontrol.wait`
     """
 
     number: int
@@ -63,7 +63,7 @@ class Team:
     barriers: dict[int, BarrierRounds] = field(default_factory=dict)
 
     def born(self, slots: Array) -> tuple[ReleasePart, ...]:
-        """What the relaxed writes of these threads hand on."""
+        """The release that each relaxed write of these threads makes."""
         return self.birth if self.waited is None or not self.waited[self.local(slots)].all() else self.reborn
 
     def local(self, slots: Array) -> Array:
