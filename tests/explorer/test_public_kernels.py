@@ -10,12 +10,7 @@ import tricomm
 from tests.explorer import public
 from tests.marks import some
 
-RIGHT = pytest.mark.parametrize(
-    ("family", "variant"),
-    [(family, "") for family in public.FAMILIES]
-    # Two buffers, each written only after a barrier that its readers enter later: nothing to wait for at the end.
-    + [("two_shot", "no trailing barrier")],
-)
+RIGHT = pytest.mark.parametrize("family", public.FAMILIES)
 pytestmark = pytest.mark.usefixtures("unshrunk")
 _OURS = str(Path(tricomm.__file__).parent)
 
@@ -25,8 +20,8 @@ _OURS = str(Path(tricomm.__file__).parent)
     ("world_size", "schedules", "strategy", "seed"),
     some([(2, 10, "random", 0), (2, 5, "pct", 1), (3, 4, "random", 2)], 3),
 )
-def test_a_right_kernel_is_passed(family, variant, world_size, schedules, strategy, seed):
-    report = tricomm.check(public.body(family, variant), world_size, schedules, strategy, seed=seed)
+def test_a_right_kernel_is_passed(family, world_size, schedules, strategy, seed):
+    report = tricomm.check(public.body(family), world_size, schedules, strategy, seed=seed)
     assert report.ok, report
     assert report.ran == schedules and report.complete
 
@@ -37,14 +32,14 @@ def test_a_right_kernel_is_passed(family, variant, world_size, schedules, strate
     ("world_size", "schedules", "strategy", "seed"),
     [(2, 200, "random", 3), (3, 200, "random", 4), (4, 60, "random", 5), (2, 100, "pct", 6), (3, 100, "pct", 7)],
 )
-def test_a_right_kernel_is_passed_at_length(family, variant, world_size, schedules, strategy, seed):
-    test_a_right_kernel_is_passed(family, variant, world_size, schedules, strategy, seed)
+def test_a_right_kernel_is_passed_at_length(family, world_size, schedules, strategy, seed):
+    test_a_right_kernel_is_passed(family, world_size, schedules, strategy, seed)
 
 
 @pytest.mark.soak
 @RIGHT
-def test_a_right_kernel_is_passed_under_every_schedule_with_one_preemption(family, variant):
-    body = public.body(family, variant, **public.FAMILIES[family].smallest)
+def test_a_right_kernel_is_passed_under_every_schedule_with_one_preemption(family):
+    body = public.body(family, **public.FAMILIES[family].smallest)
     report = tricomm.check(body, 2, None, "exhaustive", preemptions=1)
     assert report.ok, report
     assert report.complete

@@ -1,4 +1,4 @@
-"""An exchange of wide words over symmetric memory, as a user would write it, and its mistakes."""
+"""An exchange of wide words over symmetric memory, as a user would write it, and a mistake."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ import triton
 import triton.language as tl
 
 from tricomm.communicator import Communicator
-from tricomm.kernels.primitives import LOW, look, pause
-from tricomm.kernels.wide_words import get_wide, plane_words, put_wide, slots
+from tricomm.kernels.wide_words import get_wide, plane_words, put_wide
 
-_HALF = tl.constexpr("{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.relaxed.sys.global.b64 [$1], $2; mov.u32 $0, 0; }")
-_HALVES = tl.constexpr(
-    "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p st.relaxed.sys.global.v2.b64 [$1], {$2, $3}; mov.u32 $0, 0; }"
-)
 BLOCK = 4
 
 
@@ -34,9 +29,7 @@ def gather_sum(
     """y[0:words] = the sum of all ranks' x (int64). `boxes`: addresses of int64 [2][WORLD_SIZE][tiles][4 * BLOCK].
 
     Every block sends to its namesakes in every epoch, payload or not, and so tells them that it has left the one
-    before: two boxes in turn are enough. FORM is "wide", or a mistake: "halves" stores and loads two words of 64 bits,
-    with the flag in one of them; "v2" stores them by one instruction; "mixed" only loads them; "one box" uses the same
-    box in every epoch.
+    before: two boxes in turn are enough. FORM is "wide", or a mistake: "one box" uses the same box in every epoch.
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.program_id(0)
@@ -53,15 +46,9 @@ def gather_sum(
     for step in tl.static_range(WORLD_SIZE):
         to = (rank + step) % WORLD_SIZE
         box = tl.load(boxes + to).to(tl.pointer_type(tl.int64)) + place + rank * room
-        if FORM == "halves" or FORM == "v2":
-            _put_halves(box, planes, epoch, plane, FORM, BLOCK, PTX)
-        else:
-            put_wide(box, planes, epoch, plane, BLOCK)
+        put_wide(box, planes, epoch, plane, BLOCK)
     mine = tl.load(boxes + rank).to(tl.pointer_type(tl.int64)) + place
-    if FORM == "halves" or FORM == "v2" or FORM == "mixed":
-        firsts, seconds, thirds, status = _get_halves(group, mine, room, epoch, plane, WORLD_SIZE, BLOCK, PTX)
-    else:
-        firsts, seconds, thirds, status = get_wide(group, mine, room, epoch, plane, WORLD_SIZE, BLOCK, PTX)
+    firsts, seconds, thirds, status = get_wide(group, mine, room, epoch, plane, WORLD_SIZE, BLOCK, PTX)
     if status == 0:
         y = y_ptr + tile * (3 * BLOCK)
         _store_sum(y, firsts, 0, plane, count, WORLD_SIZE, BLOCK)
@@ -76,58 +63,6 @@ def _store_sum(y, parts, k: tl.constexpr, plane, count, WORLD_SIZE: tl.constexpr
         total += parts[r]
     lane = tl.arange(0, BLOCK)
     tl.store(y + k * plane + lane, total, mask=(lane < plane) & (k * plane + lane < count))
-
-
-@triton.jit
-def _put_halves(pointer, planes, flag, count, FORM: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    lane = tl.arange(0, BLOCK)
-    for n in tl.static_range(2):
-        at = pointer + n * 2 * BLOCK + slots(BLOCK)
-        mask = lane < count
-        high = ((planes[2] >> (32 * n)) & LOW) | (flag << 32)
-        if PTX:
-            taken = mask.to(tl.int32)
-            if FORM == "v2":
-                tl.inline_asm_elementwise(
-                    _HALVES, "=r,l,l,l,r", [at, planes[n], high, taken], tl.int32, is_pure=False, pack=1
-                )
-            else:
-                tl.inline_asm_elementwise(_HALF, "=r,l,l,r", [at, planes[n], taken], tl.int32, is_pure=False, pack=1)
-                tl.inline_asm_elementwise(_HALF, "=r,l,l,r", [at + 1, high, taken], tl.int32, is_pure=False, pack=1)
-        else:
-            tl.atomic_xchg(at, planes[n], mask=mask, sem="relaxed", scope="sys")
-            tl.atomic_xchg(at + 1, high, mask=mask, sem="relaxed", scope="sys")
-
-
-@triton.jit
-def _get_halves(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.constexpr, PTX: tl.constexpr):
-    lane = tl.arange(0, BLOCK)
-    expected = lane < count
-    firsts = ()
-    for _ in tl.static_range(SOURCES):
-        firsts = firsts + (tl.zeros([BLOCK], tl.int64),)
-    seconds = firsts
-    thirds = firsts
-    missing = 1
-    spins = 0
-    while missing == 1:
-        late = expected & False
-        some, others, halves = (), (), ()
-        for source in tl.static_range(SOURCES):
-            at = pointer + source * room + slots(BLOCK)
-            first = tl.load(at, volatile=True)
-            low = tl.load(at + 1, volatile=True)
-            second = tl.load(at + 2 * BLOCK, volatile=True)
-            high = tl.load(at + (2 * BLOCK + 1), volatile=True)
-            late |= expected & ((((low >> 32) & LOW) != flag) | (((high >> 32) & LOW) != flag))
-            some = some + (first,)
-            others = others + (second,)
-            halves = halves + ((low & LOW) | (high << 32),)
-        firsts, seconds, thirds = some, others, halves
-        missing = tl.max(late.to(tl.int32) | look(group, spins, late, PTX), axis=0)
-        spins += 1
-        pause(spins)
-    return firsts, seconds, thirds, missing & 2
 
 
 def sums(

@@ -18,12 +18,8 @@ BARRIER = "a block barrier before each scalar atomic"
 BROADCAST = "what one thread has polled reaches the others through shared memory, behind a block barrier"
 ONE_THREAD = "one thread stores the scalar and executes the atomic"
 MENDED = {
-    ("one_shot", "no barrier before the signal"): BARRIER,
-    ("one_shot", "no barrier after the wait"): BROADCAST,
     ("push_gather", "no barrier before the flag"): BARRIER,
     ("push_gather", "no barrier after the poll"): BROADCAST,
-    ("two_shot", "no barrier before the count"): BARRIER,
-    ("two_shot", "no barrier after the count"): BROADCAST,
     ("ring_gather", "no barrier before the step"): BARRIER,
     ("ring_gather", "no barrier after the wait"): BROADCAST,
     ("queue", "no barrier before the head"): BARRIER,
@@ -45,9 +41,7 @@ def _name(value: object) -> str:
 @pytest.mark.parametrize(("family", "name"), some([key for key in MISTAKES if key not in MENDED], 12, most), ids=_name)
 def test_a_mistake_in_a_public_kernel_is_named_where_it_is(family, name):
     mistake = MISTAKES[family, name]
-    # A count is passed over only if a rank runs on from one barrier to the next: random steps do not let it.
-    strategy = "pct" if name == "waits for the exact count" else "random"
-    report = tricomm.check(public.body(family, name), mistake.world_size, 40, strategy, compiled="sm_90")
+    report = tricomm.check(public.body(family, name), mistake.world_size, 40, compiled="sm_90")
     assert not report.ok, "passed"
     assert report.findings[0].kind in mistake.kinds.split(), report
 
@@ -63,7 +57,7 @@ def test_a_missing_barrier_is_reported_or_mended_by_the_compiler(family, name):
     """Where a barrier of the compiler's mends it, it is reported without this barrier."""
     mended = not _pairs_found(family, name)
     assert mended or triton.__version__ < "3.9"
-    if mended and MENDED[family, name] is BARRIER and family != "one_shot":
+    if mended and MENDED[family, name] is BARRIER:
         with changed(f"{family} {name}", partial(_without_barriers_before_atomics, family), family):
             assert _pairs_found(family, name)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from tests.explorer import bodies
 from tests.explorer.mutant_tables.names import RACE, WRONG, both
 from tests.explorer.mutant_tables.names import S as READ_BY_ALL
-from tests.explorer.mutation import Body, Edit, Key, Mutant
+from tests.explorer.mutation import Edit, Mutant
 from tests.topology.shapes import dgx1v
 from tricomm.kernels.collectives.registry import CUBE_RANKS
-from tricomm.topology.model import Topology
 
 L, S = both("all_reduce", "hybrid_cube_mesh")
 T = ("all_reduce", "hybrid_cube_mesh_two_shot", "simple")
@@ -37,62 +38,31 @@ _MET_LL = "    status = mesh.wait_headers(chunk, 0, True, False, SPEC)\n    if s
 _RELAY = "    mesh.send_headers(chunk, 0, False, True, SPEC)\n"
 _RELAY_SEEN = "        status = mesh.wait_headers(chunk, 0, False, True, SPEC)\n    first"
 _AGAIN = "        status = mesh.wait_headers(chunk, 1, True, False, SPEC)\n    for step"
-
-
-def _mutant(
-    name: str,
-    title: str,
-    bug: str,
-    edits: tuple[Edit, ...],
-    keys: Key | tuple[Key, ...],
-    expect: frozenset[str],
-    advice: str = "",
-    *,
-    sizes: tuple[int, ...] = (3,),
-    dtype: torch.dtype = torch.int64,
-    body: Body | None = None,
-    topology: Topology | None = None,
-) -> Mutant:
-    keys = (keys,) if isinstance(keys[0], str) else keys
-    return Mutant(
-        name,
-        title,
-        bug,
-        edits,
-        keys,
-        expect,
-        advice,
-        schedules=2,
-        world_size=CUBE_RANKS,
-        sizes=sizes,
-        dtype=dtype,
-        body=body,
-        topology=topology,
-    )
-
+# Two schedules of short calls: eight ranks take a while.
+_mutant = partial(Mutant, schedules=2, world_size=CUBE_RANKS, sizes=(3,))
 
 CUBES = (
     _mutant(
         "C01", "cube: the quad is not waited for", "its shares are summed before they have come",
-        (Edit(REDUCE, _MET, "    mesh.send_headers(chunk, 0, True, False, SPEC)\n    status = 0\n"),), S, RACE,
+        (Edit(REDUCE, _MET, "    mesh.send_headers(chunk, 0, True, False, SPEC)\n    status = 0\n"),), (S,), RACE,
         "no flag tells rank",
     ),
     _mutant(
         "C02", "cube: no block barrier before a header", "other lanes' pushes are not ordered",
-        (Edit(FILE, _PUBLISH, _PUBLISH.partition("\n")[2]),), S, RACE, "put tl.debug_barrier() before the release",
+        (Edit(FILE, _PUBLISH, _PUBLISH.partition("\n")[2]),), (S,), RACE, "put tl.debug_barrier() before the release",
     ),
     _mutant(
         "C03", "cube: no block barrier after a header", "other lanes read before one has acquired",
-        (Edit(FILE, "    if not SPEC.LL:\n        tl.debug_barrier()\n", ""),), S, RACE,
+        (Edit(FILE, "    if not SPEC.LL:\n        tl.debug_barrier()\n", ""),), (S,), RACE,
         "put tl.debug_barrier() after the acquire",
     ),
     _mutant(
         "C04", "cube: the relay's header is relaxed", "what crosses between the quads is not published",
-        (Edit(FILE, _PUBLISH, _PUBLISH.replace("True", "TO_QUAD")),), S, RACE, "make it sem='release'",
+        (Edit(FILE, _PUBLISH, _PUBLISH.replace("True", "TO_QUAD")),), (S,), RACE, "make it sem='release'",
     ),
     _mutant(
         "C05", "cube: the relay's sum over the own one", "both sums of a pair in one place",
-        (Edit(REDUCE, _OVER_THE_LINK, f"{_OVER_THE_LINK} + half"),), S, RACE,
+        (Edit(REDUCE, _OVER_THE_LINK, f"{_OVER_THE_LINK} + half"),), (S,), RACE,
     ),
     _mutant(
         "C06", "cube: the own sum where the relay writes", "both sums of a pair in one place",
@@ -100,46 +70,46 @@ CUBES = (
             Edit(REDUCE, _KEEP, _KEEP.removesuffix(" + half")),
             Edit(REDUCE, "load_tile(buffer + half, first", "load_tile(buffer, first"),
         ),
-        S, RACE,
+        (S,), RACE,
     ),
     _mutant(
         "C07", "cube: summed by position, not by place", "a quad's order is that of its ranks, whoever is linked how",
         (Edit(REDUCE, "tl.load(table_of(group) + mesh.QUAD_RANK)", "tl.load(table_of(group) + mesh.QUAD_RANK - 1)"),),
-        S, WRONG, body=bodies.cube_floats, topology=OTHERWISE, dtype=torch.float32,
+        (S,), WRONG, body=bodies.cube_floats, topology=OTHERWISE, dtype=torch.float32,
     ),
     _mutant(
         "C08", "cube: summed from the own place on", "ranks of a quad hold different bits",
         (Edit(REDUCE, "simple_buffer(chunk, table_of(group), n, SPEC)",
               "simple_buffer(chunk, table_of(group), (quad_rank + n) % 4, SPEC)"),),
-        S, frozenset({"rank_mismatch"}), body=bodies.cube_floats, dtype=torch.float32,
+        (S,), frozenset({"rank_mismatch"}), body=bodies.cube_floats, dtype=torch.float32,
     ),
     _mutant(
         "C09", "cube: a quad's sum is rounded before it crosses", "16-bit floats are rounded once, at the end",
         (Edit(REDUCE, _SUM, _SUM.replace("accumulate(parts, 4, SPEC)",
                                         "accumulate((finish(accumulate(parts, 4, SPEC), SPEC),), 1, SPEC)")),),
-        S, WRONG, body=bodies.cube_floats, dtype=torch.bfloat16,
+        (S,), WRONG, body=bodies.cube_floats, dtype=torch.bfloat16,
     ),
     _mutant(
         "C10", "cube: relays by place, not by position", "who writes to whom is not the same at both ends of a link",
         (Edit(FILE, "tl.load(table + PEER_QUAD + tl.load(table + POSITION))",
               "tl.load(table + PEER_QUAD + tl.load(table + QUAD_RANK))"),),
-        S, frozenset({"race", "deadlock"}), topology=OTHERWISE,
+        (S,), frozenset({"race", "deadlock"}), topology=OTHERWISE,
     ),
     _mutant(
         "C11", "LL cube: the relay's sum in a buffer of the quad", "a buffer has one writer",
         (Edit(REDUCE, "mesh.RELAYED + n, first, SPEC)", "mesh.RELAYED - 1 + n, first, SPEC)"),),
-        L, frozenset({"race", "deadlock"}),
+        (L,), frozenset({"race", "deadlock"}),
     ),
     _mutant(
         "C12", "LL cube: the relay's header is not waited for", "an unread flag is there for the next call",
         (Edit(REDUCE, _RELAY_SEEN, "        status = 0\n    first"),),
-        L, frozenset({"leftover"}),
+        (L,), frozenset({"leftover"}),
     ),
     _mutant(
         "C13", "cube two-shot: one header for both phases of a quad", "the last barrier finds the first one's flag",
         (Edit(TWO_SHOT, _GAIN, _GAIN.replace("1", "0")),
          Edit(TWO_SHOT, _SEEN, _SEEN.replace("1", "0"))),
-        T, RACE, "no flag tells rank",
+        (T,), RACE, "no flag tells rank",
     ),
     _mutant(
         "C14", "cube two-shot: results over shards", "a relay's header does not say that the quad has read",
@@ -147,27 +117,27 @@ CUBES = (
             Edit(TWO_SHOT, "position, SPEC) + half", "position, SPEC)"),
             Edit(TWO_SHOT, "position ^ step, SPEC) + half", "position ^ step, SPEC)"),
         ),
-        T, RACE, "two buffers used in turn",
+        (T,), RACE, "two buffers used in turn",
     ),
     _mutant(
         "C15", "cube two-shot: a shard belongs to a place", "both ends of a relay link own the same shard",
         (Edit(TWO_SHOT, "tl.load(table_of(group) + mesh.POSITION)", "tl.load(table_of(group) + mesh.POSITION + 1)"),),
-        T, frozenset({"wrong_result", "uninitialised", "race"}), topology=OTHERWISE,
+        (T,), frozenset({"wrong_result", "uninitialised", "race"}), topology=OTHERWISE,
     ),
     _mutant(
         "C16", "cube gather: the quad is not met again", "what it passes on is copied before it has come",
-        (Edit(GATHER, f"{_GAIN}\n        {_SEEN}", "status = 0"),), GS, RACE, "no flag tells rank",
+        (Edit(GATHER, f"{_GAIN}\n        {_SEEN}", "status = 0"),), (GS,), RACE, "no flag tells rank",
     ),
     _mutant(
         "C17", "cube gather: the relay's row in the own buffer", "a buffer goes by its data's rank, not its sender",
         (Edit(GATHER, "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, SPEC)",
               "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), me, SPEC)"),),
-        GS, frozenset({"wrong_result", "uninitialised"}),
+        (GS,), frozenset({"wrong_result", "uninitialised"}),
     ),
     _mutant(
         "C18", "LL cube gather: no wait for the second headers", "an unread flag is there for the next call",
         (Edit(GATHER, _AGAIN, "        status = 0\n    for step"),),
-        GL, frozenset({"leftover"}),
+        (GL,), frozenset({"leftover"}),
     ),
     # Between calls that let ranks without a link write to each other, or read.
     _mutant(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.explorer.public import common, counting, fifo, grid, locks, push, ring, signal_pads
+from tests.explorer.public import common, fifo, grid, locks, push, ring
 from tests.explorer.public.common import Mistake
 from tricomm import Communicator
 
@@ -28,9 +28,7 @@ class Family:
 
 
 FAMILIES = {
-    "one_shot": Family(signal_pads.one_shots, signal_pads.SMALLEST, signal_pads.MISTAKES),
     "push_gather": Family(push.push_gathers, push.SMALLEST, push.MISTAKES),
-    "two_shot": Family(counting.two_shots, counting.SMALLEST, counting.MISTAKES),
     "ring_gather": Family(ring.ring_gathers, ring.SMALLEST, ring.MISTAKES),
     "queue": Family(fifo.queues, fifo.SMALLEST, fifo.MISTAKES),
     "grid_sum": Family(grid.grid_sums, grid.SMALLEST, grid.MISTAKES),
@@ -38,7 +36,7 @@ FAMILIES = {
 }
 _MARKS = {
     where: mark
-    for module in (signal_pads, push, counting, ring, fifo, grid, locks)
+    for module in (push, ring, fifo, grid, locks)
     for where, mark in common.marks(Path(module.__file__ or "")).items()
 }
 

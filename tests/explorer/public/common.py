@@ -66,11 +66,6 @@ def run(comm: Communicator, kernel: Any, blocks: int, *args: Any, bug: str, **mo
 Launch = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
-def sums(comm: Communicator, calls: int, n: int, launch: Launch) -> list[torch.Tensor]:
-    """The outputs of `launch(input, output, call)`, each of which has to be the sum of all ranks' inputs."""
-    return right(_outputs(comm, calls, n, n, launch), [summed(comm.world_size, call, n) for call in range(calls)])
-
-
 def gathers(comm: Communicator, calls: int, n: int, launch: Launch) -> list[torch.Tensor]:
     """The outputs of `launch(input, output, call)`, each of which has to be all ranks' inputs one after another."""
     world = range(comm.world_size)

@@ -1,14 +1,12 @@
 """cvt between all types and roundings, against fractions and torch."""
 
 import itertools
-import math
 from fractions import Fraction
 
 import pytest
-import torch
 
 from tests.explorer.ptx.arithmetic import float_model as model
-from tests.explorer.ptx.arithmetic.arithmetic_cases import check, instruction, rows, run, signed
+from tests.explorer.ptx.arithmetic.arithmetic_cases import check, rows, signed
 from tests.explorer.ptx.arithmetic.float_model import F32, KINDS, NAN, finite, float_rows, flushed, negative, value
 
 INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
@@ -239,75 +237,3 @@ def test_pairs_of_small_floats(to):
 
         every = [(x << shift | (x * 7 & (1 << shift) - 1),) for x in range(1 << KINDS[to].bits)]
         check(f"cvt.rn{'.relu' * relu}.f16x2.{to}x2 d, a", every, widen, d="b32", a=SMALL[to])
-
-
-TORCH = {
-    "f16": torch.float16,
-    "bf16": torch.bfloat16,
-    "f32": torch.float32,
-    "f64": torch.float64,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
-}
-CODE = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
-
-
-def by_torch(patterns, to, of):
-    """The bits of the converted numbers, None for NaN."""
-    signed_patterns = [signed(x, size(of)) if size(of) > 8 else x for x in patterns]
-    given = torch.tensor(signed_patterns, dtype=CODE[size(of)]).view(TORCH[of])
-    result = given.to(TORCH[to])
-    bits = result.view(CODE[size(to)]).tolist()
-    return [
-        None if math.isnan(x) else y & (1 << size(to)) - 1 for x, y in zip(result.double().tolist(), bits, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("to, of", [*NARROWER, *WIDER])
-def test_floats_as_torch_converts_them(to, of):
-    patterns = [x for (x,) in float_rows(KINDS[of], 1, 500)]
-    mode = "" if (to, of) in WIDER else ".rn"
-    made = instruction(f"cvt{mode}.{to}.{of} d, a", d=register(to), a=register(of))
-    for a, (got,), expected in zip(
-        patterns, run(made, [(x,) for x in patterns]), by_torch(patterns, to, of), strict=True
-    ):
-        assert expected is None and value(got, KINDS[to]) == NAN or got == expected, hex(a)
-
-
-@pytest.mark.parametrize("to", ("e4m3", "e5m2"))
-def test_small_floats_as_torch_converts_them(to):
-    """All of them to halves; halves that fit to them."""
-    made = instruction(f"cvt.rn.f16x2.{to}x2 d, a", d="b32", a="b16")
-    expected = by_torch(range(256), "f16", to)
-    for (got,), half in zip(run(made, [(x,) for x in range(256)]), expected, strict=True):
-        assert got & 0xFFFF == (0x7FFF if half is None else half)
-    largest = value(KINDS[to].largest, KINDS[to])
-    halves = [x for x in range(0, 1 << 16, 5) if finite(x, model.F16) and abs(value(x, model.F16)) <= largest]
-    made = instruction(f"cvt.rn.satfinite.{to}x2.f16x2 d, a", d="b16", a="b32")
-    for (got,), small in zip(run(made, [(x,) for x in halves]), by_torch(halves, to, "f16"), strict=True):
-        assert got & 0xFF == small
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("to, of", [(to, of) for to, of in (*NARROWER, *WIDER) if size(of) == 16])
-def test_every_half(to, of):
-    patterns = list(range(1 << 16))
-    mode = "" if (to, of) in WIDER else ".rn"
-    made = instruction(f"cvt{mode}.{to}.{of} d, a", d=register(to), a=register(of))
-    for a, (got,), expected in zip(
-        patterns, run(made, [(x,) for x in patterns]), by_torch(patterns, to, of), strict=True
-    ):
-        assert expected is None and value(got, KINDS[to]) == NAN or got == expected, hex(a)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("to, of", [("f16", "f32"), ("bf16", "f32")])
-def test_every_bucket_of_floats(to, of):
-    """Each float whose low bits are a tie of halves, or beside one."""
-    shift = 13 if to == "f16" else 16
-    patterns = [x << 16 | low for x in range(1 << 16) for low in (0, (1 << shift - 1) - 1, 1 << shift - 1)]
-    made = instruction(f"cvt.rn.{to}.f32 d, a", d="b16", a="b32")
-    for a, (got,), expected in zip(
-        patterns, run(made, [(x,) for x in patterns]), by_torch(patterns, to, of), strict=True
-    ):
-        assert expected is None and value(got, KINDS[to]) == NAN or got == expected, hex(a)
