@@ -42,7 +42,7 @@ __all__ = ["RING", "ControlPage", "Descriptor", "Fault", "Host", "PackedDescript
 _LOOK_SECONDS = 0.02
 _DIGEST_BYTES, _VALUE_BYTES = 32, 480
 _KIND_BYTES = 32
-_DONE, _FAILED = b"\0", b"\1"
+_DONE, _FAILED = b"\0", b"\1"  # the first byte of a message in an exchange
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,22 @@ class ControlPage:
     def fault(self, rank: int) -> Fault | None:
         return self._page(rank).fault()
 
-    def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]:
-        """Every rank's `payload` (at most 1024 bytes), in rank order. All ranks call it in the same order.
+    def exchange(
+        self,
+        payload: bytes,
+        what: str,
+        timeout: float,
+        abort_on_fault: bool = False,
+        error: BaseException | None = None,
+    ) -> list[bytes]:
+        """Every rank's `payload` (at most 1024 bytes), in rank order, if no rank brought an `error`; otherwise raises
+        the same error on every rank. All ranks call it in the same order.
 
-        Raises within `timeout` seconds: `PeerDied` if a rank that is missing in this exchange has ended or closed the
-        group (if it has left a fault: an error of that class and text), `CollectiveTimeout` that names the missing
+        The class of that error is the lowest failed rank's if it is one of tricomm's, else `TricommError`; its text
+        names the ranks that failed, and their reasons.
+
+        Also raises within `timeout` seconds: `PeerDied` if a rank that is missing in this exchange has ended or closed
+        the group (if it has left a fault: an error of that class and text), `CollectiveTimeout` that names the missing
         ranks, `CollectiveMismatch` if a rank is at another exchange than `what`, `GroupAborted` if a rank has left the
         exchange without this one. With `abort_on_fault` also `GroupAborted` if a missing rank has aborted the group,
         and `CollectiveMismatch` if it is in a call that this rank has not made.
@@ -212,36 +223,19 @@ class ControlPage:
             raise InvalidArgument(f"{what}: {len(payload)} bytes to exchange; at most {MESSAGE_BYTES} are possible")
         with self._exchanging:
             self._step += 1
-            mine = ExchangeMessage(self._step, what, payload)
+            mine = ExchangeMessage(self._step, what, _DONE + payload if error is None else _FAILED + _packed(error))
             self._own()
             with self._slots(timeout) if self._slots else nullcontext(PageSlots(self._page, self.rank)) as slots:
-                slots.post(mine)
-                self._host.changed()
-                return self._gather(slots, mine, timeout, abort_on_fault)
-
-    def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
-        """Return if every rank brought None; otherwise raise the same error on every rank.
-
-        Its class is the lowest failed rank's if that is one of tricomm's, else `TricommError`; its text names the ranks
-        that failed, and their reasons. Also raises as `exchange` does.
-        """
-        answers = self.exchange(_pack_error(error), what, timeout, abort_on_fault)
-        self._raise_failed({rank: answer for rank, answer in enumerate(answers) if answer}, what, error)
-
-    def gather(self, error: BaseException | None, payload: bytes, what: str, timeout: float) -> list[bytes]:
-        """`agree` and `exchange` in one: every rank's `payload` (at most 1023 bytes) if every rank brought no error."""
-        mine = _DONE + payload if error is None else (_FAILED + _pack_error(error))[:MESSAGE_BYTES]
-        answers = self.exchange(mine, what, timeout)
+                answers = self._gather(slots, mine, timeout, abort_on_fault)
         failed = {rank: answer[1:] for rank, answer in enumerate(answers) if answer[:1] == _FAILED}
-        self._raise_failed(failed, what, error)
+        if failed:
+            reasons = [f"rank {rank}: {text[_KIND_BYTES:].decode(errors='ignore')}" for rank, text in failed.items()]
+            raise _kind(next(iter(failed.values())))(f"{what}: {'; '.join(reasons)}") from error
         return [answer[1:] for answer in answers]
 
-    def _raise_failed(self, failed: dict[int, bytes], what: str, error: BaseException | None) -> None:
-        if failed:
-            reasons = [
-                f"rank {rank}: {answer[_KIND_BYTES:].decode(errors='ignore')}" for rank, answer in failed.items()
-            ]
-            raise _kind(next(iter(failed.values())))(f"{what}: {'; '.join(reasons)}") from error
+    def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
+        """Return if every rank brought None; otherwise raises as `exchange` does."""
+        self.exchange(b"", what, timeout, abort_on_fault, error)
 
     def require_equal(self, value: str, what: str, timeout: float, abort_on_fault: bool = False) -> None:
         """Return if every rank brought the same `value`; otherwise raise the same `InvalidArgument` on every rank.
@@ -258,10 +252,10 @@ class ControlPage:
 
     def give_up_if_refused(self) -> None:
         """Raise an error of the same class if another rank has already entered the next exchange with an error. That
-        exchange must be an `agree`, as in a stage of a set-up."""
+        exchange is then the end of this stage of a set-up."""
         for rank, theirs in PageSlots(self._page, self.rank).posted(self.peers, self._step + 1):
-            if theirs.step == self._step + 1 and theirs.payload:
-                raise _kind(theirs.payload)(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
+            if theirs.step == self._step + 1 and theirs.payload[:1] == _FAILED:
+                raise _kind(theirs.payload[1:])(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
     def close(self) -> None:
         """Tell the peers, and release all memory; a forked child only releases. Idempotent.
@@ -285,6 +279,8 @@ class ControlPage:
         self._watched = ()
 
     def _gather(self, slots: Slots, mine: ExchangeMessage, timeout: float, abort_on_fault: bool) -> list[bytes]:
+        slots.post(mine)
+        self._host.changed()
         arrived = {self.rank: mine.payload}
         next_look = self._host.monotonic() + _LOOK_SECONDS
 
@@ -387,9 +383,7 @@ def _nothing(rank: int) -> str:
     return ""
 
 
-def _pack_error(error: BaseException | None) -> bytes:
-    if error is None:
-        return b""
+def _packed(error: BaseException) -> bytes:
     kind = type(error).__name__ if isinstance(error, TricommError) else TricommError.__name__
     text = str(error) if isinstance(error, TricommError) else f"{type(error).__name__}: {error}"
     return kind.encode().ljust(_KIND_BYTES, b"\0") + text.encode(errors="replace")[: MESSAGE_BYTES - _KIND_BYTES]

@@ -31,7 +31,7 @@ from tricomm.store.records import ExchangeMessage
 
 PAGE_BYTES = 4096
 NBYTES = 10 * PAGE_BYTES
-MESSAGE_BYTES = 1024
+MESSAGE_BYTES = 1024  # after a byte that says whether they are an error
 RING = 8
 WORDS = 512
 
@@ -233,7 +233,7 @@ class Page:
         """The message in the slot of `step`: that step's or a newer one; None if there is none yet."""
         if self._words[(_slot_at(step) + _FRAME.size) // 8] < step:  # an older message, or one half written
             return None
-        data = self._take(_slot_at(step), _MESSAGE.size + MESSAGE_BYTES, tries=1)
+        data = self._take(_slot_at(step), _MESSAGE.size + 1 + MESSAGE_BYTES, tries=1)
         if data is None or len(data) < _MESSAGE.size:
             return None
         number, what = _MESSAGE.unpack_from(data)

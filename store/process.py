@@ -21,7 +21,6 @@ _FIRST_FIELD_AFTER_NAME = 3
 ENDED, STOPPED = "ended", "stopped"
 _MANY = 1 << 40
 
-
 _forks = 0
 
 
@@ -61,9 +60,12 @@ def start_time(pid: int) -> int | None:
 
 def state(pid: int, started: int) -> str | None:
     """`ENDED`, `STOPPED` (by a signal or a debugger), or None: the process `pid` that started at `started` runs, or its
-    state is unknown."""
+    state is unknown. A later process with its pid is not taken for it.
+
+    `ENDED` only if /proc confirms it: to be out of descriptors here says nothing about a peer.
+    """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = read(f"/proc/{pid}/stat")
     except (FileNotFoundError, ProcessLookupError):
         return ENDED
     except OSError:
@@ -120,7 +122,7 @@ class Watched:
             self._ended = True
         except OSError:
             return
-        self._ended = self._ended or not alive(pid, started)
+        self._ended = self._ended or state(pid, started) == ENDED
 
     def __del__(self) -> None:
         for fd in self._fds:
@@ -129,7 +131,7 @@ class Watched:
     def alive(self) -> bool:
         """True while the process runs or is stopped, or if its state is unknown; False once it has ended."""
         if not self._ended:
-            self._ended = self._readable() if self._fds else not alive(self._pid, self._started)
+            self._ended = self._readable() if self._fds else state(self._pid, self._started) == ENDED
         return not self._ended
 
     def stopped(self) -> bool:
@@ -168,19 +170,6 @@ def watch(pid: int, started: int, namespace: int | None = None, pidfd: list[int]
 def ended() -> int:
     """How many of the processes that are being watched have ended."""
     return sum(not watched.alive() for watched in list(_watched.values()))
-
-
-def alive(pid: int, started: int) -> bool:
-    """True while the process `pid` that started at `started` runs (or is stopped); False for a later one.
-
-    False only if /proc confirms it: to be out of descriptors here says nothing about a peer.
-    """
-    try:
-        return _parse_start(read(f"/proc/{pid}/stat")) == started
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    except OSError:
-        return True
 
 
 def descriptors_left() -> int:

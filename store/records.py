@@ -23,7 +23,7 @@ NAME_BYTES = 8
 SEAL_BYTES = 32
 
 _MAGIC = b"TRICOMM\x00"
-_VERSION = 3
+_VERSION = 4
 _HEADER = struct.Struct(f"<8sHHIiiI{NONCE_BYTES}s")
 _MAX_PID = 1 << 22  # the kernel's own limit, PID_MAX_LIMIT
 _MAX_START = 1 << 62
@@ -85,10 +85,10 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class ExchangeMessage:
-    """A rank's message in step `step` of the exchanges, whose purpose is `what`; `payload` has at most 1024 bytes."""
+    """A rank's message in step `step` of the exchanges, whose purpose is `what`; `payload` has at most 1025 bytes."""
 
     KIND: ClassVar[int] = 3
-    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q64sI1024s")
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<Q64sI1025s")
 
     step: int
     what: str

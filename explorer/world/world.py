@@ -36,6 +36,7 @@ from tricomm.store import page, process
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.arenas.local_arena import LocalArena, LocalGroup, host_page_address
 from tricomm.store.control import ControlPage, PackedDescriptor, RankSegment, RankState
+from tricomm.store.records import ExchangeMessage
 
 CPU = torch.device("cpu")
 _KEPT_BYTES = 1 << 28  # of closed handles
@@ -269,11 +270,10 @@ class SimulatedControl(ControlPage):
             self._world.left.setdefault(self.rank, source_lines.of_host())
         super().close()
 
-    def exchange(self, payload: bytes, what: str, timeout: float, abort_on_fault: bool = False) -> list[bytes]:
-        step = self._step + 1
-        self._world.met(self.rank, step, False)
-        answers = super().exchange(payload, what, timeout, abort_on_fault)
-        self._world.met(self.rank, step, True)
+    def _gather(self, slots: page.Slots, mine: ExchangeMessage, timeout: float, abort_on_fault: bool) -> list[bytes]:
+        self._world.met(self.rank, mine.step, False)
+        answers = super()._gather(slots, mine, timeout, abort_on_fault)
+        self._world.met(self.rank, mine.step, True)
         return answers
 
 

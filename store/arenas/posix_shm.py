@@ -7,22 +7,31 @@ Set-up has stages. After each stage all ranks continue, or all ranks raise and u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from typing import NamedTuple
 
 import torch
 
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, ResourceError
+from tricomm.errors import GroupAborted, RendezvousError, ResourceError
 from tricomm.store.arenas.local_arena import check_view
 from tricomm.store.arenas.memory_records import RecordFormat
-from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
+from tricomm.store.arenas.passing import DescriptorPassing
+from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
-from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
-from tricomm.store.segments import Segment
+from tricomm.store.segments import MAX_NBYTES, Segment
 
-_FORMAT = RecordFormat(b"TCSH", f"{NAME_BYTES}s")  # the name of the socket
+_FORMAT = RecordFormat(b"TCSH", f"QQ{NAME_BYTES}s")  # bytes of the file, bytes before the memory in it, the socket
+
+
+class FilePart(NamedTuple):
+    """Memory in a file: its descriptor, the bytes before the memory, and those of the whole file."""
+
+    fd: int
+    offset: int
+    size: int
 
 
 def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixShmArena:
@@ -32,18 +41,72 @@ def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixSh
     memory or a descriptor is refused, `InvalidArgument` for a bad size or a bad TRICOMM_SOCKET_DIR,
     `RendezvousError` if the ranks' records do not fit together; and as `ControlPage.exchange` does if a rank is gone.
     """
-    deadline = Deadline(timeout)
-    stage = CollectiveStages(control, "posix_shm", deadline)
+    own: list[Segment] = []
     with ExitStack() as undo:
-        passing = DescriptorSocket()
-        undo.callback(passing.abandon)
-        own: list[Segment] = []
-        records = stage.gather("allocate memory", lambda: _allocate(control, nbytes, passing, own, undo))
-        [mine] = own
-        segments = stage("map peers' memory", lambda: _attach_all(control, passing, records, mine, deadline, undo))
-        mine.close_fd()
+
+        def allocate() -> FilePart:
+            own.append(Segment.create(f"tricomm-{control.group}", nbytes))
+            undo.callback(own[0].close)
+            return FilePart(own[0].fd, 0, nbytes)
+
+        stages = CollectiveStages(control, "posix_shm", Deadline(timeout))
+        mapped = map_peers(stages, undo, "allocate memory", allocate, nbytes, "posix_shm")
+        own[0].close_fd()
         undo.pop_all()
+    segments = [own[0] if rank == control.rank else mapped[rank][0] for rank in range(control.world_size)]
     return PosixShmArena(control.rank, segments)
+
+
+def map_peers(
+    stages: CollectiveStages,
+    undo: ExitStack,
+    stage: str,
+    look: Callable[[], FilePart],
+    nbytes: int,
+    what: str,
+    sealed: bool = True,
+) -> dict[int, tuple[Segment, int]]:
+    """By rank, the file in which another rank has `nbytes` of memory, mapped here, and the memory's offset in it.
+
+    `look`, the first `stage`, gives this rank's own. Only a user's own files are not `sealed`. `undo` closes all.
+    """
+    control, deadline = stages.control, stages.deadline
+    descriptors = DescriptorPassing(control, what)
+    undo.callback(descriptors.abandon)
+    mine: list[int] = []
+    mapped: dict[int, tuple[Segment, int]] = {}
+
+    def described() -> bytes:
+        part = look()
+        mine.append(part.fd)
+        return _FORMAT.pack(control.rank, nbytes, part.size, part.offset, descriptors.bind())
+
+    records = stages.gather(stage, described)
+
+    def attach() -> None:
+        peers = [_parsed(record, rank, nbytes) for rank, record in enumerate(records)]
+
+        def take(rank: int, held: list[int]) -> None:
+            size, offset, _ = peers[rank]
+            try:
+                segment = Segment.attach(held, size, readonly=False, sealed=sealed)
+            except ResourceError as error:
+                raise ResourceError(f"rank {rank}'s memory cannot be mapped: {error}") from error
+            undo.callback(segment.close)
+            mapped[rank] = segment, offset
+
+        descriptors.take([name for _, _, name in peers], mine, take, deadline)
+
+    stages("map peers' memory", attach)
+    return mapped
+
+
+def _parsed(record: bytes, rank: int, nbytes: int) -> tuple[int, int, bytes]:
+    """(bytes of the file, bytes before the memory, socket) of rank `rank`. Raises `RendezvousError`."""
+    size, offset, name = _FORMAT.parse(record, rank, nbytes)
+    if not offset + nbytes <= size <= MAX_NBYTES:
+        raise RendezvousError(f"rank {rank} shares {nbytes} bytes of a file of {size}")
+    return size, offset, name
 
 
 class PosixShmArena:
@@ -100,40 +163,3 @@ class PosixShmArena:
 
     def keep(self) -> None:
         """Instead of `close`: all blocks stay mapped."""
-
-
-def _allocate(
-    control: ControlPage, nbytes: int, passing: DescriptorSocket, own: list[Segment], undo: ExitStack
-) -> bytes:
-    """Add this rank's memory to `own`; returns its record."""
-    own.append(_kept(undo, Segment.create(f"tricomm-{control.group}", nbytes)))
-    if control.world_size > 1:
-        passing.bind()
-    return _FORMAT.pack(control.rank, nbytes, passing.name)
-
-
-def _attach_all(
-    control: ControlPage,
-    passing: DescriptorSocket,
-    records: Sequence[bytes],
-    mine: Segment,
-    deadline: Deadline,
-    undo: ExitStack,
-) -> list[Segment]:
-    names = [_FORMAT.parse(record, rank, mine.nbytes)[0] for rank, record in enumerate(records)]
-    segments = {control.rank: mine}
-
-    def take(rank: int, held: list[int]) -> None:
-        try:
-            segments[rank] = _kept(undo, Segment.attach(held, mine.nbytes, readonly=False))
-        except ResourceError as error:
-            raise ResourceError(f"rank {rank}'s memory cannot be mapped: {error}") from error
-
-    pass_descriptors(control, passing, names, [mine.fd], take, "posix_shm", deadline)
-    passing.close()
-    return [segments[rank] for rank in range(control.world_size)]
-
-
-def _kept(undo: ExitStack, segment: Segment) -> Segment:
-    undo.callback(segment.close)
-    return segment

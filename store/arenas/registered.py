@@ -13,6 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,17 +21,14 @@ from typing import Any
 import torch
 
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.store.arenas.arena import NOT_BOUND, Arena
 from tricomm.store.arenas.local_arena import check_view, raw_view
-from tricomm.store.arenas.memory_records import RecordFormat
-from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
+from tricomm.store.arenas.posix_shm import FilePart, map_peers
+from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
-from tricomm.store.descriptors import DescriptorSocket
-from tricomm.store.records import NAME_BYTES
-from tricomm.store.segments import MAX_NBYTES, Segment
+from tricomm.store.segments import Segment
 
-_FORMAT = RecordFormat(b"TCRG", f"QQ{NAME_BYTES}s")  # bytes of the file, offset of the tensor in it, socket
 _PLACE = struct.Struct("<iiqq")  # rank and size of torch's group, offset of the tensor in its segment, bytes
 _REASON_BYTES = 200
 _MULTICAST_ALIGNMENT = 16  # of an access by the switch
@@ -184,37 +182,10 @@ def _of_the_switch(handle: Any, tensor: torch.Tensor, offset: int) -> tuple[int,
 
 
 def _of_shared_memory(control: ControlPage, tensor: torch.Tensor, timeout: float) -> RegisteredArena:
-    deadline = Deadline(timeout)
-    stage = CollectiveStages(control, "register", deadline)
-    segments: dict[int, tuple[Segment, int]] = {}
-    own: list[int] = []  # torch's descriptor
+    stages = CollectiveStages(control, "register", Deadline(timeout))
     with ExitStack() as undo:
-        passing = DescriptorSocket()
-        undo.callback(passing.abandon)
-
-        def look() -> bytes:
-            fd, offset, size = _file_behind(tensor)
-            own.append(fd)
-            if control.world_size > 1:
-                passing.bind()
-            return _FORMAT.pack(control.rank, tensor.nbytes, size, offset, passing.name)
-
-        records = stage.gather("look at the memory", look)
-
-        def attach() -> None:
-            peers = [_parsed(data, rank, tensor.nbytes) for rank, data in enumerate(records)]
-
-            def take(rank: int, held: list[int]) -> None:
-                size, offset, _ = peers[rank]
-                segment = Segment.attach(held, size, readonly=False, sealed=False)
-                undo.callback(segment.close)
-                segments[rank] = segment, offset
-
-            names = [name for _, _, name in peers]
-            pass_descriptors(control, passing, names, own, take, "registered memory", deadline)
-            passing.close()
-
-        stage("map peers' memory", attach)
+        look = partial(_file_behind, tensor)
+        segments = map_peers(stages, undo, "look at the memory", look, tensor.nbytes, "registered memory", sealed=False)
         undo.pop_all()
     bases = [tensor.data_ptr()] * control.world_size
     for rank, (segment, offset) in segments.items():
@@ -222,9 +193,9 @@ def _of_shared_memory(control: ControlPage, tensor: torch.Tensor, timeout: float
     return RegisteredArena("posix_shm", tensor, bases, segments)
 
 
-def _file_behind(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """(descriptor, which torch owns; bytes before the tensor in the file; bytes of the file). Raises `ResourceError`
-    if the tensor is not in shared memory."""
+def _file_behind(tensor: torch.Tensor) -> FilePart:
+    """The part of a file that holds a tensor; torch owns the descriptor. Raises `ResourceError` if the tensor is not in
+    shared memory."""
     storage = tensor.untyped_storage()
     inode = _shared_inode(storage.data_ptr()) if storage.is_shared() else None
     if inode is None:
@@ -236,7 +207,7 @@ def _file_behind(tensor: torch.Tensor) -> tuple[int, int, int]:
     status = os.fstat(fd)
     if status.st_ino != inode:
         raise ResourceError("torch's descriptor is not that of the memory behind the tensor")
-    return int(fd), tensor.data_ptr() - storage.data_ptr(), int(size)
+    return FilePart(int(fd), tensor.data_ptr() - storage.data_ptr(), int(size))
 
 
 def _shared_inode(address: int) -> int | None:
@@ -247,11 +218,3 @@ def _shared_inode(address: int) -> int | None:
             nameless = bool(path) and path[0].endswith(b"(deleted)")
             return int(inode) if mode[3:4] == b"s" and not int(offset, 16) and nameless else None
     return None
-
-
-def _parsed(record: bytes, rank: int, nbytes: int) -> tuple[int, int, bytes]:
-    """(bytes of the file, bytes before the tensor, socket) of rank `rank`'s tensor. Raises `RendezvousError`."""
-    whole, offset, name = _FORMAT.parse(record, rank, nbytes)
-    if not offset + nbytes <= whole <= MAX_NBYTES:
-        raise RendezvousError(f"rank {rank} registers {nbytes} bytes of a file of {whole}")
-    return whole, offset, name

@@ -10,7 +10,6 @@ mappings. No write probe is needed: the set-up of the group's arena has shown th
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,10 +21,10 @@ from tricomm.store.arenas.arena import NOT_BOUND
 from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
 from tricomm.store.arenas.cuda_ipc import IpcBlocks
 from tricomm.store.arenas.memory_records import RecordFormat
-from tricomm.store.collective_stages import CollectiveStages, pass_descriptors
+from tricomm.store.arenas.passing import DescriptorPassing, export
+from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import UUID_BYTES, Cleanup, Driver, load_driver
-from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.records import NAME_BYTES
 
 MOST_PIECES = 8  # descriptors in a message
@@ -119,11 +118,10 @@ class TensorPieces:
     def __init__(self, control: ControlPage, address: int, nbytes: int) -> None:
         self._control, self._address, self._nbytes = control, address, nbytes
         self._site: GpuSite | None = None
-        self._exported: list[int] = []
         self._handles: list[int] = []
         self._mapped: list[tuple[int, int]] = []
         self._reserved: list[tuple[int, int]] = []
-        self._passing = DescriptorSocket()
+        self._passing = DescriptorPassing(control, "registered memory")
 
     def allocate(self, site: GpuSite) -> bytes:
         self._site, driver = site, site.driver
@@ -136,17 +134,13 @@ class TensorPieces:
             first = first or base
             self._handles.append(driver.retain_handle(at))
             if self._control.world_size > 1:
-                self._exported.append(driver.export_descriptor(self._handles[-1]))
-                os.set_inheritable(self._exported[-1], False)
+                export(driver, self._handles[-1], self._passing.exported)
             driver.mem_release(self._handles[-1])
             self._handles.pop()
             sizes.append(size)
             at = base + size
-        if self._control.world_size > 1:
-            self._passing.bind()
-        uuid = driver.device_uuid(site.ordinal)
-        offset = self._address - first
-        return PiecesRecord(self._control.rank, uuid, self._nbytes, offset, tuple(sizes), self._passing.name).pack()
+        name, uuid, offset = self._passing.bind(), driver.device_uuid(site.ordinal), self._address - first
+        return PiecesRecord(self._control.rank, uuid, self._nbytes, offset, tuple(sizes), name).pack()
 
     def shared(self) -> None:
         pass
@@ -161,10 +155,7 @@ class TensorPieces:
         def take(rank: int, held: list[int]) -> None:
             addresses[rank] = self._map_peer(peers[rank], held)
 
-        names = [peer.socket for peer in peers]
-        pass_descriptors(self._control, self._passing, names, self._exported, take, "registered memory", deadline)
-        self._passing.close()
-        self._close_exported()
+        self._passing.take([peer.socket for peer in peers], self._passing.exported, take, deadline)
         return tuple(addresses[rank] for rank in range(len(peers)))
 
     def _map_peer(self, peer: PiecesRecord, descriptors: Sequence[int]) -> int:
@@ -196,10 +187,8 @@ class TensorPieces:
 
     def release(self, undo: Cleanup) -> bool:
         self._passing.abandon()
-        self._close_exported()
-        assert self._site is not None or not self._handles
-        driver = self._site.driver if self._site is not None else None
-        if driver is not None:
+        if self._site is not None:
+            driver = self._site.driver
             gone = all([undo.attempt(driver.mem_unmap, *piece) for piece in self._mapped])
             while self._handles:
                 undo.attempt(driver.mem_release, self._handles.pop())
@@ -207,7 +196,3 @@ class TensorPieces:
                 undo.attempt(driver.address_free, *reserved)
             self._mapped, self._reserved = [], []
         return True
-
-    def _close_exported(self) -> None:
-        while self._exported:
-            os.close(self._exported.pop())

@@ -52,13 +52,35 @@ class FakeControl:
                     kind = answer[1:].decode(errors="replace").partition(" ")[0]
                     raise getattr(errors, kind)(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
-    def exchange(self, payload: bytes, what: str, timeout: float) -> list[bytes]:
+    def exchange(
+        self,
+        payload: bytes,
+        what: str,
+        timeout: float,
+        abort_on_fault: bool = False,
+        error: BaseException | None = None,
+    ) -> list[bytes]:
         assert len(payload) <= 1024
+        mine = b"=" + self.tamper(what, payload)
+        if error is not None:
+            mine = f"!{type(error).__name__} {error}".encode()[:1024]
+        answers = self._gather(mine, what, timeout)
+        texts = [(rank, data[1:].decode(errors="replace")) for rank, data in enumerate(answers) if data[:1] == b"!"]
+        if texts:
+            failed = [(*text.partition(" ")[::2], rank) for rank, text in texts]
+            reasons = "; ".join(f"rank {rank}: {text}" for _, text, rank in failed)
+            raise getattr(errors, failed[0][0])(f"{what}: {reasons}")
+        return [data[1:] for data in answers]
+
+    def agree(self, error: BaseException | None, what: str, timeout: float) -> None:
+        self.exchange(b"", what, timeout, error=error)
+
+    def _gather(self, mine: bytes, what: str, timeout: float) -> list[bytes]:
         group, deadline = self.group, time.monotonic() + timeout
         with group.condition:
             self._round += 1
             posted = group.rounds.setdefault(self._round, {})
-            posted[self.rank] = what, self.tamper(what, payload)
+            posted[self.rank] = what, mine
             group.condition.notify_all()
             while len(posted) < self.world_size:
                 gone = sorted(group.dead - posted.keys())
@@ -69,16 +91,3 @@ class FakeControl:
                     raise errors.CollectiveTimeout(f"rank(s) {late} did not reach {what} within {timeout} s")
             assert {stage for stage, _ in posted.values()} == {what}, f"the ranks are at different stages: {posted}"
             return [posted[rank][1] for rank in range(self.world_size)]
-
-    def agree(self, error: BaseException | None, what: str, timeout: float) -> None:
-        self.gather(error, b"", what, timeout)
-
-    def gather(self, error: BaseException | None, payload: bytes, what: str, timeout: float) -> list[bytes]:
-        mine = b"=" + payload if error is None else f"!{type(error).__name__} {error}".encode()[:1024]
-        answers = self.exchange(mine, what, timeout)
-        texts = [(rank, data[1:].decode(errors="replace")) for rank, data in enumerate(answers) if data[:1] == b"!"]
-        if texts:
-            failed = [(*text.partition(" ")[::2], rank) for rank, text in texts]
-            reasons = "; ".join(f"rank {rank}: {text}" for _, text, rank in failed)
-            raise getattr(errors, failed[0][0])(f"{what}: {reasons}")
-        return [data[1:] for data in answers]

@@ -312,17 +312,23 @@ def test_sizes_that_differ():
         del outcomes
 
 
-def hostile(rank, nbytes):
-    return posix_shm._FORMAT.pack(rank, nbytes, bytes(8))
+def hostile(rank, nbytes, offset=0):
+    return posix_shm._FORMAT.pack(rank, nbytes, 4096, offset, bytes(8))
 
 
-HOSTILE = {"empty": b"", "noise": b"x" * 28, "another rank's": hostile(0, 4096), "another size": hostile(1, 8192)}
+HOSTILE = {
+    "empty": b"",
+    "noise": b"x" * 40,
+    "another rank's": hostile(0, 4096),
+    "another size": hostile(1, 8192),
+    "beyond its file": hostile(1, 4096, offset=1),
+}
 
 
 @pytest.mark.parametrize("record", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_records(record):
-    with pytest.raises(RendezvousError, match="rank 1's memory record|rank 1 shares 8192 bytes"):
-        posix_shm._FORMAT.parse(record, 1, 4096)
+    with pytest.raises(RendezvousError, match="rank 1's memory record|rank 1 shares (8192|4096) bytes"):
+        posix_shm._parsed(record, 1, 4096)
 
 
 def share(rank: int, world_size: int, tell, url: str, die: bool):

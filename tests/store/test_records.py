@@ -110,7 +110,7 @@ def test_a_rank_record_is_no_delivery():
 
 def sealed(head: dict[str, int], **body: int) -> bytes:
     """A record with a right seal and impossible values."""
-    values = {"rank": 1, "world": 4, "version": 3, "length": 144} | head
+    values = {"rank": 1, "world": 4, "version": 4, "length": 144} | head
     values_of_rank = dataclasses.asdict(RANK) | body
     payload = struct.pack("<QQQQ16sIQQI8s64s", *list(values_of_rank.values())[:-1], b"host")
     numbers = (values["version"], 1, values["length"], values["rank"], values["world"], 1)
@@ -131,7 +131,7 @@ def test_the_forger_can_forge():
         (sealed({"world": 1}), "bad world size: rank 1 of 1"),
         (sealed({"rank": -1}), "bad rank"),
         (sealed({"rank": 2**31 - 1}), "bad rank"),
-        (sealed({"version": 1}), "bad version 1, expected 3"),
+        (sealed({"version": 1}), "bad version 1, expected 4"),
         (sealed({"length": 2**32 - 1}), "bad length"),
         (sealed({"length": 0}), "bad length"),
         (sealed({}, pid=0), "bad pid: 0"),

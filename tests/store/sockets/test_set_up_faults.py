@@ -172,7 +172,15 @@ def killed_at(rank, world_size, tell, url, parent, at):
     return text, len(lines), holdings(sockets=False)["maps"] == before["maps"], time.monotonic() - began
 
 
-TRACED = {"generation.py", "handshake.py", "descriptors.py", "posix_shm.py", "collective_stages.py", "segments.py"}
+TRACED = {
+    "generation.py",
+    "handshake.py",
+    "descriptors.py",
+    "passing.py",
+    "posix_shm.py",
+    "collective_stages.py",
+    "segments.py",
+}
 MOMENTS = 40
 
 
