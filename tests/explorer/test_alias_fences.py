@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.explorer.compiled.litmus import Litmus
+from tests.explorer.compiled.litmus import Litmus, kinds
 from tricomm.explorer.compiled.thread_clocks import Clocks
 
 DATA, FLAG = 0, 64
@@ -18,6 +18,9 @@ FENCES = {
     "behind the load": ("other", "late"),
     "another thread": ("third", "behind"),
 }
+BOTH_WAYS = pytest.mark.parametrize(
+    ("one", "other"), [(PLAIN, SWITCH), (SWITCH, PLAIN)], ids=["plain first", "switch first"]
+)
 
 
 def passed(store, load, place=None, flag=("st.release.sys.b32", "ld.acquire.sys.b32")):
@@ -42,7 +45,7 @@ def passed(store, load, place=None, flag=("st.release.sys.b32", "ld.acquire.sys.
 
 
 @pytest.mark.parametrize("fence", FENCES)
-@pytest.mark.parametrize(("one", "other"), [(PLAIN, SWITCH), (SWITCH, PLAIN)], ids=["plain first", "switch first"])
+@BOTH_WAYS
 def test_a_flag_orders_two_addresses_only_through_an_alias_fence(fence, one, other):
     """Anywhere between the two, in a thread that the order goes through."""
     result = passed(one[0], other[1], FENCES[fence])
@@ -62,150 +65,72 @@ def test_an_alias_fence_orders_nothing_by_itself(place):
     assert "make it sem='release'" in result[0].advice
 
 
-def test_a_thread_of_its_own_needs_one_too():
-    for fenced in (False, True):
-        litmus = Litmus()
-        block = litmus.block()
-        block(0, PLAIN[0], DATA, 7)
-        if fenced:
-            block.fence(0, "alias", "sys")
-        block(0, SWITCH[1], DATA)
-        assert litmus.kinds == ([] if fenced else ["race"])
-        block(0, PLAIN[0], DATA, 8)  # after the load through the switch, and no fence
-        assert litmus.kinds == (["race"] if fenced else ["race", "race"])
+PUT, GET, WEAK_GET = "multimem.st.relaxed", "multimem.ld_reduce.relaxed", "multimem.ld_reduce.weak"
 
 
-def test_the_fence_of_one_thread_is_not_that_of_another():
-    """A barrier hands on what its threads know through a fence, and no more."""
-    for fences in ((), (0,), (1,), (0, 1)):
-        litmus = Litmus()
-        block = litmus.block(threads=3)
-        block([0, 1], PLAIN[0], [DATA, DATA + 4], [7, 8])
-        for thread in fences:
-            block.fence(thread, "alias", "sys")
-        block.barrier()
-        block(2, SWITCH[1], DATA)
-        assert litmus.kinds == ([] if 0 in fences else ["race"])
-        block(2, SWITCH[1], DATA + 4)
-        assert len(litmus.kinds) == 2 - len(fences)
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        # A thread needs a fence for itself, too; and for a store after the load through the switch another one.
+        (f"A st d; A fence.alias; A {GET} d", 0),
+        (f"A st d; A fence.alias; A {GET} d; A st d", 1),
+        (f"A st d; A {GET} d", 1),
+        (f"A st d; A {GET} d; A st d", 2),
+        # A barrier hands on what its threads know through a fence, and no more.
+        (f"A st d; A1 st e; A bar; A2 {GET} d; A2 {GET} e", 2),
+        (f"A st d; A1 st e; A fence.alias; A bar; A2 {GET} d; A2 {GET} e", 1),
+        (f"A st d; A1 st e; A fence.alias; A bar; A2 {GET} d", 0),
+        (f"A st d; A1 st e; A1 fence.alias; A bar; A2 {GET} e", 0),
+        (f"A st d; A1 st e; A fence.alias; A1 fence.alias; A bar; A2 {GET} d; A2 {GET} e", 0),
+        # The fence of another thread serves if the order goes through it: so a block's threads need none themselves.
+        (f"A2 st d; A bar; A fence.alias; A bar; A {GET} d; A1 {GET} d; A2 {GET} d", 0),
+        (f"A2 st d; A bar; A bar; A {GET} d; A1 {GET} d; A2 {GET} d", 3),
+        # The end of a launch is an alias fence, and a relaxed store hands on what earlier launches did.
+        (f"A {PUT} d; A end; B ld d; B1 ld d", 0),
+        (f"A {PUT} d; A end; B st.relaxed f; C ld.acquire f; C ld d", 0),
+        # All may add to a flag by its multicast address, as in CUDA's own example; it hands data on.
+        (f"A {PUT} d; A multimem.red.add.release f; C ld.acquire f; C fence.alias; C ld d", 0),
+        (f"A {PUT} d; A multimem.red.add.release f; C ld.acquire f; C ld d", 1),
+        # A thread that has fenced learns on.
+        ("C fence.alias; A st d; A st.release f; C ld.acquire f; C ld d", 0),
+        # A strong store is not forgotten for a later one by the other address.
+        (f"A st.relaxed d; A {PUT} d; A {WEAK_GET} d", 1),
+        (f"A st.relaxed d; A fence.alias; A {PUT} d; A {WEAK_GET} d", 0),
+    ],
+)
+def test_what_an_alias_fence_orders(program, found):
+    assert kinds(program, "001", threads=3) == ["race"] * found
 
 
-def test_the_fence_of_another_thread_serves_if_the_order_goes_through_it():
-    """Barrier, fence in one thread, barrier: so the block's threads need none of their own."""
-    for fenced in (False, True):
-        litmus = Litmus()
-        block = litmus.block(threads=3)
-        block(2, PLAIN[0], DATA, 7)
-        block.barrier()
-        if fenced:
-            block.fence(0, "alias", "sys")
-        block.barrier()
-        for thread in range(3):
-            block(thread, SWITCH[1], DATA)
-        assert litmus.kinds == ([] if fenced else ["race"] * 3)
+def test_a_thread_of_a_block_of_one_that_has_fenced_learns_on():
+    assert kinds("A fence.alias; B st d; B st.release f; A ld.acquire f; A ld d", "10", threads=1) == []
 
 
-def test_the_end_of_a_launch_is_an_alias_fence():
-    litmus = Litmus()
-    block = litmus.block()
-    block(0, SWITCH[0], DATA, 7)
-    block.end()
-    after = litmus.block()
-    after(0, PLAIN[1], DATA)
-    after(1, PLAIN[1], DATA)
-    assert litmus.kinds == []
+@pytest.mark.parametrize(("one", "other"), [(PUT, GET), ("st.relaxed", GET), (PUT, "ld.relaxed"), (PUT, "st.relaxed")])
+def test_strong_accesses_may_meet_by_two_addresses(one, other):
+    assert kinds(f"A {one} d; B {other} d") == []
 
 
-def test_a_relaxed_store_hands_on_what_earlier_launches_did_through_the_switch():
-    litmus = Litmus()
-    block = litmus.block()
-    block(0, SWITCH[0], DATA, 7)
-    block.end()
-    after, other = litmus.block(), litmus.block(1)
-    after(0, "st.relaxed.sys.b32", FLAG, 1)
-    other(0, "ld.acquire.sys.b32", FLAG)
-    other(0, PLAIN[1], DATA)
-    assert litmus.kinds == []
+def _all(count):
+    return f"A{','.join(map(str, range(count)))}"
 
 
-def test_strong_accesses_may_meet_by_two_addresses():
-    """As in CUDA's own example: all add to a flag by its multicast address, and poll it by the plain one."""
-    for one, other in (
-        (SWITCH[0], SWITCH[1]),
-        ("st.relaxed.sys.b32", SWITCH[1]),
-        (SWITCH[0], "ld.relaxed.sys.b32"),
-        (SWITCH[0], "st.relaxed.sys.b32"),
-    ):
-        litmus = Litmus()
-        litmus.block(0)(0, one, DATA, 7)
-        litmus.block(1)(0, other, DATA, 8)
-        assert litmus.kinds == [], (one, other)
-
-
-@pytest.mark.parametrize("fenced", [True, False])
-def test_a_flag_that_all_add_to_by_the_multicast_address_hands_data_on(fenced):
-    litmus = Litmus()
-    one, other = litmus.block(0), litmus.block(1)
-    one(0, SWITCH[0], DATA, 7)
-    one(0, "multimem.red.add.release.sys.b32", FLAG, 1)
-    other(0, "ld.acquire.sys.b32", FLAG)
-    if fenced:
-        other.fence(0, "alias", "sys")
-    other(0, PLAIN[1], DATA)
-    assert litmus.kinds == ([] if fenced else ["race"])
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_thread_that_has_fenced_learns_on(threads):
-    litmus = Litmus()
-    one, other = litmus.block(0, threads=threads), litmus.block(1, threads=threads)
-    other.fence(0, "alias", "sys")
-    one(0, PLAIN[0], DATA, 7)
-    one(0, "st.release.sys.b32", FLAG, 1)
-    other(0, "ld.acquire.sys.b32", FLAG)
-    other(0, PLAIN[1], DATA)
-    assert litmus.kinds == []
-
-
-@pytest.mark.parametrize(("one", "other"), [(PLAIN, SWITCH), (SWITCH, PLAIN)], ids=["plain first", "switch first"])
+@BOTH_WAYS
 @pytest.mark.parametrize("readers", [1, 14])
 def test_a_read_is_not_forgotten_for_a_later_one_of_the_same_thread_by_the_other_address(one, other, readers):
     """Both weak. What is stored then is ordered behind both, but by no fence behind the first."""
-    weak = [name.replace("relaxed.sys", "weak") for name in (one[1], other[1])]
-    litmus = Litmus()
-    block = litmus.block(threads=readers + 1)
-    for name in weak:
-        block(list(range(readers)), name, [DATA] * readers)
-    block.barrier()
-    assert litmus.kinds == []
-    block(readers, other[0].replace("relaxed.sys", "weak"), DATA, 7)
-    assert litmus.kinds == ["race"]
-
-
-def test_a_strong_store_is_not_forgotten_for_a_later_one_by_the_other_address():
-    for fenced in (False, True):
-        litmus = Litmus()
-        block = litmus.block()
-        block(0, "st.relaxed.sys.b32", DATA, 7)
-        if fenced:
-            block.fence(0, "alias", "sys")
-        block(0, SWITCH[0], DATA, 8)
-        block(0, "multimem.ld_reduce.weak.b32", DATA)
-        assert litmus.kinds == ([] if fenced else ["race"])
+    first, second, store = (name.replace("relaxed.sys", "weak") for name in (one[1], other[1], other[0]))
+    read = f"{_all(readers)} {first} d; {_all(readers)} {second} d; A bar"
+    assert kinds(read, threads=readers + 1) == []
+    assert kinds(f"{read}; A{readers} {store} d", threads=readers + 1) == ["race"]
 
 
 @pytest.mark.parametrize("readers", [1, 12])
 def test_a_read_is_not_forgotten_for_a_later_one_by_the_other_address(readers):
     """The plain reads lie before those through the switch, but no fence is between; then a store through the switch."""
-    litmus = Litmus()
-    block = litmus.block(threads=readers)
-    block(list(range(readers)), PLAIN[1], [DATA] * readers)
-    block.barrier()
-    block(0, SWITCH[1], DATA)
-    block.barrier()
-    assert litmus.kinds == []
-    block(0, SWITCH[0], DATA, 7)
-    assert litmus.kinds == ["race"]
+    read = f"{_all(readers)} ld d; A bar; A {GET} d; A bar"
+    assert kinds(read, threads=readers) == []
+    assert kinds(f"{read}; A {PUT} d", threads=readers) == ["race"]
 
 
 def test_clocks_that_grow_keep_both_halves():

@@ -313,6 +313,14 @@ def test_an_environment_behind_a_symbolic_link(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def generator(comm):
+    yield comm
+
+
+async def coroutine(comm):
+    return comm
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -330,6 +338,14 @@ def test_an_environment_behind_a_symbolic_link(tmp_path):
         ({"fn": lambda: None}, "cannot be called with one communicator"),
         ({"fn": lambda comm, more: None}, "cannot be called with one communicator"),
         ({"options": {}}, "options"),
+        ({"fn": generator}, "generator or a coroutine"),
+        ({"fn": coroutine}, "generator or a coroutine"),
+        ({"fn": k.waits}, "function of one communicator that launches kernels is needed"),
+        ({"residency": 0}, "residency=0"),
+        ({"residency": "x"}, "residency='x'"),
+        ({"faults": None}, "faults=None"),
+        ({"faults": 7}, "faults=7"),
+        ({"seed": 1 << 70}, "seed="),
     ],
     ids=lambda value: re.sub(" at 0x.*", "", str(value)),
 )

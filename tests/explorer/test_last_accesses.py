@@ -59,12 +59,19 @@ class Word:
         return [finding.ranks for finding in self.detector.findings]
 
 
-def _met(names: tuple[str, ...], other: str) -> list[tuple[int, ...]]:
-    """Rank 0 makes accesses to a word, then rank 1 one that nothing orders after them."""
+def races(program: str, ranks: str = "012") -> list[tuple[int, ...]]:
+    """Those of steps such as "A store", "B look.acquire.sys.8 @8" (at byte 8), "A bar" and "A hand B" (what A has done
+    is before all that B does next). The blocks are of `ranks`."""
     word = Word()
-    for name in names:
-        word.does(word.task(0), name)
-    word.does(word.task(1), other)
+    tasks = {chr(ord("A") + n): word.task(int(rank), n) for n, rank in enumerate(ranks)}
+    for step in program.split(";"):
+        who, name, *more = step.split()
+        if name == "bar":
+            word.detector.barrier(tasks[who])
+        elif name == "hand":
+            word.hand_over(tasks[who], tasks[more[0]], *(int(at[1:]) for at in more[1:]))
+        else:
+            word.does(tasks[who], name, *(int(at[1:]) for at in more))
     return word.races
 
 
@@ -72,94 +79,58 @@ def _met(names: tuple[str, ...], other: str) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("later", FITTING_WRITES)
 def test_a_write_that_may_be_met_unordered_stands_for_none_before_it_that_may_not(first, later):
     for other in FITTING_READS + FITTING_WRITES:
-        assert _met((later,), other) == []
-        assert _met((first, later), other) == [(0, 1)]
+        assert races(f"A {later}; B {other}") == []
+        assert races(f"A {first}; A {later}; B {other}") == [(0, 1)]
+    assert races(f"A {first}; A hand B; B {later}; C xchg.relaxed.sys.8") == [(0, 2)]  # nor one of another rank
 
 
 @pytest.mark.parametrize("first", READS)
 @pytest.mark.parametrize("later", FITTING_READS + FITTING_WRITES)
 def test_nothing_strong_stands_for_a_read_before_it_that_may_not_be_met_unordered(first, later):
     for other in FITTING_WRITES:
-        assert _met((later,), other) == []
-        assert _met((first, later), other) == [(0, 1)]
-
-
-@pytest.mark.parametrize("first", [name for name in READS if name != "load"])
-def test_a_strong_read_that_does_not_fit_races_with_a_strong_write(first):
-    assert _met((first,), "store.relaxed.sys.8") == [(0, 1)]
-
-
-@pytest.mark.parametrize("first", WRITES)
-@pytest.mark.parametrize("later", FITTING_WRITES)
-def test_a_write_of_another_rank_stands_for_none_before_it(first, later):
-    word = Word()
-    one, other, third = map(word.task, range(3))
-    word.does(one, first)
-    word.hand_over(one, other)
-    word.does(other, later)
-    word.does(third, "xchg.relaxed.sys.8")
-    assert word.races == [(0, 2)]
-
-
-def test_a_write_of_one_scope_and_size_stands_for_none_of_another_ranks():
-    word = Word()
-    one, other, beside = word.task(0), word.task(1), word.task(1, 1)
-    word.does(one, "xchg.relaxed.sys.8")
-    word.hand_over(one, other)
-    word.does(other, "xchg.relaxed.sys.8")
-    word.does(beside, "look.relaxed.gpu.8")
-    assert word.races == [(0, 1)]
+        assert races(f"A {later}; B {other}") == []
+        assert races(f"A {first}; A {later}; B {other}") == [(0, 1)]
 
 
 @pytest.mark.parametrize("first", WRITES + READS)
 def test_a_plain_write_stands_for_all_that_it_is_ordered_after(first):
-    word = Word()
-    one, other, third = map(word.task, range(3))
-    word.does(one, first)
-    word.does(one, "store.relaxed.sys.8")
-    word.hand_over(one, other)
-    word.does(other, "store")
-    word.does(third, "xchg.relaxed.sys.8")
-    assert word.races == [(1, 2)]
-
-
-def test_a_word_is_handed_over_in_itself():
-    word = Word()
-    one, other = map(word.task, range(2))
-    word.does(one, "store.relaxed.gpu.8")
-    word.hand_over(one, other, at=0)
-    word.does(other, "store")
-    assert word.races == []
+    program = f"A {first}; A store.relaxed.sys.8; A hand B; B store; C xchg.relaxed.sys.8"
+    assert races(program) == [(1, 2)]
 
 
 @pytest.mark.parametrize(
-    ("first", "release"), [("store.relaxed.sys.8", "store.release.sys.8"), ("look.relaxed.sys.8", "look.acq_rel.sys.8")]
+    ("program", "found"),
+    [
+        # A write of one scope and size stands for none of another rank's.
+        ("A xchg.relaxed.sys.8; A hand B; B xchg.relaxed.sys.8; C look.relaxed.gpu.8", 1),
+        # A word is handed over in itself.
+        ("A store.relaxed.gpu.8; A hand B @0; B store", 0),
+        # A release stands for nothing after the last block barrier.
+        ("A store.relaxed.sys.8; A bar; A store.release.sys.8; B look.acquire.sys.8; B bar; B store", 0),
+        ("A store.relaxed.sys.8; A store.release.sys.8; B look.acquire.sys.8; B bar; B store", 1),
+        ("A look.relaxed.sys.8; A bar; A look.acq_rel.sys.8; B look.acquire.sys.8; B bar; B store", 0),
+        ("A look.relaxed.sys.8; A look.acq_rel.sys.8; B look.acquire.sys.8; B bar; B store", 1),
+        # It is before no access that has read an earlier flag of its block.
+        ("A store.release.sys.8; A store.release.sys.8 @8; B look.acquire.sys.8 @8; B bar; B store", 0),
+        ("A store.release.sys.8 @8; A store.release.sys.8; B look.acquire.sys.8 @8; B bar; B store", 1),
+        ("A store.release.sys.8; A store.relaxed.sys.8 @8; B look.acquire.sys.8 @8; B bar; B store", 1),
+        ("A store.relaxed.sys.8 @8; A store.release.sys.8; B look.acquire.sys.8 @8; B bar; B store", 1),
+        # An acquire that writes comes after what was read before the release that it reads.
+        ("A load; A bar; A look.acq_rel.sys.8; B xchg.acquire.sys.8", 0),
+        ("A load; A bar; A store.release.sys.8; B xchg.acquire.sys.8", 0),
+        # The block's other threads do not know of the release yet.
+        ("A load; A bar; A store.release.sys.8; B xchg.acquire.sys.8; B load.relaxed.gpu.8", 1),
+    ],
 )
-def test_a_release_stands_for_nothing_after_the_last_block_barrier(first, release):
-    for barrier, races in ((True, []), (False, [(0, 1)])):
-        word = Word()
-        one, other = map(word.task, range(2))
-        word.does(one, first)
-        if barrier:
-            word.detector.barrier(one)
-        word.does(one, release)
-        word.does(other, "look.acquire.sys.8")
-        word.detector.barrier(other)
-        word.does(other, "store")
-        assert word.races == races
+def test_what_a_word_keeps_of_its_accesses(program, found):
+    assert races(program, "011") == [(0, 1)] * found
 
 
-@pytest.mark.parametrize("flag", ["store.release.sys.8", "store.relaxed.sys.8"])
-def test_a_release_is_before_no_access_that_has_read_an_earlier_flag_of_its_block(flag):
-    for first, races in (("word", []), ("flag", [(0, 1)])):
-        word = Word()
-        one, other = map(word.task, range(2))
-        for name, at in ((flag, 8), ("store.release.sys.8", 0))[:: 1 if first == "flag" else -1]:
-            word.does(one, name, at)
-        word.does(other, "look.acquire.sys.8", at=8)
-        word.detector.barrier(other)
-        word.does(other, "store")
-        assert word.races == (races if "release" in flag else [(0, 1)])
+@pytest.mark.parametrize("acquire", ["look.acquire.sys.8", "load.acquire.sys.8", "rmw.acq_rel.sys.8"])
+@pytest.mark.parametrize("first", WRITES)
+def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_reads(first, acquire):
+    assert races(f"A {first}; A bar; A store.release.sys.8; B {acquire}") == []
+    assert races(f"A {first}; A bar; A store.relaxed.sys.8; B {acquire}") == [(0, 1)]
 
 
 def test_many_releases_do_not_cover_what_came_after_the_last_block_barrier():
@@ -174,33 +145,6 @@ def test_many_releases_do_not_cover_what_came_after_the_last_block_barrier():
     assert word.races == []
     word.does(other, "store", at=8)
     assert word.races == [(0, 1)]
-
-
-@pytest.mark.parametrize("acquire", ["look.acquire.sys.8", "load.acquire.sys.8", "rmw.acq_rel.sys.8"])
-@pytest.mark.parametrize("first", WRITES)
-def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_reads(first, acquire):
-    for release, races in (("store.release.sys.8", []), ("store.relaxed.sys.8", [(0, 1)])):
-        word = Word()
-        one, other = map(word.task, range(2))
-        word.does(one, first)
-        word.detector.barrier(one)
-        word.does(one, release)
-        word.does(other, acquire)
-        assert word.races == races
-
-
-@pytest.mark.parametrize("release", ["store.release.sys.8", "look.acq_rel.sys.8"])
-def test_an_acquire_that_writes_comes_after_what_was_read_before_the_release_that_it_reads(release):
-    word = Word()
-    one, other = map(word.task, range(2))
-    word.does(one, "load")
-    word.detector.barrier(one)
-    word.does(one, release)
-    word.does(other, "xchg.acquire.sys.8")
-    assert word.races == []
-    if release.startswith("store"):
-        word.does(other, "load.relaxed.gpu.8")
-        assert word.races == [(0, 1)]  # the block's other threads do not know of the release yet
 
 
 def test_an_acquire_learns_of_a_word_only_from_that_word():

@@ -175,6 +175,7 @@ EXECUTION = ("findings", 0, "execution")
         ((*EXECUTION, "choices"), [[1, None]]),
         ((*EXECUTION, "fault"), ["drop", 7, 3]),
         ((*EXECUTION, "fault"), ["burn", 0, 3]),
+        ((*EXECUTION, "fault"), ["stop", "x", "y"]),
         ((*EXECUTION, "seed"), ...),
         (("findings", 0, "where"), [None]),
         (("findings", 0, "where"), None),
@@ -190,6 +191,10 @@ EXECUTION = ("findings", 0, "execution")
         (("seed",), None),
         (("world_size",), 10**400),
         (("options", "timeout"), 10**400),
+        (("options", "bogus"), 1),
+        (("options",), None),
+        (("subject",), None),
+        (("schema",), 99),
     ],
     ids=lambda v: f"{v!r:.20}",
 )
@@ -217,7 +222,11 @@ def test_the_command_checks_a_users_function_and_repeats_its_report(users_file, 
     assert done.exit_code == 1 and "race" in done.output and "mine.py:" in done.output and "simulated" in done.output
     assert "<svg" in picture.read_text()
     again = command("--replay", report)
-    assert again.exit_code == 1 and "1. repeated: race" in again.output
+    assert again.exit_code == 1 and "1. repeated: race" in again.output and "has changed" not in again.output
+    users_file.write_text(USERS_FILE.replace("@triton.jit", "# one more line\n@triton.jit"))
+    moved = command("--replay", report)
+    assert moved.exit_code == 1 and "mine.py has changed since" in moved.output
+    assert "NOT repeated: race" in moved.output and "found instead: race" in moved.output
     users_file.write_text(USERS_FILE.replace("return call(comm, False)", "return call(comm, True)"))
     mended = command("--replay", report)
     assert mended.exit_code == 0 and "NOT repeated" in mended.output
@@ -245,10 +254,15 @@ def test_the_command_checks_shipped_kernels():
         (["--fault", "fire", "--collective", "barrier"], "faults"),
         (["--world-size", "17"], "17"),
         (["--replay", "nowhere.json"], "does not exist"),
+        (["--report", "/no/such/folder/r.json"], "the folder /no/such/folder does not exist"),
+        (["--timeline", "/no/such/folder/t.svg"], "the folder /no/such/folder does not exist"),
+        (["--timeline", "t.png"], "as .html or as .svg"),
     ],
     ids=str,
 )
-def test_what_the_command_refuses(arguments, text):
+def test_what_the_command_refuses(monkeypatch, arguments, text):
+    if arguments[0] in ("--report", "--timeline"):  # before the campaign
+        monkeypatch.setattr(campaign, "check", lambda *a, **k: pytest.fail("it has begun"))
     done = command(*arguments)
     assert done.exit_code == 2 and text in done.output
 
@@ -267,10 +281,14 @@ def test_functions_and_partials_are_offered_and_kernels_are_not():
     assert done.exit_code == 2 and "shift: a function of one communicator that launches kernels" in done.output
 
 
-def test_a_file_that_does_not_load(tmp_path):
-    (tmp_path / "bad.py").write_text("import no_such_module_at_all\n")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("import no_such_module_at_all\n", "ModuleNotFoundError"), ("raise SystemExit(0)\n", "does not load: SystemExit")],
+)
+def test_a_file_that_does_not_load(tmp_path, text, said):
+    (tmp_path / "bad.py").write_text(text)
     done = command(f"{tmp_path / 'bad.py'}:fn")
-    assert done.exit_code == 2 and "ModuleNotFoundError" in done.output
+    assert done.exit_code == 2 and said in " ".join(done.output.split())
 
 
 # The adapter and the detector look after themselves.

@@ -16,6 +16,45 @@ from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.ptx.instructions import Address, Instruction, PtxKernel, Register, SourceLine
 
 _lines = itertools.count(1)
+_PLACES = {"d": 0, "f": 64, "g": 128, "e": 192}  # data, a flag, a second flag, other data
+
+
+def kinds(program: str, ranks: str = "011", threads: int = 2) -> list[str]:
+    """Kinds of the findings of a litmus test, as "A st d; A st.release f; B ld.acquire f; B ld d".
+
+    A step has a block and its threads (A, A1, A0,1; A is thread 0), an operation, and a place with, where it matters,
+    a value (f=1). 32 bits are meant, and the system's scope. Others are "A fence.sc", "A bar" (A0,1 bar: of these
+    threads), "A0,1 warp" and "A end". The blocks are of `ranks`, and begin with their first step.
+    """
+    litmus = Litmus()
+    blocks: dict[str, Block] = {}
+    for value, step in enumerate(program.split(";"), 1):
+        who, name, *place = step.split()
+        if who[0] not in blocks:
+            number = ord(who[0]) - ord("A")
+            blocks[who[0]] = litmus.block(int(ranks[number]), threads, number)
+        block, lanes = blocks[who[0]], [int(thread) for thread in (who[1:] or "0").split(",")]
+        if name == "end":
+            block.end()
+        elif name == "bar":
+            block.barrier(lanes if who[1:] else None)
+        elif name == "warp":
+            block.warp_barrier(lanes)
+        elif name.startswith("fence"):
+            _, sem, *scope = name.split(".")
+            block.fence(lanes[0], sem, *scope or ["sys"])
+        else:
+            at, _, given = place[0].partition("=")
+            write = value if name.partition(".")[0] in ("st", "red") or "exch" in name or "multimem" in name else 0
+            block(lanes, _whole(name), [_PLACES[at]] * len(lanes), int(given) if given else write)
+    return litmus.kinds
+
+
+def _whole(name: str) -> str:
+    words = name.split(".")
+    if set(words) & {"relaxed", "acquire", "release", "acq_rel"} and not set(words) & set(SCOPES):
+        name += ".sys"
+    return name if words[-1][:1] == "b" else f"{name}.b32"
 
 
 @dataclass(eq=False)
