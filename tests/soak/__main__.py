@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--rounds", type=int, help="end after so many groups")
     add("--slack", type=float, default=5.0, help="seconds beyond a promised limit, because the machine is busy")
     add("--memory", type=float, default=16.0, help="MiB that a process may grow by")
-    add("--inject", default="", help="a mistake to be found: wrong, hang, lost, unnamed, descriptors, threads, ...")
+    add("--inject", default="", help="a mistake to be found: wrong, hang, lost, unnamed, descriptors, ...")
     add("--json", type=Path, help="write the figures to this file")
     given = parser.parse_args(arguments)
     for name, known in (("faults", FAULTS), ("routes", ROUTES)):

@@ -1,10 +1,8 @@
-"""Random calls of torch.distributed's default group: the fuzz's, DDP's backward, and calls in callbacks of futures."""
+"""Random calls of torch.distributed's default group: the fuzz's, and DDP's backward."""
 
 from __future__ import annotations
 
 import functools
-import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.soak import fuzz_calls
-from tests.soak.calls import Call, Pairs, Turn, sums
+from tests.soak.calls import Call, Pairs, Turn
 
 MANY = (fuzz_calls.manager, fuzz_calls.functionals, fuzz_calls.objects)  # of several collectives, each of which may end
 
@@ -50,36 +48,4 @@ def backward(group: Any, turn: Turn) -> Pairs:
     return [(layer.weight.grad, grad) for layer, grad in zip(layers, want, strict=True)]
 
 
-def in_callbacks(group: Any, turn: Turn) -> Pairs:
-    """Calls of one shape, which the program and callbacks make; a rank may attach the callbacks late, or run them
-    slowly."""
-    parts = [turn.parts((turn.count(),), torch.float32, 0)]
-    parts += [turn.parts(tuple(parts[0][0].shape), torch.float32, which) for which in range(1, 5)]
-    xs = [p[turn.rank].clone() for p in parts]
-    alone = random.Random(turn.number * 16 + turn.rank)
-    late, slow = alone.random() < 0.5, alone.random() * 0.02
-
-    def call(which: int) -> Any:
-        def callback(future: Any) -> None:
-            time.sleep(slow)
-            dist.all_reduce(xs[which])
-
-        return callback
-
-    first, second = (dist.all_reduce(x, async_op=True) for x in xs[:2])
-    if late:
-        second.wait()
-    chain = first.get_future().then(call(2)).then(call(3))
-    both = torch.futures.collect_all([second.get_future(), first.get_future()]).then(call(4))
-    for future in (chain, both):
-        future.wait()
-    for work in (first, second):
-        work.wait()
-    return [(x, sums(p, "sum")) for x, p in zip(xs, parts, strict=True)]
-
-
-CALLS: tuple[Call, ...] = (
-    *(of_the_fuzz(kind) for kind in fuzz_calls.KINDS if kind not in MANY),
-    backward,
-    in_callbacks,
-)
+CALLS: tuple[Call, ...] = (*(of_the_fuzz(kind) for kind in fuzz_calls.KINDS if kind not in MANY), backward)

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.c10d.bodies.collective_bodies import wanted
-from tests.c10d.bodies.groups import of, poisoned
+from tests.c10d.bodies.groups import of, poisoned, wanted
 from tests.core.bodies.exact import anything, outcome
 from tricomm.kernels.collectives import registry
 

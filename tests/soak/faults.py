@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tests.soak.groups import SECOND
 from tests.soak.worker import Report
 
 STALL = 5.0  # the stall limit of every group
@@ -42,12 +41,9 @@ FAULTS = {
         Fault("interrupt", ("GroupAborted", "PeerDied"), ("KeyboardInterrupt",), (2.0, 10.0)),
         Fault("leave", LEFT, (), (2.0, 10.0)),
         Fault("wrong", ("CollectiveMismatch",), ("CollectiveMismatch",), (1.0, 10.0)),
-        Fault("descriptors", (), (), (SECOND + 1.0, SECOND + 5.0)),
-        Fault("store", (), (), (SECOND + 1.0, SECOND + 5.0)),
     )
 }
 _QUOTES = "Cannot extract tensors from value"
-SURVIVED = ("pause", "descriptors", "store")
 UNCERTAIN = ("raise", "interrupt", "leave")  # the cause seen by the others depends on the moment
 
 
@@ -93,7 +89,7 @@ def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
     errors = [r.error for r in outcome.reports if r is not None and r.error is not None]
     if fault is not None and errors and fault.survivors and not first_seen and fault.name not in (*UNCERTAIN, "stop"):
         results.append(("unexpected", f"{outcome.route}, {fault.name}: nobody got {fault.survivors[0]}"))
-    return results + _judge_attempts(outcome, fault, slack)
+    return results
 
 
 def _judge_error(who: str, report: Report, allowed: tuple[str, ...], struck: bool) -> list[tuple[str, str]]:
@@ -107,24 +103,3 @@ def _judge_error(who: str, report: Report, allowed: tuple[str, ...], struck: boo
     if not named and not (struck and kind in ("Injected", "KeyboardInterrupt")):
         return [("unnamed", f"{who} got {kind}: {text}")]
     return [("unexpected", f"{who} got {kind}, instead of {', '.join(allowed) or 'none'}: {text}")]
-
-
-def _judge_attempts(outcome: Outcome, fault: Fault | None, slack: float) -> list[tuple[str, str]]:
-    """A second group: made by all ranks or by none, with a named error, in time."""
-    attempts = {r: report.attempt for r, report in enumerate(outcome.reports) if report and report.attempt}
-    results = []
-    for rank, (kind, named, text, seconds) in attempts.items():
-        who = f"{outcome.route}, a second group ({outcome.fault}): rank {rank}"
-        if not named:
-            results.append(("unnamed", f"{who} got {kind}: {text}"))
-        if fault is not None and seconds > fault.within[outcome.route != "communicator"] + slack:
-            results.append(("late", f"{who} took {seconds:.1f} s"))
-    kinds = {bool(attempt[0]) for attempt in attempts.values()}
-    if len(kinds) > 1:
-        said = {rank: attempt[0] or "made" for rank, attempt in attempts.items()}
-        results.append(
-            ("unexpected", f"{outcome.route}, a second group ({outcome.fault}): not the same for all: {said}")
-        )
-    if outcome.fault == "store" and False in kinds:
-        results.append(("unexpected", f"{outcome.route}: a group was made over a dead store"))
-    return results

@@ -13,22 +13,27 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.distributed import distributed_c10d as c10d
 
-from tests.c10d.bodies.collective_bodies import OPS, TYPES, defined, wanted
-from tests.c10d.bodies.groups import of, poisoned
+from tests.c10d.bodies.groups import OPS, TYPES, defined, of, poisoned, wanted
 from tests.soak.calls import Pairs
 
 COUNTS = (0, 1, 2, 7, 64, 1000, 3001)
+SHAPES = ((), (4, 3), (2, 1, 3))
+REDUCTIONS = [(dtype, op) for dtype in TYPES for op in OPS if defined(op, dtype)]
 
 
 @dataclass
 class Turn:
-    """A call: its group, this rank's place in it, and the choices and data that follow from its path."""
+    """A call: its group, this rank's place in it, and the choices and data that follow from its path.
+
+    `pair`: the type and operation, where they are not to be drawn.
+    """
 
     group: Any
     members: list[int]
     me: int
     path: tuple[int, ...]
     seed: int
+    pair: tuple[torch.dtype, str] | None = None
     choices: random.Random = field(init=False)
     number: int = field(init=False)
 
@@ -44,13 +49,16 @@ class Turn:
         return self.choices.choice(COUNTS)
 
     def dtype(self) -> torch.dtype:
-        return self.choices.choice([*TYPES, torch.complex64])
+        return self.pair[0] if self.pair else self.choices.choice([*TYPES, torch.complex64])
+
+    def shape(self) -> tuple[int, ...]:
+        return self.choices.choice([*SHAPES, *((count,) for count in COUNTS)])
 
     def root(self) -> int:
         return self.choices.randrange(self.size)
 
     def reduction(self) -> tuple[torch.dtype, str]:
-        return self.choices.choice([(dtype, op) for dtype in TYPES for op in OPS if defined(op, dtype)])
+        return self.pair or self.choices.choice(REDUCTIONS)
 
     def part(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, which: int = 0) -> torch.Tensor:
         return of(rank, shape, dtype, self.number * 8 + which)
@@ -74,10 +82,10 @@ def reduce_op(op: str) -> Any:
 
 def all_reduce(t: Turn) -> Made:
     dtype, op = t.reduction()
-    parts = t.parts((t.count(),), dtype)
+    parts = t.parts(t.shape(), dtype)
     x = parts[t.me].clone()
     if t.choices.random() < 0.2:
-        x = torch.stack([x, x], 1)[:, 0]  # with gaps
+        x = torch.stack([x, x], -1)[..., 0]  # with gaps
     return Made(lambda a: dist.all_reduce(x, reduce_op(op), t.group, a), [(x, wanted(parts, op, dtype))])
 
 
@@ -90,14 +98,14 @@ def all_reduce_coalesced(t: Turn) -> Made:
 
 
 def broadcast(t: Turn) -> Made:
-    root, parts = t.root(), t.parts((t.count(),), t.dtype())
+    root, parts = t.root(), t.parts(t.shape(), t.dtype())
     x = parts[t.me].clone()
     return Made(lambda a: dist.broadcast(x, t.members[root], t.group, a), [(x, parts[root])])
 
 
 def reduce(t: Turn) -> Made:
     (dtype, op), root = t.reduction(), t.root()
-    parts = t.parts((t.count(),), dtype)
+    parts = t.parts(t.shape(), dtype)
     x = parts[t.me].clone()
     pairs = [(x, wanted(parts, op, dtype))] if t.me == root else []
     return Made(lambda a: dist.reduce(x, t.members[root], reduce_op(op), t.group, a), pairs)
@@ -122,7 +130,7 @@ def all_gather_into_tensor(t: Turn) -> Made:
 
 
 def gather(t: Turn) -> Made:
-    dtype, root, shape = t.dtype(), t.root(), (t.count(),)
+    dtype, root, shape = t.dtype(), t.root(), t.shape()
     parts = t.parts(shape, dtype)
     outs = [poisoned(shape, dtype) for _ in parts] if t.me == root else None
     pairs = list(zip(outs, parts, strict=True)) if outs else []
@@ -130,7 +138,7 @@ def gather(t: Turn) -> Made:
 
 
 def scatter(t: Turn) -> Made:
-    dtype, root, shape = t.dtype(), t.root(), (t.count(),)
+    dtype, root, shape = t.dtype(), t.root(), t.shape()
     parts, out = t.parts(shape, dtype), poisoned(shape, dtype)
     given = parts if t.me == root else None
     return Made(lambda a: dist.scatter(out, given, t.members[root], t.group, a), [(out, parts[t.me])])
@@ -261,22 +269,23 @@ def objects(t: Turn) -> Made:
     return Made(start, [(got, want.contiguous())] if way != "gather" or t.me == root else [], future=False)
 
 
-KINDS: tuple[Callable[[Turn], Made], ...] = (
-    all_reduce,
-    all_reduce_coalesced,
-    broadcast,
-    reduce,
-    all_gather,
-    all_gather_into_tensor,
-    gather,
-    scatter,
-    reduce_scatter,
-    reduce_scatter_tensor,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    messages,
-    manager,
-    functionals,
-    objects,
-)
+# Every kind of call, and whether it has an operation.
+KINDS: dict[Callable[[Turn], Made], bool] = {
+    all_reduce: True,
+    all_reduce_coalesced: True,
+    broadcast: False,
+    reduce: True,
+    all_gather: False,
+    all_gather_into_tensor: False,
+    gather: False,
+    scatter: False,
+    reduce_scatter: True,
+    reduce_scatter_tensor: True,
+    all_to_all: False,
+    all_to_all_single: False,
+    barrier: False,
+    messages: False,
+    manager: True,
+    functionals: False,
+    objects: False,
+}

@@ -16,28 +16,24 @@ from tests.soak import c10d_calls, calls
 from tests.soak.calls import Call, Pairs, Turn
 
 ROUTES = ("communicator", "gloo", "kernels")
-SECOND = 5.0  # seconds for a group that is expected to fail
 
 
 @dataclass(frozen=True)
 class Where:
-    """A group to make: which route, who we are in it, and the store to meet over (a file, or a server's port)."""
+    """A group to make: which route, who we are in it, and the file of the store to meet over."""
 
     route: str
     rank: int
     world_size: int
     path: str
-    port: int | None
     timeout: float
     stall: float
 
-    def store(self, timeout: float) -> Any:
-        if self.port is not None:
-            return dist.TCPStore("127.0.0.1", self.port, None, False, timedelta(seconds=timeout))
+    def store(self) -> Any:
         return dist.FileStore(self.path, self.world_size)
 
-    def options(self, timeout: float | None = None) -> tricomm.Options:
-        return tricomm.Options(arena_bytes=256 * 1024, timeout=timeout or self.timeout, stall_timeout=self.stall)
+    def options(self) -> tricomm.Options:
+        return tricomm.Options(arena_bytes=256 * 1024, timeout=self.timeout, stall_timeout=self.stall)
 
 
 def halves(world_size: int) -> tuple[list[int], list[int]]:
@@ -49,10 +45,8 @@ class OnCommunicator:
     calls: tuple[Call, ...] = calls.CALLS
 
     def __init__(self, where: Where) -> None:
-        self._where = where
-        self._store = where.store(where.timeout)
-        store = dist.PrefixStore("first", self._store)
-        self._comm = tricomm.Communicator(store, where.rank, where.world_size, "cpu", options=where.options())
+        options = where.options()
+        self._comm = tricomm.Communicator(where.store(), where.rank, where.world_size, "cpu", options=options)
         self._parts = [self._comm.split(ranks) for ranks in halves(where.world_size)]
 
     def run(self, call: Call, turn: Turn) -> Pairs:
@@ -85,13 +79,6 @@ class OnCommunicator:
             ),
         ]
 
-    def another(self) -> None:
-        """Make a second group of the same ranks, use and close it."""
-        where = self._where
-        store = dist.PrefixStore("second", self._store)
-        with tricomm.Communicator(store, where.rank, where.world_size, "cpu", options=where.options(SECOND)) as comm:
-            comm.all_reduce(torch.ones(5))
-
     def close(self) -> None:
         for part in (*self._parts, self._comm):
             if part is not None:
@@ -105,11 +92,11 @@ class OnC10d:
         self._where = where
         os.environ["TRICOMM_CPU"] = where.route
         os.environ["TRICOMM_ARENA_BYTES"] = str(256 * 1024)
-        self._store, limit = where.store(where.timeout), timedelta(seconds=where.timeout)
+        store, limit = where.store(), timedelta(seconds=where.timeout)
         for turn in range(2):  # made again over the same store
             dist.init_process_group(
                 "tricomm",
-                store=self._store,
+                store=store,
                 rank=where.rank,
                 world_size=where.world_size,
                 timeout=limit,
@@ -147,17 +134,6 @@ class OnC10d:
             lambda: dist.all_reduce(x, dist.ReduceOp.MAX),
             lambda: dist.all_reduce(x.int()),
         ]
-
-    def another(self) -> None:
-        where = self._where
-        store = dist.PrefixStore("second", self._store)
-        group = tricomm.c10d.group_over(
-            store, where.rank, where.world_size, timedelta(seconds=SECOND), where.options(SECOND), "second"
-        )
-        try:
-            group.allreduce([torch.ones(5)]).wait()
-        finally:
-            group.shutdown()
 
     def close(self) -> None:
         dist.destroy_process_group()

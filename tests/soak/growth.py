@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
-import threading
-from collections import Counter
 from statistics import median
 
 MEBIBYTE = 1 << 20
@@ -28,16 +26,6 @@ def sample() -> dict[str, int]:
         "threads": len(os.listdir("/proc/self/task")),
         "mappings": mappings,
     }
-
-
-def kinds() -> dict[str, dict[str, int]]:
-    """The kinds of open descriptors and of threads, to say what has grown."""
-    descriptors = Counter(
-        _target(f"/proc/self/fd/{fd}").split("[")[0].split(" ")[0] for fd in os.listdir("/proc/self/fd")
-    )
-    names = {thread.native_id: thread.name.rstrip("0123456789-") for thread in threading.enumerate()}
-    threads = Counter(names.get(int(task), "not Python's") for task in os.listdir("/proc/self/task"))
-    return {"descriptors": dict(descriptors), "threads": dict(threads)}
 
 
 def grown(samples: list[dict[str, int]], memory_limit: int) -> dict[str, int]:

@@ -31,12 +31,10 @@ class Totals:
     calls: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     routes: Counter[str] = field(default_factory=Counter)
-    attempts: Counter[str] = field(default_factory=Counter)  # what became of second groups, by fault and class
     notice: dict[str, float] = field(default_factory=dict)
     problems: list[tuple[str, str]] = field(default_factory=list)
     growth: dict[str, int] = field(default_factory=lambda: dict.fromkeys(GROWTH, 0))
     names: list[str] = field(default_factory=list)
-    samples: dict[str, list[dict[str, int]]] = field(default_factory=dict)
     _last: str = ""
 
     def add(self, number: int, route: str, ranks: int, fault: str | None, outcome: Outcome) -> None:
@@ -47,9 +45,6 @@ class Totals:
             key = f"{fault} {route}"
             self.notice[key] = max(self.notice.get(key, 0.0), outcome.notice)
         self.problems += outcome.problems
-        for report in outcome.reports:
-            if report is not None and report.attempt is not None:
-                self.attempts[f"{fault}: {report.attempt[0] or 'made'}"] += 1
         errors = [r.error[0] if r and r.error else "-" for r in outcome.reports]
         self._last = (
             f"round {number}: {route}, {ranks} ranks, {fault or 'warm-up'}: {' '.join(errors)}, "
@@ -91,11 +86,9 @@ class Totals:
                 "calls by kind": dict(sorted(self.calls.items())),
                 "faults by kind": dict(sorted(self.faults.items())),
                 "rounds by route": dict(sorted(self.routes.items())),
-                "second groups": dict(sorted(self.attempts.items())),
                 "slowest notice in seconds": {key: round(value, 2) for key, value in sorted(self.notice.items())},
                 "names": self.names,
                 "problems": self.problems,
-                "samples": self.samples,
             },
             indent=1,
         )

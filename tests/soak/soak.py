@@ -7,15 +7,14 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tests.soak import faults, growth
-from tests.soak.faults import FAULTS, PAUSE, STALL, SURVIVED, TIMEOUT, Outcome
-from tests.soak.groups import ROUTES, Where
+from tests.soak.faults import FAULTS, PAUSE, STALL, TIMEOUT, Outcome
+from tests.soak.groups import Where
 from tests.soak.pool import Pool
 from tests.soak.report import Totals
 from tests.soak.worker import Job, Report
@@ -23,7 +22,6 @@ from tests.soak.worker import Job, Report
 SIZE = 4
 FORMING = 60.0  # seconds for a group to be made
 ENDING = TIMEOUT + 25.0  # seconds for a call, its error and the group's end, before that counts as a hang
-WATCHDOG = 300.0  # seconds beyond the soak's own end
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,6 @@ class Soak:
         self._random = random.Random(settings.seed)
         self.totals = Totals(settings.seed)
         self._samples: dict[int, list[dict[str, int]]] = {}
-        self._kinds: dict[int, list[dict[str, dict[str, int]]]] = {}
         self._routes: dict[int, set[str]] = {}
         self._queue: list[tuple[str, str]] = []
         self._warm = True
@@ -65,7 +62,7 @@ class Soak:
     def run(self) -> Totals:
         """Play rounds until the time is up, then see what has grown."""
         began, names = time.monotonic(), set(os.listdir("/dev/shm"))
-        with Pool(SIZE, self._folder, self._settings.seconds + WATCHDOG) as pool:
+        with Pool(SIZE, self._folder) as pool:
             number = 0
             for route in self._settings.routes:
                 self._play(pool, Plan(-1 - number, route, list(range(SIZE)), None, 0, 0.0))
@@ -97,16 +94,13 @@ class Soak:
 
     def _play(self, pool: Pool, plan: Plan) -> None:
         pool.fill()  # the round before may have lost ranks, a first round on a busy machine, too
-        port = pool.serve() if plan.fault == "store" else None
         seed = f"{self._settings.seed}:{plan.number}"
         for rank, slot in enumerate(plan.slots):
-            where = Where(
-                plan.route, rank, len(plan.slots), str(self._folder / f"store-{plan.number}"), port, TIMEOUT, STALL
-            )
+            path = str(self._folder / f"store-{plan.number}")
+            where = Where(plan.route, rank, len(plan.slots), path, TIMEOUT, STALL)
             inject = self._settings.inject if not self._warm else ()
             pool.send(slot, Job(where, seed, (plan.number + 10) * 100_000, self._warm, inject))
         outcome = _Watch(pool, plan, self._settings.every).outcome()
-        pool.end_server()
         for rank, report in enumerate(outcome.reports):
             if report is None:
                 outcome.codes[rank] = pool.end(plan.slots[rank], 0.0 if outcome.problems else 5.0)
@@ -125,19 +119,12 @@ class Soak:
             # A process makes some threads once; each kind of group may be the one that does.
             if not self._warm and len(seen) == len(self._settings.routes):
                 self._samples.setdefault(pool.pid(slot), []).append(report.sample)
-                self._kinds.setdefault(pool.pid(slot), []).append(report.kinds)
         self.totals.add(plan.number, plan.route, len(plan.slots), plan.fault, outcome)
         print(self.totals.line(), file=sys.stderr, flush=True)
 
     def _grown(self) -> None:
         for pid, samples in self._samples.items():
-            result = growth.grown(samples, self._settings.memory)
-            self.totals.grow(pid, result)
-            for name in ("descriptors", "threads"):
-                if result[name]:
-                    more = Counter(self._kinds[pid][-1][name]) - Counter(self._kinds[pid][0][name])
-                    self.totals.problems.append((name, f"process {pid} has more of: {dict(more)}"))
-        self.totals.samples = {str(pid): samples for pid, samples in self._samples.items()}
+            self.totals.grow(pid, growth.grown(samples, self._settings.memory))
 
 
 class _Watch:
@@ -160,7 +147,7 @@ class _Watch:
             self._until(lambda: bool(self._over), plan.pause, None)
             if not self._over:
                 self._strike(plan.fault)
-            if plan.fault in SURVIVED:
+            if plan.fault == "pause":
                 self._until(lambda: bool(self._over), self._every - plan.pause, None)
                 self._order_end()
         waits = ENDING + (STALL if plan.fault == "stop" else 0.0)
@@ -168,7 +155,6 @@ class _Watch:
         return self._outcome
 
     def _strike(self, fault: str) -> None:
-        pool, slot = self._pool, self._plan.slots[self._plan.victim]
         numbers = {"kill": signal.SIGKILL, "raise": signal.SIGUSR2, "interrupt": signal.SIGINT}
         if fault in numbers:
             self._tell(numbers[fault])
@@ -183,26 +169,14 @@ class _Watch:
             others = len(self._plan.slots) - 1
             self._until(lambda: len(self._over) >= others, FAULTS["stop"].within[1] + 10.0, None)
             self._tell(signal.SIGCONT)
-        elif fault == "store":
-            pool.end_server()
-            self._until(lambda: bool(self._over), 1.0, None)
-            pool.send(slot, "store")
-            self._all_acted()
-        elif fault == "descriptors":
-            pool.send(slot, "lacks")
-            self._all_acted()
         else:
-            pool.send(slot, fault)
+            self._pool.send(self._plan.slots[self._plan.victim], fault)
             self._until(lambda: bool(self._acted or self._over), ENDING, "do what it was told to")
             self._outcome.at = next(iter(self._acted.values()), None)
 
     def _tell(self, number: int) -> None:
         with suppress(ProcessLookupError):  # that it was lost is seen elsewhere
             os.kill(self._pool.pid(self._plan.slots[self._plan.victim]), number)
-
-    def _all_acted(self) -> None:
-        size = len(self._plan.slots)
-        self._until(lambda: len(self._acted) == size or bool(self._over), ENDING, "try to make a second group")
 
     def _order_end(self) -> None:
         self._pool.send(self._plan.slots[0], "end")
@@ -243,6 +217,3 @@ class _Watch:
         for rank in late:
             self._pool.dump(self._plan.slots[rank])
             self._over.add(rank)
-
-
-__all__ = ["ROUTES", "Settings", "Soak"]

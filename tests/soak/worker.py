@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import random
-import resource
 import signal
 import sys
 import threading
@@ -24,7 +23,6 @@ from tests.soak import groups, growth
 from tests.soak.calls import Turn
 from tests.soak.groups import Where
 
-GO_ON, DESCRIPTORS, STORE, END = range(4)  # what ranks agree on, the highest wins
 AGREE_EVERY = 4  # calls
 
 
@@ -49,10 +47,7 @@ class Report:
     calls: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     error: tuple[str, bool, str, float] | None = None
-    attempt: tuple[str, bool, str, float] | None = None
     sample: dict[str, int] = field(default_factory=dict)
-    kinds: dict[str, dict[str, int]] = field(default_factory=dict)
-    closing: float = 0.0
 
 
 class Signals:
@@ -105,7 +100,6 @@ def main(pipe: Connection, log: str) -> None:
         report = Round(job, pipe, signals).play()
         leak(job.inject, kept)
         report.sample = growth.sample()
-        report.kinds = growth.kinds()
         try:
             pipe.send(("end", report))
         except OSError:
@@ -118,23 +112,10 @@ def leak(inject: tuple[str, ...], kept: list[Any]) -> None:
         kept.append(open(os.devnull))  # noqa: SIM115
     if "threads" in inject:
         threading.Thread(target=threading.Event().wait, daemon=True).start()
-    if "mappings" in inject:
-        kept.append(memory_file())
     if "memory" in inject:
         kept.append(bytearray(os.urandom(16)) * (2 << 20))
     if "names" in inject:
         open(f"/dev/shm/soak-{os.getpid()}", "w").close()
-
-
-def memory_file() -> Any:
-    import mmap
-
-    fd = os.memfd_create("soak")
-    os.ftruncate(fd, 4096)
-    try:
-        return mmap.mmap(fd, 4096)
-    finally:
-        os.close(fd)
 
 
 class Round:
@@ -143,7 +124,7 @@ class Round:
         self._report = Report()
         self._choices = random.Random(job.seed)
         self._number = job.first_number
-        self._vote = GO_ON
+        self._over = False  # as far as this rank was told
         self._orders: list[str] = []
 
     def play(self) -> Report:
@@ -156,14 +137,12 @@ class Round:
         except BaseException as error:
             self._report.error = told(error)
             traceback.print_exc()
-        began = time.monotonic()
         try:
             if group is not None:
                 group.close()
         except BaseException as error:
             self._report.error = self._report.error or told(error)
             traceback.print_exc()
-        self._report.closing = time.monotonic() - began
         return self._report
 
     def _work(self, group: Any) -> None:
@@ -184,11 +163,8 @@ class Round:
                     random.Random(self._job.seed).choice(group.wrong_calls())()
                     raise AssertionError("a call that no other rank made ended well")
                 self._call(group, call)
-            agreed = group.highest(self._vote)
-            if agreed == END:
+            if group.highest(int(self._over)):
                 return
-            if agreed in (DESCRIPTORS, STORE):
-                self._attempt(group, agreed)
 
     def _act(self) -> None:
         self._orders.clear()
@@ -230,33 +206,10 @@ class Round:
     def _listen(self) -> None:
         while self._pipe.poll():
             order = self._pipe.recv()
-            if order in ("leave", "wrong"):
-                self._orders.append(order)
+            if order == "end":
+                self._over = True
             else:
-                self._vote = {"descriptors": DESCRIPTORS, "lacks": DESCRIPTORS, "store": STORE, "end": END}[order]
-                if order == "lacks":
-                    self._orders.append(order)
-
-    def _attempt(self, group: Any, agreed: int) -> None:
-        """A second group, for which this rank may lack descriptors, or whose store is dead; the first goes on."""
-        self._vote = GO_ON
-        began, lacks = time.monotonic(), "lacks" in self._orders
-        self._orders.clear()
-        usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if lacks:
-            highest = max(int(fd) for fd in os.listdir("/proc/self/fd"))
-            resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1 + self._number % 4, usual[1]))
-        try:
-            group.another()
-            self._report.attempt = ("", True, "made", 0.0)
-        except BaseException as error:
-            self._report.attempt = told(error)
-            traceback.print_exc()
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, usual)
-        kind, named, text, at = self._report.attempt
-        self._report.attempt = (kind, named, text, time.monotonic() - began)
-        self._pipe.send(("acted", time.monotonic()))
+                self._orders.append(order)
 
 
 def told(error: BaseException) -> tuple[str, bool, str, float]:

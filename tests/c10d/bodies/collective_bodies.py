@@ -5,75 +5,24 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tests.c10d.bodies.groups import default_group, of, poisoned, same
+from tests.c10d.bodies.groups import default_group, of, poisoned, same, wanted
+from tests.soak.fuzz_calls import KINDS, REDUCTIONS, Turn, messages
 from tricomm.errors import CollectiveMismatch
 
-FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-SIGNED, UNSIGNED = ([getattr(torch, f"{kind}{bits}") for bits in (64, 32, 16, 8)] for kind in ("int", "uint"))
-TYPES = [*FLOATS, *SIGNED, *reversed(UNSIGNED), torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
-OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"]
 
-
-def wanted(parts, op, dtype):
-    """The reduction, in numbers that hold it exactly."""
-    if dtype == torch.bool:
-        fold = {
-            "SUM": torch.logical_or,
-            "MAX": torch.logical_or,
-            "BOR": torch.logical_or,
-            "MIN": torch.logical_and,
-            "PRODUCT": torch.logical_and,
-            "BAND": torch.logical_and,
-            "BXOR": torch.logical_xor,
-        }[op]
-        wide = parts
-    else:
-        wide = [p.to(torch.float64 if dtype.is_floating_point else torch.int64) for p in parts]
-        fold = {
-            "SUM": torch.add,
-            "AVG": torch.add,
-            "MIN": torch.minimum,
-            "MAX": torch.maximum,
-            "PRODUCT": torch.mul,
-            "BAND": torch.bitwise_and,
-            "BOR": torch.bitwise_or,
-            "BXOR": torch.bitwise_xor,
-        }[op]
-    total = wide[0]
-    for part in wide[1:]:
-        total = fold(total, part)
-    if op == "AVG":
-        total = total.div(len(parts), rounding_mode=None if dtype.is_floating_point else "trunc")
-    return total.to(dtype)
-
-
-def defined(op, dtype):
-    if dtype == torch.bool:
-        return op != "AVG"
-    return not (dtype.is_floating_point and op[0] == "B")
-
-
-def reductions(rank, world_size, tell, url, route, step=1):
-    """all_reduce, reduce and reduce_scatter of every type, with every `step`th of all pairs of type and operation."""
-    wrong, pairs = [], [(dtype, op) for dtype in TYPES for op in OPS if defined(op, dtype)]
-    with default_group(rank, world_size, url, route):
-        for call, (dtype, op) in enumerate(pairs[::step], 1):
-            kind = getattr(dist.ReduceOp, op)
-            parts = [of(r, (5,), dtype, call) for r in range(world_size)]
-            x = parts[rank].clone()
-            dist.all_reduce(x, kind)
-            if not same(x, wanted(parts, op, dtype)):
-                wrong.append(("all_reduce", str(dtype), op))
-            x = parts[rank].clone()
-            root = call % world_size
-            dist.reduce(x, root, kind)
-            if rank == root and not same(x, wanted(parts, op, dtype)):
-                wrong.append(("reduce", str(dtype), op))
-            wide = [of(r, (3 * world_size,), dtype, call) for r in range(world_size)]
-            out = poisoned((3,), dtype)
-            dist.reduce_scatter_tensor(out, wide[rank].clone(), kind)
-            if not same(out, wanted(wide, op, dtype)[3 * rank : 3 * rank + 3]):
-                wrong.append(("reduce_scatter", str(dtype), op))
+def of_every_type(rank, world_size, tell, url, route, step):
+    """The fuzz's calls with every `step`th pair of type and operation; those that reduce nothing, once a type."""
+    wrong, seen = [], set()
+    with default_group(rank, world_size, url, route) as group:
+        for number, pair in enumerate(REDUCTIONS[::step]):
+            for place, (kind, reduces) in enumerate(KINDS.items()):
+                alone = kind is messages and world_size == 1
+                if (reduces or pair[0] not in seen) and not alone:
+                    turn = Turn(group, list(range(world_size)), rank, (number, place), 0, pair)
+                    made = kind(turn)
+                    made.start(False)
+                    wrong += [(kind.__name__, str(pair))] * (not all(same(got, want) for got, want in made.pairs))
+            seen.add(pair[0])
     return wrong
 
 
@@ -160,69 +109,6 @@ def one_element(rank, world_size, tell, url, route):
     return wrong
 
 
-def movements(rank, world_size, tell, url, route, step=1):
-    """Everything that moves data and does not reduce it, of every type, with shapes of 0 to 3 dimensions.
-
-    With every `step`th of all pairs of type and shape.
-    """
-    wrong, pairs = [], [(dtype, shape) for dtype in TYPES for shape in ((4, 3), (1,), (), (2, 1, 3), (0,))]
-    with default_group(rank, world_size, url, route):
-        for call, (dtype, shape) in enumerate(pairs[::step]):
-            parts = [of(r, shape, dtype, call) for r in range(world_size)]
-            root = call % world_size
-            got = []
-            x = parts[rank].clone()
-            dist.broadcast(x, root)
-            got.append((x, parts[root]))
-            outs = [poisoned(shape, dtype) for _ in range(world_size)]
-            dist.all_gather(outs, parts[rank])
-            got += zip(outs, parts, strict=True)
-            flat = poisoned((world_size, *shape), dtype)
-            dist.all_gather_into_tensor(flat, parts[rank].view(1, *shape))
-            got.append((flat, torch.stack(parts)))
-            outs = [poisoned(shape, dtype) for _ in range(world_size)] if rank == root else None
-            dist.gather(parts[rank], outs, dst=root)
-            got += zip(outs or [], parts, strict=False)
-            out = poisoned(shape, dtype)
-            dist.scatter(out, [p.clone() for p in parts] if rank == root else None, src=root)
-            got.append((out, parts[rank]))
-            outs = [poisoned(shape, dtype) for _ in range(world_size)]
-            dist.all_to_all(outs, [of(rank, shape, dtype, 50 + p) for p in range(world_size)])
-            got += zip(outs, [of(r, shape, dtype, 50 + rank) for r in range(world_size)], strict=True)
-            wrong += [(str(dtype), shape, i) for i, (a, b) in enumerate(got) if not same(a, b)]
-    return wrong
-
-
-def uneven(rank, world_size, tell, url, route):
-    """Sizes that differ between ranks: all_to_all of both kinds, all_gather, reduce_scatter."""
-    wrong = []
-    with default_group(rank, world_size, url, route):
-        send = [rank + 2 * peer for peer in range(world_size)]
-        receive = [peer + 2 * rank for peer in range(world_size)]
-        rows = [of(rank, (n, 2), call=p) for p, n in enumerate(send)]
-        want = [of(p, (n, 2), call=rank) for p, n in enumerate(receive)]
-        out = poisoned((sum(receive), 2))
-        dist.all_to_all_single(out, torch.cat(rows), receive, send)
-        if not same(out, torch.cat(want)):
-            wrong.append("all_to_all_single")
-        outs = [poisoned(w.shape) for w in want]
-        dist.all_to_all(outs, rows)
-        if not all(map(same, outs, want)):
-            wrong.append("all_to_all")
-        outs = [poisoned((r + 1,)) for r in range(world_size)]
-        dist.all_gather(outs, of(rank, (rank + 1,)))
-        if not all(same(o, of(r, (r + 1,))) for r, o in enumerate(outs)):
-            wrong.append("all_gather")
-        parts = [[of(r, (n + 1,), call=n) for n in range(world_size)] for r in range(world_size)]
-        out = poisoned((rank + 1,))
-        dist.reduce_scatter(out, parts[rank])
-        if not same(out, sum(p[rank] for p in parts)):
-            wrong.append("reduce_scatter")
-        outs = [poisoned((3,)) for _ in range(world_size)]  # even here says nothing about the others
-        dist.all_to_all_single(torch.cat(outs), torch.arange(3.0 * world_size), [3] * world_size, [3] * world_size)
-    return wrong
-
-
 def strided(rank, world_size, tell, url, route):
     """Tensors that are not contiguous, that require grad, that are views; in and out of no_grad."""
     wrong = []
@@ -259,20 +145,10 @@ def strided(rank, world_size, tell, url, route):
 
 
 def coalesced(rank, world_size, tell, url, route):
-    """Coalesced calls, the coalescing manager, barriers, objects."""
+    """What `tests.soak.fuzz_calls` has not: coalesced calls of other kinds, barriers."""
     wrong = []
     mine = [of(rank, (n,), call=n) for n in (3, 7, 1)]
-    totals = [sum(of(r, (n,), call=n) for r in range(world_size)) for n in (3, 7, 1)]
     with default_group(rank, world_size, url, route) as world:
-        xs = [x.clone() for x in mine]
-        world.allreduce_coalesced(xs).wait()
-        wrong += [] if all(map(same, xs, totals)) else ["allreduce_coalesced"]
-        xs = [x.clone() for x in mine]
-        with dist._coalescing_manager(async_ops=True) as manager:
-            for x in xs:
-                dist.all_reduce(x)
-        manager.wait()
-        wrong += [] if all(map(same, xs, totals)) else ["manager all_reduce"]
         xs = [x.clone() for x in mine]
         with dist._coalescing_manager(device=torch.device("cpu")):
             for x in xs:
@@ -289,28 +165,14 @@ def coalesced(rank, world_size, tell, url, route):
         with dist._coalescing_manager():
             for out, parts in zip(outs, wide, strict=True):
                 dist.reduce_scatter_tensor(out, parts[rank])
-        wrong += (
-            [] if all(same(o, sum(p)[rank : rank + 1]) for o, p in zip(outs, wide, strict=True)) else ["manager rs"]
-        )
+        right = all(same(o, sum(p)[rank : rank + 1]) for o, p in zip(outs, wide, strict=True))
+        wrong += [] if right else ["manager reduce_scatter"]
         lists = [[poisoned(x.shape) for x in mine] for _ in range(world_size)]
         world.allgather_coalesced(lists, mine).wait()
         ok = all(same(row[i], of(r, x.shape, call=len(x))) for r, row in enumerate(lists) for i, x in enumerate(mine))
         wrong += [] if ok else ["allgather_coalesced"]
-        dist.barrier()
         dist.barrier(async_op=True).wait()
         world.monitored_barrier()
-        results = [None] * world_size
-        dist.all_gather_object(results, {"rank": rank})
-        wrong += [] if results == [{"rank": r} for r in range(world_size)] else ["all_gather_object"]
-        box = [("from", rank)]
-        dist.broadcast_object_list(box, src=1)
-        wrong += [] if box == [("from", 1)] else ["broadcast_object_list"]
-        gathered = [None] * world_size if rank == 0 else None
-        dist.gather_object(rank * 2, gathered)
-        wrong += [] if gathered in (None, [2 * r for r in range(world_size)]) else ["gather_object"]
-        got = [None]
-        dist.scatter_object_list(got, [str(r) for r in range(world_size)] if rank == 0 else None)
-        wrong += [] if got == [str(rank)] else ["scatter_object_list"]
     return wrong
 
 

@@ -12,6 +12,10 @@ import torch.distributed as dist
 import tricomm
 
 ROUTES = ("gloo", "kernels")
+FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+SIGNED, UNSIGNED = ([getattr(torch, f"{kind}{bits}") for bits in (64, 32, 16, 8)] for kind in ("int", "uint"))
+TYPES = [*FLOATS, *SIGNED, *reversed(UNSIGNED), torch.bool, torch.float8_e4m3fn, torch.float8_e5m2]
+OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"]
 
 
 @contextmanager
@@ -49,6 +53,45 @@ def same(a, b):
     return (
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
     )
+
+
+def wanted(parts, op, dtype):
+    """The reduction, in numbers that hold it exactly."""
+    if dtype == torch.bool:
+        fold = {
+            "SUM": torch.logical_or,
+            "MAX": torch.logical_or,
+            "BOR": torch.logical_or,
+            "MIN": torch.logical_and,
+            "PRODUCT": torch.logical_and,
+            "BAND": torch.logical_and,
+            "BXOR": torch.logical_xor,
+        }[op]
+        wide = parts
+    else:
+        wide = [p.to(torch.float64 if dtype.is_floating_point else torch.int64) for p in parts]
+        fold = {
+            "SUM": torch.add,
+            "AVG": torch.add,
+            "MIN": torch.minimum,
+            "MAX": torch.maximum,
+            "PRODUCT": torch.mul,
+            "BAND": torch.bitwise_and,
+            "BOR": torch.bitwise_or,
+            "BXOR": torch.bitwise_xor,
+        }[op]
+    total = wide[0]
+    for part in wide[1:]:
+        total = fold(total, part)
+    if op == "AVG":
+        total = total.div(len(parts), rounding_mode=None if dtype.is_floating_point else "trunc")
+    return total.to(dtype)
+
+
+def defined(op, dtype):
+    if dtype == torch.bool:
+        return op != "AVG"
+    return not (dtype.is_floating_point and op[0] == "B")
 
 
 def refused(call, *words, kind=tricomm.InvalidArgument):
