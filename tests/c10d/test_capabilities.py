@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import re
 import struct
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousEr
 from tricomm.store import process, records
 from tricomm.store.departures import NOBODY, Departure, Ending
 from tricomm.store.generation import Generation
-from tricomm.store.records import Capabilities, StoreRecord
+from tricomm.store.records import StoreRecord
 from tricomm.store.tcp import waits
 
 KEY = "tricomm/capabilities/rank/1"
@@ -140,52 +138,6 @@ def test_without_the_check_of_the_seal_the_forged_record_is_believed(token, monk
     assert [one.check for one in results] == [False, True, False]
 
 
-@pytest.mark.parametrize("secret", ["", TOKEN.decode()], ids=["no token", "token"])
-def test_any_flipped_bit_is_refused(secret, monkeypatch):
-    monkeypatch.setenv("TRICOMM_TOKEN", secret)
-    size = len(StoreRecord(1, 2, bytes(16), Capabilities(1, 1, 1, bytes(16), 0, 0)).pack(None))
-    for bit in range(5, 8 * size, 97):
-
-        def flip(data: bytes, bit: int = bit) -> bytes:
-            return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
-
-        store = Attacked(flip)
-        with ThreadPoolExecutor(1) as pool:
-            peer = pool.submit(outcomes_of_one, store)
-            with pytest.raises(RendezvousError, match="rank 1's record: bad "):
-                capabilities.exchange_capabilities(store, 0, 2, 5.0)
-            peer.result()
-
-
-def outcomes_of_one(store) -> None:
-    try:
-        capabilities.exchange_capabilities(store, 1, 2, 0.2)
-    except RendezvousError:
-        pass
-
-
-def test_nobody_waits_for_a_rank_that_gave_up(monkeypatch):
-    """Whatever ends the making on one rank is told to the others, before their time is up."""
-    mine, ranks = capabilities._own_capabilities, itertools.count()
-    lock = threading.Lock()
-
-    def broken(batch_invariant):
-        with lock:
-            if next(ranks) == 2:
-                raise InvalidArgument("TRICOMM_CPU='mpi': kernels or gloo is needed")
-        return mine(batch_invariant)
-
-    monkeypatch.setattr(capabilities, "_own_capabilities", broken)
-    began = time.monotonic()
-    results = outcomes(HashStore(), timeout=60.0)
-    assert time.monotonic() - began < 30
-    assert sum(isinstance(error, InvalidArgument) for error in results) == 1
-    told = [str(error) for error in results if isinstance(error, RendezvousError)]
-    assert all("making the group was aborted by rank" in text for text in told)
-    words = "InvalidArgument: TRICOMM_CPU='mpi'"
-    assert len(told) == 2 and all(words in text for text in told)
-
-
 def test_a_forged_failure_is_not_believed(monkeypatch):
     def forged() -> HashStore:
         store, nonce = HashStore(), b"f" * records.NONCE_BYTES
@@ -217,32 +169,6 @@ def test_without_the_confirmation_an_old_record_is_believed(token, monkeypatch):
     monkeypatch.setattr(Generation, "_unconfirmed", lambda one: [] if one._digest else one._others)
     first, _, last = outcomes(Attacked(lambda data: old_record(0)))
     assert [first.check, last.check] == [False, False]
-
-
-@pytest.mark.parametrize(
-    "world_size,words",
-    [(4, "rank 1 says that the world size is 4, rank 0 of 2 says 2"), (1, "bad world size: rank 1 of 1")],
-)
-def test_another_world_size_is_named(world_size, words):
-    forged = StoreRecord(1, world_size, bytes(16), capabilities._own_capabilities()).pack(None)
-    store = HashStore()
-    store.set(KEY, forged)
-    with pytest.raises(RendezvousError, match=words):
-        capabilities.exchange_capabilities(store, 0, 2, 5.0)
-
-
-def test_another_rank_is_named():
-    store = HashStore()
-    store.set(KEY, StoreRecord(0, 2, bytes(16), capabilities._own_capabilities()).pack(None))
-    with pytest.raises(RendezvousError, match="rank 1's record: bad rank: it says that it is rank 0's"):
-        capabilities.exchange_capabilities(store, 0, 2, 5.0)
-
-
-def test_who_does_not_come_is_named_when_the_time_is_up():
-    began = time.monotonic()
-    with pytest.raises(RendezvousError, match=r"rank 0 of 3: timeout after 0.3 s: rank\(s\) \[1, 2\] did not come"):
-        capabilities.exchange_capabilities(HashStore(), 0, 3, 0.3)
-    assert time.monotonic() - began < 5
 
 
 def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monkeypatch):

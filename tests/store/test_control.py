@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 
 import numpy as np
 import pytest
 
 from tests import ranks
-from tests.store.store_ranks import connect_as, holdings, in_threads, more_than, nothing_left, pages, succeed
+from tests.store.store_ranks import in_threads, nothing_left, pages, succeed
 from tricomm import errors
 from tricomm.errors import (
     CollectiveMismatch,
@@ -305,54 +304,6 @@ def test_a_forked_child_only_lets_go(tmp_path):
         assert both == [b"14", b"14"] and states == [RankState.READY, RankState.READY]
 
 
-def waiting(rank: int, world_size: int, tell, url: str, timeout: float):
-    store, rank, world_size = open_store(url, rank, world_size, 20)
-    page = handshake(store, rank, world_size, 20, 1)
-    page.exchange(b"", "all are here", 20)
-    before = holdings()
-    tell(os.getpid())
-    if rank == 1:
-        time.sleep(100)
-    ranks.together(url, rank, (0, 2))  # or one of them waits in vain for the other one, too
-    began = time.monotonic()
-    try:
-        page.exchange(b"", "grid", timeout)
-    except TricommError as error:
-        text, seconds = str(error), time.monotonic() - began
-        return type(error).__name__, text, seconds, page.alive(1), more_than(before)
-    return "no error"
-
-
-@pytest.mark.parametrize("hurt,name", [(signal.SIGKILL, "PeerDied"), (signal.SIGSTOP, "CollectiveTimeout")])
-def test_a_process_that_is_killed_or_stopped(tmp_path, hurt, name):
-    timeout = 20.0 if hurt == signal.SIGKILL else 2.0
-    with ranks.start(3, waiting, f"file://{tmp_path}/store", timeout) as group:
-        pids = group.messages()
-        time.sleep(0.3)
-        os.kill(pids[1], hurt)
-        if hurt == signal.SIGKILL:
-            outcomes = group.results()
-        else:
-            outcomes = [group_result(group, r) for r in (0, None, 2) if r is not None]
-            outcomes = [outcomes[0], None, outcomes[1]]
-    for rank in (0, 2):
-        assert outcomes[rank].error is None, outcomes[rank].text
-        result, text, seconds, alive, left = outcomes[rank].value
-        assert left == {} and result == name and f"rank {rank} of 3: grid" in text
-        assert alive == (hurt == signal.SIGSTOP)
-        if hurt == signal.SIGKILL:
-            assert f"rank 1 (pid {pids[1]}) died" in text and seconds < 2.0 + ranks.BUSY
-        else:
-            assert "timeout after 2 s: rank(s) [1] did not come" in text and 2.0 <= seconds < 3.0 + ranks.BUSY
-
-
-def group_result(group: ranks.Ranks, rank: int) -> ranks.Outcome:
-    assert group.pipes[rank].poll(20)
-    kind, outcome = group.pipes[rank].recv()
-    assert kind == "end"
-    return outcome
-
-
 def test_a_recycled_pid_is_not_alive():
     with pages(1) as (page,):
         assert page.alive(0)
@@ -360,14 +311,6 @@ def test_a_recycled_pid_is_not_alive():
         other = type(member)(member.segment, member.pid, member.start_time + 1)
         late = ControlPage(0, page.nonce, [other])
         assert not late.alive(0)
-
-
-def test_ranks_of_real_processes_see_each_other(tmp_path):
-    claims = [{"rank": r, "world": 3} for r in range(3)]
-    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
-        pids = group.messages()
-        results = [o.value for o in group.results()]
-    assert [r[:2] for r in results] == [("ok", pids)] * 3
 
 
 def test_a_rank_that_came_and_went_on_between_two_looks_has_come():

@@ -67,14 +67,6 @@ def test_a_segment_is_zeroed_private_sealed_and_shared():
                 _ = segment.buffer
 
 
-def test_nobody_can_shrink_a_segment():
-    one = Segment.create("tricomm-test", 8192)
-    for size in (0, 16384):
-        with pytest.raises(PermissionError):
-            os.ftruncate(one.fd, size)
-    one.close()
-
-
 def test_only_its_maker_writes_to_a_segment_that_is_not_shared():
     one = Segment.create("tricomm-test", 8192, shared=False)
     one.buffer[0] = 7

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from tests import ranks
-from tests.store.store_ranks import (
-    LAYOUT,
-    free_port,
-    holdings,
-    in_threads,
-    more_than,
-    nothing_left,
-    succeed,
-    try_handshake,
-)
-from tricomm.errors import RendezvousError
+from tests.store.store_ranks import LAYOUT, free_port, holdings, more_than, nothing_left, succeed, try_handshake
 from tricomm.store.control import RankState
 from tricomm.store.handshake import handshake
 from tricomm.store.rendezvous import open_store
@@ -86,31 +75,3 @@ def test_again_and_again_over_one_store(scheme, tmp_path):
     times = 200 if scheme == "tcp" else 50
     one, two = ranks.run(2, again_and_again, url, times)
     assert one == two and len(one) == times
-
-
-def two_groups(rank, world_size, tell, url):
-    store, rank, world_size = open_store(url, rank, world_size, 20)
-    order = ["a", "b"]
-    pages = {name: handshake(PrefixStore(name, store), rank, world_size, 20, LAYOUT) for name in order}
-    said = {name: page.exchange(name.encode(), "name", 20) for name, page in pages.items()}
-    groups = {page.group for page in pages.values()}
-    for page in pages.values():
-        page.close()
-    return said, len(groups)
-
-
-def test_several_groups_over_one_store_with_prefixes(tmp_path):
-    for said, groups in ranks.run(3, two_groups, f"file://{tmp_path}/store"):
-        assert said == {"a": [b"a"] * 3, "b": [b"b"] * 3} and groups == 2
-
-
-def test_opposite_orders_of_two_groups_do_not_deadlock_but_fail_in_time():
-    store = HashStore()
-
-    def body(rank):
-        for name in ("ab", "ba")[rank]:
-            handshake(PrefixStore(name, store), rank, 2, 1.0, LAYOUT)
-
-    began = time.monotonic()
-    assert [type(o) for o in in_threads(2, body)] == [RendezvousError] * 2
-    assert 1.0 <= time.monotonic() - began < 20

@@ -59,19 +59,6 @@ def test_any_failing_call_fails_all_ranks_and_leaves_nothing(how, rank, name, nt
     fails_on_all(two_gpus(how), rank, name, nth)
 
 
-def test_every_kind_of_call_has_been_made_to_fail():
-    both = {
-        "cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetUuid", "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent",
-        "cuCtxPopCurrent", "cuMemHostRegister", "cuMemHostGetDevicePointer", "cuMemsetD8", "cuCtxSynchronize",
-        "cuDeviceCanAccessPeer", "cuMemcpyHtoD", "cuMemcpyDtoH",
-    }  # fmt: skip
-    ipc = {"cuMemAlloc", "cuMemGetAddressRange", "cuIpcGetMemHandle", "cuIpcOpenMemHandle"}
-    vmm = {"cuMemAddressReserve", "cuMemSetAccess", "cuDeviceGetAttribute", "cuMemGetAllocationGranularity"}
-    assert {name for _, name, _ in CALLS["cuda_ipc"]} == both | ipc
-    assert {name for _, name, _ in CALLS["cuda_vmm"]} == both | vmm | FABRIC_ALONE
-    assert sorted(name for _, name, _ in BY_FABRIC) == sorted([*FABRIC_ALONE] * 2 + ["cuMemMap"] * 2)
-
-
 @BOTH
 @pytest.mark.parametrize("rank", [0, 1])
 def test_writes_that_do_not_arrive_are_refused_by_all(verified, rank, how):
