@@ -136,6 +136,7 @@ def test_host_time_is_measured_and_says_what_it_is():
     measured = c10d_overhead.measure(64, 50, 2)
     assert measured["fake_us"] > 0 and measured["c10d_us"] > 0 and measured["c10d_over_fake"] > 0
     assert measured["communicator_over_fake"] > 0
+    assert 0 < measured["counting_share"] == measured["counting_us"] / measured["communicator_us"]
     assert not dist.is_initialized()
 
 

@@ -1,11 +1,9 @@
-"""Groups of every kind, and every way to begin."""
+"""Groups of every kind."""
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
-from datetime import timedelta
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ import torch.distributed._functional_collectives as functional
 
 import tricomm
 from tests import forked, ranks
-from tests.c10d.bodies.groups import ROUTES, default_group, of, poisoned, refused, same
-from tests.core.bodies.common_bodies import leftovers
+from tests.c10d.bodies.groups import ROUTES, default_group, of, refused, same
 
 
 def free_port() -> str:
@@ -88,64 +85,6 @@ def mesh(rank, world_size, tell, url, route):
 @pytest.mark.parametrize("route", ROUTES)
 def test_device_mesh(route, url):
     assert ranks.run(4, mesh, url, route) == [(2.0, 1.0), (4.0, 1.0), (2.0, 5.0), (4.0, 5.0)]
-
-
-def begins(rank, world_size, tell, how, where):
-    """Every way of init_process_group."""
-    limit = timedelta(seconds=60)
-    if how == "env":
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=where)
-        dist.init_process_group("tricomm", timeout=limit)
-    elif how == "tcp":
-        url = f"tcp://127.0.0.1:{where}"
-        dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=limit)
-    elif how == "file":
-        url = f"file://{where}"
-        dist.init_process_group("cpu:tricomm,cuda:tricomm", init_method=url, rank=rank, world_size=world_size)
-    else:
-        store = dist.TCPStore("127.0.0.1", int(where), world_size, rank == 0, timeout=limit)
-        dist.init_process_group("tricomm", store=store, rank=rank, world_size=world_size, timeout=limit)
-    try:
-        return _sum(value=rank + 1)
-    finally:
-        dist.barrier()
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("how", ["env", "tcp", "file", "store"])
-def test_ways_to_begin(how, tmp_path):
-    where = str(tmp_path / "store") if how == "file" else free_port()
-    assert ranks.run(2, begins, how, where) == [3.0, 3.0]
-
-
-def crosses_jobs(rank, world_size, tell, ports):
-    """Two jobs of two ranks each (0 and 1, 2 and 3), and groups of all four over a third store."""
-    job, local = divmod(rank, 2)
-    limit = timedelta(seconds=60)
-    url = f"tcp://127.0.0.1:{ports[job]}"
-    dist.init_process_group("tricomm", init_method=url, rank=local, world_size=2, timeout=limit)
-    shared = dist.TCPStore("127.0.0.1", int(ports[2]), None, rank == 0, timeout=limit, wait_for_workers=False)
-    store = dist.PrefixStore("cross-job", shared)
-    comm = tricomm.Communicator(store, rank, 4, "cpu", options=tricomm.Options(arena_bytes=256 * 1024))
-    x = torch.full((3,), float(rank + 1))
-    comm.all_reduce(x)
-    comm.barrier()
-    comm.close()
-    cross = tricomm.c10d.group_over(dist.PrefixStore("cross-job-c10d", shared), rank, 4, limit)
-    y, inside = torch.full((3,), float(rank + 1)), torch.full((3,), float(rank + 1))
-    cross.allreduce([y]).wait()
-    dist.all_reduce(inside)
-    out = poisoned((4,))
-    cross.all_gather_single(out, torch.tensor([float(rank)])).wait()
-    cross.barrier().wait()
-    cross.shutdown()
-    dist.destroy_process_group()
-    return x[0].item(), y[0].item(), inside[0].item(), out.tolist()
-
-
-def test_two_jobs_and_a_group_across_them():
-    results = ranks.run(4, crosses_jobs, [free_port() for _ in range(3)], timeout=120)
-    assert results == [(10.0, 10.0, inside, [0.0, 1.0, 2.0, 3.0]) for inside in (3.0, 3.0, 7.0, 7.0)]
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -259,13 +198,6 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.exhaustive  # as an example does
-def test_torchrun(tmp_path):
-    done = torchrun(tmp_path, SUM)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("sum 2.0") == 2
-
-
 @pytest.mark.soak
 def test_a_job_that_torchrun_restarts_meets_again_over_the_same_store(tmp_path):
     job = SUM.replace("sys.argv[1:]", "['0', '1']")
@@ -273,29 +205,6 @@ def test_a_job_that_torchrun_restarts_meets_again_over_the_same_store(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 2.0") == 2  # of the third attempt alone
     assert torchrun(tmp_path, job, "--max-restarts", "1").returncode != 0
-
-
-def loops(rank, world_size, tell, url, count):
-    """Make, use and destroy `count` groups. Returns what a group could leave, after a few groups and after all: open
-    files, threads, segments, keys of the store."""
-    with default_group(rank, world_size, url) as world:
-        store, seen = world.get_group_store(), []
-        for turn in range(count):
-            group = dist.new_group()
-            assert _sum(group, rank + turn) == 2 * turn + 1
-            dist.destroy_process_group(group)
-            if turn in (9, count - 1):
-                gc.collect()
-                dist.barrier()
-                seen.append((len(os.listdir("/proc/self/fd")), leftovers(), store.num_keys()))
-                dist.barrier()
-        return seen
-
-
-@pytest.mark.soak
-def test_five_hundred_new_groups_leave_nothing(url):
-    for before, after in ranks.run(2, loops, url, 500, timeout=300):
-        assert before == after
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
-import signal
 import threading
 import time
 from datetime import timedelta
@@ -93,31 +91,6 @@ def test_overlapping_groups_in_opposite_orders(rank, world_size, tell, url):
             if work is not None:
                 work.wait()
         return (x[0].item() if rank < 2 else 3.0), y[0].item()
-
-
-def threads(rank, world_size, tell, url):
-    """Two threads, a group each."""
-    with default_group(rank, world_size, url):
-        groups = [dist.new_group() for _ in range(2)]
-        wrong = []
-
-        def use(group, factor):
-            for call in range(30):
-                x = of(rank, (20,), call=call) * factor
-                dist.all_reduce(x, group=group)
-                if not same(x, sum(of(r, (20,), call=call) for r in range(world_size)) * factor):
-                    wrong.append((factor, call))
-
-        users = [threading.Thread(target=use, args=(g, i + 1)) for i, g in enumerate(groups)]
-        for user in users:
-            user.start()
-        for user in users:
-            user.join(60)
-        return wrong
-
-
-def test_threads_with_a_group_each(url):
-    assert ranks.run(2, threads, url) == [[]] * 2
 
 
 def mismatches(rank, world_size, tell, url, route):
@@ -276,46 +249,3 @@ def test_bad_input_is_refused_and_the_group_goes_on(rank, world_size, tell, url,
     refused(lambda: world.allreduce([ones(3)]), "destroyed", "new one", kind=tricomm.GroupAborted)
     refused(lambda: world.send([ones(3)], 0, 0), "destroyed", kind=tricomm.GroupAborted)
     return len(cases)
-
-
-def absent(rank, world_size, tell, url):
-    """A rank that does not come: named on the others within the timeout; the group is lost, the process lives on."""
-    with default_group(rank, world_size, url, timeout=3.0) as world:
-        dist.barrier()
-        if rank == world_size - 1:
-            time.sleep(6)
-            return None
-        began = time.monotonic()
-        text = refused(lambda: dist.all_reduce(torch.ones(3)), f"[{world_size - 1}]", kind=tricomm.CollectiveTimeout)
-        seconds = time.monotonic() - began
-        refused(lambda: world.allreduce([torch.ones(3)]), "lost", kind=tricomm.GroupAborted)
-        return text, seconds
-
-
-def test_a_rank_that_does_not_come(url):
-    *others, _ = ranks.run(3, absent, url)
-    for text, seconds in others:
-        assert re.search(" (Timed out|closed|timeout) ", text)  # as PyTorch's test_barrier_timeout_global wants it
-        assert "all_reduce" in text and 2.0 < seconds < 60
-
-
-def killed(rank, world_size, tell, url):
-    """A rank that dies is named, asynchronously too."""
-    with default_group(rank, world_size, url, timeout=20.0):
-        dist.barrier()
-        tell(os.getpid())
-        if rank == world_size - 1:
-            time.sleep(60)
-        work = dist.all_reduce(torch.ones(3), async_op=True)
-        text = refused(work.wait, "ended", f"[{world_size - 1}]", kind=tricomm.PeerDied)
-        assert isinstance(work.exception(), tricomm.PeerDied)
-        return text
-
-
-def test_a_rank_that_dies(url):
-    with ranks.start(2, killed, url) as started:
-        pids = started.messages()
-        os.kill(pids[1], signal.SIGKILL)
-        outcomes = started.results()
-    assert outcomes[0].error is None, outcomes[0].text
-    assert "all_reduce" in outcomes[0].value

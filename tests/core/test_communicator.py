@@ -21,12 +21,6 @@ from tricomm.kernels.collectives import registry
 from tricomm.options import Tuning
 from tricomm.policy import backend_choice
 
-
-@pytest.fixture
-def other(tmp_path):
-    return f"file://{tmp_path}/other"
-
-
 KERNELS = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "barrier"]
 
 
@@ -229,27 +223,6 @@ def test_threads_that_share_a_communicator_take_turns(rank, world_size, tell, ur
         for thread in threads:
             thread.join()
         return len(wrong), comm._launcher.sequence
-
-
-@ranks.each(2, [4.0, 4.0])
-def test_two_threads_use_two_groups_in_opposite_orders(rank, world_size, tell, url, other):
-    """Two threads use two groups in opposite orders: the kernel that waits lets the other thread's run."""
-    sums = []
-    with communicator(rank, world_size, url) as a, communicator(rank, world_size, other) as b:
-        order = [a, b] if rank == 0 else [b, a]
-
-        def use(comm, delay):
-            time.sleep(delay)
-            x = torch.ones(4)
-            comm.all_reduce(x)
-            sums.append(x.sum().item() / 2)
-
-        threads = [threading.Thread(target=use, args=(comm, 0.3 * n)) for n, comm in enumerate(order)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return sums
 
 
 def memory(rank, world_size, tell, url):

@@ -36,20 +36,6 @@ def test_messages_round_a_ring(rank, world_size, tell, url, protocol):
     return wrong
 
 
-def of_many_queues(rank, world_size, tell, url):
-    """Several blocks, which run one after another here, and one block that takes what they have sent."""
-    with communicator(rank, world_size, url, arena_bytes=4 << 20, _tuning=Tuning(tile=64, blocks=3)) as comm:
-        if rank == 0:
-            comm.send(torch.arange(20_000), 1, 2)
-            return comm.world_size
-        y = torch.full((20_000,), -1)
-        return comm.recv(y, None, 2), torch.equal(y, torch.arange(20_000)), comm._internal.group.layout.queues > 3
-
-
-def test_one_block_takes_what_several_have_sent_one_after_another(url):
-    assert ranks.run(2, of_many_queues, url, timeout=60) == [2, (0, True, True)]
-
-
 def left_early(rank, world_size, tell, url):
     """Rank 1 sends and leaves; rank 2 sends later; rank 0 gets both."""
     with communicator(rank, world_size, url) as comm:

@@ -230,19 +230,6 @@ def test_the_end_is_bounded_and_never_raises(caplog):
     assert time.monotonic() - began < 3 and "left behind" in caplog.text
 
 
-def test_the_fake_bites():
-    comm = nccl.open_nccl(alone(), CPU, 5.0)
-    for call in (
-        lambda: comm._comm.send(torch.ones(1), 0, stream=0),
-        lambda: comm._comm.allgather(torch.ones(2), torch.ones(1), stream=0),
-        lambda: comm._comm.allreduce(torch.ones(2), torch.ones(2), 0, stream=None),
-        lambda: comm._comm.allreduce(torch.ones(4)[::2], torch.ones(2), 0, stream=0),
-        lambda: comm._comm.destroy(),
-    ):
-        with pytest.raises((fake_nccl.NcclInvalid, RuntimeError, TypeError)):
-            call()
-
-
 def test_a_single_element_of_any_stride_is_bytes_and_nothing_else_with_gaps():
     memory = torch.arange(8, dtype=torch.int32)
     one = memory[3:].as_strided((1,), (2,), 3)

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import tricomm
-from devtools import c10d_overhead
 from devtools.null_launch import communicator as null_communicator
 from tests import forked, ranks
 from tests.core.bodies.common_bodies import communicator
@@ -171,12 +170,6 @@ def test_nothing_is_written_unless_asked_and_a_job_never_fails_for_it(tmp_path: 
     assert done.returncode == 0 and done.stderr.count("statistics cannot be written") == 1
     done = _job(tmp_path / "live", TRICOMM_STATS="often")
     assert done.returncode == 1 and "TRICOMM_STATS='often'" in done.stderr
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_what_counting_costs_is_measured() -> None:
-    result = c10d_overhead.measure(64, 50, 2)
-    assert 0 < result["counting_share"] == result["counting_us"] / result["communicator_us"]
 
 
 class _Event:

@@ -166,11 +166,6 @@ def _values(found):
     return [_values(x) for x in found] if isinstance(found, list | tuple) else found.tolist()
 
 
-def _values(found):
-    """Tensors as lists, which a pipe carries; of whole numbers, so nothing is lost."""
-    return [_values(x) for x in found] if isinstance(found, list | tuple) else found.tolist()
-
-
 def _network(last=()):
     """Two layers with whole numbers as their weights."""
     net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2), *last)

@@ -1,4 +1,4 @@
-"""What trains over a group: DDP in its forms, FSDP2, DTensor, functional collectives, compiled code, checkpoints."""
+"""What trains over a group: DDP in its forms, DTensor, functional collectives, compiled code, checkpoints."""
 
 from __future__ import annotations
 
@@ -121,33 +121,6 @@ def uneven_join(rank, world_size, tell, url):
                 ((wrapped(x) - y) ** 2).mean().backward()
                 optimiser.step()
         return _same_everywhere(wrapped, world_size)
-
-
-def fsdp2(rank, world_size, tell, url, route):
-    from torch.distributed.fsdp import fully_shard
-
-    with default_group(rank, world_size, url, route):
-        net = model()
-        reference = copy.deepcopy(net)
-        mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
-        for layer in net:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        fully_shard(net, mesh=mesh)
-        optimiser = torch.optim.SGD(net.parameters(), lr=0.05)
-        other = torch.optim.SGD(reference.parameters(), lr=0.05)
-        for step in range(3):
-            x, y = batch(rank, step)
-            optimiser.zero_grad()
-            ((net(x) - y) ** 2).mean().backward()
-            optimiser.step()
-            other.zero_grad()
-            ((reference(x) - y) ** 2).mean().backward()
-            for p in reference.parameters():
-                dist.all_reduce(p.grad, dist.ReduceOp.AVG)
-            other.step()
-        pairs = zip(net.parameters(), reference.parameters(), strict=True)
-        return all(torch.allclose(p.full_tensor(), q, atol=1e-6) for p, q in pairs)
 
 
 def dtensor(rank, world_size, tell, url, route):

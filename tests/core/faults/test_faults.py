@@ -145,41 +145,6 @@ def test_a_rank_that_left_is_named(how, url):
         assert seconds < 2.0 + ranks.BUSY
 
 
-def interrupted(rank, world_size, tell, url):
-    """Ctrl-C in the middle of a call."""
-    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
-    comm.barrier()
-    if rank == 1:
-        tell(os.getpid())
-        try:
-            time.sleep(2.0)  # long after the other rank was interrupted in its call
-            comm.all_reduce(torch.ones(3))
-        except tricomm.TricommError as error:
-            return type(error).__name__, str(error)
-        finally:
-            comm.close()
-    tell(os.getpid())
-    try:
-        comm.all_reduce(torch.ones(3))
-    except KeyboardInterrupt:
-        return "KeyboardInterrupt", ""
-    finally:
-        comm.close()
-    return "nothing", ""
-
-
-def test_ctrl_c_ends_this_rank_and_tells_the_others(url):
-    with ranks.start(2, interrupted, url) as started:
-        pids = started.messages()
-        time.sleep(0.5)
-        os.kill(pids[0], signal.SIGINT)
-        sent = time.monotonic()
-        assert _result(started, 0)[0] == "KeyboardInterrupt"
-        assert time.monotonic() - sent < 10
-        kind, text = _result(started, 1)
-        assert kind == "GroupAborted" and "rank 0 was stopped by KeyboardInterrupt" in text
-
-
 def closes_in_a_call(rank, world_size, tell, url):
     """Another thread closes the group while this one waits: an error, not a crash."""
     comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))

@@ -6,14 +6,11 @@ import gc
 import sys
 import tracemalloc
 
-import pytest
 import torch
 
 from devtools import null_launch
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.operations import Operations
-from tests.kernels.fake_launch import Result
-from tricomm import GroupAborted, ResourceError
 
 ONE_OF_EACH = {"_cuda_getDevice": 1, "_cuda_isCurrentStreamCapturing": 1, "_cuda_getCurrentRawStream": 1}
 
@@ -72,16 +69,6 @@ def test_a_captured_call_has_the_plan_of_its_mode_and_the_memory_of_its_own(comm
     numbers = [launch.words[-3] for launch in (eager, first, second)]
     assert [n & 0xFFFFFFFF for n in numbers] == [modes["eager"], modes["graph"], modes["graph"]]
     assert [n >> 32 for n in numbers] == [numbers[0] >> 32, (numbers[0] >> 32) + 1, (numbers[0] >> 32) + 2]
-
-
-def test_a_repeated_launch_that_is_refused_loses_the_group(comm, world):
-    fake = device_of(comm)
-    comm.all_reduce(torch.ones(8))
-    fake.failures[("cuLaunchKernel", fake.calls.count("cuLaunchKernel") + 1)] = Result.CUDA_ERROR_OUT_OF_MEMORY
-    with pytest.raises(ResourceError, match=r"CUDA_ERROR_OUT_OF_MEMORY.*Nothing was launched on rank 0"):
-        comm.all_reduce(torch.ones(8))
-    with pytest.raises(GroupAborted):
-        comm.all_reduce(torch.ones(8))
 
 
 def kept_and_used(call, calls=100):
