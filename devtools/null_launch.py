@@ -20,7 +20,7 @@ from tricomm.core.runtime import Runtime
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 from tricomm.options import digest_of
-from tricomm.store.arenas.arena import open_arena
+from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.handshake import handshake
 
 

@@ -221,10 +221,7 @@ class Generation(Generic[M]):
             return len(heard) == self.world_size
 
         if not poll(complete, self.deadline.left, _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS):
-            raise RendezvousError(
-                f"{self._prefix}making the group: timeout after {self._timeout:g} s: the {what} of rank(s) "
-                f"{[r for r in self._others if r not in heard]} did not come"
-            )
+            raise self._over(f"the {what} of rank(s) {[r for r in self._others if r not in heard]} did not come")
         return [heard[rank] for rank in range(self.world_size)]
 
     def limit(self, seconds: float) -> None:
@@ -240,7 +237,10 @@ class Generation(Generic[M]):
         while not done(min(_LOOK_SECONDS, self.deadline.left)):
             self.look()
             if self.deadline.passed:
-                raise RendezvousError(f"{self._prefix}making the group: timeout after {self._timeout:g} s: {what}")
+                raise self._over(what)
+
+    def _over(self, what: str) -> RendezvousError:
+        return RendezvousError(f"{self._prefix}making the group: timeout after {self._timeout:g} s: {what}")
 
     def look(self) -> None:
         """Raises `PeerDied` if a rank's process has ended. If a rank has left and stops this one, raises its reason."""

@@ -24,7 +24,8 @@ from tricomm.store.departures import Rules
 from tricomm.store.descriptors import DescriptorSocket, OwnedDescriptors, Sender, Unreachable
 from tricomm.store.generation import Generation
 from tricomm.store.page import NBYTES, Page
-from tricomm.store.records import MAX_WORLD_SIZE, RankRecord, StoreRecord
+from tricomm.store.records import RankRecord, StoreRecord
+from tricomm.store.rendezvous import check_integers
 from tricomm.store.segments import Segment
 
 
@@ -89,11 +90,7 @@ def _state(theirs: RankRecord) -> str | None:
 
 def _check_arguments(rank: int, world_size: int, timeout: float) -> None:
     """Raises `InvalidArgument` for values that are impossible in any group."""
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 31:
-            raise InvalidArgument(f"{name}={value!r}: an integer is needed")
-    if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
+    check_integers(rank, world_size)
     if not timeout > 0:
         raise InvalidArgument(f"timeout={timeout!r}: a positive number of seconds is needed")
 

@@ -87,15 +87,20 @@ def _number(url: str, name: str, in_url: str | None, argument: int | None, varia
 
 def check_rank(rank: int, world_size: int) -> None:
     """Raises `InvalidArgument` unless these are integers, and `rank` is one of the ranks 0 to `world_size` - 1."""
-    for name, value in (("rank", rank), ("world_size", world_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise InvalidArgument(f"{name}={value!r}: an integer is needed")
-    if not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
+    check_integers(rank, world_size)
     if not 0 <= rank < world_size:
         raise InvalidArgument(
             f"rank={rank}: the ranks of world_size={world_size} are 0 to {world_size - 1}; give each process its own"
         )
+
+
+def check_integers(rank: int, world_size: int) -> None:
+    """Raises `InvalidArgument` unless these are integers, and there may be so many ranks."""
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 31:
+            raise InvalidArgument(f"{name}={value!r}: an integer is needed")
+    if not 1 <= world_size <= MAX_WORLD_SIZE:
+        raise InvalidArgument(f"world_size={world_size}: 1 to {MAX_WORLD_SIZE} ranks are possible")
 
 
 def _from_environment() -> tuple[str, int]:

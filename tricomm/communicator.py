@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from tricomm import arguments
 from tricomm.core import bootstrap, nccl
-from tricomm.core.bootstrap import Adapter, Terms, pick_device
+from tricomm.core.bootstrap import Terms, pick_device
 from tricomm.core.calls.collectives import Collectives
 from tricomm.core.calls.fused_calls import FusedCalls
 from tricomm.core.calls.fused_methods import FusedMethods
@@ -84,16 +84,17 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         self._meet(store, bootstrap.terms(rank, world_size, device, timeout, options, meeting_timeout))
 
     @classmethod
-    def _behind(cls, adapter: Adapter, store: Store, terms: Terms) -> Self:
-        """A communicator of the calls that `adapter` routes to the kernels."""
+    def _behind(cls, store: Store, terms: Terms) -> Self:
+        """A communicator of the calls that `terms.router` sends to the kernels."""
         comm = cls.__new__(cls)
-        comm._meet(store, replace(terms, on_wait=adapter.on_wait), adapter.router)
+        comm._meet(store, terms)
         return comm
 
-    def _meet(self, store: Store, terms: Terms, router: Router | None = None) -> None:
+    def _meet(self, store: Store, terms: Terms) -> None:
         def make(undo: ExitStack) -> None:
             shared = bootstrap.join(undo, store, terms)
-            self._assemble(undo, Group(shared, terms.device, terms.timeout, terms.options, PROCESSES), store, router)
+            group = Group(shared, terms.device, terms.timeout, terms.options, PROCESSES)
+            self._assemble(undo, group, store, terms.router)
             if self._gpu is None:  # a GPU may still run kernels
                 release = partial(self._group.drop, self._monitor.stop)
                 weakref.finalize(self, self._monitor.abandon, release).atexit = False

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from tricomm.errors import TricommError
 from tricomm.kernels import layout
-from tricomm.store.arenas.local_arena import host_view
+from tricomm.store.arenas.local_arena import host_bytes
 
 Array = NDArray[Any]
 
@@ -49,7 +49,7 @@ class Region:
 
     def __post_init__(self) -> None:
         self.end = self.base + self.nbytes
-        self.bytes = host_view(self.base, self.nbytes)
+        self.bytes = host_bytes(self.base, self.nbytes)
 
     @property
     def shared(self) -> bool:

@@ -32,7 +32,7 @@ from tricomm.perf.history import database
 from tricomm.perf.system import info
 from tricomm.policy import user_tables
 from tricomm.store import descriptors
-from tricomm.store.arenas.arena import expected_kind, no_multicast_expected
+from tricomm.store.arenas.open_arena import expected_kind, no_multicast_expected
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.segments import Segment
 from tricomm.topology import discovery, nvml

@@ -26,7 +26,7 @@ from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy import selection, user_tables
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.store import descriptors
-from tricomm.store.arenas.arena import expected_kind, no_multicast_expected
+from tricomm.store.arenas.open_arena import expected_kind, no_multicast_expected
 from tricomm.topology import discovery
 from tricomm.topology.nvml import Nvml, load_nvml
 

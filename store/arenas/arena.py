@@ -1,65 +1,52 @@
-"""Memory that every rank of a group can reach, of any kind."""
+"""Memory that every rank of a group can reach: what all kinds of it have in common."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Protocol
+import math
+from collections.abc import Sequence
 
 import torch
 
-from tricomm import env
-from tricomm.deadline import Deadline
-from tricomm.errors import InvalidArgument, ResourceError, TricommError
-from tricomm.store.collective_stages import CollectiveStages
+from tricomm.errors import GroupAborted, InvalidArgument
 from tricomm.store.control import ControlPage
-from tricomm.store.cuda.cuda_driver import DESCRIPTOR, FABRIC, Driver, load_driver
 
-if TYPE_CHECKING:
-    from tricomm.store.arenas.cuda_arena import CudaArena
-
+MAX_NBYTES = 1 << 46
 NOT_BOUND = "registered memory is not bound to a multicast address (torch's symmetric memory with group= may be)"
-_log = logging.getLogger("tricomm")
-_SETTING = {b"ipc": "TRICOMM_CUDA_VMM=0", b"descriptor": "no TRICOMM_CUDA_VMM=fabric"}
 
 
-class Arena(Protocol):
-    """One block of `nbytes` bytes per rank; `bases[r]` is the address of rank r's block as mapped here."""
+class Arena:
+    """One block of `nbytes` bytes for each rank.
 
-    @property
-    def kind(self) -> str:
-        """The kind of memory: "posix_shm", "cuda_vmm", "cuda_ipc" or "local"."""
+    kind          of memory: "posix_shm", "cuda_vmm", "cuda_ipc", "local", "torch", or "none"
+    bases         the address of each rank's block as mapped here; 0 if it is out of reach
+    reason        why the memory is not of the usual kind; empty if it is
+    multicast     the multicast address of all ranks' blocks, for NVLS; 0 if there is none
+    no_multicast  why there is none; empty on a CPU, whose interpreter needs none
+    no_suspend    why the memory cannot be suspended; empty if it can
+    suspended     from `suspend` until a `resume` that succeeds on all ranks
+    """
 
-    @property
-    def reason(self) -> str:
-        """Why the memory is not of the usual kind; empty if it is."""
-
-    @property
-    def multicast(self) -> int:
-        """The multicast address of all ranks' blocks, for the switch's instructions; 0 if there is none."""
-
-    @property
-    def no_multicast(self) -> str:
-        """Why there is no multicast address; empty on a CPU, whose interpreter needs none."""
-
-    @property
-    def no_suspend(self) -> str:
-        """Why the memory cannot be suspended; empty if it can."""
-
-    suspended: bool  # from `suspend` until a `resume` that succeeds on all ranks
-
-    @property
-    def closed(self) -> bool: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def bases(self) -> tuple[int, ...]: ...
+    kind: str
+    nbytes: int
+    bases: tuple[int, ...]
+    reason = no_multicast = no_suspend = ""
+    multicast = 0
+    suspended = closed = False
 
     def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """View of rank `rank`'s block from byte `offset` on; `InvalidArgument` if it would leave the block."""
+        """View of rank `rank`'s block from byte `offset` on.
+
+        Raises `InvalidArgument` if it would leave the block or is out of reach, `GroupAborted` after `close`."""
+        if self.closed:
+            raise GroupAborted(f"this {self.kind} arena is closed; its memory is gone")
+        check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
+        if not self.bases[rank]:
+            raise InvalidArgument(f"rank {rank}'s memory is out of this rank's reach: their GPUs have no link")
+        return self._view(rank, offset, shape, dtype)
+
+    def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """As `tensor`, of arguments that have been checked."""
+        raise NotImplementedError
 
     def suspend(self) -> None:
         """Release this rank's share of the memory and keep all addresses; does not wait for other ranks.
@@ -74,116 +61,46 @@ class Arena(Protocol):
 
     def close(self) -> None:
         """Release the memory; idempotent."""
+        raise NotImplementedError
 
     def keep(self) -> None:
         """Instead of `close`: all memory stays mapped, here and on the peers, until the process ends. Idempotent."""
 
 
-def open_arena(
-    control: ControlPage, nbytes: int, device: torch.device, timeout: float, reach: Sequence[bool] | None = None,
-    multicast: bool = False,
-) -> Arena:  # fmt: skip
-    """Zeroed memory of `nbytes` bytes on each rank's `device`, mapped by all; called by all ranks together.
-
-    On GPUs `reach[r]` says whether this rank maps rank r's memory (the same on both ranks); if not, its address is 0.
-    `multicast`: also set up a multicast address, if the machine has that and permits it.
-
-    Raises the same error on all ranks, with everything undone: `ResourceError` if memory is refused,
-    `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
-    """
-    if device.type == "cpu":
-        from tricomm.store.arenas.posix_shm import open_posix_shm
-
-        return open_posix_shm(control, nbytes, timeout)
-    if device.type == "cuda":
-        deadline = Deadline(timeout)
-        arena = open_cuda(control, nbytes, device, timeout, reach=reach)
-        with ExitStack() as undo:
-            undo.callback(arena.close)
-            if multicast:
-                arena.look_for_switch(deadline)
-            undo.pop_all()
-        return arena
-    raise InvalidArgument(f"device={device}: a CPU or a CUDA device is needed")
+def check_nbytes(nbytes: int, least: int = 1) -> None:
+    """Raises `InvalidArgument` for an arena of an impossible size."""
+    if not least <= nbytes <= MAX_NBYTES:
+        raise InvalidArgument(f"an arena of {nbytes} bytes; allowed are {least} to {MAX_NBYTES}")
 
 
-def open_cuda(
-    control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
-    reach: Sequence[bool] | None = None,
-) -> CudaArena:  # fmt: skip
-    """`open_blocks` with memory shared by file descriptors. A rank may ask for fabric handles
-    (TRICOMM_CUDA_VMM=fabric); legacy CUDA IPC is the fallback if a rank cannot share by descriptors, or must not
-    (TRICOMM_CUDA_VMM=0). `CudaArena.reason` says why. Raises as `open_blocks` does, with the reasons of all kinds."""
-    from tricomm.store.arenas.cuda_ipc import open_cuda_ipc
-    from tricomm.store.arenas.cuda_vmm import open_cuda_vmm
-
-    deadline = Deadline(timeout)
-    wanted = CollectiveStages(control, "GPU memory", deadline).gather("kind", lambda: env.gpu_memory().encode())
-
-    def vmm(sharing: str, *forbidding: bytes) -> CudaArena:
-        against = [rank for rank, answer in enumerate(wanted) if answer in forbidding]
-        if against:
-            raise ResourceError(f"{_SETTING[wanted[against[0]]]} on rank(s) {against}")
-        return open_cuda_vmm(control, nbytes, device, deadline.left, driver, reach, sharing)
-
-    ways: list[tuple[str, Callable[[], CudaArena]]] = [
-        ("descriptors", lambda: vmm(DESCRIPTOR, b"ipc")),
-        ("legacy CUDA IPC", lambda: open_cuda_ipc(control, nbytes, device, deadline.left, driver, reach)),
-    ]
-    if b"fabric" in wanted:
-        ways.insert(0, ("fabric handles", lambda: vmm(FABRIC, b"ipc", b"descriptor")))
-    refusals: list[str] = []
-    for name, opened in ways:
-        try:
-            arena = opened()
-        except ResourceError as error:  # the same on all ranks, with everything undone
-            refusals.append(str(error))
-            continue
-        if name != "descriptors" or refusals:
-            why = "; and before that ".join(reversed(refusals)) or "TRICOMM_CUDA_VMM=fabric"
-            arena.reason = f"{name}, because {why}"
-            if control.rank == 0:
-                _log.info("GPU memory is shared by %s", arena.reason)
-        return arena
-    raise ResourceError("; and before that ".join(reversed(refusals)))
+def check_view(nbytes: int, bases: Sequence[int], rank: int, offset: int, shape: Sequence[int], size: int) -> None:
+    """Raises `InvalidArgument` if a view at `offset` into rank `rank`'s block, of elements of `size` bytes, leaves the
+    block of `nbytes` bytes or is not aligned to its elements."""
+    if not 0 <= rank < len(bases):
+        raise InvalidArgument(f"rank {rank} is not in 0..{len(bases) - 1}")
+    if any(length < 0 for length in shape):
+        raise InvalidArgument(f"shape {tuple(shape)} has a negative length")
+    end = offset + math.prod(shape) * size
+    if offset < 0 or end > nbytes:
+        raise InvalidArgument(f"bytes {offset}..{end} are not inside the block of {nbytes} bytes")
+    if offset % size:
+        raise InvalidArgument(f"offset {offset} is not a multiple of the element size {size}")
 
 
-def expected_kind(gpus: int) -> tuple[str, str]:
-    """The kind of memory that ranks on this machine's GPUs are likely to share, or on its CPU if there are none, and
-    why it is not the usual kind. The ranks make the actual choice together."""
-    if not gpus:
-        return "posix_shm", ""
-    try:
-        wish = env.gpu_memory()
-        if wish == "ipc":
-            return "cuda_ipc", "TRICOMM_CUDA_VMM=0"
-        driver = load_driver()
-        driver.init()
-
-        def refusal(sharing: str) -> str:
-            refusals = (driver.vmm_refusal(ordinal, sharing) for ordinal in range(gpus))
-            return next((text for text in refusals if text is not None), "")
-
-        against = refusal(FABRIC) if wish == "fabric" else ""
-        if wish == "fabric" and not against:
-            return "cuda_vmm", "fabric handles, because TRICOMM_CUDA_VMM=fabric"
-        reason = refusal(DESCRIPTOR)
-    except TricommError as error:
-        return "cuda_ipc", str(error)
-    if reason:
-        return "cuda_ipc", reason
-    return "cuda_vmm", f"descriptors, because {against}" if against else ""
+def raw_view(address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Tensor over memory that torch does not own; the caller keeps the memory alive."""
+    # Not __cuda_array_interface__: torch then asks CUDA which GPU owns the address, and silently copies if that is not
+    # `device` (pytorch#54139), as can happen for a peer's memory. This way also works for every dtype.
+    nbytes = math.prod(shape) * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    tensor = torch.empty(0, dtype=dtype, device=device)
+    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return tensor.set_(storage, 0, tuple(shape), strides)
 
 
-def no_multicast_expected(gpus: int) -> str:
-    """Why ranks on this machine's GPUs will probably have no multicast address; empty if they probably will. Only the
-    ranks together can find out."""
-    kind, _ = expected_kind(gpus)
-    if kind != "cuda_vmm":
-        return f"memory of kind {kind} has none"
-    if not env.multicast():
-        return "TRICOMM_MULTICAST=0 or NCCL_NVLS_ENABLE=0"
-    try:
-        return next((text for text in map(load_driver().multicast_refusal, range(gpus)) if text is not None), "")
-    except TricommError as error:
-        return str(error)
+def host_view(memory: object, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Tensor over a buffer of this process, which it keeps alive."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))

@@ -18,14 +18,12 @@ import torch
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.arenas.local_arena import check_view, raw_view
+from tricomm.store.arenas.arena import Arena, check_nbytes, raw_view
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import Cleanup, Driver, load_driver
 
 WORD_BYTES = 8
-
-_MAX_NBYTES = 1 << 46
 
 
 class GpuSite:
@@ -106,10 +104,8 @@ def open_blocks(
     return arena
 
 
-class CudaArena:
-    """One block per rank, each mapped in this process. `bases[r]` is the address of rank r's block here, 0 if it is
-    out of reach. `reason`: why the memory is not of the usual kind; empty if it is. `multicast`: the multicast address
-    of all blocks, or 0, and then `no_multicast` says why."""
+class CudaArena(Arena):
+    """One block per rank, each mapped in this process."""
 
     def __init__(
         self, control: ControlPage, nbytes: int, device: torch.device, blocks: Blocks, reach: Sequence[bool] | None
@@ -118,36 +114,20 @@ class CudaArena:
         self.rank, self.nbytes, self.device = control.rank, nbytes, device
         self.bases: tuple[int, ...] = ()
         self.control_address = 0
-        self.reason = ""
-        self.multicast, self.no_multicast = 0, "it was not asked for"
-        self.suspended = False
+        self.no_multicast = "it was not asked for"
         self._control, self._blocks = control, blocks
         self._reach = tuple(reach) if reach is not None else (True,) * control.world_size
         self._at: GpuSite | None = None
-        self._closed = False
         self._lock = threading.Lock()
 
-    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Rank `rank`'s bytes from `offset` on, as a tensor that is valid until `close`.
-
-        Raises `InvalidArgument` if it would leave the block, `GroupAborted` after `close`."""
-        if self._closed:
-            raise GroupAborted(f"this {self.kind} arena is closed; its memory is gone")
-        check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
-        if not self.bases[rank]:
-            raise InvalidArgument(f"rank {rank}'s memory is out of rank {self.rank}'s reach: their GPUs have no link")
+    def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return raw_view(self.bases[rank] + offset, shape, dtype, self.device)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def no_suspend(self) -> str:
         return self._blocks.no_suspend and f"{self._blocks.no_suspend}{f' ({self.reason})' if self.reason else ''}"
 
     def suspend(self) -> None:
-        """Release this rank's share of the memory once all work on its GPU is done; see `Arena.suspend`."""
         site = self._site
         self.suspended = True
         with site.current():
@@ -158,7 +138,6 @@ class CudaArena:
             raise undo.failures[0]
 
     def resume(self, control: ControlPage, timeout: float) -> None:
-        """New memory at the same addresses, on all ranks or on none; see `Arena.resume`."""
         deadline = Deadline(timeout)
         with ExitStack() as undo:
             undo.callback(self._blocks.give_back, Cleanup(self._site.driver, self._site.context))
@@ -232,8 +211,7 @@ class CudaArena:
         self.control_address = self._control.host_words.on_device(self._at.driver, self._at.ordinal)
 
     def _check_arguments(self, least: int) -> None:
-        if not least <= self.nbytes <= _MAX_NBYTES:
-            raise InvalidArgument(f"an arena of {self.nbytes} bytes; allowed are {least} to {_MAX_NBYTES}")
+        check_nbytes(self.nbytes, least)
         if self.device.type != "cuda":
             raise InvalidArgument(f"{self.kind} shares GPU memory, not memory of {self.device}")
         if self.device.index is None:
@@ -288,7 +266,7 @@ class CudaArena:
     def _begin_end(self) -> GpuSite | None:
         """This rank's GPU for the first caller that ends the arena, None for later ones."""
         with self._lock:
-            before, self._closed = self._closed, True
+            before, self.closed = self.closed, True
         return None if before else self._at
 
     def _release(self) -> list[ResourceError]:

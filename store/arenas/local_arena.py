@@ -7,7 +7,6 @@ blocks live as long as any rank uses them: the last `close` frees them all.
 from __future__ import annotations
 
 import ctypes
-import math
 import mmap
 import threading
 from abc import ABC, abstractmethod
@@ -20,41 +19,13 @@ import torch
 from numpy.typing import NDArray
 
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.store.arenas.arena import Arena, check_nbytes, host_view, raw_view
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import Cleanup, Driver, load_driver
 from tricomm.store.cuda.mapped_memory import MappedMemory
 from tricomm.store.host_words import HostWords
-
-_MAX_NBYTES = 1 << 46
-
-
-def check_view(nbytes: int, bases: Sequence[int], rank: int, offset: int, shape: Sequence[int], size: int) -> int:
-    """Number of elements of a view at `offset` into rank `rank`'s block, for elements of `size` bytes.
-
-    Raises `InvalidArgument` if the view leaves the block of `nbytes` bytes or is not aligned to its elements."""
-    if not 0 <= rank < len(bases):
-        raise InvalidArgument(f"rank {rank} is not in 0..{len(bases) - 1}")
-    if any(length < 0 for length in shape):
-        raise InvalidArgument(f"shape {tuple(shape)} has a negative length")
-    numel = math.prod(shape)
-    if offset < 0 or offset + numel * size > nbytes:
-        raise InvalidArgument(f"bytes {offset}..{offset + numel * size} are not inside the block of {nbytes} bytes")
-    if offset % size:
-        raise InvalidArgument(f"offset {offset} is not a multiple of the element size {size}")
-    return numel
-
-
-def raw_view(address: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Tensor over memory that torch does not own; the caller keeps the memory alive."""
-    # Not __cuda_array_interface__: torch then asks CUDA which GPU owns the address, and silently copies if that is not
-    # `device` (pytorch#54139), as can happen for a peer's memory. This way also works for every dtype.
-    nbytes = math.prod(shape) * dtype.itemsize
-    storage = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
-    tensor = torch.empty(0, dtype=dtype, device=device)
-    strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    return tensor.set_(storage, 0, tuple(shape), strides)
 
 
 def host_page_address(memory: mmap.mmap) -> int:
@@ -82,8 +53,7 @@ class LocalGroup:
 
         Raises `InvalidArgument` for a bad size, `ResourceError` if memory is refused; then nothing is left.
         """
-        if not 1 <= nbytes <= _MAX_NBYTES:
-            raise InvalidArgument(f"an arena of {nbytes} bytes; allowed are 1 to {_MAX_NBYTES}")
+        check_nbytes(nbytes)
         if self.device.type == "cpu":
             blocks: _Blocks = _HostBlocks(nbytes, self._pages)
         else:
@@ -92,18 +62,16 @@ class LocalGroup:
         return [LocalArena(rank, nbytes, blocks) for rank in range(self.world_size)]
 
 
-class LocalArena:
+class LocalArena(Arena):
     """One rank's end of the shared blocks. `bases[r]` is the address of rank r's block, the same in all arenas."""
 
     kind = "local"
-    reason = ""
-    multicast = 0
 
     def __init__(self, rank: int, nbytes: int, blocks: _Blocks) -> None:
         self.rank, self.nbytes, self.device = rank, nbytes, blocks.device
         self.no_multicast = "" if blocks.device.type == "cpu" else "all ranks are on one GPU"
         self.bases = blocks.bases
-        self.suspended, self.no_suspend = False, blocks.no_suspend
+        self.no_suspend = blocks.no_suspend
         self.control_address = blocks.control_addresses[rank]
         self._blocks: _Blocks | None = blocks
 
@@ -112,27 +80,16 @@ class LocalArena:
         """The stream on which this rank's kernels run; None on the CPU."""
         return torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
-    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Rank `rank`'s bytes from `offset` on, as a tensor; on a GPU it is valid until all ranks have closed.
-
-        Raises `InvalidArgument` if it would leave the block, `GroupAborted` after `close`."""
-        if self._blocks is None:
-            raise GroupAborted(f"rank {self.rank}'s local arena is closed")
-        numel = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
-        return self._blocks.view(rank, offset, numel, dtype).view(tuple(shape))
-
-    @property
-    def closed(self) -> bool:
-        return self._blocks is None
+    def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        assert self._blocks is not None, "it is not closed"
+        return self._blocks.view(rank, offset, shape, dtype)
 
     def suspend(self) -> None:
-        """Release this rank's block; see `Arena.suspend`."""
         self.suspended = True
         if self._blocks is not None:
             self._blocks.give_back(self.rank)
 
     def resume(self, control: ControlPage, timeout: float) -> None:
-        """A zeroed block at the same address, on all ranks or on none; see `Arena.resume`."""
         blocks = self._blocks
         assert blocks is not None, "it is not closed"
         with ExitStack() as undo:
@@ -145,12 +102,10 @@ class LocalArena:
 
     def close(self) -> None:
         """Idempotent; the last rank's close frees all blocks. Raises the driver's first `ResourceError`."""
+        self.closed = True
         blocks, self._blocks = self._blocks, None
         if blocks is not None:
             blocks.leave()
-
-    def keep(self) -> None:
-        """Instead of `close`: nothing to do, because a rank that never leaves keeps all ranks' blocks."""
 
 
 class _Blocks(ABC):
@@ -175,7 +130,7 @@ class _Blocks(ABC):
     def free(self) -> None: ...
 
     @abstractmethod
-    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor: ...
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
 
     @abstractmethod
     def give_back(self, rank: int) -> None:
@@ -195,10 +150,8 @@ class _HostBlocks(_Blocks):
         self.bases = tuple(map(host_page_address, self._blocks))
         self.control_addresses = tuple(page.address for page in pages)
 
-    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        if numel == 0:
-            return torch.empty(0, dtype=dtype, device="cpu")
-        return torch.frombuffer(self._blocks[rank], dtype=dtype, count=numel, offset=offset)
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return host_view(self._blocks[rank], offset, shape, dtype)
 
     def give_back(self, rank: int) -> None:
         self._blocks[rank].madvise(mmap.MADV_DONTNEED)
@@ -265,8 +218,8 @@ class _GpuBlocks(_Blocks):
             block.make(self.device.index, self._granularity)
             self._driver.synchronize()
 
-    def view(self, rank: int, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return raw_view(self.bases[rank] + offset, (numel,), dtype, self.device)
+    def view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return raw_view(self.bases[rank] + offset, shape, dtype, self.device)
 
     def free(self) -> None:
         with self._undo:
@@ -282,6 +235,6 @@ def _zeroed(nbytes: int) -> mmap.mmap:
         raise ResourceError(f"{nbytes} bytes of host memory refused: {error.strerror}; use a smaller arena") from error
 
 
-def host_view(address: int, nbytes: int) -> NDArray[np.uint8]:
+def host_bytes(address: int, nbytes: int) -> NDArray[np.uint8]:
     """The process's own memory at `address` as bytes; the caller keeps the memory alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

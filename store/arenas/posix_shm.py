@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, RendezvousError, ResourceError
-from tricomm.store.arenas.local_arena import check_view
+from tricomm.errors import RendezvousError, ResourceError
+from tricomm.store.arenas.arena import Arena, host_view
 from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.arenas.passing import DescriptorPassing
 from tricomm.store.collective_stages import CollectiveStages
@@ -109,44 +109,27 @@ def _parsed(record: bytes, rank: int, nbytes: int) -> tuple[int, int, bytes]:
     return size, offset, name
 
 
-class PosixShmArena:
-    """One segment per rank, mapped here. `bases[r]` is the address of rank r's."""
+class PosixShmArena(Arena):
+    """One segment per rank, mapped here; a view keeps its block mapped, also after `close`."""
 
     kind = "posix_shm"
-    reason = no_suspend = ""
-    multicast, no_multicast = 0, ""
 
     def __init__(self, rank: int, segments: Sequence[Segment]) -> None:
         self.nbytes = segments[0].nbytes
-        self.suspended = False
         self._rank = rank
         self.bases = tuple(segment.address for segment in segments)
         self._segments = tuple(segments)
 
-    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """View of rank `rank`'s block from byte `offset` on; it keeps that block mapped, also after `close`.
-
-        Raises `InvalidArgument` if it would leave the block, `GroupAborted` after `close`."""
-        if not self._segments:
-            raise GroupAborted("this posix_shm arena is closed")
-        numel = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
-        if numel == 0:
-            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-        flat = torch.frombuffer(self._segments[rank].buffer, dtype=dtype, count=numel, offset=offset)
-        return flat.view(tuple(shape))
-
-    @property
-    def closed(self) -> bool:
-        return not self._segments
+    def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return host_view(self._segments[rank].buffer, offset, shape, dtype)
 
     def suspend(self) -> None:
-        """Return this rank's pages to the system, for all ranks; see `Arena.suspend`. A suspended block reads as zeros,
-        and touching it allocates pages again."""
+        """Return this rank's pages to the system, for all ranks. A suspended block reads as zeros, and touching it
+        allocates pages again."""
         self.suspended = True
         self._segments[self._rank].give_back()
 
     def resume(self, control: ControlPage, timeout: float) -> None:
-        """Zeroed pages again, on all ranks or on none; see `Arena.resume`."""
         own = self._segments[self._rank]
         stage = CollectiveStages(control, "posix_shm: resume", Deadline(timeout))
         with ExitStack() as undo:
@@ -156,10 +139,7 @@ class PosixShmArena:
         self.suspended = False
 
     def close(self) -> None:
-        """Unmap all blocks; a block that tensors still view is unmapped with the last of them. Idempotent."""
+        self.closed = True
         segments, self._segments = self._segments, ()
         for segment in segments:
             segment.close()
-
-    def keep(self) -> None:
-        """Instead of `close`: all blocks stay mapped."""

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.arenas.arena import NOT_BOUND, Arena
-from tricomm.store.arenas.local_arena import check_view, raw_view
+from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.store.arenas.arena import NOT_BOUND, Arena, host_view, raw_view
 from tricomm.store.arenas.posix_shm import FilePart, map_peers
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
@@ -34,12 +33,11 @@ _REASON_BYTES = 200
 _MULTICAST_ALIGNMENT = 16  # of an access by the switch
 
 
-class RegisteredArena:
+class RegisteredArena(Arena):
     """Every rank's tensor, at `bases`. `segments`: by rank, a peer's mapped memory and the tensor's offset in it; it is
     closed with the arena."""
 
     no_suspend = "registered memory is the user's"
-    reason = ""
 
     def __init__(
         self,
@@ -52,26 +50,13 @@ class RegisteredArena:
     ) -> None:
         self.kind, self.nbytes, self.bases = kind, tensor.nbytes, tuple(bases)
         self.multicast, self.no_multicast = multicast, no_multicast
-        self.suspended = self.closed = False
         self._device, self._segments = tensor.device, dict(segments)
 
-    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """View of rank `rank`'s tensor from byte `offset` on; `InvalidArgument` if it would leave the tensor,
-        `GroupAborted` after `close`."""
-        if self.closed:
-            raise GroupAborted("this registered memory is released")
-        count = check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
-        if rank in self._segments:  # a view keeps it mapped
+    def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if rank in self._segments:  # the view keeps it mapped
             segment, start = self._segments[rank]
-            flat = torch.frombuffer(segment.buffer, dtype=dtype, count=count, offset=start + offset)
-            return flat.view(tuple(shape))
+            return host_view(segment.buffer, start + offset, shape, dtype)
         return raw_view(self.bases[rank] + offset, shape, dtype, self._device)
-
-    def suspend(self) -> None:
-        """Nothing to do: the memory is the user's."""
-
-    def resume(self, control: ControlPage, timeout: float) -> None:
-        """Nothing to do: the memory was never released."""
 
     def close(self) -> None:
         """Unmap the other ranks' memory; the user's own stays. Idempotent."""
@@ -79,9 +64,6 @@ class RegisteredArena:
         for segment, _ in self._segments.values():
             segment.close()
         self._segments.clear()
-
-    def keep(self) -> None:
-        """Instead of `close`: the other ranks' memory stays mapped."""
 
 
 def open_registered(

@@ -17,7 +17,7 @@ from tricomm.core import bootstrap
 from tricomm.kernels import layout
 from tricomm.metrics.counters import NCCL
 from tricomm.policy import backend_choice
-from tricomm.store.arenas.arena import open_cuda
+from tricomm.store.arenas.open_arena import open_cuda
 
 NBYTES = 2 << 20
 

@@ -20,7 +20,7 @@ from tricomm.core.runtime import Runtime
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher
 from tricomm.options import Tuning, digest_of
-from tricomm.store.arenas.arena import open_arena
+from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.handshake import handshake
 
 SMALL = tricomm.Options(arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32))

@@ -10,7 +10,8 @@ import torch
 
 from tests.store.cuda.fake_driver import FakeCuda, FakeDriver
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.arenas.local_arena import LocalGroup, host_page_address, raw_view
+from tricomm.store.arenas.arena import raw_view
+from tricomm.store.arenas.local_arena import LocalGroup, host_page_address
 from tricomm.store.host_words import HostWords
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from tests.store.store_ranks import holdings, in_threads, more_than, nothing_lef
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, ResourceError, TricommError
 from tricomm.store import segments
 from tricomm.store.arenas import posix_shm
-from tricomm.store.arenas.arena import open_arena
+from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.arenas.posix_shm import open_posix_shm
 from tricomm.store.handshake import handshake
 from tricomm.store.rendezvous import open_store

@@ -19,7 +19,7 @@ from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.streams import GroupStream
 from tricomm.communicator import Communicator
 from tricomm.core import bootstrap
-from tricomm.core.bootstrap import Adapter, pick_device
+from tricomm.core.bootstrap import pick_device
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
@@ -150,16 +150,16 @@ class Dispatcher:
             options = options_for(self._options, config.timeout, device.type)
             options = replace(options, batch_invariant=self.batch_invariant)
             terms = bootstrap.terms(config.rank, config.world_size, device, config.timeout, options)
-            comm = Communicator._behind(Adapter(router, self._still_connected), store, terms)
+            comm = Communicator._behind(store, replace(terms, router=router, on_wait=self._still_connected))
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             why = self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             router.facts = replace(router.facts, no_kernels=why)
             return
         self._comms[device] = comm
         if self._lost is not None:  # the caller was interrupted meanwhile
-            comm._internal.interrupted(self._lost)
+            comm._internal.faults.interrupted(self._lost)
         # If the kernels' group is given up, a rank in NCCL may be waiting for one that never comes.
-        comm._internal.watch(self._backends)
+        comm._internal.monitor.watch(self._backends)
 
     def gpu(self) -> torch.device:
         """The GPU of calls without a tensor: the one that this group uses, if just one, else the rank's own."""
@@ -268,7 +268,7 @@ class Dispatcher:
         if self._lost is None:
             self._lost = GroupAborted(f"rank {self._config.rank} was stopped by {first_line(error)}")
         for comm in list(self._comms.values()):
-            comm._internal.interrupted(error)
+            comm._internal.faults.interrupted(error)
         self.abort_waits(self._lost)
         self._cpu.refuse(self._lost)
         self._backends.abort()

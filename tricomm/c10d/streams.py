@@ -42,7 +42,7 @@ class CudaWork(Handle):
             except TricommError:
                 raise
             except BaseException as error:
-                self._comm._internal.interrupted(error)
+                self._comm._internal.faults.interrupted(error)
                 raise
         self._comm.check()
         return True

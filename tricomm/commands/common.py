@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,19 +55,6 @@ def exit_code(error: Exception) -> int | None:
     if isinstance(error, ResourceError) or getattr(error, "unsupported", False) or without_extra:
         return UNSUPPORTED
     return FAILED if isinstance(error, TricommError) else None
-
-
-def progress() -> Callable[[str], None]:
-    """Prints the texts that it is called with as errors, but no more than one in `SECONDS`."""
-    last = time.monotonic()
-
-    def say(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SECONDS:
-            last = time.monotonic()
-            click.echo(f"  {text}", err=True)
-
-    return say
 
 
 @contextmanager

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
 
 import click
 
 from tricomm.commands.common import FAILED, ends_at_once, errors_told, told_every, usage
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()

@@ -27,7 +27,8 @@ from tricomm.metrics.counters import NCCL
 from tricomm.options import Options, digest_of, seconds, with_environment
 from tricomm.policy import backend_choice, launch_shapes
 from tricomm.policy.router import Router
-from tricomm.store.arenas.arena import Arena, open_arena
+from tricomm.store.arenas.arena import Arena
+from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake, refuse
 from tricomm.store.rendezvous import open_store
@@ -40,23 +41,15 @@ _NO_NCCL_ON_CPU = 'there is no NCCL for CPU tensors; the backend "tricomm" of to
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """A group of `torch.distributed`, or of an inference engine, whose communicator takes the calls that `router` sends
-    to the kernels. It has compared the ranks' environments, and has a fallback for the other calls.
+class Terms:
+    """The terms on which a rank joins a group.
 
+    timeout, rendezvous_timeout  bound each step, and the rendezvous, in seconds
+    router    of a group of `torch.distributed` or of an inference engine, which makes the calls that it does not send
+              to the kernels, and has compared the ranks' environments; None: this group's own
     on_wait   is called periodically while this rank waits for the others at the rendezvous; an error that it raises
               ends the rendezvous on all ranks
     """
-
-    router: Router
-    on_wait: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms on which a rank joins a group. `timeout` bounds each step, `rendezvous_timeout` the rendezvous, in
-    seconds; `on_wait` is called periodically while this rank waits for the others, and an error that it raises ends the
-    rendezvous."""
 
     rank: int
     world_size: int
@@ -65,6 +58,7 @@ class Terms:
     rendezvous_timeout: float
     options: Options
     layout: layout.Layout
+    router: Router | None = None
     on_wait: Callable[[], None] = lambda: None
 
 
@@ -79,32 +73,21 @@ class Shared:
     routes: backend_choice.GroupFacts
 
 
-class NoArena:
+class NoArena(Arena):
     """Stands for the memory of ranks that share none."""
 
     kind = "none"
-    reason = ""
-    multicast, no_multicast = 0, "the ranks share no memory"
-    no_suspend = "the ranks share no memory that could be freed; close the communicator, and make a new one"
-    suspended = closed = False
     nbytes = 0
+    no_multicast = "the ranks share no memory"
+    no_suspend = "the ranks share no memory that could be freed; close the communicator, and make a new one"
 
     def __init__(self, world_size: int) -> None:
         self.bases = (0,) * world_size
 
-    def tensor(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         raise InvalidArgument("the ranks of this communicator share no memory")
 
-    def suspend(self) -> None:
-        pass
-
-    def resume(self, control: ControlPage, timeout: float) -> None:
-        pass
-
     def close(self) -> None:
-        pass
-
-    def keep(self) -> None:
         pass
 
 

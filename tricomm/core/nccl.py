@@ -30,21 +30,10 @@ log = logging.getLogger("tricomm")
 _IN_PROGRESS = 7  # ncclInProgress; 0 is success, all else an error
 _GRACE_SECONDS = 5.0
 _REDUCED = frozenset(
-    {
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-        torch.int8,
-        torch.uint8,
-        torch.int32,
-        torch.int64,
-        torch.uint32,
-        torch.uint64,
-        torch.bool,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-    }
+    getattr(torch, name)
+    for name in (
+        "float16 bfloat16 float32 float64 float8_e4m3fn float8_e5m2 int8 uint8 int32 int64 uint32 uint64 bool".split()
+    )
 )
 _BOOL_OPS = {"sum": "MAX", "max": "MAX", "prod": "MIN", "min": "MIN"}  # bool goes as uint8: sum means any
 _OPS = {"sum": "SUM", "avg": "AVG", "min": "MIN", "max": "MAX", "prod": "PROD"}

@@ -44,8 +44,7 @@ class Planner:
     nccl      NCCL's communicator, made by the first call that needs it
     observer  wraps each new plan, to observe its calls: the explorer's
 
-    Without a `router` the group makes one. A `bootstrap.Adapter` passes its own, and sends only the kernels' calls
-    here.
+    Without a `router` the group makes one. That of `bootstrap.Terms` sends only the kernels' calls here.
     """
 
     def __init__(

@@ -15,7 +15,8 @@ from tricomm.gpu import Gpu
 from tricomm.kernels.launch import kernel_launch
 from tricomm.policy import user_tables
 from tricomm.policy.tuning_tables import Fingerprint, TunedTable
-from tricomm.store.arenas.arena import Arena, open_arena
+from tricomm.store.arenas.arena import Arena
+from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.arenas.registered import open_registered
 from tricomm.store.control import ControlPage
 

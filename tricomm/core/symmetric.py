@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from tricomm.errors import GroupAborted, InvalidArgument
-from tricomm.store.arenas.arena import Arena
-from tricomm.store.arenas.local_arena import raw_view
+from tricomm.store.arenas.arena import Arena, raw_view
 
 _NOT_PLAIN = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4} | {
     getattr(torch, f"bits{name}") for name in ("1x8", "2x4", "4x2", "8", "16") if hasattr(torch, f"bits{name}")

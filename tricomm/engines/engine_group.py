@@ -20,7 +20,6 @@ from tricomm import env
 from tricomm.c10d.capabilities import exchange_capabilities, options_for
 from tricomm.communicator import Communicator
 from tricomm.core import bootstrap
-from tricomm.core.bootstrap import Adapter
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import KERNELS, NCCL
 from tricomm.options import Options
@@ -134,7 +133,7 @@ class EngineGroup:
         router = Router(facts, seat.name, seat.rank, self._engine.name)
         options = replace(options, batch_invariant=invariant or self._engine.invariant)
         terms = bootstrap.terms(seat.rank, seat.world_size, seat.device, None, options, MEETING_SECONDS)
-        comm = Communicator._behind(Adapter(router), PrefixStore("kernels", store), terms)
+        comm = Communicator._behind(PrefixStore("kernels", store), replace(terms, router=router))
         try:
             self._compare(comm)
         except BaseException:

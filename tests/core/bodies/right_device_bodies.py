@@ -16,7 +16,7 @@ from tests.kernels.fake_launch import Result
 from tricomm import Communicator, Options, errors
 from tricomm.kernels import layout
 from tricomm.options import digest_of
-from tricomm.store.arenas.arena import open_arena
+from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.handshake import handshake
 
 LATE = 1.0  # seconds by which rank 0 comes later than the others

@@ -10,7 +10,7 @@ from tests.fake_cuda import FakeDevice, OnFakeGpu, World
 from tricomm import Communicator, Options, communicator
 from tricomm.kernels import layout
 from tricomm.options import digest_of
-from tricomm.store.arenas.arena import open_arena
+from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.handshake import handshake
 
 MINE, OTHER = 1, 0

@@ -24,7 +24,7 @@ from tricomm.kernels import layout
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options
 from tricomm.perf.bench import measure
-from tricomm.store.arenas.arena import open_cuda
+from tricomm.store.arenas.open_arena import open_cuda
 from tricomm.topology import discovery
 from tricomm.topology.model import Topology
 

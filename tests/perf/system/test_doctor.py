@@ -18,7 +18,7 @@ from tricomm.cli import cli
 from tricomm.kernels.launch import interpreter
 from tricomm.perf.system import doctor, info
 from tricomm.perf.system.doctor import FAIL, PASS, WARN
-from tricomm.store.arenas import arena
+from tricomm.store.arenas import open_arena
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +121,7 @@ def test_gpus_without_links_or_bindings_are_named(monkeypatch: pytest.MonkeyPatc
 
 def test_the_kind_of_gpu_memory_is_named_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = FakeCuda(2).process()
-    monkeypatch.setattr(arena, "load_driver", lambda: driver)
+    monkeypatch.setattr(open_arena, "load_driver", lambda: driver)
     result, switch = doctor._gpu_memory(2)
     assert (result.verdict, result.text) == (PASS, "cuda_vmm: shared by descriptors")
     assert switch.verdict == PASS and switch.text.startswith("multicast addresses")

@@ -16,8 +16,8 @@ from tests.store.store_ranks import in_threads
 from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.store.arenas import arena as arena_module
-from tricomm.store.arenas.arena import open_cuda
+from tricomm.store.arenas import open_arena as arena_module
+from tricomm.store.arenas.open_arena import open_cuda
 
 
 def test_a_block_out_of_reach_is_not_mapped(verified):

@@ -16,8 +16,8 @@ from tricomm import env
 from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.store import descriptors
-from tricomm.store.arenas.arena import open_cuda
 from tricomm.store.arenas.cuda_vmm import open_cuda_vmm
+from tricomm.store.arenas.open_arena import open_cuda
 from tricomm.store.cuda.cuda_driver import FABRIC
 
 by_fabric = partial(open_cuda_vmm, sharing=FABRIC)

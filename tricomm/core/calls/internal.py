@@ -16,7 +16,7 @@ from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
-from tricomm.core.watch.monitor import FallbackBackend, Monitor
+from tricomm.core.watch.monitor import Monitor
 from tricomm.store.control import PackedDescriptor
 
 
@@ -66,11 +66,3 @@ class Internal:
     def withdraw(self, calls: int) -> None:
         """Take back the last `calls` that were announced, because they were refused before anything was sent."""
         self.launcher.withdraw(calls)
-
-    def interrupted(self, error: BaseException) -> None:
-        """Abort the group because `error` has stopped this rank, and tell the others; does nothing if it is closed."""
-        self.faults.interrupted(error)
-
-    def watch(self, backend: FallbackBackend) -> None:
-        """Ask `backend`, which makes calls besides the kernels, for its errors too, and abort it with the group."""
-        self.monitor.watch(backend)
