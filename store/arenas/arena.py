@@ -40,8 +40,6 @@ class Arena:
         if self.closed:
             raise GroupAborted(f"this {self.kind} arena is closed; its memory is gone")
         check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
-        if not self.bases[rank]:
-            raise InvalidArgument(f"rank {rank}'s memory is out of this rank's reach: their GPUs have no link")
         return self._view(rank, offset, shape, dtype)
 
     def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -110,7 +110,7 @@ class CudaArena(Arena):
     def __init__(
         self, control: ControlPage, nbytes: int, device: torch.device, blocks: Blocks, reach: Sequence[bool] | None
     ) -> None:
-        self.kind = blocks.kind
+        self.kind, self.no_suspend = blocks.kind, blocks.no_suspend
         self.rank, self.nbytes, self.device = control.rank, nbytes, device
         self.bases: tuple[int, ...] = ()
         self.control_address = 0
@@ -121,11 +121,9 @@ class CudaArena(Arena):
         self._lock = threading.Lock()
 
     def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if not self.bases[rank]:
+            raise InvalidArgument(f"rank {rank}'s memory is out of rank {self.rank}'s reach: their GPUs have no link")
         return raw_view(self.bases[rank] + offset, shape, dtype, self.device)
-
-    @property
-    def no_suspend(self) -> str:
-        return self._blocks.no_suspend and f"{self._blocks.no_suspend}{f' ({self.reason})' if self.reason else ''}"
 
     def suspend(self) -> None:
         site = self._site

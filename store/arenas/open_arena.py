@@ -87,6 +87,7 @@ def open_cuda(
         if name != "descriptors" or refusals:
             why = "; and before that ".join(reversed(refusals)) or "TRICOMM_CUDA_VMM=fabric"
             arena.reason = f"{name}, because {why}"
+            arena.no_suspend += f" ({arena.reason})" * bool(arena.no_suspend)
             if control.rank == 0:
                 _log.info("GPU memory is shared by %s", arena.reason)
         return arena
