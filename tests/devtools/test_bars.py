@@ -52,12 +52,6 @@ def test_every_kept_number_has_a_bar_and_the_table_has_all() -> None:
     assert kept["commit"] in lines[1] and kept["date"] in lines[1] and kept["versions"]["triton"] in lines[1]
 
 
-def test_a_number_that_cannot_be_had_leaves_the_others() -> None:
-    name = "host time over `fake`: direct"
-    line = bars.lines(_numbers(), _numbers(**{name: "not available: no such backend"}))[-2]
-    assert line.split()[-1] == "0.7" and " - " in line and "no such backend" in line
-
-
 def test_another_checkout_runs_its_own_command(tmp_path: Path) -> None:
     folder = tmp_path / "devtools"
     folder.mkdir()

@@ -240,11 +240,6 @@ def test_the_archive_has_everything_and_the_summary_names_the_machine_and_the_ro
         assert archive.extractfile("summary.md").read().decode() == summary
 
 
-def test_a_summary_is_there_before_the_run_has_ended(tmp_path, ran):
-    look = f"os.stat({str(tmp_path / 'out' / 'summary.md')!r}); os.stat({str(tmp_path / 'out' / 'evidence.tar.gz')!r})"
-    assert told(tmp_path, [script("one"), script("two", look)])[0]
-
-
 def test_rows_of_the_benchmark_are_in_the_journal_and_in_a_file(tmp_path):
     environment = {
         "GPU_EVIDENCE": json.dumps({"folder": str(tmp_path), "step": "a b, c", "end": 0.0}),
@@ -285,15 +280,6 @@ def test_a_budget_that_cannot_be_is_refused(tmp_path, capsys, budget):
 def test_a_machine_without_a_gpu_is_told_so(tmp_path, capsys):
     assert main(["--out", str(tmp_path / "out")]) == 2
     assert "no CUDA device is visible here" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("gpus", [1, 8])
-def test_steps_have_names_of_their_own_and_need_earlier_ones(gpus):
-    names = [step.name for step in all_steps(gpus)]
-    assert len(set(names)) == len(names)
-    for number, step in enumerate(all_steps(gpus)):
-        assert set(step.needs) <= set(names[:number])
-    assert ("several GPUs" in names) == (gpus > 1)
 
 
 def selects(step, test):

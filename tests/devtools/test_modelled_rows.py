@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from devtools import modelled_rows
 from devtools.modelled_rows import GROUPS, chosen_by, fastest, lacks, table_rows, worst
 from tricomm.explorer.timing import from_code
-from tricomm.policy import selection
 
 LL, WIDE, PLAIN, SWITCH = ("one_shot", "ll"), ("one_shot", "ll128"), ("two_shot", "simple"), ("multicast", "simple")
 TIMES = {
@@ -28,24 +27,6 @@ def test_a_size_has_the_fastest_kernel_that_a_group_has():
     assert [chosen_by(rows, n, "switch") for n in TIMES] == [LL, WIDE, WIDE, PLAIN]
     assert [chosen_by(rows, n, "wide switch") for n in TIMES] == [LL, LL, LL, PLAIN]  # 2 %: it goes on
     assert worst(TIMES, rows) == pytest.approx(9.5 / 9.3 - 1)
-
-
-def test_a_change_of_kernel_needs_a_gain_of_3_per_cent():
-    for gain, right in ((1.029, [LL, LL]), (1.031, [LL, PLAIN])):
-        times = {1: {LL: 1.0, PLAIN: 2.0}, 2: {LL: gain, PLAIN: 1.0}}
-        assert [chosen_by(table_rows(fastest(times)), n, "") for n in times] == right
-
-
-def test_no_kernel_is_taken_again_after_another_one():
-    """A step of a chunk, here at 2, is no reason to go away and come back."""
-    times = {
-        1: {WIDE: 1.0, PLAIN: 2.0},
-        2: {WIDE: 2.15, PLAIN: 2.0},
-        4: {WIDE: 2.15, PLAIN: 2.6},
-        8: {WIDE: 9.0, PLAIN: 3.0},
-    }
-    rows = table_rows(fastest(times))
-    assert [chosen_by(rows, n, "") for n in times] == [WIDE, WIDE, WIDE, PLAIN]
 
 
 def test_a_group_takes_what_comes_first_of_what_it_has():
@@ -72,22 +53,6 @@ def test_rows_choose_as_they_should_and_none_can_be_left_out(seed):
         zip(times, chosen, strict=True), [*zip(times, chosen, strict=True)][1:], strict=False
     ):
         assert before == after or times[more][before] >= 1.03 * times[more][after], (size, more)
-
-
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather"])
-@pytest.mark.parametrize("world_size", [4, 8])
-@pytest.mark.parametrize("name", ["hopper", "ampere"])
-def test_a_shipped_table_takes_no_kernel_again_after_another_one(name, world_size, collective):
-    (table,) = (table for table in selection.shipped_tables() if table.name == name)
-    rows = [
-        (row.max_bytes, (row.algorithm, row.protocol))
-        for row in table.rows
-        if (row.collective, row.world_size, row.zero_copy) == (collective, world_size, False)
-    ]
-    for missing in GROUPS:
-        chosen = [chosen_by(rows, nbytes, missing) for nbytes in modelled_rows.SIZES]
-        runs = [family for family, before in zip(chosen, [None, *chosen], strict=False) if family != before]
-        assert len(set(runs)) == len(runs), (missing, runs)
 
 
 def test_rows_are_printed_as_tables_have_them(monkeypatch):

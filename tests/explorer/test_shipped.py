@@ -181,14 +181,6 @@ def turns(kernels: Sequence[Kernel], sizes: Sequence[int]) -> Callable[[tricomm.
     return fn
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("kernel", CUBE, ids=lambda k: k.name)
-def test_a_cube_whose_ranks_lie_otherwise(kernel):
-    """Quads that are no runs of ranks, and positions that are not the order of the ranks."""
-    options = replace(shipped.options(registry.CUBE_RANKS, 1, 4), topology=OTHERWISE)
-    passed(shipped.body(kernel, (5,)), registry.CUBE_RANKS, schedules=2, options=options)
-
-
 @pytest.mark.parametrize("kernel", [k for k in CUBE if k.reduces], ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], 2))
 def test_a_cube_adds_quad_by_quad(kernel, dtype):
@@ -215,15 +207,6 @@ def test_no_false_alarm(kernel):
 @pytest.mark.parametrize("kernel", [k for k in registry.KERNELS if k not in CUBE], ids=lambda k: k.name)
 def test_every_schedule_with_two_preemptions(kernel):
     clean(kernel, 2, schedules=None, strategy="exhaustive", preemptions=2, sizes=(3, 3), blocks=1)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("seed", range(20))
-def test_kernels_of_a_cube_in_turn(seed):
-    """All of eight ranks' kernels in one order after another, from every edge of the epoch."""
-    kernels = list(registry.KERNELS)
-    Random(seed).shuffle(kernels)
-    passed(turns(kernels, (3, 1)), registry.CUBE_RANKS, schedules=12, seed=seed)
 
 
 @pytest.mark.parametrize("asked", some([["--collective", "all_gather,send"], []], 2), ids=["some", "all"])

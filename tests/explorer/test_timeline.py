@@ -14,7 +14,7 @@ from tests.explorer import small_kernels as k
 from tests.explorer.test_check import two_writers, words
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.report import timeline
-from tricomm.explorer.report.timeline import LEGEND, WINDOW
+from tricomm.explorer.report.timeline import WINDOW
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -71,10 +71,6 @@ def test_the_pair_is_marked_where_it_is(report):
     assert at <= stores
 
 
-def test_nothing_is_marked_that_is_not_there(report):
-    assert of_class(picture(with_events(report, 50)), "ring") == []
-
-
 @pytest.mark.parametrize("special", [0, 1500, 2998])
 def test_a_long_execution_is_cut_around_the_pair(report, special):
     long = with_events(report, 3000, special, special + 1)
@@ -103,11 +99,6 @@ def test_every_waiter_of_a_deadlock_has_a_name(report):
     assert len(set(names)) == 40 and names[:2] == ["A", "B"] and names[-1] == "40"
 
 
-def test_the_axis_tells_the_steps(report):
-    svg = picture(with_events(report, 50))
-    assert [e.text for e in of_class(svg, "tick")] == ["0", "10", "20", "30", "40"]
-
-
 def test_what_a_report_says_cannot_become_markup(report):
     finding = replace(report.findings[0], text="<script>alert(1)</script>", advice='"><img src=x>')
     events = tuple({**e, "place": "<b>&", "chain": '"<i>'} for e in finding.events)
@@ -129,16 +120,6 @@ def test_flags_and_the_order_that_they_give():
 
     svg = picture(tricomm.check(fn, 2, schedules=3))
     assert of_class(svg, "mark release") and of_class(svg, "mark acquire") and of_class(svg, "order")
-
-
-def test_files(report, tmp_path):
-    timeline.write(report, tmp_path / "a.svg")
-    svg = ElementTree.parse(tmp_path / "a.svg").getroot()
-    assert svg.tag == f"{SVG}svg" and " ".join(e.text for e in of_class(svg, "name")[-2:]).split() == LEGEND.split()
-    timeline.write(report, tmp_path / "a.html")
-    assert (tmp_path / "a.html").read_text().startswith("<!doctype html>")
-    with pytest.raises(InvalidArgument, match=r"\.html or as \.svg"):
-        timeline.write(report, tmp_path / "a.png")
 
 
 def test_what_cannot_be_drawn(report):

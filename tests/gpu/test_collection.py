@@ -7,17 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-MISSING = (
-    "greenlet",
-    "plotly",
-    "selenium",
-    "click",
-    "rich",
-    "hypothesis",
-    "prometheus_client",
-    "xdist",
-    "pytest_timeout",
-)
+MISSING = "greenlet plotly selenium click rich hypothesis prometheus_client xdist pytest_timeout".split()
 
 
 def collected(folder, missing, *where):

@@ -14,6 +14,7 @@ from typing import Any
 
 import cuda.bindings.driver as real
 
+from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.launch.cubin import parameters
 
 
@@ -30,6 +31,9 @@ class Result(enum.IntEnum):
 
 STICKY = {Result.CUDA_ERROR_ILLEGAL_ADDRESS}  # every later call in the context gives the same
 WAIT_SECONDS = 20.0
+# Of a kernel that is compiled for two ranks.
+CONSTEXPRS = {"WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum", "ELEMENT": "float32"}
+CONSTEXPRS |= COMPILE_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -163,20 +167,7 @@ class FakeGpu:
         self.attributes[function] = value
         return (self._begins("cuFuncSetAttribute"),)
 
-    def cuLaunchKernel(
-        self,
-        function: int,
-        gx: int,
-        gy: int,
-        gz: int,
-        bx: int,
-        by: int,
-        bz: int,
-        shared: int,
-        stream: Any,
-        pointers: int,
-        extra: int,
-    ) -> tuple[Any, ...]:
+    def cuLaunchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, pointers, extra):
         assert isinstance(stream, Stream), "the bindings make an object of a plain number each time"
         return self._launch("cuLaunchKernel", function, (gx, gy, gz), (bx, by, bz), shared, stream, pointers, extra)
 
@@ -191,18 +182,7 @@ class FakeGpu:
         stream, shared = int(config.hStream), config.sharedMemBytes
         return self._launch("cuLaunchKernelEx", function, grid, threads, shared, stream, pointers, extra, dependent)
 
-    def _launch(
-        self,
-        called: str,
-        function: int,
-        grid: tuple[int, int, int],
-        threads: tuple[int, int, int],
-        shared: int,
-        stream: int,
-        pointers: int,
-        extra: int,
-        dependent: bool = False,
-    ) -> tuple[Any, ...]:
+    def _launch(self, called, function, grid, threads, shared, stream, pointers, extra, dependent=False):
         assert extra == 0
         result = self._begins(called)
         if function not in self.loaded:

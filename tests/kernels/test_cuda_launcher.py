@@ -12,24 +12,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernels.fake_launch import FakeGpu, Result
+from tests.kernels.fake_launch import CONSTEXPRS, FakeGpu, Result
 from tests.marks import compiles
 from tricomm.errors import ResourceError
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import cuda_launcher as launching
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, ptx_of, takes_counts
+from tricomm.kernels.launch.compiler import extras, ptx_of, takes_counts
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 
-CONSTEXPRS = {
-    **COMPILE_OPTIONS,
-    "WORLD_SIZE": 2,
-    "BLOCK": 512,
-    "LANES": 256,
-    "PTX": True,
-    "OP": "sum",
-    "ELEMENT": "float32",
-}
 KERNELS = pytest.mark.parametrize("kernel", [k for k in registry.KERNELS if compiles(k)], ids=lambda k: k.name)
 GROUP = torch.arange(1 << 40, (1 << 40) + 512)
 GROUP[layout.RANK] = GROUP[layout.POSITION] = 1

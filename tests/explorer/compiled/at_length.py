@@ -18,7 +18,6 @@ kernel over symmetric memory has no chunks: two calls use one handle. Messages g
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from unittest.mock import patch
@@ -38,12 +37,6 @@ from tricomm.policy import launch_shapes
 KERNELS = shipped.kernels(None, None, None)
 _TILES = 4  # a chunk
 _ON_A_HANDLE = 132  # words, which no buffer holds
-# A thread's own, unless it gives a predicate. Registers are declared by their number, which arithmetic decides.
-_OWN = (
-    "abs add addc and bfe bfi bfind brev clz cnot copysign cos cvt cvta div ex2 fma fns lg2 lop3 mad madc max min mov "
-    "mul mul24 neg not or popc prmt rcp rem rsqrt sad selp shf shl shr sin slct sqrt sub subc tanh xor"
-)
-_ARITHMETIC = re.compile(rf"(\.reg\b|(@!?%\w+\s+)?({_OWN.replace(' ', '|')})\b(?!\S*\.pred))[^;]*;?$")
 
 
 @dataclass(frozen=True)
@@ -130,13 +123,8 @@ def cases(kernel: Kernel) -> tuple[Case, ...]:
 
 
 def passes(case: Case, architecture: str, record: PassedRecord) -> None:
-    """Run the schedules of `case`: if the same instructions have passed them already, the first one alone; if others
-    with the same accesses have, a tenth of them.
-
-    What one schedule shows and another one does not comes from the order of accesses, fences, barriers and branches,
-    and from their conditions. Architectures and versions of Triton differ in arithmetic more often than in these. Most
-    wrong arithmetic gives wrong results or addresses under any schedule; that of a value that is then compared may not.
-    """
+    """Run the schedules of `case`; only the first one if the same instructions have passed them already, which other
+    versions of Triton and other architectures may give."""
     reports: list[Report] = []
 
     def run(schedules: int, strategy: str) -> None:
@@ -146,22 +134,10 @@ def passes(case: Case, architecture: str, record: PassedRecord) -> None:
     texts = ptx_mutants.launched(lambda: run(1, "random"))
     plain = [ptx_mutants.instructions(text) for result in texts.values() for text in result]
     same = {"case": case.name, "instructions": _digest(plain)}
-    alike = {"case": case.name, "accesses": _digest(map(accesses, plain))}
-    each = 0 if record.has(**same) else case.schedules // 10 if record.has(**alike) else case.schedules
-    for strategy in ("random", "pct") if each else ():
-        run(each, strategy)
+    for strategy in () if record.has(**same) else ("random", "pct"):
+        run(case.schedules, strategy)
     facts = {"seconds": round(sum(report.seconds for report in reports), 1), "ran": sum(r.ran for r in reports)}
-    record.add(same | alike, architecture=architecture, **facts)
-
-
-def accesses(text: str) -> str:
-    """What `instructions` gives, without arithmetic and the names of its registers: accesses, fences, barriers,
-    branches, and what predicates are made of, in their order. Labels and predicates go by their numbers."""
-    lines = [line for line in text.splitlines() if not _ARITHMETIC.match(line)]
-    names = re.findall(r"\$L\w+|%p\d+", "\n".join(lines))
-    numbers = {name: f"{name[:2]} {number}" for number, name in enumerate(dict.fromkeys(names))}
-    named = (re.sub(r"\$L\w+|%p\d+", lambda match: numbers[match[0]], line) for line in lines)
-    return "\n".join(re.sub(r"%[a-z]+\d+", "%", line) for line in named)
+    record.add(same, architecture=architecture, **facts)
 
 
 def _digest(texts: Iterable[str]) -> str:

@@ -96,37 +96,7 @@ def test_what_has_passed_counts_for_the_same_sources_alone(tmp_path):
     assert not PassedRecord(tmp_path / "passed.jsonl", str(cases)).has(kernel="send")
 
 
-PTX = """\
-.reg .b64 %rd<9>;
-ld.param.b64 %rd1, [kernel_param_0];
-$L__BB0_3:
-ld.acquire.sys.global.b64 %rd2, [%rd1];
-add.s64 %rd3, %rd2, 4;
-setp.ge.s64 %p1, %rd3, %rd4;
-setp.eq.s64 %p2, %rd3, 0;
-@%p1 bra $L__BB0_3;
-bar.sync 0;
-@%p2 st.global.v2.b64 [%rd3], {%rd4, %rd5};
-ret;"""
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "alike"),
-    [
-        ("%rd3", "%rd7", True), ("add.s64 %rd3, %rd2, 4", "mad.lo.s64 %rd3, %rd2, 1, 4", True),
-        ("$L__BB0_3", "$L__BB0_17", True), ("%rd<9>", "%rd<12>", True),
-        ("acquire", "relaxed", False), ("bar.sync 0;\n", "", False), ("v2.b64", "b128", False), ("@%p2 ", "", False),
-        ("bra $L__BB0_3", "bra $L__BB0_4", False), ("setp.ge", "setp.gt", False), ("@%p2", "@%p1", False),
-        ("ret", "mov.u32 %r1, 0; st.global.b32 [%rd1], %r1;\nret", False), ("%p2", "%p7", True),
-        ("ret", "fence.acq_rel.sys;\nret", False),
-    ],
-)  # fmt: skip
-def test_what_texts_of_other_architectures_have_in_common(old, new, alike):
-    assert PTX.count(old) >= 1
-    assert (at_length.accesses(PTX) == at_length.accesses(PTX.replace(old, new))) == alike
-
-
-def test_the_same_accesses_need_fewer_schedules_and_the_same_instructions_one(tmp_path, monkeypatch):
+def test_the_same_instructions_need_one_schedule(tmp_path, monkeypatch):
     case = at_length.cases(registry.find("barrier", "one_shot", "simple"))[0]
     record, ran, texts = PassedRecord(tmp_path / "passed.jsonl", at_length.__file__), [], []
 
@@ -136,7 +106,7 @@ def test_the_same_accesses_need_fewer_schedules_and_the_same_instructions_one(tm
 
     monkeypatch.setattr(at_length.Case, "check", check)
     monkeypatch.setattr(ptx_mutants, "launched", lambda run: (run(), {"barrier": texts[-1:]})[1])
-    for text in (PTX, PTX.replace("add.s64", "sub.s64"), PTX, PTX.replace("acquire", "relaxed")):
+    for text in ("ld.acquire.sys.global.b64 %rd2, [%rd1];", "ld.relaxed.sys.global.b64 %rd2, [%rd1];") * 2:
         texts.append(text)
         at_length.passes(case, "sm_90", record)
-    assert ran == [1, 90, 90, 1, 9, 9, 1, 1, 90, 90]
+    assert ran == [1, 90, 90, 1, 90, 90, 1, 1]

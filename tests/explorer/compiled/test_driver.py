@@ -16,31 +16,21 @@ import triton
 from tests.explorer.compiled import small_kernels
 from tests.explorer.compiled.small_kernels import scaled
 from tests.explorer.compiled.stub_executor import StubExecutor, gpu
+from tests.kernels import fake_launch
 from tricomm import check
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled import events, module_table, user_launch
-from tricomm.explorer.compiled.compiled_runtime import capability_of, checked_options
+from tricomm.explorer.compiled.compiled_runtime import checked_options
 from tricomm.explorer.compiled.driver import CudaResult, FunctionAttribute
 from tricomm.explorer.ptx.units import loaded_kernel
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler, cuda_launcher
-from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 from tricomm.options import Options
 
 KERNEL = registry.KERNELS[0]
-CONSTEXPRS = {
-    **COMPILE_OPTIONS,
-    "WORLD_SIZE": 2,
-    "BLOCK": 512,
-    "LANES": 256,
-    "PTX": True,
-    "OP": "sum",
-    "ELEMENT": "float32",
-    "ALIGNED": True,
-    **KERNEL.fixed,
-}
+CONSTEXPRS = {**fake_launch.CONSTEXPRS, "ALIGNED": True, **KERNEL.fixed}
 GROUP = torch.zeros(512, dtype=torch.int64)
 ARGUMENT = layout.group_argument(GROUP, GROUP, 2)
 _ranks = itertools.count(100)
@@ -160,12 +150,6 @@ def test_a_cubin_without_ptx_is_refused_by_name(monkeypatch):
         monkeypatch.setattr(compiler, "_by_cubin", {})
         assert image[:4] == b"\x7fELF"
         driver.cuModuleGetFunction(0, made.metadata.name.encode())
-
-
-@pytest.mark.parametrize("architecture", ["sm_91", "gfx90a", "90", 90])
-def test_an_architecture_that_triton_does_not_know_is_refused(architecture):
-    with pytest.raises(InvalidArgument, match="is no architecture that Triton compiles for"):
-        capability_of(architecture)
 
 
 def test_an_arena_too_small_for_a_gpus_tiles_is_refused_with_the_bytes_that_are_needed():

@@ -46,12 +46,6 @@ def test_a_mistake_in_a_public_kernel_is_named_where_it_is(family, name):
     assert report.findings[0].kind in mistake.kinds.split(), report
 
 
-def test_a_rank_that_fails_does_not_keep_its_peers_in_their_kernels():
-    """One too many: rank 1's launch ends by an access out of bounds, and rank 0 polls for a flag of its next one."""
-    report = tricomm.check(public.body("push_gather", "one too many"), 2, 1, compiled="sm_90")
-    assert {f.kind for f in report.findings} == {"race", "out_of_bounds"} and report.steps < 500
-
-
 @pytest.mark.parametrize(("family", "name"), some(MENDED, 11), ids=_name)
 def test_a_missing_barrier_is_reported_or_mended_by_the_compiler(family, name):
     """Where a barrier of the compiler's mends it, it is reported without this barrier."""

@@ -16,20 +16,9 @@ _SEEN = "    tl.debug_barrier()  # no thread reads the payload before the acquir
 _LOOP = "                first = tl.zeros([], tl.int64)\n                while (first < count)"
 
 
-def _mutant(
-    name: str,
-    title: str,
-    bug: str,
-    file: str,
-    old: str,
-    new: str,
-    key: tuple[str, str, str] = S,
-    expect: frozenset[str] = RACE,
-    advice: str = "",
-    **more: object,
-) -> Mutant:
-    edits = (Edit(file, old, new),)
-    return Mutant(name, title, bug, edits, (key,), expect, advice, processes=NOT_TRIED, **more)  # type: ignore[arg-type]
+def _mutant(name, title, bug, file, old, new, key=S, expect=RACE, advice="", **more):
+    """Of one edit, for a message by `key`."""
+    return Mutant(name, title, bug, (Edit(file, old, new),), (key,), expect, advice, processes=NOT_TRIED, **more)
 
 
 MESSAGES = (

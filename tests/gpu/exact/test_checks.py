@@ -3,76 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import tricomm
 from tests import ranks
-from tests.gpu.exact import checks, message_checks, process_bodies, variants
+from tests.gpu.exact import checks, process_bodies, variants
 from tests.marks import compiles
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.perf.bench import collective_calls
-
-
-def test_rows_of_unequal_length_are_checked_and_what_is_wrong_there_is_found(monkeypatch):
-    kernel = registry.find("all_to_all_v", "one_shot", "ll")
-
-    def body(comm):
-        right = checks.wrong_uneven(comm, kernel, torch.int16, True)
-        with monkeypatch.context() as patch:
-            patch.setattr(comm, "all_to_all_v", lambda x, *splits, out, **how: out)
-            return right, checks.wrong_uneven(comm, kernel, torch.int16, True)
-
-    assert {n for rows in checks.uneven_rows(3, 0) for n in rows} == {0, 1, 2, 3}
-    for right, spoilt in tricomm.simulate(body, 3, options=checks.FEW_OPTIONS):
-        assert not right and len(spoilt) == 2 and "of 37 elements: " in spoilt[1], spoilt
-
-
-@pytest.mark.parametrize("kernel", registry.ZERO_COPY, ids=lambda kernel: kernel.name)
-def test_handles_are_passed_and_what_is_wrong_with_them_is_found(kernel, monkeypatch):
-    handles, spoiled = [], set()
-    right = collective_calls.call
-
-    def made(comm, name, number, x, y, *more):
-        result = right(comm, name, number, x, y, *more)
-        handles.append(isinstance(x, tricomm.Symmetric))
-        if comm.rank in spoiled:
-            result.view(torch.uint8)[:1] ^= 1
-        return result
-
-    monkeypatch.setattr(collective_calls, "call", made)
-
-    def body(comm):
-        wanted = checks.calls(kernel, comm.world_size, "int32", True)
-        whole = checks.wrong(comm, kernel, torch.int32, wanted)
-        spoiled.add(comm.rank)
-        return whole, checks.wrong(comm, kernel, torch.int32, wanted), len(wanted)
-
-    for whole, spoilt, calls in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):
-        assert not whole and len(spoilt) == calls and all("1 elements are wrong" in text for text in spoilt)
-    assert all(handles)
-
-
-def test_messages_are_checked_and_what_is_wrong_with_one_is_found(monkeypatch):
-    def body(comm):
-        right = message_checks.sweep(comm, True)
-        real = comm.recv
-
-        def spoilt(x, *where, **how):
-            source = real(x, *where, **how)
-            x.view(torch.uint8)[:1] ^= 1
-            return source
-
-        monkeypatch.setattr(comm, "recv", spoilt)
-        monkeypatch.setattr(message_checks, "FEW", (37,))
-        return right, message_checks.sweep(comm, True)
-
-    for right, spoilt in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):
-        assert right == [] and len(spoilt) >= 4 and "1 are wrong" in spoilt[0]
 
 
 @pytest.mark.parametrize(
@@ -94,36 +36,6 @@ def test_what_is_checked_is_what_was_compiled(kernel):
     reductions = {(dict(values).get("ELEMENT"), dict(values).get("OP")) for values, _, _ in made}
     wanted = {reduction(dtype, op) for dtype in DTYPES.values() for op in dtype.ops}
     assert reductions == (wanted if kernel.reduces else {(None, None)})
-
-
-def test_a_variant_that_does_not_compile_is_named(monkeypatch):
-    monkeypatch.setattr(variants, "_workers", lambda: ThreadPoolExecutor(1))  # processes would import torch
-    order, compiled = [], variants.compile_one
-    monkeypatch.setattr(variants, "compile_one", lambda job: order.append(job[0]) or compiled(job))
-    barrier = registry.find("barrier", "one_shot", "simple")
-    (job,) = variants.jobs(barrier, 2, 90, {"float32": checks.calls(barrier, 2, "float32")}, checks.OPTIONS)
-    variants.compile_all([job])
-    bad = ("two_shot", {**job[1], "num_warps": 3}, *job[2:])
-    with pytest.raises(RuntimeError, match="1 of 2 variants do not compile: two_shot"):
-        variants.compile_all([job, bad, job])
-    assert order[1:] == ["two_shot", "barrier"]  # two shots take longer; none is compiled twice
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_operation_meets_every_size_and_the_others_a_few(dtype):
-    result = checks.calls(registry.find("all_reduce", "two_shot", "ll"), 8, dtype, False)
-    assert tuple(call.count for call in result[: len(checks.COUNTS)]) == checks.COUNTS
-    assert [bool(call.offset) for call in result[: len(checks.COUNTS)]] == [False, True] * 4
-    assert {(call.op, call.count) for call in result[len(checks.COUNTS) :]} == set(
-        itertools.product(DTYPES[dtype].ops[1:], checks.OTHERS)
-    )
-    assert not any(call.offset for call in result[len(checks.COUNTS) :])
-    kernel = registry.find("all_reduce", "two_shot", "ll")
-    parts = [checks.of_part(kernel, 8, part, False).get(dtype, []) for part in checks.PARTS]
-    assert sum(parts, []) == (result if dtype != "bfloat16" else [result[4], *result[:4], *result[5:]])
-    assert [len(part) for part in parts[:2]] == ([1, 7] if dtype == "bfloat16" else [0, 0])
-    cube = next(k for k in registry.KERNELS if k.needs_cube)
-    assert checks.calls(cube, 8, dtype, False) and not checks.calls(cube, 4, dtype, False)
 
 
 def test_what_is_wrong_beside_the_result_is_found(monkeypatch):

@@ -45,24 +45,6 @@ def test_fused_calls_are_checked_and_a_wrong_bit_in_any_output_is_seen(monkeypat
             assert any(e.endswith(f"other bits than the unfused steps: {name}") for e in errors), name
 
 
-def test_what_suspend_loses_is_seen():
-    def body(comm):
-        right = memory_checks.suspend_and_resume(comm)
-        real = comm.resume
-
-        def forgetful():
-            real()
-            comm.all_reduce = lambda x, **how: x
-
-        comm.resume = forgetful
-        return right, memory_checks.suspend_and_resume(comm)
-
-    for right, errors in tricomm.simulate(body, 2, options=checks.FEW_OPTIONS):
-        assert right == []
-        assert any("a handle after 1 suspensions" in text for text in errors)
-        assert not any("after 0 suspensions" in text for text in errors)
-
-
 def a_rank_with_its_own_tensor(rank, world_size, tell, url):
     with tricomm.init(url, rank, world_size, "cpu", options=checks.FEW_OPTIONS) as comm:
         right = memory_checks.registered(comm)

@@ -23,7 +23,7 @@ from click.testing import CliRunner, Result
 from tests.perf.dashboard import dashboard_data
 from tests.perf.dashboard.test_jobs import job_file
 from tricomm.cli import cli
-from tricomm.errors import InvalidArgument, ResourceError
+from tricomm.errors import ResourceError
 from tricomm.perf.dashboard import collect, render, serve
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history import schema
@@ -191,16 +191,6 @@ def test_a_history_whose_rows_are_in_its_log_alone_is_read(tmp_path: Path) -> No
         assert Path(f"{path}-wal").stat().st_size and path.read_bytes()[68:72] == bytes(4)
         assert Source(path, print).data()["rows"] == 0
         past.close()
-
-
-def test_a_broken_history_is_set_aside_and_named(tmp_path: Path) -> None:
-    path = tmp_path / "history.sqlite"
-    path.write_bytes(_begins_as_a_history() + b"no database" * 100)
-    said: list[str] = []
-    assert Source(path, said.append).data()["rows"] == 0
-    assert "cannot be read" in said[0] and list(tmp_path.glob("history.broken-*"))
-    with pytest.raises(InvalidArgument, match="there is no such file"):
-        Source(tmp_path / "none", print)
 
 
 def _dashboard(*arguments: str) -> Result:

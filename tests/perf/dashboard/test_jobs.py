@@ -6,10 +6,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import sqlite3
 import sys
 import time
-from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.perf.dashboard import dashboard_data
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
@@ -65,12 +62,6 @@ def job_file(folder: Path, pid: int = 0, started: int = 0) -> Path:
     file = folder / f"{record['pid']}-{record['started']}.json"
     file.write_text(json.dumps(record))
     return file
-
-
-def test_what_is_published_is_read(tmp_path: Path) -> None:
-    job_file(tmp_path)
-    (job,) = jobs.read(tmp_path).live
-    assert job.communicators[0].calls[0].calls == 3 and job.communicators[0].waited == {0: 1.5}
 
 
 def test_this_processs_own_snapshot_is_read(tmp_path: Path) -> None:
@@ -169,22 +160,6 @@ def test_any_name_survives_the_exposition_format(name: str) -> None:
     text = prometheus.exposition([job]).decode()
     samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
     assert [s.labels["group"] for s in samples if s.name == "tricomm_peer_wait_seconds_total"] == [name]
-
-
-def test_a_history_of_the_first_version_gets_the_table_and_keeps_its_rows(tmp_path: Path) -> None:
-    path = dashboard_data.written(tmp_path / "history.sqlite", dashboard_data.entries(1))
-    with closing(sqlite3.connect(path)) as database, database:
-        database.executescript("DROP TABLE activity; ALTER TABLE runs DROP COLUMN box;")
-        database.execute("PRAGMA user_version = 1")
-    history = open_history(path)
-    assert history is not None
-    with history:
-        assert [e.measurement for e in history.read()] == [e.measurement for e in dashboard_data.entries(1)]
-        assert history.activities() == []
-
-
-def test_without_jobs_there_are_no_samples(tmp_path: Path) -> None:
-    assert _samples(tmp_path) == {}
 
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import pytest
 import triton
 import triton.language as tl
 from click.testing import CliRunner
+from triton.language import constexpr, int64
 
 from tests.marks import compiles, most, some
 from tricomm.cli import cli
@@ -86,14 +87,14 @@ def test_all_variants(kernel: registry.Kernel, arch: str) -> None:
 
 
 @triton.jit
-def _flags(group, call, LANES: tl.constexpr):
+def _flags(group, call, LANES: constexpr):
     lane = tl.arange(0, LANES)
     signal(group + lane, tl.zeros([LANES], tl.int64) + call, lane < 8, True, True)
     return wait_sequence(group, group + lane, call, lane < 8, True)
 
 
 @triton.jit
-def _copied(x_ptr, y_ptr, group, numel, call, BLOCK: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr):
+def _copied(x_ptr, y_ptr, group, numel, call, BLOCK: constexpr, LANES: constexpr, ALIGNED: constexpr):
     words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
     _flags(group[0], call, LANES)
     store_words(y_ptr, tl.program_id(0) * BLOCK, words, numel, BLOCK, ALIGNED)
@@ -101,30 +102,12 @@ def _copied(x_ptr, y_ptr, group, numel, call, BLOCK: tl.constexpr, LANES: tl.con
 
 
 @triton.jit
-def _good(
-    x_ptr,
-    y_ptr,
-    group,
-    numel: tl.int64,
-    call: tl.int64,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def _good(x_ptr, y_ptr, group, numel: int64, call: int64, BLOCK: constexpr, LANES: constexpr, ALIGNED: constexpr):
     _copied(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
 
 
 @triton.jit
-def _masked(
-    x_ptr,
-    y_ptr,
-    group,
-    numel: tl.int64,
-    call: tl.int64,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def _masked(x_ptr, y_ptr, group, numel: int64, call: int64, BLOCK: constexpr, LANES: constexpr, ALIGNED: constexpr):
     at = tl.program_id(0) * BLOCK * 4 + tl.arange(0, BLOCK * 4)
     values = tl.load(x_ptr + at, mask=at < numel)
     _flags(group[0], call, LANES)
@@ -132,30 +115,23 @@ def _masked(
 
 
 @triton.jit
-def _masked_store(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
-                  ALIGNED: tl.constexpr):  # fmt: skip
+def _masked_store(
+    x_ptr, y_ptr, group, numel: int64, call: int64, BLOCK: constexpr, LANES: constexpr, ALIGNED: constexpr
+):
     words = _copied(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
     at = tl.arange(0, BLOCK)
     tl.store(group[0] + 4096 + at, words, mask=at < numel)
 
 
 @triton.jit
-def _gpu_scope(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, BLOCK: tl.constexpr, LANES: tl.constexpr,
-               ALIGNED: tl.constexpr):  # fmt: skip
+def _gpu_scope(x_ptr, y_ptr, group, numel: int64, call: int64, BLOCK: constexpr, LANES: constexpr, ALIGNED: constexpr):
     _good(x_ptr, y_ptr, group, numel, call, BLOCK, LANES, ALIGNED)
     tl.atomic_xchg(group[0] + 512, call, sem="release", scope="gpu")
 
 
 @triton.jit
 def _no_flag_is_read(
-    x_ptr,
-    y_ptr,
-    group,
-    numel: tl.int64,
-    call: tl.int64,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    x_ptr, y_ptr, group, numel: int64, call: int64, BLOCK: constexpr, LANES: constexpr, ALIGNED: constexpr
 ):
     words = load_words(x_ptr, tl.program_id(0) * BLOCK, numel, BLOCK, ALIGNED)
     lane = tl.arange(0, LANES)
@@ -164,16 +140,7 @@ def _no_flag_is_read(
 
 
 @triton.jit
-def _spills(
-    x_ptr,
-    y_ptr,
-    group,
-    numel: tl.int64,
-    call: tl.int64,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
+def _spills(x_ptr, y_ptr, group, numel: int64, call: int64, BLOCK: constexpr, LANES: constexpr, ALIGNED: constexpr):
     parts = ()
     for i in tl.static_range(96):
         parts = parts + (tl.load(group[0] + i * BLOCK + tl.arange(0, BLOCK)),)
@@ -223,7 +190,7 @@ def test_a_misaligned_variant_is_narrow_and_is_not_blamed_for_it() -> None:
 
 
 @triton.jit
-def _does_not_compile(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64):
+def _does_not_compile(x_ptr, y_ptr, group, numel: int64, call: int64):
     tl.store(y_ptr + tl.arange(0, 3), numel)
 
 

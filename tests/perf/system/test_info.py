@@ -95,13 +95,6 @@ def test_a_table_of_many_rows_is_cut_with_a_word() -> None:
     assert lines[1] == "  c1 of 2 ranks: 1 B .. 4097 B one_shot/ll (table mine)"
 
 
-def test_devices_that_are_alike_share_a_line() -> None:
-    devices = [{"index": i, "name": "H200", "uuid": str(i)} for i in range(8)]
-    assert info_table._brief(devices) == "8 x name H200"
-    assert info_table._brief([[None, True], [True, None]]) == "every pair"
-    assert info_table._brief([[None, True], [False, None]]) == "1 of 2 pairs"
-
-
 @pytest.mark.parametrize("probe", [n for n in vars(info) if n.startswith("_") and callable(getattr(info, n))])
 def test_no_probe_can_make_it_fail(probe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> Any:

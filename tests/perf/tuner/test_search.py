@@ -301,12 +301,3 @@ def test_rows_of_an_older_table_which_name_no_smallest_size_keep_theirs() -> Non
     new = tuned_tables.rows([_decided(2048, b)], 4)
     merged = tuned_tables.replaced(old, new)
     assert [(r.min_bytes, r.max_bytes) for r in merged] == [(0, 2047), (2049, 8192), (8193, 65536), (2048, 2048)]
-
-
-def test_what_changed_is_said_with_its_confidence() -> None:
-    new, old = _pool()[:2]
-    change = search.Decision(_POINT, new, 8.0, old, 10.0, statistics.Gain(0.2, 0.15, 0.25), 40)
-    said = tuned_tables.decision_lines([change, _decided(1 << 20, old)], asked=3, simulated=True)
-    assert said[0] == f"simulated: all_reduce 16 bit graph 65536 B: {old} -> {new}"
-    assert "10.00 -> 8.00 us, saves +20.0% (95 %: +15.0% to +25.0%)" in said[1]
-    assert said[2].startswith("simulated: 1 of 2 decisions change") and "1 of 3 points were not reached" in said[3]

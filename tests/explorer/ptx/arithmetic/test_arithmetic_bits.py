@@ -1,6 +1,7 @@
 """Bitwise operations, shifts, bytes and bit fields against loops over bits."""
 
 import itertools
+from functools import partial
 
 import pytest
 
@@ -109,10 +110,8 @@ def test_byte_permutation():
     selectors = [0x5410, 0x7632, 0x3340, 0x7770, 0x7771, 0x7772, 0x7773, 0x0123, 0x3210, 0x7654, 0x8880, 0xBA98, 0xFEDC]
     selectors += [RANDOM.getrandbits(16) for _ in range(60)]
     for selector in selectors:
-        check(
-            f"prmt.b32 d, a, b, {selector}", rows(32, 32, count=8), lambda a, b, s=selector: permuted(a, b, s), **names
-        )
-        check(f"prmt.b32 d, a, 0, {selector}", rows(32, count=8), lambda a, s=selector: permuted(a, 0, s), **names)
+        check(f"prmt.b32 d, a, b, {selector}", rows(32, 32, count=8), partial(permuted, selector=selector), **names)
+        check(f"prmt.b32 d, a, 0, {selector}", rows(32, count=8), partial(permuted, b=0, selector=selector), **names)
     check("prmt.b32 d, a, b, c", rows(32, 32, 32), permuted, **names)
 
 
@@ -137,12 +136,8 @@ def test_field_extraction(kind):
     given = [(a, start, length) for start in PLACES for length in PLACES for (a,) in rows(bits, count=2)]
     check(f"bfe.{kind} d, a, b, c", given, model, **names)
     for start, length in ((0, 8), (7, 1), (8, 24), (31, 1), (0, bits), (5, 0), (bits - 4, 9), (300, 5)):
-        check(
-            f"bfe.{kind} d, a, {start}, {length}",
-            rows(bits, count=20),
-            lambda a, s=start, n=length: model(a, s, n),
-            **names,
-        )
+        part = partial(model, start=start, length=length)
+        check(f"bfe.{kind} d, a, {start}, {length}", rows(bits, count=20), part, **names)
 
 
 @pytest.mark.parametrize("bits", (32, 64))
@@ -159,12 +154,8 @@ def test_field_insertion(bits):
     given = [(*pair, start, length) for start in PLACES for length in PLACES for pair in rows(bits, bits, count=2)]
     check(f"bfi.b{bits} f, a, b, c, d", given, model, **names)
     for start, length in ((0, 8), (8, 16), (0, bits), (5, 0), (bits - 4, 9), (300, 5), (bits - 1, 1)):
-        check(
-            f"bfi.b{bits} f, a, b, {start}, {length}",
-            rows(bits, bits, count=20),
-            lambda a, b, s=start, n=length: model(a, b, s, n),
-            **names,
-        )
+        part = partial(model, start=start, length=length)
+        check(f"bfi.b{bits} f, a, b, {start}, {length}", rows(bits, bits, count=20), part, **names)
 
 
 @pytest.mark.parametrize("bits", (32, 64))

@@ -71,48 +71,23 @@ def test_an_unknown_instruction_is_refused_by_name_and_place():
 REGISTERS = {"a": "b32", "b": "b32", "c": "b32", "d": "b32", "h": "b16", "w": "b64", "p": "pred", "q": "pred"}
 
 
-@pytest.mark.parametrize(
-    "text",
-    (
-        "add.f32 w, a, b",  # widths
-        "add.s32 d, a, w",
-        "add.s64 w, a, b",
-        "add.u32 d, a",  # numbers of operands
-        "add.u32 d, a, b, c",
-        "add.u32 d, a, p",  # a predicate for a number
-        "and.pred p, q, a",
-        "add.sat.u32 d, a, b",  # modifiers that the type does not have
-        "add.rz.f16 h, h, h",
-        "mul.u32 d, a, b",
-        "mul.wide.u64 w, w, w",
-        "neg.u32 d, a",
-        "setp.lo.s32 p, a, b",
-        "setp.lt.b32 p, a, b",
-        "setp.ltu.s32 p, a, b",
-        "shl.u32 d, a, b",
-        "min.NaN.f64 w, w, w",
-        "cvt.f16.f32 h, a",  # a rounding has to be said
-        "cvt.rn.f32.f16 d, h",
-        "cvt.s32.f32 d, a",
-        "cvt.rn.rz.f16.f32 h, a",
-        "cvt.rs.f16x2.f32 d, a, b, c",
-        "lop3.b32 d, a, b, c, 256",
-        "prmt.b32.b4f d, a, b, c",
-        "bfe.b32 d, a, b, c",
-        "fma.rn.f32 d, a, b",
-        "fma.f32 d, a, b, c",  # a rounding has to be said here, too
-        "div.f32 d, a, b",
-        "div.approx.rn.f32 d, a, b",
-        "sqrt.f32 d, a",
-        "rsqrt.rn.f32 d, a",
-        "ex2.f32 d, a",
-        "mov.b64 {a, b, c}, w",
-        "setp.lt.and.s32 p, a, b, q",  # no compiler of Triton makes these
-        "add.rz.f32 d, a, b",
-        "cvt.sat.u8.s32 h, a",
-        "prmt.b32.f4e d, a, b, c",
-    ),
-)
+REFUSED = {
+    "widths": "add.f32 w, a, b; add.s32 d, a, w; add.s64 w, a, b",
+    "numbers of operands": "add.u32 d, a; add.u32 d, a, b, c; fma.rn.f32 d, a, b",
+    "a predicate for a number": "add.u32 d, a, p; and.pred p, q, a",
+    "modifiers that the type does not have": "add.sat.u32 d, a, b; add.rz.f16 h, h, h; mul.u32 d, a, b; "
+    "mul.wide.u64 w, w, w; neg.u32 d, a; setp.lo.s32 p, a, b; setp.lt.b32 p, a, b; setp.ltu.s32 p, a, b; "
+    "shl.u32 d, a, b; min.NaN.f64 w, w, w; bfe.b32 d, a, b, c; div.approx.rn.f32 d, a, b; rsqrt.rn.f32 d, a",
+    "a rounding has to be said": "cvt.f16.f32 h, a; cvt.s32.f32 d, a; fma.f32 d, a, b, c; div.f32 d, a, b; "
+    "sqrt.f32 d, a; ex2.f32 d, a",
+    "a rounding too many": "cvt.rn.f32.f16 d, h; cvt.rn.rz.f16.f32 h, a; cvt.rs.f16x2.f32 d, a, b, c",
+    "no such table, mode or pair": "lop3.b32 d, a, b, c, 256; prmt.b32.b4f d, a, b, c; mov.b64 {a, b, c}, w",
+    "no compiler of Triton makes these": "setp.lt.and.s32 p, a, b, q; add.rz.f32 d, a, b; cvt.sat.u8.s32 h, a; "
+    "prmt.b32.f4e d, a, b, c",
+}
+
+
+@pytest.mark.parametrize("text", [text for texts in REFUSED.values() for text in texts.split("; ")])
 def test_a_form_that_is_not_ptx_is_refused(text):
     with pytest.raises(InvalidArgument, match="is not an instruction"):
         rule(instruction(text, **REGISTERS))

@@ -113,27 +113,13 @@ def test_carry(kind):
     check(f"subc.cc.{kind} d, a, b", three, lambda a, b, f: (cut(a - b - f, bits), a < b + f), **names)
     for mode in ("lo", "hi"):
 
-        def part(a, b, mode=mode):
-            return cut(read(a) * read(b) >> (bits if mode == "hi" else 0), bits)
+        def total(a, b, c, f=0, mode=mode):
+            result = cut(read(a) * read(b) >> (bits if mode == "hi" else 0), bits) + c + f
+            return cut(result, bits), result >= limit
 
-        check(
-            f"mad.{mode}.cc.{kind} d, a, b, c",
-            rows(bits, bits, bits),
-            lambda a, b, c, part=part: (cut(part(a, b) + c, bits), part(a, b) + c >= limit),
-            **names,
-        )
-        check(
-            f"madc.{mode}.cc.{kind} d, a, b, c",
-            rows(bits, bits, bits, 1),
-            lambda a, b, c, f, part=part: (cut(part(a, b) + c + f, bits), part(a, b) + c + f >= limit),
-            **names,
-        )
-        check(
-            f"madc.{mode}.{kind} d, a, b, c",
-            rows(bits, bits, bits, 1),
-            lambda a, b, c, f, part=part: cut(part(a, b) + c + f, bits),
-            **names,
-        )
+        check(f"mad.{mode}.cc.{kind} d, a, b, c", rows(bits, bits, bits), total, **names)
+        check(f"madc.{mode}.cc.{kind} d, a, b, c", rows(bits, bits, bits, 1), total, **names)
+        check(f"madc.{mode}.{kind} d, a, b, c", rows(bits, bits, bits, 1), lambda *x, t=total: t(*x)[0], **names)
 
 
 @pytest.mark.parametrize("kind", ("s16x2", "u16x2"))

@@ -15,68 +15,54 @@ OUT = "mul.wide.u32 %rd10, %r0, 4; add.s64 %rd11, %rd0, %rd10; st.global.u32 [%r
 TID = "mov.u32 %r0, %tid.x;"
 
 
-def result(body, threads=64, unit="warp", watched=False, **options):
+def result(body, unit="warp", watched=False, threads=64, **options):
     out = np.full(threads, 0xDEAD, "u4")
     run(kernel(body), [out], threads, unit=unit, watched=watched, **options)
-    return out
+    return out.tolist()
 
 
 @UNITS
 def test_loops_of_different_lengths(unit, watched):
     """sum over i < tid % 7 of sum over j < i of (j + tid)"""
-    out = result(
-        f"""{TID} rem.u32 %r1, %r0, 7; mov.u32 %r9, 0; mov.u32 %r2, 0;
+    body = f"""{TID} rem.u32 %r1, %r0, 7; mov.u32 %r9, 0; mov.u32 %r2, 0;
         outer: setp.ge.u32 %p0, %r2, %r1; @%p0 bra done;
         mov.u32 %r3, 0;
         inner: setp.ge.u32 %p1, %r3, %r2; @%p1 bra next;
         add.u32 %r4, %r3, %r0; add.u32 %r9, %r9, %r4; add.u32 %r3, %r3, 1; bra inner;
         next: add.u32 %r2, %r2, 1; bra.uni outer;
-        done: {OUT}""",
-        unit=unit,
-        watched=watched,
-    )
-    assert out.tolist() == [sum(j + t for i in range(t % 7) for j in range(i)) for t in range(64)]
+        done: {OUT}"""
+    assert result(body, unit, watched) == [sum(j + t for i in range(t % 7) for j in range(i)) for t in range(64)]
 
 
 @UNITS
 def test_branches_within_branches(unit, watched):
-    out = result(
-        f"""{TID} and.b32 %r1, %r0, 1; and.b32 %r2, %r0, 2; setp.ne.u32 %p0, %r1, 0; setp.ne.u32 %p1, %r2, 0;
+    body = f"""{TID} and.b32 %r1, %r0, 1; and.b32 %r2, %r0, 2; setp.ne.u32 %p0, %r1, 0; setp.ne.u32 %p1, %r2, 0;
         @%p0 bra odd;
         @%p1 bra two; mov.u32 %r9, 10; bra end;
         two: mov.u32 %r9, 12; bra end;
         odd: @%p1 bra three; mov.u32 %r9, 11; bra end;
         three: mov.u32 %r9, 13;
-        end: add.u32 %r9, %r9, %r0; {OUT}""",
-        unit=unit,
-        watched=watched,
-    )
-    assert out.tolist() == [10 + t % 4 + t for t in range(64)]
+        end: add.u32 %r9, %r9, %r0; {OUT}"""
+    assert result(body, unit, watched) == [10 + t % 4 + t for t in range(64)]
 
 
 @UNITS
 def test_an_early_exit(unit, watched):
     body = f"{TID} setp.gt.u32 %p0, %r0, 40; @%p0 ret; mov.u32 %r9, 7; bar.sync 0; {OUT}"
-    out = result(body, unit=unit, watched=watched)
-    assert out.tolist() == [7] * 41 + [0xDEAD] * 23
+    assert result(body, unit, watched) == [7] * 41 + [0xDEAD] * 23
 
 
 @UNITS
 def test_a_barrier_that_only_some_lanes_come_to(unit, watched):
     """Lanes 0 to 15 of the first warp meet the second warp at barrier 1; the others go on meanwhile."""
-    out = result(
-        f"""{TID} mov.u32 %r9, 1; setp.lt.u32 %p0, %r0, 16; setp.ge.u32 %p1, %r0, 32; or.pred %p2, %p0, %p1;
+    body = f"""{TID} mov.u32 %r9, 1; setp.lt.u32 %p0, %r0, 16; setp.ge.u32 %p1, %r0, 32; or.pred %p2, %p0, %p1;
         @!%p2 bra rest;
-        @%p1 st.shared.u32 [buffer], 99;
+        @%p1 st.shared.u32 [0], 99;
         bar.sync 1, 48;
-        ld.shared.u32 %r9, [buffer]; bra end;
+        ld.shared.u32 %r9, [0]; bra end;
         rest: mov.u32 %r9, 5;
-        end: bar.sync 0; {OUT}""".replace("buffer", "0"),
-        unit=unit,
-        watched=watched,
-        shared=16,
-    )
-    assert out.tolist() == [99] * 16 + [5] * 16 + [99] * 32
+        end: bar.sync 0; {OUT}"""
+    assert result(body, unit, watched, shared=16) == [99] * 16 + [5] * 16 + [99] * 32
 
 
 @UNITS
@@ -109,39 +95,28 @@ def test_a_unit_that_polls_does_not_starve_others(mode):
 @UNITS
 def test_lanes_meet_for_a_shuffle(unit, watched):
     """Both halves come to the same shuffle, one later; its member mask is in a register."""
-    out = result(
-        f"""{TID} mov.u32 %r5, -1; setp.lt.u32 %p0, %r0, 5; mov.u32 %r1, %r0; @%p0 bra low;
+    body = f"""{TID} mov.u32 %r5, -1; setp.lt.u32 %p0, %r0, 5; mov.u32 %r1, %r0; @%p0 bra low;
         add.u32 %r1, %r1, 100;
-        low: shfl.sync.idx.b32 %r9, %r1, 31, 31, %r5; shfl.sync.bfly.b32 %r9, %r1, 16, 31, 0xffffffff; {OUT}""",
-        threads=32,
-        unit=unit,
-        watched=watched,
-    )
-    assert out.tolist() == [(t ^ 16) + (100 if (t ^ 16) >= 5 else 0) for t in range(32)]
+        low: shfl.sync.idx.b32 %r9, %r1, 31, 31, %r5; shfl.sync.bfly.b32 %r9, %r1, 16, 31, 0xffffffff; {OUT}"""
+    assert result(body, unit, watched, threads=32) == [(t ^ 16) + (100 if (t ^ 16) >= 5 else 0) for t in range(32)]
 
 
 def test_a_shuffle_within_a_branch():
-    out = result(
-        f"""{TID} mov.u32 %r9, %r0; setp.ge.u32 %p0, %r0, 8; @%p0 bra end;
+    body = f"""{TID} mov.u32 %r9, %r0; setp.ge.u32 %p0, %r0, 8; @%p0 bra end;
         shfl.sync.down.b32 %r9, %r0, 1, 31, 0xff;
-        end: {OUT}""",
-        threads=32,
-    )
-    assert out[:7].tolist() == [1, 2, 3, 4, 5, 6, 7] and out[8:].tolist() == list(range(8, 32))
+        end: {OUT}"""
+    out = result(body, threads=32)
+    assert out[:7] == [1, 2, 3, 4, 5, 6, 7] and out[8:] == list(range(8, 32))
 
 
 @UNITS
 def test_values_that_lanes_get_on_different_ways(unit, watched):
     """What is one number for all lanes on each way differs behind them, also when all run together again."""
-    out = result(
-        f"""{TID} setp.lt.u32 %p0, %r0, 3; @%p0 bra low; mov.u32 %r1, 1; bra join;
+    body = f"""{TID} setp.lt.u32 %p0, %r0, 3; @%p0 bra low; mov.u32 %r1, 1; bra join;
         low: mov.u32 %r1, 2;
         join: mov.u32 %r2, 0; mov.u32 %r9, 0;
-        loop: add.u32 %r9, %r9, %r1; add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, 5; @%p1 bra loop; {OUT}""",
-        unit=unit,
-        watched=watched,
-    )
-    assert out.tolist() == [10] * 3 + [5] * 61
+        loop: add.u32 %r9, %r9, %r1; add.u32 %r2, %r2, 1; setp.lt.u32 %p1, %r2, 5; @%p1 bra loop; {OUT}"""
+    assert result(body, unit, watched) == [10] * 3 + [5] * 61
 
 
 def test_an_endless_loop_is_stopped_with_its_lines():

@@ -5,6 +5,7 @@ The model runs each thread on its own, over Python's integers.
 
 from __future__ import annotations
 
+import operator
 import random
 from functools import partial
 
@@ -15,14 +16,7 @@ from tests.explorer.ptx.execution.handwritten import kernel, run
 
 together = partial(zip, strict=True)
 _32, _64 = (1 << 32) - 1, (1 << 64) - 1
-COMPARE = {
-    "eq": lambda a, b: a == b,
-    "ne": lambda a, b: a != b,
-    "lt": lambda a, b: a < b,
-    "le": lambda a, b: a <= b,
-    "gt": lambda a, b: a > b,
-    "ge": lambda a, b: a >= b,
-}
+COMPARE = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 
 
 def signed(value, width):
