@@ -16,6 +16,7 @@ _SPARE = 2  # idle helpers that are kept
 
 _helpers: list[queue.SimpleQueue[HelperTask]] = []  # queues of idle helpers
 _here = threading.local()
+kept = threading.local()  # what a thread keeps from call to call; a helper from one task's beginning to its end
 
 
 def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -69,6 +70,7 @@ class HelperTask:
             self._action()
         except BaseException as error:
             self._error = error
+        kept.__dict__.clear()  # idle helpers hold no descriptors
         self._running.release()
 
     def wait(self, seconds: float = -1.0) -> bool:
@@ -101,4 +103,10 @@ def _help(jobs: queue.SimpleQueue[HelperTask]) -> None:
         _helpers.append(jobs)
 
 
-os.register_at_fork(after_in_child=_helpers.clear)
+def _in_forked_child() -> None:
+    global kept
+    _helpers.clear()
+    kept = threading.local()
+
+
+os.register_at_fork(after_in_child=_in_forked_child)

@@ -15,7 +15,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tricomm import env, errors
+from tricomm import env, errors, threads
 from tricomm.errors import CollectiveTimeout, GroupAborted, PeerDied, PeerStalled, RendezvousError, TricommError
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore, first_line
@@ -306,8 +306,6 @@ class _PublishedReasons:
 
 # Wake-ups
 
-_here = threading.local()
-
 
 class Waker:
     """Ends one thread's waits. `tick` is in milliseconds: without a descriptor the thread looks more often."""
@@ -335,15 +333,7 @@ class Waker:
 
 def waker_of_thread() -> Waker:
     """This thread's waker."""
-    kept: Waker | None = getattr(_here, "waker", None)
+    kept: Waker | None = getattr(threads.kept, "waker", None)
     if kept is None:
-        kept = _here.waker = Waker()
+        kept = threads.kept.waker = Waker()
     return kept
-
-
-def _in_forked_child() -> None:
-    global _here
-    _here = threading.local()
-
-
-os.register_at_fork(after_in_child=_in_forked_child)

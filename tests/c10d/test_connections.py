@@ -21,6 +21,8 @@ from tests.c10d.bodies.groups import default_group, of, same
 from tests.c10d.test_endings import BEGIN
 from tests.c10d.test_groups import free_port
 from tests.core.bodies.common_bodies import attempt
+from tricomm import threads
+from tricomm.deadline import poll
 from tricomm.store.tcp import set_up, waits
 
 ROOT = Path(__file__).parents[2]
@@ -261,6 +263,24 @@ def test_threads_do_not_grow_with_groups(url):
     for (threads, descriptors), after in ranks.run(3, many_groups, url, 30, timeout=120):
         assert descriptors == 60 and after[1] <= 0
         assert threads <= 3 and after[0] <= 3, (threads, after)
+
+
+def idle_helpers(rank, world_size, tell, url):
+    """Whether a burst of asynchronous calls leaves no descriptor, although its helpers stay."""
+    with default_group(rank, world_size, url):
+        groups = [dist.new_group() for _ in range(4)]
+        dist.all_reduce(torch.ones(3))
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(20):
+            works = [dist.all_reduce(torch.ones(30_000), group=group, async_op=True) for group in groups]
+            for work in works:
+                work.wait()
+        let_go = poll(lambda: len(os.listdir("/proc/self/fd")) <= before, 20.0, 0.01)
+        return let_go and bool(threads._helpers)
+
+
+def test_idle_helpers_hold_no_descriptors(url):
+    assert ranks.run(2, idle_helpers, url) == [True, True]
 
 
 @pytest.mark.parametrize("how, ends", [("hooked", True), ("unhooked", False)])
