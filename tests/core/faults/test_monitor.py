@@ -93,6 +93,18 @@ def test_a_message_has_a_second_from_when_its_peer_went(gone):
     assert (fault.kind, fault.culprit) == ("PeerDied", 1) and 1.0 < seconds < 1.2 and "message 1" in fault.text
 
 
+@pytest.mark.parametrize("killed", [1, 2])
+def test_a_rank_that_closes_after_a_death_is_not_blamed_for_it(killed, monkeypatch):
+    """It may have seen the death in another group, and closed this one before anybody looked at it."""
+    control = Control()
+    control.pages[0][layout.STARTED] = 5
+    control.dead, control.closed = {killed}, {3 - killed}
+    fault, _ = after(control, 3.0)
+    assert (fault.kind, fault.culprit) == ("PeerDied", killed) and f"(pid {1000 + killed}) died" in fault.text
+    monkeypatch.setattr(Monitor, "_killed", lambda monitor: None)
+    assert after(control, 3.0)[0].culprit == 1, "without the look at all ranks it is the first one that is gone"
+
+
 def test_from_any_rank_leavers_are_done_without_until_all_have_left():
     control = Control()
     message(control, -1)

@@ -247,11 +247,15 @@ class Monitor:
         return self.abort(Fault(kind, fault.culprit, fault.sequence, text))
 
     def died(self, rank: int) -> Fault:
-        """Abort the group because `rank` is gone, with the reason that it recorded, if any."""
+        """Abort the group because `rank` is gone, with the reason that it recorded, if any; if it closed without one and
+        another rank was killed, that one is blamed."""
         left = self._control.fault(rank)  # after its state: a rank writes its reason before it closes
         if left is not None:
             return self._adopt(rank, left)
         closed = self._control.state(rank) == RankState.CLOSED
+        killed = self._killed() if closed else None
+        if killed is not None:  # seen by the one that closed, in another group or before this rank looked
+            return self.died(killed)
         what = "closed the communicator" if closed else f"(pid {self._control.pid(rank)}) died"
         return self._blame(errors.PeerDied, rank, f"rank {rank} {what}; {self._last_call(rank)}")
 
