@@ -260,9 +260,9 @@ def many_groups(rank, world_size, tell, url, count):
 
 
 def test_threads_do_not_grow_with_groups(url):
-    for (threads, descriptors), after in ranks.run(3, many_groups, url, 30, timeout=120):
+    for (tasks, descriptors), after in ranks.run(3, many_groups, url, 30, timeout=120):
         assert descriptors == 60 and after[1] <= 0
-        assert threads <= 3 and after[0] <= 3, (threads, after)
+        assert tasks <= 3 and after[0] <= 3, (tasks, after)
 
 
 def idle_helpers(rank, world_size, tell, url):

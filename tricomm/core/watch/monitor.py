@@ -247,8 +247,8 @@ class Monitor:
         return self.abort(Fault(kind, fault.culprit, fault.sequence, text))
 
     def died(self, rank: int) -> Fault:
-        """Abort the group because `rank` is gone, with the reason that it recorded, if any; if it closed without one and
-        another rank was killed, that one is blamed."""
+        """Abort the group because `rank` is gone, with the reason that it recorded, if any. If it closed without one
+        and another rank was killed, that rank is blamed."""
         left = self._control.fault(rank)  # after its state: a rank writes its reason before it closes
         if left is not None:
             return self._adopt(rank, left)
