@@ -87,10 +87,11 @@ class CodeForecast:
 
     def lines(self) -> list[str]:
         """A table for people, with * at the fastest kernel of a size."""
-        launch = self.rows[0].time.boundary + self.rows[0].eager_us
+        launch = LATENCIES[self.machine.name].boundary + self.rows[0].eager_us
         lines = [
             f"# {self.world_size} x {self.machine.name}, {self.mode} mode, float32 unless said otherwise; {LABEL}",
-            f"# time = {launch:g} us of launch + the critical path: start (to the first push), {', '.join(PARTS[1:])}",
+            f"# time = launch + the critical path: start (to the first push), {', '.join(PARTS[1:])}",
+            f"# launch {counted.launch(self.machine, launch)}",
             *_unlike(self.machine),
             "# grid: blocks/warps/words of a tile; in flight: payload on its way to a GPU's SMs, and what it allows",
             "# limited by: the largest of latency (of one tile a block), bytes in flight (its further tiles), links, "
@@ -145,15 +146,14 @@ def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, 
 
 
 def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:
-    eager = machine.eager if mode == "eager" else 0.0
     rows = []
     for kernel in call.kernels:
         if call.rows:
             time = row_times.predict(machine, kernel, world_size, call.rows, form, counted.ROW_TYPE)
         else:
             time = from_code.predict(machine, kernel, world_size, call.nbytes)
-        algorithm = units.algorithm_bandwidth(call.size_bytes, time.time_us + eager)
-        busbw = algorithm * units.bus_factor(call.collective, world_size)
+        eager = machine.eager + time.shape.dependent * machine.overlap if mode == "eager" else 0.0
+        busbw = units.bus_bandwidth(call.collective, world_size, call.size_bytes, time.time_us + eager)
         rows.append(CodeForecastRow(call.name, call.size_bytes, kernel, time, eager, busbw, False))
     least = min(row.time_us for row in rows)
     return [replace(row, best=row.time_us == least) for row in rows]
@@ -170,13 +170,10 @@ def check(rows: tuple[published.PublishedTime, ...] = published.MEASUREMENTS) ->
         machine = MACHINES[row.gpu]
         links = replace(machine, kernels=machine.kernels / row.share)
         call = (links, row.kernel, row.world_size, row.nbytes)
-        time = (from_code.tuned(*call) if row.grid is None else from_code.predict(*call, _shape(row.grid))).time_us
+        shape = row.grid and LaunchShape(row.grid.blocks, row.grid.warps, 2 * row.grid.threads, dependent=row.dependent)
+        time = (from_code.predict(*call, shape) if shape else from_code.tuned(*call, row.dependent)).time_us
         checked.append(Checked(row, time + row.more_us + (machine.eager if row.mode == "eager" else 0.0)))
     return checked
-
-
-def _shape(grid: published.Grid) -> LaunchShape:
-    return LaunchShape(grid.blocks, grid.threads // 32, 2 * grid.threads)
 
 
 def agreement(gpu: str = "h100", world_size: int = 8, sizes: str = "1K,4K,16K,64K,256K,1M,8M,64M") -> tuple[int, int]:

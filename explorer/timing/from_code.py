@@ -1,6 +1,6 @@
 """The time of a call from the compiled kernel: its code is executed with a clock per warp, over modelled links.
 
-    time = boundary between kernels + critical path
+    time = boundary between kernels + critical path, of a dependent launch from its wait
 
 A short message is executed as it is. A long one is executed for a few rounds of each block's tiles or a few chunks. Its
 steady state is extrapolated linearly, because all rounds cost the same, and so do all chunks. If a chunk has many
@@ -20,11 +20,10 @@ from tricomm.explorer.timing.warp_clock import FENCE, HOP, POLL, WIRE
 from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.layout import Layout
-from tricomm.perf import units
-from tricomm.perf.cost_model import machines
+from tricomm.perf.cost_model import kernel_time, machines
 from tricomm.perf.cost_model.kernel_time import TimeShares
 from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
-from tricomm.policy import launch_shapes, selection
+from tricomm.policy import launch_shapes
 
 _MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # executed at most
 _WIDE, _LONG = LaunchShape(64, 8, 512), 256 << 10
@@ -64,12 +63,9 @@ class CodeTime:
 
 def policy_shape(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> LaunchShape:
     """The grid that a communicator would launch without a tuned table."""
-    facts = machines.facts(machine, world_size, kernel.needs_cube)
-    if kernel.zero_copy:
-        choice = selection.choose(facts, kernel.collective, nbytes, zero_copy=(kernel.algorithm,))
-    else:
-        choice = selection.choose(facts, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, "graph")
-    return LaunchShape(choice.blocks, choice.warps, choice.block, choice.registers)
+    choice = kernel_time.choice(machine, kernel, world_size, nbytes)
+    dependent = machines.is_dependent(machine, world_size, choice.blocks)
+    return LaunchShape(choice.blocks, choice.warps, choice.block, choice.registers, dependent)
 
 
 def predict(
@@ -85,7 +81,7 @@ def predict(
 
     def call(chunks: int, rounds: float, plan: Layout) -> TimedCall:
         part = min(elements, _aligned(int(chunks * rounds * cut.round)))
-        return _call(machine, kernel.name, world_size, part, cut.shape, cold, plan, chunks)
+        return _call(machine, kernel, world_size, part, cut.shape, cold, plan, chunks)
 
     return extended(machine, cut, elements, call)
 
@@ -126,7 +122,7 @@ def extended(machine: MachineSpec, cut: Division, elements: int, call: Call) -> 
         barriers = last.barriers + (chunks - 3) * more
     in_flight = cut.shape.blocks * last.in_flight
     allows = in_flight / last.latency / 1e3 if last.latency else 0.0
-    boundary = LATENCIES[machine.name].boundary
+    boundary = LATENCIES[machine.name].boundary - cut.shape.dependent * machine.overlap
     single = call(1, min(1.0, cut.rounds), cut.plan) if rounds > 1 else last
     least, _, _ = _split(single.parts, single.barriers * machine.barrier)
     rest, wire, at_barriers = _split(parts, barriers * machine.barrier)
@@ -164,7 +160,7 @@ def instructions(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: 
     cut = _division(kernel, world_size, elements, shape)
     most = min(_MOST_ROUNDS, elements / cut.round, cut.rounds)
     sizes = [int(most * cut.round), int(most / 2 * cut.round) if most >= 2 else 0]
-    issued = [_call(machine, kernel.name, world_size, n, cut.shape, False, cut.plan, 1).issued for n in sizes if n]
+    issued = [_call(machine, kernel, world_size, n, cut.shape, False, cut.plan, 1).issued for n in sizes if n]
     more = issued[0] - sum(issued[1:])
     # An instruction of a warp covers 32 threads, so 512 bytes.
     return cut.shape.blocks * more * 512 / (4 * kind.rows_in(world_size) * (sizes[0] - sizes[1]))
@@ -205,7 +201,7 @@ def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape
     words, payload = -(-elements // 2), layout.tile_words(kernel.protocol, tile)
     blocks = max(1, min(shape.blocks, -(-words // (payload * divided))))
     warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // kernel.words_per_thread)
-    shape = LaunchShape(blocks, warps, tile, shape.registers)
+    shape = replace(shape, blocks=blocks, warps=warps, tile=tile)
     round_words = blocks * payload * divided
     most = chunk = chunk_words(kernel, world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)
@@ -225,7 +221,7 @@ def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:
 @lru_cache(4096)
 def _call(
     machine: MachineSpec,
-    kernel: str,
+    kernel: Kernel,
     world_size: int,
     elements: int,
     shape: LaunchShape,
@@ -233,26 +229,19 @@ def _call(
     plan: Layout,
     chunks: int,
 ) -> TimedCall:
-    from tricomm.kernels.collectives import registry
-
-    entry = next(k for k in registry.ALL if k.name == kernel)
-    timed = timed_call.run(machine, entry, world_size, elements, shape, plan, cold)
+    timed = timed_call.run(machine, kernel, world_size, elements, shape, plan, cold)
     if timed.epochs != chunks:
         raise UnknownChunks(
-            f"{kernel}: {elements} elements took {timed.epochs} epochs and not {chunks}; how the kernel divides a call "
-            "has changed, so `from_code` has to follow"
+            f"{kernel.name}: {elements} elements took {timed.epochs} epochs and not {chunks}; how the kernel divides a "
+            "call has changed, so `from_code` has to follow"
         )
     return timed
 
 
-def tuned(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> CodeTime:
+def tuned(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, dependent: bool) -> CodeTime:
     """`predict` for the faster of two grids: the policy's, and for long messages a wide one that a tuner would find."""
     shapes = [policy_shape(machine, kernel, world_size, nbytes)]
     if nbytes > _LONG:
         shapes.append(_WIDE)
+    shapes = [replace(shape, dependent=dependent) for shape in shapes]
     return min((predict(machine, kernel, world_size, nbytes, shape) for shape in shapes), key=lambda each: each.time_us)
-
-
-def busbw(kernel: Kernel, world_size: int, nbytes: int, time_us: float) -> float:
-    total = units.total_bytes(kernel.collective, nbytes // 4, 4, world_size)
-    return units.algorithm_bandwidth(total, time_us) * units.bus_factor(kernel.collective, world_size)

@@ -42,7 +42,7 @@ def predict(
     choice, plan = bound.choice, layout.plan(world_size, machines.ARENA_BYTES)
     blocks = min(choice.blocks, rows)
     room = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective) // _pitch(bound)
-    launch = LaunchShape(choice.blocks, choice.warps, choice.block)
+    launch = LaunchShape(choice.blocks, choice.warps, choice.block, dependent=bound.constexprs["DEPENDENT"])
     cut = Division(launch, plan, blocks, -(-rows // room), room / blocks, room / blocks)
 
     def call(chunks: int, rounds: float, plan: Layout) -> TimedCall:

@@ -38,12 +38,14 @@ CALL = 1 << 32 | 1  # number of the call
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """Blocks, warps of a block, words of a tile, registers of a thread; few registers mean a kernel's compact form."""
+    """Blocks, warps of a block, words of a tile, registers of a thread; few registers mean a kernel's compact form.
+    `dependent`: it is a dependent launch."""
 
     blocks: int
     warps: int
     tile: int
     registers: int = MOST_REGISTERS
+    dependent: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def constexprs(kernel: Kernel, world_size: int, shape: LaunchShape) -> dict[str,
         "num_warps": shape.warps,
         "maxnreg": shape.registers,
         "COMPACT": shape.registers < MOST_REGISTERS,
+        "DEPENDENT": shape.dependent,
     }
 
 

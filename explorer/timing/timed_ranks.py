@@ -391,9 +391,10 @@ class WarpSurroundings:
             for _, one in ready:
                 self._events.at(meeting.time, one.switch)
 
-    def wait_for_launches(self, threads: Array, instruction: Instruction) -> None: ...
+    def wait_for_launches(self, threads: Array, instruction: Instruction) -> None:
+        self.clock.issue(self._index[id(instruction)])
+        self.clock.depends()
 
     def launch_dependents(self) -> None: ...
 
-    def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
-        return None
+    def warp_barrier(self, threads: Array, instruction: Instruction) -> None: ...

@@ -198,6 +198,11 @@ class WarpClock:
         """Nothing is issued before `until`."""
         self.time = max(self.time, until)
 
+    def depends(self) -> None:
+        """The wait of a dependent launch: all before it has overlapped with the kernel before, which takes longer."""
+        self._ready = [min(ready, self.time) for ready in self._ready]
+        self.path.mark = self.time
+
     def fence(self, until: float, part: int = FENCE) -> None:
         """As `stands`, because of a fence."""
         label = self.path.label

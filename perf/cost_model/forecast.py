@@ -11,6 +11,7 @@ import torch
 
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
+from tricomm.kernels import layout
 from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
@@ -96,7 +97,8 @@ class Forecast:
         m = self.machine
         lines = [
             f"# {self.world_size} x {m.name}, {self.mode} mode; {LABEL}",
-            f"# links {m.links:g} GB/s usable, hop {m.hop:g} us, barrier {m.barrier:g} us, launch {m.launch:g} us",
+            f"# links {m.links:g} GB/s usable, hop {m.hop:g} us, barrier {m.barrier:g} us",
+            f"# launch {launch(m, m.launch)}",
             "#",
             *_LEGEND.splitlines(),
         ]
@@ -151,6 +153,15 @@ def _sizes(some: list[int], every: list[int]) -> str:
     return ", ".join(map(units.text, sorted(some)))
 
 
+def launch(machine: MachineSpec, usual: float) -> str:
+    """`usual` microseconds of a launch in words, with those of a dependent launch if such GPUs have one."""
+    if machine.no_dependent_launch:
+        return f"{usual:g} us"
+    most = layout.MAX_BLOCKS // 2
+    sooner = f"{usual - machine.overlap:g} us for a dependent launch"
+    return f"{usual:g} us, in a graph {sooner}: up to {most} blocks, after another one"
+
+
 def footer(reasons: dict[str, str]) -> list[str]:
     """The lines below the tables that say why kernels are left out."""
     lines = [f"# {line}" for line in left_out_lines(reasons.items())]
@@ -175,7 +186,7 @@ def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, 
     rows, nccl = [], []
     for call in calls:
         chosen = runs(machine, world_size, call, mode, form)
-        rows += _at(machine, world_size, call, mode, chosen)
+        rows += _at(machine, world_size, call, mode, chosen, form)
         if (time := nccl_time.predict(machine, call.collective, world_size, call.size_bytes, mode)) is not None:
             busbw = units.bus_bandwidth(call.collective, world_size, call.size_bytes, time.time_us)
             nccl.append(NcclRow(call.name, call.size_bytes, time.how, time.time_us, busbw, chosen is None))
@@ -258,10 +269,20 @@ def asked(
     return calls
 
 
+def _dependent(machine: MachineSpec, world_size: int, call: AskedCall, kernel: Kernel, form: RowForm) -> bool:
+    if not call.rows:
+        return kernel_time.is_dependent(machine, kernel, world_size, call.nbytes)
+    site = machines.facts(machine, world_size)
+    return bool(row_calls.launched(site, kernel, form, ROW_TYPE, call.rows).constexprs["DEPENDENT"])
+
+
 def _at(
-    machine: MachineSpec, world_size: int, call: AskedCall, mode: str, chosen: tuple[str, str] | None
+    machine: MachineSpec, world_size: int, call: AskedCall, mode: str, chosen: tuple[str, str] | None, form: RowForm
 ) -> list[ForecastRow]:
-    predictions = [kernel_time.predict(machine, kernel, world_size, call.nbytes, mode) for kernel in call.kernels]
+    predictions = []
+    for kernel in call.kernels:
+        dependent = _dependent(machine, world_size, call, kernel, form)
+        predictions.append(kernel_time.predict(machine, kernel, world_size, call.nbytes, mode, dependent=dependent))
     least = min(p.time_us for p in predictions)
     limit = kernel_time.limit(machine, call.collective, world_size, call.nbytes)
     return [

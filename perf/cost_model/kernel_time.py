@@ -1,8 +1,10 @@
 """The time that a kernel should take, from its bytes and from the number of times that its ranks wait for each other.
 
-    time = launch + hops * hop + barriers * barrier + bytes to and from peers / links + bytes in own memory / memory
+    time = launch - overlap + hops * hop + barriers * barrier
+         + bytes to and from peers / links + bytes in own memory / memory
 
-A barrier of a kernel through a switch has an alias fence, too, unless it works on handles.
+Only a dependent launch in a graph overlaps: the host makes single ones later. A barrier of a kernel through a switch
+has an alias fence, too, unless it works on handles.
 The bytes, hops and barriers are the registry's, which `devtools.traffic` counts. The latencies and bandwidths
 are in `perf.cost_model.machines`. None of these kernels has been measured: `tricomm predict --check` compares the
 model with published times of kernels of the same shape.
@@ -20,9 +22,11 @@ from tricomm.kernels import collective_specs
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import text_table, units
-from tricomm.perf.cost_model import published
+from tricomm.perf.cost_model import machines, published
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.parsing import parse_name
+from tricomm.policy import selection
+from tricomm.policy.selection import Choice
 
 _THREADS = 512  # of the block to which `MachineSpec.block` refers
 _HEADER = ("gpu", "W", "kernel", "mode", "bytes", "measured", "model", "error", "source")
@@ -89,12 +93,13 @@ def predict(
     blocks: int | None = None,
     warps: int = _THREADS // 32,
     share: float = 1.0,
+    dependent: bool = False,
 ) -> Prediction:
     """The time of one call of `nbytes` of input per rank (of a root's if there is one), on the busiest rank.
 
     `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is
     enough for the links. `share` is the part of the kernel's bytes to peers that is sent (another kernel's flags may
-    cost less).
+    cost less). `dependent`: it is a dependent launch.
     """
     sent = float(units.moved(kernel, world_size)) * nbytes * share
     kind = kernel.kind
@@ -103,13 +108,28 @@ def predict(
         own += 2 * nbytes  # the residual, and the norm
     aliases = kernel.multicast and not kernel.zero_copy
     barriers = kernel.barriers * (machine.barrier + (machine.alias_fence if aliases else 0.0))
-    waits = machine.launch + kernel.hops * machine.hop + barriers
-    if mode == "eager":
-        waits += machine.eager
+    more = machine.eager if mode == "eager" else -dependent * machine.overlap
+    waits = machine.launch + more + kernel.hops * machine.hop + barriers
     links = wire = _links(machine, kernel)
     if blocks is not None:
         wire = min(links, blocks * machine.block * min(1.0, 32 * warps / _THREADS))
     return Prediction(waits, sent / wire / 1e3, own / machine.memory / 1e3, barriers, wire < links)
+
+
+def choice(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> Choice:
+    """The grid that a communicator would launch without a tuned table; not of a fused kernel, whose grid has rows."""
+    site = machines.facts(machine, world_size, kernel.needs_cube)
+    if kernel.zero_copy:
+        return selection.choose(site, kernel.collective, nbytes, zero_copy=(kernel.algorithm,))
+    return selection.choose(site, kernel.collective, nbytes, kernel.algorithm, kernel.protocol, "graph")
+
+
+def is_dependent(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> bool:
+    """True if a communicator here would make the call by a dependent launch; the kernel is as for `choice`."""
+    try:
+        return machines.is_dependent(machine, world_size, choice(machine, kernel, world_size, nbytes).blocks)
+    except InvalidArgument:  # this Triton does not compile it
+        return False
 
 
 def _again(kernel: Kernel, world_size: int, sent: float, nbytes: float) -> float:
@@ -192,9 +212,9 @@ def check() -> list[Checked]:
     """Every published measurement of a kernel shaped like one of ours."""
     checked = []
     for row in published.MEASUREMENTS:
-        machine, kernel = MACHINES[row.gpu], registry.find(row.collective, row.algorithm, row.protocol, row.zero_copy)
-        call = partial(predict, machine, kernel, row.world_size, row.nbytes, row.mode, share=row.share)
-        time = (call(blocks=row.grid.blocks, warps=row.grid.threads // 32) if row.grid else call()).time_us
+        call = partial(predict, MACHINES[row.gpu], row.kernel, row.world_size, row.nbytes, row.mode)
+        call = partial(call, share=row.share, dependent=row.dependent)
+        time = (call(blocks=row.grid.blocks, warps=row.grid.warps) if row.grid else call()).time_us
         checked.append(Checked(row, time + row.more_us))
     return checked
 

@@ -21,6 +21,8 @@ barrier   a barrier of all ranks: 7.8 - 4.5, the bases of NCCL's kernels with an
 launch    from kernel to kernel in a CUDA graph: 4.5 less a hop, NCCL's base for Hopper. Blackwell has the same value,
           because its base in that file only ranks kernels. Ampere's follows from MSCCL++'s limits, PCIe's from 4 V100
           (haohervchb/sglang-V100#2)
+overlap   how much sooner a dependent launch (PDL) begins: 0.96 in a graph of two empty kernels, at Hopper's 1755 MHz
+          (pegainfer-project/pegainfer#569). Blackwell has the same value, because none is published
 eager     the additional time of a single launch: MSCCL++ took 11 instead of 6 (sgl-project/sglang#22734)
 
 Instructions and memory of one GPU, in cycles of `clock`, which is in cycles per microsecond:
@@ -57,6 +59,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tricomm.core import dependent_launch
 from tricomm.kernels import layout
 from tricomm.policy.selection_facts import SelectionFacts
 
@@ -79,6 +82,7 @@ class MachineSpec:
     eager: float = 5.0
     cube: bool = False
     multicast: float = 0.0
+    overlap: float = 0.0
 
     @property
     def capability(self) -> int:
@@ -96,6 +100,11 @@ class MachineSpec:
         return "" if self.multicast else f"a box of {self.name} has no NVLS"
 
     @property
+    def no_dependent_launch(self) -> str:
+        """Why no kernel is a dependent launch on these GPUs; empty if short calls are."""
+        return "" if self.overlap else f"{self.name} has none"
+
+    @property
     def alias_fence(self) -> float:
         """Microseconds of a barrier's fence without the trip to a peer and back. `timed_ranks` adds L2's answer."""
         return max(self.barrier - 3 * self.hop, 0.0)
@@ -104,10 +113,10 @@ class MachineSpec:
 _ALL = (
     MachineSpec("v100", "sm_70", 120.0, 103.0, 21.0, 900.0, 0.7, 3.3, 5.1, cube=True),
     MachineSpec("a100", "sm_80", 240.0, 206.0, 42.0, 2039.0, 0.7, 3.3, 5.1),
-    MachineSpec("h100", "sm_90", 371.0, 320.0, 65.0, 3350.0, 0.6, 3.3, 3.9, multicast=307.0),
-    MachineSpec("h200", "sm_90", 371.0, 320.0, 65.0, 4800.0, 0.6, 3.3, 3.9, multicast=307.0),
-    MachineSpec("b200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9, multicast=500.0),
-    MachineSpec("gb200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9, multicast=500.0),
+    MachineSpec("h100", "sm_90", 371.0, 320.0, 65.0, 3350.0, 0.6, 3.3, 3.9, multicast=307.0, overlap=0.96),
+    MachineSpec("h200", "sm_90", 371.0, 320.0, 65.0, 4800.0, 0.6, 3.3, 3.9, multicast=307.0, overlap=0.96),
+    MachineSpec("b200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9, multicast=500.0, overlap=0.96),
+    MachineSpec("gb200", "sm_100", 722.0, 600.0, 55.0, 8000.0, 0.6, 3.25, 3.9, multicast=500.0, overlap=0.96),
     MachineSpec("pcie3", "any", 12.0, 12.0, 12.0, 900.0, 1.0, 3.3, 2.0),
     MachineSpec("pcie4", "any", 26.0, 26.0, 26.0, 900.0, 1.0, 3.3, 2.0),
     MachineSpec("pcie5", "any", 53.0, 53.0, 53.0, 1800.0, 1.0, 3.3, 2.0),
@@ -134,8 +143,19 @@ def facts(machine: MachineSpec, world_size: int, cube: bool = False) -> Selectio
     """The selection facts of a communicator on such GPUs."""
     plan, topology = layout.plan(world_size, ARENA_BYTES), "hybrid_cube_mesh" if cube else ""
     return SelectionFacts(
-        machine.target, world_size, plan, layout.MAX_BLOCKS, topology=topology, no_multicast=machine.no_switch
+        machine.target,
+        world_size,
+        plan,
+        layout.MAX_BLOCKS,
+        topology=topology,
+        no_dependent_launch=machine.no_dependent_launch,
+        no_multicast=machine.no_switch,
     )
+
+
+def is_dependent(machine: MachineSpec, world_size: int, blocks: int) -> bool:
+    """True if a communicator on such GPUs launches a kernel of `blocks` blocks as a dependent one."""
+    return not dependent_launch.refusal(facts(machine, world_size), blocks)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ kraken    Triton again: blocks of 16 KiB for one shot, whose first barrier is re
 
 NVIDIA's table times graphs of five calls of vLLM (0.24.0, on A100 0.14.0) and of SGLang with their defaults; their
 dispatch code says which kernel a size got. Of its 23 sizes two or three for each number of ranks are here: of those
-that such a kernel gets, short and long. SGLang's one-shot push has a sentinel in the data, and its launches overlap
-(programmatic dependent launch), which the model does not have. Left out: 4 KiB of 8 A100 (14.8 us, three times as long
+that such a kernel gets, short and long. SGLang's one-shot push has a sentinel in the data and is a dependent launch,
+except on A100. Left out: 4 KiB of 8 A100 (14.8 us, three times as long
 as the sizes around it).
 
 `events`: timed from event to event, each call after a flush of L2 (256 MB) and under a profiler. kraken's benchmark
@@ -73,6 +73,10 @@ class Grid:
     blocks: int
     threads: int
 
+    @property
+    def warps(self) -> int:
+        return self.threads // 32
+
     @classmethod
     def of(cls, pieces: int, threads: int, most: int) -> Grid:
         """For `pieces` of 16 bytes; one block has no more threads than it needs, in powers of two."""
@@ -110,8 +114,8 @@ class PublishedTime:
     """`nbytes` of input per rank took `time_us`.
 
     `share` is the part of our kernel's bytes that theirs sends (a sentinel in the data needs no flag words: half of
-    `ll`), `sync` how theirs synchronize if not as ours, `grid` their launch if it is known. `calibrates` marks rows
-    that gave a constant of `machines`.
+    `ll`), `sync` how theirs synchronize if not as ours, `grid` their launch if it is known, `dependent`: it is a
+    dependent launch. `calibrates` marks rows that gave a constant of `machines`.
     """
 
     source: str
@@ -128,6 +132,7 @@ class PublishedTime:
     calibrates: bool = False
     sync: Sync | None = None
     grid: Grid | None = None
+    dependent: bool = False
 
     @property
     def publication(self) -> str:
@@ -180,7 +185,7 @@ def _by_default(gpu: str, flags: tuple[float, ...], pushes: tuple[float, ...]) -
         rows.append(PublishedTime(*facts, zero_copy=True, sync=_FLAGS.sync, grid=_FLAGS.grid(kib * K, ranks)))
     for (ranks, kib), us in zip(_RANKS_AND_KIB, pushes, strict=False):
         facts = (_NVIDIA_SGLANG, gpu, ranks, "all_reduce", "one_shot", "ll", kib * K, us)
-        rows.append(PublishedTime(*facts, share=0.5))
+        rows.append(PublishedTime(*facts, share=0.5, dependent=True))
     return rows
 
 

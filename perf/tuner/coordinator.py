@@ -16,7 +16,7 @@ import tricomm
 from tricomm import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.perf import provenance, row_calls
-from tricomm.perf.cost_model import kernel_time
+from tricomm.perf.cost_model import kernel_time, machines
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 from tricomm.perf.history import database
 from tricomm.perf.tuner import tuned_tables
@@ -210,8 +210,9 @@ def adopt(worker: TuningWorker, table: TunedTable) -> Path:
 def predicted_us(machine: MachineSpec, world_size: int, point: Point, candidate: Candidate) -> float:
     """The cost model's time of a candidate, in microseconds."""
     kernel = registry.find(point.collective, *candidate.family)
-    shape = {"blocks": candidate.blocks, "warps": candidate.warps}
-    return kernel_time.predict(machine, kernel, world_size, point.nbytes, point.mode, **shape).time_us
+    blocks, warps = candidate.blocks, candidate.warps
+    call = partial(kernel_time.predict, machine, kernel, world_size, point.nbytes, point.mode, blocks, warps)
+    return call(dependent=machines.is_dependent(machine, world_size, blocks)).time_us
 
 
 def _trouble(answers: Sequence[TuningAnswer], at: int) -> str | None:

@@ -28,12 +28,21 @@ _SHAPE = LaunchShape(1, 8, 512)
 def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
     result = from_code.predict(_H100, _LL, 2, 4096)
     parts = dict(zip(PARTS, result.parts, strict=True))
-    assert result.shape == LaunchShape(4, 4, 128) and result.executed == 1.0
+    assert result.shape == LaunchShape(4, 4, 128, dependent=True) and result.executed == 1.0
     assert result.time_us == pytest.approx(result.boundary + sum(parts.values()))
     assert parts["start"] > 0 and parts["tail"] > 0 and parts["poll"] > 0
     assert _H100.hop < sum(parts.values()) < 10
     # 4 KiB, four tiles, in one load a thread; each is on its way for L2's latency at least.
     assert result.in_flight == 4096 and 10 < result.allows_gbs < 64 * 1.755
+
+
+def test_a_dependent_launch_begins_sooner_and_takes_as_long() -> None:
+    dependent, usual = (
+        from_code.predict(_H100, _LL, 2, 1024, replace(_SHAPE, dependent=dependent)) for dependent in (True, False)
+    )
+    assert dependent.parts == pytest.approx(usual.parts, abs=0.01)
+    assert dependent.boundary == pytest.approx(usual.boundary - _H100.overlap) and _H100.overlap > 0
+    assert dependent.shares.latency == pytest.approx(usual.shares.latency - _H100.overlap, abs=0.05)
 
 
 def test_slower_links_and_a_longer_hop_show() -> None:
@@ -192,7 +201,7 @@ def test_the_header_says_what_is_not_calibrated_and_not_compiled_for_such_gpus(
     gpu: str, launch: str | None, compiled: str | None
 ) -> None:
     row = code_forecast.CodeForecastRow("all_reduce", 4, _LL, from_code.predict(_H100, _LL, 2, 4), 0.0, 1.0, True)
-    head = code_forecast.CodeForecast(MACHINES[gpu], 2, "graph", [row], {}).lines()[2:-3]
+    head = code_forecast.CodeForecast(MACHINES[gpu], 2, "graph", [row], {}).lines()[3:-3]
     wanted = [
         launch
         and (

@@ -18,6 +18,12 @@ def test_a_chain_of_additions_costs_its_latency_and_independent_ones_a_slot_each
     assert sum(timed(apart).path()) == pytest.approx(4 + 4 + 2)
 
 
+def test_what_a_dependent_launch_does_before_its_wait_is_not_on_its_path() -> None:
+    before, after = "ld.global.u64 %a2, [%a0];", "add.s64 %a2, %a2, 1; st.global.u64 [%a0+4096], %a2;"
+    assert sum(timed(before + after).path()) == pytest.approx(100 + 6 + 2)
+    assert sum(timed(before + "griddepcontrol.wait;" + after).path()) == pytest.approx(6 + 2)
+
+
 @pytest.mark.parametrize(("cold", "far"), [(False, 100), (True, 1000)])
 def test_a_load_costs_the_latency_of_its_place(cold: bool, far: int) -> None:
     chase = "ld.global.u64 %a2, [%a0+8]; ld.global.u64 %a3, [%a2]; st.global.u64 [%a0+4096], %a3;"
