@@ -70,26 +70,6 @@ def test_peer_access_is_apart_from_links() -> None:
     assert linked.fully_connected and not linked.all_peers
 
 
-def test_shapes_of_real_boxes() -> None:
-    assert [sum(row) for row in shapes.dgx1v().links] == [6] * 8
-    assert shapes.dgx1v().links[0] == (0, 1, 1, 2, 2, 0, 0, 0)
-    assert shapes.dgx1v().peers[0] == (True, True, True, True, True, False, False, False)
-    assert shapes.pairs(4, links=12).links == ((0, 12, 0, 0), (12, 0, 0, 0), (0, 0, 0, 12), (0, 0, 12, 0))
-    assert shapes.nvswitch(3).links == ((0, 18, 18), (18, 0, 18), (18, 18, 0)) and shapes.nvswitch(3).switched
-
-
-@pytest.mark.parametrize("make", [shapes.nvswitch, shapes.pcie, shapes.pairs])
-@pytest.mark.parametrize("count", [0, -2, MAX_DEVICES + 2])
-def test_shapes_of_no_box(make: Any, count: int) -> None:
-    with pytest.raises(InvalidArgument, match="1 to 64"):
-        make(count)
-
-
-def test_pairs_of_an_odd_number() -> None:
-    with pytest.raises(InvalidArgument, match="even number"):
-        shapes.pairs(3)
-
-
 def test_a_group_is_in_rank_order_and_may_share_devices() -> None:
     box = Topology(shapes.dgx1v().links, shapes.dgx1v().peers, names=tuple("abcdefgh"))
     group = box.of([5, 1, 5, 7])

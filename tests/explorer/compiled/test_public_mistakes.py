@@ -20,15 +20,11 @@ ONE_THREAD = "one thread stores the scalar and executes the atomic"
 MENDED = {
     ("push_gather", "no barrier before the flag"): BARRIER,
     ("push_gather", "no barrier after the poll"): BROADCAST,
-    ("ring_gather", "no barrier before the step"): BARRIER,
-    ("ring_gather", "no barrier after the wait"): BROADCAST,
     ("queue", "no barrier before the head"): BARRIER,
     ("queue", "no barrier before the credit"): BARRIER,
     ("grid_sum", "no barrier before the arrival"): ONE_THREAD,
     ("grid_sum", "no barrier after the arrival"): BROADCAST,
     ("grid_sum", "no barrier before the unlock"): ONE_THREAD,
-    ("lock_sum", "no barrier after the lock"): BROADCAST,
-    ("lock_sum", "no barrier before the unlock"): BARRIER,
 }
 MISTAKES = {(name, m.name): m for name, family in public.FAMILIES.items() for m in family.mistakes}
 pytestmark = pytest.mark.usefixtures("unshrunk")

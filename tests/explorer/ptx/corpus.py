@@ -6,13 +6,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
 from unittest.mock import patch
 
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.compiler import ASTSource
 
 from tricomm.explorer.ptx.instructions import PtxKernel
 from tricomm.explorer.ptx.text.parser import parse
@@ -44,19 +41,3 @@ def shipped(variant: Variant) -> str:
 def parsed(variant: Variant) -> PtxKernel:
     """`shipped`, parsed."""
     return parse(shipped(variant))
-
-
-def compiled(
-    function: Any, signature: dict[str, str], constexprs: dict[str, Any], capability: int = 90, warps: int = 4
-) -> str:
-    """PTX of any kernel: `compiled(kernel, {"x": "*fp32", "n": "i32"}, {"BLOCK": 64})`."""
-    names = [parameter.name for parameter in function.params]
-    source = ASTSource(
-        fn=function,
-        signature={**signature, **dict.fromkeys(constexprs, "constexpr")},
-        constexprs={(names.index(name),): value for name, value in constexprs.items()},
-    )
-    with without_assembler():
-        target = GPUTarget("cuda", capability, 32)
-        options = {"num_warps": warps, "enable_fp_fusion": False}
-        return str(triton.compile(source, target=target, options=options).asm["ptx"])

@@ -195,10 +195,3 @@ def _copied(match: re.Match[str], number: int, flag: re.Pattern[str]) -> Mutatio
         return "\n".join(rows) + "\n"
 
     return Mutation("sequence", f"{number + 1}: flags from a second load", TORN, number + 1, apply)
-
-
-def everywhere(text: str, old: str, new: str) -> str:
-    """`text` with every `old` in its instructions replaced: what a change of an inline string in Python does."""
-    if old not in text:
-        raise ValueError(f"there is no {old} in this kernel")
-    return text.replace(old, new)

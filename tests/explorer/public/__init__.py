@@ -13,37 +13,32 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.explorer.public import common, fifo, grid, locks, push, ring
+from tests.explorer.public import common, fifo, grid, push
 from tests.explorer.public.common import Mistake
 from tricomm import Communicator
 
 
 @dataclass(frozen=True)
 class Family:
-    """One protocol: `make(bug, **sizes)` gives `fn(comm)`; `smallest` are sizes for a search of all schedules."""
+    """One protocol: `make(bug)` gives `fn(comm)`."""
 
     make: Callable[..., Callable[[Communicator], Any]]
-    smallest: dict[str, int]
     mistakes: tuple[Mistake, ...]
 
 
 FAMILIES = {
-    "push_gather": Family(push.push_gathers, push.SMALLEST, push.MISTAKES),
-    "ring_gather": Family(ring.ring_gathers, ring.SMALLEST, ring.MISTAKES),
-    "queue": Family(fifo.queues, fifo.SMALLEST, fifo.MISTAKES),
-    "grid_sum": Family(grid.grid_sums, grid.SMALLEST, grid.MISTAKES),
-    "lock_sum": Family(locks.lock_sums, locks.SMALLEST, locks.MISTAKES),
+    "push_gather": Family(push.push_gathers, push.MISTAKES),
+    "queue": Family(fifo.queues, fifo.MISTAKES),
+    "grid_sum": Family(grid.grid_sums, grid.MISTAKES),
 }
 _MARKS = {
-    where: mark
-    for module in (push, ring, fifo, grid, locks)
-    for where, mark in common.marks(Path(module.__file__ or "")).items()
+    where: mark for module in (push, fifo, grid) for where, mark in common.marks(Path(module.__file__ or "")).items()
 }
 
 
-def body(family: str, bug: str = "", **sizes: int) -> Callable[[Communicator], Any]:
+def body(family: str, bug: str = "") -> Callable[[Communicator], Any]:
     """`fn(comm)` of a family, with a name of its own."""
-    fn = FAMILIES[family].make(bug, **sizes)
+    fn = FAMILIES[family].make(bug)
     fn.__qualname__ = f"{family} {bug}".strip()
     return fn
 

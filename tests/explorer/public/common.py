@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from tricomm import Communicator
 
@@ -37,12 +35,6 @@ def races(pair: str, names: str, world_size: int = 2) -> tuple[Mistake, ...]:
     return tuple(Mistake(name, world_size, "race", pairs=(pair,)) for name in names.split("; "))
 
 
-@triton.jit
-def words(table, rank):
-    """Where `rank`'s memory begins."""
-    return tl.load(table + rank).to(tl.pointer_type(tl.int32))
-
-
 def marks(file: Path) -> dict[str, str]:
     """file:line of each line of `file` that ends in `# @ mark`, and the mark."""
     lines = enumerate(file.read_text().splitlines(), 1)
@@ -52,10 +44,6 @@ def marks(file: Path) -> dict[str, str]:
 def numbers(rank: int, call: int, count: int) -> torch.Tensor:
     """An input that differs in every element, call and rank."""
     return (torch.arange(count, dtype=INT) * 7 + 1) * (rank + 1) + 1000 * call
-
-
-def summed(world_size: int, call: int, count: int) -> torch.Tensor:
-    return torch.stack([numbers(r, call, count) for r in range(world_size)]).sum(0).to(INT)
 
 
 def run(comm: Communicator, kernel: Any, blocks: int, *args: Any, bug: str, **more: int) -> None:

@@ -84,7 +84,6 @@ def queues(bug: str = "", messages: int = 5, depth: int = 2) -> Callable[[Commun
     return fn
 
 
-SMALLEST = {"messages": 2, "depth": 1}
 MISTAKES = (
     *races(
         "produce, consume",

@@ -89,7 +89,6 @@ def grid_sums(bug: str = "", blocks: int = 3, calls: int = 2, n: int = 7) -> Cal
     return fn
 
 
-SMALLEST = {"blocks": 2, "calls": 1, "n": 4}
 MISTAKES = (
     *races("total, total", "no lock; relaxed lock; relaxed unlock; no barrier before the unlock", world_size=1),
     Mistake("relaxed arrival", 1, "race", pairs=("partial, neighbour",)),

@@ -94,7 +94,6 @@ def push_gathers(bug: str = "", blocks: int = 2, calls: int = 3, n: int = 7) -> 
     return fn
 
 
-SMALLEST = {"blocks": 1, "n": 3, "calls": 2}
 MISTAKES = (
     *races(
         "push data, push read",

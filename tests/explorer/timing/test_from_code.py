@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -18,7 +17,7 @@ from tricomm.kernels import layout, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
 from tricomm.perf.cost_model import kernel_time, machines, published
-from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model.machines import MACHINES
 
 _H100 = MACHINES["h100"]
 _LL = registry.find("all_reduce", "one_shot", "ll")
@@ -112,21 +111,6 @@ def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(from_code, "chunk_words", lambda kernel, world_size, plan: 4096)
     with pytest.raises(from_code.UnknownChunks, match="all_reduce_one_shot_ll: .* took 1 epochs and not 2"):
         from_code.predict(_H100, _LL, 2, 8 * 8192, _SHAPE)
-
-
-def test_rows_of_the_executed_parts_begin_at_multiples_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a gather by 12-byte words, three chunks and a rest: the parts end anywhere."""
-    seen: list[int] = []
-
-    def timed(machine: MachineSpec, kernel: str, world_size: int, elements: int, *rest: Any) -> timed_call.TimedCall:
-        seen.append(elements)
-        return timed_call.TimedCall((float(elements),) * len(PARTS), 1.0, 1.0, None, 1, 0, 1, rest[-1], 1.0)
-
-    monkeypatch.setattr(from_code, "_call", timed)
-    shape = LaunchShape(32, 4, 256)
-    for nbytes in (2 << 20, (2 << 20) + 12):
-        from_code.predict(_H100, registry.find("all_gather", "one_shot", "ll128"), 8, nbytes, shape)
-    assert len(seen) >= 6 and not [elements for elements in seen if elements % 4]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.explorer.ptx.arithmetic import float_model as model
 from tests.explorer.ptx.arithmetic.arithmetic_cases import check, instruction, run
 from tests.explorer.ptx.arithmetic.float_model import F32, F64, KINDS, NAN, float_rows, flushed, negative, value
 
-KIND_OF = {"f32": F32, "f64": F64}
+HALVES = ("f16", "bf16")
 
 
 def words(kind, names="dabc"):
@@ -29,25 +29,71 @@ def check_floats(text, given, expected, kind, names="dabc"):
         assert same, f"{text} of {[hex(x) for x in row]}: {got:#x} instead of {wanted:#x}"
 
 
-@pytest.mark.parametrize("kind", ("f32", "f64"))
-def test_rounding(kind):
-    form = KIND_OF[kind]
-    two, three, one = float_rows(form, 2), float_rows(form, 3), float_rows(form, 1, 150)
+def operations(kind):
+    """(operands, model) by name; a rounding is said where it has to be."""
+    form = KINDS[kind]
+    sign, inverse = 1 << form.bits - 1, form.bias << form.digits
 
     def subtract(a, b):
-        if value(b, form) == NAN:
-            return form.nan
-        return model.add(a, b ^ 1 << form.bits - 1, form)
+        return form.nan if value(b, form) == NAN else model.add(a, b ^ sign, form)
 
-    check_floats(f"add.rn.{kind} d, a, b", two, lambda a, b: model.add(a, b, form), kind)
-    check_floats(f"sub.rn.{kind} d, a, b", two, subtract, kind)
-    check_floats(f"mul.rn.{kind} d, a, b", two, lambda a, b: model.multiply(a, b, form), kind)
-    check_floats(f"div.rn.{kind} d, a, b", two, lambda a, b: model.divide(a, b, form), kind)
-    check_floats(f"fma.rn.{kind} d, a, b, c", three, lambda a, b, c: model.fused(a, b, c, form), kind)
-    check_floats(f"mad.rn.{kind} d, a, b, c", three, lambda a, b, c: model.fused(a, b, c, form), kind)
-    check_floats(f"sqrt.rn.{kind} d, a", one, lambda a: model.root(a, form), kind)
-    inverse = form.bias << form.digits
-    check_floats(f"rcp.rn.{kind} d, a", one, lambda a: model.divide(inverse, a, form), kind)
+    def extreme(least, nan_wins=False):
+        return lambda a, b: model.extreme(a, b, form, least, nan_wins)
+
+    def of_three(two):
+        return lambda a, b, c: two(two(a, b), c)
+
+    def of_sizes(two):
+        return lambda a, b: two(a & sign - 1, b & sign - 1) | (a ^ b) & sign
+
+    table = {
+        "add": (2, lambda a, b: model.add(a, b, form)),
+        "sub": (2, subtract),
+        "mul": (2, lambda a, b: model.multiply(a, b, form)),
+        "fma.rn": (3, lambda a, b, c: model.fused(a, b, c, form)),
+        "neg": (1, lambda a: a ^ sign),
+        "abs": (1, lambda a: a & sign - 1),
+    }
+    table |= {f"{name}.rn": table[name] for name in ("add", "sub", "mul")}
+    for name, least in (("min", True), ("max", False)):
+        table |= {name: (2, extreme(least))} | ({f"{name}.NaN": (2, extreme(least, True))} if kind != "f64" else {})
+        if kind == "f32":
+            table[f"{name}.xorsign.abs"] = 2, of_sizes(extreme(least))
+            table[f"{name}.NaN.xorsign.abs"] = 2, of_sizes(extreme(least, True))
+            table[f"{name}: three"] = 3, of_three(extreme(least))
+            table[f"{name}.NaN: three"] = 3, of_three(extreme(least, True))
+    if form.bits >= 32:
+        table |= {
+            "div.rn": (2, lambda a, b: model.divide(a, b, form)),
+            "mad.rn": table["fma.rn"],
+            "sqrt.rn": (1, lambda a: model.root(a, form)),
+            "rcp.rn": (1, lambda a: model.divide(inverse, a, form)),
+            "copysign": (2, lambda a, b: a & sign | b & sign - 1),
+        }
+    return table
+
+
+def joined(rows):
+    """Rows of pairs of two rows each."""
+    return [tuple(a | b << 16 for a, b in zip(x, y, strict=True)) for x, y in zip(rows, reversed(rows), strict=True)]
+
+
+def of_both(operation):
+    return lambda *row: operation(*(x & 0xFFFF for x in row)) | operation(*(x >> 16 for x in row)) << 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in ("f16", "bf16", "f32", "f64") for name in operations(kind)]
+)
+def test_operations(kind, name):
+    count, operation = operations(kind)[name]
+    given, name, sources = float_rows(KINDS[kind], count), name.partition(":")[0], ", ".join("abc"[:count])
+    if name in ("neg", "abs", "copysign"):  # of a NaN, too
+        check(f"{name}.{kind} d, {sources}", given, operation, **words(kind))
+    else:
+        check_floats(f"{name}.{kind} d, {sources}", given, operation, kind)
+    if kind in HALVES and not name.endswith("l.rn") and name not in ("add.rn", "sub.rn"):
+        check(f"{name}.{kind}x2 d, {sources}", joined(given), of_both(operation), **dict.fromkeys("dabc", "b32"))
 
 
 def test_fma_that_two_roundings_get_wrong():
@@ -93,47 +139,6 @@ def test_flush_and_saturation():
         **words("f32"),
     )
     check("min.ftz.f32 d, a, b", two, flush(lambda a, b: model.extreme(a, b, F32, True)), **words("f32"))
-
-
-@pytest.mark.parametrize("kind", ("f32", "f64"))
-@pytest.mark.parametrize("name", ("min", "max"))
-def test_order(kind, name):
-    form, least = KIND_OF[kind], name == "min"
-    sign = 1 << form.bits - 1
-    two = [*float_rows(form, 2), (0, sign), (sign, 0), (sign, sign), (0, 0)]
-    check_floats(f"{name}.{kind} d, a, b", two, lambda a, b: model.extreme(a, b, form, least), kind)
-    if kind == "f64":
-        return
-
-    def nan_wins(a, b):
-        return model.extreme(a, b, form, least, True)
-
-    check(f"{name}.NaN.f32 d, a, b", two, nan_wins, **words(kind))
-
-    def of_sizes(a, b, wins):
-        size = model.extreme(a & sign - 1, b & sign - 1, form, least, wins)
-        return size | (a ^ b) & sign
-
-    check(f"{name}.xorsign.abs.f32 d, a, b", two, lambda a, b: of_sizes(a, b, False), **words(kind))
-    check(f"{name}.NaN.xorsign.abs.f32 d, a, b", two, lambda a, b: of_sizes(a, b, True), **words(kind))
-    three = float_rows(form, 3)
-    check(f"{name}.NaN.f32 d, a, b, c", three, lambda a, b, c: nan_wins(nan_wins(a, b), c), **words(kind))
-
-    def nan_loses(a, b):
-        return model.extreme(a, b, form, least)
-
-    check(f"{name}.f32 d, a, b, c", three, lambda a, b, c: nan_loses(nan_loses(a, b), c), **words(kind))
-
-
-@pytest.mark.parametrize("kind", ("f32", "f64", "f16", "bf16"))
-def test_signs(kind):
-    form = KINDS[kind]
-    sign, one = 1 << form.bits - 1, float_rows(KINDS[kind], 1)
-    check(f"neg.{kind} d, a", one, lambda a: a ^ sign, **words(kind))
-    check(f"abs.{kind} d, a", one, lambda a: a & sign - 1, **words(kind))
-    if kind in KIND_OF:
-        two = float_rows(form, 2)
-        check(f"copysign.{kind} d, a, b", two, lambda a, b: a & sign | b & sign - 1, **words(kind))
 
 
 def test_pairs_of_floats():

@@ -1,54 +1,15 @@
-"""Arithmetic of halves, alone and in pairs, against fractions that are rounded once."""
+"""What halves have beside the operations of all floats: clamping, approximations, and their own ties."""
 
 import math
 import random
+from fractions import Fraction
 
 import pytest
 
 from tests.explorer.ptx.arithmetic import float_model as model
 from tests.explorer.ptx.arithmetic.arithmetic_cases import check, instruction, run
 from tests.explorer.ptx.arithmetic.float_model import KINDS, NAN, float_rows, flushed, negative, value
-
-HALVES = ("f16", "bf16")
-
-
-def operations(form):
-    def subtract(a, b):
-        return form.nan if value(b, form) == NAN else model.add(a, b ^ 0x8000, form)
-
-    return {
-        "add": (2, lambda a, b: model.add(a, b, form)),
-        "sub": (2, subtract),
-        "mul": (2, lambda a, b: model.multiply(a, b, form)),
-        "fma.rn": (3, lambda a, b, c: model.fused(a, b, c, form)),
-        "min": (2, lambda a, b: model.extreme(a, b, form, True)),
-        "max": (2, lambda a, b: model.extreme(a, b, form, False)),
-        "min.NaN": (2, lambda a, b: model.extreme(a, b, form, True, True)),
-        "max.NaN": (2, lambda a, b: model.extreme(a, b, form, False, True)),
-        "neg": (1, lambda a: a ^ 0x8000),
-        "abs": (1, lambda a: a & 0x7FFF),
-    }
-
-
-def joined(rows):
-    """Rows of pairs of two rows each."""
-    return [tuple(a | b << 16 for a, b in zip(x, y, strict=True)) for x, y in zip(rows, reversed(rows), strict=True)]
-
-
-def of_both(operation):
-    return lambda *row: operation(*(x & 0xFFFF for x in row)) | operation(*(x >> 16 for x in row)) << 16
-
-
-@pytest.mark.parametrize("kind", HALVES)
-@pytest.mark.parametrize("name", list(operations(model.F16)))
-def test_arithmetic(kind, name):
-    count, operation = operations(KINDS[kind])[name]
-    given = float_rows(KINDS[kind], count)
-    sources = ", ".join("abc"[:count])
-    check(f"{name}.{kind} d, {sources}", given, operation, **dict.fromkeys("dabc", "b16"))
-    check(f"{name}.{kind}x2 d, {sources}", joined(given), of_both(operation), **dict.fromkeys("dabc", "b32"))
-    if name in ("add", "sub", "mul"):
-        check(f"{name}.rn.{kind} d, a, b", given, operation, **dict.fromkeys("dab", "b16"))
+from tests.explorer.ptx.arithmetic.test_arithmetic_float import HALVES, joined, of_both
 
 
 @pytest.mark.parametrize("kind", HALVES)
@@ -100,8 +61,6 @@ def test_approximations(kind, name):
     flags = ".ftz" if (name, kind) == ("ex2", "bf16") else ""
     given = [(a,) for a in range(0, 0x10000, 37)]
     made = instruction(f"{name}.approx{flags}.{kind} d, a", d="b16", a="b16")
-    from fractions import Fraction
-
     for (a,), (got,) in zip(given, run(made, given), strict=True):
         x = value(flushed(a, form) if flags else a, form)
         if not isinstance(x, Fraction):
