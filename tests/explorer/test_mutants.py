@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.explorer.mutants import MUTANTS
-from tests.explorer.mutation import Edit, Mutant, edited, explore, loaded
+from tests.explorer.mutation import Edit, Mutant, explore, loaded
 from tests.marks import most, odd, some
 from tricomm.core import launch_plan
 from tricomm.core.group import Group
@@ -81,27 +81,6 @@ def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     mutant = MUTANTS[names[0]]
     report = explore(mutant, changed=False, schedules=max(first_report(name).ran for name in names))
     assert kinds(report) == mutant.clean, str(report)
-
-
-@pytest.mark.parametrize(
-    "edit",
-    [
-        Edit("kernels/primitives.py", "this is nowhere", ""),
-        Edit("kernels/primitives.py", "tl.debug_barrier()", ""),
-        Edit("tricomm/core/group.py", "this is nowhere", ""),
-        Edit("tests/explorer/pad_kernels.py", "this is nowhere", ""),
-        Edit("kernels/nowhere.py", "", ""),
-    ],
-    ids=lambda edit: f"{edit.file}: {edit.old}",
-)
-def test_an_edit_that_does_not_apply_is_refused(edit):
-    with pytest.raises(ValueError, match="times, not once|no files"), loaded([edit]):
-        pass
-    assert launch_plan.registry is registry
-
-
-def test_edits_are_made_one_after_another():
-    assert edited("a", "x y", [Edit("a", "x", "y z"), Edit("b", "x", "-"), Edit("a", "z y", "w")]) == "y w"
 
 
 def test_nothing_of_a_mutant_stays_behind():

@@ -8,7 +8,7 @@ import pytest
 
 import tricomm
 from tests.explorer import public
-from tests.marks import some
+from tests.marks import most, some
 
 pytestmark = pytest.mark.usefixtures("unshrunk")
 _OURS = str(Path(tricomm.__file__).parent)
@@ -16,20 +16,33 @@ _OURS = str(Path(tricomm.__file__).parent)
 
 @pytest.mark.parametrize("family", public.FAMILIES)
 @pytest.mark.parametrize(
-    ("world_size", "schedules", "strategy", "seed"),
-    some([(2, 10, "random", 0), (2, 5, "pct", 1), (3, 4, "random", 2)], 3),
+    ("world_size", "schedules", "strategy", "compiled"),
+    [(2, 10, "random", None), *some([(2, 3, "random", "sm_90"), (2, 5, "pct", None), (3, 4, "random", None)], 3)],
 )
-def test_a_right_kernel_is_passed(family, world_size, schedules, strategy, seed):
-    report = tricomm.check(public.body(family), world_size, schedules, strategy, seed=seed)
+def test_a_right_kernel_is_passed(family, world_size, schedules, strategy, compiled):
+    report = tricomm.check(public.body(family), world_size, schedules, strategy, seed=1, compiled=compiled)
     assert report.ok, report
     assert report.ran == schedules and report.complete
 
 
+MISTAKES = [(name, mistake) for name, family in public.FAMILIES.items() for mistake in family.mistakes]
+
+
+def _name(value):
+    return getattr(value, "name", value).replace(" ", "-")
+
+
+# Compiled, a missing block barrier next to a scalar atomic is mended by Triton 3.9.
 @pytest.mark.parametrize(
-    ("family", "mistake"),
-    some(((name, mistake) for name, family in public.FAMILIES.items() for mistake in family.mistakes), 8),
-    ids=lambda value: value if isinstance(value, str) else value.name.replace(" ", "-"),
+    ("family", "mistake"), some([pair for pair in MISTAKES if "no barrier" not in pair[1].name], 12, most), ids=_name
 )
+def test_a_mistake_is_reported_in_a_compiled_kernel(family, mistake):
+    report = tricomm.check(public.body(family, mistake.name), mistake.world_size, 40, compiled="sm_90")
+    assert not report.ok, "passed"
+    assert report.findings[0].kind in mistake.kinds.split(), report
+
+
+@pytest.mark.parametrize(("family", "mistake"), some(MISTAKES, 8), ids=_name)
 def test_a_mistake_is_named_where_it_is(family, mistake):
     report = tricomm.check(public.body(family, mistake.name), mistake.world_size, 40)
     assert not report.ok, "passed"

@@ -136,52 +136,38 @@ def calls(comm, way):
             raise AssertionError("wrong norm")
 
 
+ONE_SHOT, TWO_SHOT = (f"kernels/collectives/all_reduce_rows_{name}.py" for name in ("one_shot", "two_shot"))
+ARRIVAL, ROWS = "kernels/device/arrival.py", "kernels/device/rows.py"
 MUTANTS = {
     "the epilogue runs before the last tile has come": (
-        "kernels/collectives/all_reduce_rows_one_shot.py",
+        ONE_SHOT,
         "lefts = lefts + (SPEC.LEFTS[i + g],)",
         "lefts = lefts + (0,)",
     ),
     "the epilogue runs before the sums have come": (
-        "kernels/collectives/all_reduce_rows_two_shot.py",
+        TWO_SHOT,
         "lefts = lefts + (SPEC.LEFTS[k * SPEC.WORLD_SIZE + n],)",
         "lefts = lefts + (0,)",
     ),
     "a row ends a word early": (
-        "kernels/device/rows.py",
+        ROWS,
         "return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n]",
         "return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n] - 1",
     ),
-    "rows lie over each other in the mailbox": (
-        "kernels/collectives/all_reduce_rows_one_shot.py",
-        "this * SPEC.PITCH + i * SPEC.TILE",
-        "i * SPEC.TILE",
-    ),
+    "rows lie over each other in the mailbox": (ONE_SHOT, "this * SPEC.PITCH + i * SPEC.TILE", "i * SPEC.TILE"),
     "blocks arrive in no order": (
-        "kernels/device/arrival.py",
+        ARRIVAL,
         'before + 1, mask=lane == 0, sem="acq_rel"',
         'before + 1, mask=lane == 0, sem="relaxed"',
     ),
-    "the first block that arrives moves the epoch on": (
-        "kernels/device/arrival.py",
-        "(before == tl.num_programs(0) - 1)",
-        "(before == 0)",
-    ),
+    "the first block that arrives moves the epoch on": (ARRIVAL, "(before == tl.num_programs(0) - 1)", "(before == 0)"),
     "arrivals of rows are not counted from 0 again": (
-        "kernels/device/arrival.py",
+        ARRIVAL,
         "    tl.store(table + ARRIVALS, zeros, mask=last)\n",
         "",
     ),
-    "a block without rows does not arrive": (
-        "kernels/collectives/all_reduce_rows_one_shot.py",
-        "last & (row >= count) & (status == 0)",
-        "last & (row < 0)",
-    ),
-    "a block arrives with its first row": (
-        "kernels/collectives/all_reduce_rows_one_shot.py",
-        "last & (row + stride >= count)",
-        "last & (row < stride)",
-    ),
+    "a block without rows does not arrive": (ONE_SHOT, "last & (row >= count) & (status == 0)", "last & (row < 0)"),
+    "a block arrives with its first row": (ONE_SHOT, "last & (row + stride >= count)", "last & (row < stride)"),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from tests.explorer.compiled import at_length, ptx_mutants
@@ -82,31 +80,3 @@ def test_small_calls_show_what_the_memory_model_forbids(group, unshrunk):
     with ptx_mutants.changed(last.name, lambda code: last.apply(code) if code == text else code, name):
         report = case.check("sm_90", group.schedules, "random")
     assert {f.kind for f in report.findings} & last.expected, last.name
-
-
-def test_what_has_passed_counts_for_the_same_sources_alone(tmp_path):
-    cases = tmp_path / "cases.py"
-    cases.write_text("CALLS = 3\n")
-    record = PassedRecord(tmp_path / "passed.jsonl", str(cases))
-    assert not record.has(kernel="send")
-    record.add({"kernel": "send"}, seconds=1.5)
-    again = PassedRecord(tmp_path / "passed.jsonl", str(cases))
-    assert again.has(kernel="send") and not again.has(kernel="recv")
-    cases.write_text("CALLS = 4\n")
-    assert not PassedRecord(tmp_path / "passed.jsonl", str(cases)).has(kernel="send")
-
-
-def test_the_same_instructions_need_one_schedule(tmp_path, monkeypatch):
-    case = at_length.cases(registry.find("barrier", "one_shot", "simple"))[0]
-    record, ran, texts = PassedRecord(tmp_path / "passed.jsonl", at_length.__file__), [], []
-
-    def check(self, architecture, schedules, strategy):
-        ran.append(schedules)
-        return SimpleNamespace(ok=True, seconds=0.0, ran=schedules)
-
-    monkeypatch.setattr(at_length.Case, "check", check)
-    monkeypatch.setattr(ptx_mutants, "launched", lambda run: (run(), {"barrier": texts[-1:]})[1])
-    for text in ("ld.acquire.sys.global.b64 %rd2, [%rd1];", "ld.relaxed.sys.global.b64 %rd2, [%rd1];") * 2:
-        texts.append(text)
-        at_length.passes(case, "sm_90", record)
-    assert ran == [1, 90, 90, 1, 90, 90, 1, 1]

@@ -12,7 +12,6 @@ import triton.language as tl
 
 import tricomm
 from tests import forked
-from tests.explorer import public
 from tests.explorer.compiled import ptx_mutants
 from tests.marks import compiles, some
 from tricomm.errors import InvalidArgument
@@ -56,12 +55,6 @@ def test_calls_on_a_handle_are_passed():
         return made
 
     report = tricomm.check(body, 2, 4, options=ptx_mutants.options(2), compiled="sm_90", identical=False)
-    assert report.ok, report
-
-
-@pytest.mark.parametrize("family", some(public.FAMILIES, 2))
-def test_a_right_public_kernel_is_passed(family):
-    report = tricomm.check(public.body(family), 2, 3, compiled="sm_90")
     assert report.ok, report
 
 

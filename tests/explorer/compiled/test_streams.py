@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from tests.explorer.compiled.stub_executor import SetOrders, StubExecutor, gpu
@@ -23,6 +25,25 @@ def device():
 
 def queues(device, number):
     return [device.driver.queue_of(device.new_stream().cuda_stream) for _ in range(number)]
+
+
+def queued(device, *given):
+    """A queue, and its launches: of these names, dependent ones behind a *; None is another operation."""
+    (queue,) = queues(device, 1)
+    made = [name and launch(name.strip("*"), dependent=name.endswith("*")) for name in given]
+    for each in made:
+        queue.launch(each) if each else queue.record()
+    return queue, *filter(None, made)
+
+
+@contextmanager
+def capture(device, stream):
+    """What is put into a queue here is captured; gives a list that then has the graph."""
+    graphs = []
+    with stream:
+        device.driver.cuStreamBeginCapture(stream.cuda_stream)
+        yield graphs
+        graphs.append(device.driver.cuStreamEndCapture(stream.cuda_stream)[1])
 
 
 def names(launches):
@@ -64,10 +85,7 @@ def test_an_event_that_is_recorded_again_does_not_hold_back_what_waits_for_its_f
 
 
 def test_host_code_learns_what_it_waits_for_and_nothing_else(device):
-    first, second = queues(device, 2)
-    one, two = launch("one"), launch("two")
-    first.launch(one)
-    second.launch(two)
+    (first, one), (_, two) = queued(device, "one"), queued(device, "two")
     device.executor.end(one)
     device.executor.end(two)
     device.finish([first])
@@ -77,10 +95,7 @@ def test_host_code_learns_what_it_waits_for_and_nothing_else(device):
 
 
 def test_a_kernels_error_ends_the_device(device):
-    first, second = queues(device, 2)
-    one, two = launch("one"), launch("two")
-    first.launch(one)
-    second.launch(two)
+    (first, one), (second, two) = queued(device, "one"), queued(device, "two")
     first.launch(launch("never"))
     device.executor.end(one, ValueError("out of bounds"))
     with pytest.raises(ValueError, match="out of bounds"):
@@ -92,8 +107,7 @@ def test_a_kernels_error_ends_the_device(device):
 
 def test_a_graph_is_replayed_in_the_order_of_its_capture_beside_other_streams(device):
     stream, side = device.new_stream(), device.new_stream()
-    with stream:
-        device.driver.cuStreamBeginCapture(stream.cuda_stream)
+    with capture(device, stream) as graphs:
         assert device.capturing()
         device.driver.queue_of(stream.cuda_stream).launch(launch("one"))
         side.wait_stream(stream)
@@ -101,10 +115,9 @@ def test_a_graph_is_replayed_in_the_order_of_its_capture_beside_other_streams(de
         device.driver.queue_of(stream.cuda_stream).launch(launch("right"))
         stream.wait_stream(side)
         device.driver.queue_of(stream.cuda_stream).launch(launch("last"))
-        _, graph = device.driver.cuStreamEndCapture(stream.cuda_stream)
     assert device.executor.started == [] and not device.capturing()
     for _ in range(2):
-        device.driver.cuGraphLaunch(graph, stream.cuda_stream)
+        device.driver.cuGraphLaunch(graphs[0], stream.cuda_stream)
         beside = launch("beside")
         device.driver.queue_of(side.cuda_stream).launch(beside)
         assert names(device.executor.started) == ["one", "beside"]
@@ -143,18 +156,13 @@ def test_waiting_for_a_stream_in_capture_is_refused(device):
 
 
 def test_nothing_waits_for_what_was_abandoned(device):
-    (queue,) = queues(device, 1)
-    queue.launch(launch("one"))
-    queue.launch(launch("two"))
+    queued(device, "one", "two")
     device.streams.abandon()
     device.synchronize()
 
 
 def test_a_dependent_launch_begins_at_the_signal_and_knows_what_its_predecessor_hands_on(device):
-    (queue,) = queues(device, 1)
-    one, two, three = launch("one"), launch("two", dependent=True), launch("three")
-    for each in (one, two, three):
-        queue.launch(each)
+    _, one, two, three = queued(device, "one", "two*", "three")
     assert device.executor.started == [one]
     device.executor.signal(one, handed={"handed"})
     assert device.executor.started == [one, two] and two.before is one and two.after == {"handed"}
@@ -165,20 +173,13 @@ def test_a_dependent_launch_begins_at_the_signal_and_knows_what_its_predecessor_
 
 
 def test_without_a_signal_a_dependent_launch_begins_at_the_end(device):
-    (queue,) = queues(device, 1)
-    one, two = launch("one"), launch("two", dependent=True)
-    queue.launch(one)
-    queue.launch(two)
+    _, one, two = queued(device, "one", "two*")
     device.executor.end(one)
     assert device.executor.started == [two] and two.before is one and two.after == frozenset()
 
 
 def test_a_launch_after_an_operation_depends_on_no_kernel(device):
-    (queue,) = queues(device, 1)
-    one, two = launch("one"), launch("two", dependent=True)
-    queue.launch(one)
-    queue.record()
-    queue.launch(two)
+    _, one, two = queued(device, "one", None, "two*")
     device.executor.signal(one)
     assert device.executor.started == [one]
     device.executor.end(one)
@@ -186,10 +187,7 @@ def test_a_launch_after_an_operation_depends_on_no_kernel(device):
 
 
 def test_a_launch_after_one_that_does_not_wait_begins_while_an_earlier_one_runs(device):
-    (queue,) = queues(device, 1)
-    one, two, three = launch("one"), launch("two", dependent=True), launch("three")
-    for each in (one, two, three):
-        queue.launch(each)
+    queue, one, two, three = queued(device, "one", "two*", "three")
     device.executor.signal(one)
     device.executor.end(two)
     assert device.executor.started == [one, three] and one not in three.after
@@ -198,15 +196,13 @@ def test_a_launch_after_one_that_does_not_wait_begins_while_an_earlier_one_runs(
 
 def test_a_graph_has_a_programmatic_edge_between_kernels_alone(device):
     stream = device.new_stream()
-    with stream:
-        device.driver.cuStreamBeginCapture(stream.cuda_stream)
+    with capture(device, stream) as graphs:
         queue = device.driver.queue_of(stream.cuda_stream)
         queue.launch(launch("one"))
         queue.launch(launch("two", dependent=True))
         queue.capture.add(queue, None, lambda: None)
         queue.launch(launch("three", dependent=True))
-        _, graph = device.driver.cuStreamEndCapture(stream.cuda_stream)
-    device.driver.cuGraphLaunch(graph, stream.cuda_stream)
+    device.driver.cuGraphLaunch(graphs[0], stream.cuda_stream)
     (one,) = device.executor.started
     device.executor.signal(one, handed={"handed"})
     _, two = device.executor.started

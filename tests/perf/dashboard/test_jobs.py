@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics import publish
-from tricomm.metrics.counters import Activity, Statistics
+from tricomm.metrics.counters import Activity
 from tricomm.metrics.publish import JobStatistics
 from tricomm.perf.dashboard import chrome_trace, grafana, jobs, prometheus
 from tricomm.perf.history.database import open_history
@@ -150,16 +148,6 @@ def test_the_official_parser_reads_the_metrics(tmp_path: Path) -> None:
     assert samples["tricomm_peer_wait_seconds_total"].labels["peer"] == "0"
     assert samples["tricomm_routed_calls_total"].labels["route"] == "gloo"
     assert samples["tricomm_job_updated_timestamp_seconds"].value == 1000
-
-
-@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-@settings(deadline=None, max_examples=60)
-def test_any_name_survives_the_exposition_format(name: str) -> None:
-    comm = Statistics(name, 0, 2, "cpu", True, (), {1: 1.0}, ())
-    job = JobStatistics(1, 2, 3, "host", 0.0, 5.0, (), (comm,))
-    text = prometheus.exposition([job]).decode()
-    samples = [s for f in text_string_to_metric_families(text) for s in f.samples]
-    assert [s.labels["group"] for s in samples if s.name == "tricomm_peer_wait_seconds_total"] == [name]
 
 
 def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,17 +203,14 @@ def test_pairs_of_small_floats(to):
 
         flags = "rn.satfinite" + ".relu" * relu
         names = {"d": SMALL[to], "a": "b32", "b": "b32"}
-        check(
-            f"cvt.{flags}.{to}x2.f32 d, a, b", given, lambda a, b, f=narrow: f(a, "f32") << shift | f(b, "f32"), **names
-        )
+
+        def both(a, b, of="f32", narrow=narrow):
+            return narrow(a, of) << shift | narrow(b, of)
+
+        check(f"cvt.{flags}.{to}x2.f32 d, a, b", given, both, **names)
         halves = [(a | b << 16,) for a, b in float_rows(KINDS["f16"], 2)]
-        check(
-            f"cvt.{flags}.{to}x2.f16x2 d, a",
-            halves,
-            lambda a, f=narrow: f(a >> 16, "f16") << shift | f(a & 0xFFFF, "f16"),
-            d=SMALL[to],
-            a="b32",
-        )
+        packed = lambda a, both=both: both(a >> 16, a & 0xFFFF, "f16")  # noqa: E731
+        check(f"cvt.{flags}.{to}x2.f16x2 d, a", halves, packed, d=SMALL[to], a="b32")
 
         def widen(a, relu=relu):
             parts = [a >> shift & (1 << KINDS[to].bits) - 1, a & (1 << KINDS[to].bits) - 1]

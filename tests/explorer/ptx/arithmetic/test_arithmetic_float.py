@@ -177,32 +177,26 @@ def near(function):
     return close
 
 
-@pytest.mark.parametrize("name", ("ex2", "lg2", "sin", "cos", "tanh", "rcp", "rsqrt", "sqrt"))
+# The function, and patterns whose result is exact.
+APPROXIMATED = {
+    "ex2": (lambda x: 2.0**x, (0x40400000, 0x41000000), (0xFF800000, 0), (0x7F800000, 0x7F800000), (0, 0x3F800000)),
+    "lg2": (math.log2, (0, 0xFF800000), (0x41000000, 0x40400000), (0xBF800000, 0x7FFFFFFF)),
+    "sin": (math.sin, (0x80000000, 0x80000000), (0x7F800000, 0x7FFFFFFF)),
+    "cos": (math.cos, (0, 0x3F800000), (0x7F800000, 0x7FFFFFFF)),
+    "tanh": (math.tanh, (0x7F800000, 0x3F800000), (0x80000000, 0x80000000)),
+    "rcp": (lambda x: 1 / x, (0x80000000, 0xFF800000), (0x7F800000, 0)),
+    "rsqrt": (lambda x: 1 / math.sqrt(x), (0x40800000, 0x3F000000), (0x80000000, 0xFF800000), (0xBF800000, 0x7FFFFFFF)),
+    "sqrt": (math.sqrt, (0x40800000, 0x40000000), (0x80000000, 0x80000000)),
+}
+
+
+@pytest.mark.parametrize("name", APPROXIMATED)
 def test_approximations(name):
-    function = {
-        "ex2": lambda x: 2.0**x,
-        "lg2": math.log2,
-        "sin": math.sin,
-        "cos": math.cos,
-        "tanh": math.tanh,
-        "rcp": lambda x: 1 / x,
-        "rsqrt": lambda x: 1 / math.sqrt(x),
-        "sqrt": math.sqrt,
-    }[name]
+    function, *exact = APPROXIMATED[name]
     given = float_rows(F32, 1, 400)
     made = instruction(f"{name}.approx.f32 d, a", d="b32", a="b32")
     for (a,), (got,) in zip(given, run(made, given), strict=True):
         assert near(function)(a, got), f"{name} of {a:#x}: {got:#x}"
-    exact = {
-        "ex2": ((0x40400000, 0x41000000), (0xFF800000, 0), (0x7F800000, 0x7F800000), (0, 0x3F800000)),
-        "lg2": ((0, 0xFF800000), (0x41000000, 0x40400000), (0xBF800000, 0x7FFFFFFF)),
-        "sin": ((0x80000000, 0x80000000), (0x7F800000, 0x7FFFFFFF)),
-        "cos": ((0, 0x3F800000), (0x7F800000, 0x7FFFFFFF)),
-        "tanh": ((0x7F800000, 0x3F800000), (0x80000000, 0x80000000)),
-        "rcp": ((0x80000000, 0xFF800000), (0x7F800000, 0)),
-        "rsqrt": ((0x40800000, 0x3F000000), (0x80000000, 0xFF800000), (0xBF800000, 0x7FFFFFFF)),
-        "sqrt": ((0x40800000, 0x40000000), (0x80000000, 0x80000000)),
-    }[name]
     for a, result in exact:
         check(f"{name}.approx.f32 d, a", [(a,)], lambda _, r=result: r, d="b32", a="b32")
     check(f"{name}.approx.ftz.f32 d, a", [(1,)], lambda a: run(made, [(0,)])[0], d="b32", a="b32")

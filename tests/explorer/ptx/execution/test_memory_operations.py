@@ -44,8 +44,17 @@ def _between(mode, space):
     return f"{mode}.{space}" if mode in (".volatile", ".relaxed.sys", ".weak") else f".{space}{mode}"
 
 
+ORDERS = {
+    "tid": ("mov.u32 %r1, %r0;", lambda n: n),
+    "31 - tid": ("sub.u32 %r1, 31, %r0;", lambda n: 31 - n),
+    "scattered": ("mul.lo.u32 %r1, %r0, 5; xor.b32 %r1, %r1, 9; and.b32 %r1, %r1, 31;", lambda n: (n * 5 ^ 9) & 31),
+    "masked": ("mov.u32 %r1, %r0;", lambda n: n),
+    "same": ("mov.u32 %r1, 3;", lambda n: 3),
+}
+
+
 @HOW
-@pytest.mark.parametrize("order", ["tid", "31 - tid", "scattered", "masked", "same"])
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "elements, kind", [(2, "b32"), (4, "b32"), (2, "b64"), (4, "b64"), (8, "b32"), (4, "b8"), (2, "b16")]
 )
@@ -56,20 +65,7 @@ def test_vectors_in_every_order(elements, kind, order, unit, watched):
     source, target = octets(threads * width), octets(threads * width, 2)
     letter = {1: "%r", 2: "%rs", 4: "%r", 8: "%rd"}[size]
     names = ", ".join(f"{letter}{20 + n}" for n in range(elements))
-    place = {
-        "tid": "mov.u32 %r1, %r0;",
-        "31 - tid": "sub.u32 %r1, 31, %r0;",
-        "same": "mov.u32 %r1, 3;",
-        "scattered": "mul.lo.u32 %r1, %r0, 5; xor.b32 %r1, %r1, 9; and.b32 %r1, %r1, 31;",
-        "masked": "mov.u32 %r1, %r0;",
-    }[order]
-    f = {
-        "tid": lambda n: n,
-        "31 - tid": lambda n: 31 - n,
-        "same": lambda n: 3,
-        "scattered": lambda n: (n * 5 ^ 9) & 31,
-        "masked": lambda n: n,
-    }[order]
+    place, f = ORDERS[order]
     zeros = "".join(f"mov.b{max(16, 8 * size)} {letter}{20 + n}, 0;" for n in range(elements)).replace(
         "b16 %r2", "b32 %r2"
     )
