@@ -326,9 +326,9 @@ class Waker:
         with suppress(OSError):
             os.eventfd_read(self.fd)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # `os` may be gone at the interpreter's end
         if self.fd >= 0:
-            os.close(self.fd)
+            close(self.fd)
 
 
 def waker_of_thread() -> Waker:
