@@ -1,7 +1,5 @@
 """The calls of c10d groups in every order of events, and each rule of their order taken away."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import get_args, get_type_hints
 

@@ -1,7 +1,5 @@
 """The programs of the call order model on real ranks, each at its own speed: every call sums what the program pairs."""
 
-from __future__ import annotations
-
 import random
 import time
 

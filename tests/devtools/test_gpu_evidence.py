@@ -1,7 +1,5 @@
 """The driver of the GPU evidence, with small scripts in place of its commands, and pytest on files made here."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

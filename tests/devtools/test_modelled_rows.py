@@ -1,7 +1,5 @@
 """The rows of a table that modelled times give."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -4,8 +4,6 @@ Where the original was about CAS pads and this protocol has epochs and rotating 
 here; where it can only be made with pads, a kernel of `pad_kernels` makes it.
 """
 
-from __future__ import annotations
-
 from tests.explorer import bodies
 from tests.explorer.mutant_tables.cube import CUBES
 from tests.explorer.mutant_tables.message import MESSAGES

@@ -1,7 +1,5 @@
 """Kernels of a few lines, each with one property that the explorer must see, or must not mind."""
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 

@@ -1,7 +1,5 @@
 """Accesses by a plain and by a multicast address: what orders them, and what does not (PTX ISA, 8.9.5)."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Many blocks, loops that give up, kernels without an end, and what makes no sense: told, and told rightly."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """Kernels as public Triton code has them: the right ones are passed, and each mistake is named where it is."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The picture of a finding: complete, marked, harmless, self-contained."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ranks do on one real GPU."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Each test decides a row of devtools/notes/hardware.md. Run with `-m gpu`; those of two GPUs are skipped with one.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Limits of time in GPU tests, without a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests import ranks

@@ -1,7 +1,5 @@
 """Ends and captures of messages on one real GPU, ranks as processes. Run with `-m gpu`."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Rank bodies of training jobs on real GPUs: one GPU a rank, or all ranks on the first."""
 
-from __future__ import annotations
-
 import os
 
 import torch

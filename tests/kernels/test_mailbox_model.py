@@ -1,7 +1,5 @@
 """The mailbox protocol in every order of events, and each of its rules taken away; and that the model does look."""
 
-from __future__ import annotations
-
 import pytest
 
 from devtools import mailbox_model

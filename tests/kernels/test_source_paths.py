@@ -1,7 +1,5 @@
 """Code from Triton's cache names the files of this process, not of the one that compiled it."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What the shortcuts give, against what Triton's own functions give."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

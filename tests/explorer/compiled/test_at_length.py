@@ -1,7 +1,5 @@
 """The soak of the compiled kernels: every one, for every architecture, under 200 schedules; and what its cases show."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.explorer.compiled import at_length, ptx_mutants

@@ -1,7 +1,5 @@
 """Every kernel, type and operation, executed as it is compiled, gives the interpreter's bits."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """A communicator's calls over compiled kernels: chosen, packed and launched as on a GPU, and equal to torch."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

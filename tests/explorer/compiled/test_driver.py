@@ -1,7 +1,5 @@
 """The driver of a simulated GPU: what a launch is given, and CUDA's rules."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc

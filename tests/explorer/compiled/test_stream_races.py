@@ -1,7 +1,5 @@
 """What streams and events order, and what they do not, is what the examination of compiled kernels sees."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

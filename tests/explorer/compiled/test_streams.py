@@ -1,7 +1,5 @@
 """Streams, events and graphs: what begins when, and what is told to be ordered."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of a few epochs and rows of all threads keep what a list of every thread's last access would."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The rules of the PTX memory model, one small program each: what orders two threads, and what does not."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.explorer.compiled.litmus import Litmus, kinds

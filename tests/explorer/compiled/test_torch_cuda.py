@@ -1,7 +1,5 @@
 """Host code over a simulated GPU: torch's own work is in the order of the streams, and `torch.cuda` is the GPU's."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls of shipped kernels that are launched one after another, with nothing between them on the stream."""
 
-from __future__ import annotations
-
 import re
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Shipped kernels as dependent launches: in order with their wait, and reported if an access comes before it."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.explorer.dependent import chains

@@ -1,7 +1,5 @@
 """Programmatic dependent launch: a kernel may touch nothing of earlier kernels before its `griddepcontrol.wait`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -1,7 +1,5 @@
 """The table of mutants, fourth part: two hops in a hybrid cube mesh of eight (`kernels/device/mesh.py`)."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """The table of mutants, fifth part: messages between two ranks (`message_queues.py`, `send.py`, `recv.py`)."""
 
-from __future__ import annotations
-
 from tests.explorer.mutant_tables.names import DEADLOCK, RACE, both
 from tests.explorer.mutation import Edit, Mutant
 

@@ -1,7 +1,5 @@
 """The table of mutants: kernels through a switch."""
 
-from __future__ import annotations
-
 from tests.explorer.mutant_tables.names import CHUNKS, RACE, WRONG
 from tests.explorer.mutation import Edit, Mutant
 

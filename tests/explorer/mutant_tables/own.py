@@ -1,7 +1,5 @@
 """The table of mutants, second part: one for each protection of this library's own protocol."""
 
-from __future__ import annotations
-
 import torch
 
 from tests.explorer import bodies

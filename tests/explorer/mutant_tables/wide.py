@@ -1,7 +1,5 @@
 """The table of mutants, sixth part: words of 16 bytes with a flag inside, `ll128` (`kernels/wide_words.py`)."""
 
-from __future__ import annotations
-
 from tests.explorer import bodies
 from tests.explorer.mutant_tables.names import ARRIVAL, DEADLOCK, MAILBOX, PUSH, RACE, TWO_SHOT, L
 from tests.explorer.mutation import Edit, Mutant

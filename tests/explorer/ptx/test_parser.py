@@ -1,7 +1,5 @@
 """What PTX text becomes, the Python lines behind it, and text that was cut or is wrong."""
 
-from __future__ import annotations
-
 import pytest
 import triton
 

@@ -1,8 +1,6 @@
 """Calls that have no turn under the explorer, ranks that leave, and handles that are closed: each is named, none is
 half done."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

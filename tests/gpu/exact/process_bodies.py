@@ -3,8 +3,6 @@
 `where` is "one gpu", "many gpus" (one for each rank), or "cpu" for a few small calls on the CPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """The checks of the GPU tests without a GPU: which calls they make and compile, and that they find errors."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

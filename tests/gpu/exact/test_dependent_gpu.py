@@ -3,8 +3,6 @@
 Not yet run on hardware. `python -m devtools.gpu_evidence` times the calls with and without.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The checks of fused calls, users' tensors, suspended and multicast memory without a GPU: they find errors."""
 
-from __future__ import annotations
-
 import torch
 
 import tricomm

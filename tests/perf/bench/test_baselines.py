@@ -1,7 +1,5 @@
 """The libraries that a benchmark compares with: how they are called, and why one cannot take part."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

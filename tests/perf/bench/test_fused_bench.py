@@ -1,7 +1,5 @@
 """`tricomm bench --collective all_reduce_rms_norm`: every implementation's numbers, and that a wrong one is counted."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

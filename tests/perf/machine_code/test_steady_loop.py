@@ -1,7 +1,5 @@
 """What a loop costs, read from made-up and real disassemblies; and kraken's kernels beside ours, where they are."""
 
-from __future__ import annotations
-
 import pytest
 
 from devtools import kraken

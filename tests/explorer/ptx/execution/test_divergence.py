@@ -1,7 +1,5 @@
 """Lanes that part: loops with different trip counts, early exits, barriers and exchanges of some lanes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Every form of a memory access, in warps and blocks, watched and not, against what Python's own memory says."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

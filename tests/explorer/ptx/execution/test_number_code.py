@@ -3,8 +3,6 @@
 The model runs each thread on its own, over Python's integers.
 """
 
-from __future__ import annotations
-
 import operator
 import random
 from functools import partial

@@ -1,7 +1,5 @@
 """Random structured programs, with branches, loops and exits that differ by lane, against each thread on its own."""
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shipped all-reduces as PTX, two ranks: bits equal to torch's, by warps, by blocks, and with all lanes apart."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Exchanges between lanes against a model that follows the PTX manual's pseudo code lane by lane."""
 
-from __future__ import annotations
-
 import functools
 import operator
 
