@@ -76,32 +76,8 @@ def calls(rank, world_size, tell, url):
             if rank == 1:
                 dist.send(of(1, 5), 0)
             check("messages", y, of(1 - rank, 5))
-            y = torch.full((LARGE,), 77.0, device="cuda")  # beyond NCCL's buffers
-            ops = [dist.P2POp(dist.isend, of(rank, LARGE), 1 - rank), dist.P2POp(dist.irecv, y, 1 - rank)]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-            check("batch", y, of(1 - rank, LARGE))
         torch.cuda.synchronize()
         return wrong, tricomm.stats()
-
-
-def graph(rank, world_size, tell, url):
-    """A captured call, replayed."""
-    with on_gpu(rank, world_size, url):
-        x = torch.zeros(1000, device="cuda")
-        dist.all_reduce(x)
-        torch.cuda.synchronize()
-        captured, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        with torch.cuda.graph(captured, stream=stream):
-            dist.all_reduce(x)
-        results = []
-        for turn in range(5):
-            x.fill_(float(rank + turn))
-            torch.cuda.synchronize()
-            captured.replay()
-            torch.cuda.synchronize()
-            results.append(x[0].item())
-        return results
 
 
 def stand_alone(rank, world_size, tell, url):

@@ -29,12 +29,6 @@ def test_small_by_the_kernels_and_large_by_nccl(world_size, url):
             assert stats["kernels"][collective] == stats["nccl"][collective] == 1
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_a_captured_call_replays(world_size, url):
-    for rank, results in enumerate(ranks.run(world_size, bodies.graph, url, timeout=200)):
-        assert results == [float(sum(r + turn for r in range(world_size))) for turn in range(5)], rank
-
-
 @NCCL4PY
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_nccl_behind_a_communicator(world_size, url):

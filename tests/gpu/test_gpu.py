@@ -113,15 +113,15 @@ def test_two_communicators_in_another_order_on_each_rank(url):
     assert ranks.run(2, two_communicators, url, timeout=120) == [[2.0**6, 2.0**6]] * 2
 
 
-def captures_too_early(rank, world_size, tell, url):
-    """A call that has not run before is refused inside a capture; then it runs."""
+def captures_too_early(rank, world_size, tell, url, message):
+    """A call that has not run before, and any message, is refused inside a capture; the group goes on."""
     with join(rank, world_size, url) as comm:
         x, text = torch.full((1000,), 1.0, device="cuda"), ""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             x.add_(1)  # a graph needs something
             try:
-                comm.all_reduce(x)
+                comm.send(x, 1 - rank) if message else comm.all_reduce(x)
             except tricomm.InvalidArgument as error:
                 text = str(error)
         comm.all_reduce(x)
@@ -129,9 +129,10 @@ def captures_too_early(rank, world_size, tell, url):
         return text, x[0].item()
 
 
-def test_a_capture_before_the_first_call_is_refused_and_the_group_goes_on(url):
-    for text, value in ranks.run(2, captures_too_early, url, timeout=120):
-        assert "run this call once before capture" in text and value == 2.0
+@pytest.mark.parametrize("message", [False, True])
+def test_a_call_that_cannot_be_captured_is_refused_and_the_group_goes_on(message, url):
+    for text, value in ranks.run(2, captures_too_early, url, message, timeout=120):
+        assert ("cannot be captured" if message else "run this call once before capture") in text and value == 2.0
 
 
 def replays_apart(rank, world_size, tell, url, how):

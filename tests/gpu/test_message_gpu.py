@@ -34,26 +34,6 @@ def test_what_was_sent_before_leaving_arrives(url):
     assert ranks.run(2, left_with_a_message, url, timeout=60) == [True, True]
 
 
-def refused_in_a_capture(rank, world_size, tell, url):
-    with join(rank, world_size, url) as comm:
-        x = torch.zeros(8, device="cuda")
-        text = ""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            x.add_(1)
-            try:
-                comm.send(x, 1 - rank)
-            except tricomm.InvalidArgument as error:
-                text = str(error)
-        comm.all_reduce(x)
-        comm.synchronize()
-        return "cannot be captured" in text
-
-
-def test_a_capture_refuses_and_goes_on(url):
-    assert ranks.run(2, refused_in_a_capture, url, timeout=60) == [True, True]
-
-
 def orphaned(rank, world_size, tell, url):
     with join(rank, world_size, url) as comm:
         if rank == 1:
