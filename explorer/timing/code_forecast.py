@@ -13,7 +13,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import parsing, text_table, units
 from tricomm.perf.cost_model import forecast as counted
 from tricomm.perf.cost_model import kernel_time, published
-from tricomm.perf.cost_model.forecast import AskedCall
+from tricomm.perf.cost_model.forecast import AskedCall, NcclRow
 from tricomm.perf.cost_model.kernel_time import Checked, TimeShares
 from tricomm.perf.cost_model.machines import LATENCIES, MACHINES, MachineSpec
 from tricomm.perf.row_calls import RowForm
@@ -24,12 +24,12 @@ MEDIAN_ERROR, ROWS = 0.16, 160
 _LABEL = "modelled from the compiled code, not measured"
 LABEL = f"{_LABEL}; median error {MEDIAN_ERROR:.0%} of {ROWS} published rows"
 _NUMBERS = ("size (B)", "time (us)", *PARTS, "busbw", "in flight (KiB)", "allows (GB/s)")
-_HEADER = (_NUMBERS[0], "kernel", "grid", *_NUMBERS[1:], "limited by", "")
+_HEADER = (_NUMBERS[0], "   kernel", "grid", *_NUMBERS[1:], "limited by")
 
 
 @dataclass(frozen=True)
 class CodeForecastRow:
-    """One kernel at one size. `best`: it is the fastest at this size."""
+    """One kernel at one size. `best`: it is the fastest of these; `runs`: as in `ForecastRow`."""
 
     collective: str
     size_bytes: int
@@ -38,6 +38,7 @@ class CodeForecastRow:
     eager_us: float
     busbw_gbs: float
     best: bool
+    runs: bool
 
     @property
     def time_us(self) -> float:
@@ -67,26 +68,28 @@ class CodeForecastRow:
             "shares_us": asdict(self.shares),
             "limit": self.shares.limit,
             "best": self.best,
+            "runs": self.runs,
         }
 
 
 @dataclass(frozen=True)
 class CodeForecast:
-    """Rows of every kernel and size on `world_size` GPUs of `machine`. `left_out`: as in `Forecast`."""
+    """Rows of every kernel and size on `world_size` GPUs of `machine`. `nccl` and `left_out`: as in `Forecast`."""
 
     machine: MachineSpec
     world_size: int
     mode: str
     rows: list[CodeForecastRow]
+    nccl: list[NcclRow]
     left_out: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
         facts = {"schema": 1, "predicted": True, "modelled": LABEL, "machine": asdict(self.machine)}
-        facts["left_out"] = self.left_out
+        facts |= {"left_out": self.left_out, "nccl": [asdict(row) for row in self.nccl]}
         return {**facts, "ranks": self.world_size, "mode": self.mode, "results": [row.to_json() for row in self.rows]}
 
     def lines(self) -> list[str]:
-        """A table for people, with * at the fastest kernel of a size."""
+        """A table for people, with the kernel that would run, the fastest one, and what NCCL would take."""
         launch = LATENCIES[self.machine.name].boundary + self.rows[0].eager_us
         lines = [
             f"# {self.world_size} x {self.machine.name}, {self.mode} mode, float32 unless said otherwise; {LABEL}",
@@ -96,9 +99,12 @@ class CodeForecast:
             "# grid: blocks/warps/words of a tile; in flight: payload on its way to a GPU's SMs, and what it allows",
             "# limited by: the largest of latency (of one tile a block), bytes in flight (its further tiles), links, "
             "barriers",
+            "# >: runs by default; *: the fastest of these kernels; NCCL's time is what its own tuner expects",
         ]
         for collective in dict.fromkeys(row.collective for row in self.rows):
-            cells = [_cells(row) for row in self.rows if row.collective == collective]
+            every: tuple[CodeForecastRow | NcclRow, ...] = (*self.rows, *self.nccl)
+            rows = sorted(every, key=lambda row: row.size_bytes)  # stable: NCCL comes last
+            cells = [_cells(row) for row in rows if row.collective == collective]
             lines += ["#", f"# {collective}", *text_table.lines(_HEADER, cells, right=_NUMBERS)]
         return lines + counted.footer(self.left_out)
 
@@ -117,11 +123,14 @@ def _unlike(machine: MachineSpec) -> list[str]:
     return lines
 
 
-def _cells(row: CodeForecastRow) -> tuple[str, ...]:
+def _cells(row: CodeForecastRow | NcclRow) -> tuple[str, ...]:
+    if isinstance(row, NcclRow):
+        name, parts = counted.marked(f"NCCL {row.algorithm}", row.runs), ("",) * len(PARTS)
+        return str(row.size_bytes), name, "", f"{row.time_us:.1f}", *parts, f"{row.busbw_gbs:.1f}", "", "", ""
     shape, time = row.time.shape, row.time
     return (
         str(row.size_bytes),
-        f"{row.kernel.algorithm}/{row.kernel.protocol}",
+        counted.marked(f"{row.kernel.algorithm}/{row.kernel.protocol}", row.runs, row.best),
         f"{shape.blocks}/{shape.warps}/{shape.tile}",
         f"{row.time_us:.1f}",
         *(f"{part:.1f}" for part in time.parts),
@@ -129,7 +138,6 @@ def _cells(row: CodeForecastRow) -> tuple[str, ...]:
         f"{time.in_flight / 1024:.0f}",
         f"{time.allows_gbs:.0f}",
         row.shares.text(),
-        "*" if row.best else "",
     )
 
 
@@ -141,11 +149,18 @@ def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, 
     machine, wanted = kernel_time.find(gpu), parsing.parse_sizes(sizes)
     kernels = counted.names(collective)
     calls = [call for name in kernels for call in counted.asked(machine, world_size, name, wanted, form, 4)]
-    rows = [row for call in calls for row in _at(machine, world_size, call, mode, form)]
-    return CodeForecast(machine, world_size, mode, rows, counted.missing(machine, world_size, calls))
+    rows: list[CodeForecastRow] = []
+    nccl: list[NcclRow] = []
+    for call in calls:
+        chosen = counted.runs(machine, world_size, call, mode, form)
+        rows += _at(machine, world_size, call, mode, form, chosen)
+        nccl += counted.nccl_rows(machine, world_size, call, mode, chosen is None)
+    return CodeForecast(machine, world_size, mode, rows, nccl, counted.missing(machine, world_size, calls))
 
 
-def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> list[CodeForecastRow]:
+def _at(
+    machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm, chosen: tuple[str, str] | None
+) -> list[CodeForecastRow]:
     rows = []
     for kernel in call.kernels:
         if call.rows:
@@ -154,7 +169,8 @@ def _at(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form:
             time = from_code.predict(machine, kernel, world_size, call.nbytes)
         eager = machine.eager + time.shape.dependent * machine.overlap if mode == "eager" else 0.0
         busbw = units.bus_bandwidth(call.collective, world_size, call.size_bytes, time.time_us + eager)
-        rows.append(CodeForecastRow(call.name, call.size_bytes, kernel, time, eager, busbw, False))
+        runs = (kernel.algorithm, kernel.protocol) == chosen
+        rows.append(CodeForecastRow(call.name, call.size_bytes, kernel, time, eager, busbw, False, runs))
     least = min(row.time_us for row in rows)
     return [replace(row, best=row.time_us == least) for row in rows]
 

@@ -114,9 +114,8 @@ class Forecast:
                 if (row.collective, row.size_bytes) == (collective, size):
                     yield _cells(row, nccl)
             if nccl is not None:
-                mark = ">" if nccl.runs else " "
                 times = (f"{nccl.time_us:.1f}", "", f"{nccl.busbw_gbs:.1f}")
-                yield str(size), f"{mark}  NCCL {nccl.algorithm}", *times, "", "", ""
+                yield str(size), marked(f"NCCL {nccl.algorithm}", nccl.runs), *times, "", "", ""
 
     def _nccl(self, collective: str, size: int) -> NcclRow | None:
         return next((r for r in self.nccl if (r.collective, r.size_bytes) == (collective, size)), None)
@@ -168,8 +167,13 @@ def footer(reasons: dict[str, str]) -> list[str]:
     return ["#", *lines] if lines else []
 
 
+def marked(name: str, runs: bool, best: bool = False) -> str:
+    """A cell of the column `kernel`, with the marks of the legend."""
+    return f"{'>' if runs else ' '}{'*' if best else ' '} {name}"
+
+
 def _cells(row: ForecastRow, nccl: NcclRow | None) -> tuple[str, ...]:
-    name = f"{'>' if row.runs else ' '}{'*' if row.best else ' '} {row.algorithm}/{row.protocol}"
+    name = marked(f"{row.algorithm}/{row.protocol}", row.runs, row.best)
     speed = f"{nccl.time_us / row.time_us:.1f}x" if nccl is not None else "-"
     times = (f"{row.time_us:.1f}", speed, f"{row.busbw_gbs:.1f}", f"{row.limit_us:.2f}")
     return str(row.size_bytes), name, *times, f"{row.waits_us / row.time_us:.0%}", row.shares_us.text()
@@ -183,14 +187,21 @@ def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, 
     machine = kernel_time.find(gpu)
     wanted = parsing.parse_sizes(sizes)
     calls = [call for name in names(collective) for call in asked(machine, world_size, name, wanted, form)]
-    rows, nccl = [], []
+    rows: list[ForecastRow] = []
+    nccl: list[NcclRow] = []
     for call in calls:
         chosen = runs(machine, world_size, call, mode, form)
         rows += _at(machine, world_size, call, mode, chosen, form)
-        if (time := nccl_time.predict(machine, call.collective, world_size, call.size_bytes, mode)) is not None:
-            busbw = units.bus_bandwidth(call.collective, world_size, call.size_bytes, time.time_us)
-            nccl.append(NcclRow(call.name, call.size_bytes, time.how, time.time_us, busbw, chosen is None))
+        nccl += nccl_rows(machine, world_size, call, mode, chosen is None)
     return Forecast(machine, world_size, mode, rows, nccl, missing(machine, world_size, calls))
+
+
+def nccl_rows(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, runs: bool) -> Iterator[NcclRow]:
+    """NCCL's row of the call; none if its tuner does not model it."""
+    time = nccl_time.predict(machine, call.collective, world_size, call.size_bytes, mode)
+    if time is not None:
+        busbw = units.bus_bandwidth(call.collective, world_size, call.size_bytes, time.time_us)
+        yield NcclRow(call.name, call.size_bytes, time.how, time.time_us, busbw, runs)
 
 
 def runs(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> tuple[str, str] | None:

@@ -145,12 +145,18 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     assert done.exit_code == 0, done.output
     assert code_forecast.LABEL in done.output.splitlines()[0] and "modelled" in code_forecast.LABEL
     assert f"median error {code_forecast.MEDIAN_ERROR:.0%}" in done.output
-    kernels = [line.split()[1] for line in done.output.splitlines() if line.strip().startswith("4096")]
+    lines = [line.split()[1:] for line in done.output.splitlines() if line.strip().startswith("4096")]
+    kernels = [words[words[0] in (">", "*", ">*")] for words in lines]
     usable = [k for k in kernel_time.kernels(_H100, "all_reduce", 2) if compiles(k)]
-    assert kernels == [f"{k.algorithm}/{k.protocol}" for k in usable] and len(kernels) >= 4
-    assert sum(line.endswith("*") for line in done.output.splitlines()) == 1
+    assert kernels == [*(f"{k.algorithm}/{k.protocol}" for k in usable), "NCCL"] and len(kernels) >= 5
+    marks = [words[0] for words in lines if words[0] in (">", "*", ">*")]
+    assert "".join(sorted("".join(marks))) == "*>"
     result = json.loads(CliRunner().invoke(cli, [*arguments, "--json"]).output)
-    assert "modelled" in result["modelled"] and len(result["results"]) == len(kernels)
+    assert "modelled" in result["modelled"] and len(result["results"]) == len(usable)
+    counted = json.loads(CliRunner().invoke(cli, ["predict", *arguments[2:], "--json"]).output)
+    assert result["nccl"] == counted["nccl"] and len(result["nccl"]) == 1
+    names = [[row["algorithm"] + row["protocol"] for row in r["results"] if row["runs"]] for r in (result, counted)]
+    assert names[0] == names[1]
     row = result["results"][0]
     assert row["time_us"] == pytest.approx(row["launch_us"] + sum(row[f"{part}_us"] for part in PARTS))
     assert row["time_us"] == pytest.approx(sum(row["shares_us"].values()))
@@ -184,8 +190,8 @@ def test_what_this_triton_does_not_compile_is_left_out_by_name(monkeypatch: pyte
 def test_the_header_says_what_is_not_calibrated_and_not_compiled_for_such_gpus(
     gpu: str, launch: str | None, compiled: str | None
 ) -> None:
-    row = code_forecast.CodeForecastRow("all_reduce", 4, _LL, from_code.predict(_H100, _LL, 2, 4), 0.0, 1.0, True)
-    head = code_forecast.CodeForecast(MACHINES[gpu], 2, "graph", [row], {}).lines()[3:-3]
+    row = code_forecast.CodeForecastRow("all_reduce", 4, _LL, from_code.predict(_H100, _LL, 2, 4), 0.0, 1.0, True, True)
+    head = code_forecast.CodeForecast(MACHINES[gpu], 2, "graph", [row], [], {}).lines()[3:-3]
     wanted = [
         launch
         and (
@@ -194,7 +200,7 @@ def test_the_header_says_what_is_not_calibrated_and_not_compiled_for_such_gpus(
         ),
         compiled and f"# compiled for sm_75, the oldest architecture that Triton has; {compiled}",
     ]
-    assert head[:-3] == [line for line in wanted if line]
+    assert head[:-4] == [line for line in wanted if line]
 
 
 @pytest.mark.soak
