@@ -134,6 +134,14 @@ def batch_invariant() -> bool:
     return flag("TRICOMM_BATCH_INVARIANT")
 
 
+def logs_routing() -> bool:
+    """True if rank 0 is to print each distinct route of a call. Raises `InvalidArgument` for another log."""
+    value = text("TRICOMM_LOG")
+    if value not in (None, "routing"):
+        raise InvalidArgument(f"TRICOMM_LOG={value!r}: routing is needed, or nothing")
+    return value is not None
+
+
 def token() -> bytes | None:
     """Shared secret that authenticates the records of the rendezvous, or None."""
     value = text("TRICOMM_TOKEN")

@@ -104,8 +104,9 @@ def tuned(options: Options, **forced: Any) -> Options:
 
 
 def with_environment(options: Options | None) -> Options:
-    """`options`, or the defaults, with the environment's TRICOMM_BATCH_INVARIANT."""
+    """`options`, or the defaults, with the environment's TRICOMM_BATCH_INVARIANT. Raises `InvalidArgument`."""
     options = options or Options()
+    env.logs_routing()  # a router reads it when it must not fail any more
     return replace(options, batch_invariant=True) if env.batch_invariant() else options
 
 

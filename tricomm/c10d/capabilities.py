@@ -95,6 +95,7 @@ def _own_capabilities(batch_invariant: bool = False) -> Capabilities:
     # Settings that are read later must not fail then, on this rank alone.
     options_for(None, timedelta(0), "cpu")
     publish.interval()
+    env.logs_routing()
     selection.shipped_tables()
     backend_choice.limits()
     switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * calls_are_compared()

@@ -26,7 +26,7 @@ class Router:
         self, facts: GroupFacts, name: str, rank: int, fallback: str | None = None, alone: bool = True
     ) -> None:
         self._facts, self._name, self._fallback, self.alone = facts, name, fallback, alone
-        self._logs = rank == 0 and "routing" in (env.text("TRICOMM_LOG") or "")
+        self._logs = env.logs_routing() and rank == 0
         self._logged: set[tuple[Any, ...]] = set()
         self._routes: dict[tuple[Any, ...], BackendChoice] = {}
 

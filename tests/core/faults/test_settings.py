@@ -19,11 +19,13 @@ SENSELESS = [
     ("communicator", "TRICOMM_BATCH_INVARIANT", "perhaps"),
     ("communicator", "TRICOMM_STATS", "soon"),
     ("communicator", "TRICOMM_STATS_EVERY", "x"),
+    ("communicator", "TRICOMM_LOG", "bogus"),
     ("communicator", "RANK", "x"),
     ("communicator", "WORLD_SIZE", "many"),
     ("kernels", "TRICOMM_ARENA_BYTES", "100"),
     ("kernels", "TRICOMM_STATS", "soon"),
     ("gloo", "TRICOMM_CHECK", "x"),
+    ("gloo", "TRICOMM_LOG", "bogus"),
 ]
 
 
