@@ -76,7 +76,8 @@ def parse_budget(text: str) -> float:
 
 def parse_when(text: str) -> tuple[str, str]:
     """Begin and end of the day `2026-01-31` or the latest `monday`; twice the same moment for an age (`7d`, `12h`) or
-    `2026-01-31T18:00`. The text is local time, the result as the history's dates are. Raises `InvalidArgument`."""
+    `2026-01-31T18:00`. The text is local time, the result as the history's dates are. Raises `InvalidArgument`, also
+    for a time to come."""
     word, begin, whole = text.strip().lower(), datetime.now(), timedelta(days=1)
     if age := re.fullmatch(r"(\d{1,4})([hdw])", word):
         begin, whole = begin - timedelta(hours=int(age[1]) * _HOURS[age[2]]), timedelta()
@@ -88,6 +89,8 @@ def parse_when(text: str) -> tuple[str, str]:
             begin, whole = datetime.fromisoformat(text.strip()), timedelta(days="T" not in text)
         except ValueError:
             raise InvalidArgument(f"date {text!r}: 7d, 12h, a weekday or a date like 2026-01-31 is needed") from None
+    if _utc(begin) > _utc(datetime.now()):
+        raise InvalidArgument(f"date {text!r}: it is in the future")
     return _utc(begin), _utc(begin + whole)
 
 

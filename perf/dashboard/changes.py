@@ -63,7 +63,8 @@ class Verdict:
         return bool(self.points) and not (self.stale or self.few or 10 * len(self.unproven) > self.points)
 
     def to_json(self) -> dict[str, Any]:
-        words = "slower" if self.slower else "no point is slower" if self.judged else "too few runs to judge"
+        unjudged = "too few runs to judge" if self.points else "no data"
+        words = "slower" if self.slower else "no point is slower" if self.judged else unjudged
         counts = {"slower": self.slower, "faster": len(self.changes) - self.slower}
         return {"schema": 1, "verdict": words, **counts, **asdict(self)}
 

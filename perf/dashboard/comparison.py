@@ -98,12 +98,15 @@ def _of_file(file: Path, say: Say) -> Rows:
 
 
 def _of_history(file: Path, say: Say) -> Rows:
-    schema.check_readable(file)
-    history = database.open_history(file, say)
+    said: list[str] = []
+    history = database.open_history(file, said.append, replaced=False)
     if history is None:
-        raise InvalidArgument(f"{file} cannot be read")
+        raise InvalidArgument(said[-1])
     with history:
-        return [entry for run in grouped(history.read())[-1:] for entry in run]
+        rows = [entry for run in grouped(history.read())[-1:] for entry in run]
+    for text in said:
+        say(text)
+    return rows
 
 
 def compare(old: Rows, new: Rows) -> list[changes.Changed]:

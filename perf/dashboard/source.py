@@ -26,6 +26,7 @@ class Source:
 
     def __init__(self, path: Path | None, say: Callable[[str], None]) -> None:
         self._path = database.default_path() if path is None else path.resolve()
+        self._is_default = path is None
         if path is not None:
             schema.check_file(path)
         self._said: set[str] = set()
@@ -46,7 +47,7 @@ class Source:
         """Everything that the page shows. Raises `ResourceError` for a history that broke while it was read."""
         published = self.jobs()
         doing = self._live.add(published.live)
-        past = database.open_history(self._path, self._unreadable)
+        past = database.open_history(self._path, self._unreadable, self._is_default)
         if past is None:
             return collect.page_data(()) | doing
         with past:

@@ -150,10 +150,11 @@ def _checked(values: dict[str, Any], kind: type[_Row]) -> _Row | None:
         return None
 
 
-def open_history(path: Path | None = None, say: Say = lambda text: None) -> History | None:
+def open_history(path: Path | None = None, say: Say = lambda text: None, replaced: bool = True) -> History | None:
     """The history in `path` [default: `default_path()`], a new one if there is none; None if that is impossible.
 
-    If the file cannot be used, `say` is called with a message that names the one in its place.
+    If the file cannot be used, `say` is called with a message that names the one in its place; unless `replaced`, it
+    stays as it is, and there is none.
     """
     path = default_path() if path is None else path
     try:
@@ -161,27 +162,31 @@ def open_history(path: Path | None = None, say: Say = lambda text: None) -> Hist
         if path == default_path():
             files.check_directory(path.parent)
         with files.locked(f"{path}.lock", _LOCK_SECONDS):
-            return _opened(path, say)
+            return _opened(path, say, replaced)
     except (OSError, sqlite3.OperationalError) as error:
         say(f"history {path}: {getattr(error, 'strerror', None) or error}; going on without it")
         return None
 
 
-def _opened(path: Path, say: Say) -> History:
+def _opened(path: Path, say: Say, replaced: bool) -> History | None:
     try:
         return History(path, _ready(path), say)
     except schema.TooNew as newer:
+        text = f"history {path} is of version {newer.version}, this tricomm knows {schema.VERSION}; it stays as it is"
+        if not replaced:
+            say(text)
+            return None
         beside = path.with_suffix(f".v{schema.VERSION}{path.suffix}")
-        say(
-            f"history {path} is of version {newer.version}, this tricomm knows {schema.VERSION}; it stays as it is, "
-            f"rows go to {beside}"
-        )
+        say(f"{text}, rows go to {beside}")
         return History(beside, _ready(beside), say)
     except (sqlite3.Error, UnicodeDecodeError) as error:
         if not schema.broken(error):
             raise
-        kept = _set_aside(path)
-        say(f"history {path} cannot be read ({error}); it is kept as {kept}, a new one is begun")
+        text = f"history {path} cannot be read: {error}"
+        if not replaced:
+            say(text)
+            return None
+        say(f"{text}; it is kept as {_set_aside(path)}, a new one is begun")
         return History(path, _ready(path), say)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -153,23 +152,11 @@ def is_history(path: Path) -> bool:
 
 
 def check_file(path: Path) -> None:
-    """Raise `InvalidArgument` unless `path` is a file that begins as a history does: opened, another would be set
-    aside."""
+    """Raise `InvalidArgument` unless `path` is a file that begins as a history does."""
     if not path.is_file():
         raise InvalidArgument(f"--history {path}: there is no such file")
     if not is_history(path):
         raise InvalidArgument(f"--history {path}: this is no history of tricomm; `tricomm bench` writes one")
-
-
-def check_readable(path: Path) -> None:
-    """Raise `InvalidArgument` for a damaged history or one of a newer tricomm, which `open_history` would replace."""
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
-            check(database)
-    except TooNew as newer:
-        raise InvalidArgument(f"{path} is of version {newer.version}, this tricomm knows {VERSION}") from None
-    except (sqlite3.Error, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"{path} cannot be read: {error}") from None
 
 
 def broken(error: Exception) -> bool:

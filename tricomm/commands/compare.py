@@ -46,8 +46,10 @@ def compare(old: str | None, new: str, threshold: float, history: Path | None) -
         say = partial(click.echo, err=True)
         if history is not None:
             usage(lambda: schema.check_file(history))
-        past = database.open_history(history, say)
-        runs = comparison.grouped(past.read()) if past is not None else []
+        past = database.open_history(history, say, replaced=history is None)
+        if past is None:
+            sys.exit(NO_DATA)
+        runs = comparison.grouped(past.read())
         if old is None:
             table = comparison.table({str(number): run for number, run in enumerate(runs, 1)})
             click.echo("\n".join(table) if runs else NO_RUNS)

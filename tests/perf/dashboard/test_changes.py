@@ -88,7 +88,8 @@ def test_too_few_runs_to_judge_are_no_all_clear(tmp_path: Path, runs: int) -> No
     assert not runs or "20 of 20 points of the latest runs have too few runs to judge: 14 are needed" in done.output
     assert ("took longer in the latest runs than in any before, up to +2" in done.output) is (runs > 5)
     judged = json.loads(_changes(path, "--json").stdout)
-    assert judged["verdict"] == "too few runs to judge" and (judged["few"], judged["points"]) == (20 * (runs > 0),) * 2
+    assert judged["verdict"] == ("too few runs to judge" if runs else "no data")
+    assert (judged["few"], judged["points"]) == (20 * (runs > 0),) * 2
 
 
 @pytest.mark.parametrize("late", range(1, 9))
@@ -130,9 +131,9 @@ def test_what_regressed_since_monday_is_one_command(tmp_path: Path) -> None:
     for since, code, count in (("7d", 1, 4), ("11h", 1, 4), ("5h", 0, 0), ("2020-01-01", 1, 4)):
         done = _changes(path, "--since", since)
         assert done.exit_code == code and f"{count} points are slower since 20" in done.output, since
-    (today, tomorrow) = (now.astimezone() + timedelta(days=n) for n in (0, 1))
-    assert _changes(path, "--since", f"{today:%A}").exit_code in (0, 1)  # it may have begun after the step
-    done = _changes(path, "--since", f"{tomorrow:%Y-%m-%d}")
+    assert _changes(path, "--since", f"{now.astimezone():%A}").exit_code in (0, 1)  # it may have begun after the step
+    stale = _history(tmp_path / "stale", _dated(rows, now - timedelta(days=2), timedelta(hours=1)))
+    done = _changes(stale, "--since", "1d")
     assert done.exit_code == 5 and "nothing was measured since then; the latest run is of" in done.output
     judged = json.loads(_changes(path, "--since", "7d", "--json").output)
     assert (judged["verdict"], judged["slower"], judged["faster"]) == ("slower", 4, 0)
@@ -145,6 +146,14 @@ def test_a_date_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     done = _changes(_history(tmp_path, []), "--since", text)
     assert done.exit_code == 2 and "7d, 12h, a weekday or a date like 2026-01-31" in " ".join(done.output.split())
     assert _run("dashboard", "--html", "x", "--since", "7d").exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["2999-01-01", "9999-12-31", "2999-01-01T10:00+02:00"])
+def test_a_date_in_the_future_is_refused(tmp_path: Path, text: str) -> None:
+    path = _history(tmp_path, dashboard_data.entries(1))
+    for words in (("dashboard", "--changes", "--since", text), ("compare", text)):
+        done = _run(*words, "--history", path)
+        assert done.exit_code == 2 and f"{text!r}: it is in the future" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("jump", [timedelta(days=9000), timedelta(days=-9000)])
@@ -171,9 +180,11 @@ def test_an_unreadable_history_has_its_exit_code(tmp_path: Path) -> None:
         database.execute("PRAGMA user_version = 99")
     done = _changes(path)
     assert done.exit_code == 6 and "is of version 99, this tricomm knows 3; it stays as it is" in done.output
+    assert _run("compare", "--history", path).exit_code == 6
     path.write_bytes(path.read_bytes()[:100] + b"no database" * 100)
     done = _changes(path)
     assert done.exit_code == 6 and "cannot be read" in done.output
+    assert [file.name for file in tmp_path.iterdir() if file.suffix == ".sqlite"] == [path.name]
 
 
 def _json_file(path: Path, rows: Sequence[Entry]) -> Path:
@@ -243,7 +254,10 @@ def test_a_history_to_compare_with_is_left_as_it_is(tmp_path: Path) -> None:
     path, other = _history(tmp_path, dashboard_data.entries(1)), _history(tmp_path / "other", dashboard_data.entries(1))
     with closing(sqlite3.connect(other)) as database:
         database.execute("PRAGMA user_version = 99")
-    for damage, said in (None, "Error: {} is of version 99,"), (b"no database" * 100, "Error: {} cannot be read:"):
+    for damage, said in (
+        (None, "Error: history {} is of version 99,"),
+        (b"no database" * 100, "Error: history {} cannot be read:"),
+    ):
         if damage is not None:
             other.write_bytes(other.read_bytes()[:100] + damage)
         content = other.read_bytes()
