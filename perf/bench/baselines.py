@@ -100,10 +100,9 @@ class Baselines:
 
     def offered(self, library: str, collective: str) -> dict[str, Make]:
         """Implementations of `library` by name; if it has none here, one that raises `Unavailable`."""
-        if library == "gloo" and not self._comm.simulated:
-            return _none("gloo: tensors are on a GPU; NCCL is what to compare with there")
-        if library != "gloo" and self._comm.simulated:
-            return _none(f"{library}: these ranks run on a CPU; gloo is what to compare with there")
+        refused = why_not(library, self._comm.simulated)
+        if refused is not None:
+            return _none(refused)
         return of_library(library, collective) or _none(f"{library}: its all_reduce alone is compared")
 
     def make(self, how: Make, collective: str, dtype: torch.dtype, count: int) -> Implementation:
@@ -138,6 +137,14 @@ class Baselines:
                 env.default(name, value)
             self._context = BenchContext(comm, dist.group.WORLD, one_gpu)
         return self._context
+
+
+def why_not(library: str, simulated: bool) -> str | None:
+    """Why nothing of `library` can be compared with ranks that are simulated on a CPU, or are not; else None."""
+    if (library == "gloo") == simulated:
+        return None
+    where, other = ("on a CPU", "gloo") if simulated else ("on GPUs", "nccl")
+    return f"{library}: these ranks run {where}; {other} is what to compare with there"
 
 
 def _none(why: str) -> dict[str, Make]:

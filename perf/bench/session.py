@@ -15,10 +15,11 @@ import torch
 
 import tricomm
 from tricomm import env, typed_json
+from tricomm.errors import ResourceError
 from tricomm.perf import provenance
-from tricomm.perf.bench.baselines import Baselines
+from tricomm.perf.bench.baselines import Baselines, why_not
 from tricomm.perf.bench.measure import Note, Rows, measure, pick_device, with_times
-from tricomm.perf.bench.request import Settings
+from tricomm.perf.bench.request import LIBRARIES, Settings
 from tricomm.perf.bench_row import BenchRow, to_json
 from tricomm.perf.workers import WorkerMessage, run_workers
 from tricomm.store.rendezvous import open_store
@@ -57,8 +58,9 @@ class Listener:
 def run(settings: Settings, world_size: int, listener: Listener, results: Results) -> None:
     """Start `world_size` ranks of this node and collect their rows into `results`, which has only complete rows.
 
-    Raises `RankFailed`. All ranks have ended when this returns.
+    Raises `RankFailed`, and as `check_libraries`. All ranks have ended when this returns.
     """
+    check_libraries(settings)
     parts: dict[int, list[Rows]] = {}
     seen = [0] * world_size
     for rank, message in run_workers(_RANK, world_size, asdict(settings), settings.timeout):
@@ -80,8 +82,9 @@ def run(settings: Settings, world_size: int, listener: Listener, results: Result
 def join(settings: Settings, listener: Listener, results: Results) -> None:
     """Be one rank of a group that torchrun has started: every rank gets the merged rows.
 
-    The ranks exchange their times by tricomm's own all-gather; `run` does without it.
+    The ranks exchange their times by tricomm's own all-gather; `run` does without it. Raises as `check_libraries`.
     """
+    check_libraries(settings)
     with open_group(settings, "env://") as (comm, baselines):
         results.header = provenance.header(comm)
         listener.header(results.header)
@@ -92,6 +95,15 @@ def join(settings: Settings, listener: Listener, results: Results) -> None:
             results.rows.append(merged([tuple(map(_with_numbers, rows, numbers)) for numbers in ranks]))
             listener.row(results.rows[-1])
         comm.barrier()
+
+
+def check_libraries(settings: Settings) -> None:
+    """Raise `ResourceError` if libraries are to be compared with, and none of them can be on this device."""
+    simulated = pick_device(settings.device, 0).type == "cpu"
+    asked = dict.fromkeys(case.library for case in settings.cases if case.library in LIBRARIES)
+    refused = [why for library in asked if (why := why_not(library, simulated)) is not None]
+    if refused and len(refused) == len(asked):
+        raise ResourceError(f"--against {'; '.join(refused)}")
 
 
 def merged(ranks: Sequence[Rows]) -> Rows:

@@ -205,7 +205,9 @@ def summary(results: Results, settings: Settings) -> list[str]:
     verdict = f"{results.wrong} wrong" if settings.check else "not checked"
     mark = f" ({SIMULATED})" if header["simulated"] else ""
     part = f" of {settings.rows}" if len(rows) < settings.rows else ""
-    lines = [f"{header['ranks']} ranks, {kernels} kernels, {len(rows)} rows{part}, {verdict}{mark}"]
+    numbers = {"rank": header["ranks"], "kernel": kernels, "row": len(rows)}
+    counts = ", ".join(f"{number} {name}{'s' * (number != 1)}" for name, number in numbers.items())
+    lines = [f"{counts}{part}, {verdict}{mark}"]
     blocks = groupby(rows, key=block_of)
     return lines + [line for block, members in blocks for line in _bandwidths(block, list(members), header)]
 
@@ -220,7 +222,7 @@ def _bandwidths(block: str, rows: list[Rows], header: WorkerMessage) -> Iterator
     links = machines.links_of(header["device"], json.loads(header["box"])["fingerprint"]["topology"])
     share = f", {peak.busbw_gbs / links:.0%} of the links' {links:g}" if links else ""
     yield (
-        f"{block}: busbw of * {rate(average)} GB/s on average, {rate(peak.busbw_gbs)} at most "
+        f"{block}: busbw of the fastest kernel (*) {rate(average)} GB/s on average, {rate(peak.busbw_gbs)} at most "
         f"({peak.measured.nbytes} B){share}"
     )
     ratios = [ratio for g in groups if g.best is not None and (ratio := _speed_up(g.best, g.other)) is not None]

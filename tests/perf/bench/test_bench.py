@@ -58,7 +58,10 @@ def test_the_table_has_the_columns_of_nccl_tests_and_is_grouped_by_size(run: Any
     assert [row[0] for row in rows] == ["512"] * 4 + ["2048"] * 4 + ["480"] * 2 + ["2016"] * 2
     assert ["*" in row for row in rows].count(True) == 4 and max(map(len, lines)) <= table.WIDEST
     assert lines[-3] == f"3 ranks, 6 kernels, 12 rows, 0 wrong ({table.SIMULATED})"
-    assert lines[-2].startswith("all_reduce bfloat16 sum, eager: busbw of * ") and "links" not in lines[-2]
+    assert (
+        lines[-2].startswith("all_reduce bfloat16 sum, eager: busbw of the fastest kernel (*) ")
+        and "links" not in lines[-2]
+    )
     assert lines[-1].startswith("all_gather bfloat16, eager: ") and " GB/s on average, " in lines[-1]
     assert "\x1b" not in run[0].stdout  # no colour, no progress bar, where it is no terminal
 
@@ -251,12 +254,30 @@ def test_bad_arguments_are_usage_errors(arguments: list[str], said: str) -> None
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
 
 
+@pytest.mark.parametrize("started", [{}, {"RANK": "0", "WORLD_SIZE": "2"}])
+def test_a_library_that_cannot_be_compared_here_is_refused_before_ranks_start(
+    started: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from click.testing import CliRunner
+
+    from tricomm.cli import cli
+
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    for start in ("run_workers", "open_group"):
+        monkeypatch.setattr(session, start, lambda *_: pytest.fail("it has begun"))
+    done = CliRunner().invoke(cli, ["bench", "--device", "cpu", "--no-history", "--against", "nccl,kraken"])
+    refused = "these ranks run on a CPU; gloo is what to compare with there"
+    assert done.exit_code == 3, done.output
+    assert done.stderr == f"tricomm bench: --against nccl: {refused}; kraken: {refused}\n"
+
+
 def test_combinations_that_are_no_kernel_are_named_beside_those_that_are_measured() -> None:
     lists = ("--algorithm", "two_shot,one_shot", "--protocol", "ll", "--collective", "all_gather")
     done = _bench(*lists, "--sizes", "4", "--iters", "1", "--warmup", "0", "--no-check")
     assert done.returncode == 0, done.stderr
     assert "left out: all_gather two_shot/ll: all_gather has no such kernel; there is one_shot/ll, " in done.stderr
-    assert "2 ranks, 1 kernels, 1 rows" in done.stdout
+    assert "2 ranks, 1 kernel, 1 row" in done.stdout
 
 
 def rank_without_wide_words(emit: Any, rank: int, *rest: Any) -> None:

@@ -100,8 +100,8 @@ def test_the_summary_says_how_much_of_the_links_is_used_and_where_the_library_is
     assert first == "8 ranks, 3 kernels, 6 rows, 0 wrong"
     share = f"{1.75 * (1 << 20) / 30 / 1e3 / 371:.0%}"
     assert best == (
-        "all_reduce float32 sum, eager: busbw of * 30.76 GB/s on average, 61.17 at most (1048576 B), "
-        f"{share} of the links' 371"
+        "all_reduce float32 sum, eager: busbw of the fastest kernel (*) 30.76 GB/s on average, 61.17 at most "
+        f"(1048576 B), {share} of the links' 371"
     )
     assert faster == "    0.80x to 2.00x as fast as nccl, slower at 1 of 2 sizes"
     elsewhere = _HEADER | {"box": json.dumps({"fingerprint": {"topology": "pcie"}})}
