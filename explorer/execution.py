@@ -332,4 +332,4 @@ def _line(error: BaseException) -> str:
 def _raised(rank: int, error: Exception) -> Finding:
     kind = "wrong_result" if isinstance(error, AssertionError) else "exception"
     text = f"rank {rank} raised {type(error).__name__}: {error}"
-    return Finding(kind, (rank,), (_line(error),), text, "see the line; the schedule below repeats it")
+    return Finding(kind, (rank,), (_line(error),), text, "see the line")

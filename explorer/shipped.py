@@ -98,8 +98,8 @@ def usable(
     left = [kernel for kernel in wanted if kernel.name not in reasons]
     if not left:
         why = "; ".join(by_reason(reasons.items()))
-        ways = "; ".join(_ways(wanted, world_size, capability))
-        raise InvalidArgument(f"no shipped kernel that was asked for can run so: {why}. What works: {ways}")
+        ways = " or ".join(_ways(wanted, world_size, capability))
+        raise InvalidArgument(f"no shipped kernel that was asked for can run so: {why}. Run it {ways}")
     return left, reasons
 
 
@@ -116,11 +116,11 @@ def _ways(wanted: list[Kernel], world_size: int | None, capability: int | None) 
 
     newer = [] if capability is None else [other for other in _OFFERED if some(world_size, other)]
     ways = {
-        "no --compiled, which interprets the kernels": some(world_size, None),
-        f"--compiled {' or '.join(f'sm_{other}' for other in newer)}": bool(newer),
-        "no --world-size": some(None, capability),
+        "without --compiled, which interprets the kernels,": some(world_size, None),
+        f"with --compiled {' or '.join(f'sm_{other}' for other in newer)}": bool(newer),
+        "without --world-size": some(None, capability),
     }
-    return [way for way, works in ways.items() if works] or ["neither --compiled nor --world-size"]
+    return [way for way, works in ways.items() if works] or ["without --compiled and --world-size"]
 
 
 def ranks(kernel: Kernel) -> int:

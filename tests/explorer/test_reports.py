@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -250,7 +251,7 @@ def test_the_command_checks_shipped_kernels():
     [
         (["nowhere.py:fn"], "file that exists"),
         (["--algorithm", "three_shot"], "no shipped kernel has algorithm three_shot; there is one_shot/ll"),
-        (["--fault", "fire", "--collective", "barrier"], "faults"),
+        (["--fault", "fire"], "fault 'fire' is unknown; there is delay, stop, drop\n"),
         (["--world-size", "17"], "17"),
         (["--replay", "nowhere.json"], "does not exist"),
         (["--report", "/no/such/folder/r.json"], "the folder /no/such/folder does not exist"),
@@ -272,8 +273,9 @@ def test_functions_that_a_file_does_not_have(users_file, name):
     assert done.exit_code == 2 and ("has no function" in done.output or "file.py:function" in done.output)
 
 
-def test_functions_and_partials_are_offered_and_kernels_are_not():
-    example = Path(__file__).parents[2] / "examples" / "own_kernel.py"
+def test_functions_and_partials_are_offered_and_kernels_are_not(tmp_path):
+    """In a copy of the example, which needs no other file."""
+    example = shutil.copy(Path(__file__).parents[2] / "examples" / "own_kernel.py", tmp_path)
     done = command(f"{example}:rong")
     assert done.exit_code == 2 and "it has ring, racy\n" in done.output
     done = command(f"{example}:shift")

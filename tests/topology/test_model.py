@@ -220,6 +220,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none", tmp_path / "binary", "a\0b"):
         with pytest.raises(InvalidArgument, match="topology file .* cannot be read"):
             Topology.load(path)
+    with pytest.raises(InvalidArgument, match="none' cannot be read: No such file or directory$"):
+        Topology.load(tmp_path / "none")
     (tmp_path / "empty").write_text("")
     with pytest.raises(InvalidArgument, match="empty' is not JSON"):
         Topology.load(tmp_path / "empty")

@@ -192,8 +192,9 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign, shipped, subjects
     from tricomm.kernels.left_out import left_out_lines
+    from tricomm.perf import parsing
 
-    faults = () if options["faults"] == "none" else tuple(options["faults"].split(","))
+    faults = () if options["faults"] == "none" else parsing.parse_names(options["faults"], campaign.FAULTS, "fault")
     settings = {name: options[name] for name in _SETTINGS}
     selected = any(options[name] is not None for name in ("collective", "algorithm", "protocol"))
     everything = options["function"] is None and not selected and settings["schedules"] is None

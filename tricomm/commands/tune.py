@@ -12,6 +12,7 @@ from tricomm.commands.common import (
     FAILED,
     INTERRUPTED,
     UNSUPPORTED,
+    USAGE,
     OutputFile,
     check_row_options,
     ends_at_once,
@@ -119,7 +120,7 @@ def show(files: tuple[Path, ...]) -> None:
             broken = True
             click.echo(str(error), err=True)
     if broken:
-        sys.exit(FAILED)
+        sys.exit(USAGE if files else FAILED)
 
 
 @tune.command()

@@ -164,7 +164,9 @@ class Topology:
             with open(path, encoding="utf-8") as file:
                 text = file.read(MAX_JSON_BYTES + 1)
         except (OSError, ValueError) as error:
-            raise InvalidArgument(f"topology file {str(path)!r} cannot be read: {error}") from None
+            raise InvalidArgument(
+                f"topology file {str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}"
+            ) from None
         return cls.loads(text, f"topology file {str(path)!r}")
 
     @classmethod

@@ -156,6 +156,7 @@ def test_tables_are_shown_with_the_boxes_that_they_are_for(_folder: Path) -> Non
         and "one_shot/ll 1x8 tile 512" in done.output
     )
     assert "broken.json: not a tuning table" in done.output
+    assert _run("show", str(_folder / "broken.json")).exit_code == 2, "as merge"
 
 
 def test_undo_takes_the_last_change_back_and_then_the_table(_folder: Path) -> None:
