@@ -1,7 +1,5 @@
 """The command that prints the bars: what passes, columns of other checkouts, what is refused. Nothing is modelled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The shares of a simulated call are shares, of the right parts, and are marked."""
 
-from __future__ import annotations
-
 import cProfile
 import time
 

@@ -1,7 +1,5 @@
 """Every kernel moves exactly the bytes that the registry promises, on every rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

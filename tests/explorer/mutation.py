@@ -1,7 +1,5 @@
 """A mutant: one small change to a kernel, made in a copy, run in place of what is shipped, and thrown away."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

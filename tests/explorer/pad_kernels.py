@@ -3,8 +3,6 @@
 The older way to meet (PyTorch's symmetric memory, vLLM), with the bugs that it has had: `mutants` changes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

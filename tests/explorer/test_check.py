@@ -1,7 +1,5 @@
 """What `tricomm.check` finds in small kernels, and what it must not find."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

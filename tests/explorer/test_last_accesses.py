@@ -1,7 +1,5 @@
 """What the detector keeps of the accesses to a word is enough: no later access hides a race with an earlier one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from random import Random
 

@@ -1,7 +1,5 @@
 """Every mutant is caught, for the reason that it was made for; and each rule of the detector is needed to catch one."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

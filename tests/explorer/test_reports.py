@@ -1,7 +1,5 @@
 """Reports: kept in files, repeated exactly, made small; and the command that does so."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

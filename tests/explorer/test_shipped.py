@@ -4,8 +4,6 @@ Three ranks, or two where that shows as much; the kernels of a hybrid cube mesh 
 shorter calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random

@@ -1,7 +1,5 @@
 """Who goes next: the strategies by themselves, on tasks that are only names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random

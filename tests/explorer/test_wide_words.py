@@ -1,7 +1,5 @@
 """Wide words under the explorer: one unit of 16 bytes, interpreted and compiled; each mistake is found."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest.mock import patch
 

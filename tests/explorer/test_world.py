@@ -1,7 +1,5 @@
 """All ranks in one process: results, seeds, faults and errors as with processes, and nothing left behind."""
 
-from __future__ import annotations
-
 import gc
 import queue
 import random

@@ -1,7 +1,5 @@
 """An exchange of wide words over symmetric memory, as a user would write it, and a mistake."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -4,8 +4,6 @@ Without MPS the processes take turns on the GPU in slices of time, some 2 ms or 
 ranks takes several slices. So no limit is a constant: each is some seconds of tricomm's own and a number of meetings.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Callable

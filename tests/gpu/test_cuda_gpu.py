@@ -1,7 +1,5 @@
 """Sharing GPU memory between real processes. Run with `-m gpu` on a machine with a GPU; one is enough."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """Bare arenas for kernel tests: one shared block, group tables filled by hand, no store and no communicator."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from dataclasses import dataclass

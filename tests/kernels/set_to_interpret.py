@@ -1,7 +1,5 @@
 """Run in processes of their own, with TRITON_INTERPRET=1 before triton is imported: prints what each part found."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import sys

@@ -1,7 +1,5 @@
 """The launch path: what reaches the driver is what the compiled kernel declares, and nothing is decided twice."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading

@@ -1,7 +1,5 @@
 """The registry names every kernel by its file, and imports the file on first use."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRITON_INTERPRET=1, which users set for their own kernels, changes nothing on a CPU and is named on a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

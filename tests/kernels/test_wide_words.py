@@ -1,7 +1,5 @@
 """16-byte words with the flag inside: one access each, and refused where there are none."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

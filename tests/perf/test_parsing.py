@@ -1,7 +1,5 @@
 """Sizes as a command line gives them."""
 
-from __future__ import annotations
-
 import pytest
 
 from tricomm.errors import InvalidArgument

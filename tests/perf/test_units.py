@@ -1,7 +1,5 @@
 """nccl-tests' formulas."""
 
-from __future__ import annotations
-
 import pytest
 
 from tricomm.perf import units

@@ -1,7 +1,5 @@
 """Worker processes: what they send arrives, a failure is named, and none is left behind."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

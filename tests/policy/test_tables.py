@@ -1,7 +1,5 @@
 """Tuning tables: what is written is read, what is broken or foreign is named and ignored, ranks agree on one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import tempfile

@@ -3,8 +3,6 @@
 Handles are pointers, texts may be bytes, an answer may be a ctypes number, and a structure is filled through a pointer.
 """
 
-from __future__ import annotations
-
 import ctypes
 from types import SimpleNamespace
 from typing import Any

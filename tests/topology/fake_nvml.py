@@ -5,8 +5,6 @@ for links that the card has; MIG instances have none. What NVML answers with an 
 must not do is a complaint as well, and `verify` fails for it even if somebody swallowed the error.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from dataclasses import dataclass, field

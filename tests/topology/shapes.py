@@ -1,7 +1,5 @@
 """Topologies of real machines."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Discovery, on machines that a fake NVML and a fake CUDA make up: what is there is found, what is not is explained."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The hybrid cube mesh: which link tables are one, and that every rank's position fits every other's."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
 

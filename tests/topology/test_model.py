@@ -1,7 +1,5 @@
 """Topologies: what they make, groups of them, their JSON, and that nothing impossible becomes one."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which links a table gets: active ones, of GPUs, through switches that are seen or not, in a fabric that works."""
 
-from __future__ import annotations
-
 from typing import Any
 from uuid import UUID
 

@@ -15,8 +15,6 @@ A kernel of a cube mesh has eight ranks, and rows of a model one tile or two: th
 kernel over symmetric memory has no chunks: two calls use one handle. Messages go on until slots are used again.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass

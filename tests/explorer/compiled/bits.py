@@ -1,7 +1,5 @@
 """Every kernel, type and operation through the machine and through the interpreter, compared bit for bit."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator

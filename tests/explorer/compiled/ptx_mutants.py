@@ -1,7 +1,5 @@
 """Mutants of compiled kernels: a small change to the PTX, made when a kernel is launched."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

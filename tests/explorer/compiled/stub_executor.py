@@ -1,7 +1,5 @@
 """An executor that runs nothing: kernels end when the test says so."""
 
-from __future__ import annotations
-
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.module_table import KernelLaunch
 from tricomm.explorer.compiled.simulated_gpu import SimulatedGpu

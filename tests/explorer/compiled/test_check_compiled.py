@@ -1,7 +1,5 @@
 """`check` and `simulate` over compiled kernels: shipped ones, public ones, a user's; reports, replay, bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 What is harmless, and why, stands in `devtools/notes/mutants.md`.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

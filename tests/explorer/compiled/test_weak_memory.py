@@ -1,7 +1,5 @@
 """Outcomes of small PTX programs: what the memory model allows is seen, what it forbids never is."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -5,8 +5,6 @@ A: all_to_all, V: all_to_all_v, D: reduce_scatter), then L for one_shot under `l
 two_shot under `simple`, TL for two_shot under `ll`; B alone is the barrier.
 """
 
-from __future__ import annotations
-
 from tests.explorer.mutation import Key
 
 

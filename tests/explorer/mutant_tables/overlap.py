@@ -1,7 +1,5 @@
 """The table of mutants, fifth part: chunks that overlap (`kernels/device/chunks.py`), three in a call or more."""
 
-from __future__ import annotations
-
 from tests.explorer.mutant_tables.names import AS, BT, CHUNKS, DS, GS, RACE, UNEVEN, VS, S, T
 from tests.explorer.mutation import Edit, Mutant
 

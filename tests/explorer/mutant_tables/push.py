@@ -1,7 +1,5 @@
 """The table of mutants, third part: pushes to some ranks only, a root, a barrier (`kernels/device/push.py`)."""
 
-from __future__ import annotations
-
 from tests.explorer import bodies
 from tests.explorer.mutant_tables.names import (
     AL,

@@ -1,7 +1,5 @@
 """The table of mutants: kernels of rows, which arrive at the end of their launch before their epilogue."""
 
-from __future__ import annotations
-
 from tests.explorer.mutant_tables.names import ARRIVAL, CHUNKS, RACE, SCOPE
 from tests.explorer.mutation import Edit, Mutant
 from tricomm.kernels.collective_specs import FUSED

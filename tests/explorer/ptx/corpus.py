@@ -1,7 +1,5 @@
 """The PTX that this Triton makes of shipped and other kernels, compiled once a run; no assembler, no GPU."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

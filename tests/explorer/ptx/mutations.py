@@ -3,8 +3,6 @@
 A mutation keeps the number of lines, so that a finding's PTX line is a line of the kernel as it was.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

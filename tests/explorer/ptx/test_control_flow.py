@@ -1,7 +1,5 @@
 """Meeting points, loops and liveness against their definitions, on random kernels."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Launches that no GPU could run are refused by name, and those at the limits are not."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.explorer.ptx.texts import module

@@ -1,7 +1,5 @@
 """Small modules of PTX for tests."""
 
-from __future__ import annotations
-
 HEAD = ".version 8.7\n.target sm_90a\n.address_size 64\n"
 
 

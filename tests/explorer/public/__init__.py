@@ -6,8 +6,6 @@ end of a line names one that a finding may have to name. Each file has a functio
 `tricomm.check`: calls one after another over the same memory, whose results `fn` checks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

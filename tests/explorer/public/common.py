@@ -1,7 +1,5 @@
 """Inputs, references, launches and expected findings of the kernels of this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

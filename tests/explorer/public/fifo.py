@@ -4,8 +4,6 @@ As message passing examples and MSCCL++'s and NCCL's FIFOs have it: the producer
 the consumer has given back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Nothing of it leaves the rank, so gpu scope is enough.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ As Triton-distributed's low-latency kernels have it: two rooms used in turn, and
 sends in call e + 2 has seen everybody in call e + 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

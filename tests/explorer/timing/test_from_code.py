@@ -1,7 +1,5 @@
 """Kernels modelled from their compiled code: one end to end, its invariants, the command; all published rows."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 

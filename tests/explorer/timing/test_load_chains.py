@@ -1,7 +1,5 @@
 """Round trips to memory before the first push, barriers and bytes to peers: handwritten PTX, and a shipped kernel."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.explorer.timing.timed_ptx import timed

@@ -1,7 +1,5 @@
 """Fused calls modelled from their compiled code: bytes, parts, long calls, the command, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

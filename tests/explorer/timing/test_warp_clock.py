@@ -1,7 +1,5 @@
 """Clocks of warps: handwritten PTX whose time can be counted, on a GPU whose latencies are round numbers."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.explorer.timing.timed_ptx import BARRIER, FENCE, INVALIDATE, LINKS, ONE_WAY, timed

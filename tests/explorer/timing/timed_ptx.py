@@ -1,7 +1,5 @@
 """Handwritten PTX under the clocks of the model, on a GPU whose latencies are round numbers."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np

@@ -4,8 +4,6 @@ For ranks that are streams of one process or processes, on the device of `comm`.
 Triton's interpreter makes in seconds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

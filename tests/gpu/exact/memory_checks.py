@@ -1,7 +1,5 @@
 """Memory other than the usual arena: users' tensors, memory that is suspended and resumed, multicast memory (NVLS)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

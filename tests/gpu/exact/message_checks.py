@@ -1,7 +1,5 @@
 """send and recv with known results: all types, sizes from zero to many slots, tags out of order, any source."""
 
-from __future__ import annotations
-
 import torch
 
 from tricomm import Communicator

@@ -4,8 +4,6 @@ Every fused kernel, every form and type, one row and several, and more than a ma
 of the unfused steps on the same device, and agree with exact results from the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """Compiles a test's kernels on all cores into Triton's cache before the test runs: most of its time is compiling."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`tricomm bench` with real ranks: its table, its JSON, its exit codes, and that nothing stays behind."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

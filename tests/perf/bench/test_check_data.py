@@ -1,7 +1,5 @@
 """The check's data are exact in every type, differ where they must, and the comparison misses nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """The settings of a benchmark: kernels, types, libraries."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 

@@ -1,7 +1,5 @@
 """The table of a benchmark: its columns, the best kernel, the speed-up over a library, the summary."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """The cost model: it is made of the registry's counts, close to what others have published, and says what it is."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """Rows of a history that was never measured, and statistics of jobs that never ran, for tests of the dashboard."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Sequence

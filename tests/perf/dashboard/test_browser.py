@@ -1,8 +1,6 @@
 """The page in a real browser: charts, filters, keyboard, dark and light, three widths, texts that collide, markup
 in the data that must not run. Screenshots go to `screenshots/`."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

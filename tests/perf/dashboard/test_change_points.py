@@ -1,7 +1,5 @@
 """Changes of level are found where they are, small ones in quiet series, and hardly ever where there are none."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

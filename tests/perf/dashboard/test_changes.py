@@ -1,7 +1,5 @@
 """Points that got slower since a date, points that cannot be judged, and comparisons of two runs."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The data of the page, its server, and the messages for a user's mistakes."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Directories of statistics, tables and histories to which another user may write: what is planted there stays out."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -1,8 +1,6 @@
 """Statistics that jobs publish: read, kept in the history, and exported as metrics, which Prometheus' own parser takes,
 and as a trace."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

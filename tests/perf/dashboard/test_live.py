@@ -1,7 +1,5 @@
 """Rates of live jobs, who waits for whom, and the straggler, from statistics as jobs publish them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from tests.perf.dashboard import dashboard_data

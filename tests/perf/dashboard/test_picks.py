@@ -1,7 +1,5 @@
 """The choices that the page shows: as `explain` says them, or none where the facts are not known."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`dashboard --serve` under clients that are slow, many, or send too much: a normal one is still served."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

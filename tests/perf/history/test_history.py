@@ -1,7 +1,5 @@
 """The history keeps what it was told, whoever kills it, breaks it or shares it."""
 
-from __future__ import annotations
-
 import signal
 import sqlite3
 import subprocess

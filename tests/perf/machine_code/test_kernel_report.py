@@ -1,7 +1,5 @@
 """The machine code of the shipped kernels keeps to the bars; and each bar is one that a bad kernel does not pass."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Fused rows stay in registers, but for those that are known, in the kernel and the shape that a call of them launches:
 lengths of rows of models, numbers of ranks, types, quantisations, architectures, both widths of words."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

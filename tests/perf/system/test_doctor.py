@@ -1,7 +1,5 @@
 """`tricomm doctor`: each verdict, each with a remedy, and a probe that breaks hides no other."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """`tricomm info` and `tricomm kernels`: what they show, and that info never fails."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """`tricomm info --topology`: the picture, from a file and from a machine, and what is said where there is none."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

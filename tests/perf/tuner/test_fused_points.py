@@ -1,8 +1,6 @@
 """Rows of an all_reduce_rms_norm in the tuner: its points and shapes, right and wrong results, and the row that it
 writes decides for the calls that it is for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

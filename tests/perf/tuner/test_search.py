@@ -1,7 +1,5 @@
 """The search: near the best of everything with a tenth of its measurements, and never what is wrong."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

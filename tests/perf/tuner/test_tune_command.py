@@ -1,7 +1,5 @@
 """`tricomm tune` with real ranks on a CPU: what it refuses, what it writes, what it keeps when a rank dies."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The ranks of a tuning run: all do rank 0's tasks, the slowest counts, and nothing waits without a bound."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import threading

@@ -1,7 +1,5 @@
 """Small kernels as PTX text, run over numpy arrays."""
 
-from __future__ import annotations
-
 import struct
 
 import numpy as np
