@@ -193,26 +193,11 @@ def test_other_sources_or_another_machine_start_anew(tmp_path, ran, capsys):
     assert "starts anew, because device changed; journal-2.jsonl has the earlier results" in capsys.readouterr().out
 
 
-ROW = {
-    "library": "tricomm",
-    "collective": "all_reduce",
-    "algorithm": "one_shot",
-    "protocol": "ll",
-    "dtype": "bfloat16",
-    "op": "sum",
-    "mode": "graph",
-    "size_bytes": 1024,
-    "in_place": {"p50_us": 3.0, "busbw_gbs": 1.0},
-    "out_of_place": {"p50_us": 2.0, "busbw_gbs": 2.0},
-}
-NCCL = {
-    **ROW,
-    "library": "nccl",
-    "algorithm": "nccl",
-    "protocol": "-",
-    "out_of_place": None,
-    "in_place": {"p50_us": 6.0, "busbw_gbs": 0.5},
-}
+CALL = {"collective": "all_reduce", "dtype": "bfloat16", "op": "sum", "mode": "graph", "size_bytes": 1024}
+ROW = {**CALL, "library": "tricomm", "algorithm": "one_shot", "protocol": "ll"}
+ROW |= {"in_place": {"p50_us": 3.0, "busbw_gbs": 1.0}, "out_of_place": {"p50_us": 2.0, "busbw_gbs": 2.0}}
+NCCL = {**CALL, "library": "nccl", "algorithm": "nccl", "protocol": "-"}
+NCCL |= {"in_place": {"p50_us": 6.0, "busbw_gbs": 0.5}, "out_of_place": None}
 
 
 def test_a_ratio_is_of_the_same_call_in_the_same_place():

@@ -24,20 +24,6 @@ def check(kernel, world_size, part):
 
 
 @pytest.mark.parametrize(("kernel", "world_size"), EACH)
-def test_one_size(kernel, world_size):
-    check(kernel, world_size, "one size")
-
-
-@pytest.mark.parametrize(("kernel", "world_size"), EACH)
-def test_every_size(kernel, world_size):
-    check(kernel, world_size, "every size")
-
-
-@pytest.mark.parametrize(("kernel", "world_size"), EACH)
-def test_every_type(kernel, world_size):
-    check(kernel, world_size, "every type")
-
-
-@pytest.mark.parametrize(("kernel", "world_size"), EACH)
-def test_every_operation(kernel, world_size):
-    check(kernel, world_size, "every operation")
+@pytest.mark.parametrize("part", checks.PARTS, ids=lambda part: part.replace(" ", "_"))
+def test_results_are_exact(part, kernel, world_size):
+    check(kernel, world_size, part)

@@ -14,15 +14,8 @@ from tricomm.perf.bench.table import BenchTable
 from tricomm.perf.bench_row import BenchRow, Measurement
 
 _BOX = json.dumps({"fingerprint": {"topology": "nvswitch"}})
-_HEADER: dict[str, Any] = {
-    "device": "NVIDIA H100 80GB HBM3",
-    "topology": "8 GPUs",
-    "ranks": 8,
-    "kind": "cuda_vmm",
-    "versions": {"torch": "2.13", "cuda": "not available: none"},
-    "simulated": False,
-    "box": _BOX,
-}
+_HEADER: dict[str, Any] = {"device": "NVIDIA H100 80GB HBM3", "topology": "8 GPUs", "ranks": 8, "kind": "cuda_vmm"}
+_HEADER |= {"versions": {"torch": "2.13", "cuda": "not available: none"}, "simulated": False, "box": _BOX}
 _OURS = (Case("all_reduce", "one_shot", "ll"), Case("all_reduce", "two_shot", "simple"))
 _NCCL = Case("all_reduce", None, None, library="nccl")
 _SETTINGS = Settings((*_OURS, _NCCL), (1024, 1 << 20))

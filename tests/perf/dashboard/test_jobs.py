@@ -30,14 +30,8 @@ def _communicator() -> dict[str, Any]:
     tally = activity.tally("all_reduce", "one_shot", "ll", 1000)
     tally.total = 3 * ((1 << 96) + 1000)
     tally.took(2e-6)
-    span = {
-        "start_us": 5.0,
-        "time_us": 2.0,
-        "collective": "all_reduce",
-        "algorithm": "one_shot",
-        "protocol": "ll",
-        "nbytes": 1000,
-    }
+    kernel = {"collective": "all_reduce", "algorithm": "one_shot", "protocol": "ll"}
+    span = {"start_us": 5.0, "time_us": 2.0, "nbytes": 1000, **kernel}
     return {**asdict(activity.statistics()), "spans": [span, {**span, "start_us": 9.0}]}
 
 

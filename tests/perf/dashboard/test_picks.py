@@ -21,15 +21,8 @@ from tricomm.perf.history.database import open_history
 from tricomm.policy import user_tables
 from tricomm.policy.tuning_tables import TableRow, TunedTable
 
-_SCENE = {
-    "device": "a box",
-    "simulated": False,
-    "world_size": 8,
-    "collective": "all_reduce",
-    "dtype": "float32",
-    "op": "sum",
-    "mode": "eager",
-}
+_SCENE = {"device": "a box", "simulated": False, "world_size": 8, "mode": "eager"}
+_SCENE |= {"collective": "all_reduce", "dtype": "float32", "op": "sum"}
 _NORM = {"collective": FUSED, "op": "fp8@8192", "dtype": "bfloat16"}
 _SMALL = tricomm.Options(arena_bytes=1 << 20)
 _BOXES: dict[str, dict[str, Any]] = {
@@ -77,14 +70,8 @@ def test_what_selection_picks_is_what_explain_says(name: str) -> None:
 def test_what_is_not_known_is_not_said() -> None:
     known = dashboard_data.facts()
     assert picks.of(_SCENE, known)(1024) is not None
-    hostile = [
-        known.replace("sm_90", "sm_x"),
-        known.replace("67108864", "1"),
-        known.replace(": 64,", ": -1,"),
-        "[",
-        "{}",
-    ]
-    for text in ("", *hostile):
+    changes = (("sm_90", "sm_x"), ("67108864", "1"), (": 64,", ": -1,"))
+    for text in ("", "[", "{}", *(known.replace(*change) for change in changes)):
         assert text != known and picks.of(_SCENE, text)(1024) is None, text
     for change in ({"simulated": True}, {"dtype": "x"}, {"collective": "x"}, {"world_size": 0}, {"world_size": 4}):
         assert picks.of(_SCENE | change, known)(1024) is None
