@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from tricomm.communicator import Communicator
-from tricomm.core.fused import fused_checks, unfused
-from tricomm.core.fused.fused_call import FUSED
-from tricomm.core.fused.fused_checks import FusedArguments
+from tricomm.core.fused import fused_call, unfused
+from tricomm.core.fused.fused_call import FUSED, FusedArguments
 from tricomm.explorer.world.oracle import difference
 from tricomm.kernels import layout
 from tricomm.kernels.collectives.registry import Kernel
@@ -117,7 +116,7 @@ class ShippedCalls:
         tensors = [each.to(torch.bfloat16).view(rows, hidden) for each in inputs]
         weight = (torch.arange(hidden) % 5).to(torch.bfloat16)
         call, exact = (
-            fused_checks.checked(FusedArguments(start, tensors[1], weight, 1e-6, **given), comm.device)
+            fused_call.checked(FusedArguments(start, tensors[1], weight, 1e-6, **given), comm.device)
             for start in (tensors[0], tensors[2])
         )
         comm._internal.run_fused(call, kernel.algorithm, kernel.protocol)

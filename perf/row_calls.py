@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from tricomm.core import fused_kernels
-from tricomm.core.fused import fused_checks
-from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, Epilogue, FusedCall
-from tricomm.core.fused.fused_checks import FusedArguments
+from tricomm.core import launch_plan
+from tricomm.core.fused import fused_call
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, Epilogue, FusedArguments, FusedCall
 from tricomm.core.launch_plan import Request
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
@@ -43,7 +42,7 @@ class RowForm:
 
     def epilogue(self, weight: torch.dtype) -> Epilogue:
         """The epilogue with a weight of that type. Raises `InvalidArgument` for rows that a call refuses."""
-        fused_checks.check_row(self.hidden, self.quantize)
+        fused_call.check_row(self.hidden, self.quantize)
         layout = "swizzled_128x4" if self.quantize == "nvfp4" else ""
         return Epilogue(
             self.hidden, weight, EPS, norm=not self.quantize, quantize=self.quantize or None, scale_layout=layout
@@ -61,7 +60,7 @@ def parse(name: str) -> RowForm:
         known = ", ".join(("norm", *QUANTIZATIONS))
         raise InvalidArgument(f"{name!r}: rows are named like norm@8192: {known}, and elements of a row")
     hidden, quantize = int(match[2]), "" if match[1] == "norm" else match[1]
-    fused_checks.check_row(hidden, quantize)
+    fused_call.check_row(hidden, quantize)
     if hidden % 8 or not 8 <= hidden <= MOST_HIDDEN:
         raise InvalidArgument(f"{name}: fused kernels take rows of a multiple of 8 elements, up to {MOST_HIDDEN}")
     return RowForm(hidden, quantize)
@@ -108,7 +107,7 @@ def launched(
     def bind(function: Any, blocks: int, constexprs: dict[str, Any], bits: Any, aligned: bool, more: Any) -> Any:
         made.append(RowLaunch(choice, function, constexprs, bits))
 
-    fused_kernels.make(site, choice, _request(kernel, form, dtype, rows), aligned, mode, bind)
+    launch_plan.make_fused(site, choice, _request(kernel, form, dtype, rows), aligned, mode, bind)
     return made[0]
 
 
@@ -118,7 +117,7 @@ def fitting(
     """How `kernel` takes such rows, or why it does not. Raises `InvalidArgument` for rows that no call has."""
     request = _request(kernel, form, dtype, rows)
     try:
-        choice = fused_kernels.choose(site, request, mode)
+        choice = launch_plan.choose_fused(site, request, mode)
     except InvalidArgument as error:  # what this Triton does not compile
         return str(error)
     return f"{form.name}: {choice}" if isinstance(choice, str) else choice
@@ -132,7 +131,7 @@ def _request(kernel: Kernel, form: RowForm, dtype: torch.dtype, rows: int) -> Re
 def chosen(site: SelectionFacts, form: RowForm, dtype: torch.dtype, rows: int) -> Kernel:
     """The kernel that a communicator chooses in a graph. Raises `InvalidArgument` if it does not fuse the call."""
     request = Request("all_reduce", "sum", epilogue=form.epilogue(dtype)).sized(dtype, rows * form.hidden)
-    choice = fused_kernels.choose(site, request, "graph")
+    choice = launch_plan.choose_fused(site, request, "graph")
     if isinstance(choice, str):
         raise InvalidArgument(f"{rows} rows of {form.name}: {choice}")
     return registry.find(FUSED, choice.algorithm, choice.protocol)
@@ -159,7 +158,7 @@ def call(form: RowForm, rows: int, dtype: torch.dtype, new: Callable[[int], torc
     hidden, given = form.hidden, {}
     x, residual, total = (of(rows * hidden, dtype).view(rows, hidden) for _ in range(3))
     if form.quantize == "nvfp4":
-        blocks = fused_checks.scale_shape(rows, hidden, "swizzled_128x4")
+        blocks = fused_call.scale_shape(rows, hidden, "swizzled_128x4")
         given["quant_out"] = of(rows * hidden // 2, torch.uint8).view(rows, hidden // 2)
         given["scale_out"] = of(blocks[0] * blocks[1], torch.uint8).view(blocks)
     elif form.quantize:
@@ -173,4 +172,4 @@ def call(form: RowForm, rows: int, dtype: torch.dtype, new: Callable[[int], torc
     arguments = FusedArguments(
         x, residual, of(hidden, dtype), EPS, residual_out=total, quantize=form.quantize or None, **given
     )
-    return fused_checks.checked(arguments, x.device)
+    return fused_call.checked(arguments, x.device)

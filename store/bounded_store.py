@@ -105,10 +105,6 @@ class BoundedStore:
         # The declared type says str; bytes are passed on as they are, str would be encoded.
         self._call("set", key, lambda: self._store.set(key, cast(str, value)))
 
-    def get(self, key: str) -> bytes:
-        """The value of the key; if it does not exist, raises when the time is up."""
-        return bytes(self._call("get", key, lambda: self._store.get(key)))
-
     def get_all(self, keys: list[str]) -> list[bytes]:
         """The values of keys that exist, in one request."""
         return self._call("get", keys[0], lambda: [bytes(value) for value in self._store.multi_get(keys)])

@@ -23,8 +23,8 @@ MIRRORS: set[str] = set()
 PUBLIC = {
     "tricomm/communicator.py:__init__",
     "explorer/campaign.py:check",
-    "tricomm/core/calls/fused_methods.py:all_reduce_rms_norm",
-    "tricomm/core/calls/fused_methods.py:all_reduce_rms_norm_quantized",
+    "tricomm/core/calls/fused_calls.py:all_reduce_rms_norm",
+    "tricomm/core/calls/fused_calls.py:all_reduce_rms_norm_quantized",
     "tricomm/core/calls/tuning_methods.py:explain",
     "tricomm/flashinfer.py:create_allreduce_fusion_workspace",
     "tricomm/flashinfer.py:allreduce_fusion",

@@ -22,13 +22,11 @@ from tricomm import arguments
 from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import Terms, pick_device
 from tricomm.core.calls.collectives import Collectives
-from tricomm.core.calls.fused_calls import FusedCalls
-from tricomm.core.calls.fused_methods import FusedMethods
+from tricomm.core.calls.fused_calls import FusedCalls, FusedMethods
 from tricomm.core.calls.internal import Internal
 from tricomm.core.calls.memory_methods import MemoryMethods
 from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.prepared_calls import PreparedCalls
-from tricomm.core.calls.suspension import Suspension
 from tricomm.core.calls.tuning_methods import TuningMethods
 from tricomm.core.entry_guard import entry, guarded, set_up
 from tricomm.core.faults import Faults
@@ -42,8 +40,7 @@ from tricomm.kernels import layout
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
-from tricomm.policy.backend_choice import GroupFacts
-from tricomm.policy.router import Router
+from tricomm.policy.backend_choice import GroupFacts, Router
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.control import ControlPage, RankState
 from tricomm.store.rendezvous import check_rank, open_store
@@ -144,7 +141,6 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         self._run = self._calls.run
         self._fused = FusedCalls(group, faults, planner, launcher)
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
-        self._suspension = Suspension(group, faults, launcher, self._messages)
         self._internal = Internal(group, faults, monitor, launcher, planner, self._calls, self._fused)
         monitor.start(self._messages.describe)
         _live.add(self)

@@ -25,8 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
-from tricomm.core.fused.fused_call import NVFP4_BLOCK
-from tricomm.core.fused.fused_checks import DTYPES, scale_shape
+from tricomm.core.fused.fused_call import DTYPES, NVFP4_BLOCK, scale_shape
 from tricomm.errors import InvalidArgument
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any, Self
 from tricomm import env, gone
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
-from tricomm.policy.compact_forms import BESIDE_BLOCKS
+from tricomm.policy.launch_shapes import BESIDE_BLOCKS
 from tricomm.topology.model import Topology
 
 _LONGEST = 365 * 86400.0  # seconds; the system's own waits overflow some time later

@@ -1,4 +1,4 @@
-"""The library's threads: daemon threads, a pool for tasks, and a named error if the system refuses another one."""
+"""The library's threads: daemon threads, a pool of helpers, and a named error if the system refuses another one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from tricomm.errors import InvalidArgument, ResourceError
@@ -14,9 +15,9 @@ from tricomm.errors import InvalidArgument, ResourceError
 T = TypeVar("T")
 _SPARE = 2  # idle helpers that are kept
 
-_helpers: list[queue.SimpleQueue[HelperTask]] = []  # queues of idle helpers
+_helpers: list[queue.SimpleQueue[Callable[[], None]]] = []  # queues of idle helpers
 _here = threading.local()
-kept = threading.local()  # what a thread keeps from call to call; a helper from one task's beginning to its end
+kept = threading.local()  # what a thread keeps from call to call; a helper for one action
 
 
 def start(name: str, target: Callable[..., Any], *args: Any) -> threading.Thread:
@@ -48,43 +49,15 @@ def living(registry: weakref.WeakValueDictionary[int, T]) -> list[T]:
     return [value for reference in registry.valuerefs() if (value := reference()) is not None]
 
 
-class HelperTask:
-    """An action that a helper thread runs. A signal handler can interrupt `wait`, but not the action.
-
-    The constructor raises `ResourceError` if no thread can start."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-        self._running = threading.Lock()
-        self._running.acquire()
-        self._error: BaseException | None = None
-        try:
-            jobs = _helpers.pop()
-        except IndexError:
-            jobs = queue.SimpleQueue()
-            start("tricomm-helper", _help, jobs)
-        jobs.put(self)
-
-    def run(self) -> None:
-        try:
-            self._action()
-        except BaseException as error:
-            self._error = error
-        kept.__dict__.clear()  # idle helpers hold no descriptors
-        self._running.release()
-
-    def wait(self, seconds: float = -1.0) -> bool:
-        """Wait until it has run, for `seconds` at most; returns whether it has."""
-        if not self._running.acquire(timeout=seconds):
-            return False
-        self._running.release()
-        return True
-
-    def result(self) -> None:
-        """Raises the exception that the action has ended with, if any."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+def run_in_helper(action: Callable[[], None]) -> None:
+    """Run `action` on a helper thread; a signal handler cannot interrupt it. Raises `ResourceError` if no thread can
+    start."""
+    try:
+        actions = _helpers.pop()
+    except IndexError:
+        actions = queue.SimpleQueue()
+        start("tricomm-helper", _help, actions)
+    actions.put(action)
 
 
 def is_helper() -> bool:
@@ -92,15 +65,17 @@ def is_helper() -> bool:
     return getattr(_here, "helper", False)
 
 
-def _help(jobs: queue.SimpleQueue[HelperTask]) -> None:
+def _help(actions: queue.SimpleQueue[Callable[[], None]]) -> None:
     _here.helper = True
     while True:
-        job = jobs.get()
-        job.run()
-        del job
+        action = actions.get()
+        with suppress(BaseException):  # the action has told those who wait for it
+            action()
+        del action
+        kept.__dict__.clear()  # idle helpers hold no descriptors
         if len(_helpers) >= _SPARE:  # threads that a peak has started end again
             return
-        _helpers.append(jobs)
+        _helpers.append(actions)
 
 
 def _in_forked_child() -> None:

@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from tricomm.core import fused_kernels
+from tricomm.core import launch_plan
 from tricomm.explorer.compiled.module_table import KernelLaunch
 from tricomm.explorer.timing import from_code, timed_call
 from tricomm.explorer.timing.from_code import CodeTime, Division
@@ -72,7 +72,7 @@ def run(
 
     def launch(gpu: RecordingGpu, rank: int) -> KernelLaunch:
         x, y = calls[rank].x, calls[rank].residual_out
-        more = (fused_kernels.operands(calls[rank]),)
+        more = (launch_plan.operands(calls[rank]),)
         return gpu.launched(
             bound.function,
             bound.choice.blocks,

@@ -27,7 +27,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.dtypes import DTYPES, reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, extras, takes_counts
 from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
-from tricomm.policy.compact_forms import MOST_REGISTERS
+from tricomm.policy.launch_shapes import MOST_REGISTERS
 
 DTYPE = DTYPES["float32"]
 _EPOCH = 6  # any but the first: a call has usually had others before it

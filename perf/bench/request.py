@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from tricomm import env
-from tricomm.core.fused import fused_checks
+from tricomm.core.fused import fused_call
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collective_specs import COLLECTIVES
@@ -126,7 +126,7 @@ def cases(
             )
         forced = [(a if algorithms is not None else None, p if protocols is not None else None) for a, p in fits]
         hidden, quantize = row if fused else (0, "")
-        fused_checks.check_row(hidden, quantize)
+        fused_call.check_row(hidden, quantize)
         libraries = ("unfused", *against) if fused else against
         for dtype in dtypes:
             chosen += [Case(collective, a, p, dtype, OURS, hidden, quantize) for a, p in forced]

@@ -17,7 +17,7 @@ from tricomm.perf import parsing
 from tricomm.perf.row_calls import RowForm
 from tricomm.perf.units import DATA_COLLECTIVES
 from tricomm.policy import row_shapes
-from tricomm.policy.compact_forms import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS
+from tricomm.policy.launch_shapes import COMPACT_REGISTERS, LARGEST_LL_WARPS, MOST_REGISTERS
 from tricomm.policy.tuning_tables import TableRow
 
 # Not all_to_all_v: no rank knows what the others send, so its choice does not depend on a size.

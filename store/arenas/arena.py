@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from tricomm.errors import GroupAborted, InvalidArgument
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError
 from tricomm.store.control import ControlPage
 
 MAX_NBYTES = 1 << 46
+_VERSION = 2  # of the records
 NOT_BOUND = "registered memory is not bound to a multicast address (torch's symmetric memory with group= may be)"
 
 
@@ -102,3 +105,31 @@ def host_view(memory: object, offset: int, shape: Sequence[int], dtype: torch.dt
     if not count:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+class RecordFormat:
+    """Records that tell other ranks of a rank's memory: a common header, and fields that depend on the kind of memory.
+
+        magic 4 | version 2 | rank 2 | bytes of memory 8 | fields of the kind
+
+    `rest` is the `struct` format of the fields after the header.
+    """
+
+    def __init__(self, magic: bytes, rest: str) -> None:
+        self._magic, self._layout = magic, struct.Struct(f"<4sHHQ{rest}")
+
+    def pack(self, rank: int, nbytes: int, *rest: Any) -> bytes:
+        return self._layout.pack(self._magic, _VERSION, rank, nbytes, *rest)
+
+    def parse(self, data: bytes, rank: int, nbytes: int) -> tuple[Any, ...]:
+        """The rest of rank `rank`'s record for `nbytes` bytes; raises `RendezvousError` for another one. Pure."""
+        if len(data) != self._layout.size:
+            raise RendezvousError(f"rank {rank}'s memory record has {len(data)} bytes, expected {self._layout.size}")
+        magic, version, sender, size, *rest = self._layout.unpack(data)
+        if magic != self._magic or version != _VERSION:
+            raise RendezvousError(f"rank {rank}'s memory record is not of version {_VERSION}: mixed tricomm versions?")
+        if sender != rank:
+            raise RendezvousError(f"rank {rank}'s memory record says that it is rank {sender}'s")
+        if size != nbytes:
+            raise RendezvousError(f"rank {rank} shares {size} bytes, this rank shares {nbytes}: use the same size")
+        return tuple(rest)

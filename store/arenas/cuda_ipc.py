@@ -18,8 +18,8 @@ import torch
 
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import RendezvousError, ResourceError, TricommError
+from tricomm.store.arenas.arena import RecordFormat
 from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
-from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
 

@@ -15,9 +15,9 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
+from tricomm.store.arenas.arena import RecordFormat
 from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
 from tricomm.store.arenas.cuda_multicast import Multicast
-from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.arenas.passing import TOKEN_BYTES, passing
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import DESCRIPTOR, UUID_BYTES, Cleanup, Driver

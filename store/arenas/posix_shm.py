@@ -15,8 +15,7 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
-from tricomm.store.arenas.arena import Arena, host_view
-from tricomm.store.arenas.memory_records import RecordFormat
+from tricomm.store.arenas.arena import Arena, RecordFormat, host_view
 from tricomm.store.arenas.passing import DescriptorPassing
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage

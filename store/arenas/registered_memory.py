@@ -17,10 +17,9 @@ import torch
 
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
-from tricomm.store.arenas.arena import NOT_BOUND
+from tricomm.store.arenas.arena import NOT_BOUND, RecordFormat
 from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
 from tricomm.store.arenas.cuda_ipc import IpcBlocks
-from tricomm.store.arenas.memory_records import RecordFormat
 from tricomm.store.arenas.passing import DescriptorPassing, export
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage

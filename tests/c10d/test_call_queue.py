@@ -128,7 +128,7 @@ def test_in_one_thread_it_would_wait_for_ever(calls, monkeypatch):
     def no_thread(action):
         raise ResourceError("no")
 
-    monkeypatch.setattr("tricomm.c10d.call_futures.HelperTask", no_thread)
+    monkeypatch.setattr("tricomm.c10d.call_futures.run_in_helper", no_thread)
     done, second = crosswise(calls)
     time.sleep(0.5)
     assert not any(future.done() for future in done)

@@ -21,7 +21,7 @@ METHODS = {"item", "cpu", "cuda", "copy_", "synchronize", "empty_cache"}
 MAKERS = {"torch.tensor", "torch.as_tensor", "torch.empty", "torch.zeros", "torch.ones", "torch.full"}
 ELSEWHERE = {
     # between two tensors of one device: enqueued, or a copy on the CPU
-    "copy_ in tricomm.core.calls.rows.unpack",
+    "copy_ in tricomm.core.calls.first_calls.unpack",
     "copy_ in tricomm.core.calls.point_to_point.PointToPoint.recv",
     "copy_ in tricomm.core.fused.unfused.finish",
     "copy_ in tricomm.core.fused.unfused._fp8",

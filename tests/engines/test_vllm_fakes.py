@@ -211,9 +211,11 @@ def test_a_limit_that_makes_no_sense_on_one_rank_is_told_to_all_at_once(monkeypa
 
 
 def _pretending(engine, device="cuda", invariant=False):
-    """A group that claims to run on two GPUs; its stream is in a capture if `.comm.gpu.now`."""
+    """A group that claims to run on two GPUs, and to have reduced 4 elements; it captures if `.comm.gpu.now`."""
     gpu = types.SimpleNamespace(now=False)
     gpu.capturing = lambda: gpu.now
+    made = {("all_reduce", 4)}
+    planner = types.SimpleNamespace(may_capture=lambda request, dtype, count: (request.collective, count) in made)
     closed: list[bool] = []
     group = engine_group.without("tp:0", engine, "", logging.DEBUG)
     group.comm = types.SimpleNamespace(
@@ -223,6 +225,7 @@ def _pretending(engine, device="cuda", invariant=False):
         options=tricomm.Options(),
         close=lambda: closed.append(True),
         suspended=False,
+        _internal=types.SimpleNamespace(planner=planner),
     )
     most = engine_group._ANY_SIZE if invariant or engine.invariant else None
     facts = engine_group.GroupFacts(device, 2, 1, None, "nccl", batch_invariant=invariant, most_bytes=most)

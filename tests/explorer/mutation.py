@@ -21,7 +21,7 @@ import tricomm
 from tests.explorer import pad_kernels
 from tricomm import kernels
 from tricomm.communicator import Communicator
-from tricomm.core import fused_kernels, group, launch_plan
+from tricomm.core import group, launch_plan
 from tricomm.core.calls import point_to_point
 from tricomm.explorer import Finding, Report, campaign, shipped
 from tricomm.explorer.memory_model import allowed
@@ -133,10 +133,10 @@ def loaded(edits: Sequence[Edit]) -> Iterator[ModuleType]:
         wide_words = importlib.import_module(f"{name}.wide_words")
         interpreter.substitute(wide_words.store_wide, interpreted_wide.store)
         interpreter.substitute(wide_words.load_wide, interpreted_wide.load)
-        for user in (launch_plan, point_to_point, fused_kernels):
+        for user in (launch_plan, point_to_point):
             undo.enter_context(patch.object(user, "registry", importlib.import_module(f"{name}.collectives.registry")))
         epilogue = importlib.import_module(f"{name}.device.epilogue")
-        undo.enter_context(patch.object(fused_kernels, "device", epilogue))
+        undo.enter_context(patch.object(launch_plan, "device", epilogue))
         for function, changed in _changed(edits).items():
             undo.enter_context(patch.object(group.Group, function, changed))
         yield importlib.import_module(f"{name}.pad_kernels")

@@ -13,7 +13,7 @@ from tricomm.kernels.wide_words import why_not
 from tricomm.options import tuned
 from tricomm.perf.machine_code import accesses
 from tricomm.perf.machine_code.kernel_report import ARCHITECTURES, Variant, compile_variant
-from tricomm.policy.compact_forms import COMPACT_REGISTERS, has_compact_form
+from tricomm.policy.launch_shapes import COMPACT_REGISTERS, has_compact_form
 
 PLAIN = [k for k in registry.KERNELS if k.protocol == "simple" and k.collective not in ("barrier", "all_to_all_v")]
 SMALL = tuned(tricomm.Options(beside_compute=True, arena_bytes=1 << 16), blocks=2, tile=32)

@@ -12,7 +12,7 @@ import tricomm
 from tests.core.fused import fused_reference as reference
 from tests.explorer.mutation import Edit, loaded
 from tests.marks import compiles, some
-from tricomm.core import fused_kernels, launch_plan
+from tricomm.core import launch_plan
 from tricomm.explorer.campaign import smallest
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.specialization import Specialization
@@ -176,7 +176,7 @@ def explored(way, edits):
     with loaded(edits):
         changed = launch_plan.registry
         device = __import__(changed.__name__.split(".")[0] + ".device.epilogue", fromlist=["rms_norm"])
-        with patch.object(fused_kernels, "registry", changed), patch.object(fused_kernels, "device", device):
+        with patch.object(launch_plan, "registry", changed), patch.object(launch_plan, "device", device):
             return tricomm.check(lambda comm: calls(comm, way), 2, schedules=2, options=SMALL)
 
 

@@ -22,8 +22,7 @@ from tests.core.bodies.common_bodies import communicator
 from tricomm.core.watch import in_flight
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
-from tricomm.metrics.counters import Activity, Tally, bucket, count_fallback, fallback_by_size, weight
-from tricomm.metrics.timer import Clock
+from tricomm.metrics.counters import Activity, Clock, Tally, bucket, count_fallback, fallback_by_size, weight
 from tricomm.options import Tuning
 
 SMALL = tricomm.Options(arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32))

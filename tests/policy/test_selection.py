@@ -14,8 +14,7 @@ from tricomm.kernels.collective_specs import COLLECTIVES
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.policy import row_shapes, selection
-from tricomm.policy.compact_forms import has_compact_form
-from tricomm.policy.launch_shapes import check_grid
+from tricomm.policy.launch_shapes import check_grid, has_compact_form
 from tricomm.policy.selection import choose
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import ShippedTable, TableRow

@@ -186,7 +186,7 @@ def test_bounded_calls_end_and_leave_no_thread():
     with nothing_left():
         bounded = BoundedStore(HashStore(), 5)
         bounded.set("key", b"\0\xff")
-        assert bounded.get("key") == b"\0\xff" and bounded.check("key") and not bounded.check("other")
+        assert bounded.read("key") == b"\0\xff" and bounded.check("key") and not bounded.check("other")
         assert bounded.read("other") is None and bounded.add("n", 2) == 2
         bounded.close()
         bounded.close()

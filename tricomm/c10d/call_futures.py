@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.store.tcp.waits import told
-from tricomm.threads import HelperTask
+from tricomm.threads import run_in_helper
 
 NAMELESS = "(?)"  # in the place of a callback that may make no calls
 log = logging.getLogger("tricomm")
@@ -227,7 +227,7 @@ class CallFuture(Future[Any]):
                     return
                 if self._callbacks:
                     with suppress(ResourceError):  # without another thread they run one after another
-                        HelperTask(self.run_callbacks)
+                        run_in_helper(self.run_callbacks)
                 callback.run()
         finally:
             busy.discard(thread)

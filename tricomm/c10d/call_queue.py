@@ -39,7 +39,7 @@ from tricomm import threads
 from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin
 from tricomm.c10d.work_handles import PendingWork
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
-from tricomm.threads import HelperTask, refuse_handlers_call
+from tricomm.threads import refuse_handlers_call, run_in_helper
 
 _DRAIN_SECONDS = 2.0
 _queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
@@ -89,7 +89,7 @@ class Line:
             if here and self._calls[0] is call:  # callbacks of calls before it may wait for later ones
                 self._run(call)
             else:
-                HelperTask(self._run)
+                run_in_helper(self._run)
         except ResourceError as error:
             self._calls.remove(call)
             while not self._give_back():  # another thread has queued a call meanwhile
@@ -144,7 +144,7 @@ class Line:
         if self._give_back():
             return True
         try:
-            HelperTask(self._run)
+            run_in_helper(self._run)
         except ResourceError:
             return False
         return True

@@ -18,9 +18,8 @@ from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import FinishedWork
-from tricomm.core.fused import fused_checks, unfused
-from tricomm.core.fused.fused_call import FusedCall
-from tricomm.core.fused.fused_checks import FusedArguments, scale_shape
+from tricomm.core.fused import fused_call, unfused
+from tricomm.core.fused.fused_call import Epilogue, FusedArguments, FusedCall, scale_shape
 from tricomm.errors import InvalidArgument
 
 _lib = Library("tricomm", "DEF")
@@ -114,7 +113,8 @@ def _like(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _define(schema: str, run: Any, fake: Any) -> None:
+def define(schema: str, run: Any, fake: Any) -> None:
+    """Add an operator to `torch.ops.tricomm`: `run` makes the call, `fake` its outputs in a trace."""
     _lib.define(schema, tags=_TAGS)
     name = schema.partition("(")[0]
     _lib.impl(name, run, "CPU")
@@ -122,20 +122,20 @@ def _define(schema: str, run: Any, fake: Any) -> None:
     register_fake(f"tricomm::{name}", fake, lib=_lib)
 
 
-_define("all_reduce_(Tensor(a!) x, str op, str group) -> ()", _all_reduce_, lambda x, op, group: None)
-_define("all_reduce(Tensor x, str op, str group) -> Tensor", _all_reduce, _like)
-_define("broadcast(Tensor x, int src, str group) -> Tensor", _broadcast, _like)
-_define(
+define("all_reduce_(Tensor(a!) x, str op, str group) -> ()", _all_reduce_, lambda x, op, group: None)
+define("all_reduce(Tensor x, str op, str group) -> Tensor", _all_reduce, _like)
+define("broadcast(Tensor x, int src, str group) -> Tensor", _broadcast, _like)
+define(
     "all_gather(Tensor x, str group) -> Tensor",
     _all_gather,
     lambda x, group: _rows(x, _group(group).size(), 1, "all_gather"),
 )
-_define(
+define(
     "reduce_scatter(Tensor x, str op, str group) -> Tensor",
     _reduce_scatter,
     lambda x, op, group: _rows(x, 1, _group(group).size(), "reduce_scatter"),
 )
-_define(
+define(
     "all_to_all(Tensor x, SymInt[] out_splits, SymInt[] in_splits, str group) -> Tensor",
     _all_to_all,
     lambda x, out_splits, in_splits, group: x.new_empty((sum(out_splits), *x.shape[1:])),
@@ -157,7 +157,7 @@ def run_fused(group: Any, given: FusedArguments) -> FusedCall:
     """
     if not isinstance(given.x, torch.Tensor):
         raise InvalidArgument(f"all_reduce_rms_norm x: a torch.Tensor is needed, found {type(given.x).__name__}")
-    call = fused_checks.checked(given, given.x.device)
+    call = fused_call.checked(given, given.x.device)
     if call.x.numel():
         (_over_tricomm if isinstance(group, TricommGroup) else _over_another)(group, call)
     return call
@@ -205,80 +205,53 @@ def _all_reduce_into(backend: Any, call: FusedCall, total: torch.Tensor) -> None
 
 
 _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bias"
-_Maybe = torch.Tensor | None
 
 
-def _fused(x: torch.Tensor, residual: _Maybe, *more: Any, group: str, **options: Any) -> FusedCall:
-    residual = None if residual is None else residual.contiguous()
-    return run_fused(_reducing_group(group), FusedArguments(x.contiguous(), residual, *more, **options))
+def _define_fused(suffix: str, more: tuple[str, ...], quantize: str | None, *results: str) -> None:
+    """Add `all_reduce_rms_norm{suffix}`, with the arguments `more`, which gives these `results` of a `FusedCall`."""
+
+    def run(x: torch.Tensor, residual: torch.Tensor | None, *given: Any) -> Any:
+        *numbers, group = given  # weight, eps, weight_bias, and then `more`
+        options = dict(zip(more, numbers[3:], strict=True))
+        residual = None if residual is None else residual.contiguous()
+        asked = FusedArguments(x.contiguous(), residual, *numbers[:3], quantize=quantize, **options)
+        call = run_fused(_reducing_group(group), asked)
+        return tuple(getattr(call, name).view(_form(name, x, call.epilogue)[0]) for name in results)
+
+    def fake(x: torch.Tensor, *given: Any) -> Any:
+        layout = given[-2] if "scale_layout" in more else ""
+        epilogue = Epilogue(x.shape[-1], x.dtype, 0.0, quantize=quantize, scale_layout=layout)
+        forms = [_form(name, x, epilogue) for name in results]
+        return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in forms)
+
+    further = "".join(f", {_TYPES[name]} {name}" for name in more)
+    define(
+        f"all_reduce_rms_norm{suffix}({_FUSED}{further}, str group) -> ({', '.join(['Tensor'] * len(results))})",
+        run,
+        fake,
+    )
 
 
-def _rms_norm(x: torch.Tensor, residual: _Maybe, weight: torch.Tensor, eps: float, bias: float, group: str) -> Any:
-    call = _fused(x, residual, weight, eps, bias, group=group)
-    assert call.norm_out is not None, "the norm is written if nothing else is"
-    return call.norm_out.view(x.shape), call.residual_out.view(x.shape)
+def _form(result: str, x: torch.Tensor, epilogue: Epilogue) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and type of a result."""
+    *rows, hidden = x.shape
+    match result, epilogue.quantize:
+        case "scale_out", "nvfp4":
+            return scale_shape(x.numel() // hidden, hidden, epilogue.scale_layout), torch.uint8
+        case "scale_out", _:
+            return (*rows, 1), torch.float32
+        case "quant_out", "nvfp4":
+            return (*rows, hidden // 2), torch.uint8
+        case "quant_out", _:
+            return (*rows, hidden), torch.float8_e4m3fn
+    return (*rows, hidden), x.dtype
 
 
-def _rms_norm_fp8(
-    x: torch.Tensor, residual: _Maybe, weight: torch.Tensor, eps: float, bias: float, scale: torch.Tensor, group: str
-) -> Any:
-    call = _fused(x, residual, weight, eps, bias, group=group, quantize="fp8", scale=scale)
-    assert call.quant_out is not None, "a quantising call has codes"
-    return call.quant_out.view(x.shape), call.residual_out.view(x.shape)
-
-
-def _rms_norm_per_token(
-    x: torch.Tensor, residual: _Maybe, weight: torch.Tensor, eps: float, bias: float, group: str
-) -> Any:
-    call = _fused(x, residual, weight, eps, bias, group=group, quantize="fp8_per_token")
-    assert call.quant_out is not None and call.scale_out is not None, "a quantising call has codes and scales"
-    return call.quant_out.view(x.shape), call.scale_out.view(*x.shape[:-1], 1), call.residual_out.view(x.shape)
-
-
-def _rms_norm_nvfp4(
-    x: torch.Tensor,
-    residual: _Maybe,
-    weight: torch.Tensor,
-    eps: float,
-    bias: float,
-    scale: torch.Tensor,
-    layout: str,
-    group: str,
-) -> Any:
-    options = {"quantize": "nvfp4", "scale": scale, "scale_layout": layout}
-    call = _fused(x, residual, weight, eps, bias, group=group, **options)
-    assert call.quant_out is not None and call.scale_out is not None, "a quantising call has codes and scales"
-    codes = call.quant_out.view(*x.shape[:-1], x.shape[-1] // 2)
-    return codes, call.scale_out, call.residual_out.view(x.shape)
-
-
-def _fake_nvfp4(x: torch.Tensor, *given: Any) -> Any:
-    *_, layout, _ = given
-    shape = scale_shape(x.numel() // x.shape[-1], x.shape[-1], layout)
-    codes = x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8)
-    return codes, x.new_empty(shape, dtype=torch.uint8), _like(x)
-
-
-def _fp8_like(x: torch.Tensor) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn)
-
-
-_define(f"all_reduce_rms_norm({_FUSED}, str group) -> (Tensor, Tensor)", _rms_norm, lambda x, *_: (_like(x), _like(x)))
-_define(
-    f"all_reduce_rms_norm_fp8({_FUSED}, Tensor scale, str group) -> (Tensor, Tensor)",
-    _rms_norm_fp8,
-    lambda x, *_: (_fp8_like(x), _like(x)),
-)
-_define(
-    f"all_reduce_rms_norm_fp8_per_token({_FUSED}, str group) -> (Tensor, Tensor, Tensor)",
-    _rms_norm_per_token,
-    lambda x, *_: (_fp8_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), _like(x)),
-)
-_define(
-    f"all_reduce_rms_norm_nvfp4({_FUSED}, Tensor scale, str scale_layout, str group) -> (Tensor, Tensor, Tensor)",
-    _rms_norm_nvfp4,
-    _fake_nvfp4,
-)
+_TYPES = {"scale": "Tensor", "scale_layout": "str"}
+_define_fused("", (), None, "norm_out", "residual_out")
+_define_fused("_fp8", ("scale",), "fp8", "quant_out", "residual_out")
+_define_fused("_fp8_per_token", (), "fp8_per_token", "quant_out", "scale_out", "residual_out")
+_define_fused("_nvfp4", ("scale", "scale_layout"), "nvfp4", "quant_out", "scale_out", "residual_out")
 
 
 # Gradients

@@ -26,7 +26,7 @@ from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import NCCL
 from tricomm.options import Options, digest_of, seconds, with_environment
 from tricomm.policy import backend_choice, launch_shapes
-from tricomm.policy.router import Router
+from tricomm.policy.backend_choice import Router
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.control import ControlPage, Fault

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tricomm import arguments, gone
-from tricomm.core import fused_kernels, launch_plan, nccl
+from tricomm.core import launch_plan, nccl
 from tricomm.core.faults import Faults
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.group import Group
@@ -22,8 +22,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
 from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import selection
-from tricomm.policy.backend_choice import REDUCTIONS, BackendChoice
-from tricomm.policy.router import Router
+from tricomm.policy.backend_choice import REDUCTIONS, BackendChoice, Router
 from tricomm.policy.selection import Choice
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TunedTable
@@ -98,6 +97,11 @@ class Planner:
         entries = (self.plans.get((request, dtype, elements, aligned, mode)) for mode in (False, True))
         return [plan for plan in entries if plan is not None]
 
+    def may_capture(self, request: Request, dtype: torch.dtype, elements: int) -> bool:
+        """Whether such a call of aligned tensors has been made, so that a graph may hold it."""
+        aligned = request.collective == "all_reduce" or elements * dtype.itemsize % 16 == 0
+        return any(plan.mode == "graph" for plan in self.planned(request, dtype, elements, aligned))
+
     def forget(self) -> None:
         """Drop all plans; the next calls make new ones."""
         self.plans.clear()
@@ -138,14 +142,14 @@ class Planner:
             known = replace(route, reason=f"{choice.kernel}: {choice.reason}; {route.reason}")
             call = request.collective, request.dtype, request.op or "none", nbytes
             self.router.log(known, call, None if request.epilogue is None else FUSED)
-        make = fused_kernels.make if choice.fused else launch_plan.make
+        make = launch_plan.make_fused if choice.fused else launch_plan.make
         return make(self.site, choice, request, aligned, mode, self.bind)
 
     def choice(self, request: Request, nbytes: int, mode: str) -> Choice:
         """The kernel of a call that the kernels run: a fused one if the request has an epilogue that one takes."""
         why = ""
         if request.epilogue is not None:
-            fused = fused_kernels.choose(self.site, request, mode)
+            fused = launch_plan.choose_fused(self.site, request, mode)
             if isinstance(fused, Choice):
                 return fused
             why = fused

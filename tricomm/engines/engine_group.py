@@ -20,17 +20,17 @@ from tricomm import env
 from tricomm.c10d.capabilities import exchange_capabilities, options_for
 from tricomm.communicator import Communicator
 from tricomm.core import bootstrap
+from tricomm.core.fused.fused_call import FUSED, Epilogue
+from tricomm.core.launch_plan import Request
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import KERNELS, NCCL
 from tricomm.options import Options
 from tricomm.policy import backend_choice
-from tricomm.policy.backend_choice import GroupFacts
-from tricomm.policy.router import Router
+from tricomm.policy.backend_choice import GroupFacts, Router
 from tricomm.store.bounded_store import first_line
 
 # Engines make their groups at the same point of their start; a rank that is later than this has failed.
 MEETING_SECONDS = 60.0
-_MOST_SHAPES = 4096
 _ALIGNMENT = 16
 _NORMED = (torch.float32, torch.float16, torch.bfloat16)
 _SUSPENDED = "it is suspended"
@@ -94,7 +94,6 @@ class EngineGroup:
     def __init__(self, seat: Seat | None, engine: Engine, text: str = "", why: str = "") -> None:
         self._seat, self._engine, self._opened = seat, engine, 0
         self._text = f"group {seat.name!r}, rank {seat.rank} of {seat.world_size}" if seat is not None else text
-        self._made: set[tuple[str, torch.dtype, int]] = set()
         self._router: Router | None = None
         self._limit: int | None = None
         self._captured = self._warned = False
@@ -181,33 +180,32 @@ class EngineGroup:
             return False
         if collective == "reduce_scatter" and x.shape[dim] % comm.world_size:
             return False
-        return self._takes(comm, (collective, x.dtype, x.numel()), collective, x)
+        return self._takes(comm, Request(collective, _op(collective)), x)
 
-    def takes_rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    def takes_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> bool:
         """Whether `all_reduce_rms_norm` takes this call, up to all_reduce's sizes; the same on all ranks."""
         comm = self.comm
         if comm is None or comm.suspended or x.device.type != comm.device.type or x.dim() == 0 or not x.numel():
             return False
         if x.dtype not in _NORMED or weight.dtype not in (x.dtype, torch.float32):
             return False
-        key = (f"all_reduce_rms_norm of rows of {x.shape[-1]}: {weight.dtype}", x.dtype, x.numel())
-        return self._takes(comm, key, "all_reduce", x)
+        epilogue = Epilogue(x.shape[-1], weight.dtype, eps)
+        return self._takes(comm, Request("all_reduce", "sum", epilogue=epilogue), x)
 
-    def _takes(self, comm: Communicator, key: tuple[str, torch.dtype, int], collective: str, x: torch.Tensor) -> bool:
+    def _takes(self, comm: Communicator, request: Request, x: torch.Tensor) -> bool:
         assert self._router is not None
-        if self._router.route(collective, x.dtype, _op(collective), x.nbytes).backend != KERNELS:
+        collective = request.collective
+        if self._router.route(collective, x.dtype, request.op or "none", x.nbytes).backend != KERNELS:
             return False
         if comm.gpu is None or not comm.gpu.capturing():
-            if len(self._made) >= _MOST_SHAPES:
-                self._made.clear()
-            self._made.add(key)
             return True
-        if key not in self._made:
-            return self._not_made(key)
+        rows = comm.world_size if collective == "reduce_scatter" else 1
+        if not comm._internal.planner.may_capture(request, x.dtype, x.numel() // rows):
+            return self._not_made(FUSED if request.epilogue is not None else collective, x)
         self._captured = True
         return True
 
-    def _not_made(self, key: tuple[str, torch.dtype, int]) -> bool:
+    def _not_made(self, name: str, x: torch.Tensor) -> bool:
         """False: a kernel cannot be compiled during a capture. All ranks have made the same calls, so all come here."""
         if not self._warned:
             self._warned = True
@@ -215,9 +213,9 @@ class EngineGroup:
                 "tricomm: %s: %s of %d elements of %s is captured without a call of that size before, and is left to "
                 "%s, as others like it; warm up before the capture",
                 self._text,
-                key[0],
-                key[2],
-                key[1],
+                name,
+                x.numel(),
+                x.dtype,
                 self._engine.name,
             )
         return False
@@ -306,7 +304,6 @@ class EngineGroup:
         comm, self.comm = self.comm, None
         if comm is not None:
             self.why_not = why
-            self._made.clear()
             comm.close()
 
 

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch.library import Library, register_fake
 
+from tricomm.c10d.custom_ops import define
 from tricomm.engines.engine_group import Engine, EngineGroup, open_group
 
 # The functions of SGLang that the adapter uses, and the parameters that either passes by name.
@@ -61,7 +61,7 @@ class SglangAllReduce:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """(norm, new residual) of the sum over all ranks plus `residual`; None if SGLang has to make the call."""
         fits = residual.shape == input_.shape and residual.dtype == input_.dtype and weight.shape == input_.shape[-1:]
-        if not fits or not self.tricomm.takes_rms_norm(input_, weight):
+        if not fits or not self.tricomm.takes_rms_norm(input_, weight, eps):
             return None
         return self.tricomm.all_reduce_rms_norm(input_, residual, weight, eps)
 
@@ -142,9 +142,6 @@ def misfits(functions: dict[str, Callable[..., Any]]) -> list[str]:
     return wrong
 
 
-_lib = Library("tricomm", "FRAGMENT")
-
-
 def _compiled(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,17 +157,11 @@ def _compiled(
     return torch.nn.functional.rms_norm(added, added.shape[-1:], weight.to(added.dtype), eps), added
 
 
-_lib.define(
+define(
     "sglang_all_reduce_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, str name) -> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_lib.impl("sglang_all_reduce_rms_norm", _compiled, "CPU")
-_lib.impl("sglang_all_reduce_rms_norm", _compiled, "CUDA")
-register_fake(
-    "tricomm::sglang_all_reduce_rms_norm",
+    _compiled,
     lambda x, residual, weight, eps, name: (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         torch.empty_like(residual, memory_format=torch.contiguous_format),
     ),
-    lib=_lib,
 )

@@ -13,8 +13,8 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch.library import Library, register_fake
 
+from tricomm.c10d.custom_ops import define
 from tricomm.engines.engine_group import Engine, EngineGroup, open_group, without
 
 # Groups whose collectives are all_reduce, all_gather and reduce_scatter of equal shapes: tensor parallelism, and decode
@@ -135,9 +135,6 @@ def misfits(base: type) -> list[str]:
     return wrong
 
 
-_lib = Library("tricomm", "FRAGMENT")
-
-
 def _reduced(x: torch.Tensor, group: str) -> torch.Tensor:
     """vLLM's own all_reduce may be in place, and an operator must not return its input."""
     member = _members[group]
@@ -150,25 +147,17 @@ def _shaped(x: torch.Tensor, dim: int, times: int, parts: int) -> torch.Tensor:
     return x.new_empty(shape)
 
 
-def _define(schema: str, run: Any, fake: Any) -> None:
-    _lib.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    name = schema.partition("(")[0]
-    _lib.impl(name, run, "CPU")
-    _lib.impl(name, run, "CUDA")
-    register_fake(f"tricomm::{name}", fake, lib=_lib)
-
-
-_define(
+define(
     "vllm_all_reduce(Tensor x, str group) -> Tensor",
     _reduced,
     lambda x, group: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
-_define(
+define(
     "vllm_all_gather(Tensor x, int dim, str group) -> Tensor",
     lambda x, dim, group: _members[group]._run("all_gather", x, dim),
     lambda x, dim, group: _shaped(x, dim, _members[group].world_size, 1),
 )
-_define(
+define(
     "vllm_reduce_scatter(Tensor x, int dim, str group) -> Tensor",
     lambda x, dim, group: _members[group]._run("reduce_scatter", x, dim),
     lambda x, dim, group: _shaped(x, dim, 1, _members[group].world_size),

@@ -2,7 +2,8 @@
 
 The choice is pure, and made of facts that all ranks share: those that the ranks agreed on when the group was made
 (`GroupFacts`) and those that have to be equal on all ranks (collective, dtype, op, bytes). Facts of one rank alone (its
-tensor's address, its splits of an all_to_all, its peer) take no part, so all ranks make the same choice.
+tensor's address, its splits of an all_to_all, its peer) take no part, so all ranks make the same choice. A group's
+`Router` decides each kind of call once, and logs it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tricomm import arguments
+from tricomm import arguments, env
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import multimem
 from tricomm.kernels.collective_specs import COLLECTIVES
@@ -189,3 +190,76 @@ def limits() -> list[dict[str, Any]]:
     """The rows of `tables/nccl_threshold.json`. Raises `ResourceError` if it cannot be read."""
     rows: list[dict[str, Any]] = json.loads(read_table("nccl_threshold"))["rows"]
     return rows
+
+
+_MOST_ROUTES = 4096
+
+
+class Router:
+    """Routes the calls of the group `name`, of which this process is `rank`.
+
+    A `torch.distributed` group and a group of an inference engine share theirs with the communicator of their kernels.
+    `fallback` renames the fallback in routes. `alone`: no computation runs during the calls, so that NVLS's larger
+    threshold holds.
+    """
+
+    def __init__(
+        self, facts: GroupFacts, name: str, rank: int, fallback: str | None = None, alone: bool = True
+    ) -> None:
+        self._facts, self._name, self._fallback, self.alone = facts, name, fallback, alone
+        self._logs = env.logs_routing() and rank == 0
+        self._logged: set[tuple[Any, ...]] = set()
+        self._routes: dict[tuple[Any, ...], BackendChoice] = {}
+
+    @property
+    def facts(self) -> GroupFacts:
+        """The facts that the ranks agreed on. Setting others drops all routes."""
+        return self._facts
+
+    @facts.setter
+    def facts(self, facts: GroupFacts) -> None:
+        self._facts = facts
+        self._routes.clear()
+
+    def choice(
+        self, collective: str, dtype: torch.dtype | None, op: str, nbytes: int | None, forced: bool = False
+    ) -> BackendChoice:
+        """As `decide` of the group's facts, without a log entry."""
+        key = collective, dtype, op, nbytes, forced
+        route = self._routes.get(key)
+        if route is None:
+            route = decide(self._facts, *key)
+            if self._fallback is not None and route.backend == self._facts.fallback:
+                route = BackendChoice(self._fallback, route.reason)
+            if len(self._routes) >= _MOST_ROUTES:
+                self._routes.clear()
+            self._routes[key] = route
+        return route
+
+    def route(
+        self,
+        collective: str,
+        dtype: torch.dtype | None,
+        op: str,
+        nbytes: int | None,
+        forced: bool = False,
+        name: str | None = None,
+    ) -> BackendChoice:
+        """The backend of a call that is made now. `log` prints it, of the kernels' calls when their kernel is known."""
+        route = self.choice(collective, dtype, op, nbytes, forced)
+        if route.backend != KERNELS:
+            self.log(route, (collective, dtype, op, nbytes), name)
+        return route
+
+    def log(
+        self, route: BackendChoice, call: tuple[str, torch.dtype | None, str, int | None], name: str | None = None
+    ) -> None:
+        """With TRICOMM_LOG=routing rank 0 prints each distinct route, of the collective as `name`, if there is one."""
+        if not self._logs or (route, call, name) in self._logged:
+            return
+        self._logged.add((route, call, name))
+        collective, dtype, op, nbytes = call
+        size = "" if nbytes is None else f" {nbytes} B"
+        what = f"{collective} {op}" if collective in REDUCTIONS and not name else name or collective
+        kind = "" if dtype is None else f" {str(dtype).removeprefix('torch.')}"
+        print(f"tricomm routing: {self._name}: {what}{kind}{size} -> {route.backend}: {route.reason}", flush=True)

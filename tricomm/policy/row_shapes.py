@@ -17,8 +17,7 @@ from tricomm.kernels.launch.compiler import COMPILE_OPTIONS
 from tricomm.kernels.layout import MAX_BLOCKS
 from tricomm.kernels.specialization import Specialization
 from tricomm.policy import selection
-from tricomm.policy.compact_forms import COMPACT_REGISTERS
-from tricomm.policy.launch_shapes import CPU_TILE, WORDS_PER_WARP, divided, usable_tile
+from tricomm.policy.launch_shapes import COMPACT_REGISTERS, CPU_TILE, WORDS_PER_WARP, divided, usable_tile
 from tricomm.policy.selection import Choice, has_wide_words
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TableRow, epilogue_name

@@ -16,8 +16,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import Dtype, reduction
-from tricomm.policy.compact_forms import COMPACT_REGISTERS, MOST_REGISTERS, has_compact_form
-from tricomm.policy.launch_shapes import registers_of, shape_of
+from tricomm.policy.launch_shapes import COMPACT_REGISTERS, MOST_REGISTERS, has_compact_form, registers_of, shape_of
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, read_table, shipped
 

@@ -10,7 +10,7 @@ import torch
 import tricomm
 from tests.core.fused import fused_reference as reference
 from tests.marks import some
-from tricomm.core import fused_kernels
+from tricomm.core import launch_plan
 from tricomm.errors import CollectiveMismatch, InvalidArgument
 
 POISON = 77.0
@@ -205,8 +205,8 @@ def test_special_values_stay_in_their_row(protocol):
 
 def test_scales_may_begin_anywhere(monkeypatch):
     """They take no part in whether a kernel reads words of 16 bytes."""
-    result, make = [], fused_kernels.make
-    monkeypatch.setattr(fused_kernels, "make", lambda *given: result.append(given[3]) or make(*given))
+    result, make = [], launch_plan.make_fused
+    monkeypatch.setattr(launch_plan, "make_fused", lambda *given: result.append(given[3]) or make(*given))
 
     def body(comm):
         x, weight, scales = torch.ones(4, 32), torch.ones(32), torch.full((5,), 0.5)

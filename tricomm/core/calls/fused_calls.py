@@ -10,24 +10,27 @@ All ranks take the same route, because it follows from what they have to agree o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tricomm import arguments
-from tricomm.core import fused_kernels
+from tricomm.core import launch_plan
 from tricomm.core.calls.prepared_calls import NEW, first_like, known_like
+from tricomm.core.entry_guard import Guard, entry, guarded
 from tricomm.core.faults import Faults
-from tricomm.core.fused import fused_checks, unfused
-from tricomm.core.fused.fused_call import FusedCall, UserEpilogue
-from tricomm.core.fused.fused_checks import FusedArguments
+from tricomm.core.fused import fused_call, unfused
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, FusedArguments, FusedCall, UserEpilogue
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.launcher import Launcher
 from tricomm.core.planner import Planner
 from tricomm.core.symmetric import Symmetric
+from tricomm.core.work import or_work
 from tricomm.errors import InvalidArgument
+from tricomm.gpu import Gpu
 from tricomm.kernels import layout
+from tricomm.kernels.device.epilogue import nothing
 from tricomm.kernels.launch import jit_dispatch, triton_adapter
 from tricomm.kernels.launch.compiler import WIDE
 from tricomm.kernels.launch.kernel_launch import Again
@@ -37,7 +40,7 @@ X, RESIDUAL_OUT, WEIGHT, RESIDUAL, NORM_OUT, SCALE, QUANT_OUT, SCALE_OUT = range
 _OUTPUTS = (RESIDUAL_OUT, NORM_OUT, QUANT_OUT, SCALE_OUT)
 _MAY_BE = {(RESIDUAL_OUT, RESIDUAL), (RESIDUAL_OUT, X), (NORM_OUT, X)}  # the same memory
 _STATUS = layout.STATUS
-_ROWS = fused_kernels.ROWS
+_ROWS = launch_plan.ROWS
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -134,7 +137,7 @@ class FusedCalls:
         """Make the call `key` again; returns its tensors, including those that it allocates. None, with nothing done,
         if it is not known or if a tensor needs the checks of a first call. `looked_at`: the given tensors, each once.
 
-        Built for speed, like `PreparedCalls.run`: `fused_checks` accepts whatever this accepts, takes several times as
+        Built for speed, like `PreparedCalls.run`: `fused_call` accepts whatever this accepts, takes several times as
         long, and names the mistake if there is one. Only compiled kernels are repeated.
         """
         tensors, addresses, low = list(given), [], 0
@@ -177,7 +180,7 @@ class FusedCalls:
     ) -> list[Any]:
         """Check a call and make it: its tensors by their places, those that it makes in the shape of x."""
         self._faults.check_usable()
-        call = fused_checks.checked(asked, self._group.device)
+        call = fused_call.checked(asked, self._group.device)
         x = asked.x
         blocks = call.epilogue.quantize == "nvfp4"
         made = (
@@ -195,25 +198,25 @@ class FusedCalls:
             with_operands = getattr(plan.run, "with_operands", None)  # interpreted, timed and watched kernels have none
             if with_operands is None:
                 break
-            again = with_operands(plan.numel, plan.fingerprint, fused_kernels.operands(call))
+            again = with_operands(plan.numel, plan.fingerprint, launch_plan.operands(call))
             known = known_like(
                 self._planner, (x.shape, key), looked_at, lambda: KnownCall(looked_at, given, call, results)
             )
-            known.plans[2 * (plan.mode == "graph") + fused_kernels.aligned(call)] = plan, again
+            known.plans[2 * (plan.mode == "graph") + launch_plan.fused_aligned(call)] = plan, again
         return results
 
     def run_checked(
         self, call: FusedCall, algorithm: str | None = None, protocol: str | None = None
     ) -> Sequence[LaunchPlan]:
-        """Run a call that `fused_checks.checked` has made for this group's device; called by all ranks. Returns the
+        """Run a call that `fused_call.checked` has made for this group's device; called by all ranks. Returns the
         plans of its fused kernel, of each mode; none if the call is not fused."""
-        aligned = fused_kernels.aligned(call)
+        aligned = launch_plan.fused_aligned(call)
         request = Request("all_reduce", "sum", algorithm, protocol, epilogue=call.epilogue)
         plan = self._planner.plan(request, call.x.dtype, call.x.numel(), aligned)
         if not call.x.numel():
             return ()
         if plan.choice.fused:
-            fused_kernels.launch(self._launcher, plan, call)
+            self._launcher.launch(plan, call.x, call.residual_out, (launch_plan.operands(call),))
             return self._planner.planned(request, call.x.dtype, call.x.numel(), aligned)
         total = unfused.total_of(call)
         self._launcher.launch(plan, call.x, total)
@@ -231,7 +234,7 @@ class FusedCalls:
         for name, function in (("epilogue", epilogue), ("prepare", prepare)):
             if not triton_adapter.is_kernel(function):
                 raise InvalidArgument(f"{_ROWS}: {name} is no plain @triton.jit function: {type(function).__name__}")
-        if not x.dim() or x.dtype not in fused_checks.DTYPES:
+        if not x.dim() or x.dtype not in fused_call.DTYPES:
             raise InvalidArgument(f"{_ROWS}: rows of fp16, bf16 or fp32 are needed, found {x.dtype} {tuple(x.shape)}")
         kinds = tuple(self._kind(n, value) for n, value in enumerate(operands))
         source = arguments.allocated(_ROWS, x.detach().contiguous)
@@ -258,3 +261,114 @@ class FusedCalls:
 def _like(y: Any, x: torch.Tensor) -> Any:
     """`y`, which has rows, in the shape of `x` but for its last dimension; None if it is None."""
     return None if y is None else y.view(*x.shape[:-1], y.shape[-1])
+
+
+class FusedMethods:
+    """All-reduces fused with the steps after them."""
+
+    _gpu: Gpu | None
+    _guard: Guard
+    _fused: FusedCalls
+    _launcher: Launcher
+
+    @or_work
+    @entry
+    def all_reduce_rms_norm(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float = 1e-06,
+        *,
+        weight_bias: float = 0.0,
+        norm_out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: Literal[False] = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reduce `x` over all ranks, add `residual`, and normalise each row: (norm, new residual), of x's shape.
+
+        `x` is [..., hidden] of fp32, fp16 or bf16, `residual` the same or None (the new residual is the sum then),
+        `weight` is [hidden] of x's type or fp32. The sum has the bits of `all_reduce`; the residual is added in fp32
+        and rounded to x's type; the norm is residual * rsqrt(mean(residual ** 2) + eps) * (weight + weight_bias) of
+        the rounded residual, in fp32, rounded once. `weight_bias` is 1.0 for Gemma.
+
+        `norm_out` and `residual_out` take the results, in new memory if they are None: `norm_out` may be `x`,
+        `residual_out` may be `residual` or `x`. `residual`, `weight` and the numbers have to be the same on all ranks;
+        the numbers are compared. If no fused kernel takes a call (`explain` says why), an all-reduce and torch run
+        it. With `async_op=True` a `Work` is returned. Raises `InvalidArgument` before anything is sent, or the
+        group's fault.
+        """
+        try:
+            asked = FusedArguments(x, residual, weight, eps, weight_bias, residual_out, norm_out)
+            return self._fused.run(asked, algorithm, protocol, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
+
+    @or_work
+    @entry
+    def all_reduce_rms_norm_quantized(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        eps: float = 1e-06,
+        *,
+        quantize: str,
+        scale: torch.Tensor | float | None = None,
+        scale_layout: str | None = None,
+        weight_bias: float = 0.0,
+        norm_out: torch.Tensor | None = None,
+        residual_out: torch.Tensor | None = None,
+        quant_out: torch.Tensor | None = None,
+        scale_out: torch.Tensor | None = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: Literal[False] = False,
+    ) -> Quantized:
+        """As `all_reduce_rms_norm`, and quantise the norm: `Quantized(codes, scales, residual, norm)`.
+
+        `quantize` is
+
+        "fp8"            codes float8_e4m3fn of x's shape: norm / `scale`, at most 448; `scale` is a number or a tensor
+                         of one fp32 element, the same on all ranks
+        "fp8_per_token"  likewise, with a scale for each row: largest magnitude / 448, in `scales`, [..., 1] fp32
+        "nvfp4"          codes uint8 [..., hidden / 2], two e2m1 a byte, in blocks of 16 elements; `scales` are bytes
+                         of e4m3: a block's largest magnitude / 6 * `scale`; `scale_layout` is swizzled_128x4 (the
+                         default; rows are padded to 128, blocks to 4) or linear
+
+        The norm itself is written only into a given `norm_out`. Raises as `all_reduce_rms_norm` does.
+        """
+        try:
+            if quantize is None:
+                raise InvalidArgument(f"{FUSED}: quantize=None; there is {', '.join(QUANTIZATIONS)}")
+            rows = x, residual, weight, eps, weight_bias, residual_out, norm_out
+            asked = FusedArguments(*rows, quantize, scale, scale_layout, quant_out, scale_out)
+            return self._fused.run(asked, algorithm, protocol, async_op)
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
+
+    @or_work
+    @guarded
+    def all_reduce_rows(
+        self,
+        x: torch.Tensor,
+        epilogue: Any,
+        *operands: Any,
+        prepare: Any = None,
+        algorithm: str | None = None,
+        protocol: str | None = None,
+        async_op: Literal[False] = False,
+    ) -> None:
+        """Sum `x`, [..., hidden] of fp16, bf16 or fp32, over all ranks, and hand each row to `epilogue` on every rank.
+
+        `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors
+        among `operands`, which are contiguous tensors on this device, and numbers. `x` is not changed. `hidden` is a
+        multiple of 8 up to 16384. All ranks pass the same function, and operands of the same types. Returns None.
+        Raises `InvalidArgument` for arguments that do not fit.
+        """
+        self._fused.run_rows(x, epilogue, operands, prepare or nothing, (algorithm, protocol))
+        return self._launcher.finish(None, async_op)

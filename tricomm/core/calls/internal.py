@@ -54,7 +54,7 @@ class Internal:
     def run_fused(
         self, call: FusedCall, algorithm: str | None = None, protocol: str | None = None
     ) -> Sequence[LaunchPlan]:
-        """Run a call that `fused_checks.checked` has made for this group's device; called by all ranks."""
+        """Run a call that `fused_call.checked` has made for this group's device; called by all ranks."""
         return self.fused.run_checked(call, algorithm, protocol)
 
     @guarded

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -12,7 +13,6 @@ import torch
 from tricomm import arguments
 from tricomm.core.calls.collectives import Tensor
 from tricomm.core.calls.point_to_point import PointToPoint
-from tricomm.core.calls.suspension import Suspension
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
@@ -20,8 +20,21 @@ from tricomm.core.launcher import Launcher
 from tricomm.core.symmetric import HandleName, Symmetric, check_shape
 from tricomm.core.watch.monitor import Monitor
 from tricomm.core.work import or_work
+from tricomm.deadline import Deadline
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.launch import triton_adapter
+from tricomm.store.arenas.arena import Arena
+from tricomm.store.collective_stages import CollectiveStages
+
+log = logging.getLogger("tricomm")
+
+
+def _quietly_suspend(arena: Arena) -> None:
+    try:
+        arena.suspend()
+    except ResourceError as error:  # another one is being raised
+        log.warning("giving memory back after a resume that was refused: %s", error)
+
 
 _ALIGNMENT = 16
 
@@ -34,7 +47,6 @@ class MemoryMethods:
     _launcher: Launcher
     _monitor: Monitor
     _messages: PointToPoint
-    _suspension: Suspension
 
     @or_work
     @guarded
@@ -162,6 +174,14 @@ class MemoryMethods:
         with launcher.held(), self._monitor.user_call(group.gpu, kernel.__name__):
             launcher.run(run)
 
+    # Suspension: the monitor continues meanwhile, because the control page stays
+    #
+    #   awake ── suspend: no call in flight on any rank, all free their memory ──▶ asleep
+    #   asleep ── resume: new memory, zeroed, at the same addresses, initialised as at first ──▶ awake
+    #
+    # Both have stages: after each of them all ranks go on, or none. A suspend that is refused leaves the group awake, a
+    # resume that is refused leaves it asleep.
+
     @guarded
     def suspend(self) -> None:
         """Free this communicator's device memory on all ranks, and keep its addresses.
@@ -179,7 +199,20 @@ class MemoryMethods:
         symmetric memory are lost even then. `CollectiveMismatch`, with the group lost, if another rank is in a call
         that this one has not made.
         """
-        return self._suspension.suspend()
+        group, control = self._group, self._group.control
+        self._faults.check_usable()
+        with self._launcher.held(while_suspended=False), self._faults.abort_on_error("suspend"):
+            control.agree(self._why_not_suspend(), "suspend", group.timeout, abort_on_fault=True)
+            self._launcher.wait(group.timeout)
+            control.agree(None, "suspend: calls in flight", group.timeout, abort_on_fault=True)
+            control.agree(self._unread(), "suspend: messages", group.timeout)
+            self._require_same_handles("suspend")
+            self._sleep(True)
+            stage = CollectiveStages(control, "suspend", Deadline(group.timeout))
+            try:
+                stage("give memory back", self._give_back)
+            except ResourceError as error:
+                self._wake_after(error)
 
     @guarded
     def resume(self) -> None:
@@ -189,7 +222,69 @@ class MemoryMethods:
         again: `InvalidArgument` if it is not suspended, or if symmetric handles were closed meanwhile on some ranks
         only; `ResourceError` if memory is refused.
         """
-        return self._suspension.resume()
+        group = self._group
+        if not group.suspended or group.closed:
+            self._faults.check_usable()
+            raise InvalidArgument(f"{group}: not suspended, so there is nothing to resume; suspend() comes first")
+        self._faults.check()
+        with self._launcher.held(while_suspended=True), self._faults.abort_on_error("resume"):
+            group.control.agree(group.captured("resume"), "resume", group.timeout, abort_on_fault=True)
+            self._require_same_handles("resume")
+            self._take_again()
+
+    def _why_not_suspend(self) -> InvalidArgument | None:
+        group = self._group
+        for arena in group.live_arenas().values():
+            if arena.no_suspend:
+                return InvalidArgument(f"suspend: {arena.no_suspend}")
+        return group.captured("suspend")
+
+    def _unread(self) -> InvalidArgument | None:
+        ranks = self._messages.unread() if self._group.arena.nbytes else []  # only the kernels' memory holds messages
+        text = (
+            f"rank(s) {ranks} have not received all that this rank has sent, and suspend would lose it: receive first"
+        )
+        return InvalidArgument(text) if ranks else None
+
+    def _require_same_handles(self, what: str) -> None:
+        group = self._group
+        numbers = [number for number in group.live_arenas() if number]
+        said = f"symmetric handles {numbers} open" if numbers else "no symmetric handle open"
+        group.control.require_equal(said, what, group.timeout, abort_on_fault=True)
+
+    def _sleep(self, suspended: bool) -> None:
+        self._group.sleep(suspended)
+        self._monitor.suspended = suspended
+
+    def _give_back(self) -> None:
+        failures = []
+        for arena in self._group.live_arenas().values():
+            try:
+                arena.suspend()
+            except ResourceError as error:  # the others go all the same
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def _take_again(self) -> None:
+        group = self._group
+        deadline = Deadline(group.timeout)
+        with ExitStack() as undo:
+            for arena in group.live_arenas().values():
+                arena.resume(group.control, deadline.left)
+                undo.callback(_quietly_suspend, arena)
+            CollectiveStages(group.control, "resume", deadline)("begin", group.begin)
+            undo.pop_all()
+        self._sleep(False)
+
+    def _wake_after(self, error: ResourceError) -> None:
+        try:
+            self._take_again()
+        except ResourceError as second:
+            raise ResourceError(
+                f"{error}; and memory cannot be taken again: {second}. The group is suspended; try resume() later"
+            ) from error
+        raise ResourceError(f"{error}. The group is not suspended, and its symmetric memory is zeroed") from error
 
 
 def _registrable(x: Any, device: torch.device) -> InvalidArgument | None:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from tricomm import arguments
-from tricomm.core.calls import rows
-from tricomm.core.calls.first_calls import FirstCalls, Kind
+from tricomm.core.calls.first_calls import FirstCalls, Kind, total
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, Request
@@ -129,10 +128,10 @@ class PreparedCalls:
         try:
             given = (x,) if out is None else (x, out)
             known = first_like(self._calls[kind, *(t.shape[1:] for t in given)], *given)
-            total = rows.total(sends, takes, group.rank, group.world_size, x.shape[0], known.rest)
+            length = total(sends, takes, group.rank, group.world_size, x.shape[0], known.rest)
             if known.make is not None:
-                y = known.make(total)
-            elif y.shape[0] != total:
+                y = known.make(length)
+            elif y.shape[0] != length:
                 raise LookupError
             address, target, nbytes, out_nbytes = x.data_ptr(), y.data_ptr(), x.nbytes, y.nbytes
             if (

@@ -13,7 +13,7 @@ from tricomm import arguments, gone
 from tricomm.core import dependent_launch, nccl
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
-from tricomm.core.fused import fused_checks
+from tricomm.core.fused import fused_call
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, Epilogue
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import READ_IN_PLACE, Request
@@ -162,6 +162,6 @@ def _epilogue(hidden: int | None, quantize: str | None, dtype: torch.dtype, nbyt
         raise InvalidArgument(f"explain: hidden={hidden!r}: {nbytes} bytes of {dtype} have to be whole rows of it")
     if quantize is not None and quantize not in QUANTIZATIONS:
         raise InvalidArgument(f"explain: quantize={quantize!r}; there is {', '.join(QUANTIZATIONS)}")
-    fused_checks.check_row(hidden, quantize)
+    fused_call.check_row(hidden, quantize)
     layout = SCALE_LAYOUTS[0] if quantize == "nvfp4" else ""
     return Epilogue(hidden, dtype, 1e-6, norm=quantize is None, quantize=quantize, scale_layout=layout)
