@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from tricomm import Communicator, Options
-from tricomm.core.runtime import Runtime
+from tricomm.core.group import Runtime
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 from tricomm.options import digest_of

@@ -24,7 +24,7 @@ import torch
 
 from tests.kernels.fake_launch import FakeGpu, Result
 from tests.kernels.fake_streams import Block, FakeEvent, FakeStream, Lease
-from tricomm.core.runtime import Runtime
+from tricomm.core.group import Runtime
 from tricomm.gpu import Gpu
 from tricomm.kernels.launch import compiler, cuda_launcher, kernel_launch
 

@@ -34,7 +34,7 @@ def test_imports_go_one_way() -> None:
         ("tricomm/communicator.py", "import tricomm.perf"),
         ("perf/bench/session.py", "import tricomm.cli"),
         ("perf/cost_model/forecast.py", "import tricomm.explorer.timing"),
-        ("tricomm/core/runtime.py", "import tricomm.explorer"),
+        ("tricomm/core/group.py", "import tricomm.explorer"),
         ("tricomm/errors.py", "import tricomm.env"),
     ],
 )

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -23,17 +23,18 @@ from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import Terms, pick_device
 from tricomm.core.calls.collectives import Collectives
 from tricomm.core.calls.fused_calls import FusedCalls, FusedMethods
-from tricomm.core.calls.internal import Internal
 from tricomm.core.calls.memory_methods import MemoryMethods
 from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.calls.tuning_methods import TuningMethods
 from tricomm.core.entry_guard import entry, guarded, set_up
 from tricomm.core.faults import Faults
-from tricomm.core.group import Group
+from tricomm.core.fused.fused_call import FusedCall
+from tricomm.core.group import PROCESSES, Group, Runtime
+from tricomm.core.launch_plan import LaunchPlan
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.planner import Planner
-from tricomm.core.runtime import PROCESSES, Runtime
+from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -42,9 +43,58 @@ from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
 from tricomm.policy.backend_choice import GroupFacts, Router
 from tricomm.store.arenas.arena import Arena
-from tricomm.store.control import ControlPage, RankState
+from tricomm.store.control import ControlPage, PackedDescriptor, RankState
 from tricomm.store.rendezvous import check_rank, open_store
 from tricomm.topology.model import Topology
+
+
+@dataclass(eq=False)
+class Internal:
+    """`Communicator._internal`: its parts, and its own calls."""
+
+    group: Group
+    faults: Faults
+    monitor: Monitor
+    launcher: Launcher
+    planner: Planner
+    calls: PreparedCalls
+    fused: FusedCalls
+
+    def __post_init__(self) -> None:
+        self._guard, self._gpu, self._run = self.launcher.guard, self.group.gpu, self.calls.run
+
+    @entry
+    def repeat(self, op: str, x: torch.Tensor) -> bool:
+        """Repeat an all_reduce in place. False, with nothing done, if it is new or needs the checks of a first call."""
+        try:
+            return self._run(("all_reduce", op, None, None, -1, True), x, known_only=True) is not None
+        except BaseException as error:
+            self._guard.unwound(error)
+            raise
+
+    @guarded
+    def remember(self, op: str, x: torch.Tensor) -> bool:
+        """Let `repeat` make all_reduces of tensors like `x`, after a call with the same elements in another shape.
+        False if such tensors need the checks of a first call."""
+        return self.calls.remember(op, x)
+
+    @guarded
+    def run_fused(
+        self, call: FusedCall, algorithm: str | None = None, protocol: str | None = None
+    ) -> Sequence[LaunchPlan]:
+        """Run a call that `fused_call.checked` has made for this group's device; called by all ranks."""
+        return self.fused.run_checked(call, algorithm, protocol)
+
+    @guarded
+    def announce(self, record: PackedDescriptor) -> None:
+        """Tell the peers of a call that all ranks make by other means, so that a rank with a different one is named."""
+        self.launcher.announce(record)
+
+    @guarded
+    def withdraw(self, calls: int) -> None:
+        """Take back the last `calls` that were announced, because they were refused before anything was sent."""
+        self.launcher.withdraw(calls)
+
 
 log = logging.getLogger("tricomm")
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()

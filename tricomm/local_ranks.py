@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import HashStore
 from tricomm import env
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
-from tricomm.core.runtime import Runtime
+from tricomm.core.group import Runtime
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.options import Options, digest_of, seconds

@@ -18,8 +18,8 @@ import torch
 
 from tricomm.communicator import Communicator
 from tricomm.core.entry_guard import CallLock
+from tricomm.core.group import Runtime
 from tricomm.core.launch_plan import LaunchPlan, Request
-from tricomm.core.runtime import Runtime
 from tricomm.core.symmetric import nbytes_of
 from tricomm.core.watch.monitor import Monitor
 from tricomm.core.watch.watcher import Watchable, Watcher

@@ -16,7 +16,7 @@ from tests.core.operations import Operations
 from tests.kernels.fake_launch import FakeGpu
 from tricomm import Communicator
 from tricomm.core import launch_plan, planner
-from tricomm.core.runtime import Runtime
+from tricomm.core.group import Runtime
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher
 from tricomm.options import Tuning, digest_of

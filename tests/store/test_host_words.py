@@ -19,9 +19,8 @@ from tricomm import communicator
 from tricomm.communicator import Communicator
 from tricomm.core import bootstrap
 from tricomm.core.calls.point_to_point import PointToPoint
-from tricomm.core.group import Group
+from tricomm.core.group import PROCESSES, Group
 from tricomm.core.launcher import Launcher
-from tricomm.core.runtime import PROCESSES
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.kernels import layout
 from tricomm.options import Options, digest_of

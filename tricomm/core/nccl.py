@@ -260,7 +260,7 @@ def plan(nccl: Nccl, monitor: Monitor, gpu: Gpu | None, reason: str, request: Re
     fingerprint, record = announced(choice, op, name, request, mode)
 
     def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
-        with monitor.user_call(gpu):
+        with monitor.in_flight.user_call(gpu):
             nccl.run(request, x, y, rows)
 
     return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)

@@ -15,7 +15,7 @@ import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import SMALL, communicator, endless
 from tests.soak.growth import orphans
-from tricomm.core.runtime import PROCESSES
+from tricomm.core.group import PROCESSES
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 

@@ -171,7 +171,7 @@ class MemoryMethods:
         device, limit = group.device, group.timeout
         run = group.runtime.prepare(kernel, grid, args, constexprs, device, limit, self._faults.check)
         launcher.captured |= group.gpu is not None and group.gpu.capturing()
-        with launcher.held(), self._monitor.user_call(group.gpu, kernel.__name__):
+        with launcher.held(), self._monitor.in_flight.user_call(group.gpu, kernel.__name__):
             launcher.run(run)
 
     # Suspension: the monitor continues meanwhile, because the control page stays

@@ -130,7 +130,7 @@ class InFlight:
         return [r for r, words in self._peers.items() if not _entered(int(words[_STARTED]), self._started)]
 
     @contextmanager
-    def user_call(self, gpu: Gpu | None, name: str) -> Iterator[None]:
+    def user_call(self, gpu: Gpu | None, name: str = "") -> Iterator[None]:
         """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
         token = UserCall()
         token.name = name

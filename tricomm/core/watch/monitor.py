@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from typing import Protocol
 
 from tricomm import errors, threads
 from tricomm.core.watch.in_flight import InFlight, UserCall
 from tricomm.core.watch.watcher import WATCHER, Watcher
 from tricomm.errors import GroupAborted, ResourceError
-from tricomm.gpu import Gpu
 from tricomm.store.control import RING, ControlPage, Fault, RankState
 
 _USER_SECONDS = 1.0
@@ -116,10 +115,6 @@ class Monitor:
         fault = self.in_flight.reported()
         if fault is not None:
             self.abort(fault)
-
-    def user_call(self, gpu: Gpu | None, name: str = "") -> AbstractContextManager[None]:
-        """Counts a user's own kernel, which moves no epoch, as running: on a GPU until its event has passed."""
-        return self.in_flight.user_call(gpu, name)
 
     def _gone(self, rank: int) -> bool:
         return self._control.state(rank) == RankState.CLOSED or not self._control.alive(rank)
