@@ -211,10 +211,10 @@ def _define_fused(suffix: str, more: tuple[str, ...], quantize: str | None, *res
     """Add `all_reduce_rms_norm{suffix}`, with the arguments `more`, which gives these `results` of a `FusedCall`."""
 
     def run(x: torch.Tensor, residual: torch.Tensor | None, *given: Any) -> Any:
-        *numbers, group = given  # weight, eps, weight_bias, and then `more`
-        options = dict(zip(more, numbers[3:], strict=True))
+        weight, eps, bias, *rest, group = given
+        options: dict[str, Any] = dict(zip(more, rest, strict=True))
         residual = None if residual is None else residual.contiguous()
-        asked = FusedArguments(x.contiguous(), residual, *numbers[:3], quantize=quantize, **options)
+        asked = FusedArguments(x.contiguous(), residual, weight, eps, bias, quantize=quantize, **options)
         call = run_fused(_reducing_group(group), asked)
         return tuple(getattr(call, name).view(_form(name, x, call.epilogue)[0]) for name in results)
 
