@@ -11,7 +11,6 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Protocol
 
 import torch
 
@@ -50,34 +49,45 @@ class GpuSite:
             )
 
 
-class Blocks(Protocol):
+class Blocks:
     """All ranks' blocks of one kind of memory. `allocate` and `map` run in the GPU's context; after `give_back` they
-    run again and keep the addresses. `no_suspend`: why this kind cannot do that; empty if it can."""
+    run again and keep the addresses. `no_suspend` and `no_multicast`: why this kind cannot do that; empty if it can."""
 
     kind: str
-    no_suspend: str
+    no_suspend = no_multicast = ""
+    _site: GpuSite | None = None  # from `allocate` on
+
+    @property
+    def site(self) -> GpuSite:
+        assert self._site is not None, "allocate comes first"
+        return self._site
 
     def allocate(self, site: GpuSite) -> bytes:
         """Make this rank's block, zeroed. Returns its record for the other ranks."""
+        raise NotImplementedError
 
     def shared(self) -> None:
         """From now on a peer may map the block."""
 
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
         """The address of each rank's block; 0 without `reach`. Raises `RendezvousError` for records that do not fit."""
+        raise NotImplementedError
 
     def multicast(self, probe: int, deadline: Deadline) -> int:
         """The multicast address of all blocks, tested with the bytes from offset `probe` on; called by all ranks
         together. If there is none, undoes everything and raises the same `ResourceError` on all ranks."""
+        raise ResourceError(self.no_multicast)
 
     def give_back(self, undo: Cleanup) -> None:
         """Release all memory and keep its addresses. May be repeated."""
+        raise ResourceError(self.no_suspend)
 
     def release(self, undo: Cleanup) -> bool:
         """Release all blocks; False if this rank's block, and therefore its context, has to stay."""
+        raise NotImplementedError
 
     def keep(self) -> None:
-        """Instead of `release`: all blocks stay."""
+        """Instead of `release`: all blocks stay, as every rank's mappings keep the memory alive."""
 
 
 def open_blocks(

@@ -19,7 +19,7 @@ import torch
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import RendezvousError, ResourceError, TricommError
 from tricomm.store.arenas.arena import RecordFormat
-from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.arenas.cuda_arena import Blocks, CudaArena, GpuSite, open_blocks
 from tricomm.store.control import ControlPage
 from tricomm.store.cuda.cuda_driver import HANDLE_BYTES, UUID_BYTES, Cleanup, Driver
 
@@ -70,11 +70,12 @@ def open_cuda_ipc(
     return open_blocks(control, nbytes, device, timeout, driver, reach, lambda: IpcBlocks(control, nbytes))
 
 
-class IpcBlocks:
+class IpcBlocks(Blocks):
     """This rank's cuMemAlloc block, and mappings of the others'. `theirs`: the address of the user's memory, to share
     instead of a new block; it is neither written nor freed, and has to outlive all mappings."""
 
     kind = "cuda_ipc"
+    no_multicast = "legacy CUDA IPC memory cannot be bound to a multicast address"
     no_suspend = (
         "legacy CUDA IPC cannot map memory again at the same addresses: close the communicator and make a new one, and "
         "capture graphs anew, or make shared memory by descriptors possible (tricomm doctor says what is missing)"
@@ -82,7 +83,6 @@ class IpcBlocks:
 
     def __init__(self, control: ControlPage, nbytes: int, theirs: int = 0) -> None:
         self._control, self._nbytes, self._theirs = control, nbytes, theirs
-        self._site: GpuSite | None = None
         self._own = 0
         self._mapped: list[int] = []
         self._exported = False
@@ -113,26 +113,19 @@ class IpcBlocks:
         return tuple(own if p.rank == rank else self._map_peer(p) if reach[p.rank] else 0 for p in peers)
 
     def _map_peer(self, peer: BlockRecord) -> int:
-        assert self._site is not None, "allocate comes first"
-        self._site.refuse_unreachable(peer.rank, peer.uuid)
+        self.site.refuse_unreachable(peer.rank, peer.uuid)
         try:
-            address = self._site.driver.ipc_open_handle(peer.handle)
+            address = self.site.driver.ipc_open_handle(peer.handle)
         except ResourceError as error:
             raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
         self._mapped.append(address)
         return address + peer.offset
-
-    def give_back(self, undo: Cleanup) -> None:
-        raise ResourceError(self.no_suspend)
 
     def keep(self) -> None:
         """Tells the peers, so that they also keep their blocks."""
         if self._exported:
             with suppress(TricommError):  # nothing is freed here, whether or not a peer answers
                 self._control.exchange(_STILL_MAPPED, "cuda_ipc: close", CLOSE_SECONDS)
-
-    def multicast(self, probe: int, deadline: Deadline) -> int:
-        raise ResourceError("legacy CUDA IPC memory cannot be bound to a multicast address")
 
     def release(self, undo: Cleanup) -> bool:
         """Unmap the peers' blocks, wait at most `CLOSE_SECONDS` for the peers to unmap this one, and free it."""

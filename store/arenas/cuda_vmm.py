@@ -16,7 +16,7 @@ import torch
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
 from tricomm.store.arenas.arena import RecordFormat
-from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.arenas.cuda_arena import Blocks, CudaArena, GpuSite, open_blocks
 from tricomm.store.arenas.cuda_multicast import Multicast
 from tricomm.store.arenas.passing import TOKEN_BYTES, passing
 from tricomm.store.control import ControlPage
@@ -63,15 +63,13 @@ def parse_record(data: bytes, rank: int, nbytes: int) -> VmmRecord:
     return VmmRecord(rank, uuid, nbytes, whole, token)
 
 
-class VmmBlocks:
+class VmmBlocks(Blocks):
     """This rank's memory, and the others', mapped here."""
 
     kind = "cuda_vmm"
-    no_suspend = ""
 
     def __init__(self, control: ControlPage, nbytes: int, sharing: str) -> None:
         self._control, self._nbytes, self._sharing = control, nbytes, sharing
-        self._site: GpuSite | None = None
         self._granularity = 0
         self._mapped: dict[int, MappedMemory] = {}  # by rank, the own one first
         self._passing = passing(sharing, control, self.kind)
@@ -90,9 +88,6 @@ class VmmBlocks:
         token = self._passing.offer(driver, own.handles[0]) if self._control.world_size > 1 else b""
         return VmmRecord(self._control.rank, driver.device_uuid(site.ordinal), self._nbytes, whole, token).pack()
 
-    def shared(self) -> None:
-        pass
-
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
         peers = [parse_record(data, rank, self._nbytes) for rank, data in enumerate(records)]
         addresses = {self._control.rank: self._mapped[self._control.rank].address}
@@ -100,13 +95,11 @@ class VmmBlocks:
         def load(rank: int, fetch: Callable[[], int]) -> None:
             addresses[rank] = self._map_peer(peers[rank], fetch) if reach[rank] else 0
 
-        assert self._site is not None, "allocate comes first"
-        self._passing.take(self._site.driver, [peer.token for peer in peers], load, deadline)
+        self._passing.take(self.site.driver, [peer.token for peer in peers], load, deadline)
         return tuple(addresses[rank] for rank in range(len(peers)))
 
     def multicast(self, probe: int, deadline: Deadline) -> int:
-        site = self._site
-        assert site is not None, "allocate comes first"
+        site = self.site
         if self._switch is None:
             self._switch = Multicast(self._control, site, self._mapped[self._control.rank], self._sharing)
         try:
@@ -118,20 +111,18 @@ class VmmBlocks:
             raise
 
     def _map_peer(self, peer: VmmRecord, fetch: Callable[[], int]) -> int:
-        assert self._site is not None, "allocate comes first"
-        self._site.refuse_unreachable(peer.rank, peer.uuid)
+        self.site.refuse_unreachable(peer.rank, peer.uuid)
         block = self._mapping(peer.rank, peer.whole)
         try:
             block.handles.append(fetch())
-            block.put(self._site.ordinal, self._granularity)
+            block.put(self.site.ordinal, self._granularity)
         except ResourceError as error:
             raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
         return block.address
 
     def _mapping(self, rank: int, nbytes: int) -> MappedMemory:
         """Addresses for rank `rank`'s memory: those that were kept, if there are any."""
-        site = self._site
-        assert site is not None, "allocate comes first"
+        site = self.site
         block = self._mapped.setdefault(rank, MappedMemory(site.driver, nbytes))
         if block.nbytes != nbytes:
             raise RendezvousError(f"rank {rank} shares {nbytes} bytes, and before it was suspended {block.nbytes}")
@@ -144,9 +135,6 @@ class VmmBlocks:
         self._passing.abandon()
         for block in self._mapped.values():
             block.empty(undo)
-
-    def keep(self) -> None:
-        """Nothing to do: every rank's mappings keep the memory alive."""
 
     def release(self, undo: Cleanup) -> bool:
         if self._switch is not None:

@@ -18,7 +18,7 @@ import torch
 from tricomm.deadline import Deadline
 from tricomm.errors import RendezvousError, ResourceError
 from tricomm.store.arenas.arena import NOT_BOUND, RecordFormat
-from tricomm.store.arenas.cuda_arena import CudaArena, GpuSite, open_blocks
+from tricomm.store.arenas.cuda_arena import Blocks, CudaArena, GpuSite, open_blocks
 from tricomm.store.arenas.cuda_ipc import IpcBlocks
 from tricomm.store.arenas.passing import DescriptorPassing, export
 from tricomm.store.collective_stages import CollectiveStages
@@ -108,15 +108,15 @@ def parse_pieces(data: bytes, rank: int, nbytes: int) -> PiecesRecord:
     return PiecesRecord(rank, uuid, nbytes, offset, tuple(sizes[:count]), name)
 
 
-class TensorPieces:
+class TensorPieces(Blocks):
     """The allocations that hold a user's memory, and the other ranks', mapped here."""
 
     kind = "cuda_vmm"
     no_suspend = "registered memory is the user's"
+    no_multicast = NOT_BOUND
 
     def __init__(self, control: ControlPage, address: int, nbytes: int) -> None:
         self._control, self._address, self._nbytes = control, address, nbytes
-        self._site: GpuSite | None = None
         self._handles: list[int] = []
         self._mapped: list[tuple[int, int]] = []
         self._reserved: list[tuple[int, int]] = []
@@ -141,9 +141,6 @@ class TensorPieces:
         name, uuid, offset = self._passing.bind(), driver.device_uuid(site.ordinal), self._address - first
         return PiecesRecord(self._control.rank, uuid, self._nbytes, offset, tuple(sizes), name).pack()
 
-    def shared(self) -> None:
-        pass
-
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
         peers = [parse_pieces(data, rank, self._nbytes) for rank, data in enumerate(records)]
         counts = [len(peer.sizes) for peer in peers]
@@ -158,8 +155,7 @@ class TensorPieces:
         return tuple(addresses[rank] for rank in range(len(peers)))
 
     def _map_peer(self, peer: PiecesRecord, descriptors: Sequence[int]) -> int:
-        site = self._site
-        assert site is not None, "allocate comes first"
+        site = self.site
         site.refuse_unreachable(peer.rank, peer.uuid)
         driver, total = site.driver, sum(peer.sizes)
         try:
@@ -174,15 +170,6 @@ class TensorPieces:
         except ResourceError as error:
             raise ResourceError(f"rank {peer.rank}'s memory cannot be mapped: {error}") from error
         return start + peer.offset
-
-    def multicast(self, probe: int, deadline: Deadline) -> int:
-        raise ResourceError(NOT_BOUND)
-
-    def give_back(self, undo: Cleanup) -> None:
-        raise ResourceError(self.no_suspend)
-
-    def keep(self) -> None:
-        """Nothing to do: the mappings here keep the peers' memory alive."""
 
     def release(self, undo: Cleanup) -> bool:
         self._passing.abandon()

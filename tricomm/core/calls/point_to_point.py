@@ -187,7 +187,7 @@ class PointToPoint:
         return Half(run, facts, x.numel() * dtype.lanes, record, tally, weight(nbytes))
 
     def unread(self) -> list[int]:
-        """As `Communicator.unread`."""
+        """The ranks that have not received all that this rank has sent."""
         if self.group.suspended:
             self.faults.raise_refused()
         group, memory = self.group, self.group.layout
