@@ -15,9 +15,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tricomm import errors
 from tricomm.deadline import TimeSource, poll
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
@@ -119,14 +116,6 @@ class ControlPage:
         """The other ranks whose pages are visible here: all of them if memory is shared, else none."""
         return () if self._slots else tuple(r for r in range(self.world_size) if r != self.rank)
 
-    def words(self) -> NDArray[np.int64]:
-        """This rank's 512 words; valid also after `close`."""
-        return self._own().device_words()
-
-    def peer_words(self, rank: int) -> NDArray[np.int64]:
-        """`rank`'s words, read-only unless they are this rank's own."""
-        return self._page(rank).device_words()
-
     def pid(self, rank: int) -> int:
         return self._member(rank).pid
 
@@ -150,54 +139,24 @@ class ControlPage:
         return watched[rank].alive() if watched else True
 
     def beat(self) -> None:
-        self._own().beat()
-
-    def heartbeat(self, rank: int) -> int:
-        """CLOCK_MONOTONIC of the rank's last beat, in nanoseconds; 0 before the first."""
-        return self._page(rank).heartbeat
+        self.own().beat()
 
     def set_state(self, state: RankState) -> None:
-        self._own().state = state
+        self.own().state = state
         self._host.changed()
-
-    def state(self, rank: int) -> RankState:
-        return RankState(self._page(rank).state)
 
     def announcer(self) -> Callable[[int, PackedDescriptor], None]:
         """announce(sequence, packed) publishes this rank's call number `sequence`; the last 8 stay readable.
 
         For use in this process, and before `close`: it checks nothing, because every collective calls it.
         """
-        return self._own().announcer()
-
-    def announce_message(self, message: Descriptor) -> None:
-        """Publish what this rank sends or receives as its message number `message.sequence`."""
-        self._own().announce_message(message)
-
-    def messages(self, rank: int) -> list[Descriptor]:
-        """The rank's last 8 messages, in order."""
-        return self._page(rank).messages()
-
-    def last(self, rank: int) -> Descriptor | None:
-        """The rank's latest call; None if it has made none."""
-        return self._page(rank).last()
-
-    def called(self, rank: int, sequence: int) -> Descriptor | None:
-        """Call number `sequence` of a rank; None if it has not made it, or if it is more than 8 calls ago."""
-        return self._page(rank).called(sequence)
-
-    def sequence(self, rank: int) -> int:
-        """Number of the rank's latest call; 0 before the first."""
-        return self._page(rank).sequence()
+        return self.own().announcer()
 
     def raise_fault(self, fault: Fault) -> None:
         """Publish why this rank aborts the group. The first fault stays; its text is cut to the page's room for it."""
         with self._lock:
-            self._own().put_fault(fault)
+            self.own().put_fault(fault)
             self._host.changed()
-
-    def fault(self, rank: int) -> Fault | None:
-        return self._page(rank).fault()
 
     def exchange(
         self,
@@ -224,8 +183,8 @@ class ControlPage:
         with self._exchanging:
             self._step += 1
             mine = ExchangeMessage(self._step, what, _DONE + payload if error is None else _FAILED + _packed(error))
-            self._own()
-            with self._slots(timeout) if self._slots else nullcontext(PageSlots(self._page, self.rank)) as slots:
+            self.own()
+            with self._slots(timeout) if self._slots else nullcontext(PageSlots(self.page, self.rank)) as slots:
                 answers = self._gather(slots, mine, timeout, abort_on_fault)
         failed = {rank: answer[1:] for rank, answer in enumerate(answers) if answer[:1] == _FAILED}
         if failed:
@@ -253,7 +212,7 @@ class ControlPage:
     def give_up_if_refused(self) -> None:
         """Raise an error of the same class if another rank has already entered the next exchange with an error. That
         exchange is then the end of this stage of a set-up."""
-        for rank, theirs in PageSlots(self._page, self.rank).posted(self.peers, self._step + 1):
+        for rank, theirs in PageSlots(self.page, self.rank).posted(self.peers, self._step + 1):
             if theirs.step == self._step + 1 and theirs.payload[:1] == _FAILED:
                 raise _kind(theirs.payload[1:])(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
 
@@ -300,7 +259,7 @@ class ControlPage:
                 self._refuse_diverged(slots, late, mine)
             if lost := [rank for rank in late if rank in gone]:
                 text = f"{self._prefix(mine.what)}: {'; '.join(gone[rank] for rank in lost)}"
-                fault = self.fault(lost[0])
+                fault = self.page(lost[0]).fault()
                 raise (PeerDied if fault is None else _kind(fault.kind.encode()))(text)
             return not late
 
@@ -313,13 +272,13 @@ class ControlPage:
 
     def _refuse_lost(self) -> None:
         """Raise this rank's own fault, if it has one; the other ranks' faults cannot be seen."""
-        fault = self.fault(self.rank)
+        fault = self.page(self.rank).fault()
         if fault is not None:
             raise _kind(fault.kind.encode())(fault.text)
 
     def _refuse_diverged(self, slots: Slots, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:
-            fault, ahead = self.fault(rank), self._ahead(rank)
+            fault, ahead = self.page(rank).fault(), self._ahead(rank)
             # It may have come since its slot was read, seen every rank there, and be in its next call by now.
             if not (ahead or fault is not None) or self._from(slots, [rank], mine):
                 continue
@@ -329,8 +288,8 @@ class ControlPage:
 
     def _ahead(self, rank: int) -> str:
         """The call of `rank` that this rank has not made; empty if there is none."""
-        call = self.last(rank)
-        return call.text() if call is not None and call.sequence > self.sequence(self.rank) else ""
+        call = self.page(rank).last()
+        return call.text() if call is not None and call.sequence > self.page(self.rank).sequence() else ""
 
     def _from(self, slots: Slots, ranks: list[int], mine: ExchangeMessage) -> dict[int, bytes]:
         """The payloads of those of `ranks` that have posted theirs."""
@@ -348,8 +307,8 @@ class ControlPage:
         """The missing ranks that will never come, and why."""
         gone = {}
         for rank in set(range(self.world_size)) - set(arrived):
-            if self.state(rank) == RankState.CLOSED:
-                fault = self.fault(rank)
+            if self.page(rank).state == RankState.CLOSED:
+                fault = self.page(rank).fault()
                 gone[rank] = f"rank {rank} has closed the group" + (f": {fault.text}" if fault else "")
             elif not self.alive(rank):
                 gone[rank] = f"rank {rank} (pid {self.pid(rank)}) died"
@@ -362,15 +321,17 @@ class ControlPage:
         self._check(rank)
         return self._members[rank]
 
-    def _page(self, rank: int) -> Page:
+    def page(self, rank: int) -> Page:
+        """`rank`'s page; only this rank's own can be written."""
         pages = self._pages  # read once: another thread may close meanwhile
         self._check(rank)
         return pages[rank]
 
-    def _own(self) -> Page:
+    def own(self) -> Page:
+        """This rank's page. Raises `GroupAborted` in a forked child."""
         if process.forks() != self._forks:
             raise GroupAborted(f"group {self.group} was created in pid {self._owner}; create a new one in this process")
-        return self._page(self.rank)
+        return self.page(self.rank)
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

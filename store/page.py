@@ -137,22 +137,24 @@ class Page:
             raise ResourceError(f"the segment behind rank {rank}'s record (pid {pid}) is not its control page")
 
     @property
-    def state(self) -> int:
-        return self._words[_STATE]
+    def state(self) -> RankState:
+        return RankState(self._words[_STATE])
 
     @state.setter
-    def state(self, state: int) -> None:
+    def state(self, state: RankState) -> None:
         self._words[_STATE] = state
 
     @property
     def heartbeat(self) -> int:
-        """CLOCK_MONOTONIC of the last beat, in nanoseconds; the same clock for all processes of a machine."""
+        """CLOCK_MONOTONIC of the last beat, in nanoseconds, 0 before it; the same clock for all processes of a
+        machine."""
         return self._words[_HEARTBEAT]
 
     def beat(self) -> None:
         self._words[_HEARTBEAT] = time.monotonic_ns()
 
     def sequence(self) -> int:
+        """Number of the latest call; 0 before the first."""
         return self._words[_RING + RING] >> _BITS
 
     def device_words(self) -> NDArray[np.int64]:
@@ -200,6 +202,7 @@ class Page:
         return Descriptor(fields.pop(), *fields)
 
     def last(self) -> Descriptor | None:
+        """The latest call; None if there was none."""
         for _ in range(_TRIES):  # its rank may keep calling, and overwrite the descriptor that is read
             sequence = self.sequence()
             call = self.called(sequence)

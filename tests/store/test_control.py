@@ -46,22 +46,22 @@ def test_who_is_who():
 
 def test_state_heartbeat_and_sequence_are_seen_by_the_others():
     with pages(2) as (one, two):
-        assert one.state(1) == RankState.READY
-        before = two.heartbeat(0)
+        assert one.page(1).state == RankState.READY
+        before = two.page(0).heartbeat
         one.beat()
-        assert before < two.heartbeat(0)
-        assert two.heartbeat(0) <= time.monotonic_ns()
+        assert before < two.page(0).heartbeat
+        assert two.page(0).heartbeat <= time.monotonic_ns()
         one.set_state(RankState.ABORTED)
-        assert two.state(0) == RankState.ABORTED and two.state(1) == RankState.READY
+        assert two.page(0).state == RankState.ABORTED and two.page(1).state == RankState.READY
 
 
 def test_words_are_shared_page_aligned_and_not_writable_by_peers():
     with pages(2) as (one, two):
-        assert one.device_words % 4096 == 0 and one.words().ctypes.data == one.device_words
-        words, seen = one.words(), two.peer_words(0)
+        assert one.device_words % 4096 == 0 and one.own().device_words().ctypes.data == one.device_words
+        words, seen = one.own().device_words(), two.page(0).device_words()
         assert words.shape == seen.shape == (512,) and words.dtype == np.int64
         words[0], words[511] = 1, -(2**63)
-        assert seen[0] == 1 and seen[511] == -(2**63) and two.words()[0] == 0
+        assert seen[0] == 1 and seen[511] == -(2**63) and two.own().device_words()[0] == 0
         assert words.flags.writeable and not seen.flags.writeable
         one.close()
         two.close()
@@ -70,15 +70,15 @@ def test_words_are_shared_page_aligned_and_not_writable_by_peers():
 
 def test_descriptors_of_the_last_8_calls():
     with pages(2) as (one, two):
-        assert two.last(0) is None and two.called(0, 0) is None and two.sequence(0) == 0
+        assert two.page(0).last() is None and two.page(0).called(0) is None and two.page(0).sequence() == 0
         one.announcer()(CALL.sequence, CALL.packed())
-        assert two.last(0) == CALL == one.last(0)
+        assert two.page(0).last() == CALL == one.page(0).last()
         assert "all_reduce(op=sum, dtype=bfloat16, count=1000000000000) [two_shot/ll" in CALL.text()
         for sequence in range(1, 21):
             one.announcer()(sequence, call(sequence).packed())
-            assert two.sequence(0) == sequence and two.last(0) == call(sequence)
-        assert [two.called(0, s) for s in range(13, 21)] == [call(s) for s in range(13, 21)]
-        assert two.called(0, 12) is None and two.called(0, 21) is None
+            assert two.page(0).sequence() == sequence and two.page(0).last() == call(sequence)
+        assert [two.page(0).called(s) for s in range(13, 21)] == [call(s) for s in range(13, 21)]
+        assert two.page(0).called(12) is None and two.page(0).called(21) is None
         assert "root=0" in call(1).text() and "at sequence 1" in call(1).text()
 
 
@@ -91,7 +91,7 @@ def write_or_read(rank: int, world_size: int, tell, url: str):
             sequence += 1
             page.announcer()(sequence, call(sequence).packed())
             continue
-        result = page.last(0)
+        result = page.page(0).last()
         if result is not None:
             assert result == call(result.sequence)
             seen, sequence = seen + (result.sequence != sequence), result.sequence
@@ -121,14 +121,14 @@ def test_a_torn_record_is_not_believed():
 
 def test_the_first_fault_stays_and_is_cut_to_fit():
     with pages(2) as (one, two):
-        assert two.fault(0) is None
+        assert two.page(0).fault() is None
         first = Fault("CollectiveTimeout", 1, 77, "first — " + "ä" * 5000)
         one.raise_fault(first)
         one.raise_fault(Fault("PeerDied", 0, 78, "second"))
-        result = two.fault(0)
+        result = two.page(0).fault()
         assert (result.kind, result.culprit, result.sequence) == ("CollectiveTimeout", 1, 77)
         assert result.text.startswith("first — ää") and first.text.startswith(result.text) and len(result.text) > 500
-        assert two.fault(1) is None
+        assert two.page(1).fault() is None
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -254,12 +254,12 @@ def test_close_is_idempotent_and_final():
         with pages(2) as (one, two):
             one.close()
             one.close()
-            assert two.state(0) == RankState.CLOSED
-            for use in (one.beat, one.words, lambda: one.state(1), lambda: one.exchange(b"", "x", 1)):
+            assert two.page(0).state == RankState.CLOSED
+            for use in (one.beat, one.own, lambda: one.page(1), lambda: one.exchange(b"", "x", 1)):
                 with pytest.raises(GroupAborted, match="is closed"):
                     use()
             with pytest.raises(InvalidArgument, match=r"rank 2 is not in 0..1"):
-                two.state(2)
+                two.page(2)
 
 
 def in_fork(body) -> int:
@@ -281,7 +281,7 @@ def forked(rank: int, world_size: int, tell, url: str):
         refused = 0
         for use in (
             page.beat,
-            page.words,
+            page.own,
             lambda: page.set_state(RankState.ABORTED),
             lambda: page.exchange(b"", "", 1),
         ):
@@ -293,7 +293,7 @@ def forked(rank: int, world_size: int, tell, url: str):
         return 10 + refused
 
     code = in_fork(child)
-    states = [int(page.state(r)) for r in range(world_size)]
+    states = [int(page.page(r).state) for r in range(world_size)]
     both = page.exchange(b"%d" % code, "after the fork", 20)
     page.close()
     return both, states

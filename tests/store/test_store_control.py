@@ -117,9 +117,11 @@ def test_nothing_is_known_of_the_others():
     def body(rank, store):
         control, _ = open_store_control(store, rank, 2, 10.0, 1)
         assert (
-            control.alive(1 - rank) and control.state(1 - rank) is RankState.READY and control.fault(1 - rank) is None
+            control.alive(1 - rank)
+            and control.page(1 - rank).state is RankState.READY
+            and control.page(1 - rank).fault() is None
         )
-        assert control.last(1 - rank) is None and control.called(1 - rank, 1) is None
+        assert control.page(1 - rank).last() is None and control.page(1 - rank).called(1) is None
         control.close()
 
     assert everywhere(2, body) == [None, None]

@@ -135,7 +135,7 @@ class Faults:
     def of(self, kind: type[TricommError], text: str, culprit: int | None = None) -> Fault:
         """A fault of this rank's latest call; `culprit` is the rank to blame, by default this one."""
         rank = self.group.rank
-        sequence = self.group.control.sequence(rank)
+        sequence = self.group.control.page(rank).sequence()
         return Fault(kind.__name__, rank if culprit is None else culprit, sequence, text)
 
     def _overlap(self, peer: int, got: int) -> Fault:
@@ -156,10 +156,10 @@ class Faults:
 
     def _mismatch(self, peer: int, fingerprint: int) -> Fault:
         control, rank = self.group.control, self.group.rank
-        mine = control.last(rank)
-        theirs = control.called(peer, mine.sequence) if mine is not None else None
+        mine = control.page(rank).last()
+        theirs = control.page(peer).called(mine.sequence) if mine is not None else None
         if theirs is None or theirs.fingerprint != fingerprint:
-            theirs = control.last(peer)
+            theirs = control.page(peer).last()
         if mine and theirs and (mine.sequence, mine.fingerprint) == (theirs.sequence, theirs.fingerprint):
             text = (
                 f"rank {rank} and rank {peer} both made {mine.text()}, but a header from rank {peer} is of another "

@@ -141,7 +141,7 @@ class Group:
         self.registered: dict[int, tuple[Arena, torch.Tensor]] = {}
         self.unregistered = ""
         self.reachable = all(self.arena.bases)
-        self.words = control.words()
+        self.words = control.own().device_words()
         self.flags = memoryview(self.words)  # type: ignore[arg-type]  # reads faster than an array
         self.begin()
         facts = runtime.facts(device)

@@ -10,6 +10,30 @@ from tricomm.kernels import layout
 from tricomm.store.control import RankState
 
 
+class Peer:
+    """The page of a rank."""
+
+    def __init__(self, control, rank):
+        self.control, self.rank = control, rank
+
+    @property
+    def heartbeat(self):
+        quiet = self.rank in self.control.quiet
+        self.control.beats += not quiet
+        return 1 if quiet else self.control.beats
+
+    @property
+    def state(self):
+        return RankState.CLOSED if self.rank in self.control.closed else RankState.READY
+
+    def device_words(self):
+        return self.control.pages[self.rank]
+
+    sequence = lambda self: 0  # noqa: E731
+    fault = last = lambda self: None
+    called = lambda self, sequence: None  # noqa: E731
+
+
 class Control:
     """Three ranks, this one is 0; `dead` and `closed` are sets of ranks."""
 
@@ -22,15 +46,11 @@ class Control:
         for page in self.pages:
             page[layout.ENDED] = 5
 
-    def words(self):
-        return self.pages[0]
+    def own(self):
+        return Peer(self, 0)
 
-    def peer_words(self, rank):
-        return self.pages[rank]
-
-    def heartbeat(self, rank):
-        self.beats += rank not in self.quiet
-        return 1 if rank in self.quiet else self.beats
+    def page(self, rank):
+        return Peer(self, rank)
 
     def cpu_ticks(self, rank):
         return self.ticks
@@ -38,19 +58,9 @@ class Control:
     def alive(self, rank):
         return rank not in self.dead
 
-    def state(self, rank):
-        return RankState.CLOSED if rank in self.closed else RankState.READY
-
     def pid(self, rank):
         return 1000 + rank
 
-    def sequence(self, rank):
-        return 0
-
-    def fault(self, rank):
-        return None
-
-    called = last = lambda self, rank, sequence=0: None
     raise_fault = set_state = lambda self, said: None
     stopped = lambda self, rank: False  # noqa: E731
 

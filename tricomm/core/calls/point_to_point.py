@@ -140,7 +140,7 @@ class PointToPoint:
             self._messages = number
             self._sent[peer, tag] += kind == "send"
             record = replace(half.record, sequence=number, fingerprint=self._sent[peer, tag])
-            self.group.control.announce_message(record)
+            self.group.control.own().announce_message(record)
             self.launcher.run(lambda: half.run(x, x, half.numel, number << 32 | half.facts))
             half.tally.total += half.weight
             if kind == "recv" and peer >= 0:
@@ -214,21 +214,21 @@ class PointToPoint:
     def running(self, rank: int) -> str:
         """The message that a rank is in, in words; empty if it is in none."""
         control = self.group.control
-        words = control.peer_words(rank)
+        words = control.page(rank).device_words()
         number = int(words[layout.MESSAGE])
         if number == int(words[layout.MESSAGE_ENDED]):
             return ""
-        return next((m.text() for m in control.messages(rank) if m.sequence == number), f"message {number}")
+        return next((m.text() for m in control.page(rank).messages() if m.sequence == number), f"message {number}")
 
     def describe(self, message: int, peer: int = -1) -> str:
         """The message that this rank's half waits for, and the messages that have arrived instead."""
         control, rank = self.group.control, self.group.rank
-        mine = next((m for m in control.messages(rank) if m.sequence == message), None)
+        mine = next((m for m in control.page(rank).messages() if m.sequence == message), None)
         if mine is None:
             return f"rank {rank} was in message {message}"
         text = f"rank {rank} was in {mine.text()}"
         if mine.collective == "send":
-            theirs = [m for m in control.messages(mine.root) if m.collective == "recv"]
+            theirs = [m for m in control.page(mine.root).messages() if m.collective == "recv"]
             last = f"last asked for {theirs[-1].text()}" if theirs else "has not asked for a message lately"
             return f"{text}; rank {mine.root} {last}"
         peer = mine.root if peer < 0 else peer
@@ -238,7 +238,7 @@ class PointToPoint:
 
     def _pending(self, source: int) -> list[str]:
         """The messages from `source` that this rank has not received, of the last eight that it sent."""
-        messages = self.group.control.messages(source)
+        messages = self.group.control.page(source).messages()
         sent = [m for m in messages if m.collective == "send" and m.root == self.group.rank]
         return [
             f"{m.op}, dtype={m.dtype}, count={m.count} [{m.protocol}]"

@@ -34,8 +34,8 @@ class InFlight:
     def __init__(self, control: ControlPage) -> None:
         self.elapsed = 0.0
         self.describers: dict[int, Callable[[int, int], Fault]] = {}
-        self._words = control.words()
-        self._peers = {r: control.peer_words(r) for r in control.peers}
+        self._words = control.own().device_words()
+        self._peers = {r: control.page(r).device_words() for r in control.peers}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]  # reads faster than an array
         self._user_calls: list[UserCall] = []
         self._before: object = None

@@ -117,12 +117,12 @@ class Monitor:
             self.abort(fault)
 
     def _gone(self, rank: int) -> bool:
-        return self._control.state(rank) == RankState.CLOSED or not self._control.alive(rank)
+        return self._control.page(rank).state == RankState.CLOSED or not self._control.alive(rank)
 
     def _killed(self) -> int | None:
         """A rank whose process has ended without closing the group."""
-        left = RankState.CLOSED
-        return next((r for r in self._peers if self._control.state(r) != left and not self._control.alive(r)), None)
+        control, left = self._control, RankState.CLOSED
+        return next((r for r in self._peers if control.page(r).state != left and not control.alive(r)), None)
 
     def busy(self) -> bool:
         """Whether a call of this rank runs, or a kernel has reported something. Costs nearly nothing."""
@@ -155,7 +155,7 @@ class Monitor:
             self.diagnose()
             return
         for rank in self._peers:
-            fault = self._control.fault(rank)
+            fault = self._control.page(rank).fault()
             if fault is not None:
                 self._adopt(rank, fault)
                 return
@@ -194,10 +194,10 @@ class Monitor:
         differ, aborts the group and returns True."""
         control = self._control
         for rank in self._peers:
-            last = min(control.sequence(control.rank), control.sequence(rank))
+            last = min(control.page(control.rank).sequence(), control.page(rank).sequence())
             for sequence in range(last, max(0, last - RING), -1):
-                mine = control.called(control.rank, sequence)
-                theirs = control.called(rank, sequence)
+                mine = control.page(control.rank).called(sequence)
+                theirs = control.page(rank).called(sequence)
                 if mine is not None and theirs is not None and mine.fingerprint != theirs.fingerprint:
                     text = different(control.rank, mine.text(), rank, theirs.text())
                     self.abort(Fault(errors.CollectiveMismatch.__name__, rank, sequence, text))
@@ -211,7 +211,7 @@ class Monitor:
         running = self.in_flight
         if running.in_epoch():
             return rank in running.unfinished()
-        leaver = self._control.state(rank) == RankState.CLOSED
+        leaver = self._control.page(rank).state == RankState.CLOSED
         needed = list(self._peers) if running.from_any and leaver else [rank]
         return min(running.elapsed, *(self._absent.get(r, 0.0) for r in needed)) > _USER_SECONDS
 
@@ -219,7 +219,7 @@ class Monitor:
         """Add a tick to the age of all that has not changed since the last one."""
         self.in_flight.count(tick)
         for rank in self._peers:
-            beat = self._control.heartbeat(rank)
+            beat = self._control.page(rank).heartbeat
             before, age = self._beats.get(rank, (beat, 0.0))
             age = age + tick if beat == before else 0.0
             self._beats[rank] = beat, 0.0 if self._works(rank, age) else age
@@ -244,10 +244,10 @@ class Monitor:
     def died(self, rank: int) -> Fault:
         """Abort the group because `rank` is gone, with the reason that it recorded, if any. If it closed without one
         and another rank was killed, that rank is blamed."""
-        left = self._control.fault(rank)  # after its state: a rank writes its reason before it closes
+        left = self._control.page(rank).fault()  # after its state: a rank writes its reason before it closes
         if left is not None:
             return self._adopt(rank, left)
-        closed = self._control.state(rank) == RankState.CLOSED
+        closed = self._control.page(rank).state == RankState.CLOSED
         killed = self._killed() if closed else None
         if killed is not None:  # seen by the one that closed, in another group or before this rank looked
             return self.died(killed)
@@ -283,7 +283,7 @@ class Monitor:
 
     def _blame(self, kind: type[errors.TricommError], rank: int, text: str) -> Fault:
         control, running = self._control, self.in_flight
-        own, message = control.last(control.rank), running.message() if not running.in_epoch() else None
+        own, message = control.page(control.rank).last(), running.message() if not running.in_epoch() else None
         if message is not None:
             doing = self._describe(message)
         elif isinstance(call := running.running(), UserCall) and call.name:
@@ -292,11 +292,11 @@ class Monitor:
             doing = f"rank {control.rank} was in {own.text()}"
         else:
             doing = f"rank {control.rank} made no call yet"
-        return self.abort(Fault(kind.__name__, rank, control.sequence(control.rank), f"{text}; {doing}"))
+        return self.abort(Fault(kind.__name__, rank, control.page(control.rank).sequence(), f"{text}; {doing}"))
 
     def _last_call(self, rank: int) -> str:
-        theirs = self._control.last(rank)
-        mine = self._control.sequence(self._control.rank)
+        theirs = self._control.page(rank).last()
+        mine = self._control.page(self._control.rank).sequence()
         if theirs is not None and theirs.sequence >= mine:
             return f"its last call is {theirs.text()}"
         last = "it has made no call" if theirs is None else f"it last called {theirs.text()}"
