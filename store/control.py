@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 from tricomm import errors
-from tricomm.deadline import TimeSource, poll
+from tricomm.deadline import poll
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
 from tricomm.store.host_words import HostWords
@@ -53,17 +52,9 @@ class RankSegment:
     watched: process.Watched | None = None
 
 
-class Host(TimeSource, Protocol):
-    """The functions of its environment that a control page calls."""
-
-    def watch(self, rank: int, member: RankSegment) -> process.Watched: ...
-
-    def changed(self) -> None:
-        """Called when this rank's page has changed; peers that share its memory need no notice."""
-
-
-class LocalHost:
-    """The environment of ranks that are processes or threads of this machine."""
+class Host:
+    """The environment of a control page: that of ranks that are processes or threads of this machine; a simulation
+    overrides it."""
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -75,7 +66,7 @@ class LocalHost:
         return member.watched or process.watch(member.pid, member.start_time)
 
     def changed(self) -> None:
-        pass
+        """Called when this rank's page has changed; peers that share its memory need no notice."""
 
 
 class ControlPage:
@@ -100,7 +91,7 @@ class ControlPage:
         self.group = nonce[:4].hex()
         self._members = tuple(members)
         self._pages = tuple(Page(m.segment.buffer, m.segment.address) for m in members)
-        self._host: Host = host or LocalHost()
+        self._host = host or Host()
         self._slots = slots
         self._watched = () if slots else tuple(self._host.watch(r, member) for r, member in enumerate(members))
         self._owner, self._forks = os.getpid(), process.forks()

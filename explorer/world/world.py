@@ -35,7 +35,7 @@ from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store import page, process
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.arenas.local_arena import LocalArena, LocalGroup, host_page_address
-from tricomm.store.control import ControlPage, PackedDescriptor, RankSegment, RankState
+from tricomm.store.control import ControlPage, Host, PackedDescriptor, RankSegment, RankState
 from tricomm.store.records import ExchangeMessage
 
 CPU = torch.device("cpu")
@@ -230,7 +230,7 @@ class _Alive:
         pass
 
 
-class _Host:
+class _Host(Host):
     """Waiting and time for a rank's control page: waits let the other ranks run, and time is the world's."""
 
     def __init__(self, world: World, rank: int) -> None:

@@ -279,12 +279,7 @@ def forked(rank: int, world_size: int, tell, url: str):
 
     def child() -> int:
         refused = 0
-        for use in (
-            page.beat,
-            page.own,
-            lambda: page.set_state(RankState.ABORTED),
-            lambda: page.exchange(b"", "", 1),
-        ):
+        for use in (page.beat, page.own, lambda: page.set_state(RankState.ABORTED), lambda: page.exchange(b"", "", 1)):
             try:
                 use()
             except GroupAborted as error:
