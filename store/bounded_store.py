@@ -116,7 +116,7 @@ class BoundedStore:
         """
         now = time.monotonic()
         found: list[tuple[int, bytes | None]] = []
-        if each or len(keys) == 1 or now >= self._next_each:
+        if each or now >= self._next_each:
             self._next_each = now + _EACH_SECONDS
             found = [(rank, self.read(key)) for rank, key in keys.items()]
         elif keys and self.check(*keys.values()):

@@ -23,7 +23,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -33,7 +33,7 @@ from tricomm.errors import PeerDied, RendezvousError, ResourceError
 from tricomm.store import departures, process, records
 from tricomm.store.bounded_store import BoundedStore, server_is_gone
 from tricomm.store.departures import NOBODY, USUAL, Departure, Ending, Rules
-from tricomm.store.records import NONCE_BYTES, B, Body, ExchangeMessage, MessageHeader, StoreRecord
+from tricomm.store.records import NONCE_BYTES, B, Capabilities, ExchangeMessage, MessageHeader, RankRecord, StoreRecord
 
 _PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 2e-4, 0.02
 _LOOK_SECONDS = 0.1
@@ -43,11 +43,7 @@ _GONE = (RendezvousError, ResourceError)  # the store does not answer, or no thr
 _OTHER = "other"
 
 
-class Member(Body, process.Identity, Protocol):
-    """A record of a rank's process."""
-
-
-M = TypeVar("M", bound=Member)
+M = TypeVar("M", bound=Capabilities | RankRecord)  # a record of a rank's process
 
 
 class Generation(Generic[M]):

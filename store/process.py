@@ -11,10 +11,10 @@ import socket
 import uuid
 import weakref
 from pathlib import Path
-from typing import Protocol
 
 from tricomm import env
 from tricomm.errors import ResourceError
+from tricomm.store.records import Capabilities, RankRecord
 
 _STATE_FIELD, _CPU_FIELDS, _START_FIELD = 3, (14, 15), 22  # of /proc/<pid>/stat, counted from 1 as in proc(5)
 _FIRST_FIELD_AFTER_NAME = 3
@@ -83,20 +83,7 @@ def _parse_start(stat: bytes) -> int | None:
     return int(fields[_START_FIELD - _FIRST_FIELD_AFTER_NAME])
 
 
-class Identity(Protocol):
-    """A process as other ranks identify it: its pid in its PID namespace, when it started, and its node."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def start_time(self) -> int: ...
-    @property
-    def pid_namespace(self) -> int: ...
-    @property
-    def node(self) -> bytes: ...
-
-
-def state_of(one: Identity) -> str | None:
+def state_of(one: Capabilities | RankRecord) -> str | None:
     """`state` of a process of this PID namespace; None for any other."""
     return state(one.pid, one.start_time) if (one.node, one.pid_namespace) == (node_id(), pid_namespace()) else None
 
