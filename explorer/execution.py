@@ -214,7 +214,7 @@ class Ranks:
         again, self._stuck_at = scheduler.progress == self._stuck_at, scheduler.progress
         if world.pass_time() or not again:
             for rank in range(world.world_size):
-                self._machine.wake_if_aborted(rank)
+                scheduler.wake_if_aborted(rank, self._memory)
             scheduler.wake_hosts(changed=False)
             return True
         why = "aborted, but still running"

@@ -185,12 +185,8 @@ class CompiledRuntime(RankRuntime):
 
     def facts(self, device: torch.device) -> DeviceFacts:
         capability = self._gpu.driver.capability
-        return DeviceFacts(
-            f"simulated GPU of rank {self._rank}",
-            f"sm_{capability}",
-            _PROCESSORS.get(capability, layout.MAX_BLOCKS),
-            capability >= 90,
-        )
+        processors = _PROCESSORS.get(capability, layout.MAX_BLOCKS)
+        return DeviceFacts(f"simulated GPU of rank {self._rank}", f"sm_{capability}", processors, capability >= 90)
 
     def prepare(
         self, kernel: Any, grid: Any, args: Sequence[Any], constexprs: dict[str, Any], device: torch.device,

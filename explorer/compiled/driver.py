@@ -277,9 +277,7 @@ class SimulatedDriver:
 
     def cuStreamIsCapturing(self, stream: int) -> Answer:
         queue = self.streams.queues.get(int(stream))
-        if queue is None:
-            return _only(CudaResult.CUDA_ERROR_INVALID_HANDLE, 1)
-        return *_OK, int(queue.capture is not None)
+        return (*_OK, int(queue.capture is not None)) if queue else _only(CudaResult.CUDA_ERROR_INVALID_HANDLE, 1)
 
     def cuStreamBeginCapture(self, stream: int, mode: int = 0) -> Answer:
         queue = self.streams.queues.get(int(stream))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
 import torch
 
+from tricomm.explorer.compiled.events import site_of
 from tricomm.explorer.compiled.module_table import KernelLaunch
 from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.stream_queues import Ended
@@ -20,10 +21,10 @@ from tricomm.explorer.compiled.thread_teams import Team
 from tricomm.explorer.compiled.unit_machine import Crew, UnitMachine
 from tricomm.explorer.memory_model.clocks import longer
 from tricomm.explorer.memory_model.regions import Memory, Region, span_of
-from tricomm.explorer.ptx.access import ThreadAccess
 from tricomm.explorer.ptx.global_memory import GlobalMemory
 from tricomm.explorer.ptx.instructions import Instruction, PtxKernel
 from tricomm.explorer.ptx.units import grid
+from tricomm.explorer.report import diagnosis
 from tricomm.explorer.schedule.scheduler import Scheduler
 from tricomm.explorer.schedule.tasks import Launch, State, Task
 
@@ -136,15 +137,15 @@ class Launches:
         return run
 
     def wait(self, running: Running, task: Task, crew: Crew, threads: Array, instruction: Instruction) -> None:
-        """`griddepcontrol.wait`: returns after the end of the launch that this one depends on."""
-        before = running.launch.before
-        if before is None:
+        """`griddepcontrol.wait`: returns after the end of the launches that this one depends on."""
+        before, crew.waited = running.launch.before, True
+        if not before:
             return
-        self._machine.wait(task, crew, lambda: before.ended, instruction)
-        crew.waited = True
-        if self._detector is not None and before.end is not None:
-            self._detector.clocks.begin_again(crew.maker.team, threads, before.end.threads)
-            self._detector.words.learn(running.launch.rank, crew.maker.block, before.end.words)
+        self._machine.wait(task, crew, lambda: all(launch.ended for launch in before), instruction)
+        end = reduce(joined, (launch.end for launch in before))
+        if self._detector is not None and end is not None:
+            self._detector.clocks.begin_again(crew.maker.team, threads, end.threads)
+            self._detector.words.learn(running.launch.rank, crew.maker.block, end.words)
         if self._machine.weak is not None:
             self._machine.weak.synchronised(task)
 
@@ -154,8 +155,8 @@ class Launches:
         if crew.signalled:
             return
         crew.signalled = True
-        if launch.before is not None and crew.waited and self._detector is not None:
-            launch.handed = joined(launch.handed, launch.before.end)
+        if crew.waited:
+            launch.handed = reduce(joined, (before.end for before in launch.before), launch.handed)
         if all(other.signalled for other in running.crews):
             launch.signalled = True
             running.signalled()
@@ -167,7 +168,7 @@ class Launches:
         token = launch.after or Token(np.zeros((2, 1), np.int32), np.zeros(1, np.int32))
         self._detector.words.learn(launch.rank, block, token.words)
         team = self._detector.clocks.team(launch.rank, threads, token.threads)
-        return Maker(team, block, number, kernel, launch.before is not None, launch.stream)
+        return Maker(team, block, number, kernel, bool(launch.before), launch.stream)
 
     def _over(self, running: Running) -> None:
         launch, error = running.launch, running.task_launch.error
@@ -176,11 +177,13 @@ class Launches:
             known = [detector.clocks.end(crew.maker.team) for crew in running.crews]
             words = [detector.words.row(launch.rank, crew.maker.block) for crew in running.crews]
             launch.end = Token(_highest(known), _highest(words))
+            if launch.dependent and error is None and not any(crew.waited for crew in running.crews):
+                detector.report(diagnosis.never_waits(launch.rank, launch.loaded.name, _line_of(code_of(launch))))
         self._give_back(running.private)
-        launch.ended, launch.before = True, None
+        launch.ended, launch.before = True, ()
         self._alive.remove(running)
         for other in self._alive:
-            if other.launch.before is launch:
+            if launch in other.launch.before:
                 for crew in other.crews:
                     self._machine.poke(crew)
         running.ended(error)
@@ -213,31 +216,15 @@ class Warp:
     """The `Surroundings` of one warp (or block, as the unit)."""
 
     def __init__(self, launches: Launches, machine: UnitMachine, task: Task, crew: Crew, running: Running) -> None:
-        self._launches, self._machine, self._task, self._crew, self._running = launches, machine, task, crew, running
-
-    def access(self, access: ThreadAccess) -> None:
-        self._machine.access(self._task, self._crew, access)
-
-    def fence(self, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
-        self._machine.fence(self._task, self._crew, sem, scope, threads)
-
-    def barrier(self, number: int, threads: Array, instruction: Instruction) -> None:
-        self._machine.barrier(self._task, self._crew, number, threads)
-
-    def arrive(self, number: int, threads: Array, instruction: Instruction) -> None:
-        self._machine.arrive(self._task, self._crew, number, threads, instruction)
-
-    def wait(self, until: Callable[[], bool], instruction: Instruction) -> None:
-        self._machine.wait(self._task, self._crew, until, instruction)
-
-    def warp_barrier(self, threads: Array, instruction: Instruction) -> None:
-        self._machine.warp_barrier(self._task, self._crew, threads)
-
-    def wait_for_launches(self, threads: Array, instruction: Instruction) -> None:
-        self._launches.wait(self._running, self._task, self._crew, threads, instruction)
-
-    def launch_dependents(self) -> None:
-        self._launches.signal(self._running, self._crew)
+        self._machine = machine
+        self.access = partial(machine.access, task, crew)
+        self.fence = partial(machine.fence, task, crew)
+        self.barrier = partial(machine.barrier, task, crew)
+        self.arrive = partial(machine.arrive, task, crew)
+        self.wait = partial(machine.wait, task, crew)
+        self.warp_barrier = partial(machine.warp_barrier, task, crew)
+        self.wait_for_launches = partial(launches.wait, running, task, crew)
+        self.launch_dependents = partial(launches.signal, running, crew)
 
     def nanotime(self) -> int:
         return 100 * self._machine.scheduler.turns
@@ -290,9 +277,14 @@ def _spans(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:
     return joined
 
 
+def _line_of(kernel: PtxKernel) -> str:
+    """file:line of the kernel's first instruction."""
+    return next((site_of(each, kernel.name).where for each in kernel.instructions if each.source), kernel.name)
+
+
 def _highest(rows: list[Array]) -> Array:
     size = max(row.shape[-1] for row in rows)
-    return functools.reduce(np.maximum, [longer(row, size) for row in rows])
+    return reduce(np.maximum, [longer(row, size) for row in rows])
 
 
 def _nothing() -> None:

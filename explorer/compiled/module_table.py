@@ -48,7 +48,7 @@ class KernelLaunch:
     stream      the handle that it was launched on
     tensors     the arguments, which live as long as it runs
     after, end  tokens of `Ordering`: at its begin, and at its end, which the executor sets
-    dependent   begins when the kernel before it on the stream has signalled; `before` is that kernel, if there is one
+    dependent   begins when the kernels `before` it on the stream, or along a graph's edges, have signalled
     signalled   each of its blocks has signalled or ended
     handed      the token of a launch that depends on this one, at its begin
     """
@@ -64,14 +64,14 @@ class KernelLaunch:
     dependent: bool = False
     after: Any = None
     end: Any = None
-    before: KernelLaunch | None = None
+    before: tuple[KernelLaunch, ...] = ()
     signalled: bool = False
     handed: Any = None
     ended: bool = False
 
     def again(self) -> KernelLaunch:
         """The same, to be launched once more."""
-        return replace(self, after=None, end=None, before=None, signalled=False, handed=None, ended=False)
+        return replace(self, after=None, end=None, before=(), signalled=False, handed=None, ended=False)
 
 
 @dataclass

@@ -1,16 +1,17 @@
 """Streams, events and graphs of a simulated GPU: work in the order that CUDA gives it, and no other order.
 
-A launch is enqueued, and host code runs on. The head of a stream begins as soon as the work before it has ended; a
+A launch is enqueued, and host code runs on. The head of a stream begins as soon as all work before it has ended; a
 dependent launch (programmatic stream serialization) as soon as each block of the kernel before it has signalled or
-ended. The scheduler chooses which of the running kernels takes the next step. Happens-before is passed on as tokens of
-`Ordering`: from host code to the work that it enqueues, along a stream, and from a recorded event to the work that
-waits for it.
+ended, also past a record of an event or a wait for one, because CUDA does not say that these end the overlap. The
+scheduler chooses which of the running kernels takes the next step. Happens-before is passed on as tokens of `Ordering`:
+from host code to the work that it enqueues, along a stream, and from a recorded event to the work that waits for it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -76,15 +77,15 @@ class StreamItem:
     """An item of a stream: `begin(after, ended)` starts it; `ended(error, token)` when it is over.
 
     `ready` says whether it may begin; `known` is the token of host code at the moment of enqueueing; `launch`: of a
-    kernel.
+    kernel; `event`: a record or a wait, which separates no kernels; `ends` are told the token at its end.
     """
 
     begin: Callable[[Any, Callable[[BaseException | None, Any], None]], None]
     known: Any
     ready: Callable[[], bool] = lambda: True
     launch: KernelLaunch | None = None
-    ended: bool = False
-    looks: list[Callable[[], None]] = field(default_factory=list)
+    event: bool = False
+    ends: list[Callable[[Any], None]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -119,13 +120,19 @@ class Capture:
 
 
 class StreamQueue:
-    """A stream: enqueued work runs in order. `order` is the token at the end of `last`, the item that began last."""
+    """A stream: enqueued work runs in order.
+
+    order    the token of all that has ended; `waited`, of the events among it
+    running  the items that have begun and not ended
+    last     the one that began last and is no event
+    """
 
     def __init__(self, handle: int, streams: Streams) -> None:
         self.handle = handle
         self.capture: Capture | None = None
         self.order: Any = None
-        self.running = 0
+        self.waited: Any = None
+        self.running: list[StreamItem] = []
         self.last: StreamItem | None = None
         self.work: deque[StreamItem] = deque()
         self._streams = streams
@@ -150,11 +157,10 @@ class StreamQueue:
             return Mark(capture=self.capture, nodes=self.capture.last[self])
         mark = Mark()
 
-        def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
-            mark.done, mark.order = True, after
-            ended(None, after)
+        def passed(token: Any) -> None:
+            mark.done, mark.order = True, token
 
-        self._put(begin)
+        self._put_event(passed)
         return mark
 
     def wait(self, mark: Mark) -> None:
@@ -168,16 +174,36 @@ class StreamQueue:
             raise InvalidArgument(
                 "a stream that is being captured cannot wait for an event that was recorded outside of the capture"
             )
+        self._put_event(lambda token: None, mark)
+
+    def _put_event(self, passed: Callable[[Any], None], mark: Mark | None = None) -> None:
+        """Call `passed` with the token of all before this place, when that has ended; what follows waits for `mark`."""
         join = self._streams.orders.join
-        self._put(lambda after, ended: ended(None, join(after, mark.order)), lambda: mark.done)
+
+        def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
+            left, token = len(self.running), after  # this item is among them
+            if mark is not None:
+                self.waited = join(self.waited, mark.order)
+
+            def one(end: Any) -> None:
+                nonlocal left, token
+                left, token = left - 1, join(token, end)
+                if not left:
+                    passed(token)
+                    ended(None, token)
+
+            for item in self.running[:-1]:
+                item.ends.append(one)
+            one(None if mark is None else mark.order)
+
+        self._put(begin, lambda: mark is None or mark.done, event=True)
 
     def then(self, look: Callable[[], None]) -> None:
         """Call `look` at this place of the stream; it orders nothing, and is nothing that a launch could come after."""
-        item = self.work[-1] if self.work else self.last
-        if item is None or item.ended:
+        if self.idle:
             self._look(look)
         else:
-            item.looks.append(look)
+            (self.work or self.running)[-1].ends.append(lambda token: self._look(look))
 
     def _look(self, look: Callable[[], None]) -> None:
         with self._streams.at_work():
@@ -188,42 +214,40 @@ class StreamQueue:
             raise InvalidArgument("a graph cannot be replayed on a stream that is being captured")
         self._put(lambda after, ended: _Replay(nodes, self._streams, after, ended).advance())
 
-    def _put(self, begin: Any, ready: Callable[[], bool] = lambda: True, launch: KernelLaunch | None = None) -> None:
+    def _put(self, begin: Any, ready: Callable[[], bool] = lambda: True, **more: Any) -> None:
         self._streams.refuse()
         self._streams.raise_error()
-        self.work.append(StreamItem(begin, self._streams.orders.host(self._streams.rank), ready, launch))
+        self.work.append(StreamItem(begin, self._streams.orders.host(self._streams.rank), ready, **more))
         self._streams.advance()
 
     def advance(self) -> bool:
         """Begin the next item if it can; True if it has."""
         if not self.work or not self.work[0].ready():
             return False
-        item, last = self.work[0], self.last
-        before = last.launch if last is not None and item.launch is not None and item.launch.dependent else None
-        if not (last is None or last.ended or (before is not None and before.signalled)):
+        item, launch, join = self.work[0], self.work[0].launch, self._streams.orders.join
+        before = self.last.launch if self.last is not None and launch is not None and launch.dependent else None
+        if self.running and not item.event and (before is None or not before.signalled):
             return False
         self.work.popleft()
-        self.last = item
-        self.running += 1
-        known, order = item.known, self.order
-        if item.launch is not None and before is not None:
-            item.launch.before, order = before, before.handed
-        item.begin(self._streams.orders.join(order, known), lambda error, token: self._ended(item, error, token))
+        self.running.append(item)
+        self.last = self.last if item.event else item
+        order = self.order
+        if launch is not None and before is not None:
+            launch.before, order = (before,), join(before.handed, self.waited)
+        item.begin(join(order, item.known), lambda error, token: self._ended(item, error, token))
         return True
 
     def _ended(self, item: StreamItem, error: BaseException | None, token: Any) -> None:
-        item.ended = True
-        self.running -= 1
-        for look in item.looks if error is None else ():
-            self._look(look)
-        if item is self.last:
-            self.order = token
+        self.running.remove(item)
+        self.order = self._streams.orders.join(self.order, token)
+        for end in item.ends if error is None else ():
+            end(token)
         self._streams.ended(error)
 
 
 class _Replay:
-    """A replay of a graph: a node begins when those that it comes after have ended; along a programmatic edge, when
-    that kernel has signalled."""
+    """A replay of a graph: a node begins when those that it comes after have ended; along a programmatic edge, which
+    each edge from a kernel to a dependent launch may be, when that kernel has signalled."""
 
     def __init__(self, nodes: list[Node], streams: Streams, after: Any, ended: Any) -> None:
         self._nodes, self._streams, self._after, self._ended = nodes, streams, after, ended
@@ -241,27 +265,24 @@ class _Replay:
                 self._begin(number, self._left.pop(number))
         self._advancing = False
         if len(self._ends) == len(self._nodes):
-            self._ended(None, self._joined(range(len(self._nodes))))
+            self._ended(None, self._joined(self._ends.values()))
 
     def _may_begin(self, node: Node) -> bool:
-        before = self._depends_on(node)
-        return node.behind <= self._ends.keys() or (before is not None and before.signalled)
+        early = {number for number, launch in self._depends_on(node).items() if launch.signalled}
+        return node.behind - early <= self._ends.keys()
 
-    def _depends_on(self, node: Node) -> KernelLaunch | None:
-        """The launch at the other end of a programmatic edge."""
-        if node.launch is None or not node.launch.dependent or len(node.behind) != 1:
-            return None
-        return self._launches.get(next(iter(node.behind)))
+    def _depends_on(self, node: Node) -> dict[int, KernelLaunch]:
+        """The launches at the other ends of programmatic edges."""
+        if node.launch is None or not node.launch.dependent:
+            return {}
+        return {number: self._launches[number] for number in node.behind & self._launches.keys()}
 
-    def _joined(self, numbers: Any) -> Any:
-        token = self._after
-        for number in numbers:
-            token = self._streams.orders.join(token, self._ends[number])
-        return token
+    def _joined(self, tokens: Iterable[Any]) -> Any:
+        return functools.reduce(self._streams.orders.join, tokens, self._after)
 
     def _begin(self, number: int, node: Node) -> None:
         before = self._depends_on(node)
-        after = self._joined(node.behind) if before is None else self._streams.orders.join(self._after, before.handed)
+        after = self._joined(before[n].handed if n in before else self._ends[n] for n in node.behind)
         if node.operation is not None:
             with self._streams.orders.operation(self._streams.rank, after) as end:
                 with self._streams.at_work():
@@ -269,7 +290,7 @@ class _Replay:
                 self._ends[number] = end()
         elif node.launch is not None:
             launch = self._launches[number] = node.launch.again()
-            launch.after, launch.before = after, before
+            launch.after, launch.before = after, tuple(before.values())
             self._streams.executor.start(launch, lambda error: self._node_ended(number, launch, error), self.advance)
 
     def _node_ended(self, number: int, launch: KernelLaunch, error: BaseException | None) -> None:
@@ -378,7 +399,7 @@ class Streams:
         self.error = None
         for queue in self.queues.values():
             queue.work.clear()
-            queue.running, queue.last, queue.capture = 0, None, None
+            queue.running, queue.last, queue.capture = [], None, None
 
     def raise_error(self) -> None:
         if self.error is not None:

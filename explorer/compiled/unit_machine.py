@@ -49,7 +49,6 @@ class UnitMachine:
         self._random = None if seed is None else Random(seed)
         self.memory, self.detector, self.weak, self.contention = memory, detector, weak, contention
         self.scheduler: Scheduler
-        self.aborted: dict[int, bytes] = {}  # by rank: its abort and status words
         self._patience = patience
 
     # Accesses
@@ -71,7 +70,7 @@ class UnitMachine:
         elif places[0].region.kind == "control":
             access.perform(None)
             if access.writes:
-                self.wake_if_aborted(places[0].region.rank)
+                self.scheduler.wake_if_aborted(places[0].region.rank, self.memory)
         elif places[0].region.kind == "private":
             self._private(task, crew, access, places)
         elif access.kind == "load" and all(_constant(place, access.itemsize) for place in places):
@@ -79,7 +78,7 @@ class UnitMachine:
         else:
             self._shared(task, crew, access, places)
 
-    def fence(self, task: Task, crew: Crew, sem: str, scope: str, threads: Array) -> None:
+    def fence(self, task: Task, crew: Crew, sem: str, scope: str, threads: Array, instruction: Instruction) -> None:
         if self.weak is not None and sem != "alias":  # an alias fence alone orders nothing
             for held in self.weak.fenced(task, crew.maker, SCOPES[scope]):
                 self._arrive(held)
@@ -87,7 +86,7 @@ class UnitMachine:
         if self.detector is not None:
             self.detector.fence(crew.maker, threads, sem, scope)
 
-    def barrier(self, task: Task, crew: Crew, number: int, threads: Array) -> None:
+    def barrier(self, task: Task, crew: Crew, number: int, threads: Array, instruction: Instruction) -> None:
         if self.detector is not None:
             self.detector.clocks.go_on(crew.maker.team, number, crew.maker.team.slots[threads])
         if self.weak is not None:
@@ -101,7 +100,7 @@ class UnitMachine:
             self.weak.met(task)
         self.poke(crew)
 
-    def warp_barrier(self, task: Task, crew: Crew, threads: Array) -> None:
+    def warp_barrier(self, task: Task, crew: Crew, threads: Array, instruction: Instruction) -> None:
         if self.detector is not None:
             self.detector.clocks.meet(crew.maker.team, crew.maker.team.slots[threads])
         if self.weak is not None:
@@ -141,15 +140,6 @@ class UnitMachine:
         for held in due:
             self._arrive(held)
         return bool(due)
-
-    def wake_if_aborted(self, rank: int) -> None:
-        """If the abort or status word of the rank has changed and is set: wake its warps, and park them later."""
-        words = self.memory.abort_words(rank)
-        if any(words) and words != self.aborted.get(rank):
-            self.aborted[rank] = words
-            for task in self.scheduler.blocks:
-                if task.rank == rank and task.state is State.PARKED and task.waits is None:
-                    self.scheduler.wake(task)
 
     # Inside
 
@@ -312,7 +302,7 @@ class UnitMachine:
         look = Access(access.kind, np.zeros(0, bool), addresses, access.itemsize, access.sem, access.scope, _nothing)
         site = site_of(access.instruction, crew.maker.kernel.name)
         rounds = self._patience if access.sem is not None else _PATIENCE
-        if task.rank in self.aborted:
+        if task.rank in self.scheduler.aborted:
             rounds = _ABORTED
         if task.note_read(look, site, seen, rounds) and not self._news(task, crew):
             if self._random is not None and len(task.loop()) > 1 and self._random.random() < 0.5:

@@ -40,8 +40,7 @@ class WordRule:
         return copy
 
     def learn(self, rank: int, block: int, known: Array) -> None:
-        me = self.index(rank, block)
-        self._join(me, known)
+        self._join(self.index(rank, block), known)
 
     # Strong accesses
 

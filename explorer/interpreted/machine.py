@@ -9,7 +9,7 @@ from tricomm.explorer.memory_model.regions import Array, Memory, OutOfBounds, Pl
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.scheduler import Scheduler
-from tricomm.explorer.schedule.tasks import State, Task
+from tricomm.explorer.schedule.tasks import Task
 from tricomm.kernels.launch.memory_access import Access
 
 _PATIENCE = 64  # rounds before a loop of plain loads, or of a kernel after an abort, counts as a poll
@@ -29,7 +29,6 @@ class Machine:
         self._patience = patience
         self.memory, self.detector, self.delays, self.contention = memory, detector, delays, contention
         self.scheduler: Scheduler
-        self.aborted: dict[int, bytes] = {}  # by rank: its abort and status words
 
     def access(self, access: Access) -> None:
         if not len(access.addresses):
@@ -108,7 +107,7 @@ class Machine:
         elif access.kind == "store":
             task.stored_the_same(site, access.addresses)
         elif old is not None:
-            impatient = access.sem is not None and task.rank not in self.aborted
+            impatient = access.sem is not None and task.rank not in self.scheduler.aborted
             if task.note_read(access, site, old, self._patience if impatient else _PATIENCE) and not self._news(task):
                 if self.contention is not None:
                     self.contention.parked(task)
@@ -152,16 +151,7 @@ class Machine:
     def _control(self, task: Task, access: Access, place: Place) -> None:
         access.perform(None)
         if access.writes:
-            self.wake_if_aborted(place.region.rank)
-
-    def wake_if_aborted(self, rank: int) -> None:
-        """If the abort or status word of the rank has changed and is set: wake its blocks, and park them later."""
-        words = self.memory.abort_words(rank)
-        if any(words) and words != self.aborted.get(rank):
-            self.aborted[rank] = words
-            for task in self.scheduler.blocks:
-                if task.rank == rank and task.state is State.PARKED:
-                    self.scheduler.wake(task)
+            self.scheduler.wake_if_aborted(place.region.rank, self.memory)
 
     def _outside(self, task: Task, access: Access, address: int) -> None:
         assert task.launch is not None

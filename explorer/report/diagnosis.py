@@ -141,6 +141,15 @@ def out_of_bounds(record: Record, text: str) -> Finding:
     return _finding("out_of_bounds", (record,), text, IN_BOUNDS)
 
 
+def never_waits(rank: int, kernel: str, where: str) -> Finding:
+    text = f"rank {rank}: {kernel} is a dependent launch, and no thread of it has executed griddepcontrol.wait"
+    advice = (
+        "call tl.extra.cuda.gdc_wait() in it, or launch it without launch_pdl=True: later dependent launches wait only "
+        "for its end, which may come before that of earlier kernels"
+    )
+    return Finding("no_wait", (rank,), (where,), text, advice)
+
+
 def leftover(record: Record, place: str) -> Finding:
     text = f"{_said(record)} to {place}, which is unread at the end"
     return _finding("leftover", (record,), text, "the next call may read it as its own: wait for every signal sent")

@@ -14,6 +14,7 @@ from tricomm.options import Options
 KINDS = (
     "race",
     "scope",
+    "no_wait",
     "deadlock",
     "out_of_bounds",
     "uninitialised",
@@ -102,7 +103,7 @@ class Execution:
 class Finding:
     """Something wrong that at least one schedule showed.
 
-    kind      race, scope, deadlock, out_of_bounds, uninitialised, wrong_result, rank_mismatch, leftover or exception.
+    kind      one of KINDS.
     ranks     the ranks that are involved, in the order of `where`.
     where     file:line of each, in the file of the kernel (or of the function, for host code).
     text      the event, with blocks, addresses and values.

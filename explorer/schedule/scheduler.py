@@ -15,7 +15,7 @@ import greenlet
 
 from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.explorer.memory_model import source_lines
-from tricomm.explorer.memory_model.regions import Array, Region
+from tricomm.explorer.memory_model.regions import Array, Memory, Region
 from tricomm.explorer.schedule.strategies import Choices, Strategy, default
 from tricomm.explorer.schedule.tasks import Launch, State, Task
 from tricomm.kernels.launch import interpreter, triton_adapter
@@ -56,6 +56,7 @@ class Scheduler:
         self.unfinished: Callable[[Task], bool] = lambda task: False
         self.stuck: Callable[[], bool] = lambda: False  # called when no task can run: unblocks one, or returns False
         self.closing = False
+        self.aborted: dict[int, bytes] = {}  # by rank: its abort and status words
         self._stranger: InvalidArgument | None = None
         self._strategy, self._director = strategy, director
         self._residency, self._most = residency, most_steps
@@ -195,6 +196,15 @@ class Scheduler:
 
     def wake(self, task: Task) -> None:
         task.state, task.retries, task.repeated = State.READY, 0, []
+
+    def wake_if_aborted(self, rank: int, memory: Memory) -> None:
+        """If the abort or status word of the rank has changed and is set: wake its blocks, and park them later."""
+        words = memory.abort_words(rank)
+        if any(words) and words != self.aborted.get(rank):
+            self.aborted[rank] = words
+            for task in self.blocks:
+                if task.rank == rank and task.state is State.PARKED and task.waits is None:
+                    self.wake(task)
 
     def wake_hosts(self, changed: bool = True) -> None:
         """Shared state that host code may wait for has changed; or (not `changed`) it has to notice the time."""

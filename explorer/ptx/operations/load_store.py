@@ -63,18 +63,18 @@ class MemorySite:
         return self._load_lanes(unit, space, mask, self.addresses(base))
 
     def _load_slice(self, unit: UnitView, mask: Array | None, base: int) -> list[Array]:
+        run = (0, self.lanes) if mask is None else run_of(mask)
+        if run is None:
+            return self._load_lanes(unit, self.form.space, mask, self.addresses(base))
+        values = read_steps(*self._steps(unit, base, *run), run[1] - run[0], self.size)
+        return values if run == (0, self.lanes) else [self._spread(value, slice(*run)) for value in values]
+
+    def _steps(self, unit: UnitView, base: int, first: int, last: int) -> tuple[Any, int, int]:
+        """The region of these lanes' elements, the address of the first one, and the stride."""
         assert self.stride is not None
-        first, last = 0, self.lanes
-        if mask is not None:
-            run = run_of(mask)
-            if run is None:
-                return self._load_lanes(unit, self.form.space, mask, self.addresses(base))
-            first, last = run
-        start, count = base + self.stride * first, last - first
+        start = base + self.stride * first
         aligned(start | self.stride, self.width)
-        region = self.find(unit, start, self.stride * (count - 1) + self.width)
-        values = read_steps(region, start, self.stride, count, self.size)
-        return values if count == self.lanes else [self._spread(value, slice(first, last)) for value in values]
+        return self.find(unit, start, self.stride * (last - first - 1) + self.width), start, self.stride
 
     def _spread(self, value: Array, where: Any) -> Array:
         result = np.zeros(self.lanes, value.dtype)
@@ -152,19 +152,12 @@ class MemorySite:
             self._store_lanes(unit, space, mask, self.addresses(base), values)
 
     def _store_slice(self, unit: UnitView, mask: Array | None, base: int, values: Sequence[Array]) -> None:
-        assert self.stride is not None
-        first, last = 0, self.lanes
-        if mask is not None:
-            run = run_of(mask)
-            if run is None:
-                self._store_lanes(unit, self.form.space, mask, self.addresses(base), values)
-                return
-            first, last = run
-        start, count = base + self.stride * first, last - first
-        aligned(start | self.stride, self.width)
-        region = self.find(unit, start, self.stride * (count - 1) + self.width)
-        chosen = [value[first:last] for value in values] if count < self.lanes else list(values)
-        write_steps(region, start, self.stride, self.size[0], chosen)
+        run = (0, self.lanes) if mask is None else run_of(mask)
+        if run is None:
+            self._store_lanes(unit, self.form.space, mask, self.addresses(base), values)
+            return
+        chosen = list(values) if run == (0, self.lanes) else [value[slice(*run)] for value in values]
+        write_steps(*self._steps(unit, base, *run), self.size[0], chosen)
 
     def _store_lanes(
         self, unit: UnitView, space: str, mask: Array | None, addresses: Array, values: Sequence[Array]

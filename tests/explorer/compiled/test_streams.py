@@ -26,12 +26,12 @@ def queues(device, number):
 
 
 def queued(device, *given):
-    """A queue, and its launches: of these names, dependent ones behind a *; None is another operation."""
+    """A queue, and its launches: of these names, dependent ones with a * at the end."""
     (queue,) = queues(device, 1)
-    made = [name and launch(name.strip("*"), dependent=name.endswith("*")) for name in given]
+    made = [launch(name.strip("*"), dependent=name.endswith("*")) for name in given]
     for each in made:
-        queue.launch(each) if each else queue.record()
-    return queue, *filter(None, made)
+        queue.launch(each)
+    return queue, *made
 
 
 @contextmanager
@@ -163,33 +163,52 @@ def test_a_dependent_launch_begins_at_the_signal_and_knows_what_its_predecessor_
     _, one, two, three = queued(device, "one", "two*", "three")
     assert device.executor.started == [one]
     device.executor.signal(one, handed={"handed"})
-    assert device.executor.started == [one, two] and two.before is one and two.after == {"handed"}
+    assert device.executor.started == [one, two] and two.before == (one,) and two.after == {"handed"}
     device.executor.end(one)
     assert device.executor.started == [two]  # the third is no dependent launch
     device.executor.end(two)
-    assert device.executor.started == [three] and three.before is None and three.after == {two, "handed"}
+    assert device.executor.started == [three] and three.before == () and three.after == {one, two, "handed"}
 
 
 def test_without_a_signal_a_dependent_launch_begins_at_the_end(device):
     _, one, two = queued(device, "one", "two*")
     device.executor.end(one)
-    assert device.executor.started == [two] and two.before is one and two.after == frozenset()
+    assert device.executor.started == [two] and two.before == (one,) and two.after == frozenset()
 
 
-def test_a_launch_after_an_operation_depends_on_no_kernel(device):
-    _, one, two = queued(device, "one", None, "two*")
+def test_events_between_do_not_end_the_overlap_and_are_over_when_all_before_them_is(device):
+    """CUDA says nothing about it, so a dependent launch must not rely on either."""
+    queue, other = queues(device, 2)
+    elsewhere, one, two = launch("elsewhere"), launch("one"), launch("two", dependent=True)
+    other.launch(elsewhere)
+    awaited = other.record()
+    queue.launch(one)
+    first = queue.record()
+    queue.wait(awaited)
+    queue.launch(two)
+    second = queue.record()
+    device.executor.signal(one, handed={"handed"})
+    assert device.executor.started == [elsewhere, one]
+    device.executor.end(elsewhere)
+    assert device.executor.started == [one, two]
+    assert two.before == (one,) and two.after == {"handed", elsewhere} and not first.done
+    device.executor.end(two)
+    assert not first.done and not second.done and not queue.idle
+    device.executor.end(one)
+    assert first.order == {one} and second.order == {one, two, elsewhere, "handed"}
+    assert first.done and second.done and queue.idle
+
+
+def test_a_launch_after_one_that_does_not_wait_begins_after_all_before_it(device):
+    _, one, two, three, four = queued(device, "one", "two*", "three*", "four")
     device.executor.signal(one)
+    device.executor.signal(two)
+    device.executor.end(two)
+    assert device.executor.started == [one, three] and three.before == (two,) and one not in three.after
+    device.executor.end(three)
     assert device.executor.started == [one]
     device.executor.end(one)
-    assert device.executor.started == [two] and two.before is None and two.after == {one}
-
-
-def test_a_launch_after_one_that_does_not_wait_begins_while_an_earlier_one_runs(device):
-    queue, one, two, three = queued(device, "one", "two*", "three")
-    device.executor.signal(one)
-    device.executor.end(two)
-    assert device.executor.started == [one, three] and one not in three.after
-    assert not queue.idle
+    assert device.executor.started == [four] and {one, two, three} <= four.after
 
 
 def test_a_graph_has_a_programmatic_edge_between_kernels_alone(device):
@@ -204,7 +223,29 @@ def test_a_graph_has_a_programmatic_edge_between_kernels_alone(device):
     (one,) = device.executor.started
     device.executor.signal(one, handed={"handed"})
     _, two = device.executor.started
-    assert two.loaded == "two" and two.before is one and "handed" in two.after and one not in two.after
+    assert two.loaded == "two" and two.before == (one,) and "handed" in two.after and one not in two.after
     device.executor.end(one)
     device.executor.end(two)
-    assert names(device.executor.started) == ["three"] and device.executor.started[0].before is None
+    assert names(device.executor.started) == ["three"] and device.executor.started[0].before == ()
+
+
+def test_each_edge_from_a_kernel_to_a_dependent_launch_may_be_programmatic(device):
+    stream, side = device.new_stream(), device.new_stream()
+    queue, beside = (device.driver.queue_of(each.cuda_stream) for each in (stream, side))
+    with capture(device, stream) as graphs:
+        side.wait_stream(stream)
+        queue.launch(launch("left"))
+        beside.launch(launch("right"))
+        stream.wait_stream(side)
+        queue.launch(launch("joined", dependent=True))
+    for last in ("signal", "end"):
+        device.driver.cuGraphLaunch(graphs[0], stream.cuda_stream)
+        left, right = device.executor.started
+        device.executor.signal(left, handed={"handed"})
+        assert device.executor.started == [left, right]
+        getattr(device.executor, last)(right)
+        joined = device.executor.started[-1]
+        assert joined.loaded == "joined" and joined.before == (left, right)
+        assert "handed" in joined.after and left not in joined.after and right not in joined.after
+        for each in list(device.executor.started):
+            device.executor.end(each)

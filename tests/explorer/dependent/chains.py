@@ -15,6 +15,7 @@ from tricomm.kernels.collectives import registry
 SHORT = registry.find("all_reduce", "one_shot", "ll")
 ELEMENTS = 40
 _WAIT = re.compile(r"^\s*griddepcontrol\.wait\b.*\n", re.M)
+_SIGNAL = re.compile(r"^\s*griddepcontrol\.launch_dependents\b.*\n", re.M)
 _ACCESS = re.compile(r"^\s*(?:@!?%p\d+\s+)?(?:ld|st|atom|red)\.\S*global.*\n", re.M)
 
 
@@ -76,6 +77,16 @@ def without_wait(text):
     return _WAIT.sub("", text)
 
 
+def without_signal(text):
+    return _SIGNAL.sub("", text)
+
+
+def signal_first(text):
+    """The signal moved before the wait: then a third kernel may begin while two of its stream run."""
+    signal = _SIGNAL.search(text)[0]
+    return _WAIT.sub(lambda wait: signal + wait[0], without_signal(text))
+
+
 def accesses(text):
     """The accesses to global memory after the wait, as far as no branch comes between."""
     wait = _WAIT.search(text)
@@ -96,9 +107,10 @@ def waiting_after(number):
 
 
 def kinds(kernel, change, schedules=4):
-    """The kinds of findings if launches of `kernel` execute their PTX after `change`."""
+    """The kinds of findings if launches of `kernel` execute their PTX after `change`; of what happens without a wait,
+    not of its absence."""
     with changed(f"{kernel.name} {change.__qualname__} {id(change)}", change, kernel.function.__name__):
-        return {finding.kind for finding in explored(kernel, schedules).findings}
+        return {finding.kind for finding in explored(kernel, schedules).findings} - {"no_wait"}
 
 
 def text_of(kernel):

@@ -25,6 +25,13 @@ def test_a_chain_of_dependent_launches_is_clean(kernel):
     assert found.ok, found
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kernel", KERNELS, ids=named)
+def test_a_long_campaign_is_clean(kernel):
+    found = chains.explored(kernel, 60)
+    assert found.ok, found
+
+
 @pytest.mark.parametrize("kernel", some(KERNELS, 4), ids=named)
 def test_a_kernel_without_its_wait_is_reported(kernel):
     assert chains.kinds(kernel, chains.without_wait)

@@ -1,5 +1,7 @@
 """Programmatic dependent launch: a kernel may touch nothing of earlier kernels before its `griddepcontrol.wait`."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import triton
@@ -27,9 +29,9 @@ def step(x, y, ORDER: tl.constexpr, N: tl.constexpr):
             tl.store(y + lane, value + 1)
 
 
-def report(*steps):
-    """Of a graph of kernels (order, number of the tensor it reads, and of the one it writes). Eager, an event follows
-    each of a user's kernels, and nothing overlaps."""
+def report(*steps, eager=False):
+    """Of a graph of kernels (order, number of the tensor it reads, and of the one it writes), or of `eager` ones, each
+    followed by an event."""
 
     def run(comm):
         tensors = [comm.symmetric((BLOCKS * COUNT,), torch.int32).local for _ in range(4)]
@@ -37,12 +39,14 @@ def report(*steps):
         for tensor, value in zip(tensors, values, strict=True):
             tensor.fill_(value)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        comm.synchronize()
+        with nullcontext() if eager else torch.cuda.graph(graph):
             for order, x, y in steps:
                 comm.launch(step, BLOCKS, tensors[x], tensors[y], ORDER=order, N=COUNT, num_warps=2, launch_pdl=True)
                 if "p" in order:
                     values[y] = values[x] + 1
-        graph.replay()
+        if not eager:
+            graph.replay()
         comm.synchronize()
         for tensor, value in zip(tensors, values, strict=True):
             assert torch.equal(tensor, torch.full_like(tensor, value))
@@ -54,10 +58,23 @@ def kinds(found):
     return {finding.kind for finding in found.findings}
 
 
+@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("order", ["wslp", "swlp", "wlsp", "wlp-"])
-def test_kernels_that_wait_before_their_first_access_are_clean(order):
-    found = report((order, 0, 1), (order, 1, 2), (order, 2, 0))
+def test_kernels_that_wait_before_their_first_access_are_clean(order, eager):
+    found = report((order, 0, 1), (order, 1, 2), (order, 2, 0), eager=eager)
     assert found.ok, found
+
+
+def test_an_event_between_is_no_wait():
+    assert "race" in kinds(report(("wslp", 0, 1), ("lwsp", 1, 2), eager=True))
+
+
+def test_a_dependent_launch_that_never_waits_is_named():
+    """Even if it touches nothing that other kernels use: launches after it rely on its end."""
+    found = report(("wslp", 0, 1), ("lps-", 2, 3))
+    (finding,) = found.findings
+    assert finding.kind == "no_wait" and "step is a dependent launch" in str(finding)
+    assert finding.where[0].startswith(__file__) and "gdc_wait" in finding.advice
 
 
 @pytest.mark.parametrize("order", ["lwsp", "slwp", "slp-", "lpws"])
