@@ -8,7 +8,8 @@ after a barrier and does not wait: another epoch in the slot is a wrong word. A 
 never completes, so a lost word is a state in which no rank can move.
 
 Each rule of the kernels is also dropped, and then the model must fail. A protocol changes here first, then in the
-kernels. Memory is sequentially consistent here; the explorer checks the order of accesses.
+kernels. Memory is sequentially consistent here; the explorer checks the order of accesses. Whether kernels that overlap
+have room on a GPU is a model of its own (`residency.py`).
 Run: python -m devtools.mailbox_model (seconds; exits with 1 if a verdict is not the expected one).
 """
 

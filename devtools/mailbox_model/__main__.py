@@ -3,12 +3,13 @@ from __future__ import annotations
 from functools import partial
 
 from devtools.every_order import compare
-from devtools.mailbox_model import cases
+from devtools.mailbox_model import cases, residency
 from devtools.mailbox_model.explore import explore
 
 
 def main() -> None:
-    compare((case.name, case.want, partial(explore, case.ranks)) for case in cases())
+    words = ((case.name, case.want, partial(explore, case.ranks)) for case in cases())
+    compare((*words, *residency.cases()))
 
 
 if __name__ == "__main__":

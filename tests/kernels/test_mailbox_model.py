@@ -4,9 +4,15 @@ import pytest
 
 from devtools import mailbox_model
 from devtools.mailbox_model import __main__ as command
+from devtools.mailbox_model import residency
 from devtools.mailbox_model.explore import LOSES, SAFE, WRONG, Case, barrier, calls, explore, poll, push, read
 
 CASES = mailbox_model.cases()
+
+
+@pytest.mark.parametrize(("want", "find"), [pytest.param(*case[1:], id=case[0]) for case in residency.cases()])
+def test_kernels_that_overlap_have_room(want, find):
+    assert find(want)[0] == want
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
@@ -53,6 +59,7 @@ def test_the_command_fails_if_a_verdict_is_not_the_wanted_one(monkeypatch, capsy
     wrong = Case("a poll without a push", SAFE, [[[poll(0, [1], 1, "a")]]])
     for cases, status in (([wrong._replace(want=LOSES)], 0), ([wrong], 1)):
         monkeypatch.setattr(command, "cases", lambda cases=cases: cases)
+        monkeypatch.setattr(command.residency, "cases", tuple)
         with pytest.raises(SystemExit) as end:
             command.main()
         assert end.value.code == status
