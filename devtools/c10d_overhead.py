@@ -47,6 +47,7 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
             "out": lambda: comm.all_reduce(x, out=y),
             "all_gather": lambda: comm.all_gather(x, out=y),
             "reduce_scatter": lambda: comm.reduce_scatter(x, out=y),
+            "broadcast": lambda: comm.broadcast(x, 0),
         }
         if fused:
             calls_by_name["fused"] = _fused(comm, count)
@@ -62,7 +63,7 @@ def measure(count: int = 1024, calls: int = 100, rounds: int = 301, fused: bool 
         f"{name}_over_in_place": median(
             ours / base for ours, base in zip(took[name], took["communicator"], strict=True)
         )
-        for name in ("out", "all_gather", "reduce_scatter")
+        for name in ("out", "all_gather", "reduce_scatter", "broadcast")
     }
     ratios["counting_share"] = best["counting"] / best["communicator"]
     return {"count": count, "calls": calls, **{f"{name}_us": us for name, us in best.items()}, **ratios}
@@ -163,6 +164,7 @@ def main(count: int, calls: int, as_json: bool) -> None:
         ("out", "Communicator.all_reduce, out="),
         ("all_gather", "Communicator.all_gather, out="),
         ("reduce_scatter", "Communicator.reduce_scatter, out="),
+        ("broadcast", "Communicator.broadcast"),
         ("fused", "Communicator.all_reduce_rms_norm"),
     ):
         rows.append((text, f"{times[f'{name}_us']:.2f}", f"{times[f'{name}_over_fake']:.2f} x"))

@@ -16,7 +16,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property, partial
+from functools import cache, cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +28,7 @@ from tricomm.kernels.launch.compiler import compile_kernel, takes_counts, takes_
 _SCRATCH = 2
 _WORD = (1 << 64) - 1
 _MOST_STATIC_SHARED = 48 * 1024
+_MOST_STREAMS = 64  # of a kernel whose calls of the driver are kept
 # CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE, _CONTEXT_IS_DESTROYED: results of a launch in another device's context,
 # or in a thread that has used no device yet.
 _NOT_THIS_CONTEXT = (201, 400, 709)
@@ -125,6 +126,7 @@ def make_launcher(
     threads, shared = 32 * compiled.metadata.num_warps, compiled.metadata.shared
     dependent = constexprs.get("DEPENDENT", False)
 
+    @lru_cache(_MOST_STREAMS)
     def on(raw: int) -> Callable[[], Any]:
         shape = (blocks, 1, 1, threads, 1, 1, shared)
         return driver_call(bindings, function, shape, raw, ctypes.addressof(pointers), dependent)

@@ -1,7 +1,9 @@
 """A call that was made before takes a short way: it must refuse and give what the first one does."""
 
 import inspect
+import sys
 import textwrap
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import tricomm
+from devtools import null_launch
 from tricomm.core.calls import prepared_calls
 from tricomm.core.calls.prepared_calls import PreparedCalls
 from tricomm.core.planner import Planner
@@ -247,3 +250,34 @@ def test_a_call_that_has_not_run_is_not_captured_and_the_group_goes_on(comm, mon
     monkeypatch.undo()
     assert not comm._launcher.captured, "a call that was refused is in no graph"
     assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))
+
+
+def executed(call):
+    """How many bytecodes and how many calls of C functions `call` executes."""
+    counts = {"opcode": 0, "c_call": 0}
+
+    def count(frame, event, argument):
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        counts[event] = counts.get(event, 0) + 1
+        return count
+
+    for watch in (sys.settrace, sys.setprofile):
+        before = sys.gettrace() if watch is sys.settrace else sys.getprofile()
+        watch(count)
+        try:
+            call()
+        finally:
+            watch(before)
+    return counts["opcode"], counts["c_call"]
+
+
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+def test_a_repeat_executes_hardly_more_than_one_in_place(collective):
+    """Of the host's part of a call, which takes this time on a GPU, but for the launch: the time is the bytecodes'."""
+    x, y = torch.ones(64), torch.ones(64)
+    calls = {**WAYS, "broadcast": lambda comm, x, y: comm.broadcast(x, 0)}
+    with null_launch.communicator() as comm:
+        for call in (lambda: comm.all_reduce(x), lambda: calls[collective](comm, x, y)) * 3:
+            call()
+        base, counted = (executed(partial(*each)) for each in ((comm.all_reduce, x), (calls[collective], comm, x, y)))
+    assert counted[0] <= 1.2 * base[0] and counted[1] <= base[1] + 5, (counted, base)

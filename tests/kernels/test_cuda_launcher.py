@@ -93,6 +93,28 @@ def test_a_launch_follows_the_current_stream():
     assert [launch.stream for launch in device.launches] == [7, 7, 9, 0, 7]
 
 
+@pytest.mark.parametrize("dependent", [False, True])
+def test_a_launch_is_prepared_once_a_stream(dependent, monkeypatch):
+    """What the bindings make of it: a configuration with an attribute, or a stream's handle."""
+    device, made = gpu(), []
+    for name in ("CUlaunchConfig", "CUlaunchAttribute", "CUstream"):
+        make = getattr(device, name)
+        monkeypatch.setattr(
+            device, name, lambda *args, name=name, make=make: made.append(name) or make(*args), raising=False
+        )
+    run = bind(registry.KERNELS[0], device, DEPENDENT=dependent)
+    again = run.repeat(1, 9)
+    for _ in range(3):
+        for device.raw in (0, 7, 9):
+            run(GROUP, GROUP, 1, 1)
+            again((GROUP.data_ptr(), GROUP.data_ptr()), 2, device.raw)
+    streams = [launch.stream for launch in device.launches]
+    assert streams == 3 * [0, 0, 7, 7, 9, 9] and {launch.dependent for launch in device.launches} == {dependent}
+    assert sorted(made) == sorted(
+        3 * (["CUlaunchConfig", "CUlaunchAttribute", "CUstream"] if dependent else ["CUstream"])
+    )
+
+
 @KERNELS
 def test_a_dependent_launch_passes_the_same_and_its_kernel_waits(kernel):
     device, plain = gpu(), gpu()
