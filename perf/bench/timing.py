@@ -68,7 +68,8 @@ def capture(call: Call, calls: int = 1, stream: Any = None) -> Call:
 def timed(comm: Communicator, run: Call, calls: int, iters: int) -> list[float]:
     """Microseconds a call, for each of `iters` runs of `calls` calls, after a barrier of all ranks.
 
-    On a GPU the host does not wait between the runs, which follow each other on the stream; events mark them.
+    On a GPU the host does not wait between the runs, which follow each other on the stream; events mark them. These may
+    end the overlap of dependent launches, which only the calls of mode `kernel` then have.
     """
     comm.barrier()
     marks = _on_cpu(run, iters) if comm.simulated else _on_gpu(comm, run, iters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from cuda.bindings.driver import CUresult
 
+from tests.explorer.compiled.ptx_mutants import launched
 from tests.store.store_ranks import pages, succeed
 from tricomm import simulate
 from tricomm.core import dependent_launch, launch_plan, topology_agreement
@@ -89,6 +91,32 @@ def test_two_kernels_keep_to_the_blocks_of_a_group(kilobytes: int, most: int) ->
     assert dependent or choice.blocks > most // 2
     if most == 64:
         assert dependent == (kilobytes <= 1024), choice
+
+
+@pytest.mark.explorer
+def test_explain_tells_of_events_between_eager_calls() -> None:
+    def reasons(comm: Any) -> list[str]:
+        x = torch.ones(4)
+        for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+            with torch.cuda.stream(stream):
+                comm.all_reduce(x)
+        return [comm.explain("all_reduce", 512, mode=mode).reason for mode in ("eager", "graph")]
+
+    for eager, graph in simulate(reasons, 2, compiled="sm_90"):
+        assert "; a dependent launch after an event" in eager
+        assert "; a dependent launch" in graph and "after an event" not in graph
+
+
+@pytest.mark.explorer
+@pytest.mark.parametrize(
+    ("architecture", "waits"), [("sm_80", 0), ("sm_89", 0), ("sm_90", 1), ("sm_100", 1), ("sm_120", 1)]
+)
+def test_kernels_wait_from_sm_90_on(architecture: str, waits: int) -> None:
+    texts = launched(lambda: simulate(lambda comm: comm.all_reduce(torch.ones(64)), 2, compiled=architecture))
+    for text in itertools.chain(*texts.values()):
+        assert f".target {architecture}" in text
+        assert text.count("griddepcontrol.wait") == text.count("griddepcontrol.launch_dependents") == waits
+        assert text.count("griddepcontrol") == 2 * waits
 
 
 @pytest.mark.explorer

@@ -31,7 +31,12 @@ _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 @click.option("-o", "--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max, prod, ...")
 @click.option("--hidden", type=click.IntRange(1), default=8192, show_default=True, help="Row of all_reduce_rms_norm.")
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
-@click.option("--mode", default="eager", show_default=True, help="eager, graph (one call), kernel (many), or all.")
+@click.option(
+    "--mode",
+    default="eager",
+    show_default=True,
+    help="eager, graph (one call), kernel (many, whose launches overlap), or all.",
+)
 @click.option("--sizes", help="first:last:factor in bytes, or a comma list [default: 1K:1M:4].")
 @click.option("-b", "--minbytes", help="First size, instead of --sizes [default: 1K].")
 @click.option("-e", "--maxbytes", help="Last size [default: the first].")

@@ -31,19 +31,20 @@ class Launcher:
     guard      of all public calls
     sequence   number of the latest collective; the ranks' calls of one number are one call
     captured   whether a CUDA graph holds a call of this group
+    several    whether calls were made on several streams: from then on an event follows each eager call, which may keep
+               a dependent launch from beginning early
     """
 
     def __init__(self, group: Group, faults: Faults, monitor: Monitor) -> None:
         self.lock = group.runtime.call_lock()
         self.guard = Guard(self.lock, faults.interrupted)
         self.sequence = 0
-        self.captured = False
+        self.captured = self.several = False
         self._group, self._faults, self._monitor = group, faults, monitor
         self._gpu, self._simulated = group.gpu, group.simulated
         self._announce = group.control.announcer()
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
-        self._several = False  # streams were used: from then on an event follows each eager call
         self._last: Any = None  # that event; None if something may have been launched after it
 
     def launch(
@@ -86,7 +87,7 @@ class Launcher:
                 self._faults.not_launched(error)
                 raise
             plan.tally.total += plan.weight
-            if self._several and plan.mode == "eager" and gpu is not None:
+            if self.several and plan.mode == "eager" and gpu is not None:
                 self._last = gpu.recorded(self._stream)
         finally:
             lock.release()
@@ -137,7 +138,7 @@ class Launcher:
                 stream.wait_stream(self._stream)
             else:
                 self._last.wait(stream)
-            self._several = True
+            self.several = True
         self._stream, self._raw_stream = stream, gpu.raw_stream()
 
     def finish(self, result: Any, async_op: bool) -> Any:

@@ -95,18 +95,18 @@ class TuningMethods:
             request = request.over(handle, whole)
         request = request.sized(dtype, nbytes // dtype.itemsize if dtype is not None else 0)
         if collective in POINT_TO_POINT:  # kernels alone: NCCL's communicator is made by all ranks together
-            return self._with_memory(self._planner.choice(request, nbytes, mode), request)
+            return self._with_memory(self._planner.choice(request, nbytes, mode), request, mode)
         size = None if form.uneven else nbytes
         op_name = name if form.reduces else "none"
         request = request._replace(dtype=dtype or torch.float32) if collective == "all_reduce" else request
         route = self._planner.router.choice(collective, request.dtype, op_name, size, request.forced)
         if route.backend != NCCL:
-            return self._with_memory(self._planner.choice(request, nbytes, mode), request)
+            return self._with_memory(self._planner.choice(request, nbytes, mode), request, mode)
         if form.reduces and dtype is not None:
             nccl.check(collective, name, dtype)
         return of_request(selection.nccl(collective, route.reason), request, route.reason)
 
-    def _with_memory(self, choice: Choice, request: Request) -> Choice:
+    def _with_memory(self, choice: Choice, request: Request, mode: str) -> Choice:
         """`choice` with the reasons for an unusual kind of memory, for its way of launch, and for not using NVLS."""
         memory = self._group.arena.reason
         if self._group.suspended:
@@ -118,6 +118,8 @@ class TuningMethods:
         if not self._group.simulated:
             why = dependent_launch.refusal(self._planner.site, choice.blocks)
             said = f"no dependent launch: {why}" if why else "a dependent launch"
+            if not why and mode == "eager" and self._launcher.several:
+                said += " after an event, because calls were made on several streams"
             choice = replace(choice, reason=f"{choice.reason}; {said}")
         why = self._planner.no_multicast(request)
         if why and choice.collective in _SWITCHED:
@@ -147,9 +149,9 @@ class TuningMethods:
     def time_calls(self, every: int) -> None:
         """Time every `every`th call of each shape from now on; 0: none. Each rank may have its own.
 
-        On a GPU a call is timed by events on its stream, at the cost of recording them. Calls in a CUDA graph are not
-        timed. Call this before calls are warmed up for a capture: it forgets what they have prepared. Raises
-        `InvalidArgument` for a negative number.
+        On a GPU a call is timed by events on its stream, at the cost of recording them, which may end the overlap with
+        the calls next to it. Calls in a CUDA graph are not timed. Call this before calls are warmed up for a capture:
+        it forgets what they have prepared. Raises `InvalidArgument` for a negative number.
         """
         self._faults.check_usable()
         self._activity.time_calls(every)
