@@ -122,3 +122,36 @@ def test_work_of_another_stream_is_not_said_to_need_a_wait():
     found = check(run, 2, schedules=20, compiled="sm_90")
     assert kinds(found) == {"race"}
     assert not [finding for finding in found.findings if "griddepcontrol.wait" in str(finding)]
+
+
+def calls_around(order):
+    """All-reduces of one tensor on two streams in turn, as works and not, with a user's kernel after each pair."""
+
+    def run(comm):
+        x = torch.full((BLOCKS * COUNT,), comm.rank + 1, dtype=torch.int32)
+        streams = torch.cuda.current_stream(), torch.cuda.Stream()
+        for stream in (*streams, *streams):
+            stream.wait_stream(streams[0] if stream is streams[1] else streams[1])
+            with torch.cuda.stream(stream):
+                work = comm.all_reduce(x, algorithm="one_shot", protocol="ll", async_op=True)
+                comm.launch(step, BLOCKS, x, x, ORDER=order, N=COUNT, num_warps=2, launch_pdl=True)
+                comm.all_reduce(x, algorithm="one_shot", protocol="ll")
+            work.wait()
+        comm.synchronize()
+        value = 3
+        for number in range(4):
+            value = 2 * (value + 1) * (2 if number < 3 else 1)
+        assert torch.equal(x, torch.full_like(x, value)), (x, value)
+
+    return check(run, 2, schedules=12, compiled="sm_90")
+
+
+def test_calls_on_two_streams_with_a_users_kernel_between_are_clean():
+    found = calls_around("wslp")
+    assert found.ok, found
+
+
+@pytest.mark.parametrize("order", ["lwsp", "lsp-"])
+def test_a_users_kernel_between_calls_that_does_not_wait_in_time_is_reported(order):
+    """Without any wait, the call after it may run next to the one before it, and both use the same mailboxes."""
+    assert {"race", "no_wait"} & kinds(calls_around(order)) == {"race"} | ({"no_wait"} if "w" not in order else set())
