@@ -69,7 +69,7 @@ def fails(kernel: Kernel, name: str, said: str) -> bool:
 
 
 @click.command()
-@click.argument("kernels", nargs=-1, type=click.Choice([kernel.name for kernel in KERNELS]))
+@click.argument("kernels", nargs=-1, metavar="[KERNEL]...", type=click.Choice([kernel.name for kernel in KERNELS]))
 def main(kernels: tuple[str, ...]) -> None:
     """Print the findings of each mutant of KERNELS."""
     failed = 0

@@ -2,9 +2,9 @@
 
 A launch is enqueued, and host code runs on. The head of a stream begins as soon as all work before it has ended; a
 dependent launch (programmatic stream serialization) as soon as each block of the kernel before it has signalled or
-ended, also past a record of an event or a wait for one, because CUDA does not say that these end the overlap. The
-scheduler chooses which of the running kernels takes the next step. Happens-before is passed on as tokens of `Ordering`:
-from host code to the work that it enqueues, along a stream, and from a recorded event to the work that waits for it.
+ended, also past events, because CUDA does not say that they end the overlap. The scheduler chooses which kernel takes
+the next step. Happens-before is passed on as tokens of `Ordering`: from host code to the work that it enqueues, along a
+stream, and from a recorded event to the work that waits for it.
 """
 
 from __future__ import annotations
@@ -123,8 +123,7 @@ class StreamQueue:
     """A stream: enqueued work runs in order.
 
     order    the token of all that has ended; `waited`, of the events among it
-    running  the items that have begun and not ended
-    last     the one that began last and is no event
+    running  the items that have begun and not ended; `last`: the one that began last and is no event
     """
 
     def __init__(self, handle: int, streams: Streams) -> None:
@@ -155,13 +154,7 @@ class StreamQueue:
     def record(self) -> Mark:
         if self.capture is not None:
             return Mark(capture=self.capture, nodes=self.capture.last[self])
-        mark = Mark()
-
-        def passed(token: Any) -> None:
-            mark.done, mark.order = True, token
-
-        self._put_event(passed)
-        return mark
+        return self._put_event()
 
     def wait(self, mark: Mark) -> None:
         if mark.capture is not None:
@@ -174,40 +167,42 @@ class StreamQueue:
             raise InvalidArgument(
                 "a stream that is being captured cannot wait for an event that was recorded outside of the capture"
             )
-        self._put_event(lambda token: None, mark)
+        self._put_event(mark)
 
-    def _put_event(self, passed: Callable[[Any], None], mark: Mark | None = None) -> None:
-        """Call `passed` with the token of all before this place, when that has ended; what follows waits for `mark`."""
-        join = self._streams.orders.join
+    def _put_event(self, awaited: Mark | None = None) -> Mark:
+        """A mark that is done when all before this place has ended; what follows waits for `awaited`."""
+        join, mark = self._streams.orders.join, Mark()
 
         def begin(after: Any, ended: Callable[[BaseException | None, Any], None]) -> None:
             left, token = len(self.running), after  # this item is among them
-            if mark is not None:
-                self.waited = join(self.waited, mark.order)
+            if awaited is not None:
+                self.waited = join(self.waited, awaited.order)
 
             def one(end: Any) -> None:
                 nonlocal left, token
                 left, token = left - 1, join(token, end)
                 if not left:
-                    passed(token)
+                    mark.done, mark.order = True, token
                     ended(None, token)
 
             for item in self.running[:-1]:
                 item.ends.append(one)
-            one(None if mark is None else mark.order)
+            one(None if awaited is None else awaited.order)
 
-        self._put(begin, lambda: mark is None or mark.done, event=True)
+        self._put(begin, lambda: awaited is None or awaited.done, event=True)
+        return mark
 
     def then(self, look: Callable[[], None]) -> None:
         """Call `look` at this place of the stream; it orders nothing, and is nothing that a launch could come after."""
-        if self.idle:
-            self._look(look)
-        else:
-            (self.work or self.running)[-1].ends.append(lambda token: self._look(look))
 
-    def _look(self, look: Callable[[], None]) -> None:
-        with self._streams.at_work():
-            look()
+        def looked(token: Any = None) -> None:
+            with self._streams.at_work():
+                look()
+
+        if self.idle:
+            looked()
+        else:
+            (self.work or self.running)[-1].ends.append(looked)
 
     def replay(self, nodes: list[Node]) -> None:
         if self.capture is not None:

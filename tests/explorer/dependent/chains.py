@@ -1,6 +1,7 @@
 """Calls of shipped kernels that are launched one after another, with nothing between them on the stream."""
 
 import re
+from functools import partial
 from unittest.mock import patch
 
 import torch
@@ -25,7 +26,7 @@ def call(comm, kernel, number):
     how = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
     if kernel.collective == "barrier":
         x = torch.full((ELEMENTS,), number, dtype=torch.int32)
-        return comm.barrier, x, x
+        return partial(comm.barrier, async_op=True), x, x
     if kernel.collective == FUSED:
         x, residual = (torch.full((2, 160), n + comm.rank, dtype=torch.bfloat16) for n in (number, 2))
         weight = torch.full((160,), 3, dtype=torch.bfloat16)
