@@ -83,20 +83,9 @@ class Event:
         label, owner = "?", -1
         if self.region is not None:
             label, owner = self.region.label(self.offset), self.region.rank
-        return Record(
-            self.step,
-            self.rank,
-            self.block,
-            self.launch,
-            "rmw" if self.kind in ("red", "rmw") else self.kind,
-            self.sem,
-            self.scope,
-            self.site,
-            label,
-            self.count,
-            self.itemsize,
-            owner,
-        )
+        kind = "rmw" if self.kind in ("red", "rmw") else self.kind
+        memory = label, self.count, self.itemsize, owner
+        return Record(self.step, self.rank, self.block, self.launch, kind, self.sem, self.scope, self.site, *memory)
 
 
 def locate(access: ThreadAccess, memory: Memory, private: list[Region], rank: int) -> list[Elements] | int:

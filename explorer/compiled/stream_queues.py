@@ -225,8 +225,7 @@ class StreamQueue:
             return False
         self.work.popleft()
         self.running.append(item)
-        self.last = self.last if item.event else item
-        order = self.order
+        order, self.last = self.order, self.last if item.event else item
         if launch is not None and before is not None:
             launch.before, order = (before,), join(before.handed, self.waited)
         item.begin(join(order, item.known), lambda error, token: self._ended(item, error, token))
