@@ -41,6 +41,7 @@ class World:
         self.queries: Counter[str] = Counter()  # what torch was asked for, by name
         self.used: set[int] = set()  # devices with a primary context
         self.streams: dict[tuple[int, int], FakeStream] = {}
+        self.priorities: list[int] = []  # of the streams that were made
         self.held = self.newest_first = False
         self.blocks: list[Block] = []
         self.ran: list[int] = []  # numbers of the calls whose kernels have run, but for graphs
@@ -138,6 +139,7 @@ class World:
 
     def new_stream(self, device: Any = None, priority: int = 0) -> FakeStream:
         index = self.get_device() if device is None else torch.device(device).index
+        self.priorities.append(priority)
         made = FakeStream(self, index, 1000 * (index + 1) + next(self._handles))
         self.streams[index, made.cuda_stream] = made
         return made

@@ -1,11 +1,9 @@
 """Every example runs, the first one under spawn and under torchrun, and says what it should."""
 
-import importlib
 import os
 import socket
 import subprocess
 import sys
-from typing import ClassVar
 
 import pytest
 
@@ -77,34 +75,6 @@ def test_an_example_that_torchrun_should_not_start_so_ends_at_once_on_each_rank(
     done = forked.script(f"examples/{name}.py", env=env, timeout=60)
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.startswith(f"examples/{name}.py {REFUSED[name]}") and done.stderr.count("\n") == 1
-
-
-class KilledRank:
-    """The processes of two jobs: one ends by a signal, and the others wait for it until they are terminated."""
-
-    codes: ClassVar[list[int | None]] = []
-
-    def __init__(self, command):
-        self.number = len(self.codes)
-        self.codes.append(-9 if self.number == 1 else None)
-
-    def poll(self):
-        return self.codes[self.number]
-
-    def terminate(self):
-        if self.poll() is None:
-            self.codes[self.number] = -15
-
-    def wait(self):
-        assert self.poll() is not None
-        return self.poll()
-
-
-def test_two_jobs_of_which_a_rank_was_killed_end_with_a_failure_at_once(monkeypatch):
-    monkeypatch.syspath_prepend(EXAMPLES)
-    cross_job = importlib.import_module("cross_job")
-    monkeypatch.setattr(cross_job.subprocess, "Popen", KilledRank)
-    assert cross_job.both_jobs() == 1 and KilledRank.codes == [-15, -9, -15, -15]
 
 
 def test_every_example_is_tested():

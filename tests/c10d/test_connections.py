@@ -19,8 +19,8 @@ import tricomm
 from tests import ranks
 from tests.c10d.bodies.groups import default_group, of, same
 from tests.c10d.test_endings import BEGIN
-from tests.c10d.test_groups import free_port
 from tests.core.bodies.common_bodies import attempt
+from tests.store.store_ranks import free_port
 from tricomm import threads
 from tricomm.deadline import poll
 from tricomm.store.tcp import set_up, waits
@@ -184,7 +184,6 @@ def test_a_peer_that_goes_is_heard_before_a_slow_one_comes(how, kind, words, wit
 
 @ranks.each(3, True)
 def test_a_peer_that_went_after_its_part_is_no_fault(rank, world_size, tell, url):
-    """Rank 2 has its part of a broadcast, and goes; that is no fault of the call that rank 0 is still in."""
     os.environ["TRICOMM_CHECK"] = "0"
     dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
     dist.barrier()
@@ -196,7 +195,6 @@ def test_a_peer_that_went_after_its_part_is_no_fault(rank, world_size, tell, url
 
 
 def few_descriptors(rank, world_size, tell, url, checked):
-    """Rank 1 runs out of descriptors while all make groups."""
     if not checked:
         set_up._check_descriptors = lambda generation, name: None
     with default_group(rank, world_size, url, timeout=20.0):
@@ -290,7 +288,6 @@ def test_a_forked_child_ends_at_once_and_the_group_goes_on(how, ends, fresh, tmp
 
 
 def interrupted_among_others(rank, world_size, tell, url):
-    """Several asynchronous calls are under way on each rank when a signal's handler raises on rank 0."""
     with default_group(rank, world_size, url, timeout=20.0):
         dist.all_reduce(torch.ones(3))
         if rank == 0:

@@ -187,7 +187,6 @@ def test_one_rank_that_wants_kernels_alone_gets_gloo_with_the_others(rank, world
 
 
 def handshake_fails(rank, world_size, tell, url):
-    """The communicator cannot be made: the group says so and goes on with Gloo."""
     os.environ["TRICOMM_LOG"] = "routing"
 
     def no_memory(*args, **more):

@@ -16,7 +16,6 @@ from tricomm.c10d import cpu_calls
 
 
 def gradients(rank, world_size, tell, url, route, without=False):
-    """The names of the calls that gave something wrong, or failed."""
     if without:
         cpu_calls.torch = SimpleNamespace(**{**vars(torch), "no_grad": torch.enable_grad})
     wrong = []
@@ -89,7 +88,6 @@ def _two(rank, shape, call):
 @pytest.mark.parametrize("route", ROUTES)
 @ranks.each(2, [])
 def test_tensors_that_wrap_others(rank, world_size, tell, url, route):
-    """The names of the calls with tensors inside of tensors that gave something wrong."""
     wrong = []
     n = world_size
     with default_group(rank, n, url, route) as world:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 import pytest
 import torch
@@ -13,12 +12,7 @@ import torch.distributed._functional_collectives as functional
 import tricomm
 from tests import forked, ranks
 from tests.c10d.bodies.groups import ROUTES, default_group, of, refused, same
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+from tests.store.store_ranks import free_port
 
 
 def _sum(group=None, value=1.0):
@@ -58,20 +52,6 @@ def test_many_groups(rank, world_size, tell, url, route):
         rows, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
         wrong += [] if _sum(rows, rank) == 2 * (rank % 2) + 2 else ["enumeration"]
     return wrong
-
-
-def again(rank, world_size, tell, url):
-    """init, destroy, init again in the same processes; destroy twice."""
-    for turn in range(3):
-        with default_group(rank, world_size, f"{url}{turn}"):
-            assert _sum() == world_size
-            assert dist.get_backend() == "tricomm" and dist.group.WORLD.name() == "tricomm"
-    refused(dist.destroy_process_group, "None", kind=(AssertionError, ValueError))
-    return True
-
-
-def test_destroyed_and_made_again(url):
-    assert ranks.run(2, again, url) == [True, True]
 
 
 def mesh(rank, world_size, tell, url, route):
@@ -180,7 +160,7 @@ def torchrun(tmp_path, job, *options):
     """Run the text `job` on two ranks."""
     script = tmp_path / "job.py"
     script.write_text(job)
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(), *options]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), *options]
     env = {**os.environ, "PYTHONPATH": forked.python_path(), "OMP_NUM_THREADS": "1"}
     return forked.script(*command, str(script), timeout=200, env=env)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 import types
-from contextlib import contextmanager
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -28,108 +27,29 @@ from tricomm.gpu import Gpu
 DEVICE = torch.device("cuda", 0)
 
 
-class FakeCuda:
-    """`torch.cuda` as `on_cuda` uses it. Everything that happens is a line of `log`."""
-
-    def __init__(self):
-        self.log, self.streams, self.capturing, self.done = [], 0, False, True
-        self.now = self.user = FakeStream(self, "user")
-
-    def current_stream(self, device=None):
-        return self.now
-
-    def is_current_stream_capturing(self):
-        return self.capturing
-
-    def Stream(self, device, priority):
-        assert priority == -1
-        self.streams += 1
-        return FakeStream(self, f"side{self.streams}")
-
-    def Event(self):
-        return FakeEvent(self)
-
-    @contextmanager
-    def stream(self, stream):
-        before, self.now = self.now, stream
-        yield
-        self.now = before
-
-
-class FakeStream:
-    def __init__(self, cuda, name):
-        self.cuda, self.name = cuda, name
-
-    def wait_stream(self, other):
-        self.cuda.log.append(f"{self.name} waits for {other.name}")
-
-
-class FakeEvent:
-    def __init__(self, cuda):
-        self.cuda = cuda
-
-    def record(self, stream):
-        self.cuda.log.append(f"event on {stream.name}")
-
-    def wait(self, stream):
-        self.cuda.log.append(f"{stream.name} waits for event")
-
-    def query(self):
-        return self.cuda.done
+USER, SIDE = "stream 0 of cuda:0", "stream 1001 of cuda:0"
 
 
 class FakeFuture:
+    """`torch.futures.Future`, but for the events that it records on a GPU."""
+
     def __init__(self, devices):
         self.devices = devices
 
     def set_result(self, value):
-        streams.torch.cuda.log.append(f"future on {streams.torch.cuda.now.name}")
-        self.value = value
-
-
-class FakeGpu:
-    """`tricomm.gpu.Gpu` over a `FakeCuda`; the device is always the current one."""
-
-    device, index = DEVICE, DEVICE.index
-
-    def __init__(self, cuda):
-        self.stream, self.capturing = cuda.current_stream, cuda.is_current_stream_capturing
-        self.cuda = cuda
-
-    def current_device(self):
-        return self.index
-
-    def recorded(self, stream):
-        event = self.cuda.Event()
-        event.record(stream)
-        return event
+        self.on, self.value = str(torch.cuda.current_stream(DEVICE)), value
 
 
 class FakeComm:
     fault = None
 
-    def __init__(self, cuda):
-        self.gpu = FakeGpu(cuda)
+    def __init__(self):
+        self.gpu, self.told = Gpu(DEVICE), []
+        self._internal = SimpleNamespace(faults=SimpleNamespace(interrupted=self.told.append))
 
     def check(self):
         if self.fault:
             raise self.fault
-
-
-class Kept:
-    def __init__(self, cuda):
-        self.cuda = cuda
-
-    def record_stream(self, stream):
-        self.cuda.log.append(f"memory kept for {stream.name}")
-
-
-@pytest.fixture
-def cuda(monkeypatch):
-    fake = FakeCuda()
-    monkeypatch.setattr(streams.torch, "cuda", fake)
-    monkeypatch.setattr(streams, "Future", FakeFuture)
-    return fake
 
 
 @pytest.fixture
@@ -137,21 +57,16 @@ def world(monkeypatch):
     made = World()
     made.install(monkeypatch)
     made.used.add(0)
-    monkeypatch.setattr(streams, "Future", WithoutEvents)
+    monkeypatch.setattr(streams, "Future", FakeFuture)
     yield made
     made.verify()
-
-
-class WithoutEvents(FakeFuture):
-    def set_result(self, value):
-        self.value = value
 
 
 def overlapped(world, newest_first):
     """A user's kernel, a call that reads its result, and a kernel that reads the call's, all pending; then the same
     call, whose handle and tensors are dropped before it runs. Returns the numbers that the call and the last kernel
     read. The call replaces its tensor by fives."""
-    own = streams.GroupStream(SimpleNamespace(gpu=Gpu(DEVICE), check=lambda: None))
+    own = streams.GroupStream(FakeComm())
     total, seen = torch.zeros(8), torch.zeros(8)
 
     def made():
@@ -194,60 +109,60 @@ def test_without_a_protection_another_order_is_seen(where, protection, world, mo
     assert [overlapped(world, newest_first) for newest_first in (False, True)] != [RIGHT] * 2
 
 
-def run(cuda, own, async_op, timeout=None):
-    call = GroupCall("all_reduce", result=[1], keep=[Kept(cuda)], async_op=async_op)
-    return own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), [call], timeout)
+def run(world, comm, async_op=True, timeout=None, collective="all_reduce"):
+    def kernel():
+        world.log.append(f"kernel on {world.current_stream()}")
+        world.kernel(lambda: None)
+
+    call = GroupCall(collective, result=[1], async_op=async_op)
+    return streams.GroupStream(comm).run(kernel, [call], timeout)
 
 
-def test_a_call_that_is_waited_for_runs_on_the_callers_stream(cuda):
-    work = run(cuda, streams.GroupStream(FakeComm(cuda)), False)
-    assert work.wait() and cuda.log == ["kernel on user"]
+def test_a_call_that_is_waited_for_runs_on_the_callers_stream(world):
+    work = run(world, FakeComm(), async_op=False)
+    assert work.wait() and world.log == [f"kernel on {USER}"]
 
 
-def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(cuda):
-    own = streams.GroupStream(FakeComm(cuda))
-    cuda.done = False
-    work = run(cuda, own, True)
-    assert cuda.log == [
-        "side1 waits for user",
-        "kernel on side1",
-        "event on side1",
-        "future on side1",
-        "memory kept for side1",
-    ]
-    assert not work.is_completed()
-    assert work.wait()  # the GPU has not come to it, and the host goes on
-    assert cuda.log[-1] == "user waits for event"
-    assert work.get_future().value == [1] and work.get_future().devices == [DEVICE]
-    run(cuda, own, True)
-    assert cuda.streams == 1
+def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(world):
+    with world.hold(False):
+        work = run(world, FakeComm())
+        assert world.log == [f"{SIDE} waits for {USER}", f"kernel on {SIDE}", f"event on {SIDE}"]
+        assert world.priorities == [-1] and not work.is_completed()
+        assert work.wait()  # the GPU has not come to it, and the host goes on
+        assert world.log[-1] == f"{USER} waits for an event on {SIDE}"
+    future = work.get_future()
+    assert (future.value, future.devices, future.on) == ([1], [DEVICE], SIDE)
 
 
-def test_a_bounded_wait_blocks_the_host_and_ends(cuda, monkeypatch):
-    cuda.done = False
-    work = run(cuda, streams.GroupStream(FakeComm(cuda)), True, timeout=timedelta(seconds=0.02))
-    with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.01 s"):
-        work.wait(timedelta(seconds=0.01))
-    monkeypatch.setenv("TRICOMM_BLOCKING_WAIT", "1")
-    with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.02 s"):
-        work.wait()
-    cuda.done = True
+def test_the_calls_of_a_group_share_its_stream(world):
+    own = streams.GroupStream(FakeComm())
+    for _ in range(2):
+        own.run(lambda: None, [GroupCall("all_reduce", async_op=True)], None)
+    assert world.priorities == [-1]
+
+
+def test_a_bounded_wait_blocks_the_host_and_ends(world, monkeypatch):
+    with world.hold(False):
+        work = run(world, FakeComm(), timeout=timedelta(seconds=0.02))
+        with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.01 s"):
+            work.wait(timedelta(seconds=0.01))
+        monkeypatch.setenv("TRICOMM_BLOCKING_WAIT", "1")
+        with pytest.raises(errors.CollectiveTimeout, match="timeout after 0.02 s"):
+            work.wait()
     assert work.wait() and work.is_success()
 
 
-def test_a_barrier_blocks_the_host_when_it_is_waited_for_and_not_before(cuda):
-    cuda.done, own = False, streams.GroupStream(FakeComm(cuda))
-    call = GroupCall("barrier", async_op=True)
-    work = own.run(lambda: cuda.log.append(f"kernel on {cuda.now.name}"), [call], timedelta(seconds=0.01))
-    with pytest.raises(errors.CollectiveTimeout, match="barrier: timeout after 0.01 s"):
-        work.wait()
-    cuda.done = True
+def test_a_barrier_blocks_the_host_when_it_is_waited_for_and_not_before(world):
+    with world.hold(False):
+        work = run(world, FakeComm(), timeout=timedelta(seconds=0.01), collective="barrier")
+        with pytest.raises(errors.CollectiveTimeout, match="barrier: timeout after 0.01 s"):
+            work.wait()
     assert work.wait()
 
 
-def test_a_fault_of_the_group_comes_out_of_wait(cuda):
-    comm = FakeComm(cuda)
-    work = run(cuda, streams.GroupStream(comm), True)
+def test_a_fault_of_the_group_comes_out_of_wait(world):
+    comm = FakeComm()
+    work = run(world, comm)
     comm.fault = errors.PeerDied("rank 1 died")
     with pytest.raises(errors.PeerDied):
         work.wait()
@@ -258,12 +173,12 @@ def test_a_fault_of_the_group_comes_out_of_wait(cuda):
         future.wait()
 
 
-def test_a_fault_of_the_group_ends_the_backward_pass_that_made_the_call(cuda):
+def test_a_fault_of_the_group_ends_the_backward_pass_that_made_the_call(world):
     """As DDP's reducer makes it, from C++: `called_by_autograd` stands for that."""
-    comm, made = FakeComm(cuda), []
+    comm, made = FakeComm(), []
 
     def bucket(grad):
-        made.append(run(cuda, streams.GroupStream(comm), True))
+        made.append(run(world, comm))
         called_by_autograd(made[0])
         assert "PeerDied: rank 1" in reads_as_the_reducer_does(made[0], comm)
         return grad
@@ -272,7 +187,7 @@ def test_a_fault_of_the_group_ends_the_backward_pass_that_made_the_call(cuda):
     x.register_hook(namespace(bucket))
     with pytest.raises(errors.PeerDied):
         x.sum().backward()
-    assert "user waits for event" in cuda.log  # the pass orders itself after the call
+    assert f"{USER} waits for an event on {SIDE}" in world.log  # the pass orders itself after the call
 
 
 def reads_as_the_reducer_does(work, comm):
@@ -293,25 +208,25 @@ def namespace(function):
     return types.FunctionType(function.__code__, space, function.__name__, None, function.__closure__)
 
 
-def test_an_interrupted_wait_gives_the_group_up(cuda, monkeypatch):
-    comm, told = FakeComm(cuda), []
-    comm._internal = types.SimpleNamespace(interrupted=told.append)
-    cuda.done = False
-    work = run(cuda, streams.GroupStream(comm), True)
+def test_an_interrupted_wait_gives_the_group_up(world, monkeypatch):
+    comm = FakeComm()
 
     def interrupt(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(time, "sleep", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        work.wait(timedelta(seconds=20))
-    assert [type(error) for error in told] == [KeyboardInterrupt]
+    with world.hold(False):
+        work = run(world, comm)
+        monkeypatch.setattr(time, "sleep", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait(timedelta(seconds=20))
+    assert [type(error) for error in comm.told] == [KeyboardInterrupt]
 
 
-def test_inside_a_capture_everything_stays_on_the_captured_stream(cuda):
-    cuda.capturing = True
-    run(cuda, streams.GroupStream(FakeComm(cuda)), True)
-    assert cuda.log == ["kernel on user"]
+def test_inside_a_capture_everything_stays_on_the_captured_stream(world):
+    captured = world.new_stream(DEVICE)
+    with world.capture(captured):
+        run(world, FakeComm())
+    assert world.log == [f"kernel on {captured}"]
 
 
 @pytest.mark.parametrize("body", [nccl.batches, nccl.refused_batch, nccl.coalesced, nccl.others])

@@ -18,11 +18,11 @@ CASES = [
     ("ddp with uneven inputs", bodies.uneven_join),
     *[
         (f"{body.__name__}, {route}", body, route)
-        for body in (bodies.dtensor, bodies.functionals, bodies.ops, bodies.power_sgd)
+        for body in (bodies.dtensor, bodies.functionals, bodies.ops)
         for route in ROUTES
     ],
 ]
-WANTED = {bodies.ddp: None, bodies.uneven_join: True, bodies.power_sgd: "same"}  # the others: []
+WANTED = {bodies.ddp: None, bodies.uneven_join: True}  # the others: []
 
 
 @pytest.fixture(scope="module")

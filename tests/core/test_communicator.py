@@ -15,8 +15,9 @@ from torch.distributed import HashStore
 
 import tricomm
 from tests import ranks
-from tests.core.bodies.common_bodies import SMALL, communicator, leftovers
+from tests.core.bodies.common_bodies import SMALL, communicator, leftovers, more_than
 from tests.core.bodies.exact import anything, outcome
+from tests.store.store_ranks import succeed
 from tricomm.kernels.collectives import registry
 from tricomm.options import Tuning
 from tricomm.policy import backend_choice
@@ -25,7 +26,6 @@ KERNELS = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "
 
 
 def every_case(rank, world_size, tell, url, cases):
-    """Those that give a wrong result."""
     with communicator(rank, world_size, url, arena_bytes=256 << 10, _tuning=Tuning(blocks=2, tile=32)) as comm:
         return [case for number, case in enumerate(cases) if not outcome(comm, case, number)]
 
@@ -40,7 +40,6 @@ def test_every_kernel(world_size, url):
 
 @ranks.each(2, 4)
 def test_a_refused_call_consumes_nothing_and_the_group_goes_on(rank, world_size, tell, url):
-    """Each bad call is refused on one rank, and the group goes on: the corrected retry joins the waiting peers."""
     refused = []
     with communicator(rank, world_size, url) as comm:
         for seed, call in enumerate(
@@ -95,8 +94,7 @@ def life(rank, world_size, tell, url):
     before = leftovers()
     for _ in range(5):
         one_life(rank, world_size, url)
-    after = leftovers()
-    return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}
+    return more_than(before)
 
 
 def test_close_use_after_close_and_again_over_the_same_store(url):
@@ -142,7 +140,6 @@ def test_a_forked_copy_refuses_and_the_parent_goes_on(url):
 
 
 def bad_launches(rank, world_size, tell, url):
-    """A launch that does not fit is refused, and the group goes on."""
     from tests.core.bodies.user_kernel import rotate, waits_for_ever
 
     refused = []
@@ -194,7 +191,6 @@ def test_launches_that_do_not_fit_are_refused_and_those_that_wait_are_bounded(ur
 
 @ranks.each(2, "fine")
 def test_many_launches_are_not_taken_for_one_long_one(rank, world_size, tell, url):
-    """Launches that are short each, but together take longer than the limit of one."""
     from tests.core.bodies.user_kernel import rotate
 
     with communicator(rank, world_size, url, timeout=1.0) as comm:
@@ -207,26 +203,20 @@ def test_many_launches_are_not_taken_for_one_long_one(rank, world_size, tell, ur
 
 @ranks.each(2, (0, 30))
 def test_threads_that_share_a_communicator_take_turns(rank, world_size, tell, url):
-    """Three threads share one communicator and make the same calls: they take turns."""
     wrong = []
     with communicator(rank, world_size, url) as comm:
 
-        def use():
+        def use(_):
             for _ in range(10):
                 x = torch.ones(100)
                 comm.all_reduce(x, async_op=True)  # the handle is dropped
                 wrong.extend([1] * int((x != world_size).sum()))
 
-        threads = [threading.Thread(target=use) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        succeed(3, use)
         return len(wrong), comm._launcher.sequence
 
 
 def memory(rank, world_size, tell, url):
-    """Symmetric memory, and a user's own kernel over it."""
     from tests.core.bodies.user_kernel import rotate
 
     with communicator(rank, world_size, url) as comm:

@@ -37,7 +37,6 @@ def test_messages_round_a_ring(rank, world_size, tell, url, protocol):
 
 
 def left_early(rank, world_size, tell, url):
-    """Rank 1 sends and leaves; rank 2 sends later; rank 0 gets both."""
     with communicator(rank, world_size, url) as comm:
         if rank == 1:
             comm.send(torch.arange(7), 0, 5)
@@ -60,7 +59,6 @@ def test_what_somebody_sent_before_leaving_still_arrives(url):
 
 
 def waited_for(rank, world_size, tell, url, source, how):
-    """Rank 0 waits for a message of rank 1, which dies or leaves before it sends one."""
     with communicator(rank, world_size, url) as comm:
         if rank == 1:
             time.sleep(0.3)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from tests.c10d.bodies.groups import of
 from tests.core.bodies import fake_nccl
 from tricomm import errors
 from tricomm.core import nccl
@@ -46,10 +47,6 @@ def everywhere(world_size, body, timeout=30.0):
 
 def call(comm, collective, x, y=None, op=None, root=-1, rows=()):
     comm.run(Request(collective, op, root=root), x, x if y is None else y, rows)
-
-
-def of(rank, shape, dtype=torch.float32, call=0):
-    return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(call * 101 + rank)).to(dtype)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

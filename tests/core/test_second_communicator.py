@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import attempt, communicator
+from tests.store.store_ranks import succeed
 from tricomm.kernels.launch import interpreter
 
 PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
@@ -19,21 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 
 def at_once(*functions):
     """Run each in a thread; raises the first error."""
-    errors = []
-
-    def run(function):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in functions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    succeed(len(functions), lambda number: functions[number](), 80)
 
 
 def numbers(rank, number, call, count):

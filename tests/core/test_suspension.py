@@ -16,11 +16,10 @@ import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import and_left, communicator, refused
 from tests.ranks import together
+from tests.store.store_ranks import succeed
 from tricomm.errors import ResourceError, TricommError
 from tricomm.options import Tuning
 from tricomm.store.segments import Segment
-
-EMPTY = {"fds": [], "maps": [], "threads": []}
 
 
 def _forked(comm):
@@ -122,7 +121,7 @@ def round_trip(rank, world_size, tell, url, turns):
 def test_memory_goes_and_comes_back_at_the_same_addresses(url):
     for result, left in ranks.run(3, and_left, round_trip, url, 2):
         assert result["wrong"] == []
-        assert left == EMPTY
+        assert left == {}
         before, asleep, before_2, asleep_2 = result["pages"]
         assert before and before_2 and asleep == asleep_2 == 0
         for name, text in result["said"].items():
@@ -146,7 +145,6 @@ def refused_within(action, seconds):
 
 
 def one_dies(rank, world_size, tell, url, victim):
-    """The victim is killed while all sleep; what the others are told without a call, by calls, and how soon."""
     with communicator(rank, world_size, url) as comm:
         comm.all_reduce(torch.ones(10))
         comm.suspend()
@@ -171,11 +169,10 @@ def test_a_rank_that_dies_while_all_sleep_is_noticed_and_named(url):
             assert when - killed < 2.0 + ranks.BUSY
             for text in (noticed, *texts):
                 assert text.startswith("PeerDied") and f"rank 1 (pid {pids[1]}) died" in text, text
-            assert left == EMPTY
+            assert left == {}
 
 
 def dies_in(rank, world_size, tell, url, where):
-    """The last rank dies at a step of suspend or resume; the others' errors, and what is left."""
     with communicator(rank, world_size, url) as comm:
         comm.all_reduce(torch.ones(10))
         if rank == world_size - 1:
@@ -198,7 +195,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_and_leaves_nothing(where, url):
         for outcome in others:
             [(kind, text)], left = outcome.value
             assert kind == "PeerDied" and "rank 2" in text
-            assert left == EMPTY
+            assert left == {}
 
 
 def refuse_once(where):
@@ -282,7 +279,6 @@ def test_bad_moments_are_refused_by_name_on_all_ranks(url):
 
 
 def beside_a_message(rank, world_size, tell, url):
-    """Rank 0 suspends while rank 1 waits for a message; what each is told."""
     with communicator(rank, world_size, url, timeout=60.0) as comm:
         comm.barrier()
         if rank:
@@ -358,10 +354,6 @@ def test_without_the_look_of_the_monitor_a_death_in_sleep_shows_at_the_next_call
                     result.append(monitor.fault)
             looked.wait(30.0)
 
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
+    succeed(2, rank, 60.0)
     without, with_it = result
     assert without is None and with_it.kind == "PeerDied" and "rank 1" in with_it.text

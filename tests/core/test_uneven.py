@@ -12,6 +12,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 import tricomm
+from tests.core.bodies.common_bodies import over
 from tests.core.operations import Operations
 from tests.kernels.fake_launch import FakeGpu
 from tricomm import Communicator
@@ -19,9 +20,7 @@ from tricomm.core import launch_plan, planner
 from tricomm.core.group import Runtime
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, cuda_launcher
-from tricomm.options import Tuning, digest_of
-from tricomm.store.arenas.open_arena import open_arena
-from tricomm.store.handshake import handshake
+from tricomm.options import Tuning
 
 SMALL = tricomm.Options(arena_bytes=128 << 10, _tuning=Tuning(blocks=2, tile=32))
 PROTOCOLS = ("ll", "simple")
@@ -78,13 +77,10 @@ def device():
 def comm(device):
     """Rank 0 of two, over a GPU that launches nothing; the other one makes no calls."""
     device.launches.clear()
-    store, cpu, options = HashStore(), torch.device("cpu"), tricomm.Options(arena_bytes=1 << 20)
-    memory = layout.plan(2, options.arena_bytes)
+    store, options = HashStore(), tricomm.Options(arena_bytes=1 << 20, timeout=60.0)
 
     def join(rank):
-        control = handshake(store, rank, 2, 60.0, digest_of(options, memory, "cpu"))
-        arena = open_arena(control, memory.nbytes, cpu, 60.0)
-        return Communicator._over(control, arena, memory, cpu, 60.0, options, FakeRuntime(device))
+        return over(FakeRuntime(device), store, rank, 2, options)
 
     with ThreadPoolExecutor(2) as ranks, ExitStack() as undo:
         comms = list(ranks.map(join, range(2)))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import select
-import signal
 import socket
 import threading
 import time
@@ -20,13 +18,10 @@ from torch.distributed import HashStore, TCPStore
 from tests import ranks
 from tests.open_files import open_files
 from tricomm.errors import TricommError
-from tricomm.store import descriptors, process
-from tricomm.store import handshake as handshakes
-from tricomm.store.bounded_store import BoundedStore
+from tricomm.store import process
 from tricomm.store.control import ControlPage
 from tricomm.store.handshake import handshake
 from tricomm.store.rendezvous import open_store
-from tricomm.store.segments import Segment
 
 LAYOUT = 0x1234
 
@@ -147,7 +142,7 @@ def try_handshake(store: Any, rank: int, world_size: int, timeout: float, layout
 
 
 def connect_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dict[str, Any]], timeout: float) -> Any:
-    """Process number `rank` meets as `claims[rank]` says: rank, world, layout, delay, token, patch, die."""
+    """Process number `rank` meets as `claims[rank]` says: rank, world, layout, delay, token, patch."""
     claim = claims[rank]
     if "token" in claim:
         os.environ["TRICOMM_TOKEN"] = claim["token"]
@@ -155,49 +150,12 @@ def connect_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dic
         process.boot_id = lambda: b"another host    "
     if claim.get("patch") == "namespace":
         process.pid_namespace, process.is_pidfd = lambda: 42, lambda fd: False
-    if "die" in claim:
-        die_at(claim["die"])
     store, _, _ = open_store(url, 1 if url.startswith("tcp") else 0, 2, 10)
     if "uid" in claim:
         os.seteuid(claim["uid"])
     tell(os.getpid())
     time.sleep(claim.get("delay", 0.0))
     return try_handshake(store, claim["rank"], claim["world"], timeout, claim.get("layout", LAYOUT))
-
-
-def die_at(point: str) -> None:
-    """Kill this process at a step of the handshake."""
-
-    def die(*_: Any, **__: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if point == "before record":
-        handshakes._Handshake._introduce = die  # type: ignore[method-assign]
-    elif point == "after record":
-        handshakes.check = die
-    elif point == "cleared up":  # another process has removed the socket of the killed one
-        bind = descriptors.DescriptorSocket.bind
-        made: list[descriptors.DescriptorSocket] = []
-        descriptors.DescriptorSocket.bind = lambda self: made.append(self) or bind(self)  # type: ignore
-
-        def clear_up(*given: Any) -> Any:
-            pidfd = os.pidfd_open(os.getpid())
-            if os.fork() == 0:
-                select.select([pidfd], [], [])
-                made[0]._remove()
-                os._exit(0)
-            die()
-
-        handshakes.check = clear_up
-    elif point == "attach":
-        Segment.attach = die  # type: ignore[method-assign,assignment]
-    elif point == "digest":
-        usual = BoundedStore.set
-        BoundedStore.set = lambda self, key, value: die() if "agreed" in key else usual(self, key, value)  # type: ignore
-    elif point == "confirm":
-        ControlPage.exchange = die  # type: ignore[method-assign]
-    else:
-        raise ValueError(point)
 
 
 TIMEOUT = 8.0  # what ends by an error ends long before

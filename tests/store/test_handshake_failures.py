@@ -155,40 +155,6 @@ def test_the_segment_of_another_group_is_refused(monkeypatch):
     assert all("is not its control page" in text for _, text in result), result
 
 
-def died(rank: int, pid: int, text: str) -> bool:
-    return f"rank(s) [{rank}] (pid {pid}) has ended" in text or f"rank {rank} (pid {pid}) died" in text
-
-
-@pytest.mark.parametrize("point", ["before record", "after record", "cleared up", "digest", "attach", "confirm"])
-def test_a_rank_is_killed_at(point, tmp_path):
-    claims = good(3)
-    claims[1]["die"] = point
-    timeout = 2.0 if point == "before record" else 20.0
-    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, timeout) as group:
-        pids = group.messages()
-        result = results(group)
-    assert result[1] == (None, "", -signal.SIGKILL)
-    for name, text, seconds in (result[0], result[2]):
-        assert name == "RendezvousError", text
-        if point == "before record":
-            assert "timeout after " in text and "[1] did not come" in text and seconds < 3.0 + ranks.BUSY
-        else:
-            assert died(1, pids[1], text) and seconds < 2.0 + ranks.BUSY
-    assert max(result[0][2], result[2][2]) >= 1.9 or point != "before record"
-
-
-def test_a_rank_dies_while_others_still_wait_for_a_third(tmp_path):
-    claims = good(3)
-    claims[1]["die"] = "after record"
-    claims[2]["delay"] = 1.0 + ranks.BUSY
-    with ranks.start(3, connect_as, f"file://{tmp_path}/store", claims, 20.0) as group:
-        pids = group.messages()
-        result = results(group)
-    for name, text, seconds in (result[0], result[2]):
-        assert name == "RendezvousError" and died(1, pids[1], text)
-        assert seconds < 1.0 + ranks.BUSY
-
-
 def without_a_server(hurt, body, pause=0.0):
     """What becomes of two ranks that run `body` when their store's server gets the signal `hurt`."""
     with ranks.start(1, serve) as server:

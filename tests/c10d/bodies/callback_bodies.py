@@ -156,7 +156,6 @@ def hooks(rank, world_size, tell, url, route, runs):
 
 
 def two_threads(rank, world_size, tell, url, route):
-    """Two groups from two threads, which start in opposite orders on the ranks."""
     with default_group(rank, world_size, url, route, timeout=20.0):
         groups = [dist.group.WORLD, dist.new_group()]
         results = [torch.ones(4), torch.full((4,), 2.0)]
@@ -175,7 +174,6 @@ def two_threads(rank, world_size, tell, url, route):
 
 
 def inference(rank, world_size, tell, url, route):
-    """Tensors made under inference mode, used in it and outside of it."""
     wrong = []
     with default_group(rank, world_size, url, route):
         with torch.inference_mode():

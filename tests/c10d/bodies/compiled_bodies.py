@@ -56,13 +56,6 @@ def _waited(call):
     return run
 
 
-def _completed(x):
-    y = x * 2
-    work = dist.all_reduce(y, async_op=True)
-    work.wait()
-    return y + 1 if work.is_completed() else y
-
-
 def _future(x):
     y = x * 2
     (value,) = dist.all_reduce(y, async_op=True).get_future().wait()
@@ -83,27 +76,6 @@ def _rooted(x):
     out = torch.zeros_like(y)
     dist.scatter(out, parts, src=1)
     return [out, *(outs or [])]
-
-
-def _send(x):
-    y = x * 2
-    got = torch.zeros_like(y)
-    if dist.get_rank() == 0:
-        dist.send(y, 1)
-        dist.recv(got, 1)
-    else:
-        dist.recv(got)
-        dist.send(y, 0)
-    return got + 1
-
-
-def _isend(x):
-    y = x * 2
-    got = torch.zeros_like(y)
-    works = [dist.isend(y, _peer()), dist.irecv(got, _peer())]
-    for work in works:
-        work.wait()
-    return got + 1
 
 
 def _batch(x):
@@ -128,32 +100,15 @@ def _facts(x):
     return x * 2 + more if dist.is_initialized() else x
 
 
-def _reduce(x):
-    y = x * 2
-    dist.reduce(y, 0)
-    return y + 1 if dist.get_rank() == 0 else x  # Gloo leaves a part of the sum on the others
-
-
 FUNCTIONS = {
     "all_reduce": _in_place(lambda y: dist.all_reduce(y)),
-    "all_reduce max": _in_place(lambda y: dist.all_reduce(y, dist.ReduceOp.MAX)),
     "all_reduce async": _waited(lambda y: dist.all_reduce(y, async_op=True)),
-    "is_completed": _completed,
     "get_future": _future,
     "then": _then,
-    "all_reduce_coalesced": _in_place(lambda y: dist.all_reduce_coalesced([y])),
     "broadcast": _in_place(lambda y: dist.broadcast(y, 1)),
-    "broadcast async": _waited(lambda y: dist.broadcast(y, 1, async_op=True)),
-    "reduce": _reduce,
-    "all_gather": _out_of_place(_list, dist.all_gather),
     "all_gather_into_tensor": _out_of_place(lambda y: y.new_zeros(2 * len(y), 4), dist.all_gather_into_tensor),
-    "reduce_scatter": _out_of_place(lambda y: y.new_zeros(1, 4), lambda o, y: dist.reduce_scatter(o, [*y.split(1)])),
-    "reduce_scatter_tensor": _out_of_place(lambda y: y.new_zeros(1, 4), dist.reduce_scatter_tensor),
     "all_to_all": _out_of_place(lambda y: [*(y * 0).split(1)], lambda o, y: dist.all_to_all(o, [*y.split(1)])),
-    "all_to_all_single": _out_of_place(torch.zeros_like, dist.all_to_all_single),
     "gather and scatter": _rooted,
-    "send and recv": _send,
-    "isend and irecv": _isend,
     "batch_isend_irecv": _batch,
     "coalescing manager": _manager,
     "facts": _facts,

@@ -155,7 +155,6 @@ def limits(rank, world_size, tell, url):
 
 
 def other_buffers(rank, world_size, tell, url):
-    """Ranks that lend different buffers are told, and nothing wrong is computed."""
     with default_group(rank, world_size, url, "kernels") as world:
         gather = fsdp2.AllGather()
         size, cpu = (4 * world_size,), torch.device("cpu")

@@ -121,7 +121,6 @@ def dies(_, __, tell, port, route, folder, before, step):
 
 
 def restarted(rank, world_size, tell, port, route):
-    """One process of a job that is restarted: it begins, calls, and ends."""
     store = connect(port, route)
     dist.init_process_group("tricomm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
     x = torch.full((3,), rank + 1.0)
@@ -205,7 +204,6 @@ def strangers(rank, world_size, tell, port, trusting=False):
 
 
 def crosswise(rank, world_size, tell, port):
-    """Two threads make a group each, and begin in another order on each rank."""
     store, results = connect(port, "gloo"), {}
 
     def one(name):

@@ -41,24 +41,6 @@ def _same_everywhere(net, world_size):
     return all(same(row, flat) for row in rows)
 
 
-def power_sgd(rank, world_size, tell, url, route):
-    """Gradients compressed by a hook whose futures' callbacks make calls themselves."""
-    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
-
-    with default_group(rank, world_size, url, route, timeout=20.0) as world:
-        net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
-        wrapped = DistributedDataParallel(net, bucket_cap_mb=0.005)  # of one size: no comparison sees them swapped
-        state = power.PowerSGDState(world, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1)
-        wrapped.register_comm_hook(state, power.powerSGD_hook)
-        optimiser = torch.optim.SGD(net.parameters(), lr=0.01)
-        for step in range(12):
-            optimiser.zero_grad()
-            (wrapped(of(rank, (8, 32), call=step)) ** 2).mean().backward()
-            optimiser.step()
-        assert state.compression_stats()[0] > 1
-        return "same" if _same_everywhere(net, world_size) else "parameters differ"
-
-
 def _steps(net, rank, world_size, steps):
     optimiser = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(steps):

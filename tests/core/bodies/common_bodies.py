@@ -13,7 +13,12 @@ import torch
 import tricomm
 from tests.open_files import open_files
 from tricomm.errors import TricommError
+from tricomm.kernels import layout
+from tricomm.options import digest_of
+from tricomm.store.arenas.open_arena import open_arena
+from tricomm.store.handshake import handshake
 
+OWN = ("fds", "maps", "threads")  # of this process alone; others use /dev/shm, too
 SMALL = dict(arena_bytes=256 * 1024, stall_timeout=30.0, timeout=60.0)
 
 
@@ -21,6 +26,14 @@ SMALL = dict(arena_bytes=256 * 1024, stall_timeout=30.0, timeout=60.0)
 def communicator(rank, world_size, url, **options):
     with tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**{**SMALL, **options})) as comm:
         yield comm
+
+
+def over(runtime, store, rank, world_size, options):
+    """A communicator on the CPU's memory, whose kernels `runtime` launches."""
+    plan, cpu, seconds = layout.plan(world_size, options.arena_bytes), torch.device("cpu"), options.timeout
+    control = handshake(store, rank, world_size, seconds, digest_of(options, plan, "cpu"))
+    arena = open_arena(control, plan.nbytes, cpu, seconds)
+    return tricomm.Communicator._over(control, arena, plan, cpu, seconds, options, runtime)
 
 
 def attempt(call):
@@ -54,13 +67,18 @@ def refused(action):
     return "not refused"
 
 
+def more_than(before, *names):
+    """What has come since `before`, what `leftovers` gave then; of `names` alone if there are some."""
+    after = leftovers()
+    return {name: sorted(after[name] - before[name]) for name in names or before if after[name] - before[name]}
+
+
 def and_left(rank, world_size, tell, body, *args):
     """What a body of this module gives, and what is left in the process after it."""
     before = leftovers()
     value = body(rank, world_size, tell, *args)
     gc.collect()
-    after = leftovers()
-    return value, {name: sorted(after[name] - before[name]) for name in ("fds", "maps", "threads")}
+    return value, more_than(before, *OWN)
 
 
 def endless(rank, world_size, tell, url, algorithm, protocol, options):
@@ -82,6 +100,4 @@ def endless(rank, world_size, tell, url, algorithm, protocol, options):
         text = str(error)
     comm.close()
     del comm
-    left = leftovers()
-    left = {name: sorted(left[name] - before[name]) for name in before if left[name] - before[name]}
-    return kind, text, caught, last, left
+    return kind, text, caught, last, more_than(before)

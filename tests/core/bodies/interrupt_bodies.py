@@ -17,12 +17,11 @@ from torch.distributed import FileStore, HashStore
 
 import tricomm
 from tests.core.bodies import user_kernel
-from tests.core.bodies.common_bodies import SMALL, leftovers
+from tests.core.bodies.common_bodies import OWN, SMALL, leftovers, more_than
 from tricomm.core.entry_guard import Guard
 from tricomm.errors import TricommError
 from tricomm.store.control import Descriptor
 
-OWN = ("fds", "maps", "threads")  # of this process alone; others use /dev/shm, too
 _NOP = dis.opmap["NOP"]
 HOME = os.path.dirname(tricomm.__file__)
 
@@ -179,8 +178,7 @@ def walk(rank, world_size, tell, folder, name, kind, every, unguarded=False):
         comm.close()
         del comm
     gc.collect()  # an exception and its frames may hold each other
-    left = leftovers()
-    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+    return got, more_than(before, *OWN)
 
 
 def constructor(rank, world_size, tell, folder, every):
@@ -220,8 +218,7 @@ def constructor(rank, world_size, tell, folder, every):
         del made
     del comm, walk, first, seen
     gc.collect()  # an exception and its frames may hold each other
-    left = leftovers()
-    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+    return got, more_than(before, *OWN)
 
 
 def closing(rank, world_size, tell, every):
@@ -248,8 +245,7 @@ def closing(rank, world_size, tell, every):
             got.append((f"{os.path.relpath(line[0], HOME)}:{line[1]}", caught, comm._group.closed))
         del comm, walk
     gc.collect()  # an exception and its frames may hold each other
-    left = leftovers()
-    return got, {what: sorted(left[what] - before[what]) for what in OWN if left[what] - before[what]}
+    return got, more_than(before, *OWN)
 
 
 def together(folder, rank, number):

@@ -13,6 +13,7 @@ from types import ModuleType
 import torch
 
 import tricomm
+from tests.c10d.bodies.groups import of, same
 from tests.core.bodies import fake_nccl
 from tests.core.bodies.common_bodies import attempt
 from tricomm import errors
@@ -42,18 +43,6 @@ def joined(rank, world_size, url, there=True, memory=True, **options):
         bootstrap.open_arena = refused
     given = tricomm.Options(**{"timeout": 30.0, "arena_bytes": 256 * 1024, **options})
     return tricomm.init(url, rank, world_size, "cpu", options=given)
-
-
-def of(rank, shape, dtype=torch.float32, call=0):
-    return torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(call * 101 + rank)).to(dtype)
-
-
-def same(a, b):
-    return (
-        a.shape == b.shape
-        and a.dtype == b.dtype
-        and bytes(a.contiguous().view(torch.uint8).numpy()) == bytes(b.contiguous().view(torch.uint8).numpy())
-    )
 
 
 def every_collective(comm, rows, dtype, wrong):
@@ -163,7 +152,6 @@ def by_route(rank, world_size, tell, url):
 
 
 def without_memory(rank, world_size, tell, url):
-    """Ranks that cannot map each other's memory: NCCL takes everything."""
     wrong = []
     with joined(rank, world_size, url, memory=False) as comm:
         every_collective(comm, 2, torch.float32, wrong)

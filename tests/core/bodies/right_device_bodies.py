@@ -11,13 +11,10 @@ import triton
 import triton.language as tl
 from torch.distributed import FileStore
 
+from tests.core.bodies.common_bodies import over
 from tests.fake_cuda import OnFakeGpu, World
 from tests.kernels.fake_launch import Result
-from tricomm import Communicator, Options, errors
-from tricomm.kernels import layout
-from tricomm.options import digest_of
-from tricomm.store.arenas.open_arena import open_arena
-from tricomm.store.handshake import handshake
+from tricomm import Options, errors
 
 LATE = 1.0  # seconds by which rank 0 comes later than the others
 
@@ -34,13 +31,9 @@ def on_fake_gpu(rank, world_size, url):
     with pytest.MonkeyPatch.context() as patch:
         world = World()
         world.install(patch)
-        runtime, device = OnFakeGpu(world, 0), torch.device("cpu")
-        options = Options(arena_bytes=256 * 1024, timeout=60.0)
-        plan = layout.plan(world_size, options.arena_bytes)
+        runtime = OnFakeGpu(world, 0)
         store = FileStore(url.removeprefix("file://"), world_size)
-        control = handshake(store, rank, world_size, 60.0, digest_of(options, plan, "cpu"))
-        arena = open_arena(control, plan.nbytes, device, 60.0)
-        comm = Communicator._over(control, arena, plan, device, 60.0, options, runtime)
+        comm = over(runtime, store, rank, world_size, Options(arena_bytes=256 * 1024, timeout=60.0))
         comm.all_reduce(torch.ones(8))
         comm.barrier()
         yield comm, world, runtime.fake

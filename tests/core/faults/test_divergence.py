@@ -13,28 +13,6 @@ from tests.core.bodies.common_bodies import attempt, communicator
 from tricomm.options import Tuning
 
 
-def other_argument(rank, world_size, tell, url, how):
-    """One rank names another root; one pair of calls comes in another order."""
-    odd = rank == world_size - 1
-    with communicator(rank, world_size, url) as comm:
-        for _ in range(5):
-            comm.all_reduce(torch.ones(8))
-        ranks.together(url, rank, range(world_size))  # a rank still in its last call would be told there
-        x = torch.ones(8)
-        if how == "root":
-            return attempt(lambda: comm.broadcast(x, 1 if odd else 0))
-        calls = [lambda: comm.all_reduce(x), lambda: comm.all_gather(x)]
-        return attempt(calls[1] if odd else calls[0])
-
-
-@pytest.mark.parametrize(("how", "words"), [("root", ["root=1", "root=0"]), ("order", ["all_reduce", "all_gather"])])
-def test_another_root_or_order_is_named_on_every_rank(how, words, url):
-    for kind, text, seconds in ranks.run(3, other_argument, url, how):
-        assert kind == "CollectiveMismatch", text
-        assert "rank 2" in text and "sequence 6" in text and all(word in text for word in words), text
-        assert seconds < 2.0 + ranks.BUSY
-
-
 def other_grid(rank, world_size, tell, url):
     """One rank forces another grid."""
 
@@ -122,54 +100,34 @@ def test_empty_tensors_on_all_ranks_send_nothing_and_the_group_goes_on(rank, wor
         return comm.all_reduce(x).item()
 
 
+def usual(comm):
+    comm.all_reduce(torch.ones(8))
+
+
+# What the others and the last rank call, and what is said of these two.
+DIVERGING = {
+    "collective": (usual, lambda comm: comm.all_gather(torch.ones(8)), "all_reduce", "all_gather"),
+    "count": (usual, lambda comm: comm.all_reduce(torch.ones(9)), "count=8", "count=9"),
+    "dtype": (usual, lambda comm: comm.all_reduce(torch.ones(8, dtype=torch.int32)), "float32", "int32"),
+    "op": (usual, lambda comm: comm.all_reduce(torch.ones(8), op="max"), "sum", "max"),
+    "algorithm": (usual, lambda comm: comm.all_reduce(torch.ones(8), algorithm="two_shot"), "one_shot", "two_shot"),
+    "barrier": (usual, lambda comm: comm.barrier(), "all_reduce", "barrier"),
+    "root": (lambda comm: comm.broadcast(torch.ones(8), 0), lambda comm: comm.broadcast(torch.ones(8), 1), "=0", "=1"),
+}
+
+
 def diverges(rank, world_size, tell, url, how):
     """Twenty good calls, then one rank calls something else."""
     with communicator(rank, world_size, url) as comm:
-        began = time.monotonic()
-        odd = rank == world_size - 1
-        try:
-            for _ in range(20):  # a slow rank may learn of the mismatch before it returns from the last of them
-                comm.all_reduce(torch.ones(8))
-            began = time.monotonic()
-            if how == "collective":
-                comm.all_gather(torch.ones(8)) if odd else comm.all_reduce(torch.ones(8))
-            elif how == "count":
-                comm.all_reduce(torch.ones(9 if odd else 8))
-            elif how == "dtype":
-                comm.all_reduce(torch.ones(8, dtype=torch.int32 if odd else torch.float32))
-            elif how == "op":
-                comm.all_reduce(torch.ones(8), op="max" if odd else "sum")
-            elif how == "algorithm":
-                comm.all_reduce(torch.ones(8), algorithm="two_shot" if odd else "one_shot")
-            else:
-                comm.barrier() if odd else comm.all_reduce(torch.ones(8))
-        except tricomm.TricommError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-        return "nothing", "", 0.0
+        for _ in range(20):
+            usual(comm)
+        ranks.together(url, rank, range(world_size))  # a rank still in its last call would be told there
+        return attempt(lambda: DIVERGING[how][rank == world_size - 1](comm))
 
 
-@pytest.mark.parametrize("how", ["collective", "count", "dtype", "op", "algorithm", "barrier"])
+@pytest.mark.parametrize("how", DIVERGING)
 def test_different_calls_are_named_on_every_rank(how, url):
     for kind, text, seconds in ranks.run(3, diverges, url, how):
         assert kind == "CollectiveMismatch", text
         assert seconds < 1.0 + ranks.BUSY
-        assert "all_reduce" in text and "rank 2" in text and "sequence 21" in text
-        other = {"collective": "all_gather", "count": "count=9", "dtype": "int32", "op": "max", "barrier": "barrier"}
-        assert other.get(how, "two_shot") in text
-
-
-def symmetric_alone(rank, world_size, tell, url):
-    """One rank asks for symmetric memory while the other makes a call."""
-    with communicator(rank, world_size, url) as comm:
-        comm.barrier()
-        began = time.monotonic()
-        try:
-            comm.symmetric((4,), torch.float32) if rank == 0 else comm.all_reduce(torch.ones(4))
-        except tricomm.TricommError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-
-
-def test_symmetric_beside_another_call_is_a_mismatch_on_both(url):
-    for kind, text, seconds in ranks.run(2, symmetric_alone, url):
-        assert kind == "CollectiveMismatch" and "symmetric" in text and "all_reduce" in text, text
-        assert seconds < 1.0 + ranks.BUSY
+        assert all(word in text for word in (*DIVERGING[how][2:], "rank 2", "sequence 21")), text

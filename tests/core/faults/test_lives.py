@@ -13,7 +13,7 @@ import torch
 
 import tricomm
 from tests import ranks
-from tests.core.bodies.common_bodies import communicator, endless, leftovers
+from tests.core.bodies.common_bodies import communicator, endless, leftovers, more_than
 
 
 def after_a_stop(rank, world_size, tell, url, other, limit, seconds):
@@ -115,8 +115,7 @@ def many_lives(rank, world_size, tell, url, closed, aborted):
         else:
             raise AssertionError("calls of different sizes went through")
     comm = None
-    after = leftovers()
-    return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}
+    return more_than(before)
 
 
 @pytest.mark.parametrize(
@@ -136,9 +135,9 @@ def dropped(rank, world_size, tell, url, count):
         del comm
     gc.collect()
     end = time.monotonic() + 5.0
-    while (after := leftovers()) != before and time.monotonic() < end:
+    while (more := more_than(before)) and time.monotonic() < end:
         time.sleep(0.02)
-    return {name: sorted(after[name] - before[name]) for name in before if after[name] - before[name]}
+    return more
 
 
 def test_a_communicator_that_is_dropped_gives_its_memory_back(url):

@@ -79,7 +79,6 @@ def test_a_token_and_a_name_of_a_node_are_bytes(url):
 
 
 def elsewhere(rank, world_size, tell, url, route):
-    """Every kind of call while torch makes tensors on another device, and of another type, by default."""
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     ones = torch.ones(4, device="cpu", dtype=torch.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +16,8 @@ from torch.distributed import FileStore, PrefixStore, TCPStore
 
 import tricomm
 from tests import forked, ranks
-from tests.core.bodies.common_bodies import SMALL, leftovers
+from tests.core.bodies.common_bodies import OWN, SMALL, attempt, leftovers, more_than
+from tests.store.store_ranks import free_port, succeed
 from tricomm.core.watch.watcher import Watcher
 from tricomm.store import process
 
@@ -132,7 +132,6 @@ def test_hundreds_of_communicators_with_few_descriptors_and_one_thread(tmp_path)
 
 
 def many_lose_a_peer(rank, world_size, tell, folder, count):
-    """A peer dies while nothing is called; each group names it at its next call."""
     store = FileStore(f"{folder}/store", world_size)
     comms = [make(rank, world_size, store, str(n)) for n in range(count)]
     comms[0].barrier()
@@ -162,40 +161,25 @@ def test_a_killed_peer_is_named_by_every_idle_group(tmp_path):
     assert kinds == {"PeerDied"} and slowest < 2.0 + ranks.BUSY
 
 
-OWN = ("fds", "maps", "threads")
-
-
 def without_descriptors(rank, world_size, tell, poor, port):
-    """One rank may open no file any more."""
     seconds = timedelta(seconds=20)
     store = TCPStore("127.0.0.1", port, world_size, rank == 0, seconds, wait_for_workers=False)
     with make(rank, world_size, store, "warm") as comm:
         comm.barrier()
-    before, text, kind = leftovers(), "", "nothing"
+    before = leftovers()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == poor:
         lowest = os.open("/dev/null", os.O_RDONLY)  # the limit is one of numbers: here the next open fails
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
-    began = time.monotonic()
-    try:
-        make(rank, world_size, store, "poor").close()
-    except tricomm.TricommError as error:
-        kind, text = type(error).__name__, str(error)
-    took = time.monotonic() - began
+    kind, text, took = attempt(lambda: make(rank, world_size, store, "poor").close())
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    left = leftovers()
+    left = more_than(before, *OWN)
     with make(rank, world_size, store, "after") as comm:
         x = torch.full((1,), rank + 1)
         comm.all_reduce(x)
         comm.barrier()
-        return kind, text, took, {w: left[w] - before[w] for w in OWN if left[w] - before[w]}, x.item()
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+        return kind, text, took, left, x.item()
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -254,20 +238,12 @@ def test_threads_look_at_one_process_at_the_same_time():
     """The watcher and a rank that sets up a group share the one look at a peer's process."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         peer = process.watch(child.pid, process.start_time(child.pid))
-        wrong = []
 
-        def look():
-            try:
-                for _ in range(3000):
-                    assert peer.alive()
-            except BaseException as error:
-                wrong.append(error)
+        def look(_):
+            for _ in range(3000):
+                assert peer.alive()
 
-        threads = [threading.Thread(target=look) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        succeed(6, look)
         child.stdin.close()
         child.wait()
-        assert wrong == [] and not peer.alive()
+        assert not peer.alive()

@@ -6,15 +6,11 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from tests.core.bodies import common_bodies
 from tests.fake_cuda import FakeDevice, OnFakeGpu, World
-from tricomm import Communicator, Options, communicator
-from tricomm.kernels import layout
-from tricomm.options import digest_of
-from tricomm.store.arenas.open_arena import open_arena
-from tricomm.store.handshake import handshake
+from tricomm import Options, communicator
 
 MINE, OTHER = 1, 0
-CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -26,11 +22,8 @@ def world(monkeypatch):
 
 
 def over(runtime):
-    """A group of one rank on the CPU's memory, whose kernels are launched on the fake GPU of `runtime`."""
-    options = Options(arena_bytes=1 << 20, timeout=20.0)
-    plan = layout.plan(1, options.arena_bytes)
-    control = handshake(HashStore(), 0, 1, 20.0, digest_of(options, plan, "cpu"))
-    return Communicator._over(control, open_arena(control, plan.nbytes, CPU, 20.0), plan, CPU, 20.0, options, runtime)
+    """A group of one rank, whose kernels are launched on the fake GPU of `runtime`."""
+    return common_bodies.over(runtime, HashStore(), 0, 1, Options(arena_bytes=1 << 20, timeout=20.0))
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Ranks as streams of one process: what the driver must have been told. The rest needs a GPU (test_gpu.py)."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -55,14 +53,3 @@ def test_what_the_driver_reads_is_set_before_it_starts_and_only_then(started, wh
         local(8, "cpu")
     assert os.environ.get(CONNECTIONS) == (None if whether else "32")
     assert os.environ.get("CUDA_MODULE_LOADING") == (None if whether else "EAGER")
-
-
-@pytest.mark.parametrize(("marks", "value"), [("gpu", "32"), ("not gpu and not soak", None), ("soak", None)])
-def test_the_gpu_tests_set_it_for_themselves(marks, value):
-    code = (
-        "import os; from types import SimpleNamespace as N; from tests.conftest import pytest_configure as go; "
-        f"go(N(option=N(markexpr={marks!r}))); print(os.environ.get({CONNECTIONS!r}))"
-    )
-    env = {name: value for name, value in os.environ.items() if name != CONNECTIONS}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -13,6 +12,7 @@ from tests import fake_cuda, ranks
 from tests.core.bodies import right_device_bodies as bodies
 from tests.core.gpu.conftest import MINE, OTHER, device_of
 from tests.kernels.fake_launch import Result
+from tests.store.store_ranks import succeed
 from tricomm import communicator, errors
 from tricomm.c10d import streams
 from tricomm.c10d.group_calls import GroupCall
@@ -107,20 +107,7 @@ ENTRIES = (all_reduce, asynchronous, synchronize, others, users_kernel, timed, c
 
 def in_a_thread(action):
     """Run `action` in a new thread, which has no context; raises what it raises."""
-    raised = []
-
-    def run():
-        try:
-            action()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(120)
-    assert not thread.is_alive()
-    if raised:
-        raise raised[0]
+    succeed(1, lambda rank: action(), 120)
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)

@@ -94,7 +94,6 @@ def exact(rank, world_size, tell, url):
 
 
 def compiled(rank, world_size, tell, url):
-    """The three collectives inside `torch.compile(fullgraph=True)`, with changing sizes."""
     wrong = []
     with coordinator(rank, world_size, url) as group:
 
@@ -160,7 +159,6 @@ def one_cannot(rank, world_size, tell, url, how):
 
 
 def unset(rank, world_size, tell, url):
-    """Without VLLM_TRICOMM nothing is patched."""
     from vllm.platforms import current_platform
 
     own = vars(type(current_platform))["get_device_communicator_cls"]
@@ -170,7 +168,6 @@ def unset(rank, world_size, tell, url):
 
 
 def other_groups(rank, world_size, tell, url):
-    """A group of another kind than tensor parallelism has no memory of tricomm's."""
     with coordinator(rank, world_size, url, name="ep") as group:
         held = group.device_communicator.tricomm
         return held.comm is None, group.all_reduce(torch.ones(3)).tolist()
@@ -194,7 +191,6 @@ def sleeping(rank, world_size, tell, url):
 
 
 def killed(rank, world_size, tell, url):
-    """A rank is killed between two calls; the others say which it was."""
     with coordinator(rank, world_size, url) as group:
         group.all_reduce(torch.ones(4))
         tell("ready")
