@@ -87,8 +87,7 @@ lint: venv  ## style, types, import directions
 	@$(BIN)/lint-imports
 
 soak: venv  ## the slow tests, an hour of faults, and what depends on Triton under every version of it
-	@$(BIN)/python -m pytest -m soak --timeout 14400
-	@$(MAKE) soak-faults MINUTES=60
+	@SOAK_MINUTES=60 $(BIN)/python -m pytest -m soak --timeout 14400
 	@for version in $(TRITONS); do \
 		site=$(VENV)/triton-$$version; \
 		test -d $$site || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
@@ -98,8 +97,8 @@ soak: venv  ## the slow tests, an hour of faults, and what depends on Triton und
 		PYTHONPATH=$$site $(BIN)/python -m pytest -m soak --timeout 14400 $(SOAK_ON_TRITON) || exit 1; \
 	done
 
-soak-faults: venv  ## random calls and random faults for MINUTES=10; SOAK='--seed 7 --json FILE' and more
-	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(SOAK)
+soak-faults: venv  ## random calls and random faults for MINUTES=10; SOAK_SEED=7 repeats them
+	@SOAK_MINUTES=$(MINUTES) $(BIN)/python -m pytest -m soak --timeout 14400 -s tests/soak/test_soak.py
 
 gpu-evidence:  ## test and measure on this machine's GPUs with its own torch, BUDGET=25m, into perf/results/
 	@PYTHONPATH=. $(PYTHON) -m devtools.gpu_evidence --budget $(BUDGET) $(EVIDENCE)

@@ -199,6 +199,7 @@ def test_errors_are_the_calls_own_and_the_next_one_runs(calls):
         work.wait()
     with pytest.raises(GroupAborted, match="no"):
         child.wait()
+    assert isinstance(work.exception(), GroupAborted) and not work.is_success()
     assert calls.run(lambda turn: None, "", [], True).wait()
 
 

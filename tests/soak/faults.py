@@ -58,7 +58,6 @@ class Outcome:
     reports: list[Report | None]
     problems: list[tuple[str, str]] = field(default_factory=list)
     codes: dict[int, int | None] = field(default_factory=dict)  # exit codes of the processes that ended
-    notice: float = 0.0
 
 
 def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
@@ -80,7 +79,6 @@ def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
             first_seen |= report.error[0] in fault.survivors[:1]
             if outcome.at is not None and report.error[3] >= outcome.at:
                 seconds = report.error[3] - outcome.at
-                outcome.notice = max(outcome.notice, seconds)
                 limit = fault.within[outcome.route != "communicator"]
                 if fault.survivors and seconds > limit + slack:
                     results.append(

@@ -1,4 +1,4 @@
-"""Random calls of torch.distributed against results that are computed here: `python -m tests.soak.fuzz --calls 20000`.
+"""Random calls of torch.distributed against results that are computed here.
 
 Every kind of call, type and operation, over the default group and overlapping ones, synchronous, asynchronous, and in
 callbacks of futures, with random delays at every await on every rank. A call's choices and data follow from its path:
@@ -8,11 +8,8 @@ whenever and on whichever thread the call is made.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -29,7 +26,6 @@ from tests.c10d.bodies.groups import default_group, poisoned, same
 from tests.soak.calls import Pairs
 from tests.soak.fuzz_calls import KINDS, Turn, manager
 
-CALLBACKS = ("none", "early", "late", "after", "all")  # late: when other calls have been made; after: after the wait
 OUTSTANDING = 12  # works that wait for their `wait` at once
 DEPTH = 2  # callbacks inside of callbacks
 LIMIT = 60.0  # seconds of a call
@@ -38,9 +34,10 @@ LIMIT = 60.0  # seconds of a call
 class Fuzz:
     """One rank's part of the program."""
 
-    def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: str, inject: str) -> None:
+    def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: bool, inject: str) -> None:
         self._rank, self._groups, self._seed, self._inject = rank, groups, seed, inject
-        self._attach = {"none": (), "all": ("early", "late", "after")}.get(callbacks, (callbacks,))
+        # Of callbacks that make calls: late: when other calls have been made; after: after the wait.
+        self._attach = ("early", "late", "after") if callbacks else ()
         # torch's manager is not thread-safe: it also takes the calls of a group's callbacks.
         self._kinds = [kind for kind in KINDS if not self._attach or kind is not manager]
         self._delays = random.Random(f"{seed} delays of {rank}")
@@ -153,7 +150,7 @@ class Fuzz:
 
 
 def body(
-    rank: int, world_size: int, tell: Any, url: str, route: str, calls: int, seed: int, callbacks: str, inject: str
+    rank: int, world_size: int, tell: Any, url: str, route: str, calls: int, seed: int, callbacks: bool, inject: str
 ) -> tuple[dict[str, int], list[str]]:
     """A rank's calls by kind, and its wrong results and errors."""
     warnings.simplefilter("ignore")
@@ -172,7 +169,7 @@ def body(
 
 
 def run(
-    url: str, route: str, calls: int, seed: int, callbacks: str = "all", world_size: int = 3, inject: str = ""
+    url: str, route: str, calls: int, seed: int, callbacks: bool = True, world_size: int = 3, inject: str = ""
 ) -> tuple[Counter[str], list[str]]:
     """The calls of all ranks by kind, and the wrong results and errors. Raises if a rank did not end."""
     per_call = 1.0 if route == "kernels" else 0.2
@@ -183,28 +180,3 @@ def run(
         made.update(counted)
         wrong += found
     return made, wrong
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.soak.fuzz", description=__doc__)
-    add = parser.add_argument
-    add("--calls", type=int, default=20_000, help="of each rank, on each route (default 20000)")
-    add("--seed", type=int, help="repeats the same calls; their moments depend on the machine")
-    add("--routes", default="gloo,kernels")
-    add("--ranks", type=int, default=3)
-    add("--callbacks", choices=CALLBACKS, default="all", help="which callbacks make calls, by when they are attached")
-    given = parser.parse_args(arguments)
-    seed = random.SystemRandom().randrange(1 << 31) if given.seed is None else given.seed
-    bad = 0
-    for route in given.routes.split(","):
-        with tempfile.TemporaryDirectory(prefix="tricomm-fuzz-") as folder:
-            began = time.monotonic()
-            made, wrong = run(f"file://{folder}/store", route, given.calls, seed, given.callbacks, given.ranks)
-            print(f"{route}, seed {seed}: {made.total()} calls in {time.monotonic() - began:.0f} s, {len(wrong)} wrong")
-            print("\n".join(wrong[:10]), file=sys.stderr)
-            bad += len(wrong)
-    return 1 if bad else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

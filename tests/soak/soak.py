@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,27 +14,15 @@ from typing import Any
 
 from tests.soak import faults, growth
 from tests.soak.faults import FAULTS, PAUSE, STALL, TIMEOUT, Outcome
-from tests.soak.groups import Where
+from tests.soak.groups import ROUTES, Where
 from tests.soak.pool import Pool
-from tests.soak.report import Totals
 from tests.soak.worker import Job, Report
 
 SIZE = 4
 FORMING = 60.0  # seconds for a group to be made
+SLACK = 5.0  # seconds beyond a promised limit, because the machine is busy
+MEMORY = 16 * growth.MEBIBYTE  # bytes that a process may grow by
 ENDING = TIMEOUT + 25.0  # seconds for a call, its error and the group's end, before that counts as a hang
-
-
-@dataclass(frozen=True)
-class Settings:
-    kinds: tuple[str, ...]
-    routes: tuple[str, ...]
-    seconds: float
-    every: float
-    seed: int
-    slack: float
-    memory: int
-    rounds: int | None = None
-    inject: tuple[str, ...] = ()
 
 
 @dataclass
@@ -50,38 +38,39 @@ class Plan:
 
 
 class Soak:
-    def __init__(self, settings: Settings, folder: Path) -> None:
-        self._settings, self._folder = settings, folder
-        self._random = random.Random(settings.seed)
-        self.totals = Totals(settings.seed)
+    """Rounds of `every` seconds for `seconds`, or `rounds` of them. `problems`: what was wrong, kinds and texts."""
+
+    def __init__(self, folder: Path, seed: int, seconds: float, every: float, rounds: int | None = None) -> None:
+        self._folder, self._seed, self._seconds, self._every, self._rounds = folder, seed, seconds, every, rounds
+        self._random = random.Random(seed)
         self._samples: dict[int, list[dict[str, int]]] = {}
         self._routes: dict[int, set[str]] = {}
         self._queue: list[tuple[str, str]] = []
         self._warm = True
+        self.calls, self.faults = Counter[str](), Counter[str]()
+        self.problems: list[tuple[str, str]] = []
 
-    def run(self) -> Totals:
+    def run(self) -> None:
         """Play rounds until the time is up, then see what has grown."""
         began, names = time.monotonic(), set(os.listdir("/dev/shm"))
         with Pool(SIZE, self._folder) as pool:
-            number = 0
-            for route in self._settings.routes:
+            for number, route in enumerate(ROUTES):
                 self._play(pool, Plan(-1 - number, route, list(range(SIZE)), None, 0, 0.0))
-                number += 1
             self._warm, number = False, 0
-            while time.monotonic() - began < self._settings.seconds and number != self._settings.rounds:
+            while time.monotonic() - began < self._seconds and number != self._rounds:
                 number += 1
                 self._play(pool, self._plan(number))
         time.sleep(0.5)
-        self._grown()
-        self.totals.names = growth.orphans(names)
-        self.totals.seconds = time.monotonic() - began
-        return self.totals
+        for pid, samples in self._samples.items():
+            grown = growth.grown(samples, MEMORY).items()
+            self.problems += [("growth", f"process {pid}: {more} more {name}") for name, more in grown if more]
+        self.problems += [("name", f"/dev/shm/{name} is held by nobody") for name in growth.orphans(names)]
 
     def _plan(self, number: int) -> Plan:
         """The next fault and route of a shuffled list of all of them. Slots 0 and 1 always take part and are never
         killed, because growth shows in processes that live long."""
         if not self._queue:
-            kinds, routes = list(self._settings.kinds), list(self._settings.routes)
+            kinds, routes = list(FAULTS), list(ROUTES)
             turn = self._random.randrange(len(routes))
             self._queue = [(kind, routes[(i + turn) % len(routes)]) for i, kind in enumerate(kinds)]
             self._random.shuffle(self._queue)
@@ -90,22 +79,21 @@ class Soak:
         self._random.shuffle(slots)
         mortal = [rank for rank, slot in enumerate(slots) if slot > 1]
         victim = self._random.choice(mortal if kind == "kill" else range(len(slots)))
-        return Plan(number, route, slots, kind, victim, self._settings.every * self._random.uniform(0.3, 0.8))
+        return Plan(number, route, slots, kind, victim, self._every * self._random.uniform(0.3, 0.8))
 
     def _play(self, pool: Pool, plan: Plan) -> None:
         pool.fill()  # the round before may have lost ranks, a first round on a busy machine, too
-        seed = f"{self._settings.seed}:{plan.number}"
+        seed = f"{self._seed}:{plan.number}"
         for rank, slot in enumerate(plan.slots):
             path = str(self._folder / f"store-{plan.number}")
             where = Where(plan.route, rank, len(plan.slots), path, TIMEOUT, STALL)
-            inject = self._settings.inject if not self._warm else ()
-            pool.send(slot, Job(where, seed, (plan.number + 10) * 100_000, self._warm, inject))
-        outcome = _Watch(pool, plan, self._settings.every).outcome()
+            pool.send(slot, Job(where, seed, (plan.number + 10) * 100_000, self._warm))
+        outcome = _Watch(pool, plan, self._every).outcome()
         for rank, report in enumerate(outcome.reports):
             if report is None:
                 outcome.codes[rank] = pool.end(plan.slots[rank], 0.0 if outcome.problems else 5.0)
         if not outcome.problems:  # what follows from a hang is not counted again
-            outcome.problems = faults.judge(outcome, self._settings.slack)
+            outcome.problems = faults.judge(outcome, SLACK)
         self._account(pool, plan, outcome)
 
     def _account(self, pool: Pool, plan: Plan, outcome: Outcome) -> None:
@@ -113,18 +101,16 @@ class Soak:
             slot = plan.slots[rank]
             if report is None:
                 continue
-            self.totals.calls.update(report.calls)
+            self.calls.update(report.calls)
             seen = self._routes.setdefault(pool.pid(slot), set())
             seen.add(plan.route)
             # A process makes some threads once; each kind of group may be the one that does.
-            if not self._warm and len(seen) == len(self._settings.routes):
+            if not self._warm and len(seen) == len(ROUTES):
                 self._samples.setdefault(pool.pid(slot), []).append(report.sample)
-        self.totals.add(plan.number, plan.route, len(plan.slots), plan.fault, outcome)
-        print(self.totals.line(), file=sys.stderr, flush=True)
-
-    def _grown(self) -> None:
-        for pid, samples in self._samples.items():
-            self.totals.grow(pid, growth.grown(samples, self._settings.memory))
+        self.faults.update(filter(None, [plan.fault]))
+        self.problems += outcome.problems
+        said = [r.error[0] if r and r.error else "-" for r in outcome.reports]
+        print(plan.route, plan.fault or "warm-up", *said, *outcome.problems, flush=True)
 
 
 class _Watch:

@@ -8,7 +8,7 @@ from tests.soak.fuzz_calls import KINDS
 
 
 @pytest.mark.parametrize(
-    ("route", "calls", "callbacks"), [("gloo", 150, "none"), ("gloo", 150, "all"), ("kernels", 80, "all")]
+    ("route", "calls", "callbacks"), [("gloo", 150, False), ("gloo", 150, True), ("kernels", 80, True)]
 )
 def test_random_calls(route, calls, callbacks, url):
     made, wrong = fuzz.run(url, route, calls, seed=5, callbacks=callbacks)
@@ -17,12 +17,12 @@ def test_random_calls(route, calls, callbacks, url):
 
 
 def test_a_wrong_result_is_found(url):
-    _, wrong = fuzz.run(url, "gloo", 60, seed=5, callbacks="none", inject="wrong")
+    _, wrong = fuzz.run(url, "gloo", 60, seed=5, callbacks=False, inject="wrong")
     assert "rank 1: " in str(wrong) and "instead of" in str(wrong)
 
 
 def test_a_call_that_one_rank_leaves_out_is_found(url):
-    _, wrong = fuzz.run(url, "gloo", 60, seed=5, callbacks="none", inject="skip")
+    _, wrong = fuzz.run(url, "gloo", 60, seed=5, callbacks=False, inject="skip")
     assert "CollectiveMismatch" in str(wrong) or "CollectiveTimeout" in str(wrong)
 
 

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections import Counter
@@ -31,13 +30,12 @@ class Injected(Exception):
 
 
 class Job(NamedTuple):
-    """One round: a group, a seed for its calls, and mistakes that a self-test wants to be found."""
+    """One round: a group, and a seed for its calls."""
 
     where: Where
     seed: str
     first_number: int
     every_call: bool = False
-    inject: tuple[str, ...] = ()
 
 
 @dataclass
@@ -88,7 +86,7 @@ def main(pipe: Connection, log: str) -> None:
     os.dup2(file.fileno(), 2)
     faulthandler.enable(file)
     faulthandler.register(signal.SIGUSR1, file, all_threads=True)
-    signals, kept = Signals(), []
+    signals = Signals()
     while True:
         try:
             job = pipe.recv()
@@ -98,24 +96,11 @@ def main(pipe: Connection, log: str) -> None:
             continue
         print(f"round {job.seed}: {job.where}", file=sys.stderr, flush=True)
         report = Round(job, pipe, signals).play()
-        leak(job.inject, kept)
         report.sample = growth.sample()
         try:
             pipe.send(("end", report))
         except OSError:
             return
-
-
-def leak(inject: tuple[str, ...], kept: list[Any]) -> None:
-    """Keep something per round, as a library that forgets would."""
-    if "descriptors" in inject:
-        kept.append(open(os.devnull))  # noqa: SIM115
-    if "threads" in inject:
-        threading.Thread(target=threading.Event().wait, daemon=True).start()
-    if "memory" in inject:
-        kept.append(bytearray(os.urandom(16)) * (2 << 20))
-    if "names" in inject:
-        open(f"/dev/shm/soak-{os.getpid()}", "w").close()
 
 
 class Round:
@@ -176,7 +161,6 @@ class Round:
         self._number += 1
         turn = Turn(where.rank, where.world_size, self._number, self._choices)
         pairs = group.part(turn) if call is None else group.run(call, turn)
-        self._mistake(pairs)
         self._report.calls[name] += 1
         bad = [(got, want) for got, want in pairs if not same(got, want)]
         if bad:
@@ -185,23 +169,6 @@ class Round:
                 f"{where.route} {name} number {self._number} rank {where.rank} of {where.world_size}, {got.dtype} "
                 f"{tuple(got.shape)}: {got.flatten()[:5].tolist()} instead of {want.flatten()[:5].tolist()}"
             )
-
-    def _mistake(self, pairs: list[Any]) -> None:
-        """What a self-test wants to see found, on rank 1."""
-        first = self._job.first_number + 3
-        if self._job.where.rank != 1 or not first <= self._number <= first + 3:
-            return
-        if "wrong" in self._job.inject and pairs:
-            got, want = pairs[0]
-            pairs[0] = (got, want + 1)
-        if self._number < first + 3:
-            return
-        if "unnamed" in self._job.inject:
-            raise RuntimeError("an error without a name of ours")
-        if "hang" in self._job.inject:
-            threading.Event().wait()
-        if "lost" in self._job.inject:
-            os.abort()
 
     def _listen(self) -> None:
         while self._pipe.poll():

@@ -16,7 +16,7 @@ from tests.store.store_ranks import succeed
 from tricomm import communicator, errors
 from tricomm.c10d import streams
 from tricomm.c10d.group_calls import GroupCall
-from tricomm.core import launcher
+from tricomm.core import bootstrap, launcher
 from tricomm.store.control import RankState
 
 # What may be current in the thread that calls
@@ -244,3 +244,12 @@ def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the
     comm.close()
     assert comm._group.control.page(0).state == RankState.CLOSED and comm in communicator._kept
     comm.group_table.add_(0)  # still mapped
+
+
+@pytest.mark.parametrize(("current", "local", "chosen"), [(0, None, 0), (0, "1", 1), (1, "0", 1), (0, "3", 1)])
+def test_the_device_of_a_rank_that_names_none(world, monkeypatch, current, local, chosen):
+    if local is not None:
+        monkeypatch.setenv("LOCAL_RANK", local)
+    with world.device(current):
+        assert bootstrap.pick_device(None) == torch.device("cuda", chosen)
+        assert world.get_device() == current
