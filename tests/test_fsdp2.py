@@ -1,15 +1,94 @@
-"""FSDP2 over symmetric memory: losses, parameters and gradients to the bit; memory that is reused, and bounded."""
+"""FSDP2 with tricomm's collectives beside FSDP2 with its own: the same bits; memory that is reused, and bounded."""
 
 from __future__ import annotations
 
+import weakref
+from contextlib import contextmanager
+
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests import ranks
-from tests.c10d.bodies import fsdp2_bodies as bodies
-from tricomm import fsdp2
+from tests.c10d.bodies.groups import default_group, of, refused, same
+from tricomm import GroupAborted, fsdp2
 
+MIXED_TYPES = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+ONE_TYPE = MixedPrecisionPolicy()
 RESHARD, KEEP, MIXED, PLAIN = True, False, True, False  # reshard_after_forward, mixed precision
+
+
+def model(mesh, reshard, policy):
+    """Rows that no world size divides, and biases of any length; a scale that only the root holds."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 17), nn.ReLU(), nn.Linear(17, 7), nn.Tanh(), nn.Linear(7, 3), nn.LayerNorm(3))
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return fully_shard(net, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+def trained(net, rank, steps=2):
+    """Losses and parameters after some steps."""
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.0625)
+    losses = []
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x, y = torch.randn(8, 6, generator=generator), torch.randn(8, 3, generator=generator)
+        loss = ((net(x) - y) ** 2).mean()
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    return losses, [p.full_tensor().detach() for p in net.parameters()]
+
+
+@contextmanager
+def handles_seen(group):
+    """The handles of the calls that are made meanwhile; None for a call over ordinary memory."""
+    seen = []
+
+    def spied(method):
+        def call(out, x, options, handle=None):
+            seen.append(handle)
+            return method(out, x, options, handle)
+
+        return call
+
+    group.all_gather_single = spied(group.all_gather_single)
+    group.reduce_scatter_single = spied(group.reduce_scatter_single)
+    try:
+        yield seen
+    finally:
+        del group.all_gather_single, group.reduce_scatter_single
+
+
+def same_as_plain(rank, world_size, tell, url, route, cases):
+    """What is wrong with training over `route`, with each of `cases`: (reshard_after_forward, mixed precision)."""
+    wrong = []
+    with default_group(rank, world_size, url, route) as world:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+        for reshard, mixed in cases:
+            policy = MIXED_TYPES if mixed else ONE_TYPE
+            losses, parameters = trained(model(mesh, reshard, policy), rank)
+            net = model(mesh, reshard, policy)
+            mine = fsdp2.use(net)
+            with handles_seen(world) as seen:
+                result, others = trained(net, rank)
+            if result != losses or not all(map(same, others, parameters)):
+                wrong.append((reshard, mixed, result, losses))
+            in_place = route == "kernels" and world_size > 1
+            if any((handle is not None) != in_place for handle in seen) or not seen:
+                wrong.append((reshard, mixed, "not in symmetric memory" if in_place else "in symmetric memory"))
+            sizes = [comm.nbytes for comm in mine]
+            trained(net, rank, 1)
+            if [comm.nbytes for comm in mine] != sizes or (min(sizes) > 0) != in_place:
+                wrong.append((reshard, mixed, "memory grows", sizes))
+            for comm in mine:
+                comm.close()
+    return wrong
 
 
 @pytest.mark.parametrize(
@@ -22,19 +101,86 @@ RESHARD, KEEP, MIXED, PLAIN = True, False, True, False  # reshard_after_forward,
     ],
 )
 def test_trains_to_the_bits_of_the_plain_backend(world_size, route, cases, url):
-    assert ranks.run(world_size, bodies.same_as_plain, url, route, cases, timeout=120) == [[]] * world_size
+    assert ranks.run(world_size, same_as_plain, url, route, cases, timeout=120) == [[]] * world_size
 
 
-def test_whole_numbers_give_the_gradients_of_gloo(url):
-    assert ranks.run(2, bodies.integers, url) == [True, True]
+@ranks.each(2, True)
+def test_whole_numbers_give_the_gradients_of_gloo(rank, world_size, tell, url):
+    """Gradients of whole numbers are exact in any order: torch's own Gloo, and ours over the kernels, agree."""
+
+    def gradients(group, ours):
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+        torch.manual_seed(2)
+        net = nn.Sequential(nn.Linear(5, 9), nn.Linear(9, 3))
+        for p in net.parameters():
+            p.data = of(0, p.shape, call=p.numel())
+        for layer in net:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(net, mesh=mesh)
+        if ours:
+            fsdp2.use(net, group)
+        else:
+            for module in net.modules():
+                if hasattr(module, "set_force_sum_reduction_for_comms"):
+                    module.set_force_sum_reduction_for_comms(True)
+        loss = net(of(rank, (4, 5), call=7)).sum()
+        loss.backward()
+        return [loss.detach(), *(p.grad.full_tensor() for p in net.parameters())]
+
+    with default_group(rank, world_size, url, "kernels") as world:
+        gloo = dist.new_group(backend="gloo")
+        return all(map(same, gradients(gloo, False), gradients(world, True)))
 
 
-def test_memory_is_bounded_reused_and_given_back(url):
-    assert ranks.run(2, bodies.limits, url) == [True, True]
+@ranks.each(2, True)
+def test_memory_is_bounded_reused_and_given_back(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "kernels"):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
+        losses, parameters = trained(model(mesh, True, ONE_TYPE), rank)
+        net = model(mesh, True, ONE_TYPE)
+        mine = fsdp2.use(net, max_bytes=600)  # enough for some of the layers
+        result, others = trained(net, rank)
+        assert result == losses and all(map(same, others, parameters))
+        assert [0 < comm.nbytes <= 600 for comm in mine] == [True, True], [comm.nbytes for comm in mine]
+        gather, scatter = mine
+
+        size, given = (4 * world_size,), {"dtype": torch.float32, "device": torch.device("cpu")}
+        first = gather.allocate(size, **given)
+        address, part = first.data_ptr(), first[1:3]
+        del first  # a view is left
+        second = gather.allocate(size, **given)
+        assert second.data_ptr() != address
+        del part
+        assert gather.allocate(size, **given).data_ptr() == address
+
+        other = dist.new_group(list(range(world_size)))
+        row = second[: len(second) // world_size]
+        refused(lambda: gather(second, row, other), "made for group", "get_group")
+        refused(lambda: fsdp2.use(nn.Linear(2, 2)), "fully_shard first")
+        refused(lambda: fsdp2.AllGather(max_bytes=-1), "max_bytes=-1")
+        kept = fsdp2.ReduceScatter(other)
+        dist.destroy_process_group(other)
+        refused(lambda: kept.allocate(size, **given), "destroyed", kind=GroupAborted)
+        for comm in mine:
+            comm.close()
+            comm.close()
+        second.fill_(1)  # still mapped
+        result, others = trained(model(mesh, True, ONE_TYPE), rank)
+        return result == losses
+
+
+def other_buffers(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "kernels") as world:
+        gather = fsdp2.AllGather()
+        size, cpu = (4 * world_size,), torch.device("cpu")
+        first = gather.allocate(size, dtype=torch.float32, device=cpu)
+        second = gather.allocate(size, dtype=torch.float32, device=cpu)
+        lent = second if rank else first
+        gather(lent, lent[4 * rank : 4 * rank + 4], world)
 
 
 def test_ranks_that_lend_different_buffers_are_told(url):
-    with ranks.start(2, bodies.other_buffers, url) as started:
+    with ranks.start(2, other_buffers, url) as started:
         assert [outcome.error for outcome in started.results()] == ["CollectiveMismatch"] * 2
 
 
@@ -76,8 +222,6 @@ class _Handle:
         self.local = torch.zeros(numel)
 
     def lend(self, shape, given_back):
-        import weakref
-
         lent = torch.zeros(shape)
         weakref.finalize(lent.untyped_storage(), given_back)
         return lent

@@ -11,10 +11,11 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import ranks
 from tests.c10d.bodies import callback_bodies as bodies
-from tests.c10d.bodies.groups import ROUTES
+from tests.c10d.bodies.groups import ROUTES, default_group, of, same
 from tricomm import threads
 from tricomm.c10d.call_queue import CallQueue
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
@@ -53,13 +54,51 @@ def test_hooks_train_as_over_gloo_for_long(route, url):
 
 
 @both_routes
-def test_groups_in_threads_do_not_wait_crosswise(route, url):
-    assert ranks.run(2, bodies.two_threads, url, route) == [[[2.0] * 4, [4.0] * 4]] * 2
+@ranks.each(2, [[2.0] * 4, [4.0] * 4])
+def test_groups_in_threads_do_not_wait_crosswise(rank, world_size, tell, url, route):
+    with default_group(rank, world_size, url, route, timeout=20.0):
+        groups = [dist.group.WORLD, dist.new_group()]
+        results = [torch.ones(4), torch.full((4,), 2.0)]
+        dist.all_reduce(torch.ones(4))
+        dist.all_reduce(torch.ones(4), group=groups[1])
+
+        def call(number):
+            time.sleep(0.4 * ((number + rank) % 2))
+            dist.all_reduce(results[number], group=groups[number])
+
+        thread = threading.Thread(target=call, args=(1,))
+        thread.start()
+        call(0)
+        thread.join()
+        return [x.tolist() for x in results]
 
 
 @both_routes
-def test_tensors_of_inference_mode(route, url):
-    assert ranks.run(2, bodies.inference, url, route) == [[]] * 2
+@ranks.each(2, [])
+def test_tensors_of_inference_mode(rank, world_size, tell, url, route):
+    wrong = []
+    with default_group(rank, world_size, url, route):
+        with torch.inference_mode():
+            xs = [of(rank, (5,), call=call) for call in range(6)]
+            parts = of(rank, (2 * world_size,), call=9)
+            dist.all_reduce(xs[0])
+            dist.all_reduce(xs[1].view(5, 1)[:, 0], async_op=True).wait()
+        dist.all_reduce(xs[2])
+        dist.reduce(xs[3], 0)
+        dist.broadcast(xs[4], 1)
+        dist.all_reduce(spread := xs[5][::2], async_op=True).get_future().then(lambda f: f.value()).wait()
+        out = torch.zeros(2)
+        dist.reduce_scatter_tensor(out, parts)
+        for call in (0, 1, 2):
+            want = sum(of(r, (5,), call=call) for r in range(world_size))
+            wrong += [] if same(xs[call].clone(), want) else [call]
+        want = sum(of(r, (5,), call=3) for r in range(world_size)) if rank == 0 else of(rank, (5,), call=3)
+        wrong += [] if same(xs[3].clone(), want) or rank else ["reduce"]
+        wrong += [] if same(xs[4].clone(), of(1, (5,), call=4)) else ["broadcast"]
+        wrong += [] if same(spread.clone(), sum(of(r, (5,), call=5) for r in range(world_size))[::2]) else ["gaps"]
+        want = sum(of(r, (2 * world_size,), call=9) for r in range(world_size))[2 * rank : 2 * rank + 2]
+        wrong += [] if same(out, want) and not out.is_inference() else ["reduce_scatter"]
+        return wrong
 
 
 def test_an_error_before_anything_is_sent_is_told_and_costs_nobody_the_group(url):

@@ -21,7 +21,9 @@ from tricomm.c10d.work_handles import FinishedWork
 from tricomm.core.watch.monitor import Monitor
 
 
-def handles(rank, world_size, tell, url, route):
+@pytest.mark.parametrize("route", ROUTES)
+@ranks.each(2, [], timeout=120)
+def test_handles_and_futures(rank, world_size, tell, url, route):
     """async_op: wait, is_completed, exception, futures with then, nested calls in a callback, dropped handles."""
     wrong = []
     with default_group(rank, world_size, url, route):
@@ -53,11 +55,6 @@ def handles(rank, world_size, tell, url, route):
             work.wait()
         wrong += [] if all(same(o, of(r, (3,))) for r, o in enumerate(outs)) else ["waited for in reverse"]
     return wrong
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_handles_and_futures(route, url):
-    assert ranks.run(2, handles, url, route, timeout=120) == [[]] * 2
 
 
 @ranks.each(2, (False, [2.0] * 3))

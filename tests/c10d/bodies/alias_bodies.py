@@ -1,7 +1,5 @@
 """Calls whose tensors share memory: each gives the result of its inputs as they were when the call was made."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -105,29 +103,17 @@ def _in_place(parts, rank, x):
     return [(out, torch.cat(parts)), (part, want)]
 
 
-CASES = {
-    "coalesced": _coalesced,
-    "manager": _manager,
-    "functional": _functional,
-    "broadcast": _broadcast,
-    "gathers": _gathers,
-    "scatters": _scatters,
-    "lists": _lists,
-    "single": _single,
-    "foreign": _foreign,
-    "in place": _in_place,
-}
+CASES = [_coalesced, _manager, _functional, _broadcast, _gathers, _scatters, _lists, _single, _foreign, _in_place]
 
 
 def overlapping(rank, world_size, tell, url, route):
     wrong = []
     with default_group(rank, world_size, url, route, timeout=20.0):
-        for number, (name, call) in enumerate(CASES.items()):
+        for number, call in enumerate(CASES):
             parts = [of(r, (N,), call=number) for r in range(world_size)]
             try:
-                wrong += [
-                    (name, got, want) for got, want in call(parts, rank, parts[rank].clone()) if not same(got, want)
-                ]
+                pairs = call(parts, rank, parts[rank].clone())
+                wrong += [(call.__name__, got, want) for got, want in pairs if not same(got, want)]
             except Exception as error:
-                wrong.append((name, f"{type(error).__name__}: {error}"))
+                wrong.append((call.__name__, f"{type(error).__name__}: {error}"))
     return [str(entry) for entry in wrong]

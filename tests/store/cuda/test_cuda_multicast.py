@@ -31,15 +31,15 @@ def three_gpus() -> Job:
     return Job(FakeCuda(SIZE), [[0, 1, 2], [2, 0, 1], [1, 2, 0]])
 
 
+def look(arenas: list[CudaArena]) -> list[Any]:
+    return in_threads(len(arenas), lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
+
+
 def open_all(job: Job, nbytes: int = NBYTES) -> list[CudaArena]:
     """Arenas that have looked for a switch, with it or without."""
-
-    def one(rank: int) -> CudaArena:
-        arena = job.open(rank, nbytes)
-        arena.look_for_switch(Deadline(10.0))
-        return arena
-
-    return job.open_all(one)
+    arenas = job.open_all(lambda rank: job.open(rank, nbytes))
+    assert not any(look(arenas))
+    return arenas
 
 
 @pytest.fixture
@@ -101,8 +101,11 @@ def test_memory_of_handles_has_addresses_of_its_own_and_one_that_is_refused_harm
         assert job.close_all(each) == [None] * SIZE
 
 
-def look(arenas: list[CudaArena]) -> list[Any]:
-    return in_threads(SIZE, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
+def nobody_has_it(arenas: list[CudaArena], *parts: str) -> None:
+    """And all know why."""
+    assert {arena.multicast for arena in arenas} == {0} and len({arena.no_multicast for arena in arenas}) == 1
+    for part in parts:
+        assert part in arenas[0].no_multicast, arenas[0].no_multicast
 
 
 CALLS = calls_of(made := three_gpus(), partial(look, made.open_all()))
@@ -112,13 +115,11 @@ CALLS = calls_of(made := three_gpus(), partial(look, made.open_all()))
 def test_any_failing_call_leaves_all_ranks_without_it_and_the_arena_whole(job, rank, name, nth):
     arenas = job.open_all()
     job.drivers[rank].fail_at(name, nth)
-    assert in_threads(SIZE, lambda each: arenas[each].look_for_switch(Deadline(10.0))) == [None] * SIZE
-    assert {arena.multicast for arena in arenas} == {0} and len({arena.no_multicast for arena in arenas}) == 1
-    for part in (f"rank {rank}", name, "CUDA_ERROR_UNKNOWN"):
-        assert part in arenas[0].no_multicast, arenas[0].no_multicast
+    assert look(arenas) == [None] * SIZE
+    nobody_has_it(arenas, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN")
     assert not [text for process in job.world.processes for text in process.switch.holds()]
     job.drivers[rank].process.failures.clear()
-    in_threads(SIZE, lambda each: arenas[each].look_for_switch(Deadline(10.0)))  # everything was undone: it goes now
+    look(arenas)  # everything was undone: it goes now
     assert all(arena.multicast for arena in arenas), arenas[0].no_multicast
 
 
@@ -127,9 +128,7 @@ def without(change: Any, *told: str) -> None:
     job = three_gpus()
     change(job.drivers[1].process.switch)
     arenas = open_all(job)
-    assert {arena.multicast for arena in arenas} == {0} and len({arena.no_multicast for arena in arenas}) == 1
-    for part in ("rank 1", *told):
-        assert part in arenas[0].no_multicast, arenas[0].no_multicast
+    nobody_has_it(arenas, "rank 1", *told)
     job.close_all(arenas)
     job.verify()
 
@@ -147,8 +146,7 @@ def test_a_switch_that_is_not_there_or_does_not_work(verified):
 def test_a_fault_of_the_probe_costs_the_group_and_is_named(job):
     job.drivers[1].process.switch.faults = True
     arenas = job.open_all()
-    outcomes = in_threads(SIZE, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
-    refused(outcomes, GroupAborted, "rank 1", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "restart", "TRICOMM_MULTICAST=0")
+    refused(look(arenas), GroupAborted, "rank 1", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "restart", "TRICOMM_MULTICAST=0")
     job.kill(1)
     for arena in (arenas[0], arenas[2]):
         arena.close()
@@ -172,9 +170,7 @@ def test_a_function_that_one_ranks_driver_does_not_have_leaves_all_ranks_without
     job, rank = three_gpus(), 0 if name == "Create" else 1
     job.drivers[rank].process.missing = {f"cuMulticast{name}"}
     arenas = open_all(job)
-    assert {arena.multicast for arena in arenas} == {0} and len({arena.no_multicast for arena in arenas}) == 1
-    for part in (f"rank {rank}", f'Function "cuMulticast{name}" not found'):
-        assert part in arenas[0].no_multicast, arenas[0].no_multicast
+    nobody_has_it(arenas, f"rank {rank}", f'Function "cuMulticast{name}" not found')
     job.close_all(arenas)
     job.verify()
 
