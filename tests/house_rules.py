@@ -18,8 +18,6 @@ PARAMETERS = 8
 KERNEL_PARAMETERS = 12
 # The kernels' folder grows with the algorithms that there are.
 ANY_NUMBER_OF_MODULES = {"kernels/collectives"}
-# Modules that are deliberately called alike, because each is the counterpart of the other in another room.
-MIRRORS: set[str] = set()
 PUBLIC = {
     "tricomm/communicator.py:__init__",
     "explorer/campaign.py:check",
@@ -97,7 +95,7 @@ def repeated_modules(trees: Sources) -> list[str]:
     places = defaultdict(list)
     for name in trees:
         path = Path(name)
-        if path.stem not in ("__init__", "__main__") and path.stem not in MIRRORS:
+        if path.stem not in ("__init__", "__main__"):
             places[path.parts[0], path.stem].append(name)
     return [f"{name}: {', '.join(where)}" for (_, name), where in sorted(places.items()) if len(where) > 1]
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import tricomm
 from tests.c10d.bodies.groups import default_group, of, same
+from tests.core.bodies.common_bodies import attempt
 from tricomm.c10d import call_futures, dtype_emulation, group_calls, message_collectives
 from tricomm.c10d.call_futures import CallFuture
 
@@ -69,16 +70,9 @@ def one_sided(rank, world_size, tell, url, route):
             done = work.get_future().then(lambda f: dist.all_reduce(torch.full((4,), 7.0)))
         dist.all_reduce(y := torch.full((4,), 3.0))
         work.wait()
-        try:
-            if rank == 0:
-                done.wait()
-            else:
-                time.sleep(3)
-                dist.all_reduce(torch.ones(4))
-            error = "none"
-        except tricomm.TricommError as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        return x.tolist(), y.tolist(), error
+        time.sleep(3 * rank)
+        kind, text, _ = attempt(done.wait if rank == 0 else lambda: dist.all_reduce(torch.ones(4)))
+        return x.tolist(), y.tolist(), f"{kind}: {text}"
 
 
 class _Slow:

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 
 import tricomm
-from tests.c10d.bodies.groups import of, same
+from tests.c10d.bodies.groups import of, refused, same
 from tests.core.bodies import fake_nccl
 from tests.core.bodies.common_bodies import attempt
 from tricomm import errors
@@ -131,24 +131,22 @@ def by_route(rank, world_size, tell, url):
         comm.all_reduce(x, algorithm="one_shot", protocol="simple")
         assert x[0] == world_size and tricomm.stats()["nccl"]["all_reduce"] == before
         routes = [choice.route for choice in (*choices, forced, comm.explain("send", LIMIT + 1))]
-        refused = []
-        for call in (
-            lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint32), algorithm="one_shot"),
-            lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint16)),
-            lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint32), "bxor"),
-            lambda: comm.explain("all_reduce", 8, torch.uint16),
-            lambda: comm.send(torch.ones(2, dtype=torch.uint16), (rank + 1) % world_size),
-        ):
-            try:
-                call()
-            except errors.InvalidArgument as error:
-                refused.append(str(error))
+        refusals = [
+            refused(call)
+            for call in (
+                lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint32), algorithm="one_shot"),
+                lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint16)),
+                lambda: comm.all_reduce(torch.ones(3, dtype=torch.uint32), "bxor"),
+                lambda: comm.explain("all_reduce", 8, torch.uint16),
+                lambda: comm.send(torch.ones(2, dtype=torch.uint16), (rank + 1) % world_size),
+            )
+        ]
         y = torch.ones(2)
         comm.all_reduce(y)
         fused(comm, wrong)
         inner = comm._planner.nccl._comm
     lines = [line for line in out.getvalue().splitlines() if "tricomm routing" in line]
-    return wrong, small, large, routes, choices[1].reason, refused, y[0].item(), inner.ended, lines
+    return wrong, small, large, routes, choices[1].reason, refusals, y[0].item(), inner.ended, lines
 
 
 def without_memory(rank, world_size, tell, url):
@@ -157,10 +155,8 @@ def without_memory(rank, world_size, tell, url):
         every_collective(comm, 2, torch.float32, wrong)
         choice = comm.explain("all_reduce", 8)
         for call in (lambda: comm.symmetric((2,), torch.int32), lambda: comm.all_reduce(torch.ones(2), protocol="ll")):
-            try:
-                call()
-            except errors.InvalidArgument as error:
-                wrong.extend([] if "reach" in str(error) or "no peer access" in str(error) else [str(error)])
+            text = refused(call)
+            wrong.extend([] if "reach" in text or "no peer access" in text else [text])
         return wrong, comm.kind, choice.route, choice.reason, tricomm.stats()["kernels"]
 
 
@@ -203,12 +199,7 @@ def nccl_is_missing(rank, world_size, tell, url):
     with joined(rank, world_size, url, there=rank != 1) as comm:
         x = torch.ones(LIMIT)
         comm.all_reduce(x)
-        said = []
-        for _ in range(2):
-            try:
-                comm.all_gather(torch.ones(2, dtype=torch.uint16))
-            except errors.InvalidArgument as error:
-                said.append(str(error))
+        said = [refused(lambda: comm.all_gather(torch.ones(2, dtype=torch.uint16))) for _ in range(2)]
         y = torch.ones(3)
         comm.all_reduce(y)
         return x[0].item(), y[0].item(), said, comm.explain("all_reduce", LIMIT + 1).route, tricomm.stats()

@@ -145,14 +145,6 @@ def test_without_emptying_what_was_refused_memory_comes_over_memory(monkeypatch)
     refused(resume(job, arenas), ResourceError, "cuMemMap", "CUDA_ERROR_INVALID_VALUE")
 
 
-def test_use_while_suspended_is_what_cuda_forbids():
-    job = two_gpus()
-    arenas = job.open_all()
-    suspend(job, arenas)
-    with arenas[0]._site.current(), pytest.raises(AssertionError, match="no memory behind it"):
-        job.drivers[0].read(arenas[0].bases[0], 8)
-
-
 def test_legacy_ipc_says_that_it_cannot(verified):
     job = verified(two_gpus(open_cuda_ipc))
     arenas = job.open_all()
