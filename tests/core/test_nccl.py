@@ -12,6 +12,7 @@ from torch.distributed import HashStore
 
 from tests.c10d.bodies.groups import of
 from tests.core.bodies import fake_nccl
+from tests.core.bodies.common_bodies import attempt
 from tricomm import errors
 from tricomm.core import nccl
 from tricomm.core.launch_plan import Request
@@ -126,12 +127,9 @@ def failing(monkeypatch, rank_at_fault, name, fault):
     def run(rank):
         here.rank = rank
         control, _ = open_store_control(store, rank, 2, 20.0, 1)
-        try:
-            nccl.open_nccl(control, CPU, 20.0)
-        except errors.TricommError as error:
-            return type(error).__name__, str(error)
-        finally:
-            control.close()
+        kind, text, _ = attempt(lambda: nccl.open_nccl(control, CPU, 20.0))
+        control.close()
+        return kind, text
 
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(run, range(2)))

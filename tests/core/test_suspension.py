@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 
 import tricomm
 from tests import ranks
-from tests.core.bodies.common_bodies import and_left, communicator, refused
+from tests.core.bodies.common_bodies import and_left, attempt, communicator, refused
 from tests.ranks import together
 from tests.store.store_ranks import succeed
 from tricomm.errors import ResourceError, TricommError
@@ -299,10 +299,7 @@ def test_a_message_that_keeps_a_rank_from_it_is_named(url):
 
 def _beside_a_call(comm):
     """Rank 0 suspends while rank 1 is in a call."""
-    try:
-        comm.suspend() if comm.rank == 0 else comm.all_reduce(torch.ones(3))
-    except tricomm.TricommError as error:
-        return type(error).__name__, str(error)
+    return attempt(comm.suspend if comm.rank == 0 else lambda: comm.all_reduce(torch.ones(3)))[:2]
 
 
 def test_a_call_that_one_rank_has_not_made_is_named_at_once():

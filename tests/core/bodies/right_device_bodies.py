@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.distributed import FileStore
 
-from tests.core.bodies.common_bodies import over
+from tests.core.bodies.common_bodies import attempt, over
 from tests.fake_cuda import OnFakeGpu, World
 from tests.kernels.fake_launch import Result
 from tricomm import Options, errors
@@ -70,12 +70,6 @@ def refused_on_one(rank, world_size, tell, url):
         if rank == 0:
             fake.failures[("cuLaunchKernel", fake.calls.count("cuLaunchKernel") + 1)] = Result.CUDA_ERROR_OUT_OF_MEMORY
             time.sleep(LATE)
-        began = time.monotonic()
-        try:
-            comm.all_reduce(x)
-            comm.synchronize()
-        except errors.TricommError as error:
-            return type(error).__name__, str(error), time.monotonic() - began
-        finally:
-            comm.close()
-    return "nothing", "", 0.0
+        said = attempt(lambda: (comm.all_reduce(x), comm.synchronize()))
+        comm.close()
+    return said
