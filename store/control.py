@@ -187,14 +187,16 @@ class ControlPage:
         """Return if every rank brought None; otherwise raises as `exchange` does."""
         self.exchange(b"", what, timeout, abort_on_fault, error)
 
-    def require_equal(self, value: str, what: str, timeout: float, abort_on_fault: bool = False) -> None:
+    def require_equal(
+        self, value: str, what: str, timeout: float, abort_on_fault: bool = False, error: BaseException | None = None
+    ) -> None:
         """Return if every rank brought the same `value`; otherwise raise the same `InvalidArgument` on every rank.
 
         Its text has rank 0's value and the value of the lowest rank that differs. Also raises as `exchange` does.
         """
         text = value.encode(errors="replace")
         mine = hashlib.sha256(text).digest() + text[:_VALUE_BYTES]
-        answers = self.exchange(mine, what, timeout, abort_on_fault)
+        answers = self.exchange(mine, what, timeout, abort_on_fault, error)
         for rank, theirs in enumerate(answers):
             if theirs != answers[0]:
                 first, other = (answer[_DIGEST_BYTES:].decode(errors="ignore") for answer in (answers[0], theirs))

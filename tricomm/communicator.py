@@ -210,8 +210,8 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
             raise InvalidArgument("split: ranks of one process have no store to meet over; make a group of that size")
         members, error = arguments.members(ranks, group.world_size)
         with self._launcher.held(), self._faults.abort_on_error("split"):
-            group.control.agree(error or group.captured("split"), "split", group.timeout, abort_on_fault=True)
-            group.control.require_equal(repr(members), "split", group.timeout, abort_on_fault=True)
+            error = error or group.captured("split")
+            group.control.require_equal(repr(members), "split", group.timeout, abort_on_fault=True, error=error)
             self._splits += 1
         if group.rank not in members:
             return None

@@ -54,8 +54,7 @@ def open_registered_gpu(
         finally:
             used.release_context(ordinal)
 
-    mine = CollectiveStages(control, "register", deadline)("look at the memory", way)
-    ways = control.exchange(mine, "register: kind of memory", deadline.left)
+    ways = CollectiveStages(control, "register", deadline).gather("look at the memory", way)
     if len(set(ways)) > 1:
         told = ", ".join(f"rank {rank} {name.decode()}" for rank, name in enumerate(ways))
         raise ResourceError(f"register: the ranks' memory is of different kinds ({told}): use one allocator")

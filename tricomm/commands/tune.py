@@ -133,7 +133,6 @@ def undo(files: tuple[Path, ...]) -> None:
     \b
     tricomm tune undo
     """
-    from tricomm.errors import ResourceError
     from tricomm.policy import user_tables
 
     for file in files:
@@ -143,11 +142,8 @@ def undo(files: tuple[Path, ...]) -> None:
     if not tables:
         click.echo(f"no tables in {user_tables.folder()}; nothing to undo")
     for file in tables:
-        try:
+        with errors_told("tune undo"):
             back = user_tables.undo(file)
-        except ResourceError as error:
-            click.echo(f"tricomm tune undo: {error}", err=True)
-            sys.exit(UNSUPPORTED)
         click.echo(f"{file}: {'the table before the last change' if back else 'removed; the shipped tables decide'}")
 
 

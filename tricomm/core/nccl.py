@@ -64,8 +64,7 @@ def open_nccl(control: ControlPage, device: torch.device, timeout: float, max_bl
             unique_id = bytes(core.get_unique_id())
         except Exception as refusal:
             error = ResourceError(f"libnccl gives no unique id: {first_line(refusal)}")
-    control.agree(error, "NCCL", timeout, abort_on_fault=True)
-    unique_id = control.exchange(unique_id, "NCCL's unique id", timeout, abort_on_fault=True)[0]
+    unique_id = control.exchange(unique_id, "NCCL", timeout, abort_on_fault=True, error=error)[0]
     settings = {} if max_blocks is None else {"config": core.NCCLConfig(max_ctas=max_blocks)}
 
     def make() -> Any:

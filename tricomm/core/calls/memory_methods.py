@@ -147,8 +147,9 @@ class MemoryMethods:
             why = group.routes.no_memory or "not every rank reaches every other one's memory on these GPUs' links"
             raise InvalidArgument(f"{what}: {group.runtime.no_symmetric or why}")
         with self._launcher.held(), self._faults.abort_on_error(what):
-            group.control.agree(error or group.captured(what), what, group.timeout, abort_on_fault=True)
-            group.control.require_equal(said(), what, group.timeout, abort_on_fault=True)
+            error = error or group.captured(what)
+            value = said() if error is None else ""
+            group.control.require_equal(value, what, group.timeout, abort_on_fault=True, error=error)
             yield HandleName(group.name, group.handles + 1, group.rank)
             group.handles += 1
 
@@ -205,8 +206,7 @@ class MemoryMethods:
             control.agree(self._why_not_suspend(), "suspend", group.timeout, abort_on_fault=True)
             self._launcher.wait(group.timeout)
             control.agree(None, "suspend: calls in flight", group.timeout, abort_on_fault=True)
-            control.agree(self._unread(), "suspend: messages", group.timeout)
-            self._require_same_handles("suspend")
+            self._require_same_handles("suspend", self._unread())
             self._sleep(True)
             stage = CollectiveStages(control, "suspend", Deadline(group.timeout))
             try:
@@ -228,8 +228,7 @@ class MemoryMethods:
             raise InvalidArgument(f"{group}: not suspended, so there is nothing to resume; suspend() comes first")
         self._faults.check()
         with self._launcher.held(while_suspended=True), self._faults.abort_on_error("resume"):
-            group.control.agree(group.captured("resume"), "resume", group.timeout, abort_on_fault=True)
-            self._require_same_handles("resume")
+            self._require_same_handles("resume", group.captured("resume"))
             self._take_again()
 
     def _why_not_suspend(self) -> InvalidArgument | None:
@@ -246,11 +245,12 @@ class MemoryMethods:
         )
         return InvalidArgument(text) if ranks else None
 
-    def _require_same_handles(self, what: str) -> None:
+    def _require_same_handles(self, what: str, error: InvalidArgument | None) -> None:
+        """Raises on all ranks if one has an `error`, or other handles than the rest."""
         group = self._group
         numbers = [number for number in group.live_arenas() if number]
         said = f"symmetric handles {numbers} open" if numbers else "no symmetric handle open"
-        group.control.require_equal(said, what, group.timeout, abort_on_fault=True)
+        group.control.require_equal(said, what, group.timeout, abort_on_fault=True, error=error)
 
     def _sleep(self, suspended: bool) -> None:
         self._group.sleep(suspended)
