@@ -87,7 +87,8 @@ def parse_when(text: str) -> tuple[str, str]:
     else:
         try:
             begin, whole = datetime.fromisoformat(text.strip()), timedelta(days="T" not in text)
-        except ValueError:
+            begin.astimezone(UTC)
+        except (ValueError, OverflowError):  # the first and the last year have no such moment in every zone
             raise InvalidArgument(f"date {text!r}: 7d, 12h, a weekday or a date like 2026-01-31 is needed") from None
     if _utc(begin) > _utc(datetime.now()):
         raise InvalidArgument(f"date {text!r}: it is in the future")

@@ -11,6 +11,7 @@ import click
 from tricomm.commands.common import (
     INTERRUPTED,
     WRONG,
+    FiniteRange,
     check_row_options,
     ends_at_once,
     errors_told,
@@ -50,7 +51,7 @@ _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
     "--timeout",
-    type=click.FloatRange(1, 86400),
+    type=FiniteRange(1, 86400),
     default=300.0,
     show_default=True,
     help="Seconds without a row after which all ranks are ended.",

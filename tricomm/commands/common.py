@@ -6,6 +6,7 @@ judge, 6 no data to compare, 130 interrupt.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -33,6 +34,16 @@ class OutputFile(click.Path):
         if value == "-":
             self.fail("a file is needed here; what is printed has an option of its own", param, ctx)
         return super().convert(value, param, ctx)
+
+
+class FiniteRange(click.FloatRange):
+    """A number in a range; `nan`, which lies in each for click, and `inf` are refused."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is not a finite number", param, ctx)
+        return number
 
 
 def usage(function: Callable[[], Any]) -> Any:

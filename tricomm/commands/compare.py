@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from tricomm.commands.common import FAILED, NO_DATA, NO_RUNS, ends_at_once, errors_told, usage
+from tricomm.commands.common import FAILED, NO_DATA, NO_RUNS, FiniteRange, ends_at_once, errors_told, usage
 
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
@@ -16,7 +16,7 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 @click.command()
 @click.argument("old", required=False)
 @click.argument("new", default="latest")
-@click.option("--threshold", type=click.FloatRange(0), default=5.0, show_default=True, help="Per cent taken for noise.")
+@click.option("--threshold", type=FiniteRange(0), default=5.0, show_default=True, help="Per cent taken for noise.")
 @click.option("--history", type=_FILE, help="The history [default: history.sqlite in the XDG data directory].")
 def compare(old: str | None, new: str, threshold: float, history: Path | None) -> None:
     """Compare the times of NEW [default: latest] with those of OLD. Without both, list the runs of the history.

@@ -13,6 +13,7 @@ from tricomm.commands.common import (
     INTERRUPTED,
     UNSUPPORTED,
     USAGE,
+    FiniteRange,
     OutputFile,
     check_row_options,
     ends_at_once,
@@ -38,7 +39,7 @@ _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--beside-compute", "beside", is_flag=True, help="For groups with Options(beside_compute=True).")
 @click.option("--simulated", is_flag=True, help="Tune ranks on a CPU; no GPU ever uses such a table.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option("--timeout", type=click.FloatRange(1, 3600), default=60.0, show_default=True, help="Seconds a call has.")
+@click.option("--timeout", type=FiniteRange(1, 3600), default=60.0, show_default=True, help="Seconds a call has.")
 @click.pass_context
 def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: str | None, **options: Any) -> None:
     """Find the fastest kernel and launch shape for every size on this box, and use them from now on.

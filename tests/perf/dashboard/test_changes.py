@@ -139,7 +139,7 @@ def test_what_regressed_since_monday_is_one_command(tmp_path: Path) -> None:
     assert judged["changes"][0]["point"]["kernel"] == "one_shot/simple"
 
 
-@pytest.mark.parametrize("text", ["", "x", "7", "7y", "-7d", "99999d", "mon day", "2026-13-01"])
+@pytest.mark.parametrize("text", ["", "x", "7", "7y", "-7d", "99999d", "mon day", "2026-13-01", "0001-01-01"])
 def test_a_date_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     done = _changes(_history(tmp_path, []), "--since", text)
     assert done.exit_code == 2 and "7d, 12h, a weekday or a date like 2026-01-31" in " ".join(done.output.split())
@@ -212,6 +212,8 @@ def test_two_runs_are_compared_however_they_are_named(tmp_path: Path) -> None:
         assert summary == "4 points are slower, 0 faster, of 20 that both have measured"
         assert _run("compare", new, old, "--history", path).exit_code == 0
     assert _run("compare", 1, "--history", path, "--threshold", 20).exit_code == 0
+    for number in ("nan", "inf", "-1"):  # no point is slower by more than such a number
+        assert _run("compare", 1, "--history", path, "--threshold", number).exit_code == 2
     listed = _run("compare", "--history", path)
     assert listed.exit_code == 0 and [line.split()[0] for line in listed.output.splitlines()] == ["run", *"1234"]
 
