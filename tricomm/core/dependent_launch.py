@@ -3,7 +3,7 @@
 A kernel that begins early takes room on the GPU while the one before it still runs. A group's kernels have the room of
 `Options.max_blocks` blocks, on which calls of other groups and streams rely. So those of up to half as many blocks are
 dependent launches, which are the short calls: two of them keep to that room, and a third one begins after the first
-has ended, because a kernel signals after its own wait.
+has ended, because a kernel signals after its own wait (`devtools/mailbox_model/residency.py`).
 """
 
 from __future__ import annotations
