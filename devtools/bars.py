@@ -1,7 +1,8 @@
 """How fast the kernels and the host path should be, in numbers that need no GPU, of this checkout and of another one.
 
     python -m devtools.bars                          compared with devtools/notes/performance.json
-    python -m devtools.bars --against CHECKOUT       compared with another checkout, which runs its own code
+    python -m devtools.bars --against CHECKOUT       compared with another checkout or commit, which runs its own code
+    python -m devtools.bars --graphs                 only the times in a graph that others have published, too
     python -m devtools.bars --json > FILE            the numbers alone; --against FILE compares with them later
     python -m devtools.bars --kept FILE              saves each row in FILE; the same command continues a broken run
 
@@ -12,20 +13,20 @@ measured here, and only its ratio to torch's `fake` backend says anything about 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
-from devtools import c10d_overhead, fused_times, kept_rows, kraken
+from devtools import c10d_overhead, earlier_numbers, fused_times, kept_rows, kraken
+from devtools.graph_bars import GRAPHS
 from devtools.kept_rows import KeptRows, Row
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument, TricommError
@@ -122,8 +123,12 @@ class Bar:
         return "yes" if all(holds) else "no"
 
 
-def bars() -> Iterator[Bar]:
-    """All bars, in the order of the table."""
+def bars(graphs: bool = False) -> Iterator[Bar]:
+    """All bars, in the order of the table; `graphs`: only those of `graph_bars`."""
+    for each in GRAPHS:
+        yield Bar(each.name, "us", each.us)
+    if graphs:
+        return
     for row in SHORT:
         most = 1.2 * NCCL_US if row.nbytes == 1 << 10 else None
         yield Bar(f"{row.name}: critical path", "us", most, ratio=row.ratio)
@@ -171,12 +176,14 @@ def _of_call(row: CallRow) -> Iterator[Bar]:
     yield Bar(f"{row.name}: registers a thread", "")
 
 
-def measure(progress: Callable[[str], None] = lambda text: None, kept: KeptRows | None = None) -> dict[str, Any]:
+def measure(
+    progress: Callable[[str], None] = lambda text: None, kept: KeptRows | None = None, graphs: bool = False
+) -> dict[str, Any]:
     """The numbers of this checkout by their bars' names; for an unavailable one, the reason as text."""
     kept = kept or KeptRows()
     values: dict[str, Value] = {}
     details: dict[str, Any] = {}
-    for name, get in _units():
+    for name, get in _graphs() if graphs else chain(_graphs(), _units()):
         progress(name)
         row = kept.get(name, get)
         values |= row["values"]
@@ -190,6 +197,11 @@ def measure(progress: Callable[[str], None] = lambda text: None, kept: KeptRows 
         "values": values,
         "parts": details,
     }
+
+
+def _graphs() -> Iterator[tuple[str, Callable[[], Row]]]:
+    for each in GRAPHS:
+        yield each.name, partial(_row, (each.name,), lambda each=each: (each.measured(),))
 
 
 def _units() -> Iterator[tuple[str, Callable[[], Row]]]:
@@ -322,42 +334,13 @@ def _host() -> tuple[Value, ...]:
     return times["communicator_over_fake"], times["c10d_over_fake"]
 
 
-def other(against: Path) -> dict[str, Any]:
-    """The numbers of a checkout, by its own code in a new process, or the numbers in a file.
-
-    Raises `InvalidArgument` if it is neither.
-    """
-    if against.is_file():
-        text = against.read_text()
-    elif (against / "devtools" / "bars.py").exists():
-        command = [sys.executable, "-m", "devtools.bars", "--json"]
-        done = subprocess.run(
-            command, cwd=against, env={**os.environ, "PYTHONPATH": str(against.resolve())}, text=True, stdout=-1
-        )
-        if done.returncode:
-            raise InvalidArgument(f"{against}: its devtools.bars ended with {done.returncode}; see its message above")
-        text = done.stdout
-    else:
-        raise InvalidArgument(
-            f"{against} is neither a file of numbers nor a checkout with devtools/bars.py; write the file there with a "
-            "version that has the command: python -m devtools.bars --json"
-        )
-    try:
-        report = json.loads(text)
-        if report["schema"] != 1 or not isinstance(report["values"], dict):
-            raise KeyError("schema")
-    except (ValueError, KeyError, TypeError) as error:
-        raise InvalidArgument(f"{against}: no numbers of `python -m devtools.bars --json` ({error!r})") from error
-    return dict(report)
-
-
-def lines(before: dict[str, Any] | None, now: dict[str, Any]) -> list[str]:
+def lines(before: dict[str, Any] | None, now: dict[str, Any], graphs: bool = False) -> list[str]:
     """The table, with the origin of both columns."""
     columns = {"before": before, "now": now}
-    heads = [f"# {WORLD_SIZE} x {MACHINE.name}, all_reduce, graph mode; times are {LABEL}"]
+    heads = [f"# {WORLD_SIZE} x {MACHINE.name} unless said otherwise, all_reduce, graph mode; times are {LABEL}"]
     heads += [_origin(name, data) for name, data in columns.items() if data is not None]
     rows = []
-    for bar in bars():
+    for bar in bars(graphs):
         old, new = ((data or {"values": {}})["values"].get(bar.name) for data in columns.values())
         ratio = f"{new / old:.2f}" if isinstance(old, int | float) and isinstance(new, int | float) and old else ""
         rows.append((bar.name, bar.unit, _shown(old), _shown(new), ratio, bar.text(), bar.verdict(old, new)))
@@ -376,18 +359,19 @@ def _shown(value: Value) -> str:
 
 
 @click.command()
-@click.option("--against", type=click.Path(exists=True, path_type=Path), default=_KEPT, help="A checkout or a file.")
+@click.option("--against", type=click.Path(path_type=Path), default=_KEPT, help="A checkout, a file or a commit.")
+@click.option("--graphs", is_flag=True, help="Only times in a graph, boundary included, beside published ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print this checkout's numbers as JSON.")
 @kept_rows.option
-def main(against: Path, as_json: bool, kept: Path | None) -> None:
+def main(against: Path, graphs: bool, as_json: bool, kept: Path | None) -> None:
     """Print the numbers of this checkout and of another one, and whether this one's pass their bars."""
     try:
         rows = KeptRows(kept)
-        before = None if as_json else other(against)
+        before = None if as_json else earlier_numbers.find(against, graphs)
     except InvalidArgument as error:
         raise click.UsageError(str(error)) from None
-    now = measure(lambda text: click.echo(text, err=True), rows)
-    click.echo(json.dumps(now, indent=1) if as_json else "\n".join(lines(before, now)))
+    now = measure(lambda text: click.echo(text, err=True), rows, graphs)
+    click.echo(json.dumps(now, indent=1) if as_json else "\n".join(lines(before, now, graphs)))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """The command that prints the bars: what passes, columns of other checkouts, what is refused. Nothing is modelled."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from devtools import bars
+from devtools import bars, earlier_numbers
 from devtools.bars import Bar
 from devtools.kept_rows import KeptRows
 from tricomm.errors import InvalidArgument
@@ -43,7 +44,9 @@ def test_a_bar_holds_or_does_not_or_nothing_is_said(bar: Bar, before: Any, now: 
 def test_every_kept_number_has_a_bar_and_the_table_has_all() -> None:
     kept = json.loads(_KEPT.read_text())
     names = [bar.name for bar in bars.bars()]
-    assert len(set(names)) == len(names) and set(names) <= kept["values"].keys()
+    graphs = [bar.name for bar in bars.bars(graphs=True)]  # compared with the commit before, not with the kept numbers
+    assert len(graphs) == 11 and names[:11] == graphs
+    assert len(set(names)) == len(names) and set(names[11:]) <= kept["values"].keys()
     assert not any(isinstance(value, str) and "not available" in value for value in kept["values"].values())
     lines = bars.lines(kept, kept)
     assert len(lines) == 4 + len(names) and "not measured" in lines[0]
@@ -56,10 +59,27 @@ def test_another_checkout_runs_its_own_command(tmp_path: Path) -> None:
     text = json.dumps(_numbers(a=1.5))
     checked = f"import os\nassert os.environ['PYTHONPATH'] == {str(tmp_path)!r}\n"
     (folder / "bars.py").write_text(checked + f"print({text!r})\n")
-    assert bars.other(tmp_path)["values"] == {"a": 1.5}
+    assert earlier_numbers.find(tmp_path)["values"] == {"a": 1.5}
     (folder / "bars.py").write_text("raise SystemExit(3)\n")
     with pytest.raises(InvalidArgument, match=r"its devtools.bars ended with 3"):
-        bars.other(tmp_path)
+        earlier_numbers.find(tmp_path)
+
+
+def test_a_commit_runs_its_own_command_in_a_worktree_that_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(earlier_numbers, "_HERE", tmp_path)
+    (tmp_path / "devtools").mkdir()
+    numbers = f"import sys\nprint({json.dumps(_numbers(a=1.5))!r} if '--graphs' in sys.argv else '')\n"
+    (tmp_path / "devtools" / "bars.py").write_text(numbers)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "One"]):
+        subprocess.run([*git, *command], check=True)
+    assert earlier_numbers.find(Path("HEAD"), graphs=True)["values"] == {"a": 1.5}
+    kept = subprocess.run([*git, "worktree", "list"], check=True, text=True, capture_output=True).stdout
+    assert len(kept.splitlines()) == 1
+    with pytest.raises(InvalidArgument, match="HEAD~7 is no file, no checkout and no commit"):
+        earlier_numbers.find(Path("HEAD~7"))
 
 
 def test_a_run_that_was_cut_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,18 +100,20 @@ def test_a_run_that_was_cut_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_has_no_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="neither a file of numbers nor a checkout with devtools/bars.py"):
-        bars.other(tmp_path)
+        earlier_numbers.find(tmp_path)
     file = tmp_path / "numbers.json"
     for text in ("", "[]", '{"schema": 2, "values": {}}', '{"schema": 1}', '{"schema": 1, "values": 5}'):
         file.write_text(text)
         with pytest.raises(InvalidArgument, match="no numbers of"):
-            bars.other(file)
+            earlier_numbers.find(file)
     done = CliRunner().invoke(bars.main, ["--against", str(file)])
     assert done.exit_code == 2 and "no numbers of" in done.output
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "measure", lambda progress, kept: _numbers(**{"host time over `fake`: direct": 0.5}))
+    monkeypatch.setattr(
+        bars, "measure", lambda progress, kept, graphs: _numbers(**{"host time over `fake`: direct": 0.5})
+    )
     printed = CliRunner().invoke(bars.main, [])
     assert printed.exit_code == 0 and "host time over `fake`: direct" in printed.output
     assert json.loads(CliRunner().invoke(bars.main, ["--json"]).output)["values"]
