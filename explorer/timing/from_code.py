@@ -238,10 +238,10 @@ def _call(
     return timed
 
 
-def tuned(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, dependent: bool) -> CodeTime:
+def tuned(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> CodeTime:
     """`predict` for the faster of two grids: the policy's, and for long messages a wide one that a tuner would find."""
     shapes = [policy_shape(machine, kernel, world_size, nbytes)]
     if nbytes > _LONG:
         shapes.append(_WIDE)
-    shapes = [replace(shape, dependent=dependent) for shape in shapes]
+    shapes = [replace(shape, dependent=False) for shape in shapes]
     return min((predict(machine, kernel, world_size, nbytes, shape) for shape in shapes), key=lambda each: each.time_us)

@@ -1,7 +1,7 @@
 """The time that a kernel should take, from its bytes and from the number of times that its ranks wait for each other.
 
-    time = launch - overlap + hops * hop + barriers * barrier
-         + bytes to and from peers / links + bytes in own memory / memory
+    time = launch - overlap + (hops - barriers) * hop + barriers * barrier
+         + the longer of bytes to and from peers / links and bytes in own memory / memory
 
 Only a dependent launch in a graph overlaps: the host makes single ones later. A barrier of a kernel through a switch
 has an alias fence, too, unless it works on handles.
@@ -28,8 +28,9 @@ from tricomm.perf.parsing import parse_name
 from tricomm.policy import selection
 from tricomm.policy.selection import Choice
 
-_THREADS = 512  # of the block to which `MachineSpec.block` refers
+_THREADS, _WORDS = 512, 16  # of the block to which `MachineSpec.block` refers; bytes of a thread's access
 _HEADER = ("gpu", "W", "kernel", "mode", "bytes", "measured", "model", "error", "source")
+_FEW = 5
 _CLOSE = 0.05  # rounding of a published time: some are whole microseconds, of about 20
 _CUBE_LINKS = 4 / 6  # a DGX-1V's six links lead to four peers, and a message takes one of two that lead to the same
 
@@ -42,7 +43,7 @@ class TimeShares:
     bytes in flight  the further tiles of a block, one after another: more blocks or larger tiles shorten it
     links            bytes that wait for a link
     barriers         of all ranks: fences, hops, polls
-    memory           bytes to and from the GPU's own memory
+    memory           bytes to and from the GPU's own memory, as far as that takes longer than the links
     """
 
     latency: float = 0.0
@@ -65,8 +66,8 @@ class TimeShares:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of one call and their parts: `waits` for peers and launches (`barriers` among them), `wire`, own
-    `memory`. `narrow`: the grid bounds the bandwidth of `wire`, not the links."""
+    """Microseconds of one call and their parts: `waits` for peers and launches (`barriers` among them), `wire`, and own
+    `memory`, which goes on meanwhile. `narrow`: the grid bounds the bandwidth of `wire`, not the links."""
 
     waits: float
     wire: float
@@ -76,12 +77,13 @@ class Prediction:
 
     @property
     def time_us(self) -> float:
-        return self.waits + self.wire + self.memory
+        return self.waits + max(self.wire, self.memory)
 
     @property
     def shares(self) -> TimeShares:
         links, flight = (0.0, self.wire) if self.narrow else (self.wire, 0.0)
-        return TimeShares(self.waits - self.barriers, flight, links, self.barriers, self.memory)
+        more = max(0.0, self.memory - self.wire)
+        return TimeShares(self.waits - self.barriers, flight, links, self.barriers, more)
 
 
 def predict(
@@ -109,11 +111,13 @@ def predict(
     aliases = kernel.multicast and not kernel.zero_copy
     barriers = kernel.barriers * (machine.barrier + (machine.alias_fence if aliases else 0.0))
     more = machine.eager if mode == "eager" else -dependent * machine.overlap
-    waits = machine.launch + more + kernel.hops * machine.hop + barriers
-    links = wire = _links(machine, kernel)
+    waits = machine.launch + more + (kernel.hops - kernel.barriers) * machine.hop + barriers
+    wire, narrow = sent / _links(machine, kernel) / 1e3, 0.0
     if blocks is not None:
-        wire = min(links, blocks * machine.block * min(1.0, 32 * warps / _THREADS))
-    return Prediction(waits, sent / wire / 1e3, own / machine.memory / 1e3, barriers, wire < links)
+        # The first words of each thread to a peer are on their way during the hop.
+        further = max(0.0, sent - 32 * warps * blocks * _WORDS * (world_size - 1))
+        narrow = further / (blocks * machine.block * min(1.0, 32 * warps / _THREADS)) / 1e3
+    return Prediction(waits, max(wire, narrow), own / machine.memory / 1e3, barriers, narrow > wire)
 
 
 def choice(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> Choice:
@@ -213,7 +217,7 @@ def check() -> list[Checked]:
     checked = []
     for row in published.MEASUREMENTS:
         call = partial(predict, MACHINES[row.gpu], row.kernel, row.world_size, row.nbytes, row.mode)
-        call = partial(call, share=row.share, dependent=row.dependent)
+        call = partial(call, share=row.share)
         time = (call(blocks=row.grid.blocks, warps=row.grid.warps) if row.grid else call()).time_us
         checked.append(Checked(row, time + row.more_us))
     return checked
@@ -222,6 +226,15 @@ def check() -> list[Checked]:
 def median_error(rows: list[Checked]) -> float:
     """The median of the errors' sizes."""
     return median(abs(row.error) for row in rows)
+
+
+def biases(rows: list[Checked]) -> dict[int, float]:
+    """The median error, with its sign, of the rows of Hopper by decade of sizes; of decades with five rows or more."""
+    decades: dict[int, list[float]] = {}
+    for row in rows:
+        if MACHINES[row.row.gpu].capability == 90:
+            decades.setdefault(10 ** (len(str(row.row.nbytes)) - 1), []).append(row.error)
+    return {nbytes: median(errors) for nbytes, errors in sorted(decades.items()) if len(errors) >= _FEW}
 
 
 def losses(rows: list[Checked], one_implementation: bool = False) -> list[float]:
@@ -237,8 +250,14 @@ def losses(rows: list[Checked], one_implementation: bool = False) -> list[float]
         who = row.source if one_implementation else row.publication
         key = (row.gpu, row.world_size, row.collective, row.nbytes, row.mode, who)
         groups.setdefault(key, []).append(checked)
-    several = [group for group in groups.values() if len(group) > 1]
+    # Of two implementations of one kernel the faster.
+    best = [{(each.row.kernel, each.row.sync): each for each in sorted(g, key=_slowest_first)} for g in groups.values()]
+    several = [list(group.values()) for group in best if len(group) > 1]
     return [_fastest(group).row.time_us / min(each.row.time_us for each in group) - 1 for group in several]
+
+
+def _slowest_first(checked: Checked) -> float:
+    return -checked.row.time_us
 
 
 def _fastest(group: list[Checked]) -> Checked:
@@ -254,6 +273,11 @@ def report(rows: list[Checked]) -> list[str]:
         f"median error {median_error(rows):.0%} of {len(rows)} rows, "
         f"{median_error(free):.0%} of the {len(free)} that gave no constant"
     )
+    if held := [row for row in rows if row.row.held_out]:
+        lines.append(f"median error {median_error(held):.0%} of the {len(held)} rows to which nothing was fitted")
+    if decades := biases(rows):
+        by_size = (f"{bias:+.0%} from {nbytes} B" for nbytes, bias in decades.items())
+        lines.append("bias on Hopper by size: " + ", ".join(by_size))
     return [*lines, *_orders(rows, "publication"), *_orders(rows, "implementation")]
 
 

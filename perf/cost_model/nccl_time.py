@@ -25,15 +25,23 @@ _NVLS = {90: 480 / 371, 100: 480 / 371 * 0.74 / 0.85}  # bus bandwidth over the 
 _STEPS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # times (ranks - 1)
 COLLECTIVES = (*_STEPS, "broadcast", "reduce")  # that the tuner models
 
-# NCCL on H100: (source, collective, ranks, microseconds by KiB).
-PUBLISHED = (
-    ("yifuwang/symm-mem-recipes#3", "all_reduce", 8, {8: 21.8, 16: 22.4, 32: 24.0, 64: 24.3, 128: 24.4, 256: 24.4}),
-    ("pytorch/helion#245", "all_reduce", 8, {8: 21.4, 16: 22.1, 32: 23.9, 64: 24.0, 128: 24.1, 256: 24.4, 512: 24.7}),
-    ("vllm-project/vllm#42324", "all_reduce", 8, {512: 24, 1024: 25, 2048: 37, 4096: 50, 8192: 76, 16384: 121}),
-    ("vllm-project/vllm#42324", "all_reduce", 8, {32768: 195, 65536: 316, 131072: 561}),
-    ("vllm-project/vllm#24111", "all_reduce", 6, {512: 23, 1024: 25, 2048: 43, 4096: 53}),
-    ("NVIDIA/Megatron-LM#5596", "all_gather", 8, {2048: 20.2, 8192: 43.4, 32768: 118.9, 131072: 385.3}),
-    ("NVIDIA/Megatron-LM#5596", "reduce_scatter", 8, {2048: 18.6, 8192: 47.0, 32768: 112.6}),
+# (source, GPU, collective, ranks, microseconds by KiB); NVIDIA's is that of `published_graphs`, NCCL 2.29.2.
+_NVIDIA, _KIB = "NVIDIA/aiconfigurator 0.12.0", (0.5, 1, 4, *(1 << power for power in range(4, 17)))
+_H100 = (15.6, 15.6, 16.0, 19.0, 18.4, 18.7, 19.0, 19.1, 20.1, 25.4, 38.2, 50.5, 78.9, 121.9, 199.8, 324.5)
+_H200 = (16.0, 16.8, 16.0, 18.3, 18.4, 19.9, 21.4, 20.8, 20.5, 26.1, 37.5, 51.4, 78.3, 121.7, 197.3, 319.6)
+_B200 = (25.1, 25.2, 26.0, 26.6, 27.3, 29.0, 28.1, 28.3, 28.4, 30.1, 32.1, 53.4, 71.6, 99.1, 167.8, 278.3)
+_RECIPES, _HELION = {8: 21.8, 16: 22.4, 32: 24.0, 64: 24.3, 128: 24.4, 256: 24.4}, {8: 21.4, 16: 22.1, 32: 23.9}
+PUBLISHED: tuple[tuple[str, str, str, int, dict[float, float]], ...] = (
+    (_NVIDIA, "h100", "all_reduce", 8, dict(zip(_KIB, _H100, strict=True))),
+    (_NVIDIA, "h200", "all_reduce", 8, dict(zip(_KIB, _H200, strict=True))),
+    (_NVIDIA, "b200", "all_reduce", 8, dict(zip(_KIB, _B200, strict=True))),
+    ("yifuwang/symm-mem-recipes#3", "h100", "all_reduce", 8, _RECIPES),
+    ("pytorch/helion#245", "h100", "all_reduce", 8, _HELION | {64: 24.0, 128: 24.1, 256: 24.4, 512: 24.7}),
+    ("vllm-project/vllm#42324", "h100", "all_reduce", 8, {512: 24, 1024: 25, 2048: 37, 4096: 50, 8192: 76, 16384: 121}),
+    ("vllm-project/vllm#42324", "h100", "all_reduce", 8, {32768: 195, 65536: 316, 131072: 561}),
+    ("vllm-project/vllm#24111", "h100", "all_reduce", 6, {512: 23, 1024: 25, 2048: 43, 4096: 53}),
+    ("NVIDIA/Megatron-LM#5596", "h100", "all_gather", 8, {2048: 20.2, 8192: 43.4, 32768: 118.9, 131072: 385.3}),
+    ("NVIDIA/Megatron-LM#5596", "h100", "reduce_scatter", 8, {2048: 18.6, 8192: 47.0, 32768: 112.6}),
 )
 
 
@@ -72,9 +80,9 @@ def _times(machine: MachineSpec, collective: str, world_size: int, size: int) ->
 def check() -> list[float]:
     """The relative error at each published time: 0.1 if the model's is ten per cent above the measured one."""
     errors = []
-    for _, collective, ranks, times in PUBLISHED:
+    for _, gpu, collective, ranks, times in PUBLISHED:
         for kib, measured in times.items():
-            expected = predict(MACHINES["h100"], collective, ranks, kib << 10)
+            expected = predict(MACHINES[gpu], collective, ranks, int(kib * 1024))
             errors.append((expected.time_us if expected else 0.0) / measured - 1)
     return errors
 

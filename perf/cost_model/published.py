@@ -17,23 +17,19 @@ kraken    Triton again: blocks of 16 KiB for one shot, whose first barrier is re
           memory within the kernel, so both barriers release, and blocks of 8 KiB; two shots have three barriers, a
           copy out, too, and blocks that each reduce 4 KiB
 
-NVIDIA's table times graphs of five calls of vLLM (0.24.0, on A100 0.14.0) and of SGLang with their defaults; their
-dispatch code says which kernel a size got. Of its 23 sizes two or three for each number of ranks are here: of those
-that such a kernel gets, short and long. SGLang's one-shot push has a sentinel in the data and is a dependent launch,
-except on A100. Left out: 4 KiB of 8 A100 (14.8 us, three times as long
-as the sizes around it).
+NVIDIA's table is that of `published_graphs`, which has all sizes of 8 GPUs of Hopper and Blackwell; here are two or
+three sizes for each other number of ranks: of those that such a kernel gets, short and long. Left out: 4 KiB of 8 A100
+(14.8 us, three times as long as the sizes around it).
 
 `events`: timed from event to event, each call after a flush of L2 (256 MB) and under a profiler. kraken's benchmark
-says so, and is a copy of symm-mem-recipes' benchmark. The model has L2 warm and no such events. These two do not print
+says so, and is a copy of symm-mem-recipes' benchmark. These two do not print
 the GPU; other threads of theirs say 8 H100. Left out: symm-mem-recipes#4, between whose tables the kernel changed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from tricomm.kernels.collectives import registry
-from tricomm.perf.cost_model.machines import LATENCIES, MACHINES
+from tricomm.perf.cost_model.published_graphs import GRAPHS
+from tricomm.perf.cost_model.published_time import PublishedTime, Sync, Way
 
 _MSCCLPP_A100 = "microsoft/mscclpp test/deploy/perf_ndmv4.jsonl"
 _MSCCLPP_H100 = "microsoft/mscclpp test/deploy/perf_ndmv5.jsonl"
@@ -54,52 +50,6 @@ _UBX = "NVIDIA/TensorRT-LLM#15285"
 K, M = 1 << 10, 1 << 20
 
 
-@dataclass(frozen=True)
-class Sync:
-    """How ranks synchronize in a call: `barriers`, `fences` of which fence the system; `answers` of peers' memory that
-    a rank waits for, a hop each; `copies`, kernels that copy the message, and `staged`, copies within the kernel."""
-
-    barriers: int
-    fences: int
-    answers: int = 0
-    copies: int = 0
-    staged: int = 0
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Blocks of a launch, and threads of a block, each of which moves 16 bytes of a tile."""
-
-    blocks: int
-    threads: int
-
-    @property
-    def warps(self) -> int:
-        return self.threads // 32
-
-    @classmethod
-    def of(cls, pieces: int, threads: int, most: int) -> Grid:
-        """For `pieces` of 16 bytes; one block has no more threads than it needs, in powers of two."""
-        needed = max(32, 1 << (pieces - 1).bit_length())
-        return cls(min(-(-pieces // threads), most), min(threads, needed))
-
-
-@dataclass(frozen=True)
-class Way:
-    """How an implementation makes an all-reduce: `threads` of a block, of which there are `most` at most. `divided`: a
-    block's part is one of each rank's shard."""
-
-    algorithm: str
-    sync: Sync
-    threads: int
-    most: int = 24
-    divided: bool = False
-
-    def grid(self, nbytes: int, world_size: int) -> Grid:
-        pieces = -(-nbytes // 16)
-        return Grid.of(-(-pieces // world_size) if self.divided else pieces, self.threads, self.most)
-
-
 _TRITON = Way("one_shot", Sync(1, 1, 1), 512)
 _TORCH_ONE, _TORCH_TWO = Way("one_shot", Sync(2, 2, 2), 512), Way("two_shot", Sync(2, 1, 2), 1024, divided=True)
 _TORCH_BY_VLLM = Way("two_shot", Sync(2, 1, 2, copies=2), 1024, divided=True)
@@ -107,54 +57,6 @@ _FLAGS = Way("one_shot", Sync(2, 0), 512, 36)
 _KRAKEN_ONE = Way("one_shot", Sync(2, 1, 2), 1024)
 _BIAS_ONE = Way("one_shot", Sync(2, 2, 2, staged=1), 512)
 _BIAS_TWO = Way("two_shot", Sync(3, 3, 3, staged=2), 256, divided=True)
-
-
-@dataclass(frozen=True)
-class PublishedTime:
-    """`nbytes` of input per rank took `time_us`.
-
-    `share` is the part of our kernel's bytes that theirs sends (a sentinel in the data needs no flag words: half of
-    `ll`), `sync` how theirs synchronize if not as ours, `grid` their launch if it is known, `dependent`: it is a
-    dependent launch. `calibrates` marks rows that gave a constant of `machines`.
-    """
-
-    source: str
-    gpu: str
-    world_size: int
-    collective: str
-    algorithm: str
-    protocol: str
-    nbytes: int
-    time_us: float
-    mode: str = "graph"
-    zero_copy: bool = False
-    share: float = 1.0
-    calibrates: bool = False
-    sync: Sync | None = None
-    grid: Grid | None = None
-    dependent: bool = False
-
-    @property
-    def publication(self) -> str:
-        """The source without the implementation: all its rows are by one author, of one box and by one method."""
-        return self.source.partition(",")[0]
-
-    @property
-    def kernel(self) -> registry.Kernel:
-        """Our kernel of that shape."""
-        return registry.find(self.collective, self.algorithm, self.protocol, self.zero_copy)
-
-    @property
-    def more_us(self) -> float:
-        """Microseconds that their synchronization takes more than ours."""
-        if self.sync is None:
-            return 0.0
-        sync, machine, times = self.sync, MACHINES[self.gpu], LATENCIES[self.gpu]
-        fence = machine.barrier - machine.hop - times.us(times.l2)
-        barriers = (sync.barriers - self.kernel.barriers) * machine.barrier
-        moving = 2 * self.nbytes / machine.memory / 1e3
-        copies = sync.copies * (times.boundary + moving) + sync.staged * (times.us(times.memory) + moving)
-        return barriers - (sync.barriers - sync.fences) * fence + sync.answers * machine.hop + copies
 
 
 def _bandwidth(nbytes: int, busbw: float, world_size: int) -> float:
@@ -174,7 +76,7 @@ def _in_place(
     return rows
 
 
-_RANKS_AND_KIB = (2, 4), (2, 128), (2, 1024), (4, 4), (4, 256), (8, 128), (8, 4)
+_RANKS_AND_KIB = (2, 4), (2, 128), (2, 1024), (4, 4), (4, 256), (8, 128)
 
 
 def _by_default(gpu: str, flags: tuple[float, ...], pushes: tuple[float, ...]) -> list[PublishedTime]:
@@ -185,11 +87,12 @@ def _by_default(gpu: str, flags: tuple[float, ...], pushes: tuple[float, ...]) -
         rows.append(PublishedTime(*facts, zero_copy=True, sync=_FLAGS.sync, grid=_FLAGS.grid(kib * K, ranks)))
     for (ranks, kib), us in zip(_RANKS_AND_KIB, pushes, strict=False):
         facts = (_NVIDIA_SGLANG, gpu, ranks, "all_reduce", "one_shot", "ll", kib * K, us)
-        rows.append(PublishedTime(*facts, share=0.5, dependent=True))
+        rows.append(PublishedTime(*facts, share=0.5))
     return rows
 
 
 MEASUREMENTS = (
+    *GRAPHS,
     PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "one_shot", "ll", 8 * K, 6.5, calibrates=True),
     PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "ll", 24 * K, 7.2, calibrates=True),
     PublishedTime(_MSCCLPP_A100, "a100", 8, "all_reduce", "two_shot", "ll", 48 * K, 7.9),
@@ -205,7 +108,7 @@ MEASUREMENTS = (
     PublishedTime(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 64 * K, 8.2),
     PublishedTime(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 256 * K, 10.6),
     PublishedTime(_SGLANG, "h100", 8, "all_reduce", "two_shot", "ll", 1 * M, 14.0),
-    PublishedTime(_SGLANG, "h100", 8, "all_reduce", "one_shot", "ll", 2 * K, 11.0, "eager", calibrates=True),
+    PublishedTime(_SGLANG, "h100", 8, "all_reduce", "one_shot", "ll", 2 * K, 11.0, "eager"),
     *_in_place(_RECIPES, 8, _TRITON, {8: 10.8, 16: 11.2, 32: 11.4, 64: 12.2, 128: 13.9, 256: 18.3}, "events"),
     *_in_place(_RECIPES_TORCH, 8, _TORCH_ONE, {8: 16.4, 16: 16.5, 32: 17.0, 64: 18.0, 128: 20.3, 256: 25.2}, "events"),
     *_in_place(_RECIPES_TORCH, 8, _TORCH_TWO, {8: 15.3, 16: 15.5, 32: 15.6, 64: 16.4, 128: 18.2, 256: 18.7}, "events"),
@@ -232,9 +135,9 @@ MEASUREMENTS = (
     *_in_place(_VLLM, 6, _FLAGS, {512: 13.0, 1 * K: 21.0, 2 * K: 38.0, 4 * K: 70.0}),
     *_in_place(_VLLM_TORCH, 6, _TORCH_BY_VLLM, {512: 17.0, 1 * K: 21.0, 2 * K: 29.0, 4 * K: 41.0}),
     *_by_default("a100", (5.0, 5.7, 10.7, 5.3, 9.9, 11.4), ()),
-    *_by_default("h100", (4.3, 4.8, 8.3, 4.7, 7.2, 7.9, 5.6), (2.5, 3.2, 5.9, 2.7, 5.5, 6.4, 3.5)),
-    *_by_default("h200", (4.5, 4.8, 8.4, 4.6, 7.0, 7.9, 4.8), (2.5, 3.1, 5.9, 2.8, 5.5, 6.7, 3.5)),
-    *_by_default("b200", (7.0, 7.4, 13.1, 7.1, 8.6, 9.4, 7.8), (3.9, 4.8, 6.8, 4.5, 6.5, 7.0, 5.0)),
+    *_by_default("h100", (4.3, 4.8, 8.3, 4.7, 7.2), (2.5, 3.2, 5.9, 2.7, 5.5)),
+    *_by_default("h200", (4.5, 4.8, 8.4, 4.6, 7.0), (2.5, 3.1, 5.9, 2.8, 5.5)),
+    *_by_default("b200", (7.0, 7.4, 13.1, 7.1, 8.6), (3.9, 4.8, 6.8, 4.5, 6.5)),
     *_by_default("gb200", (5.2, 5.8, 10.1, 5.3, 7.0), (4.0, 4.6, 6.5, 4.3, 6.0)),
     PublishedTime("NVIDIA/nccl#1940", "h200", 8, "all_reduce", "one_shot", "ll", 8, 2.3),
     PublishedTime("NVIDIA/nccl#1940", "b200", 8, "all_reduce", "one_shot", "ll", 8, 3.0),

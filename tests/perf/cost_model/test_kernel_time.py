@@ -17,7 +17,15 @@ from tricomm.explorer.timing import code_forecast
 from tricomm.kernels import multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import forecast, kernel_time, machines, nccl_time, published
+from tricomm.perf.cost_model import (
+    forecast,
+    kernel_time,
+    machines,
+    nccl_time,
+    published,
+    published_graphs,
+    published_time,
+)
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
 _H100 = MACHINES["h100"]
@@ -30,8 +38,8 @@ _RECIPES = "yifuwang/symm-mem-recipes#3"
 
 def test_time_is_launch_hops_barriers_and_bytes() -> None:
     assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 0).time_us == 100 + 1
-    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0).time_us == 100 + 2 + 20
-    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0, "eager").time_us == 1000 + 100 + 2 + 20
+    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0).time_us == 100 + 20  # its hops are its barriers'
+    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0, "eager").time_us == 1000 + 100 + 20
     assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 1000).wire == pytest.approx(1500)  # 2 (N-1)/N n
     assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 1000).wire == pytest.approx(6000)  # 2 (N-1) n
     assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 1000, share=0.5).wire == pytest.approx(3000)
@@ -50,7 +58,7 @@ def test_a_dependent_launch_in_a_graph_overlaps() -> None:
 
 def test_predict_tells_which_launches_are_dependent() -> None:
     said = _predict("--sizes", "1K").output
-    assert "# launch 3.9 us, in a graph 2.94 us for a dependent launch: up to 32 blocks, after another one" in said
+    assert "# launch 2.4 us, in a graph 1.44 us for a dependent launch: up to 32 blocks, after another one" in said
     assert "# launch 5.1 us\n" in _predict("--gpu", "a100", "--sizes", "1K").output
 
 
@@ -60,7 +68,9 @@ def test_a_barrier_between_two_addresses_of_memory_has_an_alias_fence() -> None:
     assert machine.alias_fence == 10 - 3 * 1
     both = [kernel_time.predict(machine, k, 4, 0) for k in (kernel, on_handles)]
     assert [p.barriers for p in both] == [2 * (10 + 7), 2 * 10]
-    assert all(p.waits == 100 + k.hops + p.barriers for p, k in zip(both, (kernel, on_handles), strict=True))
+    assert all(
+        p.waits == 100 + k.hops - k.barriers + p.barriers for p, k in zip(both, (kernel, on_handles), strict=True)
+    )
 
 
 def test_a_row_says_what_limits_it() -> None:
@@ -75,15 +85,17 @@ def test_a_row_says_what_limits_it() -> None:
     assert limit(_H100, _TWO_SHOT, 64 << 20, blocks=64) == "links"
     predicted = kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 1000)
     assert sum(asdict(predicted.shares).values()) == pytest.approx(predicted.time_us)
-    assert predicted.shares.text() == "links 92%"
+    assert predicted.shares.text() == "links 93%"
 
 
 def test_few_blocks_and_few_warps_do_not_fill_the_links() -> None:
     full = kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20).wire
     assert kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=64).wire == full
-    assert kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1).wire == pytest.approx(full * 320 / 65)
-    narrow = kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1, warps=8)
-    assert narrow.wire == pytest.approx(full * 2 * 320 / 65)
+    ratio, first = _H100.kernels / _H100.block, 512 * 16 * 7 / _H100.block / 1e3  # 16 bytes a thread to each peer
+    one, half = (kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1, warps=warps).wire for warps in (16, 8))
+    assert one == pytest.approx(full * ratio - first) and half == pytest.approx(2 * full * ratio - first)
+    flags_in_data = kernel_time.predict(_H100, _ONE_SHOT, 8, 512, blocks=1, warps=1, share=0.5)
+    assert not flags_in_data.narrow  # all is on its way at once
 
 
 @given(
@@ -113,14 +125,24 @@ def test_the_least_is_what_the_best_kernels_send() -> None:
     assert units.least("all_reduce", 1) == Fraction(0)
 
 
-def test_half_of_the_published_times_are_met_within_17_per_cent() -> None:
+def test_half_of_the_published_times_are_met_within_12_per_cent() -> None:
     rows = kernel_time.check()
     free = [row for row in rows if not row.row.calibrates]
     assert len(rows) >= 40 and len(free) >= 35
-    assert kernel_time.median_error(rows) <= 0.17 and kernel_time.median_error(free) <= 0.17
+    assert kernel_time.median_error(rows) <= 0.12 and kernel_time.median_error(free) <= 0.12
     assert kernel_time.losses(rows).count(0) >= 0.9 * len(kernel_time.losses(rows)) > 50
     lines = kernel_time.report(rows)
-    assert len(lines) == len(rows) + 5 and lines[-3].startswith("median error ") and "not measured" in lines[0]
+    assert len(lines) == len(rows) + 7 and lines[-5].startswith("median error ") and "not measured" in lines[0]
+
+
+def test_held_out_rows_and_decades_of_sizes_on_hopper_are_met_too() -> None:
+    rows = kernel_time.check()
+    held = [row for row in rows if row.row.held_out]
+    graphs = [row for row in rows if row.row in published_graphs.GRAPHS]
+    assert len(graphs) == 113 and len(held) == len(graphs) // 4
+    assert kernel_time.median_error(held) <= 0.12
+    biases = kernel_time.biases(rows)
+    assert list(biases) == [10**n for n in range(2, 8)] and max(map(abs, biases.values())) <= 0.05, biases
 
 
 def test_orders_of_kernels_are_counted_by_publication_and_by_implementation() -> None:
@@ -138,11 +160,11 @@ def test_orders_of_kernels_are_counted_by_publication_and_by_implementation() ->
 
 def test_published_grids_follow_their_sources() -> None:
     one, two = published._TORCH_ONE, published._TORCH_TWO
-    assert one.grid(4096, 8) == published.Grid(1, 256) and one.grid(256 << 10, 8) == published.Grid(24, 512)
-    assert two.grid(8192, 8) == published.Grid(1, 64) and two.grid(256 << 10, 8) == published.Grid(2, 1024)
-    assert two.grid(512, 8) == published.Grid(1, 32) and two.grid(24 << 20, 8) == published.Grid(24, 1024)
-    assert published._FLAGS.grid(1 << 20, 2) == published.Grid(36, 512)
-    row = next(row for row in published.MEASUREMENTS if row.grid == published.Grid(2, 1024))
+    assert one.grid(4096, 8) == published_time.Grid(1, 256) and one.grid(256 << 10, 8) == published_time.Grid(24, 512)
+    assert two.grid(8192, 8) == published_time.Grid(1, 64) and two.grid(256 << 10, 8) == published_time.Grid(2, 1024)
+    assert two.grid(512, 8) == published_time.Grid(1, 32) and two.grid(24 << 20, 8) == published_time.Grid(24, 1024)
+    assert published._FLAGS.grid(1 << 20, 2) == published_time.Grid(36, 512)
+    row = next(row for row in published.MEASUREMENTS if row.grid == published_time.Grid(2, 1024))
     counted = kernel_time.predict(MACHINES[row.gpu], row.kernel, row.world_size, row.nbytes, blocks=2, warps=32)
     (checked,) = [each for each in kernel_time.check() if each.row is row]
     assert checked.time_us == counted.time_us + row.more_us
@@ -174,8 +196,8 @@ def test_the_switch_spares_the_links_and_handles_spare_the_copies() -> None:
         times = [kernel_time.predict(_H100, kernel, 8, nbytes).time_us for kernel in (_TWO_SHOT, *kernels)]
         return [round(time / times[0], 2) for time in times[1:]]
 
-    # Two barriers and a launch are 13.5 of 18 us of the smallest; with a switch their alias fences are 3 us more.
-    assert [over_two_shots(n << 20) for n in (1, 4, 8, 64)] == [[1.13, 0.97], [0.92, 0.8], [0.84, 0.74], [0.75, 0.66]]
+    # Two barriers and a launch are 9 of 15 us of the smallest; with a switch their alias fences are 3 us more.
+    assert [over_two_shots(n << 20) for n in (1, 4, 8, 64)] == [[1.16, 0.99], [0.89, 0.82], [0.8, 0.76], [0.69, 0.68]]
 
 
 def _predict(*arguments: str) -> Result:
@@ -195,8 +217,9 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest(monkey
     lines = [line for line in done.output.splitlines() if line[:1] != "#"]
     best = [line.replace(">", "").split() for line in lines if "* " in line]
     assert [row[:3] for row in best] == [["1024", "*", "one_shot/ll128"], ["67108864", "*", "multicast/simple"]]
-    *_, error, publications, implementations = _predict("--check").output.splitlines()
+    *_, error, held_out, bias, publications, implementations = _predict("--check").output.splitlines()
     assert error.startswith("median error") and "one publication" in publications
+    assert "rows to which nothing was fitted" in held_out and bias.startswith("bias on Hopper by size: ")
     assert "one implementation" in implementations
 
 
@@ -207,22 +230,22 @@ def _lines(output: str) -> list[list[str]]:
 
 def test_the_kernel_that_would_run_is_marked_and_compared_with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     _any_triton(monkeypatch, {wide_words: None, multimem: None})
-    output = _predict("--sizes", "1K,4M,64M").output
+    output = _predict("--sizes", "1K,16M,64M").output
     runs = [row for row in _lines(output) if row[1].startswith(">")]
-    assert [row[:3] for row in runs[:2]] == [["1024", ">*", "one_shot/ll128"], ["4194304", ">", "two_shot/simple"]]
+    assert [row[:3] for row in runs[:2]] == [["1024", ">*", "one_shot/ll128"], ["16777216", ">*", "multicast/simple"]]
     assert runs[2][:4] == ["67108864", ">", "NCCL", "NVLS/Simple"]  # above the threshold
     time_us, nccl = float(runs[0][3]), nccl_time.predict(_H100, "all_reduce", 8, 1024)
-    assert nccl is not None and runs[0][4] == f"{nccl.time_us / time_us:.1f}x"
+    assert nccl is not None and float(runs[0][4].rstrip("x")) == pytest.approx(nccl.time_us / time_us, rel=0.03)
     for said in (
-        "# worth it: 4.2x as fast as NCCL at 1 KiB",
-        "# too close to tell: 1.0x as fast as NCCL at 4 MiB; bench --against nccl tells",
+        "# worth it: 7.3x as fast as NCCL at 1 KiB",
+        "# too close to tell: 1.2x as fast as NCCL at 16 MiB; bench --against nccl tells",
         "# left to NCCL by default: 64 MiB, above the NCCL threshold",
-        "# median error against published times: 16%, NCCL's 25%, of their ratio 30%",
+        "# median error against published times: 7%, NCCL's 22%, of their ratio 23%",
     ):
         assert said in output.splitlines(), output
     assert max(map(len, output.splitlines())) <= 120
-    slow = _predict("--gpu", "v100", "--sizes", "4M").output
-    assert "# not worth it: 0.8x as fast as NCCL at 4 MiB; leave these calls to NCCL" in slow
+    slow = _predict("--gpu", "v100", "--sizes", "8M").output
+    assert "# not worth it: 0.8x as fast as NCCL at 8 MiB; leave these calls to NCCL" in slow
     data = json.loads(_predict("--sizes", "1K,64M", "--json").output)
     assert [(row["algorithm"], row["runs"]) for row in data["nccl"]] == [("Ring/LL", False), ("NVLS/Simple", True)]
     assert [row["protocol"] for row in data["results"] if row["runs"]] == ["ll128"]
@@ -245,7 +268,7 @@ def test_what_would_run_is_what_a_communicator_chooses() -> None:
 
 def test_nccl_s_own_model_is_below_most_published_times() -> None:
     errors = nccl_time.check()
-    assert len(errors) > 30 and nccl_time.median_error() <= 0.26
+    assert len(errors) > 30 and nccl_time.median_error() <= 0.22
     assert sum(error < 0 for error in errors) >= 0.8 * len(errors)  # a speed-up over it is rather too small
     times = [nccl_time.predict(_H100, "all_reduce", 8, 1 << power) for power in range(3, 30)]
     assert all(a is not None and b is not None and a.time_us <= b.time_us for a, b in pairwise(times))
