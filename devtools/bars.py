@@ -26,7 +26,7 @@ import click
 import torch
 
 from devtools import c10d_overhead, earlier_numbers, fused_times, kept_rows, kraken
-from devtools.graph_bars import GRAPHS
+from devtools.graph_bars import GRAPHS, GraphBar
 from devtools.kept_rows import KeptRows, Row
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument, TricommError
@@ -201,7 +201,11 @@ def measure(
 
 def _graphs() -> Iterator[tuple[str, Callable[[], Row]]]:
     for each in GRAPHS:
-        yield each.name, partial(_row, (each.name,), lambda each=each: (each.measured(),))
+        yield each.name, partial(_row, (each.name,), partial(_graph, each))
+
+
+def _graph(bar: GraphBar) -> tuple[Value, ...]:
+    return (bar.measured(),)
 
 
 def _units() -> Iterator[tuple[str, Callable[[], Row]]]:

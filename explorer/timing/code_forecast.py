@@ -16,6 +16,7 @@ from tricomm.perf.cost_model import kernel_time, published
 from tricomm.perf.cost_model.forecast import AskedCall, NcclRow
 from tricomm.perf.cost_model.kernel_time import Checked, TimeShares
 from tricomm.perf.cost_model.machines import LATENCIES, MACHINES, MachineSpec
+from tricomm.perf.cost_model.published_time import PublishedTime
 from tricomm.perf.row_calls import RowForm
 
 _FORM = RowForm()
@@ -175,7 +176,7 @@ def _at(
     return [replace(row, best=row.time_us == least) for row in rows]
 
 
-def check(rows: tuple[published.PublishedTime, ...] = published.MEASUREMENTS) -> list[Checked]:
+def check(rows: tuple[PublishedTime, ...] = published.MEASUREMENTS) -> list[Checked]:
     """Compare every published measurement with our kernel of that shape, on its grid, or on the faster of two if that
     is not known.
 

@@ -292,8 +292,8 @@ def _at(
 ) -> list[ForecastRow]:
     predictions = []
     for kernel in call.kernels:
-        dependent = _dependent(machine, world_size, call, kernel, form)
-        predictions.append(kernel_time.predict(machine, kernel, world_size, call.nbytes, mode, dependent=dependent))
+        launching = kernel_time.launching(machine, _dependent(machine, world_size, call, kernel, form), mode)
+        predictions.append(kernel_time.predict(launching, kernel, world_size, call.nbytes, mode))
     least = min(p.time_us for p in predictions)
     limit = kernel_time.limit(machine, call.collective, world_size, call.nbytes)
     return [

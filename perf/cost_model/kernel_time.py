@@ -12,7 +12,7 @@ model with published times of kernels of the same shape.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -24,6 +24,7 @@ from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import text_table, units
 from tricomm.perf.cost_model import machines, published
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
+from tricomm.perf.cost_model.published_time import PublishedTime
 from tricomm.perf.parsing import parse_name
 from tricomm.policy import selection
 from tricomm.policy.selection import Choice
@@ -95,13 +96,12 @@ def predict(
     blocks: int | None = None,
     warps: int = _THREADS // 32,
     share: float = 1.0,
-    dependent: bool = False,
 ) -> Prediction:
     """The time of one call of `nbytes` of input per rank (of a root's if there is one), on the busiest rank.
 
     `mode` is graph (many calls in a CUDA graph) or eager. `blocks` and `warps` are the grid and its blocks; None is
     enough for the links. `share` is the part of the kernel's bytes to peers that is sent (another kernel's flags may
-    cost less). `dependent`: it is a dependent launch.
+    cost less).
     """
     sent = float(units.moved(kernel, world_size)) * nbytes * share
     kind = kernel.kind
@@ -110,7 +110,7 @@ def predict(
         own += 2 * nbytes  # the residual, and the norm
     aliases = kernel.multicast and not kernel.zero_copy
     barriers = kernel.barriers * (machine.barrier + (machine.alias_fence if aliases else 0.0))
-    more = machine.eager if mode == "eager" else -dependent * machine.overlap
+    more = machine.eager if mode == "eager" else 0.0
     waits = machine.launch + more + (kernel.hops - kernel.barriers) * machine.hop + barriers
     wire, narrow = sent / _links(machine, kernel) / 1e3, 0.0
     if blocks is not None:
@@ -118,6 +118,11 @@ def predict(
         further = max(0.0, sent - 32 * warps * blocks * _WORDS * (world_size - 1))
         narrow = further / (blocks * machine.block * min(1.0, 32 * warps / _THREADS)) / 1e3
     return Prediction(waits, max(wire, narrow), own / machine.memory / 1e3, barriers, narrow > wire)
+
+
+def launching(machine: MachineSpec, dependent: bool, mode: str) -> MachineSpec:
+    """The machine of a launch in `mode`: a dependent one in a graph begins sooner."""
+    return replace(machine, launch=machine.launch - machine.overlap) if dependent and mode == "graph" else machine
 
 
 def choice(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> Choice:
@@ -203,7 +208,7 @@ def find(name: str) -> MachineSpec:
 class Checked:
     """A published measurement and the model's answer."""
 
-    row: published.PublishedTime
+    row: PublishedTime
     time_us: float
 
     @property

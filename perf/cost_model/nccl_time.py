@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 
@@ -31,7 +32,7 @@ _H100 = (15.6, 15.6, 16.0, 19.0, 18.4, 18.7, 19.0, 19.1, 20.1, 25.4, 38.2, 50.5,
 _H200 = (16.0, 16.8, 16.0, 18.3, 18.4, 19.9, 21.4, 20.8, 20.5, 26.1, 37.5, 51.4, 78.3, 121.7, 197.3, 319.6)
 _B200 = (25.1, 25.2, 26.0, 26.6, 27.3, 29.0, 28.1, 28.3, 28.4, 30.1, 32.1, 53.4, 71.6, 99.1, 167.8, 278.3)
 _RECIPES, _HELION = {8: 21.8, 16: 22.4, 32: 24.0, 64: 24.3, 128: 24.4, 256: 24.4}, {8: 21.4, 16: 22.1, 32: 23.9}
-PUBLISHED: tuple[tuple[str, str, str, int, dict[float, float]], ...] = (
+PUBLISHED: tuple[tuple[str, str, str, int, dict[Any, float]], ...] = (
     (_NVIDIA, "h100", "all_reduce", 8, dict(zip(_KIB, _H100, strict=True))),
     (_NVIDIA, "h200", "all_reduce", 8, dict(zip(_KIB, _H200, strict=True))),
     (_NVIDIA, "b200", "all_reduce", 8, dict(zip(_KIB, _B200, strict=True))),

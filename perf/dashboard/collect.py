@@ -140,8 +140,8 @@ def _predicted(scene: Record, gpu: MachineSpec | None, kernel: Kernel | None, si
     nbytes = units.input_bytes(name, units.row_elements(name, size, 1, ranks), 1, ranks)
     try:
         mode = "eager" if scene["mode"] == "eager" else "graph"
-        dependent = kernel_time.is_dependent(gpu, kernel, ranks, nbytes)
-        return _digits(kernel_time.predict(gpu, kernel, ranks, nbytes, mode, dependent=dependent).time_us)
+        launching = kernel_time.launching(gpu, kernel_time.is_dependent(gpu, kernel, ranks, nbytes), mode)
+        return _digits(kernel_time.predict(launching, kernel, ranks, nbytes, mode).time_us)
     except InvalidArgument:  # these GPUs lack its switch
         return None
 

@@ -211,8 +211,8 @@ def predicted_us(machine: MachineSpec, world_size: int, point: Point, candidate:
     """The cost model's time of a candidate, in microseconds."""
     kernel = registry.find(point.collective, *candidate.family)
     blocks, warps = candidate.blocks, candidate.warps
-    call = partial(kernel_time.predict, machine, kernel, world_size, point.nbytes, point.mode, blocks, warps)
-    return call(dependent=machines.is_dependent(machine, world_size, blocks)).time_us
+    launching = kernel_time.launching(machine, machines.is_dependent(machine, world_size, blocks), point.mode)
+    return kernel_time.predict(launching, kernel, world_size, point.nbytes, point.mode, blocks, warps).time_us
 
 
 def _trouble(answers: Sequence[TuningAnswer], at: int) -> str | None:

@@ -14,7 +14,7 @@ from tricomm.explorer.timing.warp_clock import PARTS
 from tricomm.kernels import layout, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.perf import units
-from tricomm.perf.cost_model import kernel_time, machines, published
+from tricomm.perf.cost_model import kernel_time, machines, published, published_time
 from tricomm.perf.cost_model.machines import MACHINES
 
 _H100 = MACHINES["h100"]
@@ -210,8 +210,8 @@ def test_the_error_over_the_published_rows_is_the_one_that_is_printed() -> None:
 
 
 def test_a_published_grid_is_the_one_that_is_modelled() -> None:
-    row = next(row for row in published.MEASUREMENTS if row.grid == published.Grid(2, 1024))
-    for grid, shape in ((row.grid, LaunchShape(2, 32, 2048)), (published.Grid(4, 512), LaunchShape(4, 16, 1024))):
+    row = next(row for row in published.MEASUREMENTS if row.grid == published_time.Grid(2, 1024))
+    for grid, shape in ((row.grid, LaunchShape(2, 32, 2048)), (published_time.Grid(4, 512), LaunchShape(4, 16, 1024))):
         (checked,) = code_forecast.check((replace(row, grid=grid),))
         time = from_code.predict(_H100, row.kernel, row.world_size, row.nbytes, shape).time_us
         assert checked.time_us == time + row.more_us
