@@ -15,12 +15,12 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer import selftest
 from tricomm.explorer.execution import Ranks
 from tricomm.explorer.ptx.global_memory import BadAddress
-from tricomm.explorer.report.findings import Execution, Finding, Outcome, Subject
+from tricomm.explorer.report.findings import KINDS, Execution, Finding, Outcome, Subject
 from tricomm.explorer.report.report import CampaignPlan, Report, options_of
 from tricomm.explorer.schedule import shrinking
 from tricomm.explorer.schedule.contention import Contention
 from tricomm.explorer.schedule.strategies import NAMES, Given, Priorities, RandomWalk, Strategy
-from tricomm.explorer.simulation import prepared
+from tricomm.explorer.simulation import architecture_of, prepared
 from tricomm.explorer.world import oracle
 from tricomm.kernels import layout
 from tricomm.options import Options, tuned
@@ -48,6 +48,7 @@ def check(
     options: Options | None = None,
     identical: bool | None = None,
     keep_going: bool = False,
+    ignore: Sequence[str] = (),
     compiled: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
@@ -66,7 +67,12 @@ def check(
     results of the collectives and of a returned tensor that depends on the schedule, ranks that do not hold the same
     bits (`identical=True`: in all results of `fn`; None: only in results that are equal except for rounding),
     flags left over, exceptions; an `AssertionError` of `fn` is a wrong result. The first schedule that shows
-    something ends the campaign, unless `keep_going`; its choices are shrunk.
+    something ends the campaign, unless `keep_going`; its choices are shrunk. Findings of a kind in `ignore` do not
+    count.
+
+    `fn` may also be a function without arguments that uses `torch.distributed`, torch's symmetric memory and
+    `kernel[grid](...)` on tensors of device "cuda", as on a box with `world_size` GPUs. It runs compiled, by default
+    for sm_90; each rank has its own process group, environment and module globals.
 
     The default `options` have the smallest arena, and every fourth schedule starts its epochs elsewhere: at 1, before
     2^30, before 2^31 and before 2^32. Random numbers are the same in every schedule.
@@ -79,7 +85,9 @@ def check(
     thread or blocks outside of tricomm, and for a kernel that the interpreter cannot run. Sources of the method: CHESS
     (bounded preemptions), PCT (priorities), HRF and the PTX memory model (scopes).
     """
-    plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
+    plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, ignore, options)
+    if compiled is None:
+        compiled = architecture_of(fn)
     if options is None and compiled is None:
         options = smallest(world_size)
     subject = prepared(fn, world_size, options, residency, _MOST_STEPS, compiled)
@@ -99,6 +107,7 @@ def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Findi
         report.faults,
         report.identical,
         True,
+        (),
         options,
     )
     selftest.require(report.compiled)
@@ -126,6 +135,7 @@ def _plan(
     faults: Sequence[str],
     identical: bool | None,
     keep_going: bool,
+    ignore: Sequence[str],
     options: Options | None,
 ) -> CampaignPlan:
     if strategy not in NAMES:
@@ -144,9 +154,12 @@ def _plan(
     unknown = [f for f in ([faults] if isinstance(faults, str) else faults) if f not in FAULTS]
     if unknown or isinstance(faults, str):
         raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
+    if isinstance(ignore, str) or any(kind not in KINDS for kind in ignore):
+        raise InvalidArgument(f"ignore={ignore!r}: a list of {', '.join(KINDS)} is needed")
     first = options._tuning.first_epoch if isinstance(options, Options) else 1  # anything else is refused below
     epochs = _EPOCHS if first == 1 else (first,)
-    return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
+    kinds = frozenset(ignore)
+    return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, kinds, epochs)
 
 
 class Campaign:
@@ -226,7 +239,7 @@ class Campaign:
         findings = list(outcome.findings)
         if not findings:
             findings += self._compared({rank: _tensors(result) for rank, result in outcome.results.items()})
-        return findings
+        return [finding for finding in findings if finding.kind not in self._plan.ignore]
 
     def _compared(self, results: dict[int, list[torch.Tensor]]) -> list[Finding]:
         """Compare the ranks' results with each other and with the first schedule's."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from tricomm.communicator import Communicator
@@ -32,6 +32,7 @@ from tricomm.explorer.schedule.host_watchdog import Blocked, Watchdog
 from tricomm.explorer.schedule.scheduler import Ended, Scheduler
 from tricomm.explorer.schedule.strategies import Strategy
 from tricomm.explorer.schedule.tasks import Launch, State
+from tricomm.explorer.standins.program import Standins
 from tricomm.explorer.world.host_state import Hosts
 from tricomm.explorer.world.oracle import Oracle
 from tricomm.explorer.world.world import World
@@ -65,15 +66,19 @@ class Ranks:
         # Inputs are the same in every schedule of a campaign; under `simulate` the seed is the user's.
         hosts = Hosts(0 if detect else execution.seed, size, self._memory, self._touched if detect else None)
         director = self._machine if isinstance(self._machine, Machine) else None
+        self._hosts = hosts
         self._scheduler = Scheduler(
-            strategy, director, subject.residency, subject.most_steps, subject.options.timeout, hosts.of
+            strategy, director, subject.residency, subject.most_steps, subject.options.timeout, self._host
         )
         self._machine.scheduler = self._scheduler
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
         self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
         self._scheduler.flush = lambda: self._machine.release_held(now=True)
+        self._standins: Standins | None = None
         if subject.compiled is not None:
             self._ranks = self._compiled(subject.compiled)
+            if subject.program:
+                self._standins = Standins(subject.fn, self._ranks.capability, self._memory, self._scheduler.in_host)
         self._world = World(
             size,
             subject.options,
@@ -92,8 +97,20 @@ class Ranks:
         launches = Launches(self._scheduler, machine, self._memory, "block" if detector is None else "warp")
         return CompiledRanks(architecture, launches, NoOrders() if detector is None else Orders(detector))
 
-    def _installed(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ranks is None else self._ranks.installed(self._scheduler.in_host)
+    @contextmanager
+    def _installed(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._standins is not None:
+                stack.enter_context(self._standins.installed())
+            if self._ranks is not None:  # the last mode of torch, because others' host code runs while it waits
+                stack.enter_context(self._ranks.installed(self._scheduler.in_host))
+            yield
+
+    @contextmanager
+    def _host(self, rank: int) -> Iterator[None]:
+        """Around the host code of a rank."""
+        with self._hosts.of(rank), nullcontext() if self._standins is None else self._standins.of(rank):
+            yield
 
     def _progress(self) -> object:
         return self._scheduler.turns, 0.0 if self._ranks is None else self._ranks.compiling()
@@ -122,7 +139,8 @@ class Ranks:
     def _rank(self, rank: int) -> Any:
         try:
             self._comms[rank] = self._world.join(rank)
-            result = self._subject.fn(self._comms[rank])
+            fn, comm = self._subject.fn, self._comms[rank]
+            result = fn(comm) if self._standins is None else self._standins.run(comm)
             if self._ranks is not None:
                 self._ranks.finish(rank)
                 if not self._comms[rank]._group.closed:

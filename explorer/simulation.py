@@ -18,6 +18,7 @@ from tricomm.options import Options
 from tricomm.policy import launch_shapes
 
 _T = TypeVar("_T")
+_OF_PROGRAMS = "sm_90"
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -51,6 +52,8 @@ def simulate(
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise InvalidArgument(f"seed={seed!r}: an integer from 0 to 2**63 - 1 is needed")
+    if compiled is None:
+        compiled = architecture_of(fn)
     if options is None and compiled is None:
         options = Options()
     subject = prepared(fn, world_size, options, compiled=compiled)
@@ -88,19 +91,37 @@ def prepared(
         raise InvalidArgument(f"{_name(fn)} is a generator or a coroutine: calling it runs nothing")
     if residency is not None and (isinstance(residency, bool) or not isinstance(residency, int) or residency < 1):
         raise InvalidArgument(f"residency={residency!r}: a number of blocks from 1 on, or None, is needed")
-    try:
-        inspect.signature(fn).bind(None)
-    except TypeError as error:
-        raise InvalidArgument(f"{_name(fn)} cannot be called with one communicator: {error}") from None
-    except ValueError:
-        pass  # a built-in without a signature
+    program = is_program(fn)
+    if not program and (reason := _misfit(fn, None)) is not None:
+        raise InvalidArgument(f"{_name(fn)} cannot be called with one communicator, nor without: {reason}")
     if compiled is not None:
         compiled_runtime.capability_of(compiled)
         options = compiled_runtime.checked_options(world_size, options)
     else:
         assert options is not None
         launch_shapes.check_device("cpu", layout.plan(world_size, options.arena_bytes), options._tuning.tile)
-    return Subject(fn, world_size, options, residency, most_steps, compiled)
+    return Subject(fn, world_size, options, residency, most_steps, compiled, program)
+
+
+def is_program(fn: Any) -> bool:
+    """True for a function without arguments: it uses torch's process groups and symmetric memory itself."""
+    return _misfit(fn) is None and _misfit(fn, None) is not None
+
+
+def architecture_of(fn: Any) -> str | None:
+    """The architecture that a function's kernels are compiled for by default; None for Triton's interpreter."""
+    return _OF_PROGRAMS if callable(fn) and is_program(fn) else None
+
+
+def _misfit(fn: Any, *args: Any) -> str | None:
+    """Why `fn` cannot be called with these arguments; None if it can, or is a built-in without a signature."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError as error:
+        return str(error)
+    except ValueError:
+        pass
+    return None
 
 
 def _name(fn: Any) -> str:

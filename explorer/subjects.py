@@ -2,43 +2,138 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import shipped
-from tricomm.explorer.report.report import Report
+from tricomm.explorer.report.report import Report, digest
 
 
-def from_file(name: str) -> Callable[[Any], Any]:
-    """The function that "file.py:function" names. Raises `InvalidArgument` if it does not exist or does not load."""
+def from_file(name: str, stubs: Sequence[str] = ()) -> Callable[..., Any]:
+    """The function that "file.py:function" names.
+
+    A file of a package is imported as a part of it. If the package does not load, the file is imported without the
+    `__init__` modules above it. `stubs` are modules to replace by `Stub`, such as those that need a GPU. Raises
+    `InvalidArgument` if the function does not exist or its file does not load.
+    """
     path, _, function = name.rpartition(":")
     file = Path(path).resolve()
     if not path or not function.isidentifier() or not file.is_file():
         raise InvalidArgument(f"{name!r}: file.py:function is needed, of a file that exists")
-    module_name = f"tricomm_checked_{file.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
+    for stub in stubs:
+        sys.modules[stub] = Stub(stub)
+    module = _of_package(file) if (file.parent / "__init__.py").is_file() else _alone(file)
+    value = getattr(module, function, None)
+    if not callable(value):
+        there = [n for n, v in vars(module).items() if _defined(v, module.__name__)]
+        raise InvalidArgument(f"{file} has no function {function!r}; it has {', '.join(there) or 'none'}")
+    return value  # type: ignore[no-any-return]
+
+
+class Stub(ModuleType):
+    """A module that has every name. Each is a function that returns itself; as a decorator it changes nothing."""
+
+    __path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Stub(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and not kwargs and inspect.isroutine(args[0]) else self
+
+
+def with_arguments(
+    function: Callable[..., Any], arguments: str, calls: int, name: str, stubs: Sequence[str] = ()
+) -> Callable[[], Any]:
+    """A program that makes `calls` calls of `function`, with arguments that each rank evaluates for each call: Python
+    text, as between the brackets of a call, with the names of the function's module, torch, dist, symm_mem, rank and
+    world_size."""
+    file, _, own = name.rpartition(":")
+    try:
+        code = compile(f"_function({arguments})", "--args", "eval")
+    except SyntaxError as error:
+        raise InvalidArgument(f"--args {arguments!r}: {error.msg}") from None
+
+    def program() -> Any:
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import _symmetric_memory as symm_mem
+
+        names = {"torch": torch, "dist": dist, "symm_mem": symm_mem, "_function": function}
+        names |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+        namespace = {**getattr(inspect.unwrap(function), "__globals__", {}), **names}
+        return [eval(code, namespace) for _ in range(calls)]
+
+    path = str(Path(file).resolve())
+    subject: dict[str, Any] = {"file": path, "function": own, "sha256": digest(path), "arguments": arguments}
+    subject |= {"calls": calls, "stubs": list(stubs)}
+    program.subject, program.function = subject, function  # type: ignore[attr-defined]
+    return program
+
+
+def _alone(file: Path) -> ModuleType:
+    name = f"tricomm_checked_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise InvalidArgument(f"{file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    sys.path.insert(0, str(file.parent))  # as `python file.py` does
+    sys.modules[name] = module
+    with _path(file.parent):  # as `python file.py` does
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            raise _unloadable(file, error) from error
+    return module
+
+
+def _of_package(file: Path) -> ModuleType:
+    """The module of a package's file. After a failed import its modules are removed."""
+    packages = [file.parent]
+    while (packages[0].parent / "__init__.py").is_file():
+        packages.insert(0, packages[0].parent)
+    names = [".".join(p.name for p in packages[: n + 1]) for n in range(len(packages))]
+    module = f"{names[-1]}.{file.stem}"
+    before = set(sys.modules)
+    with _path(packages[0].parent):
+        try:
+            return importlib.import_module(module)
+        except (Exception, SystemExit):
+            for name in [n for n in sys.modules if n not in before and n.partition(".")[0] == names[0]]:
+                del sys.modules[name]
+        for name, folder in zip(names, packages, strict=True):
+            if name not in sys.modules:
+                sys.modules[name] = ModuleType(name)
+                sys.modules[name].__path__ = [str(folder)]
+        try:
+            return importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            raise _unloadable(file, error) from error
+
+
+@contextmanager
+def _path(folder: Path) -> Iterator[None]:
+    sys.path.insert(0, str(folder))
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise InvalidArgument(f"{file} does not load: {type(error).__name__}: {error}") from error
+        yield
     finally:
-        sys.path.remove(str(file.parent))
-    value = getattr(module, function, None)
-    if not callable(value):
-        there = [n for n, v in vars(module).items() if _defined(v, module_name)]
-        raise InvalidArgument(f"{file} has no function {function!r}; it has {', '.join(there) or 'none'}")
-    return value  # type: ignore[no-any-return]
+        sys.path.remove(str(folder))
+
+
+def _unloadable(file: Path, error: BaseException) -> InvalidArgument:
+    missing = error.name if isinstance(error, ImportError) else None
+    remedy = f"; --stub {missing} replaces it" if missing else ""
+    return InvalidArgument(f"{file} does not load: {type(error).__name__}: {error}{remedy}")
 
 
 def _defined(value: Any, module_name: str) -> bool:
@@ -47,7 +142,7 @@ def _defined(value: Any, module_name: str) -> bool:
     return inspect.isfunction(function) and function.__module__ == module_name
 
 
-def of_report(report: Report) -> Callable[[Any], Any]:
+def of_report(report: Report) -> Callable[..., Any]:
     """The function that a stored report is about. Raises `InvalidArgument` if it no longer exists."""
     subject = report.subject
     if "kernel" in subject:
@@ -61,4 +156,6 @@ def of_report(report: Report) -> Callable[[Any], Any]:
             f"the report is about {function}, which is not at the top level of a file: replay it from "
             "Python, tricomm.explorer.replay(report, fn)"
         )
-    return from_file(f"{subject['file']}:{function}")
+    name = f"{subject['file']}:{function}"
+    found = from_file(name, subject.get("stubs", ()))
+    return with_arguments(found, subject["arguments"], int(subject["calls"]), name) if "arguments" in subject else found

@@ -26,7 +26,7 @@ from tricomm.policy import launch_shapes
 from tricomm.store.control import ControlPage
 
 # Multiprocessors of a common GPU of each architecture, which limit a group's grids.
-_PROCESSORS = {75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
+PROCESSORS = {75: 72, 80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 170, 121: 48}
 
 
 def capability_of(architecture: str) -> int:
@@ -185,7 +185,7 @@ class CompiledRuntime(RankRuntime):
 
     def facts(self, device: torch.device) -> DeviceFacts:
         capability = self._gpu.driver.capability
-        processors = _PROCESSORS.get(capability, layout.MAX_BLOCKS)
+        processors = PROCESSORS.get(capability, layout.MAX_BLOCKS)
         return DeviceFacts(f"simulated GPU of rank {self._rank}", f"sm_{capability}", processors, capability >= 90)
 
     def prepare(

@@ -15,8 +15,9 @@ entry for the thread's own time. Numbers in brackets are sections of the PTX ISA
   Fence-SC order (8.9.3)        a `fence.sc` before a later one
   proxies (8.9.5)               accesses by a plain and by a multicast address are ordered through a `fence.proxy.alias`
   the CUDA API                  a launch begins after the end of earlier work of its stream. The end of a launch is
-                                a system fence, so a relaxed write hands on what earlier launches did. It is also an
-                                alias fence. `griddepcontrol.wait` (9.7.13.13) is such a begin for its threads
+                                a system fence: a relaxed write hands on what earlier launches did, and later launches
+                                know of what a relaxed read has seen. It is also an alias fence.
+                                `griddepcontrol.wait` (9.7.13.13) is such a begin for its threads
 """
 
 from __future__ import annotations
@@ -179,6 +180,7 @@ class Clocks:
 
     def end(self, team: Team) -> Array:
         """The join of all its threads' clocks at their end. Threads that know of this end may reuse the slots."""
+        self._end_acquires(team, team.slots, SYS)
         known = self._highest(team, team.slots)
         self.time[team.slots] += 1
         for slot in team.slots.tolist():
@@ -259,16 +261,19 @@ class Clocks:
 
     def fence(self, team: Team, slots: Array, scope: int, sc: bool) -> None:
         """A fence ends acquire patterns and begins release patterns."""
-        for number, ends, seers in list(team.seen.values()):
-            mine = seers[np.isin(seers, slots)]
-            if len(mine):
-                self._join(team, mine, number, ends, scope)
+        self._end_acquires(team, slots, scope)
         if sc:
             self._fence_sc(team, slots, scope)
         for slot in slots.tolist():
             time = int(self.time[slot])
             known = self.row(team, int(slot - team.slots[0]))
             self._fenced[slot] = ReleasePart(slot, team.rank, team.number, scope, time, known)
+
+    def _end_acquires(self, team: Team, slots: Array, scope: int) -> None:
+        for number, ends, seers in list(team.seen.values()):
+            mine = seers[np.isin(seers, slots)]
+            if len(mine):
+                self._join(team, mine, number, ends, scope)
 
     def _fence_sc(self, team: Team, slots: Array, scope: int) -> None:
         for (rank, block, other), known in self._sc.items():

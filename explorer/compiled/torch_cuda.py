@@ -5,15 +5,15 @@ Installed during an execution. Outside of a rank's host code everything is torch
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode
 
 from tricomm.explorer.compiled.simulated_gpu import SimulatedEvent, SimulatedGpu, SimulatedGraph
+from tricomm.explorer.world.patches import Patches
 
 Current = Callable[[], SimulatedGpu | None]
 
@@ -41,31 +41,15 @@ class InStreamOrder(TorchFunctionMode):
         no_work = name in _NO_DATA or (name == "contiguous" and args[0].is_contiguous())
         if gpu is None or gpu.streams.working or no_work:
             return func(*args, **(kwargs or {}))
-        # Torch takes the mode away for as long as this runs. Other ranks' host code, which may run while this one
-        # waits, needs it. It is removed again before this one continues.
-        _push_mode(self)
-        try:
-            gpu.reach()
-        finally:
-            _pop_mode()
+        gpu.reach()
         return gpu.operation(func, args, kwargs or {})
 
 
 @contextmanager
 def installed(current: Current) -> Iterator[None]:
-    """Inside, `current()` is the GPU of the rank whose host code runs; None outside of host code.
-
-    Executions may run in several threads at once: the first one changes `torch.cuda`, the last one restores it.
-    """
-    before = getattr(_thread, "current", None)
-    _change(1)
-    _thread.current = current
-    try:
-        with InStreamOrder(current):
-            yield
-    finally:
-        _thread.current = before
-        _change(-1)
+    """Inside, `current()` is the GPU of the rank whose host code runs; None outside of host code."""
+    with _PATCHES.installed(current), InStreamOrder(current):
+        yield
 
 
 @contextmanager
@@ -92,30 +76,4 @@ _SIMULATED: dict[str, Callable[[SimulatedGpu], Callable[..., Any]]] = {
     "CUDAGraph": lambda gpu: lambda *args, **kwargs: SimulatedGraph(gpu),
     "graph": lambda gpu: lambda graph, pool=None, stream=None, **more: _capturing(gpu, graph, stream),
 }
-_thread = threading.local()  # `current` of the execution that runs in it
-_lock = threading.Lock()
-_executions = 0
-_real: dict[str, Any] = {}
-
-
-def _change(by: int) -> None:
-    """Count an execution; patch `torch.cuda` for the first one, and restore it after the last one."""
-    global _executions
-    with _lock:
-        _executions += by
-        if by > 0 and _executions == 1:
-            _real.update({name: getattr(torch.cuda, name) for name in _SIMULATED})
-            for name, simulated in _SIMULATED.items():
-                setattr(torch.cuda, name, _either(simulated, _real[name]))
-        elif not _executions:
-            for name, real in _real.items():
-                setattr(torch.cuda, name, real)
-
-
-def _either(simulated: Callable[[SimulatedGpu], Callable[..., Any]], real: Any) -> Callable[..., Any]:
-    def either(*args: Any, **kwargs: Any) -> Any:
-        current: Current | None = getattr(_thread, "current", None)
-        gpu = None if current is None else current()
-        return real(*args, **kwargs) if gpu is None else simulated(gpu)(*args, **kwargs)
-
-    return either
+_PATCHES = Patches(lambda: {(torch.cuda, name): simulated for name, simulated in _SIMULATED.items()})

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from tricomm.communicator import Communicator
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.options import Options
 
@@ -183,12 +182,14 @@ class Outcome:
 
 @dataclass
 class Subject:
-    """The function to execute: `fn(comm)` for `world_size` ranks under `options`. `residency`: blocks at once;
-    `compiled`: the architecture whose compiled kernels run, None for Triton's interpreter."""
+    """The function to execute: `fn(comm)` for `world_size` ranks under `options`, or `fn()` of a `program`, which uses
+    torch's process groups and symmetric memory. `residency`: blocks at once; `compiled`: the architecture whose
+    compiled kernels run, None for Triton's interpreter."""
 
-    fn: Callable[[Communicator], Any]
+    fn: Callable[..., Any]
     world_size: int
     options: Options
     residency: int | None = None
     most_steps: int = 1_000_000
     compiled: str | None = None
+    program: bool = False

@@ -34,6 +34,7 @@ class CampaignPlan:
     faults: tuple[str, ...]
     identical: bool | None
     keep_going: bool
+    ignore: frozenset[str]
     epochs: tuple[int, ...]
 
 
@@ -119,8 +120,9 @@ class Report:
             for fault in [f.execution.fault for f in findings if f.execution.fault is not None]:
                 checked(fault[1], int, range(world_size))
             options_of(values["options"])
-            for name in [name for name in ("file", "function", "sha256", "kernel") if subject.get(name) is not None]:
-                checked(subject[name], str)
+            for name in ("file", "function", "sha256", "kernel", "arguments"):
+                if subject.get(name) is not None:
+                    checked(subject[name], str)
             for size in checked(subject["sizes"], list) if "kernel" in subject else ():
                 checked(int(size), int, range(1 << 30))
             for name in ("ran", "steps"):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -29,13 +30,15 @@ class Hosts:
         touched: Callable[[int, bool, Region, Array, int], None] | None = None,
     ) -> None:
         self._states = [_seeded(seed * 64 + rank) for rank in range(world_size)]
+        self._modes: dict[int, list[Any]] = {}
         self._memory, self._touched = memory, touched
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
         """Installs the state of a rank while its host code runs."""
-        outside = _State()
+        outside, modes = _State(), _taken()
         self._states[rank].put()
+        _put_back(self._modes.get(rank, modes))
         try:
             if self._touched is None:
                 yield
@@ -43,8 +46,22 @@ class Hosts:
                 with _Watch(rank, self._memory, self._touched):
                     yield
         finally:
-            self._states[rank] = _State()
+            self._states[rank], self._modes[rank] = _State(), _taken()
             outside.put()
+            _put_back(modes)
+
+
+def _taken() -> list[Any]:
+    """Torch's function modes, which are taken off the stack. One whose handler runs is none: torch has taken it off."""
+    modes = list(_get_current_function_mode_stack())
+    for _ in modes:
+        _pop_mode()
+    return modes
+
+
+def _put_back(modes: list[Any]) -> None:
+    for mode in modes:
+        _push_mode(mode)
 
 
 class _State:

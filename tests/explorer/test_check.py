@@ -333,7 +333,6 @@ async def coroutine(comm):
         ({"world_size": 17}, "world_size=17"),
         ({"world_size": 0}, "world_size=0"),
         ({"fn": 3}, "3: a function of one communicator"),
-        ({"fn": lambda: None}, "cannot be called with one communicator"),
         ({"fn": lambda comm, more: None}, "cannot be called with one communicator"),
         ({"options": {}}, "options"),
         ({"fn": generator}, "generator or a coroutine"),

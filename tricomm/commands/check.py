@@ -24,12 +24,16 @@ if TYPE_CHECKING:
 
 _OF_REPLAY = ("replay", "report", "timeline", "as_json", "function")  # refused separately
 _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going", "compiled")
+_RANKS = 2  # of a program that uses torch's symmetric memory: its kernels may need a power of 2
 _FEW = 20  # schedules of each kernel, if no kernel and no number is given
 _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpreted, compiled
 
 
 @click.command()
 @click.argument("function", required=False, metavar="[FILE.py:FUNCTION]")
+@click.option("--args", "arguments", help="Arguments of FUNCTION, a Python text that each rank evaluates.")
+@click.option("--calls", type=click.IntRange(1), default=2, show_default=True, help="Calls of FUNCTION with --args.")
+@click.option("--stub", "stubs", multiple=True, help="A module that FILE.py imports and does not need here.")
 @click.option("--collective", help="Shipped kernels to check: a collective, a list, or all [default: all].")
 @click.option("--algorithm", help="Only these [default: all].")
 @click.option("--protocol", help="Only these [default: all].")
@@ -42,6 +46,7 @@ _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpr
 @click.option("--residency", type=click.IntRange(1), help="Blocks of a launch on a device at once [default: all].")
 @click.option("--blocks", type=click.IntRange(1, 64), help="Blocks a launch, of shipped kernels [default: 2].")
 @click.option("--compiled", metavar="SM", help="Run what Triton compiles for this architecture, such as sm_90.")
+@click.option("--ignore", default="", help="A list of kinds of findings that do not count, such as rank_mismatch.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
 @click.option("--report", type=OutputFile(), help="Write the findings to this file, as JSON.")
 @click.option("--timeline", type=OutputFile(), help="Draw it, as .html or .svg.")
@@ -53,12 +58,13 @@ _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpr
 def check(context: click.Context, /, replay: Path | None, **options: Any) -> None:
     """Run kernels under many schedules, without a GPU, and find races, deadlocks and wrong results.
 
-    FILE.py:FUNCTION is a function of one communicator; without it the shipped kernels are checked, one of each
-    collective first.
+    FILE.py:FUNCTION is a function of one communicator, or a function without arguments (or with --args) that uses
+    torch's symmetric memory; without it the shipped kernels are checked, one of each collective first.
 
     \b
     tricomm check --collective all_reduce --world-size 2
     tricomm check mine.py:body --schedules 500 --report found.json
+    tricomm check allreduce.py:one_shot --args "symm_mem.empty(1024, device='cuda').fill_(rank)"
     tricomm check --compiled sm_90 --collective all_reduce --schedules 20
     tricomm check --replay found.json
     """
@@ -191,11 +197,13 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
     """First (schedules of each campaign, or None; number of campaigns), then each campaign: (name, how to run it)."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign, shipped, subjects
+    from tricomm.explorer.simulation import is_program
     from tricomm.kernels.left_out import left_out_lines
     from tricomm.perf import parsing
 
     faults = () if options["faults"] == "none" else parsing.parse_names(options["faults"], campaign.FAULTS, "fault")
     settings = {name: options[name] for name in _SETTINGS}
+    settings["ignore"] = tuple(filter(None, options["ignore"].split(",")))
     selected = any(options[name] is not None for name in ("collective", "algorithm", "protocol"))
     everything = options["function"] is None and not selected and settings["schedules"] is None
     if settings["schedules"] is None and settings["strategy"] != "exhaustive":
@@ -203,11 +211,16 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
     if options["function"] is not None:
         if selected or options["blocks"] is not None:
             raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
-        fn = subjects.from_file(options["function"])
-        size = options["world_size"] or shipped.RANKS
+        fn = subjects.from_file(options["function"], options["stubs"])
+        if options["arguments"] is not None:
+            call = options["arguments"], options["calls"], options["function"], options["stubs"]
+            fn = subjects.with_arguments(fn, *call)
+        size = options["world_size"] or (_RANKS if is_program(fn) else shipped.RANKS)
         yield settings["schedules"], 1
         yield options["function"], lambda told: campaign.check(fn, size, faults=faults, progress=told, **settings)
         return
+    if options["arguments"] is not None or options["stubs"]:
+        raise InvalidArgument("--args and --stub are for FILE.py:FUNCTION")
     asked = shipped.kernels(options["collective"], options["algorithm"], options["protocol"])
     kernels, left_out = shipped.usable(asked, options["world_size"], options["compiled"])
     for line in left_out_lines(left_out.items()):

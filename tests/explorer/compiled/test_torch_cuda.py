@@ -9,6 +9,8 @@ from greenlet import getcurrent, greenlet
 from tests.explorer.compiled.stub_executor import SetOrders, StubExecutor, gpu
 from tests.explorer.compiled.test_streams import launch
 from tricomm.explorer.compiled.torch_cuda import installed
+from tricomm.explorer.memory_model.regions import Memory
+from tricomm.explorer.world.host_state import Hosts
 
 
 @pytest.fixture
@@ -110,13 +112,19 @@ def test_two_ranks_wait_in_the_middle_of_an_operation_and_torch_is_as_it_was():
         return next((devices[rank] for rank, host in hosts.items() if host is getcurrent()), None)
 
     hosts.update({rank: greenlet(lambda rank=rank: body(rank)) for rank in (0, 1)})
+    states = Hosts(0, 2, Memory())
+
+    def run(rank):
+        with states.of(rank):
+            hosts[rank].switch()
+
     with installed(current):
-        hosts[0].switch()
-        hosts[1].switch()
+        run(0)
+        run(1)
         devices[1].executor.end(devices[1].executor.started[0])
         devices[0].executor.end(devices[0].executor.started[0])
-        hosts[0].switch()
-        hosts[1].switch()
+        run(0)
+        run(1)
         assert all(host.dead for host in hosts.values()) and order == [0, 1]
         assert len(torch.overrides._get_current_function_mode_stack()) == 1
     assert not torch.overrides._get_current_function_mode_stack()

@@ -1,0 +1,28 @@
+"""The kernels of torch's barriers and signals: a sender changes a word of a signal pad from 0 to 1 (release), its
+receiver from 1 to 0 (acquire)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def signals(
+    pads, CHANNEL: tl.constexpr, RANK: tl.constexpr, FIRST: tl.constexpr, END: tl.constexpr, STEPS: tl.constexpr
+):
+    """Signal the ranks from FIRST to before END (bit 1 of STEPS), and take a signal of each (bit 2)."""
+    for peer in tl.static_range(FIRST, END):
+        if STEPS & 1:
+            word = tl.load(pads + peer).to(tl.pointer_type(tl.int32)) + CHANNEL + RANK
+            while tl.atomic_cas(word, 0, 1, sem="release", scope="sys") != 0:
+                pass
+    for peer in tl.static_range(FIRST, END):
+        if STEPS & 2:
+            word = tl.load(pads + RANK).to(tl.pointer_type(tl.int32)) + CHANNEL + peer
+            while tl.atomic_cas(word, 1, 0, sem="acquire", scope="sys") != 1:
+                pass
+
+
+@triton.jit
+def write(word, VALUE: tl.constexpr):
+    """`cuStreamWriteValue32`, which fences the system before it writes."""
+    tl.atomic_xchg(word, VALUE, sem="release", scope="sys")

@@ -1,0 +1,165 @@
+"""Torch's symmetric memory between the ranks of an execution: `torch.distributed._symmetric_memory`.
+
+Ranks allocate in the same order, as their allocators would; `rendezvous` compares the sizes and waits for all ranks.
+Barriers and signals are kernels on the rank's current stream (`signal_kernels.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed import _symmetric_memory as symm_mem
+
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.memory_model.regions import Region
+from tricomm.explorer.standins.host import Host
+from tricomm.explorer.standins.signal_kernels import signals, write
+from tricomm.store.arenas.arena import Arena
+
+CPU = torch.device("cpu")
+_PUT, _WAIT = 1, 2
+
+
+class Allocation:
+    """One rank's part of memory that every rank has. `pointers` is the address of the table of all ranks' addresses."""
+
+    def __init__(self, host: Host, arena: Arena, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.arena, self.shape, self.dtype = arena, shape, dtype
+        self.nbytes = max(1, prod(shape)) * dtype.itemsize
+        self.local = arena.tensor(host.rank, 0, shape, dtype)
+        self.table = torch.tensor(arena.bases, dtype=torch.int64)
+        self.pointers = self.table.data_ptr()
+        host.memory.add(Region("control", host.rank, self.pointers, self.table.nbytes, "a table of addresses"))
+
+    def holds(self, address: int) -> bool:
+        return 0 <= address - self.local.data_ptr() < self.nbytes
+
+
+class Handle:
+    """As `_SymmetricMemory`: one tensor's memory on all ranks, and its signal pads."""
+
+    def __init__(self, host: Host, memory: Allocation, pads: Allocation, offset: int, group_name: str) -> None:
+        self._host, self._memory, self._pads = host, memory, pads
+        self.rank, self.world_size, self.offset, self.group_name = host.rank, host.world_size, offset, group_name
+        self.device = torch.device("cuda", host.rank)
+        self.buffer_ptrs, self.buffer_ptrs_dev = list(memory.arena.bases), memory.pointers
+        self.signal_pad_ptrs, self.signal_pad_ptrs_dev = list(pads.arena.bases), pads.pointers
+        self.buffer_size, self.signal_pad_size = memory.nbytes, pads.nbytes
+        self.multicast_ptr = memory.arena.multicast
+
+    def boxed(self) -> Handle:
+        return self
+
+    def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
+        return self._view(self._memory, "get_buffer", rank, sizes, dtype, storage_offset)
+
+    get_remote_tensor = get_buffer
+
+    def get_signal_pad(
+        self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype | None = None, storage_offset: int = 0
+    ) -> torch.Tensor:
+        dtype = dtype or torch.uint32
+        shape = tuple(sizes) or (self.signal_pad_size // dtype.itemsize - storage_offset,)
+        return self._view(self._pads, "get_signal_pad", rank, shape, dtype, storage_offset)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        self._signal(channel, 0, self.world_size, _PUT | _WAIT)
+
+    def put_signal(self, dst_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        self._signal(channel, dst_rank, dst_rank + 1, _PUT)
+
+    def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
+        self._signal(channel, src_rank, src_rank + 1, _WAIT)
+
+    def stream_write_value32(self, tensor: torch.Tensor, offset: int, val: int) -> torch.Tensor:
+        """As `cuStreamWriteValue32`: after all work before it on the stream, with a fence of the system."""
+        with self._host.library():
+            word = tensor.view(torch.int32).view(-1)[offset:]
+            self._host.comm.launch(write, 1, word, VALUE=val, num_warps=1)
+        return tensor
+
+    def _view(
+        self, of: Allocation, what: str, rank: int, sizes: Sequence[int], dtype: torch.dtype, offset: int
+    ) -> torch.Tensor:
+        with self._host.library():
+            end = (prod(sizes) + offset) * dtype.itemsize
+            if not 0 <= rank < self.world_size or offset < 0 or end > of.nbytes:
+                raise InvalidArgument(
+                    f"{what}: bytes {offset * dtype.itemsize} to {end} of rank {rank}: there are {of.nbytes} bytes on "
+                    f"each of {self.world_size} ranks"
+                )
+            return of.arena.tensor(rank, offset * dtype.itemsize, tuple(sizes), dtype)
+
+    def _signal(self, channel: int, first: int, end: int, steps: int) -> None:
+        word = channel * self.world_size
+        if channel < 0 or (word + self.world_size) * 4 > self.signal_pad_size:
+            raise InvalidArgument(
+                f"channel {channel}: a signal pad of {self.signal_pad_size} bytes has no such channel"
+            )
+        with self._host.library():
+            values = {"CHANNEL": word, "RANK": self.rank, "FIRST": first, "END": end, "STEPS": steps}
+            self._host.comm.launch(signals, 1, self._pads.table, **values, num_warps=1)
+
+
+class SymmetricMemories:
+    """The allocations and handles of one rank."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._allocated: list[Allocation] = []
+        self._handles: dict[tuple[int, str], Handle] = {}
+        self._names: dict[int, str] = {}  # the group name that an allocation was made with
+
+    def empty_strided_p2p(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device,
+        group_name: str | None = None, alloc_id: int | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        made = self._allocate(tuple(size), dtype)
+        if group_name is not None:
+            self._names[id(made)] = group_name
+        return made.local
+
+    def rendezvous(self, tensor: torch.Tensor, group_name: str | None = None) -> Handle:
+        address = tensor.data_ptr()
+        memory = next((a for a in self._allocated if a.holds(address)), None)
+        if memory is None:
+            raise RuntimeError(
+                "rendezvous: this tensor was not made by symmetric memory's `empty`; torch refuses it, too"
+            )
+        name = group_name or self._names.get(id(memory), "default")
+        key = (memory.local.data_ptr(), name)
+        if key not in self._handles:
+            said = f"symmetric memory {self._allocated.index(memory)}: {memory.dtype} {list(memory.shape)}"
+            self._host.exchange(f"rendezvous({said.replace('torch.', '')})", None)
+            pads = self._allocate((_SymmetricMemory.signal_pad_size // 4,), torch.int32)
+            self._handles[key] = Handle(self._host, memory, pads, address - key[0], name)
+        return self._handles[key]
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return any(a.holds(tensor.data_ptr()) for a in self._allocated)
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Allocation:
+        group, multicast = self._host.comm._group, self._host.comm.gpu is not None
+        arena = group.runtime.symmetric(group.control, shape, dtype, CPU, group.timeout, multicast)
+        self._allocated.append(Allocation(self._host, arena, shape, dtype))
+        return self._allocated[-1]
+
+
+def patches() -> Mapping[tuple[Any, str], Callable[[Host], Callable[..., Any]]]:
+    """The functions of torch's class, which `torch.distributed._symmetric_memory` calls."""
+    table: dict[tuple[Any, str], Callable[[Host], Callable[..., Any]]] = {
+        (_SymmetricMemory, "empty_strided_p2p"): lambda host: host.calls(host.symmetric.empty_strided_p2p),
+        (_SymmetricMemory, "rendezvous"): lambda host: host.calls(host.symmetric.rendezvous),
+        (_SymmetricMemory, "is_symm_mem_tensor"): lambda host: host.calls(host.symmetric.holds),
+        (_SymmetricMemory, "has_multicast_support"): lambda host: lambda *args: host.comm.gpu is not None,
+        (_SymmetricMemory, "get_backend"): lambda host: lambda device: "CUDA",
+        (_SymmetricMemory, "set_backend"): lambda host: lambda name: None,
+        (_SymmetricMemory, "set_group_info"): lambda host: lambda *args: None,
+    }
+    if hasattr(symm_mem, "_should_use_implicit_mempool"):  # from torch 2.12 on: memory of a pool, which needs a GPU
+        table[symm_mem, "_should_use_implicit_mempool"] = lambda host: lambda: False
+    return table

@@ -1,0 +1,56 @@
+"""Functions of other modules that have another meaning in the host code of a rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+_T = TypeVar("_T")
+_MISSING = object()
+
+
+class Patches(Generic[_T]):
+    """`table` gives, for each (owner, name), the function that a rank's host code finds there, made from `_T`.
+
+    Executions may run in several threads at once: the first one changes the owners, the last one restores them.
+    Outside of host code every function is the owner's.
+    """
+
+    def __init__(self, table: Callable[[], Mapping[tuple[Any, str], Callable[[_T], Any]]]) -> None:
+        self._table, self._thread, self._lock = table, threading.local(), threading.Lock()
+        self._executions = 0
+        self._real: list[tuple[Any, str, Any]] = []
+
+    @contextmanager
+    def installed(self, current: Callable[[], _T | None]) -> Iterator[None]:
+        """Inside, `current()` is the state of the rank whose host code runs, or None."""
+        before = getattr(self._thread, "current", None)
+        self._change(1)
+        self._thread.current = current
+        try:
+            yield
+        finally:
+            self._thread.current = before
+            self._change(-1)
+
+    def _change(self, by: int) -> None:
+        with self._lock:
+            self._executions += by
+            if by > 0 and self._executions == 1:
+                for (owner, name), simulated in self._table().items():
+                    self._real.append((owner, name, vars(owner).get(name, _MISSING)))
+                    setattr(owner, name, self._either(simulated, getattr(owner, name)))
+            elif not self._executions:
+                while self._real:
+                    owner, name, real = self._real.pop()
+                    delattr(owner, name) if real is _MISSING else setattr(owner, name, real)
+
+    def _either(self, simulated: Callable[[_T], Any], real: Any) -> Any:
+        def either(*args: Any, **kwargs: Any) -> Any:
+            current: Callable[[], _T | None] | None = getattr(self._thread, "current", None)
+            state = None if current is None else current()
+            return real(*args, **kwargs) if state is None else simulated(state)(*args, **kwargs)
+
+        return either
