@@ -44,6 +44,7 @@ FAULTS = {
     )
 }
 _QUOTES = "Cannot extract tensors from value"
+_REPLACES = "expected a sequence of integers or a single integer"  # NumPy, of one that is raised while it reads a shape
 UNCERTAIN = ("raise", "interrupt", "leave")  # the cause seen by the others depends on the moment
 
 
@@ -96,7 +97,8 @@ def _judge_error(who: str, report: Report, allowed: tuple[str, ...], struck: boo
     kind, named, text, _ = report.error
     # Python that torch's C++ calls: an exception there becomes a RuntimeError that quotes it.
     quoted = struck and kind == "RuntimeError" and text.startswith(tuple(f"{_QUOTES}: {name}" for name in allowed))
-    if kind in allowed or quoted:
+    replaced = struck and kind == "TypeError" and text.startswith(_REPLACES)
+    if kind in allowed or quoted or replaced:
         return []
     if not named and not (struck and kind in ("Injected", "KeyboardInterrupt")):
         return [("unnamed", f"{who} got {kind}: {text}")]

@@ -37,6 +37,9 @@ def error(kind, named=True, at=10.0):
     return Report(error=(kind, named, "words", at))
 
 
+replaced = Report(error=("TypeError", False, "expected a sequence of integers or a single integer, got '(8)'", 10.0))
+
+
 def quoted(kind):
     """`kind`, raised by a signal's handler in Python that torch's C++ has called."""
     return Report(error=("RuntimeError", False, f"Cannot extract tensors from value: {kind}: sent by the soak", 10.0))
@@ -62,6 +65,8 @@ def quoted(kind):
         ("raise", [error("PeerDied"), error("GroupAborted"), quoted("Injected")], []),
         ("raise", [error("PeerDied"), quoted("Injected"), error("Injected", False)], ["unnamed"]),
         ("raise", [error("PeerDied"), error("GroupAborted"), quoted("PeerDied")], ["unnamed"]),
+        ("raise", [error("PeerDied"), error("GroupAborted"), replaced], []),
+        ("raise", [error("PeerDied"), replaced, error("Injected", False)], ["unnamed"]),
         ("pause", [Report(), error("PeerStalled"), Report()], ["unexpected"]),
     ],
 )
