@@ -65,7 +65,7 @@ def fails(kernel: Kernel, name: str, said: str) -> bool:
     and cube meshes also load words that no kernel writes."""
     if name in ("unchanged", "no signal"):
         return bool(said)
-    return not said and not ((kernel.pairwise or kernel.needs_cube) and " ld." in name)
+    return not said and not ((kernel.pairwise or kernel.needs_cube) and "`ld." in name)
 
 
 @click.command()
