@@ -85,7 +85,10 @@ def check(
     thread or blocks outside of tricomm, and for a kernel that the interpreter cannot run. Sources of the method: CHESS
     (bounded preemptions), PCT (priorities), HRF and the PTX memory model (scopes).
     """
-    plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, ignore, options)
+    plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
+    if isinstance(ignore, str) or any(kind not in KINDS for kind in ignore):
+        raise InvalidArgument(f"ignore={ignore!r}: a list of {', '.join(KINDS)} is needed")
+    plan = replace(plan, ignore=frozenset(ignore))
     if compiled is None:
         compiled = architecture_of(fn)
     if options is None and compiled is None:
@@ -107,7 +110,6 @@ def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Findi
         report.faults,
         report.identical,
         True,
-        (),
         options,
     )
     selftest.require(report.compiled)
@@ -135,7 +137,6 @@ def _plan(
     faults: Sequence[str],
     identical: bool | None,
     keep_going: bool,
-    ignore: Sequence[str],
     options: Options | None,
 ) -> CampaignPlan:
     if strategy not in NAMES:
@@ -154,12 +155,9 @@ def _plan(
     unknown = [f for f in ([faults] if isinstance(faults, str) else faults) if f not in FAULTS]
     if unknown or isinstance(faults, str):
         raise InvalidArgument(f"faults={faults!r}: a list of {', '.join(FAULTS)} is needed")
-    if isinstance(ignore, str) or any(kind not in KINDS for kind in ignore):
-        raise InvalidArgument(f"ignore={ignore!r}: a list of {', '.join(KINDS)} is needed")
     first = options._tuning.first_epoch if isinstance(options, Options) else 1  # anything else is refused below
     epochs = _EPOCHS if first == 1 else (first,)
-    kinds = frozenset(ignore)
-    return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, kinds, epochs)
+    return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
 
 
 class Campaign:

@@ -34,8 +34,8 @@ class CampaignPlan:
     faults: tuple[str, ...]
     identical: bool | None
     keep_going: bool
-    ignore: frozenset[str]
     epochs: tuple[int, ...]
+    ignore: frozenset[str] = frozenset()
 
 
 @dataclass

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from tricomm.explorer.compiled.compiled_runtime import PROCESSORS
-from tricomm.explorer.standins.host import Host
+from tricomm.explorer.standins.host import ProgramHost
 
 _CPU = torch.device("cpu")
 _TENSOR: Any = torch.Tensor
@@ -26,7 +26,7 @@ _MEMORY = 80 << 30
 class CudaOnCpu(TorchFunctionMode):
     """Replaces device "cuda" by the CPU in the calls of a program's code."""
 
-    def __init__(self, current: Callable[[], Host | None]) -> None:
+    def __init__(self, current: Callable[[], ProgramHost | None]) -> None:
         super().__init__()
         self._current = current
 
@@ -59,7 +59,7 @@ def _on_cpu(values: Any) -> Any:
     return tree_map_only((torch.device, str), lambda v: _CPU if _device(v) is not None else v, values)
 
 
-def _properties(host: Host) -> Any:
+def _properties(host: ProgramHost) -> Any:
     major, minor = divmod(host.architecture, 10)
     processors = PROCESSORS.get(host.architecture, 132)
     return SimpleNamespace(
@@ -67,11 +67,11 @@ def _properties(host: Host) -> Any:
     )
 
 
-def _name(host: Host) -> str:
+def _name(host: ProgramHost) -> str:
     return f"simulated sm_{host.architecture}"
 
 
-_ANSWERS: dict[str, Callable[[Host], Any]] = {
+_ANSWERS: dict[str, Callable[[ProgramHost], Any]] = {
     "is_available": lambda host: True,
     "is_initialized": lambda host: True,
     "device_count": lambda host: host.world_size,
@@ -84,7 +84,7 @@ _ANSWERS: dict[str, Callable[[Host], Any]] = {
 }
 
 
-def patches() -> Mapping[tuple[Any, str], Callable[[Host], Callable[..., Any]]]:
+def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]]:
     """`torch.cuda`'s functions about devices: each rank has one GPU."""
     table = {(torch.cuda, name): _answering(answer) for name, answer in _ANSWERS.items()}
     table[torch.cuda.nccl, "version"] = _answering(lambda host: (0, 0, 0))  # torch notes it in the log of an error
@@ -92,5 +92,5 @@ def patches() -> Mapping[tuple[Any, str], Callable[[Host], Callable[..., Any]]]:
     return table
 
 
-def _answering(answer: Callable[[Host], Any]) -> Callable[[Host], Callable[..., Any]]:
+def _answering(answer: Callable[[ProgramHost], Any]) -> Callable[[ProgramHost], Callable[..., Any]]:
     return lambda host: lambda *args, **kwargs: answer(host)

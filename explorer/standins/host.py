@@ -13,7 +13,7 @@ from tricomm.errors import CollectiveMismatch, InvalidArgument
 from tricomm.explorer.memory_model.regions import Memory
 
 
-class Host:
+class ProgramHost:
     """A rank's state. `in_program` is True while the program's own code runs, and False inside a stand-in, which needs
     torch as it is."""
 

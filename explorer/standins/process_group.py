@@ -14,7 +14,7 @@ import torch.distributed
 from torch.distributed import distributed_c10d
 
 from tricomm.errors import InvalidArgument
-from tricomm.explorer.standins.host import Host
+from tricomm.explorer.standins.host import ProgramHost
 
 # Their stubs differ between versions of torch.
 dist: Any = torch.distributed
@@ -44,7 +44,7 @@ class _Done(dist.Work):  # type: ignore[misc]
 class SimulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
     """All ranks of an execution."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ProgramHost) -> None:
         super().__init__(host.rank, host.world_size)
         self._host = host
 
@@ -123,7 +123,7 @@ def _reduction(opts: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return _REDUCE[op]
 
 
-def _init(host: Host) -> Callable[..., None]:
+def _init(host: ProgramHost) -> Callable[..., None]:
     def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
         size, rank = kwargs.get("world_size", -1), kwargs.get("rank", -1)
         if size not in (-1, host.world_size) or rank not in (-1, host.rank):
@@ -136,7 +136,7 @@ def _init(host: Host) -> Callable[..., None]:
     return init_process_group
 
 
-def start(host: Host) -> None:
+def start(host: ProgramHost) -> None:
     """Make the default group of a rank."""
     host.group = group = SimulatedGroup(host)
     c10d._world.pg_map[group] = ("nccl", None)
@@ -145,27 +145,27 @@ def start(host: Host) -> None:
     c10d._world.default_pg = group
 
 
-def _destroy(host: Host) -> Callable[..., None]:
+def _destroy(host: ProgramHost) -> Callable[..., None]:
     return lambda group=None: leave(host)
 
 
-def leave(host: Host) -> None:
+def leave(host: ProgramHost) -> None:
     """Remove the group of a rank from torch's tables."""
     group, host.group, c10d._world.default_pg = host.group, None, None
     for table in (c10d._world.pg_map, c10d._world.pg_names, c10d._world.pg_group_ranks):
         table.pop(group, None)
 
 
-def _refused(name: str) -> Callable[[Host], Callable[..., Any]]:
+def _refused(name: str) -> Callable[[ProgramHost], Callable[..., Any]]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise InvalidArgument(f"torch.distributed.{name} is not simulated; the default group of all ranks is")
 
     return lambda host: refuse
 
 
-def patches() -> Mapping[tuple[Any, str], Callable[[Host], Callable[..., Any]]]:
+def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]]:
     """torch.distributed's functions that make and end groups."""
-    own: dict[str, Callable[[Host], Callable[..., Any]]] = {
+    own: dict[str, Callable[[ProgramHost], Callable[..., Any]]] = {
         "init_process_group": _init,
         "destroy_process_group": _destroy,
         "new_group": _refused("new_group"),

@@ -16,7 +16,7 @@ from tricomm.communicator import Communicator
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model.regions import Memory
 from tricomm.explorer.standins import cuda_device, process_group, symmetric_memory
-from tricomm.explorer.standins.host import Host
+from tricomm.explorer.standins.host import ProgramHost
 from tricomm.explorer.standins.module_state import ModuleState, modules_of
 from tricomm.explorer.standins.symmetric_memory import SymmetricMemories
 from tricomm.explorer.world.patches import Patches
@@ -32,12 +32,12 @@ class Standins:
     ) -> None:
         self._program, self._architecture, self._memory, self._in_host = program, architecture, memory, in_host
         self._modules = modules_of(getattr(program, "function", program))
-        self._hosts: dict[int, Host] = {}
+        self._hosts: dict[int, ProgramHost] = {}
         self._board: dict[int, list[Any]] = {}
 
     def run(self, comm: Communicator) -> Any:
         """In a rank's host code: call the program, with a default process group."""
-        host = Host(comm, self._memory, self._board, self._architecture)
+        host = ProgramHost(comm, self._memory, self._board, self._architecture)
         host.symmetric, host.modules = SymmetricMemories(host), ModuleState(self._modules)
         self._hosts[comm.rank] = host
         host.modules.put()
@@ -76,7 +76,7 @@ class Standins:
             stack.enter_context(cuda_device.CudaOnCpu(self._current))
             yield
 
-    def _current(self) -> Host | None:
+    def _current(self) -> ProgramHost | None:
         rank = self._in_host()
         host = None if rank is None else self._hosts.get(rank)
         return host if host is not None and host.in_program else None
@@ -98,7 +98,7 @@ def _environment(values: Mapping[str, Any]) -> None:
             os.environ[name] = str(value)
 
 
-def _launch(host: Host) -> Callable[..., None]:
+def _launch(host: ProgramHost) -> Callable[..., None]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **given: Any) -> None:
         names = [p.name for p in kernel.params]
         values = dict(zip(names, args, strict=False))
@@ -114,7 +114,7 @@ def _launch(host: Host) -> Callable[..., None]:
     return run
 
 
-def _first_config(host: Host) -> Callable[..., Any]:
+def _first_config(host: ProgramHost) -> Callable[..., Any]:
     """An autotuned kernel runs with its first configuration, because times mean nothing here."""
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.distributed import _symmetric_memory as symm_mem
 
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.memory_model.regions import Region
-from tricomm.explorer.standins.host import Host
+from tricomm.explorer.standins.host import ProgramHost
 from tricomm.explorer.standins.signal_kernels import signals, write
 from tricomm.store.arenas.arena import Arena
 
@@ -27,7 +27,7 @@ _PUT, _WAIT = 1, 2
 class Allocation:
     """One rank's part of memory that every rank has. `pointers` is the address of the table of all ranks' addresses."""
 
-    def __init__(self, host: Host, arena: Arena, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, host: ProgramHost, arena: Arena, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.arena, self.shape, self.dtype = arena, shape, dtype
         self.nbytes = max(1, prod(shape)) * dtype.itemsize
         self.local = arena.tensor(host.rank, 0, shape, dtype)
@@ -39,10 +39,10 @@ class Allocation:
         return 0 <= address - self.local.data_ptr() < self.nbytes
 
 
-class Handle:
+class MemoryHandle:
     """As `_SymmetricMemory`: one tensor's memory on all ranks, and its signal pads."""
 
-    def __init__(self, host: Host, memory: Allocation, pads: Allocation, offset: int, group_name: str) -> None:
+    def __init__(self, host: ProgramHost, memory: Allocation, pads: Allocation, offset: int, group_name: str) -> None:
         self._host, self._memory, self._pads = host, memory, pads
         self.rank, self.world_size, self.offset, self.group_name = host.rank, host.world_size, offset, group_name
         self.device = torch.device("cuda", host.rank)
@@ -51,7 +51,7 @@ class Handle:
         self.buffer_size, self.signal_pad_size = memory.nbytes, pads.nbytes
         self.multicast_ptr = memory.arena.multicast
 
-    def boxed(self) -> Handle:
+    def boxed(self) -> MemoryHandle:
         return self
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
@@ -108,10 +108,10 @@ class Handle:
 class SymmetricMemories:
     """The allocations and handles of one rank."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: ProgramHost) -> None:
         self._host = host
         self._allocated: list[Allocation] = []
-        self._handles: dict[tuple[int, str], Handle] = {}
+        self._handles: dict[tuple[int, str], MemoryHandle] = {}
         self._names: dict[int, str] = {}  # the group name that an allocation was made with
 
     def empty_strided_p2p(
@@ -123,7 +123,7 @@ class SymmetricMemories:
             self._names[id(made)] = group_name
         return made.local
 
-    def rendezvous(self, tensor: torch.Tensor, group_name: str | None = None) -> Handle:
+    def rendezvous(self, tensor: torch.Tensor, group_name: str | None = None) -> MemoryHandle:
         address = tensor.data_ptr()
         memory = next((a for a in self._allocated if a.holds(address)), None)
         if memory is None:
@@ -136,7 +136,7 @@ class SymmetricMemories:
             said = f"symmetric memory {self._allocated.index(memory)}: {memory.dtype} {list(memory.shape)}"
             self._host.exchange(f"rendezvous({said.replace('torch.', '')})", None)
             pads = self._allocate((_SymmetricMemory.signal_pad_size // 4,), torch.int32)
-            self._handles[key] = Handle(self._host, memory, pads, address - key[0], name)
+            self._handles[key] = MemoryHandle(self._host, memory, pads, address - key[0], name)
         return self._handles[key]
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -149,9 +149,9 @@ class SymmetricMemories:
         return self._allocated[-1]
 
 
-def patches() -> Mapping[tuple[Any, str], Callable[[Host], Callable[..., Any]]]:
+def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]]:
     """The functions of torch's class, which `torch.distributed._symmetric_memory` calls."""
-    table: dict[tuple[Any, str], Callable[[Host], Callable[..., Any]]] = {
+    table: dict[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]] = {
         (_SymmetricMemory, "empty_strided_p2p"): lambda host: host.calls(host.symmetric.empty_strided_p2p),
         (_SymmetricMemory, "rendezvous"): lambda host: host.calls(host.symmetric.rendezvous),
         (_SymmetricMemory, "is_symm_mem_tensor"): lambda host: host.calls(host.symmetric.holds),
