@@ -55,6 +55,7 @@ MAX_QUEUES = 16
 # running one, its peer (-1: any), the number of the last one that has ended; from RECV_SOURCE on, the source of each
 # message received from any rank, by the message's number.
 ABORT, STATUS, STARTED, ENDED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(7)
+LOADING = 7  # the host's own: kernels that are being compiled or loaded now
 RECV_SOURCE, RECV_SOURCE_WORDS = 64, 256
 
 # Status codes in the low byte of the status word.

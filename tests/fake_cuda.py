@@ -307,9 +307,15 @@ class OnFakeGpu(Runtime):
     def gpu(self, device: torch.device) -> Gpu:
         return Gpu(torch.device("cuda", self.index))
 
-    def bind(self, kernel, blocks, constexprs, bits, aligned, more, group, timeout):  # type: ignore[no-untyped-def]
+    def compile(self, device, by, kernel, constexprs, *variant):  # type: ignore[no-untyped-def]
+        cuda_launcher.code_of(kernel, self._on_gpu(constexprs), *variant, self.fake.capability, by)
+
+    def _on_gpu(self, constexprs):  # type: ignore[no-untyped-def]
         options = compiler.COMPILE_OPTIONS
-        gpu = {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
+        return {**constexprs, **options, "LANES": 32 * options["num_warps"], "PTX": True, "BLOCK": 512}
+
+    def bind(self, kernel, blocks, constexprs, bits, aligned, more, group, timeout):  # type: ignore[no-untyped-def]
+        gpu = self._on_gpu(constexprs)
         to_driver = cuda_launcher.make_launcher(kernel, blocks, gpu, bits, aligned, more, group, self.fake)
         interpreted = kernel_launch.bind(kernel, blocks, constexprs, bits, aligned, more, group, timeout)
 

@@ -15,6 +15,7 @@ from tricomm.commands.bench import bench
 from tricomm.commands.check import check
 from tricomm.commands.common import FAILED, INTERRUPTED, exit_code
 from tricomm.commands.compare import compare
+from tricomm.commands.compile import compile
 from tricomm.commands.completion import completion
 from tricomm.commands.dashboard import dashboard
 from tricomm.commands.doctor import doctor
@@ -41,7 +42,7 @@ def cli() -> None:
     """
 
 
-for command in (bench, check, compare, completion, dashboard, doctor, info, kernels, predict, tune):
+for command in (bench, check, compare, compile, completion, dashboard, doctor, info, kernels, predict, tune):
     cli.add_command(command)
 
 

@@ -129,6 +129,11 @@ def dependent_launch() -> bool:
     return text("TRICOMM_DEPENDENT_LAUNCH") is None or flag("TRICOMM_DEPENDENT_LAUNCH")
 
 
+def compile_after_set_up() -> bool:
+    """False if the user allows no call of any group to compile a kernel."""
+    return text("TRICOMM_COMPILE_AFTER_SET_UP") is None or flag("TRICOMM_COMPILE_AFTER_SET_UP")
+
+
 def batch_invariant() -> bool:
     """True if the user wants every group's reductions to depend on rank order alone."""
     return flag("TRICOMM_BATCH_INVARIANT")

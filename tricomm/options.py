@@ -53,6 +53,8 @@ class Options:
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: read from the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
+    compile_after_set_up  whether a call may compile a kernel that is neither prebuilt nor prepared; if not, the call
+                   fails (docs/tuning.md#compile-before-the-job). Off for all groups: TRICOMM_COMPILE_AFTER_SET_UP=0
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
                    algorithm, protocol, chunk, grid or graph. A call without that promise is refused. Also for all
                    groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/torch-distributed.md#batch-invariance)
@@ -69,6 +71,7 @@ class Options:
     topology: Topology | None = None
     nccl: bool = True
     share_device: bool = False
+    compile_after_set_up: bool = True
     batch_invariant: bool = False
     _tuning: Tuning = Tuning()
 
@@ -81,7 +84,15 @@ class Options:
             object.__setattr__(self, "topology", Topology.load(self.topology))
         if not isinstance(self.topology, Topology | None):
             raise InvalidArgument(f"Options.topology={self.topology!r}: a Topology, or a file of one, is needed")
-        for name in ("nccl", "share_device", "batch_invariant", "beside_compute", "dependent_launch"):
+        switches = (
+            "nccl",
+            "share_device",
+            "batch_invariant",
+            "beside_compute",
+            "dependent_launch",
+            "compile_after_set_up",
+        )
+        for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
         for name in ("timeout", "stall_timeout"):
@@ -104,9 +115,11 @@ def tuned(options: Options, **forced: Any) -> Options:
 
 
 def with_environment(options: Options | None) -> Options:
-    """`options`, or the defaults, with the environment's TRICOMM_BATCH_INVARIANT. Raises `InvalidArgument`."""
+    """`options`, or the defaults, with what the environment sets for every group. Raises `InvalidArgument`."""
     options = options or Options()
     env.logs_routing()  # a router reads it when it must not fail any more
+    if not env.compile_after_set_up():
+        options = replace(options, compile_after_set_up=False)
     return replace(options, batch_invariant=True) if env.batch_invariant() else options
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import ModuleType
@@ -21,6 +21,8 @@ from tricomm.kernels.specialization import specialized
 # limit is the hardware's own: without one, ptxas spills a register or two to make room for blocks that never come. One
 # stage, because no loop needs pipelining, and with more stages Triton spends time to look for candidates.
 COMPILE_OPTIONS = {"num_warps": 8, "num_stages": 1, "enable_fp_fusion": False, "maxnreg": 255}
+
+Compile = Callable[[Any, dict[str, Any], int | None, bool, int], Any]  # gives the result of `compile_kernel`
 
 _TENSORS = ("x_ptr", "y_ptr")
 _TABLES, _GROUP = ("table", "into"), "group"
@@ -62,6 +64,32 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
         raise ResourceError(reason)
     import triton
     from triton.backends.compiler import GPUTarget
+
+    source, options = _source(kernel, constexprs, bits, aligned)
+    return noted(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options))
+
+
+def key_of(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int) -> str:
+    """64 hexadecimal digits that differ if `compile_kernel` of these arguments makes other machine code.
+
+    Of the parts of the key of Triton's own cache: the sources of the kernel and of all functions that it calls, types,
+    constants, options, and the variables that Triton's compiler reads. Triton's version stands for the compiler's
+    files and for ptxas, which Triton brings, so that none of them has to be there.
+    """
+    import triton
+    from triton._C.libtriton import get_cache_invalidating_env_vars
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+
+    source, options = _source(kernel, constexprs, bits, aligned)
+    chosen = make_backend(GPUTarget("cuda", capability, 32)).parse_options(options)
+    variables = sorted(get_cache_invalidating_env_vars().items())
+    parts = (triton.__version__, capability, source.hash(), chosen.hash(), variables)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _source(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool) -> tuple[Any, dict[str, Any]]:
+    """Triton's source of a kernel with these constexprs, and the compile options among them."""
     from triton.compiler import ASTSource
 
     signature, constants = {}, {}
@@ -88,8 +116,7 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
         if name in _TABLES or (name in _TENSORS and aligned):
             hints[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-    options = {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}
-    return noted(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options))
+    return source, {name: value for name, value in constexprs.items() if name in COMPILE_OPTIONS}
 
 
 def noted(compiled: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from tricomm.cuda_bindings import load_bindings
 from tricomm.errors import ResourceError
-from tricomm.kernels.launch.compiler import compile_kernel, takes_counts, takes_data, takes_operands
+from tricomm.kernels.launch.compiler import Compile, compile_kernel, takes_counts, takes_data, takes_operands
 
 _SCRATCH = 2
 _WORD = (1 << 64) - 1
@@ -234,14 +234,10 @@ def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bo
     Devices of one architecture share a compiled kernel. Loading may wait for all work on the device, and that
     work for a rank on another thread. So no lock is held that another kernel, another device or a loaded kernel needs.
     """
-    variant = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.capability)
-    place = (*variant, device.name)
+    place = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.capability, device.name)
     found = _loaded.get(place)
     if found is None:
-        with _compiling:
-            compiled = _compiled.get(variant)
-            if compiled is None:
-                compiled = _compiled[variant] = _compile(kernel, constexprs, bits, aligned, device.capability)
+        compiled = code_of(kernel, constexprs, bits, aligned, device.capability, compile_kernel)
         with _loading.setdefault(place, threading.Lock()):
             found = _loaded.get(place)
             if found is None:
@@ -249,12 +245,29 @@ def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bo
     return found
 
 
-def _compile(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int) -> Any:
+def code_of(
+    kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool, capability: int, by: Compile
+) -> Any:
+    """The compiled form of a kernel, from now on the one that launches of it in this process take.
+
+    Made `by` that function if the process has none. Raises `ResourceError` if that fails.
+    """
+    variant = (kernel, tuple(sorted(constexprs.items())), bits, aligned, capability)
+    if variant not in _compiled:
+        with _compiling:
+            if variant not in _compiled:
+                _compiled[variant] = _compile(by, kernel, constexprs, bits, aligned, capability)
+    return _compiled[variant]
+
+
+def _compile(by: Compile, kernel: Any, *variant: Any) -> Any:
     try:
-        return compile_kernel(kernel, constexprs, bits, aligned, capability)
+        return by(kernel, *variant)
+    except ResourceError:
+        raise
     except Exception as error:  # whatever a compiler may raise
         raise ResourceError(
-            f"Triton cannot compile {kernel.fn.__name__} for sm_{capability}: {type(error).__name__}: {error}"
+            f"Triton cannot compile {kernel.fn.__name__} for sm_{variant[-1]}: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -22,6 +22,7 @@ import triton
 import tricomm
 from tricomm import cuda_bindings, env
 from tricomm.c10d import capabilities
+from tricomm.core import cubins
 from tricomm.engines import engine_group
 from tricomm.errors import TricommError
 from tricomm.kernels.launch import compiler, interpreter
@@ -238,6 +239,8 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
         "TRICOMM_SHARE_DEVICE": env.share_device,
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
+        "TRICOMM_COMPILE_AFTER_SET_UP": env.compile_after_set_up,
+        cubins.VARIABLE: cubins.check,
         "TRICOMM_CUDA_VMM": env.gpu_memory,
         "TRICOMM_MULTICAST": env.multicast,
         "TRICOMM_DEPENDENT_LAUNCH": env.dependent_launch,

@@ -6,6 +6,7 @@ The monitor finds a fault; a fault costs the group and nothing else.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ class Faults:
     def __init__(self, group: Group, monitor: Monitor) -> None:
         self.group = group
         self.monitor = self._monitor = monitor
+        self._counting = threading.Lock()
         describers = monitor.in_flight.describers
         describers[layout.OVERLAP] = self._overlap
         describers[layout.SPLITS] = self._splits
@@ -112,13 +114,25 @@ class Faults:
             self.abort(GroupAborted, f"rank {self.group.rank} was stopped by {_name(error)}")
 
     def loaded(self, bind: Callable[..., BoundKernel], *arguments: Any, **keywords: Any) -> BoundKernel:
-        """A kernel by `bind`, which compiles and loads it. If this rank alone cannot, its peers would wait for it: so
-        an error aborts the group, as in `not_launched`."""
+        """A kernel by `bind`, which compiles and loads it, while the peers' calls have no time limit. If this rank
+        alone cannot, its peers would wait for it: so an error aborts the group, as in `not_launched`."""
         try:
-            return bind(*arguments, **keywords)
+            with self._loading():
+                return bind(*arguments, **keywords)
         except ResourceError as error:
             self.not_launched(error)
             raise
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Lets the peers see that this rank loads a kernel."""
+        with self._counting:  # several threads may
+            self.group.words[layout.LOADING] += 1
+        try:
+            yield
+        finally:
+            with self._counting:
+                self.group.words[layout.LOADING] -= 1
 
     def not_launched(self, error: BaseException) -> None:
         """`error` has ended a call whose kernel the peers may be waiting for: abort the group.

@@ -24,7 +24,8 @@ from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
-from tricomm.kernels.launch import kernel_launch
+from tricomm.kernels.launch import cuda_launcher, kernel_launch
+from tricomm.kernels.launch.compiler import Compile
 from tricomm.kernels.launch.kernel_launch import GroupArgument
 from tricomm.metrics.counters import HeldMemory
 from tricomm.options import Options
@@ -56,6 +57,21 @@ class Runtime:
 
     prepare = staticmethod(kernel_launch.prepare)
     bind = staticmethod(kernel_launch.bind)
+
+    def compile(
+        self,
+        device: torch.device,
+        by: Compile,
+        kernel: Any,
+        constexprs: dict[str, Any],
+        bits: int | None,
+        aligned: bool,
+    ) -> None:
+        """Have the machine code that `bind` loads for a kernel, its constexprs, the width of its integers and the
+        tensors' alignment, made `by` that function if this process has none."""
+        if device.type == "cuda":
+            capability = cuda_launcher.torch_device(device).capability
+            cuda_launcher.code_of(kernel, constexprs, bits, aligned, capability, by)
 
     def call_lock(self) -> CallLock:
         """The lock of a group's calls; not taken yet."""

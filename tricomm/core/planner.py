@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tricomm import arguments, gone
-from tricomm.core import launch_plan, nccl
+from tricomm.core import launch_plan, machine_code, nccl
 from tricomm.core.faults import Faults
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.group import Group
@@ -20,6 +20,8 @@ from tricomm.core.symmetric import Symmetric
 from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
+from tricomm.kernels.launch.compiler import Compile
+from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.metrics.counters import NCCL, Activity, weight
 from tricomm.policy import selection
 from tricomm.policy.backend_choice import REDUCTIONS, BackendChoice, Router
@@ -28,7 +30,11 @@ from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import TunedTable
 
 _MOST_PLANS = 1024
-_UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
+_NOT_NOW = (
+    "Options(compile_after_set_up=False) refuses that in a call; prepare() compiles it before, and `tricomm compile` "
+    "before the job"
+)
+UNKNOWN = 1 << 62  # bytes: a size that only the table's last row takes
 
 
 class Planner:
@@ -36,6 +42,7 @@ class Planner:
 
     site      the facts that selection needs
     bind      `Runtime.bind` for this group; if the kernel cannot be loaded, the group is aborted
+    load      the same before a call is made: it may compile a kernel, whatever the group's options say
     router    decides between the kernels and NCCL
     plans     by (request, dtype, elements, whether the tensors are aligned, whether the call is captured);
               `elements` are of a row
@@ -69,7 +76,9 @@ class Planner:
         self.observer: Callable[[Request, LaunchPlan], LaunchPlan] | None = None
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity = group.gpu, activity
-        self.bind = partial(faults.loaded, group.runtime.bind, group=group.argument, timeout=group.timeout)
+        self.load = partial(faults.loaded, partial(self._compile_and_bind, machine_code.get))
+        refused = partial(self._compile_and_bind, partial(machine_code.get, refused=_NOT_NOW))
+        self.bind = self.load if group.options.compile_after_set_up else partial(faults.loaded, refused)
 
     def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
         """The plan of a call of tensors of `dtype` with `elements` a row.
@@ -101,6 +110,14 @@ class Planner:
         """Whether such a call of aligned tensors has been made, so that a graph may hold it."""
         aligned = request.collective == "all_reduce" or elements * dtype.itemsize % 16 == 0
         return any(plan.mode == "graph" for plan in self.planned(request, dtype, elements, aligned))
+
+    def _compile_and_bind(
+        self, by: Compile, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+        more: Sequence[int | torch.Tensor],
+    ) -> BoundKernel:  # fmt: skip
+        group, runtime = self._group, self._group.runtime
+        runtime.compile(group.device, by, kernel, constexprs, bits, aligned)
+        return runtime.bind(kernel, blocks, constexprs, bits, aligned, more, group.argument, group.timeout)
 
     def forget(self) -> None:
         """Drop all plans; the next calls make new ones."""
@@ -137,7 +154,7 @@ class Planner:
         if route.backend == NCCL and self.nccl is not None:
             plan = nccl.plan(self.nccl, self._monitor, self._gpu, route.reason, request, mode)
             return replace(plan, choice=of_request(plan.choice, request, route.reason))
-        choice = self.choice(request, _UNKNOWN if nbytes is None else nbytes, mode)
+        choice = self.choice(request, UNKNOWN if nbytes is None else nbytes, mode)
         if mode == "eager":
             known = replace(route, reason=f"{choice.kernel}: {choice.reason}; {route.reason}")
             call = request.collective, request.dtype, request.op or "none", nbytes
@@ -147,24 +164,7 @@ class Planner:
 
     def choice(self, request: Request, nbytes: int, mode: str) -> Choice:
         """The kernel of a call that the kernels run: a fused one if the request has an epilogue that one takes."""
-        why = ""
-        if request.epilogue is not None:
-            fused = launch_plan.choose_fused(self.site, request, mode)
-            if isinstance(fused, Choice):
-                return fused
-            why = fused
-        choice = selection.choose(
-            self._site_of(request), request.collective, nbytes, request.algorithm, request.protocol, mode,
-            request.fitting, _bits(request.dtype),
-        )  # fmt: skip
-        return of_request(choice, request, why)
-
-    def _site_of(self, request: Request) -> SelectionFacts:
-        """The facts of a call: the switch does not reduce every type by every operation, nor reach every memory."""
-        site = replace(self.site, no_multicast=self.no_multicast(request))
-        if request.op is None or request.dtype not in arguments.DTYPES:
-            return site
-        return selection.for_reduction(site, request.collective, arguments.DTYPES[request.dtype], request.op)
+        return choose(replace(self.site, no_multicast=self.no_multicast(request)), request, nbytes, mode)
 
     def no_multicast(self, request: Request) -> str:
         """Why the switch does not reach the memory of a call; empty if it does."""
@@ -205,6 +205,23 @@ class Planner:
                 self.router.facts = replace(self.router.facts, fallback=None, missing=str(error))
                 return
         self._monitor.watch(self.nccl)
+
+
+def choose(site: SelectionFacts, request: Request, nbytes: int, mode: str) -> Choice:
+    """`Planner.choice`, by the facts of the memory of the call."""
+    why = ""
+    if request.epilogue is not None:
+        fused = launch_plan.choose_fused(site, request, mode)
+        if isinstance(fused, Choice):
+            return fused
+        why = fused
+    if request.op is not None and request.dtype in arguments.DTYPES:  # a switch does not reduce every type by every op
+        site = selection.for_reduction(site, request.collective, arguments.DTYPES[request.dtype], request.op)
+    choice = selection.choose(
+        site, request.collective, nbytes, request.algorithm, request.protocol, mode, request.fitting,
+        _bits(request.dtype),
+    )  # fmt: skip
+    return of_request(choice, request, why)
 
 
 def of_request(choice: Choice, request: Request, why: str) -> Choice:

@@ -21,9 +21,9 @@ def world(monkeypatch):
     made.verify()
 
 
-def over(runtime):
+def over(runtime, **settings):
     """A group of one rank, whose kernels are launched on the fake GPU of `runtime`."""
-    return common_bodies.over(runtime, HashStore(), 0, 1, Options(arena_bytes=1 << 20, timeout=20.0))
+    return common_bodies.over(runtime, HashStore(), 0, 1, Options(arena_bytes=1 << 20, timeout=20.0, **settings))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Selection, tuning tables and times of a communicator: its public methods."""
+"""Selection, tuning tables, kernels and times of a communicator: its public methods."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tricomm import arguments, gone
-from tricomm.core import dependent_launch, nccl
+from tricomm.core import dependent_launch, kernel_forms, nccl
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_call
@@ -33,7 +33,7 @@ _SWITCHED = frozenset(kernel.collective for kernel in registry.MULTICAST)
 
 
 class TuningMethods:
-    """Selection, tables, times."""
+    """Selection, tables, kernels before their calls, times."""
 
     _group: Group
     _faults: Faults
@@ -125,6 +125,53 @@ class TuningMethods:
         if why and choice.collective in _SWITCHED:
             choice = replace(choice, reason=f"{choice.reason}; not through a switch: {why}")
         return choice
+
+    @guarded
+    def prepare(
+        self,
+        collective: str,
+        dtype: torch.dtype | None = None,
+        op: Any = "sum",
+        *,
+        most_bytes: int | None = None,
+        hidden: int | None = None,
+        quantize: str | None = None,
+    ) -> int:
+        """Compile and load the kernels of calls, so that the first of these calls finds them. Returns how many there
+        are; 0 on a CPU. Asks no other rank.
+
+        The arguments are those of `explain`; the calls have up to `most_bytes` of input, or any number, and plain
+        tensors. Raises `InvalidArgument` for a call that no kernel takes; `ResourceError` if a kernel cannot be
+        compiled or loaded, and then the group is lost, as it is in a call.
+        """
+        self._faults.check_usable()
+        if not isinstance(dtype, torch.dtype | None):
+            raise InvalidArgument(f"prepare: dtype={dtype!r}: a torch.dtype or None is needed")
+        if most_bytes is not None and (
+            isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 1
+        ):
+            raise InvalidArgument(f"prepare: most_bytes={most_bytes!r}: a number of bytes, or None, is needed")
+        request = Request(collective, arguments.operation(op))
+        if collective == FUSED:
+            dtype = torch.float32 if dtype is None else dtype
+            epilogue = _epilogue(hidden, quantize, dtype, 0)
+            request = request._replace(collective="all_reduce", epilogue=epilogue)
+        form = collective_specs.find(request.collective)
+        if form.name not in collective_specs.COLLECTIVES:
+            raise InvalidArgument(f"prepare: {collective} has arguments that are not known before the call")
+        if not form.reduces:
+            request = request._replace(op=None)
+        if form.name != "barrier":
+            request = request._replace(dtype=torch.float32 if dtype is None else dtype, elements=1)
+        if (captured := self._group.captured("prepare")) is not None:
+            raise captured
+        planner = self._planner
+        found = kernel_forms.of_calls(planner.site, request, planner.choice, most_bytes)
+        if self._group.simulated or self._group.routes.no_kernels is not None:
+            return 0
+        for each in found:
+            planner.load(*each)
+        return len(found)
 
     @guarded
     def use_table(self, rows: Sequence[TableRow], name: str) -> None:

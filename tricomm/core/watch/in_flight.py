@@ -16,6 +16,7 @@ from tricomm.store.control import ControlPage, Fault
 from tricomm.store.cuda.cuda_driver import load_driver
 
 _STARTED, _ENDED, _STATUS = layout.STARTED, layout.ENDED, layout.STATUS
+_MOST_LOADING = 600.0  # seconds: a compiler that takes longer does not end
 _MESSAGE, _MESSAGE_ENDED = layout.MESSAGE, layout.MESSAGE_ENDED
 
 
@@ -28,11 +29,11 @@ class UserCall:
 
 
 class InFlight:
-    """The call in flight; `elapsed`: its seconds so far. `describers` turn a status code that a kernel has reported
-    into a `Fault`."""
+    """The call in flight; `elapsed`: its seconds so far, `loading` those of them in which a rank that it waits for
+    compiled or loaded a kernel. `describers` turn a status code that a kernel has reported into a `Fault`."""
 
     def __init__(self, control: ControlPage) -> None:
-        self.elapsed = 0.0
+        self.elapsed = self.loading = 0.0
         self.describers: dict[int, Callable[[int, int], Fault]] = {}
         self._words = control.own().device_words()
         self._peers = {r: control.page(r).device_words() for r in control.peers}
@@ -43,7 +44,7 @@ class InFlight:
 
     def forget(self) -> None:
         """Release the memory."""
-        self._words, self._peers = np.zeros(layout.MESSAGE_ENDED + 1, np.int64), {}
+        self._words, self._peers = np.zeros(layout.LOADING + 1, np.int64), {}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]
         self.describers.clear()
 
@@ -81,7 +82,12 @@ class InFlight:
     def count(self, tick: float) -> None:
         """`tick` seconds have passed since the last look."""
         running = self.running()
-        self.elapsed = self.elapsed + tick if running is not None and running == self._before else 0.0
+        if running is None or running != self._before:
+            self.elapsed = self.loading = 0.0
+        else:
+            self.elapsed += tick
+            if any(self._peers[rank][layout.LOADING] for rank in self.unfinished()):
+                self.loading = min(self.loading + tick, _MOST_LOADING)
         self._before = running
 
     def running(self) -> object:

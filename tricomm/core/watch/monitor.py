@@ -186,7 +186,7 @@ class Monitor:
             elif min(running.elapsed, self._beats[rank][1]) > self._stall:
                 self._stalled(rank)
                 return
-        if running.elapsed > self._timeout:
+        if running.elapsed - running.loading > self._timeout:
             self._late(late)
 
     def diverging(self) -> bool:
