@@ -35,6 +35,9 @@ big, done = torch.ones(500, 500), dist.all_reduce(x, async_op=True).get_future()
 for _ in range(3):
     done.add_done_callback(lambda f: [big @ big for _ in range(30)])
 """,
+    "a long callback in C++": """
+dist.all_reduce(x, async_op=True).get_future().add_done_callback(lambda f: time.sleep(4))
+""",
     "destroyed in a callback": """
 done = dist.all_reduce(x, async_op=True).get_future().then(lambda f: dist.destroy_process_group())
 rank or done.wait()
@@ -49,6 +52,7 @@ QUICK = {
     ("a call nobody joins", "gloo"),
     ("destroyed in a callback", "kernels"),
     ("callbacks in C++", "gloo"),
+    ("a long callback in C++", "gloo"),
 }
 
 

@@ -42,6 +42,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 from tricomm.threads import refuse_handlers_call, run_in_helper
 
 _DRAIN_SECONDS = 2.0
+_CALLBACK_SECONDS = 60.0  # at the end of a process, which a callback's thread would abort if it outlived Python
 _queues: weakref.WeakValueDictionary[int, CallQueue] = weakref.WeakValueDictionary()
 
 
@@ -276,5 +277,6 @@ def _close_all() -> None:
     end = time.monotonic() + _DRAIN_SECONDS
     for queue in threads.living(_queues):
         queue.close(max(0.0, end - time.monotonic()))
+    end = time.monotonic() + _CALLBACK_SECONDS
     while busy and time.monotonic() < end:
         time.sleep(0.005)
