@@ -92,9 +92,13 @@ def _whose(status: os.stat_result) -> str:
     return f"uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}"
 
 
-def read(path: str | Path, most: int, root: bool = False) -> bytes:
-    """The content of a file that `opened` accepts. Raises `OSError` as it does, and for more than `most` bytes."""
+def read(path: str | Path, most: int, root: bool = False, shared: bool = True) -> bytes:
+    """The content of a file that `opened` accepts. Raises `OSError` as it does, for more than `most` bytes, and unless
+    `shared` for a file that its group or others can write."""
     with opened(path, root=root) as file:
+        status = os.fstat(file.fileno())
+        if not shared and status.st_mode & 0o022:
+            raise PermissionError(errno.EPERM, f"other users can write it ({_whose(status)}): chmod go-w", str(path))
         content = file.read(most + 1)
     if len(content) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
@@ -124,7 +128,10 @@ def locked(path: str | Path, seconds: float) -> Iterator[None]:
     with opened(path, "ab") as file:
         if not poll(partial(_lock, file.fileno()), seconds, _PAUSE_SECONDS):
             raise TimeoutError(errno.ETIMEDOUT, f"another process has held it for {seconds:g} s", str(path))
-        yield
+        try:
+            yield
+        finally:  # the close alone would leave it to a child that was forked here and has the file open
+            fcntl.flock(file.fileno(), fcntl.LOCK_UN)
 
 
 def _lock(fd: int) -> bool:

@@ -30,6 +30,7 @@ _COUNTS = ("send_counts", "recv_counts")
 _OPERANDS = "operands"
 WIDE = ":16"  # suffix of the type of an operand that begins at a multiple of 16 if the tensors do
 _READ = {"ttgir", "ptx", "cubin"}
+_PTXAS = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"
 _FILE = re.compile(r'(^\s*\.file\s+\d+\s+"|\bloc\(")([^"]*)', re.M)  # in PTX, in TTGIR
 
 
@@ -48,6 +49,17 @@ def refused() -> str | None:
     """Why nothing can be compiled in this process; None if it can."""
     if triton_adapter.interpreted():
         return "TRITON_INTERPRET is set: Triton compiles nothing for a GPU in this process; unset it before the import"
+    return None
+
+
+def altered() -> str | None:
+    """Why the machine code of this process is not that of the kernels' sources; None if it is."""
+    import triton
+
+    if triton.knobs.compilation.override:
+        return "TRITON_KERNEL_OVERRIDE is set, so that kernels are not compiled from their sources; unset it"
+    if getattr(triton.knobs.runtime, "add_stages_inspection_hook", None) is not None:
+        return "a hook changes the stages of Triton's compiler (triton.knobs.runtime.add_stages_inspection_hook)"
     return None
 
 
@@ -74,7 +86,8 @@ def key_of(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: b
 
     Of the parts of the key of Triton's own cache: the sources of the kernel and of all functions that it calls, types,
     constants, options, and the variables that Triton's compiler reads. Triton's version stands for the compiler's
-    files and for ptxas, which Triton brings, so that none of them has to be there.
+    files and for ptxas, which Triton brings, so that none of them has to be there; another ptxas that a variable names
+    is asked for its version.
     """
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
@@ -84,8 +97,20 @@ def key_of(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: b
     source, options = _source(kernel, constexprs, bits, aligned)
     chosen = make_backend(GPUTarget("cuda", capability, 32)).parse_options(options)
     variables = sorted(get_cache_invalidating_env_vars().items())
-    parts = (triton.__version__, capability, source.hash(), chosen.hash(), variables)
+    parts = (triton.__version__, capability, source.hash(), chosen.hash(), variables, _ptxas(capability))
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _ptxas(capability: int) -> str | None:
+    """The version of a ptxas that the user has chosen; None if there is none."""
+    if not any(os.environ.get(name) for name in _PTXAS):
+        return None
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    try:
+        return str(get_ptxas(capability).version)
+    except RuntimeError:  # there is no such program
+        return None
 
 
 def _source(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bool) -> tuple[Any, dict[str, Any]]:

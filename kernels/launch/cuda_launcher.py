@@ -234,14 +234,22 @@ def _load(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: bo
     Devices of one architecture share a compiled kernel. Loading may wait for all work on the device, and that
     work for a rank on another thread. So no lock is held that another kernel, another device or a loaded kernel needs.
     """
-    place = (kernel, tuple(sorted(constexprs.items())), bits, aligned, device.capability, device.name)
+    variant = (kernel, constexprs, bits, aligned, device.capability)
+    place = (*_variant(*variant), device.name)
     found = _loaded.get(place)
     if found is None:
-        compiled = code_of(kernel, constexprs, bits, aligned, device.capability, compile_kernel)
+        compiled = code_of(*variant, compile_kernel)
         with _loading.setdefault(place, threading.Lock()):
             found = _loaded.get(place)
             if found is None:
-                found = _loaded[place] = _function(compiled, kernel.fn.__name__, device), compiled
+                try:
+                    function = _function(compiled, kernel.fn.__name__, device)
+                except ResourceError as error:
+                    compiled = _instead_of(compiled, str(error), *variant)
+                    if compiled is None:
+                        raise
+                    function = _function(compiled, kernel.fn.__name__, device)
+                found = _loaded[place] = function, compiled
     return found
 
 
@@ -252,12 +260,29 @@ def code_of(
 
     Made `by` that function if the process has none. Raises `ResourceError` if that fails.
     """
-    variant = (kernel, tuple(sorted(constexprs.items())), bits, aligned, capability)
+    variant = _variant(kernel, constexprs, bits, aligned, capability)
     if variant not in _compiled:
         with _compiling:
             if variant not in _compiled:
                 _compiled[variant] = _compile(by, kernel, constexprs, bits, aligned, capability)
     return _compiled[variant]
+
+
+def _variant(kernel: Any, constexprs: dict[str, Any], *more: Any) -> tuple[Any, ...]:
+    return kernel, tuple(sorted(constexprs.items())), *more
+
+
+def _instead_of(refused: Any, error: str, *variant: Any) -> Any:
+    """The compiled form that takes the place of prebuilt code, which a driver refuses; None for compiled code."""
+    instead = getattr(refused, "instead", None)
+    if instead is None:
+        return None
+    place = _variant(*variant)
+    with _compiling:
+        if _compiled.get(place, refused) is refused:  # not yet replaced for another device
+            _compiled.pop(place, None)  # also if nothing replaces it
+            _compiled[place] = _compile(partial(instead, error), *variant)
+        return _compiled[place]
 
 
 def _compile(by: Compile, kernel: Any, *variant: Any) -> Any:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import logging
 import multiprocessing
 import os
 import zipfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +36,7 @@ from tricomm.policy import selection
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.store import files
 
+log = logging.getLogger("tricomm")
 _CUBE, _CUBE_ARCHITECTURE = "hybrid_cube_mesh", "sm_70"  # of V100s alone
 _FLOATS = ("bfloat16", "float16", "float32")
 _MOST_WORKERS = 32  # each has torch in memory
@@ -119,25 +123,25 @@ class Order:
                 yield Request(calls.collective, op, dtype=getattr(torch, dtype))
 
     def sites(self) -> Iterator[SelectionFacts]:
-        """A box of each kind of links, with a switch that reduces and without one."""
+        """A box of each kind of links, with a switch that reduces and without one, with dependent launches and without:
+        the latter for ranks that turn them off or have an old driver, and for a GPU whose few multiprocessors make
+        a grid of the shipped tables more than half of the blocks that a group may have."""
         memory = layout.plan(self.world_size, Options.arena_bytes)
         kinds = {table.topology or "" for table in selection.shipped_tables() if table.device != "cpu"}
         if self.arch != _CUBE_ARCHITECTURE or self.world_size != layout.MESH_RANKS:
             kinds -= {_CUBE}
-        for kind in sorted(kinds):
-            for reason in ("", "there is no switch"):
-                why = selection.why_not_multicast(self.arch, reason)
-                dependent = "" if self.capability >= 90 else "it needs sm_90"
-                yield SelectionFacts(
-                    self.arch, self.world_size, memory, layout.MAX_BLOCKS, topology=kind, reachable=kind != _CUBE,
-                    no_dependent_launch=dependent, no_multicast=why,
-                )  # fmt: skip
+        dependent = ("", "it is turned off") if self.capability >= 90 else ("it needs sm_90",)
+        for kind, reason, refusal in product(sorted(kinds), ("", "there is no switch"), dependent):
+            yield SelectionFacts(
+                self.arch, self.world_size, memory, layout.MAX_BLOCKS, topology=kind, reachable=kind != _CUBE,
+                no_dependent_launch=refusal, no_multicast=selection.why_not_multicast(self.arch, reason),
+            )  # fmt: skip
 
 
 @cache
 def ordered(order: Order) -> tuple[tuple[str, KernelForm], ...]:
     """The kernels of an order, each once, by their keys, and in the same sequence in every process."""
-    if (reason := compiler.refused()) is not None:
+    if (reason := compiler.refused() or compiler.altered()) is not None:
         raise ResourceError(reason)
     found: dict[str, KernelForm] = {}
     for site in order.sites():
@@ -186,11 +190,15 @@ def build_all(order: Order, count: int, out: Path) -> Iterator[tuple[int, bool]]
 
 def wheel(out: Path) -> Path:
     """A wheel of the package `tricomm_cubins`, with the files in `out` of these sources and this Triton, of all
-    architectures. Raises `OSError`."""
+    architectures. A file that is broken, or that other users can change, is left out, and that is logged. Raises
+    `OSError`."""
     _, suffix = cubins.folder_name(0).split("-", 1)
     content = {f"{cubins.PACKAGE}/__init__.py": b'"""Machine code for tricomm: `tricomm compile`."""\n'}
     for path in sorted(out.glob(f"sm_*-{suffix}/*.json")):
-        content[f"{cubins.PACKAGE}/{path.relative_to(out).as_posix()}"] = path.read_bytes()
+        try:
+            content[f"{cubins.PACKAGE}/{path.relative_to(out).as_posix()}"] = cubins.content(path)
+        except (OSError, ValueError, zlib.error) as error:
+            log.warning("%s is left out of the wheel: %s", path, error)
     digest = hashlib.sha256(repr([(n, hashlib.sha256(b).digest()) for n, b in content.items()]).encode()).hexdigest()
     version = f"{__version__}+{digest[:12]}"
     info = f"{cubins.PACKAGE}-{version}.dist-info"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -111,6 +112,46 @@ def test_a_lock_is_waited_for_no_longer_than_was_asked(folder):
                 pass
     with files.locked(folder / "lock", 0.0):
         pass
+
+
+def _keeps_its_lock(folder, read, write):
+    """Whether a child that is forked under a lock keeps it, until the pipe's end."""
+    with files.locked(folder / "lock", 1.0):
+        if (child := os.fork()) == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+    try:
+        with files.locked(folder / "lock", 0.1):
+            return False
+    except TimeoutError:
+        return True
+    finally:
+        os.close(write)
+        os.close(read)
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_does_not_keep_the_lock(folder):
+    assert not _keeps_its_lock(folder, *os.pipe())
+
+
+def test_without_the_unlock_a_forked_child_keeps_the_lock(folder, monkeypatch):
+    flock = fcntl.flock
+    monkeypatch.setattr(files.fcntl, "flock", lambda fd, how: None if how == fcntl.LOCK_UN else flock(fd, how))
+    assert _keeps_its_lock(folder, *os.pipe())
+
+
+def test_a_file_that_others_can_write_is_refused_where_that_is_asked_for(folder):
+    file = folder / "file"
+    file.write_bytes(b"1")
+    for mode in (0o664, 0o646):
+        file.chmod(mode)
+        assert files.read(file, 1) == b"1"
+        with pytest.raises(PermissionError, match=rf"other users can write it \(uid \d+, mode {mode:o}\)"):
+            files.read(file, 1, shared=False)
+    file.chmod(0o644)
+    assert files.read(file, 1, shared=False) == b"1"
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o770, 0o757])

@@ -51,6 +51,7 @@ class Prebuilt(NamedTuple):
 
     asm: dict[str, bytes]
     metadata: Metadata
+    instead: Any = None  # makes the compiled form, for a reason and the arguments of `compile_kernel`
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,22 @@ def saved(directory: Path, name: str, key: str, capability: int) -> int:
 def find(name: str, key: str, capability: int) -> Prebuilt | None:
     """The machine code of a kernel; None if no directory has it, or a broken file: then nothing is raised."""
     for directory, trusted in _directories():
-        folder = directory / folder_name(capability)
+        folder = directory
         try:
+            folder = directory / folder_name(capability)
             if not trusted:
                 files.check_directory(directory)
             if not folder.is_dir():
-                _say(f"{directory} {_others(directory)}; this process needs {folder.name}")
+                say(f"{directory} {_others(directory)}; this process needs {folder.name}")
                 continue
             if not trusted:
                 files.check_directory(folder)
             return _read(_path(folder, name, key), key, trusted)
         except FileNotFoundError as error:
-            missing = f"has no {name} for some calls" if folder.is_dir() else error.strerror
-            _say(f"{directory}: {missing}")
+            missing = f"has no {name} for some calls" if folder.is_dir() and folder != directory else error.strerror
+            say(f"{directory}: {missing}")
         except (OSError, ValueError, zlib.error) as error:
-            _say(f"{getattr(error, 'filename', None) or _path(folder, name, key)}: {_why(error)}")
+            say(f"{getattr(error, 'filename', None) or _path(folder, name, key)}: {_why(error)}")
     return None
 
 
@@ -137,7 +139,11 @@ def check() -> None:
 def _directories() -> list[tuple[Path, bool]]:
     """Where to look, in order, and whether what is there is trusted like this code."""
     given = [(Path(part), False) for part in (env.text(VARIABLE) or "").split(os.pathsep) if part]
-    package = importlib.util.find_spec(PACKAGE)
+    try:
+        package = importlib.util.find_spec(PACKAGE)
+    except (ImportError, ValueError) as error:
+        say(f"package {PACKAGE}: {error}")
+        return given
     if package is None or package.origin is None:  # without an `__init__.py` any folder of that name
         return given
     return given + [(Path(part), True) for part in package.submodule_search_locations or ()]
@@ -153,7 +159,23 @@ def _read(path: Path, key: str, trusted: bool) -> Prebuilt:
         with path.open("rb") as stream:
             text = stream.read(_MOST_BYTES + 1)
     else:
-        text = files.read(path, _MOST_BYTES, root=True)
+        text = files.read(path, _MOST_BYTES, root=True, shared=False)
+    return _prebuilt(text, key)
+
+
+def content(path: Path) -> bytes:
+    """A file that `save` has written. Raises `OSError` for one that other users can change, and as `_prebuilt`."""
+    files.check_directory(path.parent)
+    text = files.read(path, _MOST_BYTES, root=True, shared=False)
+    key = typed_json.decode(text, _File, strict=True).key
+    if path != _path(path.parent, path.stem.rpartition("-")[0], key):
+        raise ValueError("it is of another kernel than its name says")
+    _prebuilt(text, key)
+    return text
+
+
+def _prebuilt(text: bytes, key: str) -> Prebuilt:
+    """The code in a file of the kernel of `key`. Raises `ValueError` or `zlib.error` for any other file."""
     file = typed_json.decode(text, _File, strict=True)
     if file.schema != _SCHEMA or file.key != key or file.sha256 != file.digest():
         raise ValueError("it is broken, or of another kernel")
@@ -169,8 +191,8 @@ def _why(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _say(text: str) -> None:
-    """Once a process."""
+def say(text: str) -> None:
+    """Warn, once a process, that prebuilt code is not used."""
     if text not in _said:
         _said.add(text)
-        log.warning("prebuilt machine code: %s; kernels are compiled instead", text)
+        log.warning("prebuilt machine code: %s; a kernel that is not found elsewhere has to be compiled", text)

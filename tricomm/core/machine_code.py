@@ -5,16 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from tricomm import env
+import triton
+
 from tricomm.core import cubins
 from tricomm.errors import ResourceError
 from tricomm.kernels.launch import compiler
 from tricomm.store import files
 
 log = logging.getLogger("tricomm")
-_PATIENCE = 300.0  # seconds for another process to compile a kernel; the slowest take one minute on a busy machine
+_PATIENCE = 60.0  # seconds for another process to compile a kernel; then this one compiles it as well
 
 
 def get(
@@ -22,18 +25,30 @@ def get(
 ) -> Any:
     """The machine code of a kernel, as `compiler.compile_kernel` makes it or as it was saved (`cubins`).
 
-    Raises `ResourceError` if nothing can be compiled in this process, and if `refused`, which says why nothing is to
-    be compiled now.
+    Saved code has `instead`, for a driver that refuses it. Raises `ResourceError` if nothing can be compiled in this
+    process, and if `refused`, which says why nothing is to be compiled now.
     """
     if compiler.refused() is not None:
         return compiler.compile_kernel(kernel, constexprs, bits, aligned, capability)
     name, key = kernel.fn.__name__, compiler.key_of(kernel, constexprs, bits, aligned, capability)
-    found = cubins.find(name, key, capability)
+    make = partial(_made, key, refused)
+    found = cubins.find(name, key, capability) if compiler.altered() is None else None
     if found is not None:
-        return found
+        return found._replace(instead=partial(_instead, make))
+    return make("it is neither prebuilt nor prepared", kernel, constexprs, bits, aligned, capability)
+
+
+def _instead(make: Any, error: str, kernel: Any, *variant: Any) -> Any:
+    cubins.say(f"{kernel.fn.__name__}: {error}")
+    return make("the driver refuses what was prebuilt", kernel, *variant)
+
+
+def _made(key: str, refused: str, why: str, kernel: Any, *variant: Any) -> Any:
     if refused:
-        raise ResourceError(f"{name} for sm_{capability} would have to be compiled, and {refused}")
-    return compiled(key, kernel, constexprs, bits, aligned, capability)
+        raise ResourceError(
+            f"{kernel.fn.__name__} for sm_{variant[-1]} would have to be compiled ({why}), and {refused}"
+        )
+    return compiled(key, kernel, *variant)
 
 
 def compiled(key: str, *variant: Any) -> Any:
@@ -44,11 +59,14 @@ def compiled(key: str, *variant: Any) -> Any:
 
 @contextmanager
 def _one_at_a_time(key: str) -> Iterator[None]:
-    """Inside, no other process of this user on this machine compiles the kernel of `key`. The next one finds it in
-    Triton's cache. The system frees the lock of a process that dies; without a lock the kernel is compiled as well.
+    """Inside, no other process that has the same Triton cache compiles the kernel of `key`. The next one finds it
+    there. The system frees the lock of a process that dies; without a lock the kernel is compiled as well.
     """
-    folder = env.user_folder("XDG_CACHE_HOME", ".cache") / "locks"
+    folder = Path(triton.knobs.cache.dir) / "tricomm-locks"
     path = folder / key
+    if triton.knobs.compilation.always_compile or not folder.is_absolute():
+        yield  # no other process finds what this one compiles
+        return
     with ExitStack() as held:
         try:
             files.make_directory(folder)

@@ -27,7 +27,7 @@ KEY = "ab" * 32
 
 def same_kernel(rank, world_size, tell, folder, locked):
     """A compiler that takes half a second, and leaves what it made to the next one, as Triton's cache does."""
-    os.environ["XDG_CACHE_HOME"] = folder
+    os.environ["TRITON_CACHE_DIR"] = folder
     cache, compiled = Path(folder) / "made", []
 
     def compile_kernel(*variant):
@@ -46,7 +46,7 @@ def same_kernel(rank, world_size, tell, folder, locked):
 
 def test_two_processes_compile_one_kernel_once(tmp_path):
     assert sum(ranks.run(3, same_kernel, str(tmp_path), True)) == 1
-    assert list((tmp_path / "tricomm" / "locks").iterdir()) == []
+    assert list((tmp_path / "tricomm-locks").iterdir()) == []
 
 
 def test_without_the_lock_each_process_compiles_it(tmp_path):
@@ -56,10 +56,10 @@ def test_without_the_lock_each_process_compiles_it(tmp_path):
 def with_triton(rank, world_size, tell, folder):
     import triton
 
-    os.environ |= {"XDG_CACHE_HOME": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
+    os.environ["TRITON_CACHE_DIR"] = f"{folder}/triton"
     hits = []
     triton.knobs.compilation.listener = lambda cache_hit, **more: hits.append(cache_hit)
-    ((_, variant),) = prebuild.ordered(prebuild.Order("sm_90", 2, "ddp", ("barrier",)))
+    _, variant = prebuild.ordered(prebuild.Order("sm_90", 2, "ddp", ("barrier",)))[0]
     ranks.together(f"file://{folder}/x", rank, range(world_size))
     made = machine_code.get(variant.kernel, variant.constexprs, variant.bits, variant.aligned, 90)
     return hits, made.asm["cubin"][:4]
@@ -71,7 +71,7 @@ def test_the_others_find_it_in_tritons_cache(tmp_path):
 
 
 def holds(rank, world_size, tell, folder):
-    os.environ["XDG_CACHE_HOME"] = folder
+    os.environ["TRITON_CACHE_DIR"] = folder
     if rank == 0:
         with machine_code._one_at_a_time(KEY):
             tell("held")
@@ -98,7 +98,7 @@ def test_a_process_that_dies_frees_its_lock(tmp_path):
 @pytest.mark.parametrize("kind", ["no directory", "patience"])
 def test_without_a_lock_it_is_compiled_all_the_same(kind, tmp_path, monkeypatch):
     home = tmp_path / "home"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(home))
     monkeypatch.setattr(compiler, "compile_kernel", lambda *variant: "made")
     if kind == "no directory":
         home.touch()
@@ -107,6 +107,18 @@ def test_without_a_lock_it_is_compiled_all_the_same(kind, tmp_path, monkeypatch)
     monkeypatch.setattr(machine_code, "_PATIENCE", 0.1)
     with machine_code._one_at_a_time(KEY):
         assert machine_code.compiled(KEY, "kernel") == "made"
+
+
+@pytest.mark.parametrize("kind", ["every process compiles", "a cache that others do not share"])
+def test_where_nothing_is_shared_there_is_no_lock(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    if kind == "every process compiles":
+        monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")
+    else:
+        monkeypatch.setenv("TRITON_CACHE_DIR", "here")
+    with machine_code._one_at_a_time(KEY), machine_code._one_at_a_time(KEY):
+        assert list(tmp_path.iterdir()) == []
 
 
 def slow_rank(rank, world_size, tell, url, marked, most):

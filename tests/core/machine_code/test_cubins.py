@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import re
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 import triton
 
-from tests.kernels.fake_launch import FakeGpu
+from tests.kernels.fake_launch import FakeGpu, Result
 from tricomm.core import cubins, machine_code
 from tricomm.core.cubins import Metadata
 from tricomm.errors import ResourceError
@@ -33,8 +34,8 @@ _names = itertools.count()
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """What `tricomm compile --world-size 2 --for ddp --collective barrier` makes; on a machine without a compiler, what
-    TRICOMM_CUBINS already names."""
+    """Of what `tricomm compile --world-size 2 --for ddp --collective barrier` makes, one kernel; on a machine without
+    a compiler, what TRICOMM_CUBINS already names."""
     if (given := os.environ.get(cubins.VARIABLE)) is not None:
         return given
     out = tmp_path_factory.mktemp("cubins")
@@ -72,13 +73,13 @@ def saved(tmp_path, monkeypatch):
     return directory, path
 
 
-def launched():
+def launched(by=machine_code.get, failures=None):
     """A barrier of two ranks through the whole launch path of a GPU: what the driver got."""
-    ((_, variant),) = prebuild.ordered(BARRIER)
-    device, group = FakeGpu(f"fake {next(_names)}"), torch.zeros(512, dtype=torch.int64)
+    _, variant = prebuild.ordered(BARRIER)[0]
+    device, group = FakeGpu(f"fake {next(_names)}", failures=failures or {}), torch.zeros(512, dtype=torch.int64)
     words = layout.group_argument(group, group.tolist(), 2)
     what = variant.kernel, variant.constexprs, variant.bits, variant.aligned
-    cuda_launcher.code_of(*what, device.capability, machine_code.get)
+    cuda_launcher.code_of(*what, device.capability, by)
     run = cuda_launcher.make_launcher(*variant, words, device)
     run(group, group, 0, 7)
     return device
@@ -95,14 +96,14 @@ def test_prebuilt_code_is_launched_where_nothing_can_be_compiled(built, no_compi
 
 @pytest.mark.without_compiler
 def test_without_prebuilt_code_the_compiler_is_missed(no_compiler, monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv(cubins.VARIABLE, raising=False)
     with pytest.raises(ResourceError, match="Triton cannot compile barrier for sm_90: FileNotFoundError: ptxas"):
         launched()
 
 
 def test_prebuilt_code_is_the_code_that_would_be_compiled(built):
-    ((key, variant),) = prebuild.ordered(BARRIER)
+    key, variant = prebuild.ordered(BARRIER)[0]
     compiled = compiler.compile_kernel(variant.kernel, variant.constexprs, variant.bits, variant.aligned, 90)
     found = cubins._read(cubins._path(Path(built) / cubins.folder_name(90), "barrier", key), key, trusted=False)
     assert found.asm["cubin"] == compiled.asm["cubin"]
@@ -165,6 +166,8 @@ BROKEN = {
     "a pipe": (_fifo, "no regular file"),
     "writable directory": (lambda p: p.parent.parent.chmod(0o777), "other users than uid"),
     "writable folder": (lambda p: p.parent.chmod(0o770), "other users than uid"),
+    "a file that its group can write": (lambda p: p.chmod(0o664), r"can write it \(uid \d+, mode 664\)"),
+    "a file that all can write": (lambda p: p.chmod(0o646), "can write it"),
     "a directory": (lambda p: (p.unlink(), p.mkdir()), "no regular file"),
 }
 if os.geteuid() == 0:
@@ -179,7 +182,7 @@ def test_what_is_broken_or_not_trusted_is_compiled_instead_and_said_once(kind, s
     key = OTHER if kind == "another key" else KEY
     assert cubins.find("entry", key, 90) is None and cubins.find("entry", key, 90) is None
     (message,) = said()
-    assert message.endswith("kernels are compiled instead") and str(saved[0]) in message
+    assert message.endswith("a kernel that is not found elsewhere has to be compiled") and str(saved[0]) in message
     assert re.search(words, message)
 
 
@@ -194,6 +197,89 @@ def test_without_the_digest_a_changed_file_is_loaded(saved, said, monkeypatch):
     monkeypatch.setattr(cubins._File, "digest", lambda self: self.sha256)
     found = cubins.find("entry", KEY, 90)
     assert found is not None and found.metadata.shared == 65
+
+
+def test_without_the_check_of_files_others_can_have_changed_the_code(saved, said, monkeypatch):
+    saved[1].chmod(0o666)
+    monkeypatch.setattr(files, "read", lambda path, most, **checks: path.read_bytes())
+    assert cubins.find("entry", KEY, 90) is not None
+
+
+@pytest.mark.parametrize("error", [ValueError("tricomm_cubins.__spec__ is None"), ModuleNotFoundError("no parent")])
+def test_a_package_that_cannot_be_asked_for_is_none(error, saved, said, monkeypatch):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(cubins.importlib.util, "find_spec", fail)
+    assert cubins.find("entry", KEY, 90) is not None
+    assert said() == [
+        f"prebuilt machine code: package tricomm_cubins: {error}; "
+        "a kernel that is not found elsewhere has to be compiled"
+    ]
+
+
+def test_sources_that_cannot_be_read_raise_nothing(saved, said, monkeypatch):
+    def fail(capability):
+        raise PermissionError(1, "Operation not permitted", "/kernels/one.py")
+
+    monkeypatch.setattr(cubins, "folder_name", fail)
+    assert cubins.find("entry", KEY, 90) is None
+    assert "/kernels/one.py: Operation not permitted" in said()[0]
+
+
+@pytest.mark.parametrize("change", ["override", "hook"])
+def test_code_that_the_user_alters_is_not_replaced_by_prebuilt_code(change, built, no_compiler, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(cubins.VARIABLE, built)
+    if change == "override":
+        monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "1")
+    else:
+        monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", lambda *stages: ("", ""))
+    with pytest.raises(ResourceError, match="Triton cannot compile barrier"):
+        launched()
+    with pytest.raises(ResourceError, match="TRITON_KERNEL_OVERRIDE is set|a hook changes"):
+        prebuild.ordered.__wrapped__(BARRIER)
+
+
+def refuses_prebuilt_code(built, monkeypatch, refused=""):
+    """A barrier on a driver that refuses the first module that it gets; what was compiled, by name."""
+    monkeypatch.setenv(cubins.VARIABLE, built)
+    for known in ("_compiled", "_loaded"):
+        monkeypatch.setattr(cuda_launcher, known, {})
+    names, compile_kernel = [], compiler.compile_kernel
+
+    def compile_it(kernel, *variant):
+        names.append(kernel.fn.__name__)
+        return compile_kernel(kernel, *variant)
+
+    monkeypatch.setattr(compiler, "compile_kernel", compile_it)
+    failures = {("cuModuleLoadData", 1): Result.CUDA_ERROR_NOT_SUPPORTED}
+    return names, lambda: launched(partial(machine_code.get, refused=refused), failures)
+
+
+def test_prebuilt_code_that_the_driver_refuses_is_compiled_and_that_is_said_once(built, said, monkeypatch):
+    names, launch = refuses_prebuilt_code(built, monkeypatch)
+    device = launch()
+    assert names == ["barrier"] and len(device.launches) == 1 and device.calls.count("cuModuleLoadData") == 2
+    (message,) = said()
+    assert "barrier: cuModuleLoadData on" in message and "CUDA_ERROR_NOT_SUPPORTED" in message
+    launched()
+    assert names == ["barrier"] and len(said()) == 1, "another device gets what was compiled"
+
+
+def test_without_a_replacement_the_drivers_refusal_is_the_calls(built, said, monkeypatch):
+    names, launch = refuses_prebuilt_code(built, monkeypatch)
+    monkeypatch.setattr(cuda_launcher, "_instead_of", lambda *given: None)
+    with pytest.raises(ResourceError, match="cuModuleLoadData on .* failed: CUDA_ERROR_NOT_SUPPORTED"):
+        launch()
+    assert names == []
+
+
+def test_where_compiling_is_refused_so_is_a_replacement(built, said, monkeypatch):
+    names, launch = refuses_prebuilt_code(built, monkeypatch, "not now")
+    with pytest.raises(ResourceError, match=r"compiled \(the driver refuses what was prebuilt\), and not now"):
+        launch()
+    assert names == [] and cuda_launcher._compiled == {}
 
 
 @pytest.mark.parametrize("change", ["sources", "Triton", "architecture"])
@@ -244,6 +330,21 @@ def test_a_key_follows_everything_that_changes_the_code(monkeypatch):
     changed.append(key())
     monkeypatch.delenv("DISABLE_PTXAS_OPT")
     assert key() == plain
+    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):  # asked only if a variable names one
+        with monkeypatch.context() as patch:
+            patch.setattr("triton.backends.nvidia.compiler.get_ptxas", lambda arch: SimpleNamespace(version="99.9"))
+            assert key() == plain
+            patch.setenv(name, "/opt/ptxas")
+            newer = key()
+            assert newer != plain
+            patch.setattr("triton.backends.nvidia.compiler.get_ptxas", lambda arch: SimpleNamespace(version="99.8"))
+            assert key() not in (plain, newer)
+
+            def none(arch):
+                raise RuntimeError("Cannot find ptxas")
+
+            patch.setattr("triton.backends.nvidia.compiler.get_ptxas", none)
+            assert key() == plain
     monkeypatch.setattr(triton, "__version__", "9.9.9")
     changed.append(key())
     assert len({plain, *changed}) == len(changed) + 1

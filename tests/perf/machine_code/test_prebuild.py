@@ -10,8 +10,10 @@ import subprocess
 import sys
 import zipfile
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from tricomm.kernels.launch import compiler
 from tricomm.perf.machine_code import prebuild
 from tricomm.perf.machine_code.prebuild import COLLECTIVES, ENGINES, Order
 
-BARRIER = "--world-size", "2", "--for", "ddp", "--collective", "barrier"
+BARRIER = "--arch", "sm_80", "--world-size", "2", "--for", "ddp", "--collective", "barrier"
 
 
 def refused(*words, out):
@@ -65,14 +67,14 @@ def test_a_directory_that_others_can_write_is_refused_before_any_work(tmp_path, 
 
 
 def test_it_builds_keeps_and_packs(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     out = tmp_path / "out"
     done = refused(*BARRIER, out=out)
     assert done.exit_code == 0, done.output
     first, last = done.stdout.splitlines()
-    (file,) = out.glob("sm_90-*/barrier-*.json")
+    (file,) = out.glob("sm_80-*/barrier-*.json")
     assert first == f"export TRICOMM_CUBINS={out}"
-    assert last.startswith("1 kernel (1 new) for sm_90, 2 ranks: ")
+    assert last.startswith("1 kernel (1 new) for sm_80, 2 ranks: ")
     assert last.endswith(f" s, {file.stat().st_size} bytes in {out}")
     before = file.stat().st_mtime_ns
     done = refused(*BARRIER, "--wheel", out=out)
@@ -100,8 +102,8 @@ def _check(wheel, file):
         assert archive.read(f"tricomm_cubins/{file.relative_to(wheel.parent)}") == file.read_bytes()
         site = wheel.parent / "site"
         archive.extractall(site)
-    key = prebuild.ordered(Order("sm_90", 2, "ddp", ("barrier",)))[0][0]
-    find = f"from tricomm.core import cubins; print(cubins.find('barrier', {key!r}, 90).metadata.name)"
+    key = prebuild.ordered(Order("sm_80", 2, "ddp", ("barrier",)))[0][0]
+    find = f"from tricomm.core import cubins; print(cubins.find('barrier', {key!r}, 80).metadata.name)"
     found = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.append({str(site)!r}); {find}"],
         capture_output=True, text=True, timeout=120, cwd=Path(cubins.__file__).parents[2],
@@ -110,16 +112,43 @@ def _check(wheel, file):
 
 
 def test_a_wheel_has_no_files_of_other_sources(tmp_path):
-    for name in (cubins.folder_name(90), cubins.folder_name(100), "sm_90-triton3.9.0-000000000000"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x.json").write_text("{}")
+    for capability in (90, 100):
+        save(tmp_path, capability)
+    other = tmp_path / "sm_90-triton3.9.0-000000000000"
+    other.mkdir()
+    (other / "x.json").write_text("{}")
     with zipfile.ZipFile(prebuild.wheel(tmp_path)) as archive:
         folders = {Path(name).parent.name for name in archive.namelist() if name.endswith(".json")}
     assert folders == {cubins.folder_name(90), cubins.folder_name(100)}
     assert prebuild.wheel(tmp_path) == prebuild.wheel(tmp_path)
 
 
-@pytest.mark.parametrize(("error", "words"), [(ValueError("bad PTX"), "barrier for sm_90: ValueError: bad PTX")])
+def save(out, capability):
+    compiled = SimpleNamespace(asm={"cubin": b"\x7fELF"}, metadata=cubins.Metadata("entry", 8, 64))
+    cubins.save(out, "entry", "ab" * 32, capability, compiled)
+    (path,) = out.glob(f"sm_{capability}-*/*.json")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["broken", "renamed", "writable", "in a writable folder", "a link"])
+def test_a_wheel_has_no_files_that_others_can_have_changed(kind, tmp_path, caplog):
+    good, bad = save(tmp_path, 90), save(tmp_path, 100)
+    if kind == "broken":
+        bad.write_text("{}")
+    elif kind == "renamed":
+        bad = bad.rename(bad.with_name("other-0123.json"))
+    elif kind == "a link":
+        bad.rename(tmp_path / "moved")
+        bad.symlink_to(tmp_path / "moved")
+    else:
+        (bad if kind == "writable" else bad.parent).chmod(0o777)
+    with zipfile.ZipFile(prebuild.wheel(tmp_path)) as archive:
+        assert [Path(name).parent.name for name in archive.namelist() if name.endswith(".json")] == [good.parent.name]
+    (record,) = caplog.records
+    assert f"{bad} is left out of the wheel: " in record.getMessage()
+
+
+@pytest.mark.parametrize(("error", "words"), [(ValueError("bad PTX"), "barrier for sm_80: ValueError: bad PTX")])
 def test_a_kernel_that_cannot_be_compiled_is_named(error, words, tmp_path, monkeypatch):
     class Pool:
         def __init__(self, *given, **more):
@@ -175,8 +204,29 @@ def test_no_call_of_any_size_chooses_a_kernel_that_is_not_built(arch, world_size
                 assert _form_of(site, sized, nbytes, mode, aligned) in known, (request, nbytes, mode)
 
 
+def _not_built(facts):
+    """The forms of calls of a group with these facts that are not built."""
+    order = Order("sm_90", 8, "all", ("all_reduce", "all_gather", "barrier"), ("bfloat16",))
+    built, wanted = set(), set()
+    for site in order.sites():
+        for request in order.calls:
+            for known, of in ((built, site), (wanted, replace(site, **facts))):
+                made = kernel_forms.of_calls(of, request, partial(choose, of))
+                known |= {(v.kernel, tuple(sorted(v.constexprs.items())), v.bits, v.aligned) for v in made}
+    return wanted - built
+
+
+@pytest.mark.parametrize("facts", [{"max_blocks": 48}, {"no_dependent_launch": "TRICOMM_DEPENDENT_LAUNCH=0"}])
+def test_groups_of_few_blocks_and_without_dependent_launches_find_their_kernels(facts, monkeypatch):
+    assert _not_built(facts) == set()
+    sites = Order.sites
+    monkeypatch.setattr(Order, "sites", lambda order: (s for s in sites(order) if not s.no_dependent_launch))
+    missing = _not_built(facts)
+    assert missing and all(dict(constexprs)["DEPENDENT"] is False for _, constexprs, *_ in missing)
+
+
 def test_without_the_ends_of_table_rows_some_calls_would_not_be_built(monkeypatch):
-    (site,) = [s for s in Order("sm_90", 8).sites() if not s.topology and not s.no_multicast]
+    (site,) = [s for s in Order("sm_90", 8).sites() if not (s.topology or s.no_multicast or s.no_dependent_launch)]
     request = next(r for r in Order("sm_90", 8, "vllm").calls if r.collective == "all_reduce")
 
     def built():
