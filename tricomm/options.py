@@ -53,8 +53,9 @@ class Options:
     topology       how the ranks' devices are linked, by rank, or a file that says so; None: read from the machine
     share_device   whether ranks may share a GPU, and take turns on it (tests, looking at kernels; not for speed)
     nccl           whether NCCL serves what the kernels do not, on GPUs; without it such calls and groups are refused
-    compile_after_set_up  whether a call may compile a kernel that is neither prebuilt nor prepared; if not, the call
-                   fails (docs/tuning.md#compile-before-the-job). Off for all groups: TRICOMM_COMPILE_AFTER_SET_UP=0
+    compile_after_set_up  whether a call that can be prepared may compile its kernel; if not, it fails unless the kernel
+                   is prebuilt or prepared (docs/tuning.md#compile-before-the-job). Off for all groups:
+                   TRICOMM_COMPILE_AFTER_SET_UP=0
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
                    algorithm, protocol, chunk, grid or graph. A call without that promise is refused. Also for all
                    groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/torch-distributed.md#batch-invariance)

@@ -59,8 +59,8 @@ def compiled(key: str, *variant: Any) -> Any:
 
 @contextmanager
 def _one_at_a_time(key: str) -> Iterator[None]:
-    """Inside, no other process that has the same Triton cache compiles the kernel of `key`. The next one finds it
-    there. The system frees the lock of a process that dies; without a lock the kernel is compiled as well.
+    """Inside, no other process that has the same Triton cache compiles the kernel of `key`. The next one loads it
+    from that cache. The system frees the lock of a process that dies; without a lock the kernel is compiled as well.
     """
     folder = Path(triton.knobs.cache.dir) / "tricomm-locks"
     path = folder / key

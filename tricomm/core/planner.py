@@ -42,7 +42,8 @@ class Planner:
 
     site      the facts that selection needs
     bind      `Runtime.bind` for this group; if the kernel cannot be loaded, the group is aborted
-    load      the same before a call is made: it may compile a kernel, whatever the group's options say
+    load      the same, and it may compile a kernel whatever the group's options say: before calls, and for those that
+              nothing prepares (messages, calls over symmetric handles)
     router    decides between the kernels and NCCL
     plans     by (request, dtype, elements, whether the tensors are aligned, whether the call is captured);
               `elements` are of a row
@@ -160,7 +161,8 @@ class Planner:
             call = request.collective, request.dtype, request.op or "none", nbytes
             self.router.log(known, call, None if request.epilogue is None else FUSED)
         make = launch_plan.make_fused if choice.fused else launch_plan.make
-        return make(self.site, choice, request, aligned, mode, self.bind)
+        over_handles = request.handle is not None or request.into is not None
+        return make(self.site, choice, request, aligned, mode, self.load if over_handles else self.bind)
 
     def choice(self, request: Request, nbytes: int, mode: str) -> Choice:
         """The kernel of a call that the kernels run: a fused one if the request has an epilogue that one takes."""

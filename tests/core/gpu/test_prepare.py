@@ -18,9 +18,8 @@ from tricomm.options import with_environment
 
 
 @pytest.fixture
-def compiled(monkeypatch, tmp_path):
+def compiled(monkeypatch):
     """What is compiled from here on, by name; nothing is known yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for known in ("_compiled", "_loaded"):
         monkeypatch.setattr(cuda_launcher, known, {})
     names, compile_kernel = [], compiler.compile_kernel
@@ -61,13 +60,36 @@ def test_every_collective_is_prepared(collective, strict, compiled):
 
 
 def test_without_preparing_the_call_is_refused_by_name(strict, compiled):
-    with pytest.raises(
-        ResourceError, match=r"for sm_90 would have to be compiled.*compile_after_set_up=False.*prepare"
-    ):
+    words = r"for sm_90 would have to be compiled \(it is neither prebuilt nor prepared\)"
+    with pytest.raises(ResourceError, match=rf"{words}.*compile_after_set_up=False.*prepare"):
         strict.all_reduce(torch.ones(8))
     assert compiled == []
     with pytest.raises(tricomm.GroupAborted, match="would have to be compiled"):
         strict.all_reduce(torch.ones(8))
+
+
+def calls_that_nothing_prepares(comm):
+    handle = comm.symmetric((8,), torch.float32)
+    return {
+        "symmetric": lambda: comm.all_reduce(handle),
+        "message": lambda: comm._messages._half("send", torch.ones(8), 0, 0, None),
+    }
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "message"])
+def test_a_call_that_nothing_prepares_compiles(kind, strict, compiled):
+    strict.prepare("barrier")
+    before = len(compiled)
+    calls_that_nothing_prepares(strict)[kind]()
+    assert len(compiled) > before
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "message"])
+def test_without_that_it_would_be_refused(kind, strict, compiled):
+    call = calls_that_nothing_prepares(strict)[kind]
+    strict._planner.load = strict._planner.bind
+    with pytest.raises(ResourceError, match="would have to be compiled"):
+        call()
 
 
 def test_another_call_than_the_prepared_one_is_refused(strict, compiled):

@@ -179,7 +179,7 @@ class PointToPoint:
         grid = choice.blocks if peer >= 0 else 1
         constexprs = launch_plan.constexprs(site, choice, kernel) | {"ALIGNED": aligned}
         more = (peer, tag) if kind == "send" else (peer, tag, choice.blocks)
-        run = self._planner.bind(kernel.function, grid, constexprs, dtype.bits, aligned, more)
+        run = self._planner.load(kernel.function, grid, constexprs, dtype.bits, aligned, more)
         facts = arguments.fingerprint("message", dtype.name, x.numel(), choice.protocol, choice.block, choice.blocks)
         tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)
         shape = dtype.name, "one_shot", choice.protocol, x.numel(), peer, grid, "eager"
