@@ -104,8 +104,17 @@ def prepared(
 
 
 def is_program(fn: Any) -> bool:
-    """True for a function without arguments: it uses torch's process groups and symmetric memory itself."""
-    return _misfit(fn) is None and _misfit(fn, None) is not None
+    """True for a function without arguments, or with defaults that are not None: it uses torch's process groups and
+    symmetric memory itself."""
+    if _misfit(fn) is not None:
+        return False
+    if _misfit(fn, None) is not None:
+        return True
+    try:
+        first = next(iter(inspect.signature(fn).parameters.values()))
+    except ValueError:
+        return False
+    return first.default is not first.empty and first.default is not None
 
 
 def architecture_of(fn: Any) -> str | None:

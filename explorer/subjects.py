@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -30,6 +31,8 @@ def from_file(name: str, stubs: Sequence[str] = ()) -> Callable[..., Any]:
     if not path or not function.isidentifier() or not file.is_file():
         raise InvalidArgument(f"{name!r}: file.py:function is needed, of a file that exists")
     for stub in stubs:
+        if not isinstance(sys.modules.get(stub, Stub(stub)), Stub):
+            raise InvalidArgument(f"--stub {stub}: this module is there")
         sys.modules[stub] = Stub(stub)
     module = _of_package(file) if (file.parent / "__init__.py").is_file() else _alone(file)
     value = getattr(module, function, None)
@@ -50,7 +53,19 @@ class Stub(ModuleType):
         return Stub(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and not kwargs and inspect.isroutine(args[0]) else self
+        decorates = len(args) == 1 and not kwargs and callable(args[0]) and not isinstance(args[0], Stub)
+        return args[0] if decorates else self
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
+        return ()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __or__(self, other: Any) -> Any:
+        return self
+
+    __ror__ = __or__
 
 
 def with_arguments(
@@ -61,9 +76,12 @@ def with_arguments(
     world_size."""
     file, _, own = name.rpartition(":")
     try:
-        code = compile(f"_function({arguments})", "--args", "eval")
+        tree = ast.parse(f"_function({arguments})", "--args", "eval")
     except SyntaxError as error:
         raise InvalidArgument(f"--args {arguments!r}: {error.msg}") from None
+    if not isinstance(tree.body, ast.Call) or not isinstance(tree.body.func, ast.Name):
+        raise InvalidArgument(f"--args {arguments!r}: the arguments of one call are needed")
+    code = compile(tree, "--args", "eval")
 
     def program() -> Any:
         import torch

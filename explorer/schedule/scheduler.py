@@ -369,7 +369,8 @@ class Scheduler:
                 if task.started and not task.greenlet.dead:
                     self._engage(task)
                     self.current = task
-                    task.greenlet.throw(greenlet.GreenletExit)
+                    with self._host_context(task.rank) if task.is_host else nullcontext():
+                        task.greenlet.throw(greenlet.GreenletExit)
         finally:
             self.current = current
             self._disengage()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_map_only
 
 from tricomm.explorer.compiled.compiled_runtime import PROCESSORS
@@ -32,15 +33,21 @@ class CudaOnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, host = kwargs or {}, self._current()
-        if host is None or func is torch.device:
+        if host is None:
             return func(*args, **kwargs)
+        if func is torch.device:
+            return torch.device("cuda", args[0]) if args and isinstance(args[0], int) else func(*args, **kwargs)
         if func == _DEVICE:
             return torch.device("cuda", host.rank)
         if func == _IS_CUDA:
             return True
         name = getattr(func, "__name__", "")
-        if name == "cuda" or name == "pin_memory":
+        if name == "cuda" or name == "pin_memory" or name == "to" and len(args) > 1 and isinstance(args[1], int):
             return args[0]
+        if name == "get_device":
+            return host.rank
+        if isinstance(kwargs.get("device"), int):
+            kwargs = {**kwargs, "device": _CPU}
         if name == "record_stream":
             return None
         to_host = name == "cpu" or name == "to" and any(_device(v) == _CPU for v in (*args[1:2], kwargs.get("device")))
@@ -86,8 +93,11 @@ _ANSWERS: dict[str, Callable[[ProgramHost], Any]] = {
 
 def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]]:
     """`torch.cuda`'s functions about devices: each rank has one GPU."""
-    table = {(torch.cuda, name): _answering(answer) for name, answer in _ANSWERS.items()}
+    table: dict[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]] = {
+        (torch.cuda, name): _answering(answer) for name, answer in _ANSWERS.items()
+    }
     table[torch.cuda.nccl, "version"] = _answering(lambda host: (0, 0, 0))  # torch notes it in the log of an error
+    table[DeviceContext, "__init__"] = lambda host: lambda self, device: setattr(self, "device", _CPU)
     table[torch, "set_default_device"] = _answering(lambda host: None)
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,10 @@ class ProgramHost:
         self.group: Any = None  # the default process group
         self.workspaces: dict[str, torch.Tensor] = {}  # torch's workspace tensor of each group name
         self.streams: dict[int, Any] = {}  # torch's streams for symmetric memory, by priority
-        self.environment = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.world_size}
+        ranks = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.world_size}
+        ranks["LOCAL_WORLD_SIZE"] = comm.world_size
+        self.environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        self.environment |= {name: str(value) for name, value in ranks.items()}
         self._board, self._exchanges = board, 0
 
     @contextmanager
@@ -48,7 +52,7 @@ class ProgramHost:
         return called
 
     def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order, after all that was launched on all ranks before.
+        """Every rank's `value`, in rank order.
 
         Raises `CollectiveMismatch` on all ranks if they do not make the same call.
         """

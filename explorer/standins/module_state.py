@@ -1,11 +1,12 @@
 """Global variables of a program's modules, kept apart for each rank, as separate processes would.
 
-Each rank starts from the values before the execution: copies of top-level lists, dicts and sets, and empty caches of
-functions under `functools.cache`. Ranks share every other object until one of them assigns to its name.
+Each rank starts from the values before the execution: copies of lists, dicts and sets, and empty caches of functions
+under `functools.cache`. Ranks share every other object, such as a class, until one of them assigns to its name.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 import sysconfig
@@ -57,8 +58,9 @@ def _has_kernels(module: ModuleType) -> bool:
 class ModuleState:
     """The globals of `modules` as one rank sees them; `put` and `take` enclose its host code."""
 
-    def __init__(self, modules: Iterable[ModuleType]) -> None:
-        copies: dict[int, Any] = {}
+    def __init__(self, modules: Iterable[ModuleType], replacements: dict[int, Any]) -> None:
+        """`replacements`: what a rank has in place of other objects, by their ids."""
+        copies = dict(replacements)
         self._modules = [(vars(m), _own(vars(m), copies)) for m in modules]
         self._outside: list[dict[str, Any]] = []
 
@@ -86,11 +88,23 @@ def _own(names: dict[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
     """A rank's names. Names of one object, in whatever modules, get one copy."""
     own = {}
     for name, value in names.items():
-        if not name.startswith("__"):
-            if type(value) in _CONTAINERS:
-                value = copies.setdefault(id(value), value.copy())
-            elif isinstance(value, functools._lru_cache_wrapper):
-                size = value.cache_parameters()["maxsize"]
-                value = copies.setdefault(id(value), functools.lru_cache(size)(value.__wrapped__))
-        own[name] = value
+        own[name] = value if name.startswith("__") else _copied(value, copies)
     return own
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    if id(value) in copies:
+        return copies[id(value)]
+    if isinstance(value, _CONTAINERS):
+        made: Any = copy.copy(value)
+        copies[id(value)] = made
+        if isinstance(value, dict):
+            made.update({key: _copied(part, copies) for key, part in value.items()})
+        elif isinstance(made, list):
+            made[:] = [_copied(part, copies) for part in value]
+        return made
+    if isinstance(value, functools._lru_cache_wrapper):
+        size = value.cache_parameters()["maxsize"]
+        copies[id(value)] = functools.lru_cache(size)(value.__wrapped__)
+        return copies[id(value)]
+    return value

@@ -1,7 +1,8 @@
 """A process group of torch between the ranks of an execution, for a program's set-up.
 
-A call waits for the rank's GPU, exchanges the tensors between the hosts, and computes its result on the host. So a
-kernel that any rank launched before the call is ordered before a kernel that any rank launches after it.
+A call waits for the rank's current stream, exchanges the tensors between the hosts, and computes its result on the
+host. So a kernel that any rank launched there before the call is ordered before a kernel that any rank launches after
+it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class SimulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _all(self, what: str, tensors: Any) -> list[Any]:
         """Every rank's copy of `tensors`. Ranks that make another call, or bring other sizes, are refused by name."""
         with self._host.library():
+            torch.cuda.current_stream().synchronize()  # the simulated GPU's
             copies = [t.detach().clone() for t in tensors]
             sizes = ", ".join(f"{t.dtype} {list(t.shape)}".replace("torch.", "") for t in copies)
             return self._host.exchange(f"{what}({sizes})", copies)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -21,7 +22,7 @@ from tricomm.explorer.standins.module_state import ModuleState, modules_of
 from tricomm.explorer.standins.symmetric_memory import SymmetricMemories
 from tricomm.explorer.world.patches import Patches
 
-_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_running = threading.Lock()
 
 
 class Standins:
@@ -38,7 +39,7 @@ class Standins:
     def run(self, comm: Communicator) -> Any:
         """In a rank's host code: call the program, with a default process group."""
         host = ProgramHost(comm, self._memory, self._board, self._architecture)
-        host.symmetric, host.modules = SymmetricMemories(host), ModuleState(self._modules)
+        host.symmetric, host.modules = SymmetricMemories(host), ModuleState(self._modules, _PATCHES.replacements())
         self._hosts[comm.rank] = host
         host.modules.put()
         _environment(host.environment)
@@ -54,8 +55,7 @@ class Standins:
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
         """Around the host code of a rank: torch's tables, the environment and the modules' globals are the rank's."""
-        tables, environment = _tables(), {name: os.environ.get(name) for name in _VARIABLES}
-        host = self._hosts.get(rank)
+        tables, environment, host = _tables(), dict(os.environ), self._hosts.get(rank)
         if host is not None:
             _put_tables((host.group, host.workspaces, host.streams))
             _environment(host.environment)
@@ -65,13 +65,18 @@ class Standins:
         finally:
             if rank in self._hosts:
                 self._hosts[rank].modules.take()
+                self._hosts[rank].environment = dict(os.environ)
             _put_tables(tables)
             _environment(environment)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, a program's code uses the stand-ins."""
+        """Inside, a program's code uses the stand-ins. Raises `InvalidArgument` if another thread checks a program:
+        its environment and modules are those of the process."""
+        if not _running.acquire(blocking=False):
+            raise InvalidArgument("another thread of this process checks a program; check one after the other")
         with ExitStack() as stack:
+            stack.callback(_running.release)
             stack.enter_context(_PATCHES.installed(self._current))
             stack.enter_context(cuda_device.CudaOnCpu(self._current))
             yield
@@ -90,18 +95,19 @@ def _put_tables(tables: tuple[Any, ...]) -> None:
     c10d._world.default_pg, symm_mem._group_name_to_workspace_tensor, symm_mem._backend_streams = tables
 
 
-def _environment(values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = str(value)
+def _environment(values: Mapping[str, str]) -> None:
+    now = dict(os.environ)
+    for name in now.keys() - values.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in values.items() if now.get(name) != value})
 
 
 def _launch(host: ProgramHost) -> Callable[..., None]:
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool = False, **given: Any) -> None:
         names = [p.name for p in kernel.params]
         values = dict(zip(names, args, strict=False))
+        if warmup:
+            return
         if len(args) > len(names) or values.keys() & given.keys():
             raise InvalidArgument(f"kernel {kernel.__name__} takes {', '.join(names)}; arguments do not fit")
         values |= {p.name: p.default for p in kernel.params if p.has_default} | given | values

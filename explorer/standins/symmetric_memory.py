@@ -159,6 +159,7 @@ def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., 
         (_SymmetricMemory, "get_backend"): lambda host: lambda device: "CUDA",
         (_SymmetricMemory, "set_backend"): lambda host: lambda name: None,
         (_SymmetricMemory, "set_group_info"): lambda host: lambda *args: None,
+        (symm_mem, "enable_symm_mem_for_group"): lambda host: lambda group_name: None,
     }
     if hasattr(symm_mem, "_should_use_implicit_mempool"):  # from torch 2.12 on: memory of a pool, which needs a GPU
         table[symm_mem, "_should_use_implicit_mempool"] = lambda host: lambda: False

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.autograd import grad_mode
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -31,12 +32,15 @@ class Hosts:
     ) -> None:
         self._states = [_seeded(seed * 64 + rank) for rank in range(world_size)]
         self._modes: dict[int, list[Any]] = {}
+        self._inference: dict[int, Any] = {}  # holds the caller's inference mode while the rank's, another one, rests
         self._memory, self._touched = memory, touched
 
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
         """Installs the state of a rank while its host code runs."""
-        outside, modes = _State(), _taken()
+        outside, modes, inference = _State(), _taken(), torch.is_inference_mode_enabled()
+        if rank in self._inference:
+            grad_mode._exit_inference_mode(self._inference.pop(rank))
         self._states[rank].put()
         _put_back(self._modes.get(rank, modes))
         try:
@@ -47,6 +51,8 @@ class Hosts:
                     yield
         finally:
             self._states[rank], self._modes[rank] = _State(), _taken()
+            if torch.is_inference_mode_enabled() != inference:
+                self._inference[rank] = grad_mode._enter_inference_mode(inference)
             outside.put()
             _put_back(modes)
 
@@ -65,17 +71,22 @@ def _put_back(modes: list[Any]) -> None:
 
 
 class _State:
-    """Random number generators and grad mode, as they are now."""
+    """Random number generators, grad mode, autocast and default dtype, as they are now."""
 
     def __init__(self) -> None:
         self.torch, self.python, self.numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        self.grad = torch.is_grad_enabled()
+        self.grad, self.dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+        self.autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
 
     def put(self) -> None:
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_grad_enabled(self.grad)
+        torch.set_default_dtype(self.dtype)
+        for device, (enabled, dtype) in self.autocast.items():
+            torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, dtype)
 
 
 def _seeded(seed: int) -> _State:

@@ -35,6 +35,10 @@ class Patches(Generic[_T]):
             self._thread.current = before
             self._change(-1)
 
+    def replacements(self) -> dict[int, Any]:
+        """While installed: the functions in the owners' place, by the ids of the owners' own."""
+        return {id(real): getattr(owner, name) for owner, name, real in self._real if real is not _MISSING}
+
     def _change(self, by: int) -> None:
         with self._lock:
             self._executions += by

@@ -85,6 +85,8 @@ def _check_unused(asked: dict[str, str], options: dict[str, Any]) -> None:
             f"--replay takes function, ranks and schedule from the report, so {', '.join(unused)} would have no "
             "effect; leave it out"
         )
+    if "calls" in asked and options["arguments"] is None:
+        raise click.UsageError("--calls is the number of calls with --args; give that, or leave it out")
     if "preemptions" in asked and options["strategy"] != "exhaustive":
         raise click.UsageError("--preemptions is the bound of --strategy exhaustive; give that, or leave it out")
 
