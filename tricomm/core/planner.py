@@ -77,8 +77,8 @@ class Planner:
         self.observer: Callable[[Request, LaunchPlan], LaunchPlan] | None = None
         self._group, self._faults, self._launcher, self._monitor = group, faults, launcher, monitor
         self._gpu, self._activity = group.gpu, activity
-        self.load = partial(faults.loaded, partial(self._compile_and_bind, machine_code.get))
-        refused = partial(self._compile_and_bind, partial(machine_code.get, refused=_NOT_NOW))
+        self.load = partial(faults.loaded, partial(_compile_and_bind, group, machine_code.get))
+        refused = partial(_compile_and_bind, group, partial(machine_code.get, refused=_NOT_NOW))
         self.bind = self.load if group.options.compile_after_set_up else partial(faults.loaded, refused)
 
     def plan(self, request: Request, dtype: torch.dtype | None, elements: int, aligned: bool) -> LaunchPlan:
@@ -111,14 +111,6 @@ class Planner:
         """Whether such a call of aligned tensors has been made, so that a graph may hold it."""
         aligned = request.collective == "all_reduce" or elements * dtype.itemsize % 16 == 0
         return any(plan.mode == "graph" for plan in self.planned(request, dtype, elements, aligned))
-
-    def _compile_and_bind(
-        self, by: Compile, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
-        more: Sequence[int | torch.Tensor],
-    ) -> BoundKernel:  # fmt: skip
-        group, runtime = self._group, self._group.runtime
-        runtime.compile(group.device, by, kernel, constexprs, bits, aligned)
-        return runtime.bind(kernel, blocks, constexprs, bits, aligned, more, group.argument, group.timeout)
 
     def forget(self) -> None:
         """Drop all plans; the next calls make new ones."""
@@ -207,6 +199,15 @@ class Planner:
                 self.router.facts = replace(self.router.facts, fallback=None, missing=str(error))
                 return
         self._monitor.watch(self.nccl)
+
+
+def _compile_and_bind(
+    group: Group, by: Compile, kernel: Any, blocks: int, constexprs: dict[str, Any], bits: int | None, aligned: bool,
+    more: Sequence[int | torch.Tensor],
+) -> BoundKernel:  # fmt: skip
+    runtime = group.runtime
+    runtime.compile(group.device, by, kernel, constexprs, bits, aligned)
+    return runtime.bind(kernel, blocks, constexprs, bits, aligned, more, group.argument, group.timeout)
 
 
 def choose(site: SelectionFacts, request: Request, nbytes: int, mode: str) -> Choice:
