@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ _VERSION = 2  # of the records
 NOT_BOUND = "registered memory is not bound to a multicast address (torch's symmetric memory with group= may be)"
 
 
-class Arena:
+class Arena(ABC):
     """One block of `nbytes` bytes for each rank.
 
     kind          of memory: "posix_shm", "cuda_vmm", "cuda_ipc", "local", "torch", or "none"
@@ -45,26 +46,26 @@ class Arena:
         check_view(self.nbytes, self.bases, rank, offset, shape, dtype.itemsize)
         return self._view(rank, offset, shape, dtype)
 
+    @abstractmethod
     def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """As `tensor`, of arguments that have been checked."""
-        raise NotImplementedError
 
-    def suspend(self) -> None:
+    def suspend(self) -> None:  # noqa: B027  # nothing to release by default
         """Release this rank's share of the memory and keep all addresses; does not wait for other ranks.
 
         No kernel of any rank may be using it. Raises `ResourceError` if a step is refused; the next `suspend`, `resume`
         or `close` tries it again."""
 
-    def resume(self, control: ControlPage, timeout: float) -> None:
+    def resume(self, control: ControlPage, timeout: float) -> None:  # noqa: B027
         """Zeroed memory at the same addresses; called by all ranks together, each after `suspend`.
 
         If it fails, all ranks release everything and raise the same error, as `open_arena` does."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release the memory; idempotent."""
-        raise NotImplementedError
 
-    def keep(self) -> None:
+    def keep(self) -> None:  # noqa: B027
         """Instead of `close`: all memory stays mapped, here and on the peers, until the process ends. Idempotent."""
 
 

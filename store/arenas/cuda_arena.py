@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 
@@ -49,7 +50,7 @@ class GpuSite:
             )
 
 
-class Blocks:
+class Blocks(ABC):
     """All ranks' blocks of one kind of memory. `allocate` and `map` run in the GPU's context; after `give_back` they
     run again and keep the addresses. `no_suspend` and `no_multicast`: why this kind cannot do that; empty if it can."""
 
@@ -62,16 +63,16 @@ class Blocks:
         assert self._site is not None, "allocate comes first"
         return self._site
 
+    @abstractmethod
     def allocate(self, site: GpuSite) -> bytes:
         """Make this rank's block, zeroed. Returns its record for the other ranks."""
-        raise NotImplementedError
 
-    def shared(self) -> None:
+    def shared(self) -> None:  # noqa: B027  # nothing to do by default
         """From now on a peer may map the block."""
 
+    @abstractmethod
     def map(self, records: Sequence[bytes], reach: Sequence[bool], deadline: Deadline) -> tuple[int, ...]:
         """The address of each rank's block; 0 without `reach`. Raises `RendezvousError` for records that do not fit."""
-        raise NotImplementedError
 
     def multicast(self, probe: int, deadline: Deadline) -> int:
         """The multicast address of all blocks, tested with the bytes from offset `probe` on; called by all ranks
@@ -82,11 +83,11 @@ class Blocks:
         """Release all memory and keep its addresses. May be repeated."""
         raise ResourceError(self.no_suspend)
 
+    @abstractmethod
     def release(self, undo: Cleanup) -> bool:
         """Release all blocks; False if this rank's block, and therefore its context, has to stay."""
-        raise NotImplementedError
 
-    def keep(self) -> None:
+    def keep(self) -> None:  # noqa: B027
         """Instead of `release`: all blocks stay, as every rank's mappings keep the memory alive."""
 
 

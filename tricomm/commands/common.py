@@ -37,7 +37,7 @@ class OutputFile(click.Path):
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range; `nan`, which lies in each for click, and `inf` are refused."""
+    """A number in a range. Refuses `nan`, which click accepts for any range, and `inf`."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)

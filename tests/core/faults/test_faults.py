@@ -1,4 +1,4 @@
-"""Nothing hangs: a killed, stopped, late or diverging rank is a named error on the others; nothing is left behind."""
+"""Nothing hangs: a killed, stopped, late or diverging rank is a named error on the others, and frees its memory."""
 
 from __future__ import annotations
 

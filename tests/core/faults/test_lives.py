@@ -17,7 +17,7 @@ from tests.core.bodies.common_bodies import communicator, endless, leftovers, mo
 
 
 def after_a_stop(rank, world_size, tell, url, other, limit, seconds):
-    """Ranks 0 and 1 lose the stopped rank 2, and work on in a group of their own, during which it goes on."""
+    """Ranks 0 and 1 lose the stopped rank 2 and make a group without it; rank 2 is resumed meanwhile."""
     comm = tricomm.init(
         url, rank, world_size, "cpu", options=tricomm.Options(arena_bytes=256 * 1024, stall_timeout=limit)
     )

@@ -1,4 +1,4 @@
-"""The monitor over a control page made of plain arrays: what runs counts, not what is queued behind it."""
+"""The monitor over a control page made of plain arrays: running calls count, queued ones do not."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_message_has_a_second_from_when_its_peer_went(gone):
 
 @pytest.mark.parametrize("killed", [1, 2])
 def test_a_rank_that_closes_after_a_death_is_not_blamed_for_it(killed, monkeypatch):
-    """It may have seen the death in another group, and closed this one before anybody looked at it."""
+    """It may have seen the death in another group and closed this one first."""
     control = Control()
     control.pages[0][layout.STARTED] = 5
     control.dead, control.closed = {killed}, {3 - killed}

@@ -23,7 +23,7 @@ from tricomm.store import process
 
 
 class Group:
-    """What a watcher needs of a monitor."""
+    """The part of a monitor that a watcher uses."""
 
     def __init__(self, busy=False, wrong=False):
         self.stopped, self.looked = False, 0.0

@@ -221,7 +221,7 @@ def test_scales_may_begin_anywhere(monkeypatch):
 
 
 def _refused(**changes):
-    """The message of a call of one rank with these changes; the group goes on."""
+    """The message of a call of one rank with these changes; the group stays usable."""
 
     def body(comm):
         x = torch.ones(4, 32)
