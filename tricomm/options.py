@@ -116,7 +116,7 @@ def tuned(options: Options, **forced: Any) -> Options:
 
 
 def with_environment(options: Options | None) -> Options:
-    """`options` (None: the defaults), overridden by the environment's switches for every group. Raises `InvalidArgument`."""
+    """`options`, by default `Options()`, with the environment's switches applied. Raises `InvalidArgument`."""
     options = options or Options()
     env.logs_routing()  # a router reads it when it must not fail any more
     if not env.compile_after_set_up():
