@@ -113,9 +113,10 @@ def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 
     """Run `body(rank, world_size, tell, *args)` on every rank; returns the values, raises where a rank failed."""
     with start(world_size, body, *args, timeout=timeout) as ranks:
         outcomes = ranks.results()
-    for rank, outcome in enumerate(outcomes):
-        if outcome.error is not None or outcome.code is not None:
-            raise AssertionError(f"rank {rank}: {outcome.error} {outcome.text} (exit code {outcome.code})")
+    failed = [(rank, at) for rank, at in enumerate(outcomes) if at.error is not None or at.code is not None]
+    if failed:
+        told = (f"rank {rank}: {at.error} {at.text} (exit code {at.code})" for rank, at in failed)
+        raise AssertionError("\n".join(told))
     return [outcome.value for outcome in outcomes]
 
 

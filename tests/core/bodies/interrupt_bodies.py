@@ -185,9 +185,9 @@ def constructor(rank, world_size, tell, folder, every):
     """Interrupt rank 0 at every `every`th line of its set-up; then both make another one over the same store."""
     folder, got = Path(folder), []
 
-    def make(number):
-        store = FileStore(f"{folder}/{number}", 2)
-        return tricomm.Communicator(store, rank, 2, "cpu", options=tricomm.Options(**{**SMALL, "timeout": 4.0}))
+    def make(name, timeout=60.0):
+        store = FileStore(f"{folder}/{name}", 2)
+        return tricomm.Communicator(store, rank, 2, "cpu", options=tricomm.Options(**{**SMALL, "timeout": timeout}))
 
     with Walk() as seen:
         first = make("first")
@@ -197,21 +197,22 @@ def constructor(rank, world_size, tell, folder, every):
         (folder / "count").write_text(str(len(lines)))
     with make("count of lines") as comm:
         comm.barrier()
-        count = int((folder / "count").read_text())
+        count = int((folder / "count").read_text())  # rank 1 may have run fewer lines
     before = leftovers()
     for number in range(count):
         caught, text, made = "nothing", "", None
         walk = Walk(KeyboardInterrupt, lines[number]) if rank == 0 else nullcontext()
         with walk:
             try:
-                made = make(number)
+                made = make(number, timeout=4.0)  # a rank that is stopped before the rendezvous costs it
                 made.barrier()
             except BaseException as error:
                 caught, text = type(error).__name__, str(error)
         heard = time.monotonic()
         close(made)
         raised = walk.raised if rank == 0 else None
-        got.append((caught, text, raised, heard, os.path.relpath(lines[number][0], HOME), lines[number][1]))
+        where = (os.path.relpath(lines[number][0], HOME), lines[number][1]) if rank == 0 else ("", 0)
+        got.append((caught, text, raised, heard, *where))
         together(folder, rank, number)
         with make(f"after {number}") as comm:  # both are well afterwards
             comm.barrier()
