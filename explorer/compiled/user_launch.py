@@ -39,13 +39,19 @@ def prepare(
     metadata = compiled.metadata
     if metadata.num_ctas != 1:
         raise InvalidArgument(
-            f"{metadata.name}: num_ctas={metadata.num_ctas}: clusters of blocks are not simulated; num_ctas=1 is"
+            f"{metadata.name}: num_ctas={metadata.num_ctas}: clusters of blocks are not simulated; take num_ctas=1"
+        )
+    if metadata.tensordesc_meta:
+        raise InvalidArgument(
+            f"{metadata.name} takes a tensor descriptor, which sm_{driver.capability} reads by TMA: not simulated; "
+            "compile for sm_80 (--compiled sm_80), where Triton makes ordinary loads and stores of it"
         )
     sizes = (metadata.global_scratch_size, metadata.profile_scratch_size)
     scratch = [torch.zeros(math.prod(blocks) * size, dtype=torch.uint8) if size else None for size in sizes]
-    packed = [_packed(value, kind, metadata.name) for value, kind in _flat(values, types)]
+    given = list(_flat(values, types))
+    packed = [_packed(value, kind, metadata.name) for value, kind in given]
     packed += [struct.pack("<Q", 0 if s is None else s.data_ptr()) for s in scratch]
-    tensors = tensors_in((*args, *scratch))
+    tensors = tensors_in(([value for value, _ in given], scratch))
 
     def run() -> None:
         function = _function(driver, compiled)
@@ -79,10 +85,12 @@ def _function(driver: SimulatedDriver, compiled: Any) -> int:
 
 
 def _flat(value: Any, kind: Any) -> Iterator[tuple[Any, str]]:
-    """Arguments and their types in the order of the parameters: tuples are passed element by element."""
+    """Arguments and their types in the order of the parameters: tuples and descriptors are passed part by part."""
     if isinstance(kind, tuple | list):
         for one, its in zip(value, kind, strict=True):
             yield from _flat(one, its)
+    elif kind.startswith("tensordesc"):
+        yield from jit_dispatch.descriptor_parts(value, kind)
     elif kind != "constexpr":
         yield value, kind
 

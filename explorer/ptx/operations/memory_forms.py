@@ -68,8 +68,9 @@ class MemoryForm:
 
 
 def place_of(instruction: Instruction) -> str:
-    """The text, PTX line and Python line of an instruction."""
-    where = f"{instruction.source[0].file}:{instruction.source[0].line}" if instruction.source else "no source line"
+    """The text, PTX line and Python line of an instruction: of Triton's own library, the line that calls it."""
+    lines = [line for line in instruction.source if "/triton/language/" not in line.file] or instruction.source
+    where = f"{lines[0].file}:{lines[0].line}" if lines else "no source line"
     return f"`{instruction.text.strip()}` (PTX line {instruction.line}, {where})"
 
 

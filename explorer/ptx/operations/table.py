@@ -8,6 +8,7 @@ from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.ptx.operations import (
     async_copies,
     matrix_access,
+    matrix_multiply,
     memory_calls,
     multicast,
     synchronisation,
@@ -25,7 +26,7 @@ MAKERS: dict[str, Maker] = {
     "prefetchu": synchronisation.nothing, "discard": synchronisation.nothing, "applypriority": synchronisation.nothing,
     "griddepcontrol": synchronisation.dependency, "pmevent": synchronisation.nothing,
     "nanosleep": synchronisation.nothing, "cp": async_copies.cp, "multimem": multicast.multimem,
-    "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix,
+    "ldmatrix": matrix_access.matrix, "stmatrix": matrix_access.matrix, "mma": matrix_multiply.multiply,
     "createpolicy": synchronisation.policy, "cvta": memory_calls.cvta,
 }  # fmt: skip
 CONTROL = ("bra", "ret", "exit", "trap", "brkpt")

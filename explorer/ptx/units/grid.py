@@ -10,6 +10,7 @@ import numpy as np
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.ptx import arithmetic
 from tricomm.explorer.ptx.analysis.limits import check_launch
+from tricomm.explorer.ptx.analysis.unsupported import unsupported
 from tricomm.explorer.ptx.blocks import BlockState
 from tricomm.explorer.ptx.generated.operand_code import Operands
 from tricomm.explorer.ptx.instructions import PtxKernel
@@ -34,7 +35,9 @@ def refuse_unknown(kernel: PtxKernel) -> None:
             elif instruction.opcode not in CONTROL and arithmetic.rule(instruction) is None:
                 raise unknown_form(instruction, "this instruction is not known")
         except InvalidArgument as error:
-            raise InvalidArgument(f"kernel {kernel.name}: {error}") from None
+            feature = unsupported(instruction)
+            refused = error if feature is None else unknown_form(instruction, feature)
+            raise InvalidArgument(f"kernel {kernel.name}: {refused}") from None
         except (AttributeError, IndexError, KeyError, StopIteration, TypeError, ValueError) as error:
             raise InvalidArgument(
                 f"kernel {kernel.name}: {unknown_form(instruction, f'its operands are not understood ({error})')}"
