@@ -69,11 +69,11 @@ class Stub(ModuleType):
 
 
 def with_arguments(
-    function: Callable[..., Any], arguments: str, calls: int, name: str, stubs: Sequence[str] = ()
+    function: Callable[..., Any], arguments: str, calls: int, name: str, stubs: Sequence[str] = (), config: int = 0
 ) -> Callable[[], Any]:
     """A program that makes `calls` calls of `function`, with arguments that each rank evaluates for each call: Python
     text, as between the brackets of a call, with the names of the function's module, torch, dist, symm_mem, rank and
-    world_size."""
+    world_size. Autotuned kernels take their configuration number `config`."""
     file, _, own = name.rpartition(":")
     try:
         tree = ast.parse(f"_function({arguments})", "--args", "eval")
@@ -95,8 +95,8 @@ def with_arguments(
 
     path = str(Path(file).resolve())
     subject: dict[str, Any] = {"file": path, "function": own, "sha256": digest(path), "arguments": arguments}
-    subject |= {"calls": calls, "stubs": list(stubs)}
-    program.subject, program.function = subject, function  # type: ignore[attr-defined]
+    subject |= {"calls": calls, "stubs": list(stubs), "config": config}
+    program.subject, program.function, program.config = subject, function, config  # type: ignore[attr-defined]
     return program
 
 
@@ -176,4 +176,7 @@ def of_report(report: Report) -> Callable[..., Any]:
         )
     name = f"{subject['file']}:{function}"
     found = from_file(name, subject.get("stubs", ()))
-    return with_arguments(found, subject["arguments"], int(subject["calls"]), name) if "arguments" in subject else found
+    if "arguments" not in subject:
+        return found
+    calls, config = int(subject["calls"]), int(subject.get("config", 0))
+    return with_arguments(found, subject["arguments"], calls, name, subject.get("stubs", ()), config)

@@ -21,6 +21,7 @@ class ProgramHost:
     def __init__(self, comm: Communicator, memory: Memory, board: dict[int, list[Any]], architecture: int) -> None:
         self.comm, self.memory, self.rank, self.world_size = comm, memory, comm.rank, comm.world_size
         self.architecture = architecture  # 90 of sm_90
+        self.config = 0  # the number of the configuration that autotuned kernels take
         self.in_program = False
         self.symmetric: Any = None  # its `SymmetricMemories`
         self.modules: Any = None  # its `ModuleState`

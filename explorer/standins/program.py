@@ -39,6 +39,7 @@ class Standins:
     def run(self, comm: Communicator) -> Any:
         """In a rank's host code: call the program, with a default process group."""
         host = ProgramHost(comm, self._memory, self._board, self._architecture)
+        host.config = getattr(self._program, "config", 0)
         host.symmetric, host.modules = SymmetricMemories(host), ModuleState(self._modules, _PATCHES.replacements())
         self._hosts[comm.rank] = host
         host.modules.put()
@@ -120,11 +121,16 @@ def _launch(host: ProgramHost) -> Callable[..., None]:
     return run
 
 
-def _first_config(host: ProgramHost) -> Callable[..., Any]:
-    """An autotuned kernel runs with its first configuration, because times mean nothing here."""
+def _one_config(host: ProgramHost) -> Callable[..., Any]:
+    """An autotuned kernel runs with one configuration, because times mean nothing here."""
 
     def run(tuner: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = tuner.configs[0]
+        if host.config >= len(tuner.configs):
+            raise InvalidArgument(
+                f"kernel {tuner.base_fn.__name__} has no configuration {host.config}; it has 0 to "
+                f"{len(tuner.configs) - 1}: {'; '.join(map(str, tuner.configs))}"
+            )
+        chosen = tuner.configs[host.config]
         given = {**kwargs, **chosen.all_kwargs()}
         if chosen.pre_hook is not None:
             chosen.pre_hook(dict(zip(tuner.arg_names, args, strict=False)) | given)
@@ -136,7 +142,7 @@ def _first_config(host: ProgramHost) -> Callable[..., Any]:
 _PATCHES = Patches(
     lambda: {
         (JITFunction, "run"): _launch,
-        (Autotuner, "run"): _first_config,
+        (Autotuner, "run"): _one_config,
         **process_group.patches(),
         **symmetric_memory.patches(),
         **cuda_device.patches(),

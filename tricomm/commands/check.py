@@ -33,6 +33,7 @@ _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpr
 @click.argument("function", required=False, metavar="[FILE.py:FUNCTION]")
 @click.option("--args", "arguments", help="Arguments of FUNCTION, a Python text that each rank evaluates.")
 @click.option("--calls", type=click.IntRange(1), default=2, show_default=True, help="Calls of FUNCTION with --args.")
+@click.option("--config", type=click.IntRange(0), help="Number of the configuration of autotuned kernels [default: 0].")
 @click.option("--stub", "stubs", multiple=True, help="A module that FILE.py imports and does not need here.")
 @click.option("--collective", help="Shipped kernels to check: a collective, a list, or all [default: all].")
 @click.option("--algorithm", help="Only these [default: all].")
@@ -214,15 +215,18 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
         if selected or options["blocks"] is not None:
             raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
         fn = subjects.from_file(options["function"], options["stubs"])
-        if options["arguments"] is not None:
-            call = options["arguments"], options["calls"], options["function"], options["stubs"]
+        if options["arguments"] is not None or options["config"] is not None:
+            if options["arguments"] is None and not is_program(fn):
+                raise InvalidArgument("--config chooses for autotuned kernels of a function that uses torch's memory")
+            calls = 1 if options["arguments"] is None else options["calls"]
+            call = options["arguments"] or "", calls, options["function"], options["stubs"], options["config"] or 0
             fn = subjects.with_arguments(fn, *call)
         size = options["world_size"] or (_RANKS if is_program(fn) else shipped.RANKS)
         yield settings["schedules"], 1
         yield options["function"], lambda told: campaign.check(fn, size, faults=faults, progress=told, **settings)
         return
-    if options["arguments"] is not None or options["stubs"]:
-        raise InvalidArgument("--args and --stub are for FILE.py:FUNCTION")
+    if options["arguments"] is not None or options["stubs"] or options["config"] is not None:
+        raise InvalidArgument("--args, --config and --stub are for FILE.py:FUNCTION")
     asked = shipped.kernels(options["collective"], options["algorithm"], options["protocol"])
     kernels, left_out = shipped.usable(asked, options["world_size"], options["compiled"])
     for line in left_out_lines(left_out.items()):

@@ -7,16 +7,37 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import triton
+import triton.language as tl
 from click.testing import CliRunner
 
+import tricomm
 from tests.explorer.standins import all_reduces
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import subjects
+from tricomm.explorer.report.report import Report
 
 ARGUMENTS = "float(rank + 1), count=70"
 LAST = "    barrier(pads, RANK, WORLD_SIZE, True, False)  # 2\n"
 HEAD = "from gpu_only import registered\nfrom . import names\n\n\n@registered(names.NAME)\ndef one_shot("
+
+
+@triton.autotune([triton.Config({"BLOCK": 128}, num_warps=2), triton.Config({"BLOCK": 64}, num_warps=1)], key=[])
+@triton.jit
+def block_size(out, BLOCK: tl.constexpr):
+    tl.store(out, BLOCK)
+
+
+def of_a_communicator(comm):
+    raise AssertionError("never called")
+
+
+def chosen():
+    out = torch.zeros(1, dtype=torch.int32, device="cuda")
+    block_size[(1,)](out)
+    return out.tolist()
 
 
 @pytest.fixture
@@ -54,8 +75,30 @@ def test_what_does_not_fit_is_said(package):
         ((name, "--args", "1.0"), "--stub gpu_only replaces it"),
         ((name, "--args", "1.0 +", "--stub", "gpu_only"), "--args '1.0 +'"),
         ((name, "--args", "1.0", "--stub", "gpu_only", "--ignore", "bug"), "ignore=('bug',)"),
-        (("--args", "1.0"), "--args and --stub are for FILE.py:FUNCTION"),
+        (("--args", "1.0"), "--args, --config and --stub are for FILE.py:FUNCTION"),
+        (("--config", 1), "--args, --config and --stub are for FILE.py:FUNCTION"),
+        (
+            (name, "--config", 1, "--stub", "gpu_only", "--args", "1.0", "--config", 2),
+            "has no configuration 2; it has 0 to 1",
+        ),
+        ((f"{__file__}:of_a_communicator", "--config", 1), "--config chooses for autotuned kernels"),
     ):
         assert said in run(*arguments, code=2)
     with pytest.raises(InvalidArgument, match="no function 'none'; it has .*one_shot"):
         subjects.from_file(f"{package}:none", ("gpu_only",))
+
+
+@pytest.mark.parametrize(("config", "block"), [(0, 128), (1, 64)])
+def test_an_autotuned_kernel_takes_the_configuration_that_is_chosen(config, block):
+    program = subjects.with_arguments(chosen, "", 1, f"{__file__}:chosen", config=config)
+    assert tricomm.simulate(program, 2) == [[[block]], [[block]]]
+
+
+def test_a_report_keeps_configuration_and_stubs(package, tmp_path):
+    report = tmp_path / "report.json"
+    asked = (f"{package}:one_shot", "--args", ARGUMENTS, "--stub", "gpu_only", "--config", 1, "--schedules", 8)
+    run(*asked, "--report", report, code=1)
+    subject = json.loads(report.read_text())["subject"]
+    assert (subject["config"], subject["stubs"]) == (1, ["gpu_only"])
+    again = subjects.of_report(Report.load(report))
+    assert again.subject == subject and again.config == 1
