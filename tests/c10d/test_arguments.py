@@ -1,4 +1,4 @@
-"""Bad input that one rank alone can see, call by call: what, where and remedy; nothing is sent, the group goes on."""
+"""Bad input that one rank can see: the error names the argument and the remedy, nothing is sent, the group works."""
 
 import warnings
 from datetime import timedelta
@@ -29,7 +29,7 @@ def group():
     made = group_over(HashStore(), 0, 1, timedelta(seconds=60))
     yield made
     x = ones(3)
-    made.allreduce([x]).wait()  # whatever was refused, the group goes on
+    made.allreduce([x]).wait()  # the group still works after the refusal
     assert x.tolist() == [1.0] * 3
     made.shutdown()
 
@@ -132,7 +132,7 @@ def test_the_object_that_torch_has_for_the_cpu_runs_nothing(group):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_split_group_is_torchs_to_refuse():
+def test_torch_itself_refuses_split_group():
     dist.init_process_group("tricomm", store=HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="device|not support splitting"):

@@ -137,7 +137,7 @@ def test_in_one_thread_it_would_wait_for_ever(calls, monkeypatch):
         future.wait()
 
 
-def test_lines_have_keys_of_their_names():
+def test_a_calls_key_is_the_same_on_every_rank():
     a, b = CallQueue("a"), CallQueue("b")
     keys = [[], []]
     for queue, seen in zip((a, b), keys, strict=True):

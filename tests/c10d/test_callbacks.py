@@ -1,4 +1,4 @@
-"""Callbacks of futures: order never depends on time, a future does what torch's own do, and errors of one rank."""
+"""Callbacks of futures: their calls' order does not depend on time, futures behave like torch's, errors of one rank."""
 
 import gc
 import os
@@ -101,14 +101,14 @@ def test_tensors_of_inference_mode(rank, world_size, tell, url, route):
         return wrong
 
 
-def test_an_error_before_anything_is_sent_is_told_and_costs_nobody_the_group(url):
+def test_an_error_before_anything_is_sent_reaches_all_ranks_and_the_group_still_works(url):
     (told, soon, after), (error, also_soon, same) = ranks.run(2, bodies.of_one_rank, url, "gloo", "before")
     assert error == "RuntimeError: no room here" and soon and also_soon
     assert told.startswith("CollectiveMismatch") and "a rank cannot make the call" in told and "no room here" in told
     assert after == same == [2.0] * 3
 
 
-def test_an_error_after_the_last_message_is_of_that_rank_alone(url):
+def test_an_error_after_the_last_message_is_raised_on_that_rank_only(url):
     (none, soon, after), (error, also_soon, same) = ranks.run(2, bodies.of_one_rank, url, "gloo", "after")
     assert (none, error) == ("none", "RuntimeError: no room here") and soon and also_soon
     assert after == same == [2.0] * 3
@@ -159,7 +159,7 @@ def test_a_callback_that_ends_its_thread_lets_later_ones_run(calls):
         ended.wait()
 
 
-def test_collect_all_refuses_what_torch_refuses(calls):
+def test_collect_all_refuses_the_arguments_that_torch_refuses(calls):
     future = calls.run(lambda turn: None, "", [], True).get_future()
     for wrong in ([future, None], [future, 5], None):
         with pytest.raises((TypeError, RuntimeError)):
@@ -168,7 +168,7 @@ def test_collect_all_refuses_what_torch_refuses(calls):
     assert torch.futures.wait_all(f for f in (future, future)) == [[], []]
 
 
-def test_set_exception_refuses_what_is_no_exception(calls):
+def test_set_exception_refuses_values_that_are_not_exceptions(calls):
     future = blocked(calls, gate := threading.Event()).get_future()
     with pytest.raises(InvalidArgument, match="found str"):
         future.set_exception("no")
@@ -197,7 +197,7 @@ def _error(wait):
         return type(error)
 
 
-def test_if_no_thread_can_start_a_call_of_another_thread_is_refused_too(calls, monkeypatch):
+def test_if_no_thread_can_start_calls_of_two_threads_are_refused(calls, monkeypatch):
     def no_thread(*_):
         """Another thread queues a call while this one's is refused."""
         other = threading.Thread(target=lambda: later.append(named(True)))

@@ -1,4 +1,4 @@
-"""What the ranks of a c10d group agree on: whoever writes to the store without the token changes none of it."""
+"""The exchange of capabilities in a c10d group: without the token, a process that writes to the store has no effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOKEN = b"secret"
 
 
 class Attacked(Store):
-    """A store that anybody may write to: whatever rank 1 says of itself is what `forge` makes of it."""
+    """A store in which an attacker replaces the record of rank 1 by `forge(record)`."""
 
     def __init__(self, forge: Callable[[bytes], bytes]) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Attacked(Store):
 
 
 def outcomes(store, world_size: int = 3, timeout: float = 2.0):
-    """What `exchange_capabilities` gives, or raises, on every rank."""
+    """Run `exchange_capabilities` on every rank; return each one's result or error."""
 
     def run(rank: int):
         try:
@@ -97,12 +97,12 @@ def test_the_comparison_of_calls_is_on_otherwise(value, monkeypatch):
     assert [one.check for one in outcomes(HashStore())] == [True] * 3
 
 
-def test_a_senseless_wish_about_the_comparison_is_named(monkeypatch):
+def test_an_invalid_setting_of_the_comparison_is_named(monkeypatch):
     monkeypatch.setenv("TRICOMM_CHECK", "never")
     assert all("TRICOMM_CHECK='never'" in str(error) for error in outcomes(HashStore()))
 
 
-def test_a_rank_whose_settings_make_no_sense_is_named_at_once():
+def test_a_rank_with_invalid_settings_is_named_at_once():
     store = HashStore()
 
     def run(rank: int):
@@ -124,21 +124,21 @@ def test_a_rank_whose_settings_make_no_sense_is_named_at_once():
         assert isinstance(error, RendezvousError) and "TRICOMM_BATCH_INVARIANT='x'" in str(error)
 
 
-def test_a_record_forged_without_the_token_is_refused(token):
+def test_a_forged_record_without_the_token_is_refused(token):
     results = outcomes(Attacked(without_checks))
     for rank in (0, 2):
         assert isinstance(results[rank], RendezvousError) and "rank 1's record: bad MAC" in str(results[rank])
 
 
-def test_without_the_check_of_the_seal_the_forged_record_is_believed(token, monkeypatch):
-    """What it is good for: the others lose their checks. The ranks still notice that they read different records."""
+def test_without_the_check_of_the_seal_a_forged_record_is_accepted(token, monkeypatch):
+    """Takes the seal away: the other ranks lose their checks. They still notice that they read different records."""
     monkeypatch.setattr(records, "_check_seal", lambda *record: None)
     monkeypatch.setattr(Generation, "_unconfirmed", lambda one: [] if one._digest else one._others)
     results = outcomes(Attacked(without_checks))
     assert [one.check for one in results] == [False, True, False]
 
 
-def test_a_forged_failure_is_not_believed(monkeypatch):
+def test_a_forged_failure_is_ignored(monkeypatch):
     def forged() -> HashStore:
         store, nonce = HashStore(), b"f" * records.NONCE_BYTES
         left = Departure(Ending.TOLD_ALL, 1, 2, 1, nonce, (NOBODY, nonce), "PeerDied", "forged")
@@ -159,20 +159,20 @@ def old_record(switches: int) -> bytes:
 
 
 def test_an_old_record_of_another_group_is_refused(token):
-    missing = r"rank\(s\) \[(0, )?1(, 2)?\] did not come"  # the other honest rank may have given up before
+    missing = r"rank\(s\) \[(0, )?1(, 2)?\] did not come"  # the other honest rank may have aborted first
     words = [missing, "says that it is rank 1, and so does this one", missing]
     for error, word in zip(outcomes(Attacked(lambda data: old_record(0))), words, strict=True):
         assert isinstance(error, RendezvousError) and re.search(word, str(error))
 
 
-def test_without_the_confirmation_an_old_record_is_believed(token, monkeypatch):
+def test_without_the_confirmation_an_old_record_is_accepted(token, monkeypatch):
     monkeypatch.setattr(Generation, "_unconfirmed", lambda one: [] if one._digest else one._others)
     first, _, last = outcomes(Attacked(lambda data: old_record(0)))
     assert [first.check, last.check] == [False, False]
 
 
-def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monkeypatch):
-    """Ranks of the Gloo route write into the store why they give a group up."""
+def test_a_forged_reason_to_abort_a_group_is_ignored(token, monkeypatch):
+    """Ranks on the Gloo route write their reason to abort a group into the store."""
     store = HashStore()
     transports = [
         SimpleNamespace(store=store, rank=rank, world_size=3, others=[1, 2], generation="now") for rank in range(3)
@@ -184,12 +184,12 @@ def test_a_reason_to_give_a_group_up_that_was_forged_is_not_believed(token, monk
     old = SimpleNamespace(**{**vars(transports[1]), "generation": "before"})
     waits.publish_reason(old, PeerDied("rank 0 has ended"))  # with the token, for another group
     assert waits._PublishedReasons(transports[0]).read() == {}
-    waits.publish_reason(transports[2], PeerDied("rank 7 has ended"))  # another's hides no reason
+    waits.publish_reason(transports[2], PeerDied("rank 7 has ended"))  # a forged value does not hide the real reason
     assert list(waits._PublishedReasons(transports[0]).read()) == [2]
     store.delete_key("2")
     monkeypatch.delenv("TRICOMM_TOKEN")
-    waits.publish_reason(transports[1], GroupAborted("forged"))  # whoever writes has no token
-    assert waits._PublishedReasons(transports[0]).read()  # nor has the reader: the same bytes are believed
+    waits.publish_reason(transports[1], GroupAborted("forged"))  # the writer has no token
+    assert waits._PublishedReasons(transports[0]).read()  # nor has the reader, so it accepts the same bytes
     monkeypatch.setenv("TRICOMM_TOKEN", TOKEN.decode())
     assert waits._PublishedReasons(transports[0]).read() == {}
     monkeypatch.setattr(records, "_check_seal", lambda *record: None)

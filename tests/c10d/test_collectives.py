@@ -19,7 +19,7 @@ from tricomm.errors import CollectiveMismatch
 
 LARGE = message_collectives._SCATTER_BYTES
 both_routes = pytest.mark.parametrize("route", ROUTES)
-# Interpreted, a call takes long: of all pairs of type and operation so many that each of either is there.
+# Interpreted calls are slow, so only every third pair is run, which covers each type and each operation.
 REST = pytest.param("kernels", 1, marks=pytest.mark.soak)
 PAIRS = pytest.mark.parametrize(("route", "step"), [("gloo", 1), ("kernels", 3), REST])
 
@@ -49,7 +49,7 @@ def test_every_call_of_every_type_and_operation(world_size, route, step, url):
 @both_routes
 @ranks.each(3, [], timeout=200)
 def test_premultiplied_sums(rank, world_size, tell, url, route):
-    """PREMUL_SUM by every call that reduces. What is no output, or is refused, keeps its values."""
+    """PREMUL_SUM in every call that reduces. Inputs, and outputs of refused calls, keep their values."""
     wrong, factor = [], 4.0
     with default_group(rank, world_size, url, route) as group:
 
@@ -173,7 +173,7 @@ def test_tensors_that_are_not_contiguous(rank, world_size, tell, url, route):
 @both_routes
 @ranks.each(3, [], timeout=200)
 def test_coalesced_calls(rank, world_size, tell, url, route):
-    """What `tests.soak.fuzz_calls` has not: coalesced calls of other kinds, barriers."""
+    """Calls that `tests.soak.fuzz_calls` does not make: coalesced calls of other kinds, barriers."""
     wrong = []
     mine = [of(rank, (n,), call=n) for n in (3, 7, 1)]
     with default_group(rank, world_size, url, route) as world:
@@ -308,7 +308,7 @@ def dies(rank, world_size, tell, url, lost, exchange):
 
 
 def mismatches(rank, world_size, tell, url, checked):
-    """What is raised if the ranks' broadcasts differ; whether the group's next one is right."""
+    """Broadcasts that differ between ranks: send each one's error, and whether the group's next broadcast is right."""
     os.environ["TRICOMM_CHECK"] = str(int(checked))
     said = []
     with default_group(rank, world_size, url, timeout=10.0):
@@ -346,7 +346,7 @@ def test_a_rank_that_dies_in_the_middle_of_a_broadcast_is_named(lost, exchange, 
             assert kind == "PeerDied" and f"[{lost}]" in text and seconds < 2.0, outcome.value
 
 
-def test_different_broadcasts_are_refused_and_the_group_goes_on(url):
+def test_different_broadcasts_are_refused_and_the_group_still_works(url):
     for said in ranks.run(4, mismatches, url, True):
         assert [kind for kind, _ in said] == ["CollectiveMismatch"] * 3, said
 

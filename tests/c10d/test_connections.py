@@ -63,7 +63,7 @@ def after_one_that_is_not_waited_for():
 
 
 def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=2):
-    """Rank `victim` is in the test's hands; the others wait for it."""
+    """Wait in a call for rank `victim`, which the test kills or stops."""
     if unwatched:
         waits.Wait.look = lambda waiting: None
     calls = {
@@ -87,7 +87,7 @@ def survivor(rank, world_size, tell, url, timeout, way, unwatched=False, victim=
 
 
 def survivors(url, hurt, timeout, way, unwatched=False, victim=2, limit=60.0):
-    """What the others say when `hurt` is done to one of 3 ranks, 0.3 s into their call."""
+    """Send the signal `hurt` to one of 3 ranks 0.3 s into their call; return the outcomes of the other two."""
     with ranks.start(3, survivor, url, timeout, way, unwatched, victim, timeout=limit) as started:
         pids = started.messages()
         time.sleep(0.3)
@@ -104,7 +104,7 @@ def survivors(url, hurt, timeout, way, unwatched=False, victim=2, limit=60.0):
 def test_a_killed_peer_is_named_at_once(way, url):
     pids, results = survivors(url, signal.SIGKILL, 20.0 if way != "any" else 3.0, way)
     for kind, text, seconds in results:
-        # Another rank might still send to any rank that asks: the dead one is named when the time is up.
+        # Another rank might still send, so a receive from any rank names the dead one only at its timeout.
         assert kind == "PeerDied" and f"[2] (pid {pids[2]}) has ended" in text, text
         assert seconds < 5.0 + 3.0 * (way == "any")
         assert way.replace("async", "all_reduce").replace("next", "all_reduce").replace("any", "recv from any") in text
@@ -117,27 +117,27 @@ def test_a_killed_peer_is_named_without_a_store():
         assert seconds < 5.0
 
 
-def test_a_stopped_peer_is_called_stopped(url):
+def test_a_stopped_peer_is_reported_as_stopped(url):
     pids, results = survivors(url, signal.SIGSTOP, 3.0, "all_reduce")
     for kind, text, seconds in results:
         assert kind == "PeerStalled" and f"rank 2 (pid {pids[2]}) is stopped" in text, text
         assert 2.0 < seconds < 8.0
 
 
-def test_a_peer_that_never_comes_is_named_when_the_time_is_up(url):
+def test_a_peer_that_never_calls_is_named_at_the_timeout(url):
     _, results = survivors(url, None, 2.0, "barrier")
     for kind, text, seconds in results:
         assert kind == "CollectiveTimeout" and "timed out" in text and "rank(s) [2] have not come" in text, text
         assert 1.0 < seconds < 5.5
 
 
-def test_a_wait_that_does_not_look_at_the_time_has_no_end(url):
+def test_without_the_deadline_a_wait_never_returns(url):
     with pytest.raises(TimeoutError):
         survivors(url, None, 2.0, "barrier", unwatched=True, limit=10.0)
 
 
 def leaves(rank, world_size, tell, url, how):
-    """The last rank goes while the others wait; `slow`: rank 1 comes late, and rank 0 hears it before."""
+    """The last rank leaves while rank 0 waits; rank 1 calls 5 s late, and rank 0 must notice before that."""
     dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=20))
     dist.barrier()
     if rank == world_size - 1:
@@ -171,7 +171,7 @@ def leaves(rank, world_size, tell, url, how):
         ("fails", "GroupAborted", "rank 2 has no more data", 3.0),
     ],
 )
-def test_a_peer_that_goes_is_heard_before_a_slow_one_comes(how, kind, words, within, url):
+def test_a_peer_that_leaves_is_noticed_before_a_slow_one_calls(how, kind, words, within, url):
     with ranks.start(3, leaves, url, how) as started:
         first, late, gone = started.results()
         pid = started.pids[2]
@@ -183,7 +183,7 @@ def test_a_peer_that_goes_is_heard_before_a_slow_one_comes(how, kind, words, wit
 
 
 @ranks.each(3, True)
-def test_a_peer_that_went_after_its_part_is_no_fault(rank, world_size, tell, url):
+def test_a_peer_that_leaves_after_its_part_is_no_fault(rank, world_size, tell, url):
     os.environ["TRICOMM_CHECK"] = "0"
     dist.init_process_group("tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
     dist.barrier()
@@ -225,7 +225,7 @@ def test_a_lack_of_descriptors_is_named_on_all_ranks(url):
 
 
 @pytest.mark.soak
-def test_without_the_count_a_lack_of_descriptors_is_told_less_well(url):
+def test_without_the_count_the_error_does_not_name_the_lack_of_descriptors(url):
     results = ranks.run(3, few_descriptors, url, False, timeout=120)
     assert any(outcome[0] != "ResourceError" for outcome, _ in results), results
 
@@ -235,7 +235,7 @@ def _threads():
 
 
 def many_groups(rank, world_size, tell, url, count):
-    """What `count` groups cost this process in threads and descriptors, while they are there and afterwards."""
+    """Count the threads and descriptors that `count` groups add to a process, before and after they are destroyed."""
     with default_group(rank, world_size, url):
         x = torch.ones(2)
         dist.all_reduce(x)
@@ -282,7 +282,7 @@ def test_idle_helpers_hold_no_descriptors(url):
 
 
 @pytest.mark.parametrize("how, ends", [("hooked", True), ("unhooked", False)])
-def test_a_forked_child_ends_at_once_and_the_group_goes_on(how, ends, fresh, tmp_path):
+def test_a_forked_child_exits_at_once_and_the_group_still_works(how, ends, fresh, tmp_path):
     for code, out, said in fresh.run(tmp_path, BEGIN + FORK, f"file://{tmp_path}/store", "gloo", how):
         assert (code == 0 and out.strip() == "ended") == ends, out + said
 
@@ -302,7 +302,7 @@ def interrupted_among_others(rank, world_size, tell, url):
 
 
 @pytest.mark.parametrize("turn", range(2))
-def test_an_interrupt_among_asynchronous_calls_is_heard_at_once(turn, tmp_path):
+def test_peers_learn_of_an_interrupt_among_asynchronous_calls_at_once(turn, tmp_path):
     tmp_path.chmod(0o700)
     (kind, raised), *others = ranks.run(4, interrupted_among_others, f"file://{tmp_path}/store")
     assert kind == "ZeroDivisionError"

@@ -1,4 +1,4 @@
-"""The decision of a route: a pure function of what all ranks share."""
+"""The choice of a route is a pure function of arguments that are the same on all ranks."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_routes(site, call, path, word):
     assert route.backend == path and word in route.reason
 
 
-def test_without_anybody_behind_the_kernels_the_refusal_says_why():
+def test_a_refusal_without_a_fallback_says_why():
     with pytest.raises(errors.InvalidArgument, match="complex32.*no backend for it"):
         decide(GroupFacts("cuda", 8, 1, None, None), "all_reduce", torch.complex32, "sum", 8)
 
 
-BY_KERNELS = sorted(set(COLLECTIVES) - {"all_to_all"})  # even exchanges are uneven ones
+BY_KERNELS = sorted(set(COLLECTIVES) - {"all_to_all"})  # an even all-to-all runs the kernel of the uneven one
 
 
 def test_every_collective_has_a_kernel():
@@ -69,12 +69,12 @@ def test_every_collective_has_a_kernel():
         assert decide(CPU, collective, torch.float32, op, None).backend == "kernels"
 
 
-def test_an_operation_that_a_type_lacks_goes_elsewhere():
+def test_an_operation_that_a_type_lacks_is_not_routed_to_the_kernels():
     assert decide(CPU, "all_reduce", torch.complex64, "prod", 8).backend == "gloo"
     assert decide(CPU, "all_reduce", torch.complex64, "sum", 8).backend == "kernels"
 
 
-def test_whatever_is_routed_to_the_kernels_can_be_run_there():
+def test_every_call_that_is_routed_to_the_kernels_has_one():
     for collective in BY_KERNELS:
         comm = Mock()
         dispatch._by_kernels(comm, GroupCall(collective, torch.ones(2), torch.ones(2), splits=([2], [2])))
@@ -91,13 +91,13 @@ def member(node=b"n" * 16, flags=0b1111, pid=1):
     [
         ([member(), member()], 1, True, True, True),
         ([member(), member(b"m" * 16)], 2, True, True, True),
-        ([member(), member(flags=0b1110)], 1, False, True, True),  # one rank alone has TRICOMM_CPU=kernels
+        ([member(), member(flags=0b1110)], 1, False, True, True),  # only one rank has TRICOMM_CPU=kernels
         ([member(), member(flags=0b1011)], 1, True, False, True),
         ([member(), member(flags=0b0111)], 1, False, True, True),
         ([member(), member(flags=0b1101)], 1, True, True, False),
     ],
 )
-def test_one_conclusion_of_what_all_ranks_say(said, nodes, cpu, cuda, check):
+def test_all_ranks_conclude_the_same_from_their_records(said, nodes, cpu, cuda, check):
     for order in (said, said[::-1]):
         agreed = capabilities._conclude(order, None)
         assert (agreed.nodes, agreed.check) == (nodes, check)
@@ -172,14 +172,14 @@ def two_nodes(rank, world_size, tell, url):
     return *results, " ".join(lines)
 
 
-def test_over_nodes_all_goes_to_gloo_and_groups_inside_a_node_to_the_kernels(url):
+def test_groups_across_nodes_use_gloo_and_groups_within_a_node_the_kernels(url):
     for rank, (whole, part, other, text) in enumerate(ranks.run(4, two_nodes, url)):
         assert whole == other == {"gloo": 1, "kernels": 0} and part == {"gloo": 0, "kernels": 1}
         assert text.count("-> gloo: the group spans 2 nodes") == (0 if rank else 2)
 
 
 @ranks.each(2, ("gloo", 2.0))
-def test_one_rank_that_wants_kernels_alone_gets_gloo_with_the_others(rank, world_size, tell, url):
+def test_all_ranks_use_gloo_if_only_one_asks_for_kernels(rank, world_size, tell, url):
     with default_group(rank, world_size, url, "kernels" if rank == 1 else "gloo"):
         x = torch.ones(3)
         moved = _moved(lambda: dist.all_reduce(x))
@@ -200,6 +200,6 @@ def handshake_fails(rank, world_size, tell, url):
         return tricomm.stats()["gloo"], world._dispatcher.router(torch.device("cpu")).facts.no_kernels
 
 
-def test_no_shared_memory_is_found_jointly_and_goes_to_gloo(url):
+def test_ranks_without_shared_memory_agree_on_gloo(url):
     for counted, text in ranks.run(2, handshake_fails, url):
         assert counted == {"all_reduce": 2} and "cannot share memory" in text and "no memory here" in text

@@ -41,7 +41,7 @@ def test_every_operation_has_the_bits_of_the_reference(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_minus_nought_is_less_than_nought_and_nan_is_handed_on(dtype):
+def test_minus_zero_is_less_than_zero_and_nan_propagates(dtype):
     a = torch.tensor([0.0, -0.0, 0.0, float("nan"), 1.0] * 20).to(dtype)
     b = torch.tensor([-0.0, 0.0, 0.0, 1.0, float("nan")] * 20).to(dtype)
     for op, signs in (("min", [True, True, False]), ("max", [False, False, False])):
@@ -70,7 +70,7 @@ def test_unsigned_types_that_torch_cannot_add(dtype, most):
 
 @pytest.mark.parametrize("op", ["sum", "avg"])
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
-def test_an_infinite_half_of_a_complex_number_leaves_the_other_half_alone(dtype, op):
+def test_an_infinite_part_of_a_complex_number_does_not_change_the_other_part(dtype, op):
     parts = [torch.tensor([complex(float("inf"), 1), complex(2, 3)], dtype=dtype), torch.ones(2, dtype=dtype)]
     out = torch.empty(2, dtype=dtype)
     reduce_into(op, parts, out)
@@ -83,7 +83,7 @@ def test_an_operation_that_is_not_known_is_refused():
         reduce_into("premul_sum", [torch.ones(2), torch.ones(2)], torch.empty(2))
 
 
-def test_floats_without_a_sign_are_no_unsigned_integers():
+def test_unsigned_floats_are_not_treated_as_unsigned_integers():
     parts = [torch.tensor([1.0, 4.0, 0.5]).to(torch.float8_e8m0fnu) for _ in range(2)]
     for op, want in (("sum", [2.0, 8.0, 1.0]), ("max", [1.0, 4.0, 0.5]), ("prod", [1.0, 16.0, 0.25])):
         out = torch.empty_like(parts[0])

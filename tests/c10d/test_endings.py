@@ -1,4 +1,4 @@
-"""Processes that end without saying goodbye, and groups that are destroyed with calls under way."""
+"""Processes that exit without destroying their group, and groups that are destroyed with calls in flight."""
 
 import socket
 
@@ -19,7 +19,7 @@ ENDS = {
     "nothing destroyed": "dist.all_reduce(x, async_op=True).wait()",
     "handles dropped": "[dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]; dist.barrier()",
     "destroyed under way": "[dist.all_reduce(x, async_op=True) for _ in range(20)]; dist.destroy_process_group()",
-    # The other rank ends while the interpreter of this one does: a thread that comes back from Gloo then aborts it.
+    # The peer exits while this interpreter shuts down: a thread that returns from Gloo at that time would abort it.
     "a call nobody joins": """
 class Slow:
     def __del__(self):
@@ -45,7 +45,7 @@ rank or done.wait()
     "an exception": "dist.barrier(); raise SystemExit(0)",
 }
 
-# What may end in a way of its own, one of it on both routes.
+# The endings that the quick run covers: each on one route, one of them on both.
 QUICK = {
     ("handles dropped", "kernels"),
     ("destroyed under way", "gloo"),
@@ -70,7 +70,7 @@ def test_a_process_ends_with_its_own_exit_code(how, route, fresh, tmp_path):
         assert "Traceback" not in said and "terminate" not in said, said
 
 
-def test_who_ends_after_the_server_of_the_store_sees_no_stack_trace(fresh, tmp_path):
+def test_a_rank_that_exits_after_the_store_server_prints_no_stack_trace(fresh, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -79,7 +79,7 @@ def test_who_ends_after_the_server_of_the_store_sees_no_stack_trace(fresh, tmp_p
         assert code == 0 and "TCPStore" not in said, said
 
 
-def test_a_communicator_that_is_not_closed_is_closed_at_the_end_which_is_said_in_one_line(fresh, tmp_path):
+def test_an_open_communicator_is_closed_at_exit_and_one_line_says_so(fresh, tmp_path):
     script = """
 import sys, torch, tricomm
 options = tricomm.Options(arena_bytes=262144)

@@ -19,7 +19,7 @@ from tricomm.c10d.group_calls import OPERATIONS
 
 
 class Recorder:
-    """Stands for a communicator on a GPU."""
+    """A fake of a communicator on a GPU."""
 
     def __init__(self):
         self.calls, self.known = [], set()
@@ -120,7 +120,7 @@ def test_a_group_and_its_dispatcher_are_in_no_circle_of_references():
         gc.enable()
 
 
-def test_an_interrupt_on_the_fast_path_gives_the_group_up(group, comm, monkeypatch):
+def test_an_interrupt_on_the_fast_path_aborts_the_group(group, comm, monkeypatch):
     def interrupted(op, x):
         raise KeyboardInterrupt
 
@@ -132,7 +132,7 @@ def test_an_interrupt_on_the_fast_path_gives_the_group_up(group, comm, monkeypat
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_host_time_is_measured_and_says_what_it_is():
+def test_host_time_is_measured_and_labelled():
     measured = c10d_overhead.measure(64, 50, 2)
     assert measured["fake_us"] > 0 and measured["c10d_us"] > 0 and measured["c10d_over_fake"] > 0
     assert measured["communicator_over_fake"] > 0
@@ -140,7 +140,7 @@ def test_host_time_is_measured_and_says_what_it_is():
     assert not dist.is_initialized()
 
 
-def test_a_groups_first_call_is_not_captured_and_the_group_goes_on(group, monkeypatch):
+def test_a_groups_first_call_is_refused_in_a_capture_and_the_group_still_works(group, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     with pytest.raises(tricomm.InvalidArgument, match="make one call before the capture"):

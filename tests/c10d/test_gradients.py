@@ -87,7 +87,7 @@ def _two(rank, shape, call):
 
 @pytest.mark.parametrize("route", ROUTES)
 @ranks.each(2, [])
-def test_tensors_that_wrap_others(rank, world_size, tell, url, route):
+def test_tensors_that_wrap_other_tensors(rank, world_size, tell, url, route):
     wrong = []
     n = world_size
     with default_group(rank, n, url, route) as world:

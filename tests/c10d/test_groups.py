@@ -70,7 +70,7 @@ def test_device_mesh(route, url):
 @pytest.mark.parametrize("route", ROUTES)
 @ranks.each(2, [])
 def test_wrap(rank, world_size, tell, url, route):
-    """A gloo group, accelerated: c10d takes the wrapper wherever it takes a group, and the group goes on."""
+    """`wrap` of a gloo group: c10d accepts the wrapper wherever it accepts a group, and the gloo group stays usable."""
     wrong = []
     with default_group(rank, world_size, url, route, backend="gloo") as world:
         w = tricomm.wrap()
@@ -189,7 +189,7 @@ def test_a_job_that_torchrun_restarts_meets_again_over_the_same_store(tmp_path):
 
 @pytest.mark.parametrize("route", ROUTES)
 @ranks.each(2, [])
-def test_memory_goes_and_comes_back(rank, world_size, tell, url, route):
+def test_suspend_and_resume_memory(rank, world_size, tell, url, route):
     """The group's memory goes and comes back; meanwhile calls of the kernels are refused, and Gloo's go on."""
     wrong = []
     with default_group(rank, world_size, url, route) as group:

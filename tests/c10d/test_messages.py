@@ -1,4 +1,4 @@
-"""Messages between two ranks on the CPU: what does not fit is an error in Python, and nobody's end."""
+"""Messages between two ranks on the CPU: one that does not fit its receive is a Python error and ends no process."""
 
 import os
 import signal
@@ -44,7 +44,7 @@ def test_tags_in_another_order_and_batches(rank, world_size, tell, url, route):
 
 
 def misfits(rank, world_size, tell, url, route):
-    """Messages that are not what the receiver takes: named there, used up, and the group goes on."""
+    """Messages that do not match their receive are named in its error and consumed; the group still works."""
     said = []
     ones = torch.ones
     with default_group(rank, world_size, url, route):
@@ -71,7 +71,7 @@ def misfits(rank, world_size, tell, url, route):
         else:
             work = dist.irecv(ones(2), tag=0)
             said.append(refused(work.wait, kind=tricomm.CollectiveMismatch))
-            refused(work.wait, kind=tricomm.CollectiveMismatch)  # again, and no waiting for another message
+            refused(work.wait, kind=tricomm.CollectiveMismatch)  # the same error, without waiting for another message
             assert not work.is_success() and isinstance(work.exception(), tricomm.CollectiveMismatch)
         x = ones(3)
         dist.all_reduce(x)
@@ -80,7 +80,7 @@ def misfits(rank, world_size, tell, url, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_message_that_does_not_fit_is_named_and_the_group_goes_on(route, url):
+def test_a_message_that_does_not_fit_is_named_and_the_group_still_works(route, url):
     nothing, said = ranks.run(2, misfits, url, route)
     assert nothing == []
     for text, words in zip(
@@ -101,7 +101,7 @@ def test_a_message_that_does_not_fit_is_named_and_the_group_goes_on(route, url):
 @pytest.mark.parametrize("route", ROUTES)
 @ranks.each(2, [], timeout=120)
 def test_many_at_once(rank, world_size, tell, url, route):
-    """Receives that are posted together, with one tag and with many, waited for in any order; large ones."""
+    """Many receives in flight, some with the same tag, completed in reverse order; large messages."""
     wrong = []
     other = 1 - rank
     with default_group(rank, world_size, url, route):
@@ -124,9 +124,9 @@ def test_many_at_once(rank, world_size, tell, url, route):
 
 
 def progress(rank, world_size, tell, url, count, moved=True):
-    """A message that is there after `is_completed` alone, in a tensor made under inference mode.
+    """A message whose arrival only `is_completed` observes, in a tensor made under inference mode.
 
-    `moved`: a thread moves messages that nobody waits for.
+    `moved`: the progress thread moves messages on which no call waits.
     """
     if not moved:
         progress_thread.watch = lambda transport: None
@@ -153,7 +153,7 @@ def test_without_the_thread_a_long_message_waits_for_its_wait(url):
 
 @ranks.each(3, [])
 def test_messages_do_not_overtake_each_other(rank, world_size, tell, url):
-    """Messages of one tag to one rank, short and announced ones in turn, received by source or from any rank."""
+    """Messages of one tag to one rank, alternately short and announced, received by source or from any rank."""
     counts, wrong = [5, 1 << 17, 7, 1 << 16, 1, 1 << 17], []
     with default_group(rank, world_size, url):
         if rank:
@@ -177,7 +177,7 @@ def resident():
 
 
 @ranks.each(2)
-def test_a_long_message_that_nobody_asks_for_takes_no_memory(rank, world_size, tell, url):
+def test_a_long_message_without_a_receive_takes_no_memory(rank, world_size, tell, url):
     with default_group(rank, world_size, url):
         x = of(0, (16 << 20,)) if rank == 0 else poisoned((16 << 20,))
         dist.barrier()
@@ -199,7 +199,7 @@ def refuse_descriptor(*args):
 
 
 def threads(rank, world_size, tell, url, wakes=True):
-    """Four threads wait for messages of one group at once, and the main thread makes collectives."""
+    """Four threads wait for messages of one group while the main thread calls collectives."""
     if not wakes:
         os.eventfd = refuse_descriptor
     wrong, other = [], 1 - rank
@@ -249,13 +249,13 @@ def lost_in_the_middle(rank, world_size, tell, url):
         return attempt(lambda: dist.all_reduce(torch.ones(1 << 20)))[:2]
 
 
-def test_a_call_on_a_group_that_is_lost_in_the_middle_of_it_fails(url):
+def test_a_call_fails_if_its_group_is_aborted_in_the_middle_of_it(url):
     for kind, text in ranks.run(2, lost_in_the_middle, url):
         assert kind == "GroupAborted" and "given up in the middle" in text, text
 
 
 def handlers_call(rank, world_size, tell, url, call):
-    """A signal's handler of rank 0 makes a call until it comes in the middle of another one."""
+    """Rank 0's signal handler makes a call; signals are sent until one interrupts another call of the group."""
     with default_group(rank, world_size, url, timeout=10.0):
         if rank == 0:
             again = {"isend": lambda: dist.isend(torch.ones(1), 1, tag=5), "all_reduce": lambda: dist.all_reduce(y)}
@@ -275,7 +275,7 @@ def handlers_call(rank, world_size, tell, url, call):
 
 
 @pytest.mark.parametrize("call", ["isend", "all_reduce"])
-def test_a_signal_handlers_call_in_the_middle_of_another_is_refused(call, url):
+def test_a_call_in_a_signal_handler_in_the_middle_of_another_call_is_refused(call, url):
     (kind, text), later = ranks.run(2, handlers_call, url, call)[0]
     assert kind == "InvalidArgument" and "a signal's handler makes a call" in text, text
     assert later[0] == "GroupAborted", later  # the first call was left in the middle
@@ -294,8 +294,8 @@ def test_a_collective_of_another_size_is_named_without_records(url):
 
 
 @ranks.each(2, True)
-def test_a_wrapper_speaks_as_the_group_that_it_wraps(rank, world_size, tell, url):
-    """Over a wrapper, messages of the group that it wraps are its own, and those of either are understood by both."""
+def test_a_wrapper_and_its_group_exchange_messages(rank, world_size, tell, url):
+    """A message sent over a wrapper is received over the wrapped group, and the other way round."""
     with default_group(rank, world_size, url, backend="gloo"):
         w = tricomm.wrap()
         x = of(rank, (3,))

@@ -1,4 +1,4 @@
-"""CUDA calls and their streams, against a fake that records who waits for whom, and NCCL's messages over another.
+"""Streams of CUDA calls, against a fake that records which stream waits for which, and messages over a fake NCCL.
 
 Not a GPU: order, not overlap. How NCCL itself groups messages has not run on hardware.
 """
@@ -96,7 +96,7 @@ RIGHT = [3.0] * 8 + [5.0] * 8
 
 
 @pytest.mark.parametrize("newest_first", [False, True])
-def test_streams_in_any_order_read_written_memory_and_keep_it_until_then(newest_first, world):
+def test_calls_read_memory_after_it_is_written_and_keep_it_alive_in_any_stream_order(newest_first, world):
     assert overlapped(world, newest_first) == RIGHT
 
 
@@ -104,7 +104,7 @@ def test_streams_in_any_order_read_written_memory_and_keep_it_until_then(newest_
     ("where", "protection"),
     [(fakes.FakeStream, "wait_stream"), (fakes.FakeEvent, "wait"), (torch.Tensor, "record_stream")],
 )
-def test_without_a_protection_another_order_is_seen(where, protection, world, monkeypatch):
+def test_without_a_protection_another_stream_order_is_seen(where, protection, world, monkeypatch):
     monkeypatch.setattr(where, protection, lambda *arguments: None)
     assert [overlapped(world, newest_first) for newest_first in (False, True)] != [RIGHT] * 2
 
@@ -118,17 +118,17 @@ def run(world, comm, async_op=True, timeout=None, collective="all_reduce"):
     return streams.GroupStream(comm).run(kernel, [call], timeout)
 
 
-def test_a_call_that_is_waited_for_runs_on_the_callers_stream(world):
+def test_a_synchronous_call_runs_on_the_callers_stream(world):
     work = run(world, FakeComm(), async_op=False)
     assert work.wait() and world.log == [f"kernel on {USER}"]
 
 
-def test_an_asynchronous_call_runs_beside_and_wait_orders_without_blocking(world):
+def test_an_asynchronous_call_runs_on_a_side_stream_and_wait_orders_without_blocking(world):
     with world.hold(False):
         work = run(world, FakeComm())
         assert world.log == [f"{SIDE} waits for {USER}", f"kernel on {SIDE}", f"event on {SIDE}"]
         assert world.priorities == [-1] and not work.is_completed()
-        assert work.wait()  # the GPU has not come to it, and the host goes on
+        assert work.wait()  # returns before the GPU has run it
         assert world.log[-1] == f"{USER} waits for an event on {SIDE}"
     future = work.get_future()
     assert (future.value, future.devices, future.on) == ([1], [DEVICE], SIDE)
@@ -152,7 +152,7 @@ def test_a_bounded_wait_blocks_the_host_and_ends(world, monkeypatch):
     assert work.wait() and work.is_success()
 
 
-def test_a_barrier_blocks_the_host_when_it_is_waited_for_and_not_before(world):
+def test_a_barrier_blocks_the_host_in_wait_and_not_before(world):
     with world.hold(False):
         work = run(world, FakeComm(), timeout=timedelta(seconds=0.01), collective="barrier")
         with pytest.raises(errors.CollectiveTimeout, match="barrier: timeout after 0.01 s"):
@@ -160,7 +160,7 @@ def test_a_barrier_blocks_the_host_when_it_is_waited_for_and_not_before(world):
     assert work.wait()
 
 
-def test_a_fault_of_the_group_comes_out_of_wait(world):
+def test_wait_raises_a_fault_of_the_group(world):
     comm = FakeComm()
     work = run(world, comm)
     comm.fault = errors.PeerDied("rank 1 died")
@@ -208,7 +208,7 @@ def namespace(function):
     return types.FunctionType(function.__code__, space, function.__name__, None, function.__closure__)
 
 
-def test_an_interrupted_wait_gives_the_group_up(world, monkeypatch):
+def test_an_interrupted_wait_aborts_the_group(world, monkeypatch):
     comm = FakeComm()
 
     def interrupt(seconds):
@@ -230,7 +230,7 @@ def test_inside_a_capture_everything_stays_on_the_captured_stream(world):
 
 
 @pytest.mark.parametrize("body", [nccl.batches, nccl.refused_batch, nccl.coalesced, nccl.others])
-def test_what_a_batch_gives_nccl_runs_together(body, url):
+def test_the_messages_of_a_batch_run_together_in_nccl(body, url):
     assert ranks.run(3, body, url) == [True] * 3
 
 

@@ -88,7 +88,7 @@ def _functional(world):
     def step():
         y = functional.all_gather_tensor_autograd(Lose.apply(x), 0, world)
         out = functional.reduce_scatter_tensor_autograd(y, "sum", 0, world)
-        out.backward(torch.ones_like(out))  # torch 2.11 refuses the gradient of sum(), which has no memory of its own
+        out.backward(torch.ones_like(out))  # torch 2.11 refuses the expanded gradient of out.sum()
 
     return step
 
@@ -155,7 +155,7 @@ def survive(rank, world_size, tell, url, route, mode, how, without=""):
         "tricomm", init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT)
     )
     step = _step(mode, dist.group.WORLD)
-    if mode != "static":  # its first pass ends in a way of its own
+    if mode != "static":  # the first pass over a static graph has its own test
         step()
     dist.barrier()
     Lose.how = how
@@ -171,7 +171,7 @@ def survive(rank, world_size, tell, url, route, mode, how, without=""):
     if rank == LOST:
         return outcome
     others = [r for r in range(world_size) if r != LOST]
-    ranks.together(url, rank, others)  # or who has the error first is gone, too, before the other one looks
+    ranks.together(url, rank, others)  # else one survivor may exit before the other one checks
     del step
     dist.destroy_process_group()
     again = others.index(rank)
@@ -201,7 +201,7 @@ def survivors(url, route, mode, how, without=""):
 
 
 @pytest.mark.parametrize(("route", "mode", "how"), list(cases()))
-def test_every_survivor_gets_the_named_error_and_lives(route, mode, how, url):
+def test_every_survivor_gets_the_named_error_and_keeps_running(route, mode, how, url):
     for outcome in survivors(url, route, mode, how):
         assert outcome.code is None and outcome.error is None, (outcome.code, outcome.text)
         kind, text, seconds = outcome.value

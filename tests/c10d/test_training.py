@@ -27,7 +27,7 @@ WANTED = {bodies.ddp: None, bodies.uneven_join: True}  # the others: []
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
-    """What the ranks said of a case: two processes make all of them in turn, because each imports much of torch."""
+    """Look up a case's results by its name. Two processes run all cases in turn, because importing torch takes long."""
     said = {}
     folder = tmp_path_factory.mktemp("training")
     folder.chmod(0o700)
@@ -98,7 +98,7 @@ def wanted(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("backend", "route", "compiler", "only"), COMPILED)
-def test_compiled_code_gives_what_plain_gloo_gives(backend, route, compiler, only, url, wanted):
+def test_compiled_code_gives_the_results_of_plain_gloo(backend, route, compiler, only, url, wanted):
     if compiler == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler on the CPU")
     found = ranks.run(2, compiled_bodies.table, url, backend, route, compiler, only, timeout=500)
@@ -108,19 +108,19 @@ def test_compiled_code_gives_what_plain_gloo_gives(backend, route, compiler, onl
 
 
 @pytest.mark.parametrize("route", ["gloo", pytest.param("kernels", marks=pytest.mark.exhaustive)])
-def test_an_error_of_dynamo_costs_nobody_the_group(route, url):
+def test_the_group_still_works_after_an_error_of_dynamo(route, url):
     """Without the rule Dynamo traces into the backend, and raises its own error from the middle of a call."""
     for error, after in ranks.run(2, compiled_bodies.traced, url, "tricomm", route):
         assert error == "InternalTorchDynamoError" and after == [3.0] * 4
 
 
-def test_errors_before_a_call_is_sent_cost_nobody_the_group(url):
+def test_the_group_still_works_after_errors_before_a_call_is_sent(url):
     for found in ranks.run(2, compiled_bodies.fails_early, url, "tricomm", "gloo"):
         errors = {"a dispatch mode": "RuntimeError", "too large": "InvalidArgument", "of one rank": "RuntimeError"}
         assert found == {name: (error, [3.0] * 4) for name, error in errors.items()}
 
 
-def test_dynamo_is_kept_out_though_tricomm_does_not_import_it():
+def test_dynamo_does_not_trace_into_the_backend_although_tricomm_does_not_import_it():
     script = """
 import tricomm, sys, torch
 assert "torch._dynamo" not in sys.modules and hasattr(torch.distributed.Backend, "TRICOMM")

@@ -46,7 +46,7 @@ def test_handles_and_futures(rank, world_size, tell, url, route):
         nested = dist.all_reduce(x, async_op=True).get_future().then(another).wait()
         want = sum(of(r, (4,)) for r in range(world_size)) * 2 * world_size
         wrong += [] if same(nested, want) else ["nested"]
-        for call in range(50):  # nobody keeps the handle, nor the tensor
+        for call in range(50):  # neither the handle nor the tensor is kept
             dist.all_reduce(of(rank, (100,), call=call), async_op=True)
         gc.collect()
         outs = [poisoned((3,)) for _ in range(world_size)]
@@ -59,7 +59,7 @@ def test_handles_and_futures(rank, world_size, tell, url, route):
 
 @ranks.each(2, (False, [2.0] * 3))
 def test_an_asynchronous_call_does_not_block(rank, world_size, tell, url):
-    """With async_op, a call returns before the other ranks come, and wait(timeout) is bounded."""
+    """With async_op, a call returns before the other ranks have called, and wait(timeout) is bounded."""
     with default_group(rank, world_size, url) as world:
         dist.barrier()
         if rank == 0:
@@ -67,7 +67,7 @@ def test_an_asynchronous_call_does_not_block(rank, world_size, tell, url):
             work = dist.all_reduce(x, async_op=True)
             early = work.is_completed()
             refused(lambda: work.wait(timedelta(seconds=0.2)), "timeout after 0.2 s", kind=tricomm.CollectiveTimeout)
-            world.send([torch.ones(1)], 1, 3).wait()  # only now does the other one come
+            world.send([torch.ones(1)], 1, 3).wait()  # only now does the other rank call
             work.wait()
             return early, x.tolist()
         world.recv([torch.ones(1)], 0, 3).wait()
@@ -115,7 +115,7 @@ def mismatches(rank, world_size, tell, url, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_different_calls_are_named_on_every_rank_and_the_group_goes_on(route, url):
+def test_different_calls_are_named_on_every_rank_and_the_group_still_works(route, url):
     for said in ranks.run(3, mismatches, url, route, timeout=120):
         assert "130000" in said[0] and "30000" in said[0] and "[2]" in said[0]
         assert "int32" in said[1] and "max" in said[2] and "root=1" in said[3] and "barrier" in said[4]
@@ -131,7 +131,7 @@ class Inline:
 
 
 def another_way(rank, world_size, tell, url, first, compared=True):
-    """Rank 0's call goes to a kernel, rank 1's to NCCL (which a wait stands for): what each of them gets.
+    """Rank 0's call runs on a kernel, rank 1's on NCCL (here a wait); send the error that each of them gets.
 
     As on a GPU, where nothing is compared before a call; `first`: it is the group's first call.
     """
@@ -161,7 +161,7 @@ def another_way(rank, world_size, tell, url, first, compared=True):
 def test_one_rank_in_a_kernel_and_one_in_nccl_are_named_at_once(first, url):
     (kernel, seconds), (nccl, others) = ranks.run(2, another_way, url, first)
     assert seconds < 10 and others < 10
-    assert nccl[0] == "left"  # it was told to
+    assert nccl[0] == "left"  # released by the abort
     for kind, text in [kernel[0], kernel[1], nccl[1]]:
         assert kind == "CollectiveMismatch"
         assert "dtype=float32" in text and "dtype=complex32" in text and "make the same call" in text
@@ -192,12 +192,12 @@ def refused_by_nccl(rank, world_size, tell, url):
         if rank == 0:
             refused(lambda: call(torch.complex32, refuses), "contiguous", kind=RuntimeError)
         call(torch.complex32, native)
-        time.sleep(0.5 * rank)  # the other one is in its kernel meanwhile, and compares
+        time.sleep(0.5 * rank)  # meanwhile the other rank compares calls in its kernel
         said.append(call(torch.float32, None)[0].item())
     return said
 
 
-def test_what_nccl_refuses_on_one_rank_consumes_nothing(url):
+def test_a_call_that_nccl_refuses_on_one_rank_consumes_nothing(url):
     assert ranks.run(2, refused_by_nccl, url) == [["refused", "native", 2.0], ["native", 2.0]]
 
 
@@ -208,7 +208,7 @@ def test_without_the_comparison_the_kernel_waits_until_its_time_is_up(url):
 
 @pytest.mark.parametrize("route", ROUTES)
 @ranks.each(2, 11, timeout=120)
-def test_bad_input_is_refused_and_the_group_goes_on(rank, world_size, tell, url, route):
+def test_bad_input_is_refused_and_the_group_still_works(rank, world_size, tell, url, route):
     n = world_size
     ones = torch.ones
     with default_group(rank, n, url, route) as world:

@@ -209,7 +209,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_is_refused_and_the_group_goes_on(name):
+def test_bad_input_is_refused_and_the_group_still_works(name):
     call, words = REFUSED[name]
 
     def body(comm):

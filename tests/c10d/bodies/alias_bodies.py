@@ -84,7 +84,7 @@ def _single(parts, rank, x):
 
 
 def _foreign(parts, rank, x):
-    """Tensors of one array, each of which has a storage of its own."""
+    """Two tensors over one NumPy array, so they share memory but not a storage."""
     array = np.zeros(N + 1, np.float32)
     array[:N] = x.numpy()
     out = torch.from_numpy(array[1:])

@@ -1,4 +1,4 @@
-"""Calls that callbacks of futures make, on ranks that differ in speed and in the moment of attachment."""
+"""Calls made in callbacks of futures, on ranks that differ in speed and attach the callbacks at different times."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def slow_or_late(rank, world_size, tell, url, route, slow, late, untracked=False
 
 
 def one_sided(rank, world_size, tell, url, route):
-    """A callback that only rank 0 attaches: its error there, and what the other rank's next calls give."""
+    """A callback that only rank 0 attaches: return its error there, and the results of the other rank's next calls."""
     with default_group(rank, world_size, url, route, timeout=2.0):
         x = torch.ones(4)
         work = dist.all_reduce(x, async_op=True)

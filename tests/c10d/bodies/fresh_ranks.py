@@ -1,4 +1,4 @@
-"""Two ranks that begin and end as a Python of their own does, forked by one that has imported tricomm.
+"""Forks two ranks from a process that has imported tricomm; each starts and exits like a new interpreter.
 
     python -m tests.c10d.bodies.fresh_ranks
 
@@ -71,4 +71,4 @@ if __name__ == "__main__":
         print(json.dumps(_codes), flush=True)
         _script = None
     if _script is not None:
-        exec(_script)  # in this module: what it leaves is let go when the interpreter ends
+        exec(_script)  # in this module, so that its globals are freed when the interpreter exits

@@ -1,4 +1,4 @@
-"""Rank bodies over c10d groups: a default group on one of the two CPU routes, data that shows whose it is, poison."""
+"""Helpers of the c10d tests: a default group on either CPU route, inputs that differ by rank, poisoned outputs."""
 
 from __future__ import annotations
 

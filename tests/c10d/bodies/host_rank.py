@@ -1,7 +1,7 @@
 """Two ranks on one of two hosts: `python -m tests.c10d.bodies.host_rank RANK WORLD_SIZE ADDRESS FOLDER...`.
 
-RANK and the rank behind it, once for each FOLDER, as soon as it has a file `begin`; each writes a report, and what it
-says into a log. The ranks have a node's id if the folder is named `ids`, else a directory of sockets for each host.
+Runs RANK and RANK + 1, once for each FOLDER, as soon as that folder has a file `begin`; each rank writes a report and
+a log. In the folder named `ids` the ranks have node ids, in the others each host has its own directory of sockets.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def main(rank: int, world_size: int, url: str, folder: Path) -> None:
         seen["error"], seen["text"] = type(error).__name__, str(error)
     seen["seconds"] = time.monotonic() - began
     z = torch.ones(2)
-    dist.all_reduce(z, group=mine)  # what is inside a node goes on
+    dist.all_reduce(z, group=mine)  # a group within one node still works
     seen["after"] = z[0].item()
     (folder / f"writing{rank}").write_text(json.dumps(seen))
     (folder / f"writing{rank}").rename(folder / f"found{rank}")  # never seen in part
-    os._exit(0)  # rank 0 hosts the store, and nobody can say goodbye through a link that is cut
+    os._exit(0)  # no destroy_process_group: rank 0 hosts the store, and the link to it is cut
 
 
 def logged(rank: int, world_size: int, url: str, folder: Path) -> None:

@@ -48,7 +48,7 @@ def _options(kind):
 def walk(rank, world_size, tell, folder, route, call, kind, part, parts, first, without=False):
     """Interrupt rank 0 at every `parts`th line; returns the lines walked, and what went wrong on this rank.
 
-    `first`: the call is the first one of its group. `without`: an interrupted call tells nobody.
+    `first`: the call is the first one of its group. `without`: an interrupted call does not tell its peers.
     """
     os.environ.update(TRICOMM_CPU=route, TRICOMM_ARENA_BYTES="262144")
     if without:

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of batch-invariant groups, with numbers whose sum depends on the order."""
+"""Rank functions for the tests of batch-invariant groups; the sum of their inputs depends on the order of addition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trains over a group: DDP in its forms, DTensor, functional collectives, compiled code, checkpoints."""
+"""Ranks that train over a group: DDP in its forms, DTensor, functional collectives, compiled code, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.c10d.bodies.groups import default_group, of, refused, same
 
 
 def in_turn(rank, world_size, tell, url, cases):
-    """One body after another, each over a group of its own; tells of each its name and what it returned or raised."""
+    """Run the cases one after another, each over a new group; send each one's name and its result or error."""
     for number, (name, body, *args) in enumerate(cases):
         try:
             outcome = body(rank, world_size, tell, f"{url}{number}", *args)
