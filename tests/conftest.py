@@ -1,4 +1,4 @@
-"""What has to be set before any test imports torch, and what processes that tests start inherit."""
+"""Sets the environment that torch reads at import and that the tests' processes inherit."""
 
 import gc
 import os
@@ -16,7 +16,7 @@ def pytest_configure(config):
         os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     # Of several threads in each of many processes most would spin.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # A directory of their own: tests look for what is left in /dev/shm, and others run at the same time.
+    # Not the default, /dev/shm: tests check that no file is left there, and other test runs may create some.
     if "TRICOMM_SOCKET_DIR" not in os.environ:
         os.environ["TRICOMM_SOCKET_DIR"] = config.sockets = tempfile.mkdtemp(prefix="tc")
         os.chmod(config.sockets, 0o1777)  # some tests are another user
@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="module", autouse=True)
 def settled():
-    """What is there before a file's tests is left out of garbage collections: each would take a second."""
+    """Freeze the objects that exist before a file's tests: a collection that visits them takes a second."""
     gc.collect()
     gc.freeze()
 

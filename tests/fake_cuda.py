@@ -38,7 +38,7 @@ class World:
         self.devices = devices
         self.log: list[str] = []
         self.complaints: list[str] = []
-        self.queries: Counter[str] = Counter()  # what torch was asked for, by name
+        self.queries: Counter[str] = Counter()  # calls of torch's queries, by name
         self.used: set[int] = set()  # devices with a primary context
         self.streams: dict[tuple[int, int], FakeStream] = {}
         self.priorities: list[int] = []  # of the streams that were made
@@ -93,7 +93,7 @@ class World:
 
     @property
     def contexts(self) -> list[object]:
-        """This thread's stack: a number is the primary context of that device, a tuple with one somebody's own."""
+        """This thread's stack of contexts: a device's number is its primary context, a tuple with it another one."""
         if not hasattr(self._here, "stack"):
             self._here.stack, self._here.wanted, self._here.now = [], None, {}
         return self._here.stack  # type: ignore[no-any-return]
@@ -127,7 +127,7 @@ class World:
                 self._here.wanted = before
 
     def bind(self) -> int:
-        """What any call of the runtime does in a thread without a context; the device then."""
+        """Make a primary context current, as any runtime call does in a thread without one; return its device."""
         index = self.get_device()
         if not self.contexts or self._here.wanted is not None:
             self._here.wanted = None
@@ -290,7 +290,7 @@ class FakeDevice(FakeGpu):
 
 
 def _memory(address: int, dtype: torch.dtype, shape: Any) -> torch.Tensor:
-    """What lies there, as a tensor."""
+    """The memory at `address` as a tensor."""
     nbytes = dtype.itemsize
     for size in shape:
         nbytes *= size

@@ -62,7 +62,7 @@ def command(*arguments: str, env: Mapping[str, str] | None = None, started: list
 
 
 def script(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> Any:
-    """What `python ARGUMENTS` does, to its end; the Pythons that it starts are forked, too. As of `subprocess.run`."""
+    """Run `python ARGUMENTS` like `subprocess.run`, but forked, as are the Python processes that it starts."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         with Popen([sys.executable, *arguments], stdout=out, stderr=err, env=env) as process:
             code = process.wait(timeout)
@@ -89,7 +89,7 @@ def for_workers(started: list[Any] | None = None) -> SimpleNamespace:
 
 
 class Popen:
-    """What tricomm and tests use of `subprocess.Popen`, for a Python that is forked."""
+    """The part of `subprocess.Popen` that tricomm and the tests use, for a forked Python."""
 
     def __init__(
         self,

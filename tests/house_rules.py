@@ -1,4 +1,4 @@
-"""What keeps the tree readable, as numbers: lines a file, modules a folder, parameters, names, import circles.
+"""Limits that keep the tree readable: lines a file, modules a folder, parameters a function, names, import circles.
 
 Each rule is a function from the sources to complaints, so that a test can show that it does complain.
 """

@@ -1,4 +1,4 @@
-"""What this process has open, by name, while other threads of it open and close."""
+"""The open files of this process by name; other threads may open and close files meanwhile."""
 
 from __future__ import annotations
 

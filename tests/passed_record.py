@@ -1,4 +1,4 @@
-"""A file of what a long campaign has passed already, so that an interrupted one goes on where it was.
+"""A file of the cases that a long campaign has passed, from which an interrupted campaign resumes.
 
 `python -m tests.passed_record FOLDER...` prints a digest of the Python files in these folders, for .ci/run.
 """
@@ -19,8 +19,8 @@ import tricomm
 
 
 class PassedRecord:
-    """Lines of JSON in `file`. What has passed counts as long as neither the package nor `cases`, the files of the
-    campaign, have changed."""
+    """Lines of JSON in `file`, one a passed case. A line is valid until the package or `cases`, the campaign's files,
+    change."""
 
     def __init__(self, file: Path, *cases: str) -> None:
         self._file, self._sources = file, _digest(cases)
@@ -32,7 +32,7 @@ class PassedRecord:
         return any({name: known.get(name) for name in wanted} == wanted for known in map(json.loads, lines))
 
     def add(self, key: dict[str, Any], **facts: Any) -> None:
-        """Write down that `key` has passed, with what else is worth knowing."""
+        """Append that the case `key` has passed, with `facts` about it."""
         facts |= {"triton": triton.__version__, "when": datetime.now(UTC).isoformat(timespec="seconds")}
         with self._file.open("a") as file:
             file.write(json.dumps({**facts, **key, "sources": self._sources}) + "\n")

@@ -1,4 +1,4 @@
-"""What a fork server does once for all processes that it starts: imports, and kernels rewritten for the interpreter."""
+"""Run once in a fork server, for all processes that it starts: imports, and kernels rewritten for the interpreter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Real processes as ranks, each bounded and killed in the end, for what only processes show.
+"""Runs ranks as real processes, each with a time limit, after which it is killed.
 
 A fork server that has imported tricomm, and what DDP imports, once (tests/preloaded.py) makes a rank in some 50 ms.
-What a rank returns comes back over a pipe; an exception comes back as an `Outcome` with its class name and words.
+A rank's return value is sent over a pipe; an exception becomes an `Outcome` with its class name and text.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def run(world_size: int, body: Callable[..., Any], *args: Any, timeout: float = 
 
 
 def each(world_size: int, expected: Any = None, timeout: float = 90.0) -> Callable[[Callable[..., Any]], Any]:
-    """Run the test, `test(rank, world_size, tell, ...)`, on each of `world_size` ranks: it returns `expected` there.
+    """Run the test, `test(rank, world_size, tell, ...)`, on `world_size` ranks; each of them has to return `expected`.
 
     The parameters after those three are fixtures and parameters of the test.
     """

@@ -1,4 +1,4 @@
-"""Every example runs, the first one under spawn and under torchrun, and says what it should."""
+"""Every example runs and prints the expected text, the first one both under spawn and under torchrun."""
 
 import os
 import socket
@@ -69,7 +69,7 @@ REFUSED = {
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_example_that_torchrun_should_not_start_so_ends_at_once_on_each_rank(name, rank):
-    """As torchrun starts them: nothing listens at the address, so a rank that waited for the others would show."""
+    """In torchrun's environment, at an address where no store listens: a rank that tried to join would time out."""
     told = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     env = {**os.environ, "PYTHONPATH": forked.python_path(), **told}
     done = forked.script(f"examples/{name}.py", env=env, timeout=60)

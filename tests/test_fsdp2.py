@@ -1,4 +1,4 @@
-"""FSDP2 with tricomm's collectives beside FSDP2 with its own: the same bits; memory that is reused, and bounded."""
+"""FSDP2 with tricomm's collectives gives the bits of plain FSDP2, and reuses a bounded amount of memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def handles_seen(group):
 
 
 def same_as_plain(rank, world_size, tell, url, route, cases):
-    """What is wrong with training over `route`, with each of `cases`: (reshard_after_forward, mixed precision)."""
+    """Train over `route` with each of `cases`, (reshard_after_forward, mixed precision); return the wrong results."""
     wrong = []
     with default_group(rank, world_size, url, route) as world:
         mesh = dist.device_mesh.init_device_mesh("cpu", (world_size,))
@@ -193,7 +193,7 @@ class _Stream:
 
 
 def test_a_buffer_of_another_stream_is_ordered_after_it(monkeypatch):
-    """As a block of torch's allocator: what FSDP let go of on a stream may still be in use there."""
+    """As with torch's allocator: a stream may still use a buffer after FSDP has freed it."""
     streams = [_Stream(), _Stream()]
     monkeypatch.setattr(fsdp2, "wrap", lambda group: _Group())
     buffers = fsdp2._Buffers("AllGather", "all_gather", "group", 1 << 20)
@@ -207,7 +207,7 @@ def test_a_buffer_of_another_stream_is_ordered_after_it(monkeypatch):
 
 
 class _Group:
-    """Two ranks on a GPU, whose memory lies on the CPU."""
+    """A fake group of two ranks on a GPU; its memory is on the CPU."""
 
     def size(self):
         return 2

@@ -1,4 +1,4 @@
-"""The wheel: built from an sdist of this checkout, complete, nothing beside the package, importable from elsewhere."""
+"""The wheel, built from an sdist of this checkout: complete, only the package in it, importable from any directory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wheel must have in it: python -m tests.wheel_gate content WHEEL, and imports SITE where it was installed."""
+"""Checks a wheel: `python -m tests.wheel_gate content WHEEL`, and `imports SITE` where it was installed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def expected() -> set[str]:
 
 
 def content(wheel: Path) -> list[str]:
-    """What is wrong with the names in `wheel`: what lacks, and what would land beside the package."""
+    """The files that `wheel` lacks, and those that it would install outside the package."""
     with zipfile.ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if not n.endswith("/")}
     wrong = [f"{name} is not in the wheel" for name in sorted(expected() - names)]
@@ -38,7 +38,7 @@ def content(wheel: Path) -> list[str]:
 
 
 def imports(site: Path) -> list[str]:
-    """What is wrong with the package installed in `site`: modules that do not import, or come from elsewhere."""
+    """The modules of the package installed in `site` that fail to import or are imported from another directory."""
     package = importlib.import_module("tricomm")
     wrong, seen = [], set()
     for module in pkgutil.walk_packages(package.__path__, "tricomm."):

@@ -1,4 +1,4 @@
-"""What all commands have in common: help with examples, exit codes, completion, and no traceback for a mistake."""
+"""Every command has help with examples, exit codes and completion, and reports a mistake without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever torch does in a call: allocations, copies, views."""
+"""Records the operations that torch runs in a call: allocations, copies, views."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,4 +1,4 @@
-"""Memory that a call takes before it is sent: if there is none, the call is refused and the group goes on."""
+"""A call whose allocation fails before it has sent anything is refused, and the group still works."""
 
 import signal
 

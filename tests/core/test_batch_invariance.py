@@ -67,7 +67,7 @@ def in_rank_order(op, name, world_size, count, seed=0):
 
 @st.composite
 def calls(draw):
-    """One tensor, cut into calls at any places; each by a kernel and in a way of its own."""
+    """The length of a tensor and the calls that reduce it: the end of each call's part, its kernel and its form."""
     count = draw(st.integers(1, 700))
     cuts = sorted(draw(st.sets(st.integers(1, count), max_size=3)) | {count})
     ways = st.tuples(st.sampled_from(KERNELS), st.sampled_from(["place", "out", "reduce", "handle", "list"]))
@@ -237,7 +237,7 @@ def test_a_rank_of_a_c10d_group_that_differs_is_named_on_every_rank(url):
         assert "TRICOMM_BATCH_INVARIANT" in text and "on every rank or on none" in text
 
 
-# What the tests above would see without the mode
+# Without the mode the tests above fail
 
 SMALL = TableRow("all_reduce", 8, 256, "hybrid_cube_mesh", "ll")
 ROWS = (SMALL, TableRow("all_reduce", 8, None, "two_shot", "simple"))
@@ -258,7 +258,7 @@ def test_kernels_that_reduce_in_another_order_have_other_bits():
 
 @functools.cache
 def split_on_a_cube_mesh(batch_invariant):
-    """On a cube mesh with a table of its own: the bits of 100 elements in one call, and in calls of 30."""
+    """On a cube mesh whose table sends small calls to another kernel: the bits of one call of 100, and of calls of 30."""
 
     def body(comm):
         comm.use_table(ROWS, "mine")

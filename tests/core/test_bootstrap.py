@@ -31,7 +31,7 @@ def core(monkeypatch):
 
 
 def everywhere(monkeypatch, world, world_size=2, nccl=True):
-    """What `join` gives or raises on each rank, a thread and a fake process each; closed again."""
+    """Run `join` on each rank, a thread with a fake process, and close it; return each one's result or error."""
     drivers = [world.process() for _ in range(world_size)]
 
     def open_arena(control, nbytes, device, timeout, reach=None, *_):

@@ -55,7 +55,7 @@ def test_every_kernel_of_a_cube_mesh_under_any_labelling(kernel, seed, most):
 
 
 WIDTHS = {(DTYPES[name].bits, DTYPES[name].lanes): name for name in reversed(DTYPES) if name != "bool"}
-# All reduce by the same code: of the others as many operations as show each with some type.
+# All three reduce by the same code, so every third operation is enough for the other two.
 OPERATIONS = [("all_reduce", 1), *[(c, 3) for c in ("reduce_scatter", "reduce")]]
 OPERATIONS += [pytest.param(c, 1, marks=SOAK) for c in ("reduce_scatter", "reduce")]
 
@@ -100,7 +100,7 @@ def test_anything_else(draw, kernel, world_size):
 
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], 2))
 def test_all_algorithms_give_the_same_bits(dtype):
-    """One-shot and two-shot reduce in rank order; the three of a cube mesh quad by quad, all alike on all ranks."""
+    """One-shot and two-shot reduce in rank order, the three of a cube mesh by quads; all ranks get the same bits."""
 
     def body(comm):
         x = torch.randn(125, generator=torch.Generator().manual_seed(comm.rank))

@@ -102,8 +102,8 @@ def test_close_use_after_close_and_again_over_the_same_store(url):
 
 
 def forked(rank, world_size, tell, url):
-    """A child's copy refuses, and its end does not disturb the parent; also a call that the parent has made before, and
-    while another thread of the parent holds the call lock, which nothing gives back in the child."""
+    """A child's copy refuses calls, also one that the parent has prepared, and while another thread of the parent holds
+    the call lock, which is never released in the child. The parent does not notice the child's exit."""
     with communicator(rank, world_size, url) as comm:
         comm.all_reduce(torch.ones(2))
         taken, forked = threading.Event(), threading.Event()
@@ -252,7 +252,7 @@ def test_symmetric_memory_and_a_users_kernel(url):
 
 
 def splits(rank, world_size, tell, url):
-    """Sub-groups in any order, one beside the other, inside another one; and lists that cannot be."""
+    """Sub-groups with ranks in any order, side by side and nested; and invalid lists of ranks."""
     result, refused = [], []
     with communicator(rank, world_size, url) as comm:
         for bad in ([], [0, 0], [3], [True, 0], "01", 1, [rank]):
@@ -292,7 +292,7 @@ def test_ranks_of_one_process_have_nothing_to_meet_over():
 
 
 def test_nothing_of_a_closed_communicator_waits_for_the_garbage_collector():
-    """Or its memory would stay mapped until that runs: parts that refer to each other let go when it is closed."""
+    """Otherwise its memory stays mapped until then: close() breaks the reference cycles between its parts."""
     gc.collect()
     gc.disable()
     try:

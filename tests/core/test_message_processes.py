@@ -42,7 +42,7 @@ def left_early(rank, world_size, tell, url):
             comm.send(torch.arange(7), 0, 5)
             return None
         if rank == 2:
-            time.sleep(2.5)  # longer than a group waits for somebody who is gone and needed
+            time.sleep(2.5)  # longer than a call waits for a rank that has left
             comm.send(torch.arange(7) + 1, 0, 6)
             return None
         time.sleep(0.5)

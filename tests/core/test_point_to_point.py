@@ -33,7 +33,7 @@ def poisoned(count: int, dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
 
 
 def around(y: torch.Tensor) -> torch.Tensor:
-    """The bytes of `poisoned` before and behind the tensor."""
+    """The bytes of `poisoned` before and after the tensor."""
     whole, first = y._base.view(torch.uint8), y.storage_offset() * y.itemsize
     return torch.cat([whole[:first], whole[first + y.numel() * y.itemsize :]])
 
@@ -111,7 +111,7 @@ def test_tags_are_taken_in_any_order_and_messages_of_one_tag_in_theirs(protocol)
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_plain_data_are_not_taken_for_words_of_the_other_protocol(kept, unshrunk):
-    """What `simple` leaves in a slot may look like a coming number: small integers do."""
+    """Small integers that `simple` leaves in a slot equal the sequence numbers of later words."""
     first = 4
 
     def body(comm):

@@ -149,7 +149,7 @@ def _given(handle):
 
 
 class _Handle:
-    """What torch's rendezvous gives, as far as it is read."""
+    """A fake of the handle of torch's rendezvous, with the attributes that tricomm reads."""
 
     def __init__(self, rank, world_size, base, ranks=None, multicast=0):
         self.rank, self.world_size = ranks[rank] if ranks else rank, world_size

@@ -1,4 +1,4 @@
-"""Memory given back and taken again at the same addresses, by real processes on a CPU."""
+"""suspend() frees a communicator's memory and resume() maps it at the same addresses, in real processes on a CPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _forked(comm):
 
 
 def _right(comm, turn):
-    """What is wrong with calls of every kind, with numbers that differ by rank and turn."""
+    """Make calls of every kind, with inputs that differ by rank and turn; return the wrong ones."""
     rank, size, wrong = comm.rank, comm.world_size, []
     for count in (1, 1000, 1000, 20_001):
         x = torch.arange(count, dtype=torch.float32) + rank + turn
@@ -221,7 +221,7 @@ def memory_refused(rank, world_size, tell, url, where, victim):
         state = comm.suspended
         if state:
             texts.append(refused(comm.resume))
-            end = time.monotonic() + 10.0  # the other rank gives its own back after the ranks have agreed
+            end = time.monotonic() + 10.0  # the other rank frees its memory after the agreement
             ranges = comm._internal.group.peer_ranges
             while (pages := sum(resident(*memory) for memory in ranges)) and time.monotonic() < end:
                 time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A symmetric handle passed as the tensor: read where it lies, and nobody's memory is let go too early."""
+"""A symmetric handle as the tensor of a call: read without a copy, and no rank's memory is freed too early."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def through_the_switch(comm):
 def test_handles_through_the_switch():
     for world_size in (1, 2):
         assert tricomm.simulate(through_the_switch, world_size, options=OPTIONS) == [[]] * world_size
-    report = tricomm.check(through_the_switch, 3, schedules=2, options=OPTIONS)  # nothing beside the handles
+    report = tricomm.check(through_the_switch, 3, schedules=2, options=OPTIONS)  # only the handles in use
     assert report.ok, report
     assert tricomm.simulate(through_the_switch, 3, options=OPTIONS) == [[]] * 3
 
@@ -233,13 +233,13 @@ def test_handles_through_the_switch_compiled():
     results = []
     texts = ptx_mutants.launched(lambda: results.extend(tricomm.simulate(body, 6, compiled="sm_90")))
     assert results == [(["two_shot", "multicast", "one_shot"], [True, True])] * 6
-    # What the ranks wrote by their own addresses they wrote in launches that have ended: that is an alias fence.
+    # The ranks wrote by their unicast addresses in launches that have ended, so no alias fence is needed.
     assert [text.count("fence.proxy.alias") for text in texts["all_reduce_multicast_zero_copy"]] == [0]
 
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
 def test_no_access_through_the_switch_is_made_twice():
-    """Of the smallest tiles, with as many threads as they have words at most: in place a sum would be added again."""
+    """The smallest tiles have a word for each thread: a thread without one would add another thread's word twice."""
 
     def body(comm):
         w = comm.symmetric((1029,), torch.int32)

@@ -101,7 +101,7 @@ def document() -> str:
 
 
 def wrong(text: str, result: frozenset[str] | set[str]) -> list[str]:
-    """What the section lacks of the calls in `found`, and what it has too much."""
+    """The calls in `result` that the section does not list, and those that it lists without reason."""
     rows = [match.groups() for line in text.splitlines() if (match := ROW.match(line))]
     listed = {f"{call} in {place}" for call, places, _, _ in rows for place in re.findall(r"`([\w.]+)`", places)}
     anywhere = {call for call, places, _, _ in rows if places == "anywhere"}

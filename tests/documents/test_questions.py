@@ -26,7 +26,7 @@ def _commands() -> dict[str, list[list[str]]]:
 
 
 def _answers(question: str) -> list[str]:
-    """What the commands for `question` print."""
+    """Run the commands for `question`; return their outputs."""
     outputs = []
     for words in _commands()[question]:
         here = [_HERE.get(word, word) for word in words] if words[0] == "bench" else words

@@ -1,4 +1,4 @@
-"""What ranks do on one real GPU."""
+"""Rank functions of the c10d tests on one real GPU."""
 
 import os
 import time
@@ -81,7 +81,7 @@ def calls(rank, world_size, tell, url):
 
 
 def stand_alone(rank, world_size, tell, url):
-    """A communicator with nccl4py behind it."""
+    """A communicator whose fallback is nccl4py."""
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     os.environ["TRICOMM_SHARE_DEVICE"] = "1"
     with tricomm.init(url, rank, world_size, "cuda:0", timeout=60.0) as comm:

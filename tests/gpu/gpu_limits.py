@@ -27,7 +27,7 @@ def meeting_seconds() -> float:
 
 
 def within(seconds: float, meetings: int = 50) -> float:
-    """A limit of `seconds` on a GPU that nobody else uses, and of as many `meetings` more."""
+    """A time limit: `seconds` on an idle GPU, plus the measured time of `meetings` barriers on this one."""
     return seconds + meetings * meeting_seconds()
 
 

@@ -1,4 +1,4 @@
-"""The backend, and NCCL behind a communicator, on one real GPU. Run with `-m gpu`."""
+"""The c10d backend, and a communicator with NCCL as its fallback, on one real GPU. Run with `-m gpu`."""
 
 import importlib.util
 

@@ -65,7 +65,7 @@ def test_processes_on_two_gpus(visible, url):
 
 
 def test_a_query_does_not_wait_for_a_launch_on_a_full_queue() -> None:
-    """The watch asks an event: if that waited behind another thread's launch, nobody would end what that waits for."""
+    """The watch queries an event: if a launch in another thread blocked the query, a hang could not be aborted."""
     stream, event, x = torch.cuda.Stream(), torch.cuda.Event(), torch.zeros(1, device="cuda")
     event.record()
     torch.cuda.synchronize()

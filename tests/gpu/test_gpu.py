@@ -114,7 +114,7 @@ def test_two_communicators_in_another_order_on_each_rank(url):
 
 
 def captures_too_early(rank, world_size, tell, url, message):
-    """A call that has not run before, and any message, is refused inside a capture; the group goes on."""
+    """A call that has not run before, or a message, is refused inside a capture; the group still works."""
     with join(rank, world_size, url) as comm:
         x, text = torch.full((1000,), 1.0, device="cuda"), ""
         graph = torch.cuda.CUDAGraph()

@@ -197,7 +197,7 @@ def test_on_a_gpu_events_tell_the_time_when_they_have_passed() -> None:
     clock.collect()
     assert clock.spans() == () and told == []
     _Event.made[2].passed = True  # the end of the first timed call
-    assert clock.spans() == ()  # nobody looks at an event who only asks
+    assert clock.spans() == ()  # spans() itself queries no event
     capturing[0] = True
     clock.collect()
     assert clock.spans() == ()  # nor while a graph is captured

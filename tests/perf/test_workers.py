@@ -1,4 +1,4 @@
-"""Worker processes: what they send arrives, a failure is named, and none is left behind."""
+"""Worker processes: their messages arrive, a failed one is named, and none is left running."""
 
 import os
 import time

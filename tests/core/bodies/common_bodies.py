@@ -37,7 +37,7 @@ def over(runtime, store, rank, world_size, options):
 
 
 def attempt(call):
-    """The class, the text and the seconds of what `call` raises."""
+    """The class and text of the error that `call` raises, and the seconds until then."""
     began = time.monotonic()
     try:
         call()
@@ -47,12 +47,12 @@ def attempt(call):
 
 
 def leftovers() -> dict[str, set[str]]:
-    """Everything that a group could leave behind in this process."""
+    """The resources that a group could leave in this process."""
     with open("/proc/self/maps") as maps:
         mapped = {" ".join(line.split()[4:]) for line in maps if "memfd:tricomm" in line}
     threads = {t.name for t in threading.enumerate() if "tricomm" in t.name}
     return {
-        "shm": {name for name in os.listdir("/dev/shm") if "tricomm" in name},  # others have names there, too
+        "shm": {name for name in os.listdir("/dev/shm") if "tricomm" in name},  # another test's may be there as well
         "fds": {f for f in open_files().values() if "memfd" in f or "pidfd" in f},
         "maps": mapped,
         "threads": threads,
@@ -68,13 +68,13 @@ def refused(action):
 
 
 def more_than(before, *names):
-    """What has come since `before`, what `leftovers` gave then; of `names` alone if there are some."""
+    """The resources added since `before`, an earlier result of `leftovers`; only the kinds `names`, if given."""
     after = leftovers()
     return {name: sorted(after[name] - before[name]) for name in names or before if after[name] - before[name]}
 
 
 def and_left(rank, world_size, tell, body, *args):
-    """What a body of this module gives, and what is left in the process after it."""
+    """Run `body`; return its result and the resources that it leaves in the process."""
     before = leftovers()
     value = body(rank, world_size, tell, *args)
     gc.collect()
@@ -82,7 +82,7 @@ def and_left(rank, world_size, tell, body, *args):
 
 
 def endless(rank, world_size, tell, url, algorithm, protocol, options):
-    """Call until something goes wrong; say what, after how long, and what is left behind."""
+    """Call until an error is raised; return it, the seconds until then, and the resources left in the process."""
     before = leftovers()
     comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**{**SMALL, **options}))
     comm.barrier()

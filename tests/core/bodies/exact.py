@@ -16,7 +16,7 @@ from tricomm.perf.bench import check_data
 
 @dataclass(frozen=True)
 class Made:
-    """`count` elements a row, `offset` of them beside alignment; `way` is fresh, out, place, strided or async."""
+    """`count` elements a row, `offset` elements past an aligned address; `way`: fresh, out, place, strided or async."""
 
     collective: str
     algorithm: str | None

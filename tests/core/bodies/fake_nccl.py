@@ -1,8 +1,8 @@
 """A `nccl.core` that runs on the CPU and enforces nccl4py's rules; ranks are threads, or processes over `STORE`.
 
-Rules: see `Communicator` of nccl4py 0.6.0. A call that the real one would refuse raises `NcclInvalid`; one that would
-hang the real one (ranks that call different things, sends nobody receives) raises on all ranks between threads, and
-hangs between processes, until it is aborted: then it returns, as a kernel that has been told to leave does.
+Rules: see `Communicator` of nccl4py 0.6.0. A call that NCCL would refuse raises `NcclInvalid`. One that would hang
+NCCL (different calls, a send without a receive) raises on all ranks if they are threads, and hangs if they are
+processes; an abort makes it return, as it does a kernel.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _World:
         self.slots = [None] * nranks
 
     def meet(self, comm, kind, facts, payload, do):
-        """All ranks post; the facts must be equal; `do(payloads)` reads the others' before anybody goes on."""
+        """All ranks post equal facts; then `do(payloads)` reads the peers' payloads before any rank returns."""
         self.slots[comm.rank] = (kind, facts, payload)
         self.barrier.wait(20)
         mine = [(k, f) for k, f, _ in self.slots]

@@ -27,7 +27,7 @@ HOME = os.path.dirname(tricomm.__file__)
 
 
 class Alarm(Exception):
-    """What a user's own signal handler may raise."""
+    """The exception of a user's signal handler."""
 
 
 KINDS = {"KeyboardInterrupt": KeyboardInterrupt, "Alarm": Alarm}
@@ -114,7 +114,7 @@ class Walk:
 
     def trace(self, frame, event, argument):
         name = frame.f_code.co_filename
-        # `rank` is asked for by the test, before its call.
+        # The test reads `rank` before its call.
         inside = name.startswith(HOME) and frame.f_code.co_name not in ("__del__", "rank")
         return self.line if inside else None
 

@@ -1,4 +1,4 @@
-"""What ranks do where NCCL stands behind the kernels: a fake NCCL, and CPU tensors in place of a GPU's."""
+"""Ranks whose fallback is NCCL, here a fake that takes CPU tensors instead of a GPU's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOVED = [torch.uint16, torch.uint32, torch.uint64]
 
 
 def joined(rank, world_size, url, there=True, memory=True, **options):
-    """A communicator with a fake NCCL behind it; `there`: whether this rank has it, `memory`: whether it is shared."""
+    """A communicator with a fake NCCL as fallback; `there`: this rank has it, `memory`: the ranks share memory."""
     package = ModuleType("nccl")
     package.core = fake_nccl
     sys.modules["nccl"], sys.modules["nccl.core"] = package, fake_nccl if there else None
@@ -113,7 +113,7 @@ def fused(comm, wrong):
 
 
 def by_route(rank, world_size, tell, url):
-    """Small goes to the kernels, large and what they have no type for to NCCL; counted, explained, printed."""
+    """Kernels run small calls; NCCL runs large ones and types without a kernel; counted, explained, printed."""
     os.environ["TRICOMM_LOG"] = "routing"
     wrong, out = [], io.StringIO()
     with joined(rank, world_size, url) as comm, contextlib.redirect_stdout(out):
@@ -206,7 +206,7 @@ def nccl_is_missing(rank, world_size, tell, url):
 
 
 def fails_on_its_own(rank, world_size, tell, url):
-    """NCCL reports an error on rank 0 while nobody calls anything."""
+    """NCCL reports an error on rank 0 while no rank is in a call."""
     with joined(rank, world_size, url) as comm:
         comm.all_reduce(torch.ones(LIMIT))
         inner = comm._planner.nccl._comm
@@ -256,7 +256,7 @@ def namespaces(rank, world_size, tell, url):
 
 
 def absent_on_another_node(rank, world_size, tell, url):
-    """A rank of another node that does not come: nobody sees that, but the time is up some day."""
+    """A rank on another node does not call; only the timeout can end the other rank's call."""
     os.environ["TRICOMM_NODE_ID"] = f"host {rank}"
     with joined(rank, world_size, url, timeout=3.0) as comm:
         comm.all_reduce(torch.ones(2))

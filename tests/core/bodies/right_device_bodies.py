@@ -1,4 +1,4 @@
-"""What ranks do over a fake GPU. Module-level, so that a new process can find it."""
+"""Rank functions over a fake GPU, at module level so that a new process can import them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def replays_after_close(rank, world_size, tell, url, how):
         comm.close()
         comm.close()
         began = time.monotonic()
-        if rank == 0:  # alone: nobody answers
+        if rank == 0:  # its peer replays no graph
             for node in graph:
                 node()
         took = time.monotonic() - began

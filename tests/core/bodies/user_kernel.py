@@ -17,7 +17,7 @@ def rotate(peers, out_ptr, rank, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def waits_for_ever(group, table):
-    """Waits for a sequence number that nobody sends, in memory that is this rank's own."""
+    """Waits in this rank's memory for a sequence number that no rank sends."""
     mine = tl.load(table + tl.load(group + RANK)).to(tl.pointer_type(tl.int64))
     lane = tl.arange(0, 16)
     wait_sequence(group, mine + lane * 0, 77, lane < 1, False)

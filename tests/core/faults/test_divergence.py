@@ -104,7 +104,7 @@ def usual(comm):
     comm.all_reduce(torch.ones(8))
 
 
-# What the others and the last rank call, and what is said of these two.
+# The calls of the other ranks and of the last one, and the words by which the error names each.
 DIVERGING = {
     "collective": (usual, lambda comm: comm.all_gather(torch.ones(8)), "all_reduce", "all_gather"),
     "count": (usual, lambda comm: comm.all_reduce(torch.ones(9)), "count=8", "count=9"),

@@ -1,4 +1,4 @@
-"""An interrupt at any line of any call: the caller gets it, the others hear of it, and nothing is left behind."""
+"""An interrupt at any line of any call: the caller gets it, its peers are told, and no lock or memory is left."""
 
 import os
 import signal

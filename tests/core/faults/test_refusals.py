@@ -157,13 +157,13 @@ class Refusal:
 
 
 class Counted:
-    """What this process holds of the library's: descriptors and mappings."""
+    """Counts the library's descriptors and mappings in this process."""
 
     def __init__(self):
         self._first = self._now()
 
     def more(self):
-        """What has come since, after a moment; errors may hold frames, and these memory, until they are collected."""
+        """Those added since, after at most 3 s: an error's frames hold memory until they are collected."""
         gc.collect()
         end = time.monotonic() + 3.0
         while (more := self._now() - self._first) and time.monotonic() < end:
@@ -254,8 +254,8 @@ WITHOUT = {"names": _without_names, "last exchange": _without_last_exchange}
 def scenario(rank, world_size, tell, folder, route, kind=None, place=None, victim=0, lasting=False, without=None):
     """The scenario over `route`, with `Refusal(kind, place, lasting)` on rank `victim`; then another group, unhurt.
 
-    Returns how it ended, how the other group did, and what was left behind; the places of all calls; how many calls
-    were refused. `without`: a protection that is taken away.
+    Returns the steps of both groups and the resources that they left; the places of all calls; the number of calls
+    that were refused. `without`: a protection that is taken away.
     """
     if without is not None:
         WITHOUT[without]()

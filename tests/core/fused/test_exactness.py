@@ -25,7 +25,7 @@ def special(dtype):
     return x.to(dtype)
 
 
-# Of codes at most so many differ from those of the exact norm.
+# `most` is the share of codes that may differ from the codes of the exact norm.
 @pytest.mark.parametrize(
     ("dtype", "most"), [(torch.bfloat16, 0.02), *some([(torch.float16, 0.003), (torch.float32, 0.0)], lambda *_: False)]
 )

@@ -1,4 +1,4 @@
-"""tricomm.flashinfer: FlashInfer's names, numbers and meanings; its own, where it is installed, beside them."""
+"""tricomm.flashinfer has FlashInfer's names, enum values and semantics, compared with the installed package if any."""
 
 from __future__ import annotations
 

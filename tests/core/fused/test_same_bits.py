@@ -37,7 +37,7 @@ def test_tiny_rows_and_weights_near_the_bias_stay_within_an_ulp(dtype, protocol)
 
 
 def test_unfused_squares_are_added_by_words_as_fused_ones_are():
-    """Rows of which a norm has other bits if each square is cut by itself."""
+    """Rows whose norm has other bits if squares are truncated one by one and not a word at a time."""
 
     def body(comm):
         x = torch.cat([torch.randn(8, 512, generator=torch.Generator().manual_seed(n)).half() for n in (40, 166)])

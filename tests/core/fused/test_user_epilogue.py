@@ -1,4 +1,4 @@
-"""all_reduce_rows: a user's own Triton function ends each row. The first one stands in docs/fused.md."""
+"""all_reduce_rows with a user's Triton function as epilogue. The first one is the example in docs/fused.md."""
 
 import re
 from pathlib import Path

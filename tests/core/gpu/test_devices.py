@@ -1,4 +1,4 @@
-"""Which device a rank is on: one that is there, and its own unless sharing is asked for. torch's CUDA is made up."""
+"""A rank's device exists and belongs to that rank alone unless `share_device` is set. torch's CUDA is a fake."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_devices_that_are_there(device: str, local: str | None, index: int, monk
 
 
 class Job:
-    """Ranks that join on made-up GPUs; `devices[rank]` is where each of them is."""
+    """Ranks that join on fake GPUs; `devices[rank]` is the device of each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, devices: list[int]) -> None:
         self.devices, self.world = devices, FakeCuda(2)

@@ -1,4 +1,4 @@
-"""What a call that has been made before asks, makes and writes on the host: counted, over fakes."""
+"""The host path of a repeated call: its queries, allocations and writes, counted over fakes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_asynchronous_call_makes_an_event_and_no_stream(comm, world):
 
 
 def test_a_change_of_streams_makes_the_objects_that_order_them(comm, world):
-    """What the count would show if every call followed its stream by torch's objects."""
+    """The count when a call has to be ordered between two streams by torch's stream objects."""
     with world.stream(world.new_stream(torch.device("cuda", MINE))):
         result = asked(world, lambda: comm.all_reduce(torch.ones(8)))
     assert result["current_stream"] == 1 and result["_cuda_isCurrentStreamCapturing"] == 1

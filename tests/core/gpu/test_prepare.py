@@ -19,7 +19,7 @@ from tricomm.options import with_environment
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """What is compiled from here on, by name; nothing is known yet."""
+    """The names of the kernels that are compiled from here on; the caches are empty."""
     for known in ("_compiled", "_loaded"):
         monkeypatch.setattr(cuda_launcher, known, {})
     names, compile_kernel = [], compiler.compile_kernel

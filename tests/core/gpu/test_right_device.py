@@ -19,7 +19,7 @@ from tricomm.c10d.group_calls import GroupCall
 from tricomm.core import bootstrap, launcher
 from tricomm.store.control import RankState
 
-# What may be current in the thread that calls
+# The device or context that is current in the calling thread
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def test_the_right_device_whatever_is_current(comm, world, entry, situation):
             before = world.get_device(), list(world.contexts)
             entry(comm, world)
             device, contexts = world.get_device(), world.contexts
-            # A thread without a context may get its device's: that is what any call of torch does to it.
+            # A thread without a context may get its device's primary one, as it does from any call of torch.
             assert device == before[0] and contexts[: len(before[1])] == before[1]
 
     launches = len(device_of(comm).launches)
@@ -192,7 +192,7 @@ class FakeFuture:
 
 
 def test_without_the_guard_another_devices_context_is_used(comm, world, monkeypatch):
-    """What the guard is for: events on the wrong device, and a question that makes a context on a device of no use."""
+    """Without it, events are on the wrong device, and a query makes a context on an unused device."""
     monkeypatch.setattr(comm._gpu, "current_device", lambda: MINE)
 
     def call():

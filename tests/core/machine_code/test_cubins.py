@@ -1,4 +1,4 @@
-"""Prebuilt machine code: it is loaded where nothing can be compiled, and only if it is what would be compiled."""
+"""Prebuilt cubins load on a machine without a compiler, and only if they match the kernel that would be compiled."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def no_compiler(monkeypatch):
 
 @pytest.fixture
 def said(monkeypatch, caplog):
-    """What is logged, as if it were the first time."""
+    """The logged warnings; each is logged once a process, which this fixture resets."""
     monkeypatch.setattr(cubins, "_said", set())
     caplog.set_level(logging.WARNING, "tricomm")
     return lambda: [record.getMessage() for record in caplog.records]

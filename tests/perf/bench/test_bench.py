@@ -1,4 +1,4 @@
-"""`tricomm bench` with real ranks: its table, its JSON, its exit codes, and that nothing stays behind."""
+"""`tricomm bench` with real ranks: its table, JSON and exit codes, and that it leaves no process."""
 
 import csv
 import json

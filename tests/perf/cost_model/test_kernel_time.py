@@ -1,4 +1,4 @@
-"""The cost model: it is made of the registry's counts, close to what others have published, and says what it is."""
+"""The cost model: computed from the registry's counts, close to published times, labelled as a model."""
 
 import json
 from dataclasses import asdict, replace

@@ -81,7 +81,7 @@ def test_all_variants(kernel: registry.Kernel, arch: str) -> None:
     assert broken == {}
 
 
-# What the bars are for. Every kernel below has the flags that a good one has, but for what it is about.
+# Kernels that miss one bar each. Each signals and waits like a good kernel, except for its one mistake.
 
 
 @triton.jit
@@ -273,7 +273,7 @@ def test_sass_is_attributed_to_the_innermost_line() -> None:
 
 
 def _told(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
-    """What `tricomm kernels` says on stderr; the second report waits for a line if these come every few ms."""
+    """The lines of `tricomm kernels` on stderr. If they come every few ms, the second report waits for one."""
     good, told, echo = kernel_report.examine(Variant("barrier", "sm_90")), threading.Event(), click.echo
 
     def examined(chosen: list[Variant]) -> Iterator[kernel_report.KernelReport]:

@@ -90,7 +90,7 @@ def test_it_builds_keeps_and_packs(tmp_path, monkeypatch):
 
 
 def _check(wheel, file):
-    """What installers check, and that the kernel is found where it is installed."""
+    """Check the wheel's RECORD as an installer does, and that the kernel is in the place where it is looked up."""
     with zipfile.ZipFile(wheel) as archive:
         (record,) = [name for name in archive.namelist() if name.endswith(".dist-info/RECORD")]
         rows = list(csv.reader(archive.read(record).decode().splitlines()))

@@ -23,7 +23,7 @@ ROWS = 32
 # registers), the tiles that are polled at once, and masks, where a shard is not whole tiles.
 WORST = ((16384, 8, "float32"), (8192, 2, "bfloat16"), (2880, 8, "bfloat16"))
 FORMS = (*WORST, (16384, 8, "bfloat16"), (7168, 8, "float32"), (4096, 4, "float32"))
-# What spills, by architecture, protocol, quantisation, length and type, of eight ranks: words at most.
+# Known spills of kernels for eight ranks, in words at most, by architecture, protocol, quantisation, length and type.
 KNOWN = {
     ("sm_80", "ll", "", 16384, "float32"): 24,  # 512 threads of 128 registers
     ("sm_80", "ll", "fp8", 16384, "float32"): 24,

@@ -1,4 +1,4 @@
-"""What a loop costs, read from made-up and real disassemblies; and kraken's kernels beside ours, where they are."""
+"""The cost of a loop, read from fake and real disassemblies; kraken's kernels compared with ours, if installed."""
 
 import pytest
 

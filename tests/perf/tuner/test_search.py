@@ -69,7 +69,7 @@ def test_what_was_wrong_is_not_asked_for_again_though_it_is_in_force() -> None:
 
 
 def test_a_random_choice_of_so_many_would_not_do() -> None:
-    """What the search adds: the same number of samples, spread blindly, misses the bar."""
+    """The same number of samples, drawn at random, misses the bar that the search meets."""
     box, draw, worst = MadeUpBox("h100", 8, 1), random.Random(0), 0.0
     for nbytes in tuner_benchmark.SIZES:
         point = Point("all_reduce", 16, "graph", nbytes)

@@ -127,7 +127,7 @@ def test_the_ranks_of_torchrun_tune_together(_folder: Path) -> None:
     assert done.stdout.count("decisions change") == 1 and _rounds(_folder) > 0  # rank 0 alone prints
 
 
-# What can be done with tables
+# Commands for tables
 
 
 def _tuned(*rows: TableRow, **more: Any) -> TunedTable:

@@ -127,7 +127,7 @@ def test_a_candidate_that_hangs_costs_the_group_and_itself() -> None:
 
     (right, times), made = _ranks(on_rank_0)
     assert right == [_A, _C] and times == {_A: (3.0,), _C: (12.0,)}
-    assert [[comm.closed for comm in groups] for groups in made] == [[True, True, False]] * 3  # made anew, twice
+    assert [[comm.closed for comm in groups] for groups in made] == [[True, True, False]] * 3  # replaced twice
 
 
 class _Clock:
@@ -187,7 +187,7 @@ def test_another_ranks_hash_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert list(tmp_path.iterdir()) == []  # nothing is written that not all ranks have
 
 
-# What is on the disk
+# The log of samples on disk
 
 _candidates = st.builds(
     Candidate,
@@ -240,7 +240,7 @@ def test_a_run_that_is_cut_off_anywhere_goes_on_with_its_whole_heats(rounds: lis
         for one in rounds[len(whole) :]:
             again.append(one)
         again.close(finished=False)
-        last = SampleLog(file, "key")  # what was torn is gone, what came behind it is whole
+        last = SampleLog(file, "key")  # the torn line is gone, and the lines appended after it are whole
         assert _recalled(last, _samples(rounds)) == _samples(rounds)
         last.close(finished=True)
         assert not file.exists()
