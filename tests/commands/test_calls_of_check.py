@@ -94,7 +94,7 @@ def report(key, edits, sizes=None, schedules=1, seed=0):
 
 
 @pytest.mark.parametrize("name", some(MORE, 2))
-def test_what_lies_in_a_slot_several_queues_handles_and_orders_show_it(name):
+def test_mistakes_that_need_slots_queues_handles_or_orders_are_found(name):
     key, *edit, kinds, schedules, seed = MORE[name]
     assert report(key, (), None, schedules, seed).ok
     assert {f.kind for f in report(key, (Edit(*edit),), None, schedules, seed).findings} & kinds
@@ -124,7 +124,7 @@ def test_the_pieces_of_a_message_are_counted_as_the_kernels_count_them(protocol,
 
 
 @pytest.mark.parametrize("name", some(MISTAKES, 3))
-def test_calls_of_several_chunks_and_of_an_order_show_it(name):
+def test_mistakes_that_need_several_chunks_or_an_order_are_found(name):
     key, *edit = MISTAKES[name]
     assert report(key, ()).ok
     assert not report(key, (Edit(*edit),)).ok
@@ -154,14 +154,14 @@ def test_the_first_call_has_three_chunks(kernel, world_size):
 
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
-def test_a_copy_of_the_kernels_through_a_switch_is_clean_too():
+def test_an_unchanged_copy_of_the_nvls_kernels_has_no_finding():
     """A copy has the exemptions of the original: what fills up a pair may stay unread."""
     with loaded(()):
         report = ptx_mutants.explore(("all_reduce", "multicast", "simple"), 1, 3)
     assert report.ok, report
 
 
-def test_ranks_that_count_chunks_differently_are_not_said_to_make_different_calls():
+def test_ranks_that_count_chunks_differently_are_not_reported_as_different_calls():
     more = Edit(CHUNKS, f"{_LEFT}chunks,", f"{_LEFT}1 + (rank_of(group) == 0),")
     (finding,) = report(("all_reduce", "two_shot", "simple"), [more]).findings
     assert finding.kind == "exception" and "their kernels count chunks differently" in finding.text

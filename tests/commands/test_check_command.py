@@ -19,7 +19,7 @@ def _passed(fn, world_size, *, options, schedules, progress, **more):
     return report
 
 
-def test_without_arguments_it_says_how_long_it_takes_and_checks_one_kernel_of_each_collective_first(monkeypatch):
+def test_without_arguments_check_estimates_its_time_and_starts_with_one_kernel_of_each_collective(monkeypatch):
     monkeypatch.setattr(campaign, "check", _passed)
     done = CliRunner().invoke(cli, ["check"])
     assert done.exit_code == 0, done.output
@@ -30,7 +30,7 @@ def test_without_arguments_it_says_how_long_it_takes_and_checks_one_kernel_of_ea
     assert {by_name[name].collective for name in names[: len(collectives)]} == collectives
 
 
-def test_with_a_number_or_a_choice_nothing_is_announced(monkeypatch):
+def test_with_a_number_or_a_choice_check_prints_no_estimate(monkeypatch):
     monkeypatch.setattr(campaign, "check", _passed)
     for asked in (["--schedules", "3"], ["--collective", "barrier"]):
         done = CliRunner().invoke(cli, ["check", *asked])

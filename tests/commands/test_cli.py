@@ -62,7 +62,7 @@ def test_help_has_examples_that_the_parser_takes(path: tuple[str, ...]) -> None:
     assert done.exit_code == 0 and "tricomm" in done.output
 
 
-def test_every_option_says_what_it_is() -> None:
+def test_every_option_has_a_help_text() -> None:
     silent = [
         (path, option.name)
         for path, command in ALL.items()
@@ -103,7 +103,7 @@ def test_a_mistake_in_the_command_line_ends_with_2(
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_an_error_that_no_command_told_is_told_without_a_traceback(
+def test_an_error_that_a_command_does_not_handle_is_printed_without_a_traceback(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(**options: object) -> None:
@@ -116,7 +116,7 @@ def test_an_error_that_no_command_told_is_told_without_a_traceback(
     assert ended.value.code == code and "Traceback" not in told and told.count("\n") == 1
 
 
-def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(**options: object) -> None:
         raise ZeroDivisionError
 
@@ -125,7 +125,7 @@ def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch)
         main_module.main()
 
 
-def test_who_has_read_enough_is_no_error() -> None:
+def test_a_closed_output_pipe_is_no_error() -> None:
     command = f"{shlex.quote(sys.executable)} -m tricomm dashboard --grafana | head -c 10"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=120)
     assert done.stdout == '{\n "title"' and done.stderr == ""
@@ -157,7 +157,7 @@ def test_the_shell_completes_commands_and_options() -> None:
         (("dashboard", "--html", "-"), "a file is needed here"),
     ],
 )
-def test_what_would_not_be_looked_at_is_refused(words: tuple[str, ...], said: str) -> None:
+def test_options_without_an_effect_are_refused(words: tuple[str, ...], said: str) -> None:
     done = CliRunner().invoke(cli, words)
     assert done.exit_code == 2 and said in " ".join(done.output.split()), done.output
 
@@ -227,9 +227,7 @@ def test_an_interrupt_after_the_imports_is_raised() -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def test_a_reader_of_a_pipe_is_told_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_is_printed_to_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(common, "SECONDS", 0.01)
     told = threading.Event()
 

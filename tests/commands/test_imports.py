@@ -88,7 +88,7 @@ def test_operators_exist_before_the_first_group() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_public_name_is_there_and_others_are_not() -> None:
+def test_the_package_has_exactly_its_public_names() -> None:
     assert set(tricomm.__all__) <= set(dir(tricomm)) and tricomm.__all__ == sorted(tricomm.__all__)
     assert all(getattr(tricomm, name) is not None for name in tricomm.__all__)
     with pytest.raises(AttributeError, match="no attribute 'all_reduse'"):
@@ -96,7 +96,9 @@ def test_every_public_name_is_there_and_others_are_not() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(_COMMUNICATOR, 130), (_DIST, 160)], ids=["communicator", "dist"])
-def test_a_process_imports_what_it_uses(ranks: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_imports_only_the_modules_that_it_uses(
+    ranks: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRICOMM_CPU", "kernels")
     done = _python(_RANKS.format(ranks=ranks))
     assert done.returncode == 0, done.stderr

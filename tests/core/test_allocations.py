@@ -47,7 +47,7 @@ def refused(rank, world_size, tell, url):
     return told
 
 
-def test_a_call_without_memory_costs_one_rank_that_call_and_no_rank_the_group(url):
+def test_a_call_whose_allocation_fails_is_refused_on_that_rank_and_the_group_still_works(url):
     told, _ = ranks.run(2, refused, url, timeout=120)
     assert set(told) == set(CALLS)
     by_shape = {"all_reduce of gaps": "out has shape", "all_to_all_v": "elements for one rank", "recv": "share memory"}
@@ -56,7 +56,7 @@ def test_a_call_without_memory_costs_one_rank_that_call_and_no_rank_the_group(ur
         assert by_shape.get(name, "nothing was sent") in text, (name, text)
 
 
-def test_what_a_signal_handler_raises_meanwhile_is_no_lack_of_memory():
+def test_an_exception_of_a_signal_handler_is_not_taken_for_a_lack_of_memory():
     def handler(number, frame):
         raise RuntimeError("mine")
 
@@ -73,7 +73,7 @@ def test_what_a_signal_handler_raises_meanwhile_is_no_lack_of_memory():
         arguments.allocated("all_gather", torch.empty, HUGE)
 
 
-def test_an_error_that_is_not_of_an_allocation_still_costs_the_group(url, monkeypatch):
+def test_an_error_other_than_of_an_allocation_still_aborts_the_group(url, monkeypatch):
     with tricomm.init(url, 0, 1, "cpu", options=tricomm.Options(arena_bytes=1 << 18)) as comm:
         monkeypatch.setattr(comm._internal.planner, "plan", lambda *request: 1 / 0)
         with pytest.raises(ZeroDivisionError):

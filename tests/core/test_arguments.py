@@ -47,7 +47,7 @@ def test_tensors_that_no_kernel_takes(x, words):
         arguments.check_tensor(x, CPU, "all_reduce")
 
 
-def test_tensors_without_memory_of_their_own_are_refused():
+def test_tensors_without_ordinary_memory_are_refused():
     with FakeTensorMode():
         fake = torch.ones(3)
     with pytest.raises(InvalidArgument, match="FakeTensor wraps"):
@@ -69,7 +69,7 @@ def test_a_tensor_of_another_device_is_refused_with_both():
         arguments.check_tensor(torch.ones(2), torch.device("cuda:0"), "all_reduce")
 
 
-def test_requires_grad_is_fine_where_nothing_is_recorded():
+def test_requires_grad_is_accepted_if_nothing_is_recorded():
     with torch.no_grad():
         arguments.check_tensor(torch.ones(3, requires_grad=True), CPU, "all_reduce")
 
@@ -164,7 +164,7 @@ def test_the_facts_of_an_epilogue_have_no_address_in_them():
     assert repr(facts) == repr((8, *[f"{__name__}:{function.fn.__name__}"] * 2, ("*i16",)))
 
 
-def test_forced_shapes_that_cannot_be_used_are_refused_on_all_ranks_and_the_group_goes_on():
+def test_invalid_forced_shapes_are_refused_on_all_ranks_and_the_group_still_works():
     refused = []
 
     def body(comm):

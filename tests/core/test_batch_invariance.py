@@ -165,7 +165,7 @@ def test_compiled_kernels_eager_and_in_a_graph():
 # The option
 
 
-def test_a_split_keeps_it_and_explain_says_so(url):
+def test_a_split_stays_batch_invariant_and_explain_says_so(url):
     for options, split, reason, moved in ranks.run(3, in_a_split, url):
         assert options and split in (True, None)
         assert "batch-invariant: in rank order, rounded once" in reason and "nothing is reduced" in moved
@@ -196,7 +196,7 @@ def differing(rank, world_size, tell, url):
     return str(error.value)
 
 
-def test_nothing_goes_to_nccl_for_its_size_and_what_only_nccl_has_is_refused(url):
+def test_no_size_is_routed_to_nccl_and_calls_that_only_nccl_has_are_refused(url):
     for equal, stats, refused, value in ranks.run(3, beside_nccl, url, timeout=120):
         assert equal and stats["nccl"] == {"broadcast": 1}
         assert "sum of uint32 is refused in a batch-invariant group: no kernel takes torch.uint32" in refused[0]
@@ -258,7 +258,7 @@ def test_kernels_that_reduce_in_another_order_have_other_bits():
 
 @functools.cache
 def split_on_a_cube_mesh(batch_invariant):
-    """On a cube mesh whose table sends small calls to another kernel: the bits of one call of 100, and of calls of 30."""
+    """On a cube mesh whose table has two kernels: the bits of one call of 100 elements, and of calls of 30."""
 
     def body(comm):
         comm.use_table(ROWS, "mine")

@@ -77,7 +77,7 @@ def test_gpus_that_do_not_go_to_nccl(monkeypatch, core, caplog):
 
 
 @pytest.mark.parametrize("nccl", [True, False], ids=["missing", "not wanted"])
-def test_without_nccl_all_ranks_say_both_reasons(monkeypatch, nccl):
+def test_without_nccl_all_ranks_name_both_reasons(monkeypatch, nccl):
     monkeypatch.setitem(sys.modules, "nccl.core", None)
     world = FakeCuda(2, reachable=lambda a, b: a == b)
     for error in everywhere(monkeypatch, world, nccl=nccl):

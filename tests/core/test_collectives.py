@@ -156,7 +156,7 @@ def test_a_list_shares_one_launch():
     assert tricomm.simulate(body, 3) == [8] * 3
 
 
-def test_what_gets_nothing_keeps_what_it_has():
+def test_outputs_on_ranks_that_receive_nothing_are_unchanged():
     def body(comm):
         x = torch.tensor([1.0 + comm.rank, 5.0])
         got = comm.reduce(x, 1)

@@ -39,7 +39,7 @@ def test_every_kernel(world_size, url):
 
 
 @ranks.each(2, 4)
-def test_a_refused_call_consumes_nothing_and_the_group_goes_on(rank, world_size, tell, url):
+def test_a_refused_call_consumes_nothing_and_the_group_still_works(rank, world_size, tell, url):
     refused = []
     with communicator(rank, world_size, url) as comm:
         for seed, call in enumerate(
@@ -134,7 +134,7 @@ def forked(rank, world_size, tell, url):
         return os.waitstatus_to_exitcode(status), x.tolist()
 
 
-def test_a_forked_copy_refuses_and_the_parent_goes_on(url):
+def test_a_forked_copy_refuses_calls_and_the_parent_still_works(url):
     for code, x in ranks.run(2, forked, url):
         assert code == 7 and x == [2.0, 2.0, 2.0]
 
@@ -190,7 +190,7 @@ def test_launches_that_do_not_fit_are_refused_and_those_that_wait_are_bounded(ur
 
 
 @ranks.each(2, "fine")
-def test_many_launches_are_not_taken_for_one_long_one(rank, world_size, tell, url):
+def test_many_launches_are_not_taken_for_one_that_hangs(rank, world_size, tell, url):
     from tests.core.bodies.user_kernel import rotate
 
     with communicator(rank, world_size, url, timeout=1.0) as comm:
@@ -286,7 +286,7 @@ def test_split(url):
     assert result[2] == [(0, 2, pair), (0, 3, three), [2.0], [3.0]]
 
 
-def test_ranks_of_one_process_have_nothing_to_meet_over():
+def test_split_of_simulated_ranks_is_refused():
     with pytest.raises(tricomm.InvalidArgument, match="no store to meet over"):
         tricomm.simulate(lambda comm: comm.split([0]), 2)
 
@@ -308,7 +308,7 @@ def test_nothing_of_a_closed_communicator_waits_for_the_garbage_collector():
 
 
 @pytest.mark.parametrize("without", [None, "beside_compute", "batch_invariant"])
-def test_calls_that_the_switch_may_add_are_routed_as_such(without, monkeypatch):
+def test_calls_that_may_use_nvls_are_routed_as_such(without, monkeypatch):
     seen, decide = [], backend_choice.decide
 
     def spied(facts, *call):

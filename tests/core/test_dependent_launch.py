@@ -38,7 +38,7 @@ def agreed(options: Options | None = None, without: int | None = None) -> str:
     return reasons[0]
 
 
-def test_a_rank_that_cannot_decides_for_all() -> None:
+def test_one_rank_without_support_disables_it_on_all() -> None:
     assert agreed() == ""
     assert agreed(without=1).endswith("CUDA 12.3 or newer (rank 1)")
 
@@ -54,7 +54,7 @@ def test_a_rank_that_cannot_decides_for_all() -> None:
         (8, AssertionError("not asked"), False),
     ],
 )
-def test_which_devices_can(major: int, answer: Any, possible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_support_it(major: int, answer: Any, possible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without bindings NCCL serves a group's calls, and the group is made as before."""
 
     def bindings(name: str) -> Any:
@@ -94,7 +94,7 @@ def test_two_kernels_keep_to_the_blocks_of_a_group(kilobytes: int, most: int) ->
 
 
 @pytest.mark.explorer
-def test_explain_tells_of_events_between_eager_calls() -> None:
+def test_explain_reports_events_between_eager_calls() -> None:
     def reasons(comm: Any) -> list[str]:
         x = torch.ones(4)
         for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
@@ -128,7 +128,7 @@ def test_kernels_wait_from_sm_90_on(architecture: str, waits: int) -> None:
         ("sm_80", 2, "; no dependent launch: it needs a GPU of sm_90"),
     ],
 )
-def test_explain_tells(architecture: str, most: int, said: str) -> None:
+def test_explain_reports_it(architecture: str, most: int, said: str) -> None:
     options = Options(arena_bytes=1 << 20, max_blocks=most)
     for reason in simulate(
         lambda comm: comm.explain("all_reduce", 512).reason, 2, compiled=architecture, options=options

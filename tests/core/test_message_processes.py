@@ -53,7 +53,7 @@ def left_early(rank, world_size, tell, url):
         return results
 
 
-def test_what_somebody_sent_before_leaving_still_arrives(url):
+def test_a_message_sent_before_its_sender_left_still_arrives(url):
     result = ranks.run(3, left_early, url, timeout=60)
     assert result[0] == [(2, list(range(1, 8))), (1, list(range(7)))]
 
@@ -71,7 +71,7 @@ def waited_for(rank, world_size, tell, url, source, how):
 
 @pytest.mark.parametrize("source", [1, None])
 @pytest.mark.parametrize("how, words", [("killed", "died"), ("left", "closed the communicator")])
-def test_a_sender_that_is_gone_is_named_within_two_seconds(url, source, how, words):
+def test_a_dead_sender_is_named_within_two_seconds(url, source, how, words):
     with ranks.start(2, waited_for, url, source, how) as running:
         waiting, gone = running.results()
     assert gone.code == (-signal.SIGKILL if how == "killed" else None)

@@ -85,7 +85,7 @@ def test_bool_sum_means_any_and_empty_calls_do_nothing():
     assert everywhere(2, body) == [[True, False, True]] * 2
 
 
-def test_what_nccl_lacks_is_refused_by_name():
+def test_types_and_operations_that_nccl_lacks_are_refused_by_name():
     def body(comm, rank):
         for dtype, op in [(torch.int16, "sum"), (torch.float32, "bxor"), (torch.bool, "avg"), (torch.complex64, "sum")]:
             with pytest.raises(errors.InvalidArgument, match=f"NCCL has no {op} of {dtype}"):
@@ -140,7 +140,7 @@ def missing():
 
 
 @pytest.mark.parametrize("rank_at_fault", [0, 1])
-def test_where_one_rank_lacks_nccl_all_say_which(monkeypatch, rank_at_fault):
+def test_if_one_rank_lacks_nccl_all_ranks_name_it(monkeypatch, rank_at_fault):
     for kind, text in failing(monkeypatch, rank_at_fault, "_load", missing):
         assert kind == "ResourceError"
         assert f"rank {rank_at_fault}: nccl4py finds no libnccl" in text and "tricomm[nccl]" in text
@@ -156,7 +156,7 @@ def alone(timeout=5.0):
     return open_store_control(HashStore(), 0, 1, timeout, 1)[0]
 
 
-def test_a_limit_of_blocks_is_nccls_limit_too(monkeypatch):
+def test_a_limit_of_blocks_applies_to_nccl(monkeypatch):
     given = []
     monkeypatch.setattr(fake_nccl, "NCCLConfig", SimpleNamespace, raising=False)
 
@@ -182,7 +182,7 @@ def test_a_broken_libnccl_is_named(monkeypatch):
         nccl.open_nccl(alone(), CPU, 5.0)
 
 
-def test_the_end_is_bounded_and_never_raises(caplog):
+def test_closing_is_bounded_and_never_raises(caplog):
     comm = nccl.open_nccl(alone(), CPU, 5.0)
     comm._comm.destroy = lambda: time.sleep(5)
     began = time.monotonic()
@@ -190,7 +190,7 @@ def test_the_end_is_bounded_and_never_raises(caplog):
     assert time.monotonic() - began < 3 and "left behind" in caplog.text
 
 
-def test_a_single_element_of_any_stride_is_bytes_and_nothing_else_with_gaps():
+def test_only_contiguous_tensors_and_single_elements_are_viewed_as_bytes():
     memory = torch.arange(8, dtype=torch.int32)
     one = memory[3:].as_strided((1,), (2,), 3)
     assert torch.equal(nccl._bytes(one), memory[3:4].view(torch.uint8))

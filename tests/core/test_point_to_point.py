@@ -93,7 +93,7 @@ def test_any_messages_back_to_back_near_the_ends_of_the_counters(cases, first):
 
 
 @PROTOCOLS
-def test_tags_are_taken_in_any_order_and_messages_of_one_tag_in_theirs(protocol):
+def test_tags_are_received_in_any_order_and_messages_of_one_tag_in_the_order_sent(protocol):
     def body(comm):
         if comm.rank == 0:
             for turn, tag in enumerate((1, 2, 1, 3)):
@@ -110,7 +110,7 @@ def test_tags_are_taken_in_any_order_and_messages_of_one_tag_in_theirs(protocol)
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_plain_data_are_not_taken_for_words_of_the_other_protocol(kept, unshrunk):
+def test_plain_data_is_not_taken_for_words_of_the_other_protocol(kept, unshrunk):
     """Small integers that `simple` leaves in a slot equal the sequence numbers of later words."""
     first = 4
 
@@ -186,7 +186,7 @@ def test_strided_and_symmetric_tensors():
         (lambda c, x: c.recv(x[:1].expand(5), 1), "elements of the tensor share memory"),
     ],
 )
-def test_what_cannot_be_is_refused_and_the_group_goes_on(call, words):
+def test_invalid_messages_are_refused_and_the_group_still_works(call, words):
     def body(comm):
         x = torch.arange(5)
         if comm.rank == 0:
@@ -223,7 +223,7 @@ def test_messages_that_do_not_match_are_named(sent, asked, kind, words):
         tricomm.simulate(body, 2, options=SMALL)
 
 
-def test_two_that_both_send_more_than_fits_are_told_so():
+def test_two_ranks_that_both_send_more_than_fits_get_an_error():
     def body(comm):
         comm.send(torch.zeros(100_000), 1 - comm.rank, 9)
         comm.recv(torch.zeros(100_000), 1 - comm.rank, 9)
@@ -233,7 +233,7 @@ def test_two_that_both_send_more_than_fits_are_told_so():
 
 
 @pytest.mark.parametrize("cleared", [True, False])
-def test_words_of_numbers_long_ago_are_cleared_before_they_could_be_taken_for_new(cleared):
+def test_words_with_old_sequence_numbers_are_cleared_before_the_numbers_repeat(cleared):
     first = layout.CLEAR_EVERY - 4
 
     def body(comm):
@@ -273,7 +273,7 @@ def test_messages_are_counted():
 
 
 @pytest.mark.parametrize("first", [1, 2**31 - 3, 2**32 - 3])
-def test_what_has_not_been_taken_is_known(first):
+def test_a_message_that_has_not_been_received_is_known(first):
     def body(comm):
         seen = [comm._messages.unread()]
         for turn in range(7):
@@ -305,7 +305,7 @@ def test_a_message_is_not_captured():
     tricomm.simulate(body, 2, options=SMALL)
 
 
-def test_alone_nobody_can_send():
+def test_a_group_of_one_rank_cannot_send():
     def body(comm):
         with pytest.raises(InvalidArgument, match="no rank can send a message to rank 0: there is no other rank"):
             comm.recv(torch.zeros(3))

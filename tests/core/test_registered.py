@@ -58,7 +58,7 @@ def in_place(rank, world_size, tell, url):
     return wrong
 
 
-def test_collectives_read_and_write_where_the_tensor_lies(url):
+def test_collectives_read_and_write_the_registered_tensor_itself(url):
     for wrong, left in ranks.run(3, and_left, in_place, url):
         assert wrong == []
         assert left == {}
@@ -103,7 +103,7 @@ def refusals(rank, world_size, tell, url):
     return said, right, mixed
 
 
-def test_every_rank_is_told_of_a_tensor_that_cannot_be(url):
+def test_a_tensor_that_cannot_be_registered_is_reported_on_every_rank(url):
     for said, right, mixed in ranks.run(2, refusals, url):
         for name, words in WORDS.items():
             assert all(word in said[name] for word in words), (name, said[name])
@@ -271,7 +271,7 @@ def test_torchs_multicast_address_is_used_if_all_ranks_have_it(url):
             assert f"not through a switch: {why}" in explained, (name, explained)
 
 
-def test_memory_of_this_library_has_to_be_sealed_all_the_same(monkeypatch):
+def test_unsealed_memory_is_refused_unless_it_is_registered(monkeypatch):
     import os
 
     import torch

@@ -51,7 +51,7 @@ BAD = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("what", BAD)
-def test_what_the_first_call_refuses(comm, what):
+def test_a_repeated_call_refuses_the_tensors_that_a_first_one_refuses(comm, what):
     make, words = BAD[what]
     with pytest.raises(InvalidArgument, match=words):
         comm.all_reduce(make())
@@ -60,7 +60,7 @@ def test_what_the_first_call_refuses(comm, what):
 @pytest.mark.parametrize(
     ("kwargs", "words"), [({"op": "median"}, "median"), ({"algorithm": ["ring"]}, "names or None")]
 )
-def test_arguments_that_the_first_call_refuses(comm, kwargs, words):
+def test_a_repeated_call_refuses_the_arguments_that_a_first_one_refuses(comm, kwargs, words):
     with pytest.raises(InvalidArgument, match=words):
         comm.all_reduce(torch.ones(SHAPE), **kwargs)
 
@@ -76,7 +76,7 @@ LOOKS = {  # what gets through without the look at a tensor, or without the one 
 
 
 @pytest.mark.parametrize("what", LOOKS)
-def test_without_the_looks_a_tensor_gets_through_that_must_not(comm, monkeypatch, what):
+def test_without_the_checks_an_invalid_tensor_is_accepted(comm, monkeypatch, what):
     source = textwrap.dedent(inspect.getsource(PreparedCalls.run))
     look = "if not known.look(x):"
     storage = "if len(x.untyped_storage()) >= x.storage_offset() * known.itemsize + known.nbytes:"
@@ -141,7 +141,7 @@ OUTS = {
     "collective", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_v", "gather", "scatter"]
 )
 @pytest.mark.parametrize("what", OUTS)
-def test_a_bad_output_is_refused_by_a_repeated_call_too(comm, collective, what):
+def test_a_repeated_call_refuses_a_bad_output(comm, collective, what):
     call, (make, words) = WAYS[collective], OUTS[what]
     x = torch.arange(48.0)[:24].view(SHAPE)
     call(comm, x, torch.empty(SHAPE))
@@ -155,7 +155,7 @@ def test_a_bad_output_is_refused_by_a_repeated_call_too(comm, collective, what):
 
 
 @pytest.mark.parametrize("root", [True, 0.0, False])
-def test_a_root_that_is_no_number_is_refused_by_a_repeated_call_too(comm, root):
+def test_a_repeated_call_refuses_a_root_that_is_no_number(comm, root):
     x = torch.ones(SHAPE)
     comm.broadcast(x, 0)
     with pytest.raises(InvalidArgument, match="a rank from 0 to 0"):
@@ -174,7 +174,7 @@ SPLITS = {  # of 4 rows
 
 
 @pytest.mark.parametrize("what", SPLITS)
-def test_splits_are_checked_by_a_repeated_call_too(comm, what):
+def test_a_repeated_call_checks_splits(comm, what):
     x, (sends, takes, words) = torch.arange(24.0).view(SHAPE), SPLITS[what]
     for rows in (4, 2, 3):  # the numbers of rows may change
         assert torch.equal(comm.all_to_all_v(x[:rows], [rows], [rows]), x[:rows])
@@ -184,7 +184,7 @@ def test_splits_are_checked_by_a_repeated_call_too(comm, what):
     assert comm._launcher.sequence == sequence
 
 
-def test_shapes_and_types_that_take_turns(comm, monkeypatch):
+def test_alternating_shapes_and_dtypes(comm, monkeypatch):
     shapes, dtypes = [(24,), (4, 6), (2, 12), (1, 24)], [torch.float32, torch.int32, torch.float16]
     tensors = [torch.arange(24, dtype=dtype).view(shape) for shape in shapes[:2] for dtype in dtypes]
     for x in tensors:
@@ -207,7 +207,7 @@ def test_in_place_by_an_output_that_is_the_input(comm):
     assert torch.equal(x, torch.arange(24.0).view(SHAPE))
 
 
-def test_every_way_to_lie_in_memory(comm):
+def test_every_memory_layout(comm):
     for x in (
         torch.ones(SHAPE),
         torch.ones(25)[1:],
@@ -241,7 +241,7 @@ def test_after_close(comm):
         comm.all_reduce(torch.ones(SHAPE))
 
 
-def test_a_call_that_has_not_run_is_not_captured_and_the_group_goes_on(comm, monkeypatch):
+def test_a_call_that_has_not_run_is_refused_in_a_capture_and_the_group_still_works(comm, monkeypatch):
     """On a GPU; here the communicator only says that it has one."""
     monkeypatch.setattr(comm._planner, "_gpu", SimpleNamespace(capturing=lambda: True))
     for call in (lambda: comm.all_reduce(torch.ones(7)), lambda: comm.all_gather(torch.ones(7)), comm.barrier):
@@ -272,7 +272,7 @@ def executed(call):
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
-def test_a_repeat_executes_hardly_more_than_one_in_place(collective):
+def test_a_repeat_executes_few_lines_more_than_one_in_place(collective):
     """Of the host's part of a call, which takes this time on a GPU, but for the launch: the time is the bytecodes'."""
     x, y = torch.ones(64), torch.ones(64)
     calls = {**WAYS, "broadcast": lambda comm, x, y: comm.broadcast(x, 0)}

@@ -85,11 +85,11 @@ def in_another_order(rank, world_size, tell, url, turns):
     return sums
 
 
-def test_begun_in_another_order_on_every_rank_both_go_on(url):
+def test_two_communicators_used_in_another_order_on_every_rank_both_progress(url):
     assert ranks.run(2, in_another_order, url, True) == [[10.0, 30.0]] * 2
 
 
-def test_without_the_turns_of_the_interpreter_they_wait_for_each_other(url):
+def test_without_interleaving_in_the_interpreter_they_deadlock(url):
     outcomes = ranks.run(2, in_another_order, url, False)
     assert all("CollectiveTimeout" in str(o) or "GroupAborted" in str(o) for o in outcomes), outcomes
 
@@ -102,7 +102,7 @@ def one_is_lost(rank, world_size, tell, url):
         return kind, text, x[0].item()
 
 
-def test_a_fault_of_one_costs_the_other_nothing(url):
+def test_a_fault_of_one_communicator_does_not_affect_the_other(url):
     for kind, text, total in ranks.run(2, one_is_lost, url):
         assert kind == "CollectiveMismatch" and "count=8" in text and "count=9" in text
         assert total == 2.0
@@ -117,6 +117,6 @@ def as_documented(rank, world_size, tell, url, example):
         return names["x"].tolist(), names["z"].tolist()
 
 
-def test_the_page_on_it_is_right(url):
+def test_the_page_on_second_communicators_is_right(url):
     [example] = re.findall(r"```python\n(second = .*?)```", PAGE.read_text(), re.DOTALL)
     assert ranks.run(2, as_documented, url, example) == [([3.0, 3.0], [1.0, 1.0, 2.0, 2.0])] * 2

@@ -118,7 +118,7 @@ def round_trip(rank, world_size, tell, url, turns):
     return results
 
 
-def test_memory_goes_and_comes_back_at_the_same_addresses(url):
+def test_memory_is_freed_and_mapped_again_at_the_same_addresses(url):
     for result, left in ranks.run(3, and_left, round_trip, url, 2):
         assert result["wrong"] == []
         assert left == {}
@@ -156,7 +156,7 @@ def one_dies(rank, world_size, tell, url, victim):
     return noticed, time.monotonic(), texts
 
 
-def test_a_rank_that_dies_while_all_sleep_is_noticed_and_named(url):
+def test_a_rank_that_dies_while_all_are_suspended_is_noticed_and_named(url):
     with ranks.start(3, and_left, one_dies, url, 1) as started:
         pids = started.messages()
         time.sleep(0.2)
@@ -237,7 +237,7 @@ def memory_refused(rank, world_size, tell, url, where, victim):
 
 
 @pytest.mark.parametrize("where", ["give_back", "take_again"])
-def test_refused_on_one_rank_is_refused_on_all(where, url):
+def test_a_suspension_that_one_rank_refuses_is_refused_on_all(where, url):
     for texts, suspended, pages, wrong in ranks.run(2, memory_refused, url, where, 1):
         text = texts[-1]
         assert text.startswith("ResourceError") and "rank 1" in text and "made to fail" in text
@@ -290,7 +290,7 @@ def beside_a_message(rank, world_size, tell, url):
         return refused(comm.suspend)
 
 
-def test_a_message_that_keeps_a_rank_from_it_is_named(url):
+def test_a_message_that_prevents_suspension_is_named(url):
     waits, receiver = ranks.run(2, beside_a_message, url)
     for said in (waits, receiver):
         assert "rank(s) [1] did not come although their processes run; rank 1 is in recv from rank 0 (tag 7," in said
@@ -302,7 +302,7 @@ def _beside_a_call(comm):
     return attempt(comm.suspend if comm.rank == 0 else lambda: comm.all_reduce(torch.ones(3)))[:2]
 
 
-def test_a_call_that_one_rank_has_not_made_is_named_at_once():
+def test_a_call_that_one_rank_has_not_made_is_named_by_suspend_at_once():
     options = tricomm.Options(arena_bytes=1 << 18, timeout=1e6)
     (kind, text), (other, theirs) = tricomm.simulate(_beside_a_call, 2, options=options)
     assert kind == other == "CollectiveMismatch"
@@ -326,17 +326,17 @@ def _sleeps(comm, begin=True):
     return results
 
 
-def test_simulated_ranks_sleep_too_and_no_schedule_shows_a_race():
+def test_simulated_ranks_suspend_and_no_schedule_shows_a_race():
     assert tricomm.simulate(_sleeps, 2, options=SMALL) == [[True] * 3] * 2
     assert tricomm.check(_sleeps, 2, schedules=3, options=SMALL).ok
 
 
-def test_without_a_fresh_start_the_next_call_goes_wrong():
+def test_without_cleared_memory_the_next_call_is_wrong():
     with pytest.raises(tricomm.TricommError):
         tricomm.simulate(lambda comm: _sleeps(comm, begin=False), 2, options=SMALL)
 
 
-def test_without_the_look_of_the_monitor_a_death_in_sleep_shows_at_the_next_call_only():
+def test_without_the_monitors_check_a_death_while_suspended_is_noticed_at_the_next_call_only():
     store, result, looked = HashStore(), [], threading.Barrier(2)
 
     def rank(number):

@@ -114,7 +114,7 @@ def test_a_call_with_other_lengths_makes_no_plan_and_no_memory_and_no_copy(comm,
     assert operations.seen != []
 
 
-def test_lengths_take_no_place_among_the_plans_that_are_kept(comm, monkeypatch):
+def test_lengths_do_not_evict_cached_plans(comm, monkeypatch):
     monkeypatch.setattr(planner, "_MOST_PLANS", 3)
     comm.all_reduce(X[0])
     (kept,) = comm._planner.plans.values()
@@ -137,7 +137,7 @@ def test_bytes_and_times_are_those_of_each_call(comm):
     assert [span.nbytes for span in result.spans] == [16, 1024]
 
 
-def test_every_stream_and_every_graph_has_the_lengths_of_its_own_call(comm, device, monkeypatch):
+def test_lengths_are_kept_apart_by_stream_and_graph(comm, device, monkeypatch):
     """A graph keeps the parameters of its capture: they are values, and nothing that a later call changes."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     comm._group.simulated = False
@@ -154,7 +154,7 @@ def test_every_stream_and_every_graph_has_the_lengths_of_its_own_call(comm, devi
     assert [(launch.stream, *words(launch)[3:]) for launch in device.launches] == want
 
 
-def test_two_threads_do_not_mix_their_lengths(comm, device, monkeypatch):
+def test_lengths_are_kept_apart_by_thread(comm, device, monkeypatch):
     """The second one calls when the first has packed its words and not launched them."""
     first, second = ((1, 2), (1, 4)), ((5, 6), (5, 8))
     others, ways = [], [comm.all_to_all_v]

@@ -50,7 +50,7 @@ def test_a_kernel_that_waits_ends_by_the_groups_limits(fault, how, url):
 
 
 @pytest.mark.parametrize("how", ["load", "volatile load", "atomic", "cas", "stores", "arithmetic"])
-def test_a_kernel_is_interrupted_wherever_it_is(how, url):
+def test_a_kernel_is_interrupted_at_any_wait(how, url):
     options = tricomm.Options(arena_bytes=256 * 1024, timeout=0.5)
     with tricomm.init(url, 0, 1, "cpu", options=options) as comm:
         word = comm.symmetric((1,), torch.int64)

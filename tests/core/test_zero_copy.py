@@ -130,7 +130,7 @@ def test_a_plain_tensor_against_a_handle_is_another_call():
         tricomm.simulate(body, 2)
 
 
-def test_what_a_handle_cannot_do_is_refused_with_what_can():
+def test_unsupported_uses_of_a_handle_are_refused_with_the_remedy():
     def body(comm):
         w = comm.symmetric((8,), torch.float32)
         w.local.fill_(comm.rank)
@@ -204,7 +204,7 @@ def test_handles_through_the_switch():
     assert tricomm.simulate(through_the_switch, 3, options=OPTIONS) == [[]] * 3
 
 
-def test_handles_have_addresses_of_their_own_if_the_group_has_one_and_if_they_are_wanted():
+def test_handles_have_a_multicast_address_if_the_group_has_one_and_it_is_wanted():
     def body(comm):
         w, v = comm.symmetric((3,), torch.int8), comm.symmetric((3,), torch.int8)
         without = comm.symmetric((3,), torch.float32, multicast=False)
@@ -264,7 +264,7 @@ def test_the_output_handle_is_part_of_the_call():
         tricomm.simulate(body, 2, options=OPTIONS)
 
 
-def test_what_does_not_go_through_the_switch_is_refused_by_name():
+def test_calls_that_cannot_use_nvls_are_refused_by_name():
     def body(comm):
         w, v = comm.symmetric((8,), torch.float32), comm.symmetric((8,), torch.float32)
         with pytest.raises(InvalidArgument, match="the switch has no avg of float32; .* there is two_shot/simple"):

@@ -82,7 +82,7 @@ def test_a_commit_runs_its_own_command_in_a_worktree_that_is_removed(
         earlier_numbers.find(Path("HEAD~7"))
 
 
-def test_a_run_that_was_cut_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "rows"
     monkeypatch.setattr(provenance, "commit", lambda: "0123456789ab")
     kept = KeptRows(file)
@@ -98,7 +98,7 @@ def test_a_run_that_was_cut_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert done.exit_code == 2 and ("rows of" in done.output if commit.isalnum() else "has changes" in done.output)
 
 
-def test_what_has_no_numbers_is_refused(tmp_path: Path) -> None:
+def test_a_record_without_numbers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="neither a file of numbers nor a checkout with devtools/bars.py"):
         earlier_numbers.find(tmp_path)
     file = tmp_path / "numbers.json"

@@ -18,15 +18,15 @@ CASES = call_order_model.cases()
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_the_verdict_is_as_wanted(case):
+def test_each_case_has_the_expected_verdict(case):
     assert explore(case, case.want)[0] == case.want
 
 
-def test_each_case_has_a_name_of_its_own():
+def test_the_names_of_the_cases_are_unique():
     assert len({case.name for case in CASES}) == len(CASES)
 
 
-def test_each_rule_is_taken_away_in_each_way():
+def test_every_alternative_to_every_rule_is_tested():
     hints = get_type_hints(Rules)
     ways = {
         (rule, value)
@@ -76,7 +76,7 @@ def names(scenario):
         ),
     ],
 )
-def test_a_call_has_one_name_whatever_the_order_is(scenario, wanted):
+def test_a_call_has_the_same_name_in_every_order(scenario, wanted):
     assert names(scenario) == {call: {name} for call, name in wanted.items()}
 
 
@@ -84,14 +84,14 @@ def of_two(first, second, want):
     return explore(Case("", want, (first, second), {"g": (0, 1)}), want)[0]
 
 
-def test_the_model_looks_at_what_is_paired():
+def test_the_model_checks_which_calls_are_paired():
     both = (Call("a"), Call("b"))
     assert of_two(program(*both), program(*both), SAFE) == SAFE
     assert of_two(program(*both), program(*both[::-1]), SAFE) == WRONG
     assert of_two(program(*both), program(both[0]), SAFE) == MISMATCH
 
 
-def test_a_wait_for_what_never_completes_is_a_deadlock():
+def test_a_wait_for_a_call_that_never_completes_is_a_deadlock():
     crossed = program(Call("a"), Then("a", "x", "fx"), Wait("fx"), x=(Wait("b"),))
     assert of_two(crossed, crossed, SAFE) == DEADLOCK
 

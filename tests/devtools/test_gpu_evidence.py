@@ -183,7 +183,7 @@ def test_processes_that_a_command_leaves_are_killed(tmp_path, ran):
     assert not any(b"77.25" in command for command in commands)
 
 
-def test_other_sources_or_another_machine_start_anew(tmp_path, ran, capsys):
+def test_other_sources_or_another_machine_start_a_new_record(tmp_path, ran, capsys):
     for name, again in (("commit", False), ("sources", True), ("device", True)):
         told(tmp_path, [script("one")])
         before = len(ran())
@@ -240,7 +240,7 @@ def test_rows_of_the_benchmark_are_in_the_journal_and_in_a_file(tmp_path):
     assert [cell[3].split()[0] for cell in report.bench_cells(rows)] == ["tricomm", "gloo"]
 
 
-def test_the_sources_are_those_on_the_disk(tmp_path):
+def test_the_digest_is_of_the_sources_on_disk(tmp_path):
     for folder in ("tricomm", "perf"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "tricomm" / "perf").symlink_to(tmp_path / "perf")
@@ -254,13 +254,13 @@ def test_the_sources_are_those_on_the_disk(tmp_path):
 
 
 @pytest.mark.parametrize("budget", ["0", "-5m", "25x", ""])
-def test_a_budget_that_cannot_be_is_refused(tmp_path, capsys, budget):
+def test_an_invalid_budget_is_refused(tmp_path, capsys, budget):
     assert main([f"--budget={budget}", "--out", str(tmp_path / "out")]) == 2
     assert f"budget {budget!r}: a time like 90s, 5m or 1h is needed" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
-def test_a_machine_without_a_gpu_is_told_so(tmp_path, capsys):
+def test_a_machine_without_a_gpu_is_refused(tmp_path, capsys):
     assert main(["--out", str(tmp_path / "out")]) == 2
     assert "no CUDA device is visible here" in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ def test_a_size_has_the_fastest_kernel_that_a_group_has():
     assert worst(TIMES, rows) == pytest.approx(9.5 / 9.3 - 1)
 
 
-def test_a_group_takes_what_comes_first_of_what_it_has():
+def test_a_group_takes_the_first_row_that_it_can_run():
     """The group without wide words wants the switch, but PLAIN, which the other groups want, comes first."""
     wanted = {(n, missing): SWITCH if missing == "wide" else PLAIN for n in TIMES for missing in GROUPS}
     assert table_rows(wanted) == [(None, PLAIN)]

@@ -150,7 +150,7 @@ def test_a_call_that_is_added_to_the_sources_is_found(added: str, call: str) -> 
         ("| as `cuMemFree` |", "| |", "not a row"),
     ],
 )
-def test_a_list_that_has_rotted_is_found(old: str, new: str, words: str) -> None:
+def test_a_list_that_is_out_of_date_is_found(old: str, new: str, words: str) -> None:
     assert old in document()
     assert any(text.startswith(words) for text in wrong(document().replace(old, new, 1), all_calls()))
 
@@ -184,7 +184,7 @@ def test_every_finding_has_a_row_and_every_test_that_it_names_exists():
         ("store/test_host_words.py", "store/test_words.py", "C2: there is no tests/store/test_words.py"),
     ],
 )
-def test_a_row_that_has_rotted_is_found(old, new, words):
+def test_a_row_that_is_out_of_date_is_found(old, new, words):
     text = DOCUMENT.read_text()
     assert old in text
     assert any(result.startswith(words) for result in missing(text.replace(old, new, 1)))

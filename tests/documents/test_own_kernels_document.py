@@ -43,7 +43,7 @@ def test_the_page_shows_the_example_and_each_command_is_tested() -> None:
 
 
 @pytest.mark.parametrize("line", SAYS)
-def test_a_command_says_what_the_page_says(line: str) -> None:
+def test_a_command_prints_the_output_that_the_page_shows(line: str) -> None:
     code, said = run(line)
     assert code == SAYS[line][0], said
     assert [text for text in SAYS[line][1] if text not in said] == [], said

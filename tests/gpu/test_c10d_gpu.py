@@ -21,7 +21,7 @@ WORLDS = [1, pytest.param(2, marks=NEWER)]
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_small_by_the_kernels_and_large_by_nccl(world_size, url):
+def test_small_calls_use_the_kernels_and_large_ones_nccl(world_size, url):
     for wrong, stats in ranks.run(world_size, bodies.calls, url, timeout=200):
         assert wrong == []
         assert stats["kernels"]["all_reduce"] == 2 and stats["nccl"]["all_reduce"] == 3
@@ -31,7 +31,7 @@ def test_small_by_the_kernels_and_large_by_nccl(world_size, url):
 
 @NCCL4PY
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_nccl_behind_a_communicator(world_size, url):
+def test_a_communicator_falls_back_to_nccl(world_size, url):
     total = world_size * (world_size + 1) // 2
     for rank, (results, rows, stats) in enumerate(ranks.run(world_size, bodies.stand_alone, url, timeout=200)):
         assert results == [(total, total)] * 3

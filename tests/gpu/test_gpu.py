@@ -130,7 +130,7 @@ def captures_too_early(rank, world_size, tell, url, message):
 
 
 @pytest.mark.parametrize("message", [False, True])
-def test_a_capture_before_the_first_call_is_refused_and_the_group_goes_on(message, url):
+def test_a_capture_before_the_first_call_is_refused_and_the_group_still_works(message, url):
     for text, value in ranks.run(2, captures_too_early, url, message, timeout=120):
         assert ("cannot be captured" if message else "run this call once before capture") in text and value == 2.0
 

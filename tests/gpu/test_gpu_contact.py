@@ -51,11 +51,11 @@ def group_after_group(rank, world_size, tell, url):
     return values
 
 
-def test_each_group_has_words_of_its_own(url):
+def test_groups_share_no_words(url):
     assert ranks.run(2, group_after_group, url, timeout=280) == [[3.0] * 20] * 2
 
 
-def test_each_group_of_streams_has_words_of_its_own():
+def test_groups_of_streams_share_no_words():
     for turn in range(20):
         comms = tricomm.local(2, "cuda:0", options=OPTIONS)
         xs = [of(rank) for rank in range(2)]
@@ -208,7 +208,7 @@ def outlives(rank, world_size, tell, url):
     return (*result, x[0].item(), y)
 
 
-def test_a_dead_peers_memory_takes_no_survivor_along(url):
+def test_the_memory_of_a_dead_peer_crashes_no_survivor(url):
     with ranks.start(2, outlives, url, timeout=120) as started:
         pids = started.messages()
         time.sleep(0.5)

@@ -30,7 +30,7 @@ def left_with_a_message(rank, world_size, tell, url):
         return source == 1 and torch.equal(y, x + 7)
 
 
-def test_what_was_sent_before_leaving_arrives(url):
+def test_a_message_arrives_after_its_sender_has_left(url):
     assert ranks.run(2, left_with_a_message, url, timeout=60) == [True, True]
 
 

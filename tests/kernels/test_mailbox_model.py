@@ -16,11 +16,11 @@ def test_kernels_that_overlap_have_room(want, find):
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
-def test_the_verdict_is_as_wanted(case):
+def test_each_case_has_the_expected_verdict(case):
     assert explore(case.ranks, case.want)[0] == case.want
 
 
-def test_each_case_has_a_name_of_its_own():
+def test_the_names_of_the_cases_are_unique():
     assert len({case.name for case in CASES}) == len(CASES)
 
 

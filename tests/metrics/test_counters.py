@@ -92,7 +92,7 @@ def test_quantiles_are_of_the_latest() -> None:
     assert (calls.timed, calls.p50_us, calls.p99_us) == (1112, pytest.approx(256), pytest.approx(507))
 
 
-def test_times_only_when_asked_and_every_so_many() -> None:
+def test_calls_are_timed_only_if_enabled_and_at_the_given_interval() -> None:
     with null_communicator(gpu=False) as comm:
         x = torch.ones(8)
         comm.all_reduce(x)
@@ -126,7 +126,7 @@ def _late(rank: int, world_size: int, tell: object, url: str) -> float:
         return comm.stats().waited[1 - rank] - before
 
 
-def test_what_goes_to_others_is_counted_by_size() -> None:
+def test_bytes_sent_to_peers_are_counted_by_size() -> None:
     before = fallback_by_size().get(("gloo", "all_reduce", 4096), (0, 0))
     for _ in range(2):
         count_fallback("gloo", "all_reduce", 4000)
@@ -246,5 +246,5 @@ def test_calls_that_were_timed_last_are_in_the_statistics_of_a_closed_communicat
         (0, layout.EPOCH_LIMIT - 1, False),
     ],
 )
-def test_who_has_come_to_an_epoch(theirs: int, started: int, entered: bool) -> None:
+def test_whether_a_rank_has_entered_an_epoch(theirs: int, started: int, entered: bool) -> None:
     assert in_flight._entered(theirs, started) is entered

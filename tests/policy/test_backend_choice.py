@@ -68,7 +68,7 @@ def test_nodes(url):
         assert wrong == [] and kind == "none" and reason == "the group spans 2 nodes"
 
 
-def test_a_handshake_that_fails_parts_ranks_too(url):
+def test_a_failed_handshake_leaves_the_ranks_without_shared_memory(url):
     for x, kind, reason in ranks.run(2, bodies.namespaces, url):
         assert x == [2.0] * 3 and kind == "none" and "PID namespace" in reason
 
@@ -79,7 +79,7 @@ def test_a_rank_of_another_node_that_does_not_come(url):
     assert 2.0 < seconds < 8.0 and ended == "aborted"
 
 
-def test_on_cpus_of_several_nodes_there_is_no_group_and_it_says_what_to_do(url):
+def test_a_group_of_cpus_on_several_nodes_is_refused_with_the_remedy(url):
     for kind, text in ranks.run(2, bodies.nodes_on_a_cpu, url):
         assert kind == "RendezvousError" and "on another host" in text and "over TCP" in text
 
@@ -133,7 +133,7 @@ def test_without_the_comparison_they_wait_until_the_time_is_up(url):
 # The decision alone
 
 
-def test_what_not_every_rank_reaches():
+def test_if_ranks_do_not_all_reach_each_other_only_cube_mesh_collectives_use_kernels():
     apart = GroupFacts("cuda", 8, 1, None, "nccl", reachable=False)
     for collective in COLLECTIVES:
         route = decide(apart, collective, torch.float32, "sum", 8)
@@ -145,7 +145,7 @@ def test_what_not_every_rank_reaches():
     )
 
 
-def test_a_size_is_no_reason_where_nobody_else_is_there():
+def test_size_is_no_reason_without_a_fallback():
     route = decide(GroupFacts("cuda", 8, 1, None, None, "no NCCL here"), "all_reduce", torch.float32, "sum", 1 << 30)
     assert route.backend == "kernels" and "NCCL threshold" in route.reason and "no NCCL here" in route.reason
 
@@ -157,7 +157,7 @@ def test_a_forced_kernel_is_run_or_refused():
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(2, 8), (3, 16), (8, 16), (16, 16)])
-def test_what_the_switch_adds_stays_with_the_kernels_for_longer(world_size, most):
+def test_nvls_raises_the_size_up_to_which_kernels_are_used(world_size, most):
     apart = GroupFacts("cuda", world_size, 1, None, "nccl")
     through = GroupFacts("cuda", world_size, 1, None, "nccl", switch=True)
 
@@ -172,7 +172,7 @@ def test_what_the_switch_adds_stays_with_the_kernels_for_longer(world_size, most
     assert by(through, (8 << 20) + 8, collective="all_gather", op="none") == "nccl"
 
 
-def test_on_a_cpu_nobody_is_behind_the_kernels(url):
+def test_on_a_cpu_the_kernels_have_no_fallback(url):
     native, missing = bootstrap.fallback(torch.device("cpu"), tricomm.Options())
     assert native is None and "over TCP" in missing
     assert bootstrap.fallback(torch.device("cuda"), tricomm.Options()) == ("nccl", "")

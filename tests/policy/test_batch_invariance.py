@@ -75,7 +75,7 @@ def test_without_the_mode_the_same_tables_choose_a_cube_mesh():
 
 @pytest.mark.parametrize("reachable", [True, False])
 @pytest.mark.parametrize("how", [("hybrid_cube_mesh", None), ("hybrid_cube_mesh_two_shot", "simple")])
-def test_a_forced_cube_mesh_is_refused_with_what_keeps_the_order(how, reachable):
+def test_a_forced_cube_mesh_is_refused_with_the_algorithms_that_keep_the_order(how, reachable):
     with pytest.raises(InvalidArgument) as error:
         choose(site(reachable=reachable), "all_reduce", 8, *how)
     text = str(error.value)
@@ -91,7 +91,7 @@ def test_no_size_goes_to_nccl(collective, nbytes, forced):
     assert route.backend == "kernels" and "batch-invariant" in route.reason
 
 
-def test_without_the_mode_size_does():
+def test_without_the_mode_large_calls_go_to_nccl():
     assert decide(GroupFacts("cuda", 8, 1, None, "nccl"), "all_reduce", torch.float32, "sum", 1 << 34).backend == "nccl"
 
 
@@ -113,7 +113,7 @@ def gpu(**more):
         (CPU, ("all_reduce", torch.complex64, "prod", 8), ["prod of complex64", "all_gather"]),
     ],
 )
-def test_what_cannot_be_promised_is_refused_with_what_can(facts, call, words):
+def test_calls_that_cannot_be_batch_invariant_are_refused_with_an_alternative(facts, call, words):
     with pytest.raises(InvalidArgument) as error:
         decide(facts, *call)
     for word in [*words, call[0], "batch-invariant", "TRICOMM_BATCH_INVARIANT"]:
@@ -123,12 +123,12 @@ def test_what_cannot_be_promised_is_refused_with_what_can(facts, call, words):
 
 @pytest.mark.parametrize("facts", [gpu(nodes=2), gpu(no_kernels="no peer access"), gpu(reachable=False), CPU])
 @pytest.mark.parametrize("call", [("broadcast", torch.float32), ("send", torch.uint16), ("all_gather_v", torch.int8)])
-def test_what_only_moves_goes_wherever_it_went(facts, call):
+def test_the_route_of_calls_that_do_not_reduce_is_unchanged(facts, call):
     assert decide(facts, *call, "none", 8).backend == facts.fallback
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v"])
-def test_messages_over_gloo_are_reduced_in_rank_order_by_us(collective):
+def test_tricomm_reduces_messages_over_gloo_in_rank_order(collective):
     for dtype in (torch.float32, torch.uint16, torch.bfloat16):
         route = decide(CPU, collective, dtype, "sum", 1 << 30)
         assert route.backend == "gloo" and "reduced here in rank order" in route.reason
@@ -150,7 +150,7 @@ def test_the_variable_is_the_option_of_every_group(monkeypatch):
         Options(batch_invariant=1)
 
 
-def test_ranks_of_other_minds_have_other_settings():
+def test_ranks_with_another_mode_have_another_fingerprint():
     memory = layout.plan(2, 1 << 20)
     one, other = (digest_of(Options(batch_invariant=value), memory, "cpu") for value in (False, True))
     assert one != other

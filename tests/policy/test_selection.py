@@ -43,7 +43,7 @@ def test_every_size_has_a_kernel_whose_tile_fits_its_room(device, world_size):
             assert choice == choose(site(device, world_size), collective, nbytes)
 
 
-def test_small_goes_by_ll_and_large_by_simple_two_shot():
+def test_small_calls_use_ll_and_large_ones_simple_two_shot():
     assert (choose(site(), "all_reduce", 1024).algorithm, choose(site(), "all_reduce", 1024).protocol) == (
         "one_shot",
         "ll",
@@ -52,7 +52,7 @@ def test_small_goes_by_ll_and_large_by_simple_two_shot():
     assert (large.algorithm, large.protocol) == ("two_shot", "simple")
 
 
-def test_the_reason_names_table_and_row_or_who_forced_it():
+def test_the_reason_names_the_table_row_or_the_option_that_forced_it():
     choice = choose(site(), "all_reduce", 1024)
     assert "'hopper' row 6" in choice.reason and choice.table == "hopper" and choice.row == 6
     forced = choose(site(), "all_reduce", 1024, algorithm="two_shot")
@@ -69,12 +69,12 @@ def test_the_reason_names_table_and_row_or_who_forced_it():
         ("all_to_nobody", None, None, "unknown; there is all_reduce"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_does(collective, algorithm, protocol, words):
+def test_an_unknown_kernel_is_refused_with_a_list_of_kernels(collective, algorithm, protocol, words):
     with pytest.raises(InvalidArgument, match=words):
         choose(site(), collective, 1024, algorithm, protocol)
 
 
-def test_the_grid_is_never_larger_than_what_is_resident():
+def test_the_grid_never_exceeds_the_resident_blocks():
     assert choose(site(max_blocks=3), "all_reduce", 1 << 24).blocks == 3
     check_grid(3, 3, None)
     for limit, words in ((None, "processors"), (3, "Options.max_blocks")):
@@ -192,7 +192,7 @@ def test_a_kernel_of_a_cube_mesh_is_picked_on_one_only():
                 assert choice.algorithm.startswith("hybrid_cube_mesh") == (kind == "hybrid_cube_mesh"), (kind, choice)
 
 
-def test_where_not_all_ranks_reach_each_other_only_what_goes_around_that_is_left():
+def test_only_cube_mesh_kernels_are_left_if_ranks_do_not_all_reach_each_other():
     here = site("sm_70", 8, topology="hybrid_cube_mesh", reachable=False)
     assert choose(here, "all_gather", 1024).algorithm == "hybrid_cube_mesh"
     for collective, algorithm in (("broadcast", None), ("all_reduce", "one_shot"), ("barrier", None)):
@@ -248,7 +248,7 @@ def test_a_tuned_kernel_that_cannot_run_here_is_passed_over():
     assert choose(tuned(cube), "all_reduce", 8, algorithm="one_shot").algorithm == "one_shot"
 
 
-def test_a_tuned_shape_never_exceeds_what_is_resident_or_what_its_tile_needs():
+def test_a_tuned_grid_exceeds_neither_the_resident_blocks_nor_the_number_of_tiles():
     greedy = TableRow("all_reduce", 4, None, "one_shot", "ll", blocks=64, warps=32, tile=1 << 20)
     choice = choose(tuned(greedy, max_blocks=7), "all_reduce", 8)
     assert choice.blocks == 7 and choice.block == layout.plan(4, 64 << 20).largest_tile("one_shot", "ll")
@@ -299,7 +299,7 @@ def test_eight_hoppers_take_wide_words_where_they_are_modelled_faster_and_there_
         assert {n: f"{c.algorithm}/{c.protocol}" for n, c in results.items()} == wanted
 
 
-def test_four_hoppers_have_rows_of_their_own_and_without_wide_words_the_ones_behind_them():
+def test_four_hoppers_have_their_own_rows_and_fall_through_without_wide_words():
     def of(collective, *sizes):
         return [choose(site(), collective, n << 10).protocol for n in sizes]
 
@@ -344,7 +344,7 @@ def test_a_kernel_without_a_compact_form_is_refused_with_those_that_have_one():
         choose(few, "all_reduce", 1024, zero_copy=("two_shot",))
 
 
-def test_rows_for_calls_beside_others_are_for_such_groups_alone():
+def test_rows_for_concurrent_calls_are_used_by_such_groups_only():
     rows = (
         TableRow("all_reduce", 4, None, "two_shot", "simple", blocks=4, registers=128, beside=True),
         TableRow("all_reduce", 4, None, "one_shot", "ll", beside=False),
@@ -362,7 +362,7 @@ def test_devices_or_compilers_of_several_kinds_have_no_wide_words():
 
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
-def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
+def test_nvls_is_picked_if_all_ranks_have_it_and_it_supports_the_reduction():
     def of(nbytes, dtype="bfloat16", op="sum", collective="all_reduce", **facts):
         here = site(world_size=8, **{"no_multicast": "", **facts})
         return choose(selection.for_reduction(here, collective, DTYPES[dtype], op), collective, nbytes).algorithm
@@ -383,7 +383,7 @@ def test_a_switch_is_taken_where_the_ranks_have_one_for_what_it_reduces():
     assert "sm_80" in selection.why_not_multicast("sm_80", "") and selection.why_not_multicast("cpu", "why") == "why"
 
 
-def test_handles_go_through_the_switch_from_where_it_is_worth_two_barriers():
+def test_handles_use_nvls_from_the_size_that_pays_for_two_barriers():
     def over(nbytes, *fitting, world_size=8, **facts):
         here = site(world_size=world_size, **{"no_multicast": "", **facts})
         return choose(here, "all_reduce", nbytes, zero_copy=fitting).algorithm

@@ -124,7 +124,7 @@ def test_a_row_that_is_wrong_says_where(name: str, value: Any, said: str) -> Non
         tuning_tables.loads(json.dumps(data).encode(), "that file")
 
 
-def test_the_shipped_tables_keep_to_what_a_users_file_must() -> None:
+def test_the_shipped_tables_pass_the_checks_of_users_files() -> None:
     file = files("tricomm").joinpath("tables/default.json")
     raw = json.loads(file.read_bytes())
     assert set(raw) == {"schema", "version", "source", "tables"} and raw["schema"] == 2
@@ -143,7 +143,7 @@ def test_no_table_is_so_long(_folder: Path) -> None:
 # The user's folder
 
 
-def test_what_is_saved_is_loaded_for_that_box_alone(_folder: Path) -> None:
+def test_a_saved_table_is_loaded_for_its_box_only(_folder: Path) -> None:
     result = TunedTable(_H100, (_ROW,))
     file = user_tables.save(result)
     assert file.parent == _folder and file.name.startswith("nvidia-h100-80gb-hbm3-w4-")
@@ -176,7 +176,7 @@ def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert user_tables.folder() == Path("/somewhere/tricomm/tables")
 
 
-def test_boxes_that_are_linked_otherwise_have_other_tables() -> None:
+def test_boxes_with_different_links_have_different_tables() -> None:
     boxes = [
         user_tables.fingerprint("cpu", torch.device("cpu"), 4, links) for links in (None, nvswitch(4), nvswitch(4, 12))
     ]
@@ -238,7 +238,7 @@ def test_a_table_that_is_used_changes_the_next_call_and_is_the_same_on_all_ranks
     assert tricomm.simulate(body, 2) == [["cpu", "mine"]] * 2
 
 
-def test_what_is_no_table_is_refused_and_the_group_goes_on() -> None:
+def test_an_invalid_table_is_refused_and_the_group_still_works() -> None:
     def body(comm: tricomm.Communicator) -> float:
         wrong: list[Any] = [None, 3, "table.json", {}, [{"collective": "all_reduce"}]]
         for rows in wrong:
@@ -252,7 +252,7 @@ def test_what_is_no_table_is_refused_and_the_group_goes_on() -> None:
     assert tricomm.simulate(body, 2) == [2.0, 2.0]
 
 
-def test_ranks_with_different_tables_would_come_apart() -> None:
+def test_without_the_agreement_ranks_with_different_tables_run_different_kernels() -> None:
     """What agreeing is for: without it, each rank runs a kernel of its own."""
 
     def body(comm: tricomm.Communicator) -> None:
@@ -264,7 +264,7 @@ def test_ranks_with_different_tables_would_come_apart() -> None:
         tricomm.simulate(body, 2)
 
 
-def test_what_is_simulated_does_not_depend_on_the_users_tables() -> None:
+def test_simulation_does_not_depend_on_the_users_tables() -> None:
     user_tables.save(TunedTable(_CPU, (TableRow("all_reduce", 2, None, "two_shot", "ll"),)))
     assert tricomm.simulate(lambda comm: comm.explain("all_reduce", nbytes=8).table, 2) == ["cpu", "cpu"]
 

@@ -47,13 +47,13 @@ def once_too_often(rank, world_size, tell, url, how, limit):
     return result
 
 
-def test_a_call_too_many_is_named_when_the_others_close(url):
+def test_an_extra_call_is_named_when_the_others_close(url):
     kind, text, seconds = ranks.run(3, once_too_often, url, "close", 30.0)[2]
     assert kind == "PeerDied" and "closed" in text and "all_gather" in text and "sequence 4" in text, text
     assert seconds < 2.0 + ranks.BUSY
 
 
-def test_a_call_too_many_is_named_when_the_others_live_on(url):
+def test_an_extra_call_is_named_while_the_others_are_running(url):
     limit = 1.5
     kind, text, seconds = ranks.run(3, once_too_often, url, "live on", limit)[2]
     assert kind == "CollectiveTimeout" and "all_gather" in text and "has not entered sequence 4" in text, text
@@ -90,7 +90,7 @@ def test_an_empty_tensor_on_one_rank_and_then_another_call_is_named_at_once(url)
 
 
 @ranks.each(3, 6.0)
-def test_empty_tensors_on_all_ranks_send_nothing_and_the_group_goes_on(rank, world_size, tell, url):
+def test_empty_tensors_on_all_ranks_send_nothing_and_the_group_still_works(rank, world_size, tell, url):
     """Nothing is sent, and the next call is as good as any; scalars count as one element."""
     with communicator(rank, world_size, url) as comm:
         for shape in ((0,), (3, 0), (0, 4)):

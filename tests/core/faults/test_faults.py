@@ -43,7 +43,7 @@ def test_a_killed_rank_is_named_by_all_others_within_two_seconds(algorithm, prot
             assert left == {}
 
 
-def test_a_stopped_rank_is_called_stopped_if_the_call_has_the_shorter_limit(url):
+def test_a_stopped_rank_is_reported_as_stopped_if_the_call_has_the_shorter_limit(url):
     with ranks.start(2, endless, url, None, None, {"timeout": 3.0, "stall_timeout": 60.0}) as started:
         pids = started.messages()
         os.kill(pids[1], signal.SIGSTOP)
@@ -184,7 +184,7 @@ def all_stopped(rank, world_size, tell, url):
         return "fine"
 
 
-def test_a_job_that_is_stopped_as_a_whole_blames_nobody(url):
+def test_a_job_that_is_stopped_as_a_whole_blames_no_rank(url):
     with ranks.start(2, all_stopped, url) as started:
         pids = started.messages()
         for how in (signal.SIGSTOP, signal.SIGCONT):
@@ -239,7 +239,7 @@ def test_the_survivors_make_a_new_communicator(url, tmp_path):
     assert [outcomes[0].value, outcomes[2].value] == [("PeerDied", 2.0)] * 2
 
 
-def test_a_killed_job_leaves_nothing_behind(url):
+def test_a_killed_job_leaves_no_resources(url):
     before = set(os.listdir("/dev/shm"))
     with ranks.start(3, endless, url, None, None, {}) as started:
         pids = started.messages()

@@ -40,7 +40,7 @@ def test_some_lines(name, kind, tmp_path):
     check(name, kind, 20, tmp_path)
 
 
-def test_without_the_guard_the_lock_stays_taken_or_nobody_is_told(tmp_path):
+def test_without_the_guard_the_lock_stays_taken_or_no_peer_is_told(tmp_path):
     tmp_path.chmod(0o700)
     (mine, _), (others, _) = ranks.run(2, bodies.walk, str(tmp_path), "barrier", "Alarm", 12, True)
     free = all(free for _, _, _, free in mine)
@@ -71,7 +71,7 @@ def in_the_middle(comm, action):
     comm._launcher._announce = announced
 
 
-def test_a_call_inside_a_call_is_refused_and_the_outer_one_goes_on(alone):
+def test_a_call_inside_a_call_is_refused_and_the_outer_one_completes(alone):
     refused = []
 
     def handler():

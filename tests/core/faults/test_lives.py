@@ -48,7 +48,7 @@ def after_a_stop(rank, world_size, tell, url, other, limit, seconds):
     return kind, wrong, torch.equal(seen, kept)
 
 
-def test_a_rank_that_goes_on_after_a_stop_disturbs_nobody(url, tmp_path):
+def test_a_rank_that_continues_after_a_stop_does_not_disturb_its_peers(url, tmp_path):
     limit = 1.5
     with ranks.start(3, after_a_stop, url, f"file://{tmp_path}/next", limit, 2.0) as started:
         pids = started.messages()
@@ -91,7 +91,7 @@ GAP = 0.02  # seconds; as often as a heart beats
 @pytest.mark.parametrize(
     ("limit", "seconds", "times"), [(3.0, 50 * GAP, 3), (1.0, 4.0, 1)], ids=["below", "beyond the limit"]
 )
-def test_a_busy_interpreter_is_no_stall(limit, seconds, times, url):
+def test_a_busy_interpreter_is_not_reported_as_a_stall(limit, seconds, times, url):
     """It holds its lock for many heartbeats."""
     for result in ranks.run(2, holds_the_lock, url, limit, seconds, times):
         assert result and all(result)
@@ -140,11 +140,11 @@ def dropped(rank, world_size, tell, url, count):
     return more
 
 
-def test_a_communicator_that_is_dropped_gives_its_memory_back(url):
+def test_a_dropped_communicator_frees_its_memory(url):
     assert ranks.run(2, dropped, url, 3) == [{}, {}]
 
 
-def test_after_a_killed_job_the_next_one_meets_over_the_same_file(url):
+def test_after_a_killed_job_the_next_one_joins_over_the_same_file(url):
     with ranks.start(3, endless, url, None, None, {}) as started:
         pids = started.messages()
         for pid in pids:

@@ -81,7 +81,7 @@ def message(control, peer):
     control.pages[0][layout.MESSAGE], control.pages[0][layout.MESSAGE_PEER] = 1, peer
 
 
-def test_a_dead_rank_is_seen_at_once_in_a_collective_whatever_is_queued_behind_it():
+def test_a_dead_rank_in_a_collective_is_noticed_at_once_if_other_calls_are_queued_after_it():
     control = Control()
     control.pages[0][layout.STARTED] = 5  # runs: its end is not later
     control.pages[1][layout.ENDED] = 6
@@ -92,7 +92,7 @@ def test_a_dead_rank_is_seen_at_once_in_a_collective_whatever_is_queued_behind_i
 
 
 @pytest.mark.parametrize("gone", ["dead", "closed"])
-def test_a_message_has_a_second_from_when_its_peer_went(gone):
+def test_a_message_has_a_second_after_its_peer_left(gone):
     control = Control()
     assert after(control, 5.0) is None  # nothing runs
     message(control, 1)
@@ -115,7 +115,7 @@ def test_a_rank_that_closes_after_a_death_is_not_blamed_for_it(killed, monkeypat
     assert after(control, 3.0)[0].culprit == 1, "without the look at all ranks it is the first one that is gone"
 
 
-def test_from_any_rank_leavers_are_done_without_until_all_have_left():
+def test_a_receive_from_any_rank_fails_if_a_peer_died_or_all_have_left():
     control = Control()
     message(control, -1)
     control.closed = {1}
@@ -138,7 +138,7 @@ def test_cpu_time_is_a_sign_of_life_and_a_stop_after_it_is_named_within_the_limi
         assert (fault.kind, fault.culprit) == ("PeerStalled", 2) and works + 29.0 < seconds < works + 31.0
 
 
-def test_a_message_that_has_ended_waits_for_nobody():
+def test_a_completed_message_waits_for_no_peer():
     control = Control()
     message(control, 1)
     control.pages[0][layout.MESSAGE_ENDED] = 1

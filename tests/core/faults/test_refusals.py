@@ -339,7 +339,7 @@ def test_every_refusal_on_one_rank_is_named_on_both(route, lasting, tmp_path):
         ("last exchange", "thread", "core.watch.watcher", "[all_reduce] GroupAborted"),
     ],
 )
-def test_without_the_protection_it_shows(without, kind, at, seen, tmp_path):
+def test_without_a_protection_a_refusal_has_its_damage(without, kind, at, seen, tmp_path):
     place = next(p for r, k, p in places(tmp_path / "first", "communicator") if r == 1 and k == kind and at in p)
     results = run(tmp_path / "hurt", "communicator", kind, place, 1, False, without)
     assert any(seen in text for (_, text, _), *_ in results), results

@@ -58,7 +58,7 @@ def senseless(rank, world_size, tell, url, route, name, value):
 
 
 @pytest.mark.parametrize("route, name, value", SENSELESS)
-def test_a_senseless_variable_of_one_rank_is_told_to_all(route, name, value, url):
+def test_an_invalid_variable_on_one_rank_is_reported_on_all(route, name, value, url):
     ((kind, text, seconds), x), (mine, y) = ranks.run(2, senseless, url, route, name, value)
     assert mine[0] == "InvalidArgument" and f"{name}=" in mine[1]
     assert kind in ("InvalidArgument", "RendezvousError") and name in text and "rank" in text, (kind, text)
@@ -120,7 +120,7 @@ def elsewhere(rank, world_size, tell, url, route):
 
 
 @pytest.mark.parametrize("route", ["communicator", "gloo", "kernels"])
-def test_torchs_default_device_and_type_change_nothing(route, url):
+def test_torchs_default_device_and_dtype_have_no_effect(route, url):
     ones, twos = [1.0] * 4, [2.0] * 4
     want = [twos, twos]
     if route == "communicator":

@@ -62,7 +62,7 @@ def test_a_backend_is_aborted_as_soon_as_a_thread_can_start(starts):
     monitor.look(0.02)
 
 
-def test_a_job_goes_on_without_its_statistics(starts, monkeypatch, tmp_path, caplog):
+def test_a_job_without_its_statistics_thread_writes_them_at_exit(starts, monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("TRICOMM_STATS", "60")
     monkeypatch.setenv("TRICOMM_STATS_DIR", str(tmp_path))
     monkeypatch.setattr(publish, "_publisher", None)

@@ -51,7 +51,7 @@ def watched(groups, seconds, ended=lambda: 0):
     return names
 
 
-def test_one_thread_looks_at_all_and_ends_with_the_last():
+def test_one_thread_watches_all_groups_and_ends_with_the_last():
     before = [thread.name for thread in threading.enumerate()]
     groups = [Group() for _ in range(100)] + [Group(busy=True)]
     names = watched(groups, 3.0)
@@ -61,7 +61,7 @@ def test_one_thread_looks_at_all_and_ends_with_the_last():
     assert groups[-1].looks > 5 * max(group.looks for group in groups[:-1])
 
 
-def test_a_process_that_ends_brings_every_groups_turn_forward():
+def test_every_group_is_checked_at_once_when_a_process_exits():
     gone, groups, result = [], [Group() for _ in range(300)], Watcher(lambda: len(gone))
     for group in groups:
         result.add(group)
@@ -75,7 +75,7 @@ def test_a_process_that_ends_brings_every_groups_turn_forward():
     assert least == 1 and sum(group.looks for group in groups) < 2 * len(groups)
 
 
-def test_who_is_discarded_is_not_looked_at_any_more():
+def test_a_discarded_group_is_no_longer_watched():
     class Slow(Group):
         looking = False
 
@@ -223,18 +223,18 @@ def forking(tmp_path, broken=""):
     return forked.script("-c", script, str(tmp_path), env=environment)
 
 
-def test_a_forked_child_ends_at_once_and_the_parent_goes_on(tmp_path):
+def test_a_forked_child_exits_at_once_and_the_parent_still_works(tmp_path):
     done = forking(tmp_path)
     assert done.stdout.split() == ["7", "True"], done.stderr
     assert len(list((tmp_path / "stats").glob("*.json"))) >= 1
 
 
-def test_without_the_look_at_forks_a_child_watches_its_parents_groups(tmp_path):
+def test_without_the_check_for_forks_a_child_watches_its_parents_groups(tmp_path):
     done = forking(tmp_path, "WATCHER.__class__.__init__ = lambda self: None")
     assert "the parent's groups are watched in the child" in done.stderr
 
 
-def test_threads_look_at_one_process_at_the_same_time():
+def test_threads_check_one_process_at_the_same_time():
     """The watcher and a rank that sets up a group share the one look at a peer's process."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         peer = process.watch(child.pid, process.start_time(child.pid))

@@ -30,7 +30,7 @@ def special(dtype):
     ("dtype", "most"), [(torch.bfloat16, 0.02), *some([(torch.float16, 0.003), (torch.float32, 0.0)], lambda *_: False)]
 )
 @pytest.mark.parametrize("quantize", ["fp8", "fp8_per_token"])
-def test_norm_and_codes_beside_exact_ones(dtype, most, quantize):
+def test_norm_and_codes_are_close_to_exact_ones(dtype, most, quantize):
     rows = special(dtype)
     weight = torch.linspace(-2, 2, HIDDEN).to(dtype)
     scale = {"scale": 0.013} if quantize == "fp8" else {}

@@ -91,7 +91,7 @@ REFUSED = [
 ]
 
 
-def test_what_is_not_covered_is_refused_by_name():
+def test_unsupported_patterns_are_refused_by_name():
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, 3, 48, torch.bfloat16)
         given = {
@@ -137,7 +137,7 @@ def test_what_is_not_covered_is_refused_by_name():
         ({"rank": 1}, "this is rank 0 of 1"),
     ],
 )
-def test_a_workspace_that_cannot_be_is_refused(change, words):
+def test_an_invalid_workspace_is_refused(change, words):
     def body(comm):
         given = {"backend": "auto", "max_token_num": 1, "hidden_dim": 8, "dtype": torch.float32, "group": comm} | change
         with pytest.raises(InvalidArgument, match=words):
@@ -146,7 +146,7 @@ def test_a_workspace_that_cannot_be_is_refused(change, words):
     tricomm.simulate(body, 1)
 
 
-def test_names_numbers_and_arguments_are_those_of_the_installed_flashinfer():
+def test_names_enums_and_signatures_match_the_installed_flashinfer():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of libraries that it imports
         theirs = pytest.importorskip("flashinfer.comm")

@@ -70,7 +70,7 @@ def test_the_sum_has_the_bits_of_all_reduce(protocol):
 
 
 @ROUTES
-def test_results_may_go_where_the_inputs_are(protocol):
+def test_results_may_be_written_over_the_inputs(protocol):
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, 5, 24, torch.float16)
         plain = comm.all_reduce_rms_norm(x, residual, weight, 0.5, protocol=protocol)
@@ -153,7 +153,7 @@ def test_fp8_with_a_scale_for_each_token(protocol):
         *[pytest.param("swizzled_128x4", n, 80, None, marks=[pytest.mark.exhaustive] * (n > 36)) for n in (35, 130)],
     ],
 )
-def test_nvfp4_has_its_scales_where_the_layout_says(layout, rows, hidden, protocol):
+def test_scales_of_nvfp4_follow_the_layout(layout, rows, hidden, protocol):
     def body(comm):
         x, residual, weight = reference.inputs(comm.rank, rows, hidden, torch.bfloat16)
         weight[:16] = 0  # a block of zeros has scale 0
@@ -203,7 +203,7 @@ def test_special_values_stay_in_their_row(protocol):
         assert codes.codes[0].isnan().all() and torch.equal(codes.codes[3:].float(), torch.full((3, 16), 448.0))
 
 
-def test_scales_may_begin_anywhere(monkeypatch):
+def test_scales_may_start_at_any_address(monkeypatch):
     """They take no part in whether a kernel reads words of 16 bytes."""
     result, make = [], launch_plan.make_fused
     monkeypatch.setattr(launch_plan, "make_fused", lambda *given: result.append(given[3]) or make(*given))
@@ -272,7 +272,7 @@ def _refused(**changes):
         ({"quantize": "nvfp4", "scale": 1.0, "x": torch.ones(4, 24)}, "nvfp4 needs a multiple of 16"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(changes, words):
+def test_arguments_that_do_not_fit_are_refused_by_name(changes, words):
     assert re.search(words, _refused(**changes))
 
 
@@ -284,7 +284,7 @@ def test_what_does_not_fit_is_refused_by_name(changes, words):
     ],
 )
 @ROUTES
-def test_ranks_that_differ_in_what_follows_the_sum_are_named(change, protocol):
+def test_ranks_with_different_epilogues_are_named(change, protocol):
     def body(comm):
         given = {"x": torch.ones(4, 32).half(), "residual": torch.ones(4, 32).half(), "weight": torch.ones(32)}
         more = change if comm.rank else {}
@@ -327,7 +327,7 @@ def test_no_rows_on_one_rank_are_a_call_that_it_does_not_make(protocol):
     assert all("all_reduce_rms_norm(op=32," in text and "barrier" in text for text in on_all(body, 3))
 
 
-def test_explain_and_the_counters_say_what_runs_it():
+def test_explain_and_the_counters_name_the_kernel():
     def body(comm):
         x, weight = torch.ones(4, 32), torch.ones(32)
         for protocol in (None, "simple", None):

@@ -113,7 +113,7 @@ def wrapped(rank, world_size, tell, url, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_wrapped_group_and_ranks_that_disagree(route, url):
+def test_a_wrapped_group_and_ranks_with_different_arguments(route, url):
     for right, counted, text in ranks.run(2, wrapped, url, route, timeout=100):
         assert right and counted == {"kernels": int(route == "kernels"), "gloo": int(route == "gloo")}
         if route == "kernels":

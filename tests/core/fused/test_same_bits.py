@@ -36,7 +36,7 @@ def test_tiny_rows_and_weights_near_the_bias_stay_within_an_ulp(dtype, protocol)
         assert bool(((biased.double() - exact).abs() <= 0.6 * torch.finfo(dtype).eps * exact.abs()).all())
 
 
-def test_unfused_squares_are_added_by_words_as_fused_ones_are():
+def test_squares_are_added_by_words_both_fused_and_unfused():
     """Rows whose norm has other bits if squares are truncated one by one and not a word at a time."""
 
     def body(comm):
@@ -63,7 +63,7 @@ def test_an_infinite_norm_has_an_infinite_scale_and_a_nan_one_code():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)])
-def test_fused_or_not_the_bits_are_the_same(dtype):
+def test_fused_and_unfused_calls_have_the_same_bits(dtype):
     """Rows of many magnitudes, of special values, and of infinite norms; any NaN has the same code."""
 
     def body(comm):

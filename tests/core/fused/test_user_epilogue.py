@@ -74,7 +74,7 @@ def test_operands_may_be_loaded_before_the_row_is_there():
         assert torch.equal(out[:, ::4], exact[:, ::4]) and not out[:, 1::4].any()
 
 
-def test_what_does_not_fit_is_refused_before_anything_is_sent():
+def test_arguments_that_do_not_fit_are_refused_before_anything_is_sent():
     def body(comm):
         x = numbers(comm.rank)
         for asked, why in (
@@ -92,7 +92,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
     assert tricomm.simulate(body, 2) == [6.0, 6.0]
 
 
-def test_the_documents_example_is_this_one():
+def test_the_example_in_the_document_is_the_function_tested_here():
     page = Path("docs/fused.md").read_text()
     source = Path(__file__).read_text()
     example = page.split("```python\n@triton.jit\n")[1].split("```")[0]

@@ -46,7 +46,7 @@ def test_no_bindings_are_not_an_old_version(monkeypatch: pytest.MonkeyPatch) -> 
     assert cuda_bindings.bindings_version() is None and refusal(None) is None
 
 
-def test_the_packages_are_asked_for_by_the_same_number() -> None:
+def test_both_lists_of_dependencies_need_the_same_version_of_the_bindings() -> None:
     asked = re.findall(r"cuda-bindings[^\"]*", (ROOT / "pyproject.toml").read_text())
     assert asked == [cuda_bindings.NEEDED] * 2
     assert cuda_bindings.NEEDED.endswith(".".join(map(str, cuda_bindings.FIRST)))
@@ -70,7 +70,7 @@ def test_everything_that_calls_the_driver_refuses_old_bindings() -> None:
 
 
 @pytest.mark.usefixtures("old")
-def test_doctor_says_what_there_is_and_what_is_needed() -> None:
+def test_doctor_prints_the_installed_and_the_needed_version() -> None:
     (finding,) = doctor._bindings()
     assert (finding.verdict, finding.remedy) == (doctor.FAIL, "pip install 'cuda-bindings>=12.9.1'")
     assert "12.9.0" in finding.text and "cuda-bindings>=12.9.1 is needed" in finding.text
@@ -90,7 +90,7 @@ def test_without_the_check_old_bindings_are_loaded(monkeypatch: pytest.MonkeyPat
     assert load_bindings("driver") is sys.modules["cuda.bindings.driver"]
 
 
-def test_nothing_imports_the_bindings_by_another_way() -> None:
+def test_only_cuda_bindings_py_imports_the_bindings() -> None:
     pattern = re.compile(r"^\s*(from cuda[. ]|import cuda\b)|import_module\(f?\"cuda", re.MULTILINE)
     folders = [ROOT / name for name in ("tricomm", "kernels", "store", "perf")]
     results = {p.name for folder in folders for p in folder.rglob("*.py") if pattern.search(p.read_text())}

@@ -39,7 +39,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:9", torch.device("cuda", 7)])
-def test_a_device_that_is_not_there_is_refused_with_those_that_are(device: Any) -> None:
+def test_a_device_that_does_not_exist_is_refused_with_a_list_of_devices(device: Any) -> None:
     with pytest.raises(
         InvalidArgument, match=r"cuda:0 \(GPU number 0\), cuda:1 \(GPU number 1\).*CUDA_VISIBLE_DEVICES"
     ):
@@ -47,7 +47,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(device: Any) 
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_it_is_refused_before_anybody_is_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_device_is_refused_before_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(*_: Any) -> Any:
         raise AssertionError("the store was opened")
 
@@ -58,7 +58,9 @@ def test_it_is_refused_before_anybody_is_met(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize(("device", "local", "index"), [("cuda:1", None, 1), ("cuda", None, 0), ("cuda", "1", 1)])
-def test_devices_that_are_there(device: str, local: str | None, index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_exist_are_accepted(
+    device: str, local: str | None, index: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if local is not None:
         monkeypatch.setenv("LOCAL_RANK", local)
     assert pick_device(device) == torch.device("cuda", index)
@@ -117,23 +119,23 @@ def test_a_topology_that_is_given_changes_nothing(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("devices", [[0, 0], [0, 1, 0]])
-def test_it_is_possible_where_it_is_meant(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_a_gpu_if_share_device_is_set(devices: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, devices)
     assert job.join(lambda rank: SHARED) == ["cuda_vmm"] * len(devices)
     job.world.verify()
 
 
-def test_gpus_of_their_own_need_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_different_gpus_need_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Job(monkeypatch, [1, 0]).join(lambda rank: OWN) == ["cuda_vmm"] * 2
 
 
 @pytest.mark.parametrize("name", ["TRICOMM_SHARE_DEVICE", "NCCL_MULTI_RANK_GPU_ENABLE"])
-def test_the_environment_may_say_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_sets_share_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
     assert Job(monkeypatch, [0, 0]).join(lambda rank: OWN) == ["cuda_vmm"] * 2
 
 
-def test_all_ranks_of_a_gpu_have_to_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_ranks_of_a_gpu_have_to_set_share_device(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(monkeypatch, [0, 0])
     said = iter([True, False])
     monkeypatch.setattr(env, "share_device", lambda: next(said))  # the ranks are threads of one process here
@@ -146,7 +148,7 @@ def test_without_the_check_they_share_silently(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_local_rank_beyond_the_gpus_comes_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_rank_beyond_the_gpus_wraps_around(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which the check above then finds."""
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert pick_device(None) == torch.device("cuda", 0) == measure.pick_device("cuda", 2)
@@ -195,6 +197,6 @@ def test_hardware_queues_are_those_that_the_driver_makes(
     assert env.hardware_queues() == queues
 
 
-def test_a_value_that_is_none() -> None:
+def test_share_device_of_another_type_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="share_device='yes'"):
         Options(share_device="yes")  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def right(given, result):
     return torch.equal(result[1].double(), total) and reference.within_an_ulp(result[0], exact)
 
 
-def test_a_call_again_asks_three_things_and_has_the_memory_of_its_own(comm, world):
+def test_a_repeated_call_makes_three_queries_and_has_separate_memory(comm, world):
     call(comm, *tensors())
     for seed in (1, 2):
         given = tensors(seed)
@@ -62,7 +62,7 @@ def test_a_call_again_asks_three_things_and_has_the_memory_of_its_own(comm, worl
     assert comm.all_reduce_rms_norm(longer, None, weight, EPS)[1].shape == (1, HIDDEN)
 
 
-def test_a_graph_holds_fused_calls_and_a_replay_has_the_numbers_of_its_day(comm, world):
+def test_a_replay_of_fused_calls_reads_the_current_inputs(comm, world):
     given, other = tensors(3), tensors(4)
     capture = lambda: world.capture(world.new_stream(torch.device("cuda", MINE)))  # noqa: E731
     with capture(), pytest.raises(InvalidArgument, match="run this call once before capture"):
@@ -121,7 +121,7 @@ def known(comm):
     return comm
 
 
-def test_a_call_again_refuses_what_the_first_one_does(known):
+def test_a_repeated_fused_call_refuses_what_a_first_one_refuses(known):
     for make, words in BAD.values():
         with pytest.raises(InvalidArgument, match=words):
             call(known, *make(tensors()))
@@ -148,7 +148,7 @@ LOOKS = {
 
 
 @pytest.mark.parametrize("what", LOOKS)
-def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(known, monkeypatch, what):
+def test_without_one_of_the_checks_an_invalid_tensor_is_accepted(known, monkeypatch, what):
     line, make = LOOKS[what]
     source = textwrap.dedent(inspect.getsource(FusedCalls.repeat))
     assert source.count(line) == 1
@@ -168,13 +168,13 @@ def test_without_any_of_the_looks_a_tensor_gets_through_that_must_not(known, mon
     assert len(launched) == 1 and call_known.plans != [None] * 4
 
 
-def test_a_fault_ends_calls_that_were_made_before(known):
+def test_after_a_fault_prepared_calls_are_refused(known):
     known._faults.abort(GroupAborted, "as a test wants it")
     with pytest.raises(GroupAborted, match="as a test wants it"):
         call(known, *tensors())
 
 
-def test_plans_that_are_forgotten_are_made_anew(known):
+def test_evicted_plans_are_made_again(known):
     known.time_calls(1)
     given = tensors(7)
     assert right(given, call(known, *given))
@@ -183,7 +183,7 @@ def test_plans_that_are_forgotten_are_made_anew(known):
     assert right(given, call(known, *given))
 
 
-def test_a_call_again_leaves_no_object_and_asks_torch_for_no_memory():
+def test_a_repeated_call_leaves_no_object_and_allocates_no_memory_of_torch():
     with null_launch.communicator() as made:
         given = tensors()
         run = lambda: call(made, *given)  # noqa: E731

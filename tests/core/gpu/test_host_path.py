@@ -21,7 +21,7 @@ def asked(world, call):
     return dict(world.queries)
 
 
-def test_an_eager_and_a_captured_call_ask_the_same_three_things_once(comm, world):
+def test_eager_and_captured_calls_make_the_same_three_queries_once(comm, world):
     x = torch.ones(8)
     assert asked(world, lambda: comm.all_reduce(x)) == ONE_OF_EACH
     with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
@@ -47,7 +47,7 @@ def test_a_change_of_streams_makes_the_objects_that_order_them(comm, world):
     assert result["current_stream"] == 1 and result["_cuda_isCurrentStreamCapturing"] == 1
 
 
-def test_every_other_collective_asks_once_whether_it_is_captured(comm, world):
+def test_every_other_collective_queries_the_capture_once(comm, world):
     x, y = torch.ones(8), torch.ones(8)
     for call in (lambda: comm.all_reduce(x, out=y), lambda: comm.all_gather(x, out=y), lambda: comm.broadcast(x, 0)):
         call()
@@ -56,7 +56,7 @@ def test_every_other_collective_asks_once_whether_it_is_captured(comm, world):
             assert asked(world, call)["_cuda_isCurrentStreamCapturing"] == 1
 
 
-def test_a_captured_call_has_the_plan_of_its_mode_and_the_memory_of_its_own(comm, world):
+def test_a_captured_call_has_the_plan_of_its_mode_and_separate_memory(comm, world):
     x, y = torch.ones(8), torch.ones(8)
     comm.all_reduce(x)
     eager = device_of(comm).launches[-1]
@@ -93,7 +93,7 @@ def kept_and_used(call, calls=100):
         gc.enable()
 
 
-def test_a_call_leaves_no_object_and_asks_torch_for_no_memory():
+def test_a_call_leaves_no_object_and_allocates_no_memory_of_torch():
     x = torch.ones(64)
     with null_launch.communicator() as made:
         call = lambda: made.all_reduce(x)  # noqa: E731

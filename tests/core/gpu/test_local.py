@@ -47,7 +47,7 @@ def test_more_ranks_than_hardware_queues_are_refused(started, world_size, whethe
 
 
 @pytest.mark.parametrize("whether", [False, True])
-def test_what_the_driver_reads_is_set_before_it_starts_and_only_then(started, whether):
+def test_variables_that_the_driver_reads_are_set_only_before_it_starts(started, whether):
     started(whether, None)
     with pytest.raises(errors.InvalidArgument):
         local(8, "cpu")

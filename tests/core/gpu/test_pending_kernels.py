@@ -116,7 +116,7 @@ def test_an_asynchronous_barrier_under_torch_returns_before_it_has_run(comm, wor
     assert work.wait() and work.is_completed()
 
 
-def test_a_captured_call_has_nothing_to_ask_and_is_ordered_inside_of_its_capture_alone(comm, world):
+def test_the_handle_of_a_captured_call_is_complete_and_orders_within_the_capture_only(comm, world):
     side, x = world.new_stream(torch.device("cuda", MINE)), torch.ones(8)
     with world.capture(side) as graph:
         work = comm.all_reduce(x, async_op=True)
@@ -124,7 +124,7 @@ def test_a_captured_call_has_nothing_to_ask_and_is_ordered_inside_of_its_capture
     assert len(graph) == 1 and work.is_completed() and work.wait(timeout=5.0) is x
 
 
-def test_memory_is_neither_taken_nor_given_back_in_a_capture(comm, world):
+def test_memory_is_neither_allocated_nor_freed_in_a_capture(comm, world):
     """CUDA would refuse it, and the capture would be lost. A user's kernel is captured."""
     x, comm._store = torch.ones(8), HashStore()
     refused = {
@@ -146,7 +146,7 @@ def test_memory_is_neither_taken_nor_given_back_in_a_capture(comm, world):
     assert torch.equal(comm.symmetric((8,), torch.float32).local, torch.zeros(8))
 
 
-def test_times_that_are_asked_for_in_a_capture_are_those_of_later_calls(comm, world):
+def test_timing_enabled_in_a_capture_applies_to_later_calls(comm, world):
     x = torch.ones(8)
     with world.capture(world.new_stream(torch.device("cuda", MINE))):
         comm.time_calls(1)

@@ -112,7 +112,7 @@ def in_a_thread(action):
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda e: e.__name__)
-def test_the_right_device_whatever_is_current(comm, world, entry, situation):
+def test_a_call_uses_its_own_device_whichever_is_current(comm, world, entry, situation):
     def call():
         with SITUATIONS[situation](world):
             before = world.get_device(), list(world.contexts)
@@ -128,7 +128,7 @@ def test_the_right_device_whatever_is_current(comm, world, entry, situation):
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
-def test_a_call_runs_on_the_devices_own_current_stream(comm, world, situation):
+def test_a_call_runs_on_the_current_stream_of_its_device(comm, world, situation):
     def call():
         with SITUATIONS[situation](world):
             side = world.new_stream(torch.device("cuda", MINE))
@@ -204,7 +204,7 @@ def test_without_the_guard_another_devices_context_is_used(comm, world, monkeypa
     world.complaints.clear()
 
 
-def test_a_launch_that_is_refused_says_why_and_loses_the_group(comm, world):
+def test_a_refused_launch_says_why_and_aborts_the_group(comm, world):
     fake = device_of(comm)
     fake.failures[("cuLaunchKernel", fake.calls.count("cuLaunchKernel") + 1)] = Result.CUDA_ERROR_OUT_OF_MEMORY
     words = "CUDA_ERROR_OUT_OF_MEMORY.*Nothing was launched on rank 0.*the other ranks get GroupAborted"
@@ -214,7 +214,7 @@ def test_a_launch_that_is_refused_says_why_and_loses_the_group(comm, world):
         comm.all_reduce(torch.ones(8))
 
 
-def test_the_others_hear_of_a_refused_launch_within_two_seconds(tmp_path):
+def test_peers_are_told_of_a_refused_launch_within_two_seconds(tmp_path):
     tmp_path.chmod(0o700)
     result = ranks.run(3, bodies.refused_on_one, f"file://{tmp_path}/store")
     assert result[0][0] == "ResourceError" and "the other ranks get GroupAborted" in result[0][1]
@@ -229,14 +229,14 @@ def test_a_graph_that_outlives_its_group_is_harmless(tmp_path):
         assert took < 10.0 and "closed; make a new communicator" in text
 
 
-def test_without_that_a_replay_touches_memory_that_is_gone(tmp_path):
+def test_without_the_kept_memory_a_replay_touches_freed_memory(tmp_path):
     tmp_path.chmod(0o700)
     with ranks.start(2, bodies.replays_after_close, f"file://{tmp_path}/store", "unprotected") as started:
         outcome = started.results()[0]
     assert outcome.value is None and outcome.code in (-11, -7, None), outcome
 
 
-def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the_end(comm, world, monkeypatch):
+def test_a_kernel_that_does_not_end_keeps_its_memory_and_peers_are_told_of_the_abort(comm, world, monkeypatch):
     monkeypatch.setattr(fake_cuda.FakeStream, "query", lambda stream: False)
     monkeypatch.setattr(fake_cuda.FakeEvent, "query", lambda event: False)
     monkeypatch.setattr(launcher, "LEAVE_SECONDS", 0.2)
@@ -247,7 +247,7 @@ def test_a_kernel_that_does_not_leave_keeps_its_memory_and_the_peers_hear_of_the
 
 
 @pytest.mark.parametrize(("current", "local", "chosen"), [(0, None, 0), (0, "1", 1), (1, "0", 1), (0, "3", 1)])
-def test_the_device_of_a_rank_that_names_none(world, monkeypatch, current, local, chosen):
+def test_the_default_device_of_a_rank(world, monkeypatch, current, local, chosen):
     if local is not None:
         monkeypatch.setenv("LOCAL_RANK", local)
     with world.device(current):

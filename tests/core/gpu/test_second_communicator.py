@@ -36,7 +36,7 @@ def test_calls_of_two_are_not_ordered_and_those_of_one_are(world):
         assert waits(world) == [], "each stays on its stream"
 
 
-def test_a_graph_of_one_beside_eager_calls_of_the_other_and_after_the_end(world):
+def test_a_graph_of_one_communicator_during_eager_calls_of_the_other_and_after_its_end(world):
     with world.device(MINE), over(OnFakeGpu(world, MINE)) as comm, over(OnFakeGpu(world, MINE)) as second:
         x, y = torch.ones(8), torch.ones(8)
         comm.all_reduce(x)

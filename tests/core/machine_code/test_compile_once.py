@@ -65,7 +65,7 @@ def with_triton(rank, world_size, tell, folder):
     return hits, made.asm["cubin"][:4]
 
 
-def test_the_others_find_it_in_tritons_cache(tmp_path):
+def test_the_other_processes_find_the_kernel_in_tritons_cache(tmp_path):
     results = ranks.run(2, with_triton, str(tmp_path))
     assert sorted(results) == [([False], b"\x7fELF"), ([True], b"\x7fELF")]
 
@@ -96,7 +96,7 @@ def test_a_process_that_dies_frees_its_lock(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["no directory", "patience"])
-def test_without_a_lock_it_is_compiled_all_the_same(kind, tmp_path, monkeypatch):
+def test_a_kernel_is_compiled_if_no_lock_can_be_made(kind, tmp_path, monkeypatch):
     home = tmp_path / "home"
     monkeypatch.setenv("TRITON_CACHE_DIR", str(home))
     monkeypatch.setattr(compiler, "compile_kernel", lambda *variant: "made")
@@ -110,7 +110,7 @@ def test_without_a_lock_it_is_compiled_all_the_same(kind, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("kind", ["every process compiles", "a cache that others do not share"])
-def test_where_nothing_is_shared_there_is_no_lock(kind, tmp_path, monkeypatch):
+def test_without_a_shared_cache_there_is_no_lock(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     if kind == "every process compiles":

@@ -86,7 +86,7 @@ def launched(by=machine_code.get, failures=None):
 
 
 @pytest.mark.without_compiler
-def test_prebuilt_code_is_launched_where_nothing_can_be_compiled(built, no_compiler, monkeypatch):
+def test_prebuilt_code_is_launched_without_a_compiler(built, no_compiler, monkeypatch):
     monkeypatch.setenv(cubins.VARIABLE, built)
     device = launched()
     (launch,) = device.launches
@@ -110,13 +110,13 @@ def test_prebuilt_code_is_the_code_that_would_be_compiled(built):
     assert [getattr(compiled.metadata, name) for name in Metadata._fields] == list(found.metadata)
 
 
-def test_a_file_gives_what_was_saved(saved, said):
+def test_a_saved_file_loads_as_the_same_code(saved, said):
     found = cubins.find("entry", KEY, 90)
     assert found is not None and found.asm == {"cubin": CUBIN} and found.metadata == Metadata("entry", 8, 64)
     assert said() == []
 
 
-def test_several_directories_are_looked_through(saved, said, monkeypatch, tmp_path):
+def test_several_directories_are_searched(saved, said, monkeypatch, tmp_path):
     empty = tmp_path / "empty"
     empty.mkdir()
     monkeypatch.setenv(cubins.VARIABLE, f"{tmp_path / 'none'}:{empty}::{saved[0]}")
@@ -176,7 +176,7 @@ if os.geteuid() == 0:
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_what_is_broken_or_not_trusted_is_compiled_instead_and_said_once(kind, saved, said):
+def test_broken_or_untrusted_code_is_compiled_instead_with_one_warning(kind, saved, said):
     breaks, words = BROKEN[kind]
     breaks(saved[1])
     key = OTHER if kind == "another key" else KEY
@@ -206,7 +206,7 @@ def test_without_the_check_of_files_others_can_have_changed_the_code(saved, said
 
 
 @pytest.mark.parametrize("error", [ValueError("tricomm_cubins.__spec__ is None"), ModuleNotFoundError("no parent")])
-def test_a_package_that_cannot_be_asked_for_is_none(error, saved, said, monkeypatch):
+def test_a_package_whose_lookup_fails_is_ignored(error, saved, said, monkeypatch):
     def fail(name):
         raise error
 
@@ -257,7 +257,7 @@ def refuses_prebuilt_code(built, monkeypatch, refused=""):
     return names, lambda: launched(partial(machine_code.get, refused=refused), failures)
 
 
-def test_prebuilt_code_that_the_driver_refuses_is_compiled_and_that_is_said_once(built, said, monkeypatch):
+def test_prebuilt_code_that_the_driver_refuses_is_compiled_with_one_warning(built, said, monkeypatch):
     names, launch = refuses_prebuilt_code(built, monkeypatch)
     device = launch()
     assert names == ["barrier"] and len(device.launches) == 1 and device.calls.count("cuModuleLoadData") == 2
@@ -267,7 +267,7 @@ def test_prebuilt_code_that_the_driver_refuses_is_compiled_and_that_is_said_once
     assert names == ["barrier"] and len(said()) == 1, "another device gets what was compiled"
 
 
-def test_without_a_replacement_the_drivers_refusal_is_the_calls(built, said, monkeypatch):
+def test_without_a_replacement_the_call_raises_the_drivers_refusal(built, said, monkeypatch):
     names, launch = refuses_prebuilt_code(built, monkeypatch)
     monkeypatch.setattr(cuda_launcher, "_instead_of", lambda *given: None)
     with pytest.raises(ResourceError, match="cuModuleLoadData on .* failed: CUDA_ERROR_NOT_SUPPORTED"):
@@ -275,7 +275,7 @@ def test_without_a_replacement_the_drivers_refusal_is_the_calls(built, said, mon
     assert names == []
 
 
-def test_where_compiling_is_refused_so_is_a_replacement(built, said, monkeypatch):
+def test_no_replacement_is_compiled_if_compiling_is_refused(built, said, monkeypatch):
     names, launch = refuses_prebuilt_code(built, monkeypatch, "not now")
     with pytest.raises(ResourceError, match=r"compiled \(the driver refuses what was prebuilt\), and not now"):
         launch()
@@ -295,7 +295,7 @@ def test_code_of_other_sources_or_another_triton_is_refused_by_name_once(change,
     assert f"has machine code for {there} alone; this process needs {cubins.folder_name(capability)}" in message
 
 
-def test_a_call_that_was_not_compiled_is_said_once_for_all(saved, said):
+def test_several_missing_entries_are_logged_once(saved, said):
     for key in (OTHER, "ef" * 32):
         assert cubins.find("entry", key, 90) is None
     assert len(said()) == 1 and "has no entry for some calls" in said()[0]
@@ -350,7 +350,7 @@ def test_a_key_follows_everything_that_changes_the_code(monkeypatch):
     assert len({plain, *changed}) == len(changed) + 1
 
 
-def test_a_file_is_whole_or_not_there_and_is_not_written_where_others_can_write(tmp_path, monkeypatch):
+def test_a_file_is_written_atomically_and_only_to_a_directory_that_others_cannot_write(tmp_path, monkeypatch):
     compiled = SimpleNamespace(asm={"cubin": CUBIN}, metadata=Metadata("entry", 8, 64))
     shared = tmp_path / "shared"
     shared.mkdir()

@@ -18,7 +18,7 @@ from tricomm.perf.bench import collective_calls
 @pytest.mark.parametrize(
     "kernel", [k for k in (*registry.KERNELS, *registry.ZERO_COPY) if compiles(k)], ids=lambda kernel: kernel.name
 )
-def test_what_is_checked_is_what_was_compiled(kernel):
+def test_the_checked_code_is_the_compiled_code(kernel):
     parts = checks.parts(kernel)
     results = [variants.sweep(kernel, 8, (part,), 90) for part in parts]
     jobs = variants.sweep(kernel, 8, parts, 90)
@@ -36,7 +36,7 @@ def test_what_is_checked_is_what_was_compiled(kernel):
     assert reductions == (wanted if kernel.reduces else {(None, None)})
 
 
-def test_what_is_wrong_beside_the_result_is_found(monkeypatch):
+def test_errors_outside_the_result_are_found(monkeypatch):
     """Results, the memory around them, inputs, and the memory of a rank that gets nothing."""
     dtype, call = torch.bfloat16, checks.CheckedCall(5, "sum", 1)
 

@@ -49,14 +49,14 @@ def results(rank, world_size, tell, url, dependent):
 
 
 @pytest.mark.parametrize("world_size", sorted({1, max(1, min(GPUS, 8))}))
-def test_calls_give_what_they_give_one_after_another(world_size, url):
+def test_dependent_calls_have_the_results_of_calls_one_after_another(world_size, url):
     early, late = (ranks.run(world_size, results, f"{url}{on}", on, timeout=240) for on in (True, False))
     for (with_it, *got), (without, *want) in zip(early, late, strict=True):
         assert "; a dependent launch" in with_it and "TRICOMM_DEPENDENT_LAUNCH=0" in without
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_a_chain_of_the_users_own_kernels_waits():
+def test_a_chain_of_user_kernels_waits():
     """The meaning of `griddepcontrol` on hardware: a kernel that signals at once, and one that waits for its end."""
     import triton
     import triton.language as tl

@@ -51,7 +51,7 @@ def a_rank_with_its_own_tensor(rank, world_size, tell, url):
         return right, memory_checks.registered(comm)
 
 
-def test_registered_tensors_are_checked_and_what_is_wrong_is_seen(url):
+def test_registered_tensors_are_checked_and_errors_are_found(url):
     for right, errors in ranks.run(2, a_rank_with_its_own_tensor, url):
         assert right == [] and len(errors) == 1 and "all_gather of a registered tensor" in errors[0]
 

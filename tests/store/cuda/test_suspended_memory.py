@@ -31,7 +31,7 @@ def used(job: Job) -> int:
 
 
 @pytest.mark.parametrize("gpus, visible", [(1, [[0]]), (1, [[0], [0]]), (3, [[0, 1, 2], [2, 0, 1], [1, 2, 0]])])
-def test_memory_goes_and_comes_back_at_the_same_addresses(verified, gpus, visible):
+def test_memory_is_freed_and_mapped_again_at_the_same_addresses(verified, gpus, visible):
     job = verified(Job(FakeCuda(gpus), visible))
     arenas = job.open_all()
     bases, full = [arena.bases for arena in arenas], used(job)
