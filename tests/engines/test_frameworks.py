@@ -131,7 +131,7 @@ def test_trains_over_tricomm_by_one_line(train):
 
 
 def test_accelerate_takes_no_name_but_gloo_on_a_cpu():
-    """So the group is made first there; on GPUs the name is enough."""
+    """So on a CPU the user makes the group first; on GPUs the name is enough."""
     if find_spec("accelerate") is None:
         pytest.skip("accelerate is not installed")
     with pytest.raises(AssertionError, match="tricomm is not available, please use gloo"):

@@ -50,9 +50,9 @@ SIGNATURES = {
     "use_oneshot=None, trigger_completion_at_end=False, fp32_acc=True, use_attn_tp_group=True",
     "resolve_fusion_group": "use_attn_tp_group",
 }
-# What SGLang asks of a custom all-reduce, other than of its own classes.
+# Members of any custom all-reduce that SGLang uses.
 ASKED = {"capture", "disabled", "should_custom_ar", "custom_all_reduce", "fused_allreduce_rmsnorm"}
-# For which it looks first whether they are there, or on ROCm only.
+# Members that SGLang uses only if they exist, or only on ROCm.
 OPTIONAL = {
     "fused_ar_rms",
     "custom_fused_ar_rms",

@@ -1,4 +1,4 @@
-"""NCCL behind a communicator: what goes there, decided alike on all ranks, and what happens when it fails."""
+"""NCCL as a communicator's fallback: the calls that it runs, the same on all ranks, and its failures."""
 
 import os
 import signal

@@ -149,7 +149,7 @@ def test_tiles_and_warps_of_rows_are_powers_of_two(device, quantize):
 
 
 def test_a_forced_tile_that_makes_too_many_of_a_row_is_refused():
-    """All of a row's tiles stand in the code one behind the other, which a compiler takes minutes for."""
+    """A row's tiles are unrolled in the code, and too many take the compiler minutes."""
     two_shots = "tile=32: tiles of 128 to .* make at most 32 of a row of 16384"
     with pytest.raises(InvalidArgument, match=two_shots):
         row_shapes.choose(site(tile=32, world_size=8), FUSED, 16, 16384, 3, ("two_shot", "ll"))
@@ -292,7 +292,7 @@ def test_forced_wide_words_have_planes_that_span_all_threads():
     ],
 )  # fmt: skip
 def test_eight_hoppers_take_wide_words_where_they_are_modelled_faster_and_there_are_any(collective, wide, narrow):
-    """docs/performance.md has the times. Without wide words the row behind them decides."""
+    """docs/performance.md has the times. Without wide words the next matching row decides."""
     for reason, wanted in ((None, wide), ("no wide words", narrow)):
         with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
             results = {n: choose(site(world_size=8), collective, n) for n in wanted}

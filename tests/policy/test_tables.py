@@ -253,7 +253,7 @@ def test_an_invalid_table_is_refused_and_the_group_still_works() -> None:
 
 
 def test_without_the_agreement_ranks_with_different_tables_run_different_kernels() -> None:
-    """What agreeing is for: without it, each rank runs a kernel of its own."""
+    """Here the ranks use their tables without having compared them."""
 
     def body(comm: tricomm.Communicator) -> None:
         row = TableRow("all_reduce", 2, None, "two_shot" if comm.rank else "one_shot", "ll")

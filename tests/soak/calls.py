@@ -1,6 +1,6 @@
 """Random calls of a communicator, each with the result that it must give, computed by torch from all ranks' data.
 
-A call is a function of the group and a `Turn`; it returns pairs of what came and what was expected. All ranks draw
+A call is a function of the group and a `Turn`; it returns pairs of results and expected values. All ranks draw
 the same choices from the turn's generator, because it has the same seed everywhere; the data differ by rank and call.
 """
 
@@ -45,7 +45,7 @@ class Turn:
     choices: random.Random
 
     def part(self, rank: int, shape: tuple[int, ...], dtype: torch.dtype, which: int = 0) -> torch.Tensor:
-        """What `rank` brings to this call."""
+        """The input of `rank` to this call."""
         return of(rank, shape, dtype, self.number * 16 + which)
 
     def parts(self, shape: tuple[int, ...], dtype: torch.dtype, which: int = 0) -> list[torch.Tensor]:
@@ -102,7 +102,7 @@ def all_to_all_v(comm: Any, turn: Turn) -> Pairs:
 
 
 def rows_for(turn: Turn, splits: list[list[int]], width: int, dtype: torch.dtype) -> torch.Tensor:
-    """What this rank gets where rank p sends `splits[p][r]` rows to rank r."""
+    """The rows that this rank receives if rank p sends `splits[p][r]` rows to rank r."""
     rows = []
     for peer in range(turn.world_size):
         theirs = turn.part(peer, (sum(splits[peer]), width), dtype)

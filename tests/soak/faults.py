@@ -13,7 +13,7 @@ TIMEOUT = 20.0  # the limit of a call
 
 @dataclass(frozen=True)
 class Fault:
-    """`survivors`: the classes that the other ranks may get, one at least the first of them; none: nobody gets any.
+    """`survivors`: the errors that the other ranks may get, at least one of them the first; empty: they get none.
 
     `victim` likewise, for the rank itself; None: it is dead. `within`: seconds, for a communicator and for c10d.
     """
@@ -24,7 +24,7 @@ class Fault:
     within: tuple[float, float]
 
 
-# One rank sees the cause, and the others may see that rank give the group up or leave it.
+# One rank notices the cause; the others may only notice that this rank aborts the group or leaves it.
 LEFT = ("PeerDied", "GroupAborted")
 FAULTS = {
     fault.name: fault
@@ -62,7 +62,7 @@ class Outcome:
 
 
 def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
-    """What was wrong with a round: pairs of a kind (wrong, unnamed, unexpected, late, lost) and a text."""
+    """The errors of a round: pairs of a kind (wrong, unnamed, unexpected, late, lost) and a text."""
     results: list[tuple[str, str]] = []
     fault = FAULTS.get(outcome.fault or "")
     first_seen = False

@@ -1,4 +1,4 @@
-"""The three kinds of group that the soak works with, behind one small interface."""
+"""One small interface to the three kinds of group in the soak."""
 
 from __future__ import annotations
 

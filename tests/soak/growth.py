@@ -1,4 +1,4 @@
-"""What a process holds, and whether that grows with the number of groups that it has had."""
+"""Whether a process's resources grow with the number of groups that it has made."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNTS = ("descriptors", "threads", "mappings")
 
 
 def sample() -> dict[str, int]:
-    """What this process holds: bytes of memory, and numbers of descriptors, threads and mappings of shared memory."""
+    """This process's bytes of memory and numbers of descriptors, threads and mappings of shared memory."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
@@ -29,10 +29,10 @@ def sample() -> dict[str, int]:
 
 
 def grown(samples: list[dict[str, int]], memory_limit: int) -> dict[str, int]:
-    """How far the last third of `samples` lies above the first one; memory only what exceeds `memory_limit` bytes.
+    """The growth from the first third of `samples` to the last; memory only if it is more than `memory_limit` bytes.
 
-    Counts are compared at the lowest of the end and the highest of the beginning, so that something that is still
-    being let go when a sample is taken is no growth.
+    The lowest count of the last third is compared with the highest of the first, so that a resource that is being
+    freed when a sample is taken is no growth.
     """
     if len(samples) < FEWEST:
         return dict.fromkeys((*COUNTS, "memory"), 0)
@@ -54,14 +54,14 @@ def orphans(before: set[str]) -> list[str]:
             with open(f"/proc/{process}/maps") as file:
                 held |= {line.rsplit("/dev/shm/")[-1].strip() for line in file if "/dev/shm/" in line}
             fds = os.listdir(f"/proc/{process}/fd")
-        except OSError:  # it ended meanwhile, or is somebody else's
+        except OSError:  # it ended meanwhile, or belongs to another user
             continue
         held |= {name.removeprefix("/dev/shm/") for name in map(_target, (f"/proc/{process}/fd/{fd}" for fd in fds))}
     return sorted(new - held)
 
 
 def _target(link: str) -> str:
-    """What a descriptor leads to; nothing, if it was closed meanwhile."""
+    """The target of a descriptor; empty if it was closed meanwhile."""
     try:
         return os.readlink(link)
     except OSError:

@@ -14,7 +14,7 @@ from tests.soak import worker
 
 
 class Pool:
-    """`size` ranks as processes in slots; a dead one is replaced by `fill`. Leaves nothing behind on exit."""
+    """`size` ranks as processes in slots; `fill` replaces dead ones. On exit all are ended."""
 
     def __init__(self, size: int, folder: Path) -> None:
         self._folder, self._made = folder, 0
@@ -65,7 +65,7 @@ class Pool:
             pass
 
     def receive(self, slots: list[int], seconds: float) -> list[tuple[int, Any]]:
-        """What ranks say within `seconds`, as pairs of slot and message; (slot, None) for one whose process ended."""
+        """Receive for at most `seconds`; return pairs of slot and message, or (slot, None) if the process has ended."""
         by_pipe = {self.pipes[slot]: slot for slot in slots}
         results = []
         for pipe in wait(list(by_pipe), max(0.0, seconds)):

@@ -51,7 +51,7 @@ class Soak:
         self.problems: list[tuple[str, str]] = []
 
     def run(self) -> None:
-        """Play rounds until the time is up, then see what has grown."""
+        """Play rounds until the time is up, then check which resources have grown."""
         began, names = time.monotonic(), set(os.listdir("/dev/shm"))
         with Pool(SIZE, self._folder) as pool:
             for number, route in enumerate(ROUTES):

@@ -1,7 +1,7 @@
-"""Host memory that a fake process has registered with CUDA, and whether the same memory is still there.
+"""Host memory that a fake process has registered with CUDA; notices if another page is mapped at its address.
 
-CUDA goes by the address and notices nothing. Here a page's identity is what /proc/self/maps says of it: the file behind
-it (every shared mapping has one) and the place in that file.
+CUDA itself only knows the address. Here /proc/self/maps identifies a page: by the file that is mapped (every shared
+mapping has one) and the offset in it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pinned:
 
 
 class PinnedPages:
-    """What one process has registered. `complain(text)` gives the error for what CUDA leaves undefined."""
+    """The pages that one process has registered. `complain(text)` makes the error for undefined behaviour of CUDA."""
 
     def __init__(self, complain: Callable[[str], Exception]) -> None:
         self._complain = complain
@@ -91,7 +91,7 @@ class PinnedPages:
 
 
 def identity(address: int) -> tuple[str, ...] | None:
-    """Device, inode and place of what is mapped at `address` in this process; None where nothing is."""
+    """Device, inode and offset of the file mapped at `address` in this process; None if nothing is mapped."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         span, _, offset, device, inode, *_ = line.split(maxsplit=5)
         start, end = (int(number, 16) for number in span.split("-"))

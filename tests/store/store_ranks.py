@@ -33,9 +33,9 @@ def free_port() -> int:
 
 
 def holdings(sockets: bool = True) -> dict[str, Any]:
-    """What this process holds that a group could leave behind; a store's server has sockets that come and go.
+    """The resources of this process that a group could leave; not its sockets if it hosts a store, whose clients change.
 
-    Of the names in /dev/shm only those that could be tricomm's: all processes of the machine see each other's.
+    In /dev/shm only names that could be tricomm's count, because all processes of the machine share it.
     """
     gc.collect()
     with open("/proc/self/maps") as maps:
@@ -57,7 +57,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def more_than(before: dict[str, Any], sockets: bool = True) -> dict[str, list[Any]]:
-    """What this process holds beyond that, when threads that end have had a moment; what was there before may go."""
+    """The resources of this process that were not there `before`, after at most 2 s for threads that are ending."""
     end = time.monotonic() + 2.0
     while True:
         left = {}
@@ -71,7 +71,7 @@ def more_than(before: dict[str, Any], sockets: bool = True) -> dict[str, list[An
 
 
 def in_threads(world_size: int, body: Callable[[int], Any], seconds: float = 30) -> list[Any]:
-    """What `body(rank)` returned or raised, for each rank in a thread of its own, named "rank N"."""
+    """Run `body(rank)` in a thread "rank N" for each rank; return their results and errors."""
     outcomes: list[Any] = [TimeoutError(f"no outcome within {seconds} s")] * world_size
 
     def run(rank: int) -> None:

@@ -72,7 +72,7 @@ def test_a_descriptor_of_another_number_is_not_taken_for_the_calls():
 
 def test_sequence_numbers_and_numbers_of_descriptors_that_are_large(monkeypatch):
     _, page = fresh()
-    monkeypatch.setattr(pages, "_BITS", 7)  # a number's lower bits soon begin anew
+    monkeypatch.setattr(pages, "_BITS", 7)  # a number's lower bits soon wrap around
     monkeypatch.setattr(pages, "_LOWER", 127)
     announce = page.announcer()
     for sequence in ((1 << 31) - 2, 1 << 31, (1 << 40) + 7):

@@ -228,7 +228,7 @@ def test_values_that_have_to_be_equal():
         outcomes = in_threads(3, lambda r: group[r].require_equal(values[r], "split", 5))
         assert [type(o) for o in outcomes] == [InvalidArgument] * 3
         assert {str(o) for o in outcomes} == {"split: rank 0 has [0, 2], rank 2 has [1, 2]; give all ranks the same"}
-        alike = "x" * 5000  # longer than what is exchanged of them
+        alike = "x" * 5000  # longer than the part that is exchanged
         succeed(3, lambda r: group[r].require_equal(alike, "usable again", 5))
         outcomes = in_threads(3, lambda r: group[r].require_equal(alike + "y" * r, "long", 5))
         assert [type(o) for o in outcomes] == [InvalidArgument] * 3

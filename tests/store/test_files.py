@@ -1,4 +1,4 @@
-"""Files that another user has placed: none is read, followed, waited for or overwritten."""
+"""Files that another user has placed are never read, followed or overwritten, and never block a call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fil
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A directory to which anybody may write, as /tmp is."""
+    """A directory to which all users may write, as /tmp is."""
     tmp_path.chmod(0o1777)
     return tmp_path
 

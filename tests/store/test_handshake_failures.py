@@ -156,7 +156,7 @@ def test_the_segment_of_another_group_is_refused(monkeypatch):
 
 
 def without_a_server(hurt, body, pause=0.0):
-    """What becomes of two ranks that run `body` when their store's server gets the signal `hurt`."""
+    """Send the signal `hurt` to the store's server of two ranks that run `body`; return their results."""
     with ranks.start(1, serve) as server:
         with ranks.start(2, body, server.message(0), 2.0) as group:
             assert group.messages() == ["open"] * 2

@@ -1,4 +1,4 @@
-"""Host memory that the device knows: its registration goes before it does, on whatever road a group ends."""
+"""Registered host memory is unregistered before it is unmapped, however a group ends."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ PLAN = layout.plan(2, OPTIONS.arena_bytes)
 
 @pytest.fixture
 def world() -> Iterator[FakeCuda]:
-    """Whatever a test kept on purpose does not reach the next one."""
+    """Drops memory that a test kept on purpose, so that the next test does not see it."""
     yield FakeCuda(2)
     host_words._registered.clear()
     communicator._kept.clear()
@@ -94,7 +94,7 @@ def test_a_page_that_is_refused_is_not_held(name, world):
 
 
 def forgotten(driver: FakeDriver) -> tuple[int, int]:
-    """A registered page that nobody refers to any more: its addresses on the host and on the device."""
+    """A registered page without references: its addresses on the host and on the device."""
     memory = Segment.create("tricomm-test", 4096)
     device = words_of(memory).on_device(driver, 0)
     memory.close()
@@ -185,7 +185,7 @@ class Job:
         )
 
     def works(self, comm: Communicator, value: int) -> None:
-        """What the device writes to the page is what the rank sees."""
+        """The rank reads the value that the device writes to the page."""
         touch(self.drivers[comm.rank], comm._group.arena.control_address + 8 * layout.ENDED, value)  # type: ignore[attr-defined]
         assert comm._group.words[layout.ENDED] == value
 

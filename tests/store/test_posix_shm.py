@@ -151,7 +151,7 @@ def test_more_than_the_machine_has_is_refused_before_it_is_taken(monkeypatch):
 
 def limited(rank: int, world_size: int, tell, limit: int, value: int) -> tuple[str, bool]:
     before = holdings()
-    if limit == resource.RLIMIT_AS:  # beside what the process has: Python itself goes on
+    if limit == resource.RLIMIT_AS:  # on top of the process's memory, so that Python itself still runs
         value += int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
     try:

@@ -21,7 +21,7 @@ def test_threads_over_a_hash_store(world_size):
     with nothing_left():
         pages = succeed(world_size, lambda r: handshake(store, r, world_size, 10, LAYOUT))
         assert len({p.group for p in pages}) == 1
-        assert not [name for name in holdings()["fds"] if "tricomm" in name]  # nobody else can attach any more
+        assert not [name for name in holdings()["fds"] if "tricomm" in name]  # no other process can attach from now on
         assert all(p.page(r).state == RankState.READY for p in pages for r in range(world_size))
         for page in pages:
             page.close()

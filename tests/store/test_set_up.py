@@ -117,7 +117,7 @@ def dies(_, __, tell, port, route, folder, before, step):
             return real(*args, **kwargs)
 
         setattr(owner, name, last)
-    else:  # "0.012 s": after so many seconds
+    else:  # "0.012 s": after this time
         threading.Timer(float(step.split()[0]), die).start()
     make(store, VICTIM, 3, 40.0)
     time.sleep(10)
@@ -222,7 +222,7 @@ def crosswise(rank, world_size, tell, port):
 
 
 def wrong_interface(rank, world_size, tell, url):
-    """The error of a rank where GLOO_SOCKET_IFNAME names no interface, and that of the other one."""
+    """Return this rank's error when rank 0's GLOO_SOCKET_IFNAME names no interface."""
     if rank == 0:
         os.environ["GLOO_SOCKET_IFNAME"] = "nosuch0"
     try:

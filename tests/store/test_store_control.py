@@ -57,7 +57,7 @@ def test_the_node_of_each_rank_is_known(monkeypatch):
 
 
 def test_one_request_takes_the_messages_of_all_ranks(monkeypatch):
-    """Once all are there; of those that come one by one each is read."""
+    """If all messages are in the store; messages that arrive one by one take a request each."""
     asked = []
     usual = BoundedStore._call
 

@@ -1,4 +1,4 @@
-"""What the package nvidia-ml-py (module `pynvml`) does on the machine of a `FakeNvml`: other names, other types.
+"""A fake of nvidia-ml-py (module `pynvml`) over a `FakeNvml`: it has other names and types.
 
 Handles are pointers, texts may be bytes, an answer may be a ctypes number, and a structure is filled through a pointer.
 """

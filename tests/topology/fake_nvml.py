@@ -1,8 +1,8 @@
-"""What `cuda.bindings.nvml` does on a machine that is a list of cards, and what NVML forbids.
+"""A fake of `cuda.bindings.nvml` on a machine that is a list of cards; it enforces NVML's rules.
 
 Rules: nothing before `init_v2` or after the last `shutdown`; handles are of one initialisation only; calls on links ask
-for links that the card has; MIG instances have none. What NVML answers with an error is an error here; what a program
-must not do is a complaint as well, and `verify` fails for it even if somebody swallowed the error.
+for links that the card has; MIG instances have none. A call that NVML answers with an error raises it; a call that a
+program must not make is also recorded, and `verify` fails for it even if the error was swallowed.
 """
 
 import hashlib

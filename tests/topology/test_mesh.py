@@ -56,7 +56,7 @@ def cubic(chosen: Edges = frozenset(), degree: tuple[int, ...] = (0,) * 8) -> It
 
 
 def quad(position: MeshPosition) -> list[int]:
-    """The 3 peers in the quad, by edge colour, as `kernels/device/mesh.py` goes through them."""
+    """The 3 peers in the quad by edge colour, in the order of `kernels/device/mesh.py`."""
     return [position.quad_by_position[position.position ^ step] for step in (1, 2, 3)]
 
 

@@ -28,7 +28,7 @@ def test_a_link_that_only_one_end_sees() -> None:
 
 
 def test_what_goes_elsewhere_does_not_count() -> None:
-    """To a CPU (IBM), to itself, to a card that is not seen, to what NVML calls a GPU and nobody knows."""
+    """Links to a CPU (IBM), to the card itself, to an invisible card, and to a GPU of which NVML gives no address."""
     ends = [Link(bus_id(0)), Link("00000004:04:00.0", fake_nvml.NPU), Link(bus_id(9)), Link("", fake_nvml.GPU)]
     fake = FakeNvml([Card(0, [*ends, Link(bus_id(1))]), Card(1, [*ends[1:], Link(bus_id(0))])])
     fake.classes = {"0000:13:00.0": 0x0302}

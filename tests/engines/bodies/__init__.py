@@ -1,1 +1,1 @@
-"""What ranks run."""
+"""Rank functions of the engine tests."""

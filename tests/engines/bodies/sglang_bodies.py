@@ -1,4 +1,4 @@
-"""What ranks do with SGLang's own GroupCoordinator, whose custom all-reduce the plugin has made tricomm's, or not."""
+"""Ranks that use SGLang's GroupCoordinator, whose custom all-reduce the plugin has replaced by tricomm's, or not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.library import Library
 
-# The wheel of torchvision is built for CUDA, and loads beside torch's CPU build if its operators are known.
+# The torchvision wheel is built for CUDA; with a CPU build of torch it loads only if its operators are defined.
 if torch.version.cuda is None:
     _vision = Library("torchvision", "DEF")
     for _name in ("nms", "qnms"):
@@ -75,7 +75,7 @@ def exact(rank, world_size, tell, url):
         assert type(group.ca_comm).__name__ == "SglangAllReduce" and not group.ca_comm.disabled
         with group.ca_comm.capture():
             pass
-        # What SGLang's launcher publishes.
+        # SGLang's launcher sets these.
         parallel = SimpleNamespace(attn_tp_size=world_size, attn_tp_rank=rank, attn_tp_group=group)
         layernorm.get_parallel = flashinfer_comm_fusion.get_parallel = lambda: parallel
         for dtype in DTYPES:
@@ -105,7 +105,7 @@ def exact(rank, world_size, tell, url):
 
 
 def left_alone(rank, world_size, tell, url, how):
-    """What is no call for the kernels, by `how`: SGLang makes it, or is asked to."""
+    """Calls that the kernels do not run, for the reason `how`, so SGLang does."""
     environment = {
         "size": {"TRICOMM_ENGINE_MAX_BYTES": "1024"},
         "unset": {"SGLANG_TRICOMM": "0"},

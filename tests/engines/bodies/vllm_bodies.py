@@ -1,4 +1,4 @@
-"""What ranks do with vLLM's own GroupCoordinator, which the plugin has given tricomm's communicator, or not."""
+"""Ranks that use vLLM's GroupCoordinator, to which the plugin has given tricomm's communicator, or not."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _broken(group, comm):
 
 
 def one_cannot(rank, world_size, tell, url, how):
-    """Rank 1 cannot use tricomm, or does not want to: no rank does, and vLLM goes on."""
+    """If rank 1 cannot use tricomm, or has it turned off, no rank uses it, and vLLM works without it."""
     environment = {}
     engine_group.MEETING_SECONDS = 3.0
     if rank == 1:
@@ -174,7 +174,7 @@ def other_groups(rank, world_size, tell, url):
 
 
 def sleeping(rank, world_size, tell, url):
-    """suspend gives the memory back, calls meanwhile are vLLM's, resume brings it again; destroy ends it."""
+    """suspend frees the memory, vLLM runs the calls until resume maps it again; destroy closes the communicator."""
     with coordinator(rank, world_size, url) as group:
         results = []
         comm = group.device_communicator

@@ -1,4 +1,4 @@
-"""What one process of a `FakeCuda` world sees as the module `cuda.bindings.driver`."""
+"""A fake of the module `cuda.bindings.driver` for one process of a `FakeCuda` world."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _of(part: str, name: str) -> Callable[..., tuple[Any, ...]]:
 
 
 class Bindings:
-    """What one process sees as the module `cuda.bindings.driver`."""
+    """The functions and types of `cuda.bindings.driver`, as one process calls them."""
 
     CUresult = CUresult
     CUipcMemHandle = CUipcMemHandle
@@ -200,7 +200,7 @@ class Bindings:
             self._reset(gpu)
 
     def _reset(self, gpu: int) -> None:
-        """A context goes with all that is in it, which is no way to clean up, except after a failure."""
+        """Destroy a context and everything in it, which only a process that has seen a failure may do."""
         blocks = [block for block in self._blocks if block.live and block.gpu == gpu]
         mappings = [mapping for mapping in self._mappings if mapping.live and mapping.gpu == gpu]
         pinned = [page for page in self.pinned.all if page.gpu == gpu]

@@ -2,7 +2,7 @@
 
 `FakeCuda` is the machine. Each `world.process()` is a `Driver` of the library over fake bindings, so the real
 `cuda_driver.py` runs in every test. Where CUDA calls something undefined behaviour, the fake complains: it raises
-`CudaRuleBroken`, and `world.verify()` fails even if somebody swallowed that. `verify` also finds whatever was left.
+`CudaRuleBroken`, and `world.verify()` fails even if that was swallowed. `verify` also finds resources that were left.
 """
 
 from __future__ import annotations
@@ -79,6 +79,6 @@ class FakeDriver(Driver):
         self.process.failures[name, self.process.counts[name] + nth] = error
 
     def kill(self) -> None:
-        """End the process: the kernel takes back all that it held."""
+        """End the process; the kernel frees its resources."""
         with self.process.world.lock:
             self.process.die()

@@ -1,4 +1,4 @@
-"""What legacy CUDA IPC shares in a fake process: blocks of cuMemAlloc, their handles, mappings of others' blocks."""
+"""Legacy CUDA IPC in a fake process: blocks of cuMemAlloc, their handles, mappings of other processes' blocks."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ class MulticastObject:
 
 
 class Switch:
-    """Multicast objects as one process uses them, and its modules. `granule`: of what may be bound.
+    """Multicast objects as one process uses them, and its modules. `granule`: the granularity of memory to bind.
 
-    `loses_stores`, `adds_wrong`, `faults`: what a switch that does not work does."""
+    `loses_stores`, `adds_wrong`, `faults`: the faults of a switch that does not work."""
 
     def __init__(self, process: Bindings, refused: Callable[[str], Exception]) -> None:
         self.process, self._refused = process, refused
@@ -141,7 +141,7 @@ class Switch:
         memory.data[at : at + 4] = struct.pack("<I", sum(words[self.adds_wrong :]) & 0xFFFFFFFF)
 
     def _places(self, address: int) -> Sequence[tuple[Physical, int]]:
-        """What `multimem` reaches by an address."""
+        """The physical memory of all ranks that `multimem` accesses at an address."""
         result, gpu = self.process.vmm.piece(address), self.process._current_gpu()
         if result is None or not isinstance(result.memory, MulticastObject) or gpu not in result.access:
             raise self.process._complain(f"used {address:#x} by multimem, where GPU {gpu} has no multicast object")

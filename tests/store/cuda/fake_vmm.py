@@ -76,7 +76,7 @@ class Piece:
 
 @dataclass(eq=False)
 class Range:
-    """One cuMemAddressReserve, and what is mapped there."""
+    """One cuMemAddressReserve, and the mappings in it."""
 
     base: int
     nbytes: int
@@ -218,7 +218,7 @@ class VirtualMemory:
                 piece.access.add(gpu)
 
     def behind(self, address: int, nbytes: int, gpu: int) -> tuple[Physical, int] | None:
-        """What a kernel of `gpu` touches at an address; None if it is in no range of this process."""
+        """The memory that a kernel of `gpu` accesses at an address; None if it is in no range of this process."""
         for result in self._ranges:
             if result.base <= address and address + nbytes <= result.base + result.nbytes:
                 piece = self.piece(address)
@@ -233,7 +233,7 @@ class VirtualMemory:
         return None
 
     def piece(self, address: int) -> Piece | None:
-        """What is mapped at an address."""
+        """The mapping at an address."""
         pieces = (piece for result in self._ranges for piece in result.pieces)
         return next((piece for piece in pieces if piece.base <= address < piece.base + piece.nbytes), None)
 
@@ -259,7 +259,7 @@ class VirtualMemory:
         return result
 
     def _pieces(self, address: int, nbytes: int) -> list[Piece]:
-        """What is mapped in a range; CUDA takes whole mappings only."""
+        """The mappings in a range; CUDA accepts whole mappings only."""
         end = address + nbytes
         pieces = [p for p in self._range(address, nbytes).pieces if p.base < end and address < p.base + p.nbytes]
         if any(p.base < address or p.base + p.nbytes > end for p in pieces):

@@ -59,7 +59,7 @@ class Job:
         self.verify()
 
     def verify(self) -> None:
-        """Nothing is left once the control pages have gone, too."""
+        """Close the control pages and check that no resource is left."""
         for control in self.group.controls:
             control.close()
         self.world.verify()

@@ -66,7 +66,7 @@ def test_for_an_invisible_gpu_opening_decides(verified):
 
 @pytest.mark.parametrize("variable", ["TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"])
 def test_one_rank_that_forbids_peer_access_decides_for_all(verified, variable, monkeypatch):
-    # The ranks are threads here, so the environment of one rank is what it reads.
+    # The ranks are threads with one environment, so the function that reads it is patched for each rank.
     text = env.text
 
     def of_rank_1(name: str) -> str | None:

@@ -121,7 +121,7 @@ def test_a_gpu_without_the_means_and_a_rank_that_must_not(verified, monkeypatch)
     assert {arena.kind for arena in arenas} == {"cuda_ipc"}
     assert "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is 0 for GPU 0000:01:00.0" in arenas[0].reason
     job.close_all(arenas)
-    # The ranks are threads here, so the environment of one rank is what it reads.
+    # The ranks are threads with one environment, so the function that reads it is patched for each rank.
     monkeypatch.setattr(
         env, "gpu_memory", lambda: "ipc" if threading.current_thread().name == "rank 1" else "descriptor"
     )

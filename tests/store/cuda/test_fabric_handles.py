@@ -33,7 +33,7 @@ def job(verified):
 
 
 def by_rank(monkeypatch: pytest.MonkeyPatch, *wishes: str) -> None:
-    """What each rank reads in its environment: the ranks are threads here."""
+    """Give each rank its value of the variable: the ranks are threads with one environment."""
     monkeypatch.setattr(env, "gpu_memory", lambda: wishes[int(threading.current_thread().name.split()[1])])
 
 

@@ -17,8 +17,8 @@ NBYTES = 96
 
 
 class Users:
-    """Two ranks with memory of their own: rank r's begins `offsets[r]` bytes into what CUDA allocated, which is
-    `pieces[r]` pieces of cuMemCreate, or one of cuMemAlloc for 0."""
+    """Two ranks that register memory: rank r's begins `offsets[r]` bytes into an allocation of `pieces[r]` pieces of
+    cuMemCreate, or one of cuMemAlloc for 0."""
 
     def __init__(self, pieces: tuple[int, int] = (1, 1), offsets: tuple[int, int] = (4096, 64)) -> None:
         self.job = Job(FakeCuda(2), [[0, 1], [1, 0]])
@@ -67,7 +67,7 @@ class Users:
 
 
 def works(users: Users, arenas: list[CudaArena]) -> None:
-    """Every rank reads what every other one has written into its own memory, and writes there."""
+    """Each rank reads the peer's memory as the peer wrote it, and writes to it."""
     job = users.job
     for rank, driver in enumerate(job.drivers):
         assert arenas[rank].bases[rank] == users.addresses[rank]
@@ -120,9 +120,9 @@ def _calls(pieces: tuple[int, int]) -> list[tuple[int, str, int]]:
 
 
 BY_DESCRIPTOR, LEGACY = _calls((1, 1)), _calls((0, 0))
-# It is asked whether memory is of cuMemCreate: what fails then is not.
+# These calls only find out whether memory is of cuMemCreate: if one fails, it is not.
 ASKING = {("cuMemRetainAllocationHandle", 1), ("cuMemRelease", 1)}
-# A handle and a context, which CUDA has refused to take back.
+# Releases of a handle and of a context, which CUDA has refused.
 GIVING_BACK = {("cuMemRelease", 1), ("cuDevicePrimaryCtxRelease", 1), ("cuDeviceGet", 2)}
 
 

@@ -1,4 +1,4 @@
-"""GPU memory given back and taken again at the same addresses, against a driver that enforces CUDA's rules. No GPU."""
+"""suspend() and resume() of GPU memory at the same addresses, over a fake driver that enforces CUDA's rules."""
 
 from __future__ import annotations
 

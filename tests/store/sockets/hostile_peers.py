@@ -15,7 +15,7 @@ from tricomm.store.descriptors import Sender
 
 USER = 65534
 RIGHT = 2  # descriptors that a rank sends
-# What a message of each kind is counted as; None: there is none to count.
+# The counter that a message of each kind increments; None: no message arrives.
 KINDS: dict[str, str | None] = {
     "another user's claim": "user",
     "another user": None,
@@ -88,7 +88,7 @@ class Hostile:
 def attack(
     rank: int, world_size: int, tell: Any, paths: list[str], senders: list[Sender], count: int, seed: int
 ) -> tuple[Counter[str], Counter[str]]:
-    """In a process of its own, `count` hostile peers, of all kinds in turn: how many of each, what they count as."""
+    """In a separate process: make `count` hostile peers of all kinds in turn; return their kinds and expected counters."""
     rng, kinds, expected = random.Random(seed), Counter[str](), Counter[str]()
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]

@@ -65,7 +65,7 @@ class Meeting:
             each.close()
 
     def join(self, rank: int, seconds: float = 30.0, look=lambda: None) -> dict[int, list[str]]:
-        """What rank `rank` gets from the others: what is in the files behind the descriptors."""
+        """Receive the descriptors of rank `rank`'s peers; return the contents of the files that they open."""
         got: dict[int, list[str]] = {}
         mine = [memory(f"{rank} {n}") for n in range(2)]
 
@@ -184,7 +184,7 @@ def test_without_its_protection_a_hostile_peer_gets_in(kind, name, instead, fold
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user_cannot_enter_the_directory(folder):
-    """Not because of what is in it: with another mode the message gets as far as the check of its user."""
+    """The mode of the directory decides: with a wider one, the message reaches the check of its user."""
     with Meeting(2) as meeting:
         for mode, gets_there in ((0o700, False), (0o777, True)):
             os.chmod(os.path.dirname(meeting.paths[0]), mode)
@@ -236,7 +236,7 @@ def test_a_rank_that_does_not_come_is_named(folder):
 def test_a_socket_that_is_gone_or_whose_process_died(folder):
     with Meeting(2) as meeting:
         assert not descriptors.died(meeting.names[1])
-        meeting.sockets[1]._sockets[0].close()  # as the kernel closes those of a process that was killed
+        meeting.sockets[1]._sockets[0].close()  # as the kernel does when the process is killed
         assert descriptors.died(meeting.names[1])
         with pytest.raises(ResourceError, match=r"rank 1's socket is not in .*: it has given up.*TRICOMM_SOCKET_DIR"):
             meeting.join(0)

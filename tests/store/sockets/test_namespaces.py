@@ -1,4 +1,4 @@
-"""Ranks in PID namespaces of their own, as in containers that share a directory and no processes."""
+"""Ranks in different PID namespaces, as in containers that share a directory but no processes."""
 
 from __future__ import annotations
 

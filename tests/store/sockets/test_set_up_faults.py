@@ -45,7 +45,7 @@ OF_THE_SYSTEM = (
     (os, "pidfd_open"),
 )
 OF_SOCKETS = ("__init__", "setblocking", "setsockopt", "bind", "sendmsg", "recvmsg")
-# Without these a rank goes on: there is no pidfd, the number of a namespace is unknown, or no peer's socket is probed.
+# A rank works without these: it has no pidfd, does not know its namespace's number, or probes no peer's socket.
 BEARABLE = {"pidfd_open", "stat", "second __init__"}
 
 
@@ -58,7 +58,7 @@ class Faults:
 
     def wrap(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*arguments: Any, **keywords: Any) -> Any:
-            # Not those of the test, of torch and of other ranks.
+            # Only calls from `store/` on this rank's thread count.
             ours = sys._getframe(1).f_code.co_filename.startswith(STORE)
             if ours and threading.current_thread().name == f"rank {self.rank}":
                 self.counts[name] += 1
@@ -144,7 +144,7 @@ def test_each_later_call_of_the_system_that_fails(name):
 
 
 def killed_at(rank, world_size, tell, url, parent, at):
-    """Rank 1 is killed at the `at`th new line of `store/` that its set-up comes to; 0: never, they are counted."""
+    """Rank 1 is killed when its set-up reaches the `at`th distinct line of `store/`; 0: only count the lines."""
     os.environ[descriptors.VARIABLE] = parent
     store, _, _ = open_store(url, rank, world_size, 20)
     lines: set[tuple[str, int]] = set()
