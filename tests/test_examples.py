@@ -68,7 +68,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_example_that_torchrun_should_not_start_so_ends_at_once_on_each_rank(name, rank):
+def test_an_example_that_does_not_support_torchrun_exits_at_once_on_each_rank(name, rank):
     """In torchrun's environment, at an address where no store listens: a rank that tried to join would time out."""
     told = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     env = {**os.environ, "PYTHONPATH": forked.python_path(), **told}

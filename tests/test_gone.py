@@ -74,5 +74,5 @@ def test_the_command_line(words, answer):
     assert done.returncode == 2 and answer in done.stderr, done.stderr
 
 
-def test_other_command_lines_have_nothing_to_do_with_it():
+def test_other_command_lines_are_unaffected():
     assert gone.command(["predict", "--node", "4"]) == gone.command(["bench", "--nodes"]) == ""

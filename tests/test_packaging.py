@@ -102,7 +102,7 @@ def test_the_wheel_is_complete_and_has_no_generic_names(wheel: Path) -> None:
         "tricomm/perf/dashboard/page/page.js",
     ],
 )
-def test_the_gate_finds_what_lacks(wheel: Path, tmp_path: Path, lost: str) -> None:
+def test_the_gate_finds_a_missing_file(wheel: Path, tmp_path: Path, lost: str) -> None:
     assert lost in " ".join(wheel_gate.content(_rewritten(wheel, tmp_path, without=lost)))
 
 
@@ -171,7 +171,7 @@ def test_an_editable_install_has_a_path_that_type_checkers_follow_and_no_generic
     assert [path.name for path in (ROOT / "src").iterdir() if path.suffix != ".egg-info"] == ["tricomm"]
 
 
-def test_the_package_says_what_it_is(wheel: Path) -> None:
+def test_the_metadata_of_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
         text = archive.read(name).decode()
@@ -186,7 +186,7 @@ def test_the_package_says_what_it_is(wheel: Path) -> None:
     assert "[vllm.general_plugins]\ntricomm = tricomm.engines.vllm_plugin:register" in entry
 
 
-def test_the_licence_is_there_in_full() -> None:
+def test_the_full_licence_is_included() -> None:
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text and len(text) > 10_000
 

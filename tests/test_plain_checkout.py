@@ -130,7 +130,7 @@ def said(tmp_path_factory, table) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("package", REFUSED)
-def test_the_hook_does_refuse(tmp_path, package):
+def test_the_hook_refuses_other_packages(tmp_path, package):
     done = _run(tmp_path, "-c", f"import {package}")
     assert done.returncode == 1 and f"No module named '{package}'" in done.stderr
 
@@ -147,7 +147,7 @@ def test_the_evidence_measures_with_ranks_in_processes(tmp_path):
     assert "2 rows, 0 wrong elements" in _good(done)
 
 
-def test_a_group_finds_no_table_of_the_users_and_says_nothing(said):
+def test_a_group_without_a_users_table_logs_nothing(said):
     assert said["a group"] == [f"cpu {_CPU.digest}"]  # as where everything is installed
     assert not any("table" in line for line in said["errors"][: said["errors"].index("before the table")])
 
@@ -186,7 +186,7 @@ def test_selection_and_digests_are_those_of_an_install(said):
     assert said["selection"] == [_TABLE.digest.hex(), str(choices)]
 
 
-def test_the_explorer_says_what_it_needs_and_what_does_not_exist_is_no_matter_of_it(said):
+def test_the_explorer_names_its_missing_package_and_unknown_names_are_attribute_errors(said):
     *needing, unknown = said["uses"]
     assert len(needing) == 4
     for text in needing:

@@ -48,7 +48,7 @@ _TREES = st.builds(
 
 
 @given(_TREES)
-def test_what_is_written_is_read(tree: Tree) -> None:
+def test_written_values_are_read_unchanged(tree: Tree) -> None:
     assert typed_json.decode(json.dumps(asdict(tree)), Tree, strict=True) == tree
 
 
@@ -80,7 +80,7 @@ def test_what_is_written_is_read(tree: Tree) -> None:
         ('{"name": "a", "by_rank": {"b": "c"}}', r"by_rank\['b'\]: invalid literal"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_its_place(text: str | bytes, said: str) -> None:
+def test_values_that_do_not_fit_are_refused_with_their_place(text: str | bytes, said: str) -> None:
     with pytest.raises(WrongJson, match=said):
         typed_json.decode(text, Tree)
 

@@ -34,7 +34,7 @@ def test_all_reduce_and_fused_calls_are_exact_and_run_by_the_kernels(url, world_
 
 
 @pytest.mark.parametrize("how", ["size", "unset", "gloo", "version"])
-def test_what_is_not_for_the_kernels_goes_sglangs_own_way(url, how, capfd):
+def test_sglang_runs_calls_that_the_kernels_do_not_take(url, how, capfd):
     assert ranks.run(2, bodies.left_alone, url, how, timeout=200) == [3.0, 3.0]
 
 
@@ -64,7 +64,7 @@ OPTIONAL = {
 }
 
 
-def test_the_functions_have_what_the_adapter_uses():
+def test_sglangs_functions_have_the_signatures_that_the_adapter_uses():
     functions = sglang_plugin.functions()
     assert sglang_all_reduce.misfits(functions) == []
     results = {
@@ -89,7 +89,7 @@ def test_the_scheduler_releases_memory_as_the_adapter_expects():
         assert "self.offload_tags" in ast.unparse(methods[method])
 
 
-def test_the_coordinator_asks_for_what_the_adapter_has():
+def test_the_adapter_has_the_members_that_the_coordinator_uses():
     coordinator = bodies.parallel_state.GroupCoordinator
     asked = set(re.findall(r"\bca_comm\.([a-z]\w*)", inspect.getsource(coordinator)))
     assert asked - OPTIONAL == ASKED

@@ -46,7 +46,7 @@ class _Group:
         self.steps.append("resume")
 
 
-def test_memory_goes_with_the_servers_first_part_and_comes_back_with_its_last():
+def test_memory_is_freed_with_the_servers_first_part_and_mapped_with_its_last():
     _Group.steps = steps = []
     members = [SglangAllReduce(_Group(), name) for name in ("tp", "attention")]
     updater = SimpleNamespace(offload_tags={"weights", "kv_cache"})
@@ -63,7 +63,7 @@ def test_memory_goes_with_the_servers_first_part_and_comes_back_with_its_last():
     assert members[0].tricomm.comm is not None
 
 
-def test_calls_that_the_kernels_do_not_take_are_sglangs():
+def test_sglang_runs_calls_of_the_fused_hook_that_the_kernels_do_not_take():
     made = SglangAllReduce(_Group(), "tp")
     assert not made.disabled and torch.equal(made.custom_all_reduce(X), X * 2)
     assert made.custom_all_reduce(torch.ones(9)) is None
@@ -75,7 +75,7 @@ def test_calls_that_the_kernels_do_not_take_are_sglangs():
     assert made.disabled
 
 
-def test_the_fused_hook_takes_its_group_and_else_calls_sglangs_own():
+def test_the_fused_hook_calls_sglangs_function_for_other_groups():
     members = {True: SglangAllReduce(_Group(), "attention"), False: object()}
     hook = sglang_all_reduce.fused(
         lambda *, use_attn_tp_group: (2, 0, SimpleNamespace(ca_comm=members[use_attn_tp_group]))
@@ -100,21 +100,21 @@ def test_the_fused_hook_takes_its_group_and_else_calls_sglangs_own():
     assert [count for count, _ in own] == [3, 3, 5]
 
 
-def test_a_compiled_graph_is_told_the_layout_that_the_call_gives():
+def test_the_layout_in_a_compiled_graph_is_that_of_the_result():
     x, weight = torch.ones(8, 2).t(), torch.ones(8)
     with FakeTensorMode() as mode:
         told = torch.ops.tricomm.sglang_all_reduce_rms_norm(*map(mode.from_tensor, (x, x, weight)), 1e-6, "tp")
     assert [one.stride() for one in told] == [(8, 1), (8, 1)], "results are contiguous, whatever the input"
 
 
-def test_dispatch_is_sglangs_own_where_tricomm_cannot_run(caplog):
+def test_dispatch_is_unchanged_if_tricomm_cannot_run(caplog):
     hook = sglang_all_reduce.dispatched(lambda: Engine("SGLang", logging.getLogger("sglang")))
     with caplog.at_level(logging.WARNING):
         assert hook(lambda group, device: (group, device), group=(own := object()), device="cpu") == (own, "cpu")
     assert "torch.distributed did not make this group" in caplog.text
 
 
-def test_what_a_newer_sglang_has_changed_is_named():
+def test_changes_in_a_newer_sglang_are_named():
     def dispatch_custom_allreduce(group, device, tuning): ...
 
     def flashinfer_allreduce_residual_rmsnorm(input_tensor, residual, weight, eps=1e-6): ...

@@ -35,7 +35,7 @@ def test_under_torch_compile(url):
         assert ran == {"all_reduce": 3, "all_gather": 3, "reduce_scatter": 3}
 
 
-def test_what_the_kernels_do_not_take_goes_vllms_own_way(url):
+def test_vllm_runs_calls_that_the_kernels_do_not_take(url):
     (wrong, ran, said), (also, _, nothing) = ranks.run(2, bodies.limited, url)
     assert wrong == also == [] and ran == {"all_reduce": 2} and nothing == ""
     assert "all_reduce sum float32 1028 B -> vLLM: 1028 bytes are over the limit of 1024" in said

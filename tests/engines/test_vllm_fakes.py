@@ -59,7 +59,7 @@ def _made(refusal=lambda: None, base=CudaCommunicator):
     return getattr(vllm_communicator, name.rpartition(".")[2])
 
 
-def test_it_extends_vllms_class_and_leaves_all_to_it_without_a_store(caplog):
+def test_it_extends_vllms_class_and_does_nothing_without_a_store(caplog):
     made = _made()(object(), torch.device("cpu"), None, unique_name="tp:0")
     assert isinstance(made, CudaCommunicator)  # what vLLM's graph_capture insists on
     made.all_reduce(torch.ones(2))
@@ -81,7 +81,7 @@ def test_microbatches_and_other_groups_are_left_to_vllm(caplog):
     assert caplog.text == ""
 
 
-def test_what_a_newer_vllm_lacks_is_named():
+def test_members_that_a_newer_vllm_lacks_are_named():
     class Changed(CudaCommunicator):
         def __init__(self, cpu_group, device=None, device_group=None, name=""):
             self.cpu_group = cpu_group
@@ -110,7 +110,7 @@ def test_a_version_outside_the_tested_range_is_refused_by_name(version):
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.33.7rc1", "0.33.0+cpu"])
-def test_a_version_inside_of_it_is_not(version):
+def test_a_version_in_the_tested_range_is_accepted(version):
     assert VersionRange((0, 32), (0, 33)).refusal("vLLM", version) is None
 
 
@@ -166,7 +166,7 @@ def test_without_the_variable_the_plugin_does_nothing(monkeypatch):
     vllm_plugin.register()
 
 
-def test_a_variable_that_says_neither_on_nor_off_is_refused(monkeypatch):
+def test_a_variable_that_is_neither_on_nor_off_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_TRICOMM", "maybe")
     with pytest.raises(InvalidArgument, match="VLLM_TRICOMM='maybe'"):
         vllm_plugin.register()
@@ -176,7 +176,7 @@ def test_a_variable_that_says_neither_on_nor_off_is_refused(monkeypatch):
     ("change", "said"),
     [({"__version__": "0.40.1"}, "vLLM 0.40.1 is outside the range"), ({}, "there are no kernels for the")],
 )
-def test_a_vllm_that_cannot_be_served_goes_its_own_way(vllm, monkeypatch, caplog, change, said):
+def test_an_unsupported_vllm_is_left_unpatched(vllm, monkeypatch, caplog, change, said):
     monkeypatch.setenv("VLLM_TRICOMM", "1")
     vars(vllm).update(change)
     if not change:
@@ -193,7 +193,7 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, text):
         engine_group.max_bytes()
 
 
-def test_a_limit_that_makes_no_sense_on_one_rank_is_told_to_all_at_once(monkeypatch):
+def test_an_invalid_limit_on_one_rank_is_reported_on_all_at_once(monkeypatch):
     monkeypatch.setattr(
         engine_group, "max_bytes", lambda: _raising(InvalidArgument("no bytes"))() if who.rank else None
     )
@@ -253,7 +253,7 @@ def test_a_capture_takes_only_sizes_that_were_called_before_and_keeps_its_memory
         group.all_reduce(x)
 
 
-def test_what_a_switch_adds_is_taken_up_to_a_larger_size():
+def test_nvls_raises_the_size_up_to_which_calls_are_taken():
     group, _ = _pretending(Engine("vLLM", LOG))
     group._router.facts = engine_group.GroupFacts("cuda", 8, 1, None, "nccl", switch=True)
     assert group._up_to("all_reduce") == f"up to {16 << 20} bytes"
@@ -270,7 +270,7 @@ def _raising(error):
     return refuse
 
 
-def test_sleep_keeps_the_communicator_where_its_addresses_can_be_kept(caplog):
+def test_sleep_keeps_a_communicator_whose_addresses_can_be_kept(caplog):
     group, closed = _pretending(Engine("vLLM", LOG))
     comm, x = group.comm, torch.ones(4)
     comm.suspend = lambda: setattr(comm, "suspended", True)

@@ -40,7 +40,7 @@ def test_this_version_is_in_the_tested_range():
 
 
 @pytest.mark.parametrize("base", [CpuCommunicator, CudaCommunicator, DeviceCommunicatorBase])
-def test_the_communicators_have_what_the_adapter_uses(base):
+def test_vllms_communicators_have_the_members_that_the_adapter_uses(base):
     changed = {
         name: (expected, _text(getattr(base, name)))
         for name, expected in SIGNATURES.items()

@@ -66,7 +66,7 @@ def test_a_bad_rank_is_named_and_all_are_ended(
     assert time.monotonic() - start < 60
 
 
-def test_what_a_rank_prints_does_not_mix_with_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_output_of_a_rank_does_not_mix_with_its_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = _failing(tmp_path, monkeypatch, "print('{not json'); os.write(1, b'noise\\n')\nemit('value', value=rank)")
     records = [record for _, record in run_workers(module, 2, {}, 60.0)]
     assert sorted(r["value"] for r in records if r["event"] == "value") == [0, 1]

@@ -65,7 +65,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @given(_tables())
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on a busy machine the first draw is slow
-def test_what_is_written_is_read(table: TunedTable) -> None:
+def test_written_values_are_read_unchanged(table: TunedTable) -> None:
     text = tuning_tables.dumps(table)
     assert tuning_tables.loads(text, "here") == table and tuning_tables.dumps(tuning_tables.loads(text, "here")) == text
     assert len(json.loads(text)["rows"]) == len(table.rows)

@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def holdings(sockets: bool = True) -> dict[str, Any]:
-    """The resources of this process that a group could leave; not its sockets if it hosts a store, whose clients change.
+    """The resources of this process that a group could leave; no sockets if it hosts a store, whose clients change.
 
     In /dev/shm only names that could be tricomm's count, because all processes of the machine share it.
     """

@@ -40,7 +40,7 @@ def test_the_last_calls_stay_readable_however_many_plans_there_are(plans):
     assert wrong(fresh()[1], plans, 1000) == []
 
 
-def test_without_the_look_at_the_last_calls_a_descriptor_in_use_is_overwritten(monkeypatch):
+def test_without_the_check_of_the_last_calls_a_descriptor_in_use_is_overwritten(monkeypatch):
     monkeypatch.setattr(pages._Places, "_named", lambda places, sequence: set())
     assert wrong(fresh()[1], 500, 1000) != []
 

@@ -104,7 +104,7 @@ def test_a_reader_never_sees_half_a_descriptor(tmp_path):
     assert seen > 10  # on a busy machine the two ranks take turns in long slices
 
 
-def test_a_torn_record_is_not_believed():
+def test_a_torn_record_is_not_used():
     buffer, descriptor = memoryview(bytearray(NBYTES)), 6 * 4096 + 256  # of the first call
     page = Page(buffer, 0)
     page.announcer()(CALL.sequence, CALL.packed())
@@ -132,7 +132,7 @@ def test_the_first_fault_stays_and_is_cut_to_fit():
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
-def test_exchange_gives_everybodys_bytes_in_rank_order(world_size):
+def test_exchange_returns_the_bytes_of_all_ranks_in_rank_order(world_size):
     with pages(world_size) as group:
 
         def body(rank: int) -> None:
@@ -167,7 +167,7 @@ def test_exchange_names_the_missing_ranks():
             assert f"rank {rank} of 3: grid: timeout after 0.5 s: rank(s) [1] did not come" in str(outcomes[rank])
 
 
-def test_exchange_with_a_rank_that_is_elsewhere():
+def test_exchange_with_a_rank_that_makes_another_one():
     with pages(2) as group:
         outcomes = in_threads(2, lambda r: group[r].exchange(b"", ["open", "close"][r], 5))
         assert [type(o) for o in outcomes] == [CollectiveMismatch] * 2
@@ -188,14 +188,14 @@ def test_exchange_with_a_rank_that_has_closed(kind, text, error):
         assert time.monotonic() - began < 8, "this waited for the limit of 10 s"
 
 
-def test_a_last_word_counts():
+def test_a_message_sent_before_closing_counts():
     with pages(2) as (one, two):
         in_threads(2, lambda r: two.exchange(b"last", "end", 0.1) if r else None)
         two.close()
         assert one.exchange(b"first", "end", 1) == [b"first", b"last"]
 
 
-def test_exchange_after_a_rank_went_on_alone():
+def test_exchange_after_a_rank_continued_alone():
     with pages(2) as (one, two):
         for _ in range(3):
             with pytest.raises(CollectiveTimeout):
@@ -243,7 +243,7 @@ def test_agree_on_several_errors_and_foreign_ones():
 
 
 @pytest.mark.parametrize("name", [n for n in dir(errors) if n[0].isupper() and n not in ("TricommError",)])
-def test_agree_keeps_every_class_of_ours(name):
+def test_agree_keeps_every_error_class(name):
     with pages(1) as (page,):
         with pytest.raises(getattr(errors, name), match="stage: rank 0: words"):
             page.agree(getattr(errors, name)("words"), "stage", 1)
@@ -294,7 +294,7 @@ def forked(rank: int, world_size: int, tell, url: str):
     return both, states
 
 
-def test_a_forked_child_only_lets_go(tmp_path):
+def test_a_forked_child_only_frees_its_resources(tmp_path):
     for both, states in ranks.run(2, forked, f"file://{tmp_path}/store"):
         assert both == [b"14", b"14"] and states == [RankState.READY, RankState.READY]
 
@@ -308,7 +308,7 @@ def test_a_recycled_pid_is_not_alive():
         assert not late.alive(0)
 
 
-def test_a_rank_that_came_and_went_on_between_two_looks_has_come():
+def test_a_rank_that_entered_and_left_between_two_checks_has_entered():
     with pages(2) as (one, two):
         look, looks = one._from, []
 
@@ -326,7 +326,7 @@ def test_a_rank_that_came_and_went_on_between_two_looks_has_come():
         assert len(looks) >= 3
 
 
-def test_a_rank_that_is_in_a_call_and_has_not_come_is_refused():
+def test_a_rank_in_a_call_that_has_not_entered_is_refused():
     with pages(2) as (one, two):
         two.announcer()(1, call(1).packed())
         with pytest.raises(CollectiveMismatch, match="rank 1 is in collective1.* instead"):

@@ -46,7 +46,7 @@ def test_who_stops(end):
 
 
 @pytest.mark.parametrize("token", [None, b"secret"])
-def test_it_comes_back_as_it_was_and_no_mutation_is_accepted(token):
+def test_a_departure_round_trips_and_no_mutation_is_accepted(token):
     made, rng = left(Ending.TOLD, ME, OTHER, NOBODY), random.Random(1)
     data = made.seal(HEADER, token)
     assert Departure.open(data, HEADER, token) == made
@@ -58,6 +58,6 @@ def test_it_comes_back_as_it_was_and_no_mutation_is_accepted(token):
 
 
 @pytest.mark.parametrize("data", [b"", b"\2" * 10, bytes([9]) + bytes(1000)])
-def test_what_is_no_departure_is_refused(data):
+def test_an_invalid_departure_is_refused(data):
     with pytest.raises(RendezvousError, match="rank 1's message: bad length or ending"):
         Departure.open(HEADER.seal(data, None), HEADER, None)

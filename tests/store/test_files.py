@@ -45,7 +45,7 @@ PLANTED = [
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("mode", ["rb", "ab"])
 @pytest.mark.parametrize(("plant", "words"), PLANTED)
-def test_what_is_not_the_users_own_regular_file_is_refused(folder, plant, words, mode):
+def test_only_the_users_regular_files_are_read(folder, plant, words, mode):
     file = folder / "file"
     plant(file)
     with pytest.raises(OSError) as told:
@@ -56,7 +56,7 @@ def test_what_is_not_the_users_own_regular_file_is_refused(folder, plant, words,
 
 
 @as_root
-def test_a_file_of_root_is_read_by_others_where_that_is_asked_for(folder, monkeypatch):
+def test_a_file_of_root_is_read_by_others_if_allowed(folder, monkeypatch):
     (folder / "file").write_bytes(b"by root")
     monkeypatch.setattr(os, "geteuid", lambda: OTHER)
     assert files.read(folder / "file", 7, root=True) == b"by root"
@@ -71,7 +71,7 @@ def test_a_file_without_an_end_is_not_read(folder):
         files.read(folder / "file", 7)
 
 
-def test_a_new_file_is_the_users_alone(folder):
+def test_a_new_file_is_private_to_the_user(folder):
     files.opened(folder / "file", "ab").close()
     assert stat.S_IMODE((folder / "file").stat().st_mode) == 0o600
 
@@ -105,7 +105,7 @@ def test_a_device_is_not_replaced_by_a_file():
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
 
 
-def test_a_lock_is_waited_for_no_longer_than_was_asked(folder):
+def test_waiting_for_a_lock_has_a_timeout(folder):
     with files.locked(folder / "lock", 1.0):
         with pytest.raises(TimeoutError, match="another process has held it for 0.1 s"):
             with files.locked(folder / "lock", 0.1):
@@ -142,7 +142,7 @@ def test_without_the_unlock_a_forked_child_keeps_the_lock(folder, monkeypatch):
     assert _keeps_its_lock(folder, *os.pipe())
 
 
-def test_a_file_that_others_can_write_is_refused_where_that_is_asked_for(folder):
+def test_a_file_that_others_can_write_is_refused_if_requested(folder):
     file = folder / "file"
     file.write_bytes(b"1")
     for mode in (0o664, 0o646):
@@ -163,7 +163,7 @@ def test_a_directory_in_which_others_replace_files_is_refused(tmp_path, mode):
     files.check_directory(tmp_path)
 
 
-def test_a_link_to_a_directory_is_followed_and_what_is_no_directory_is_named(tmp_path):
+def test_a_link_to_a_directory_is_followed_and_other_files_are_named(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "folder")
     files.check_directory(tmp_path / "link")
@@ -183,6 +183,6 @@ def test_a_directory_or_a_link_of_another_user_is_refused(folder):
             files.check_directory(folder / name)
 
 
-def test_a_directory_is_made_for_the_user_alone(tmp_path):
+def test_a_new_directory_is_private_to_the_user(tmp_path):
     files.make_directory(tmp_path / "a" / "b")
     assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700

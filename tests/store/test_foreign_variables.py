@@ -34,13 +34,13 @@ def test_a_switch_of_nccl_that_is_not_set_has_nccls_default(value, monkeypatch):
 
 
 @pytest.mark.parametrize("value", [*ON, *OFF], ids=lambda value: ascii(value[:8]))
-def test_no_other_variable_raises_either(value, monkeypatch):
+def test_no_variable_raises(value, monkeypatch):
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "TORCHELASTIC_USE_AGENT_STORE", "LOCAL_RANK"):
         monkeypatch.setenv(name, value)
     assert env.hardware_queues() >= 1 and not env.agent_store() and isinstance(env.foreign("LOCAL_RANK"), int)
 
 
-def test_nvls_enable_2_is_nccls_own_default_and_every_rank_looks_for_a_switch(monkeypatch):
+def test_nvls_enable_2_is_nccls_default_and_every_rank_tries_multicast(monkeypatch):
     monkeypatch.setenv("NCCL_NVLS_ENABLE", "2")
     job = two_gpus()
     arenas = in_threads(2, job.open)

@@ -82,14 +82,14 @@ def names(results):
 
 
 @pytest.mark.parametrize("kind", [HashStore, Plain, FileStore])
-def test_each_generation_has_a_name_that_no_other_has(kind, tmp_path):
+def test_the_names_of_generations_are_unique(kind, tmp_path):
     store = kind(str(tmp_path / "store"), 2) if kind is FileStore else kind()
     found = [names(both(store)) for _ in range(3)]
     assert all(len(one) == 1 for one in found) and len(set.union(*found)) == 3
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_what_killed_processes_left_is_not_taken_for_a_rank(first, child):
+def test_keys_of_killed_processes_are_not_taken_for_a_rank(first, child):
     store, (body, popen) = HashStore(), child
     popen.kill()
     popen.wait()
@@ -137,7 +137,7 @@ def test_a_rank_that_ends_is_named_at_once_and_only_then(child):
     assert len(names(both(store))) == 1
 
 
-def test_without_the_look_at_processes_only_the_limit_ends_the_wait(child, monkeypatch):
+def test_without_the_check_of_processes_only_the_limit_ends_the_wait(child, monkeypatch):
     store, (body, popen) = HashStore(), child
     monkeypatch.setattr(process, "state", lambda pid, started: None)
     leave_record(store, 1, body)
@@ -147,7 +147,7 @@ def test_without_the_look_at_processes_only_the_limit_ends_the_wait(child, monke
     assert isinstance(error, RendezvousError) and "[1] did not come" in str(error)
 
 
-def test_a_known_process_that_ends_before_it_comes_is_named(child):
+def test_a_known_process_that_exits_before_it_joins_is_named(child):
     body, popen = child
     popen.kill()
     popen.wait()
@@ -160,7 +160,7 @@ def refused():
     raise InvalidArgument("TRICOMM_X=5 makes no sense")
 
 
-def test_a_reason_of_one_rank_is_told_to_who_comes_later_and_told_once():
+def test_a_rank_that_joins_later_gets_the_reason_of_an_abort_once():
     store = HashStore()
     assert isinstance(attempt(store, 1, own=refused), InvalidArgument)
     for _ in range(2):
@@ -172,7 +172,7 @@ def test_a_reason_of_one_rank_is_told_to_who_comes_later_and_told_once():
     assert len(names(both(store))) == 1
 
 
-def test_a_rank_whose_time_is_up_disturbs_no_later_attempt():
+def test_a_rank_that_timed_out_does_not_disturb_a_later_attempt():
     store = HashStore()
     with ThreadPoolExecutor(3) as pool:
         late = pool.submit(attempt, store, 1, 10.0, world_size=3)
@@ -192,7 +192,7 @@ def test_a_second_process_with_this_rank_is_named():
     assert len(names(agreed)) == 1
 
 
-def test_keys_go_with_the_group_and_those_of_a_lost_one_with_the_next():
+def test_keys_are_deleted_with_their_group_or_by_the_next_one():
     store = HashStore()
     lost = both(store)
     for one in lost:
@@ -212,7 +212,7 @@ def test_keys_go_with_the_group_and_those_of_a_lost_one_with_the_next():
     assert store.list_keys() == []
 
 
-def test_who_has_given_up_in_a_generation_is_heard_by_its_ranks():
+def test_the_ranks_of_a_generation_learn_of_its_abort():
     store = HashStore()
     first, second = both(store)
     second.give_up(PeerDied("the process of rank(s) [7] has ended"))
@@ -236,7 +236,7 @@ def test_a_read_does_not_wait_for_a_key():
     plain.close()
 
 
-def test_a_look_at_a_stores_server_leaves_it_working():
+def test_probing_a_stores_server_leaves_it_working():
     store = PrefixStore("a", TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=20)))
     for n in range(1, 30):
         assert not server_is_gone(store)

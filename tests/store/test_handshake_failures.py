@@ -109,7 +109,7 @@ def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
     assert succeed(3, lambda r: try_in_thread(store, r, 3, 10.0)[0]) == ["ok"] * 3
 
 
-def test_a_duplicate_that_comes_too_late_spoils_nothing(tmp_path):
+def test_a_late_duplicate_does_not_disturb_the_group(tmp_path):
     claims = good(2) + [{"rank": 1, "world": 2, "delay": 1.0}]
     with ranks.start(3, stay, f"file://{tmp_path}/store", claims) as group:
         result = group.messages()
@@ -172,7 +172,7 @@ def wait_in_meeting(rank, world_size, tell, port, timeout):
 
 
 @pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_server_goes_while_ranks_wait(hurt):
+def test_the_server_dies_while_ranks_wait(hurt):
     for name, text, seconds in without_a_server(hurt, wait_in_meeting, 0.5):
         assert name == "RendezvousError" and re.search(r"store (check|get|set)\('\w+", text), text
         assert seconds < 3.0 + ranks.BUSY and (hurt == signal.SIGKILL or seconds >= 2.0)

@@ -62,7 +62,7 @@ def touch(driver: FakeDriver, address: int, value: int) -> None:
     driver.release_context(0)
 
 
-def test_one_registration_that_close_gives_back(world):
+def test_close_unregisters_the_page(world):
     driver, memory = ready(world), Segment.create("tricomm-test", 4096)
     words = words_of(memory)
     address = words.on_device(driver, 0)
@@ -101,7 +101,7 @@ def forgotten(driver: FakeDriver) -> tuple[int, int]:
     return memory.address, device
 
 
-def test_memory_that_is_registered_stays_whatever_becomes_of_its_owner(world):
+def test_registered_memory_stays_mapped_after_its_owner_is_freed(world):
     driver = ready(world)
     address, device = forgotten(driver)
     gc.collect()
@@ -110,7 +110,7 @@ def test_memory_that_is_registered_stays_whatever_becomes_of_its_owner(world):
     assert world.complaints == []
 
 
-def test_without_that_a_kernel_would_write_where_nothing_is(world, monkeypatch):
+def test_without_the_kept_page_a_kernel_would_write_to_unmapped_memory(world, monkeypatch):
     class Nobody(set[Any]):
         def add(self, _: Any) -> None:
             pass
@@ -123,7 +123,7 @@ def test_without_that_a_kernel_would_write_where_nothing_is(world, monkeypatch):
         touch(driver, device, 1)
 
 
-def test_a_page_that_cuda_does_not_give_back_stays(world, caplog):
+def test_a_page_that_cuda_does_not_unregister_stays(world, caplog):
     driver, memory = ready(world), Segment.create("tricomm-test", 4096)
     words = words_of(memory)
     words.on_device(driver, 0)
@@ -134,7 +134,7 @@ def test_a_page_that_cuda_does_not_give_back_stays(world, caplog):
     assert identity(memory.address) is not None
 
 
-def test_a_forked_child_forgets_and_calls_nothing(world):
+def test_a_forked_child_drops_its_pages_without_a_cuda_call(world):
     driver, memory = ready(world), Segment.create("tricomm-test", 4096)
     words = words_of(memory)
     words.on_device(driver, 0)
@@ -226,13 +226,13 @@ def again_after_an_arena_was_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> 
     return False
 
 
-def test_a_group_after_one_whose_arena_was_kept_has_a_page_of_its_own(job, monkeypatch):
+def test_a_group_after_one_whose_arena_was_kept_has_a_new_page(job, monkeypatch):
     assert again_after_an_arena_was_kept(job, monkeypatch), "no address came twice, so nothing was tried here"
     assert job.world.complaints == []
     assert not [text for driver in job.drivers for text in driver.process.holds() if "pinned" in text]
 
 
-def test_without_giving_the_page_back_the_next_group_meets_the_old_one(job, monkeypatch):
+def test_without_unregistering_the_page_the_next_group_gets_the_old_one(job, monkeypatch):
     def forget(self: HostWords) -> None:
         self._memory = self._registration = None
         host_words._registered.clear()
@@ -242,7 +242,7 @@ def test_without_giving_the_page_back_the_next_group_meets_the_old_one(job, monk
         again_after_an_arena_was_kept(job, monkeypatch)
 
 
-def test_ranks_of_one_process_give_their_pages_back_one_by_one(job):
+def test_ranks_in_one_process_unregister_their_pages_one_by_one(job):
     for value in range(1, 4):
         one, two = job.local()
         job.works(one, value)
@@ -261,7 +261,7 @@ def test_ranks_of_one_process_give_their_pages_back_one_by_one(job):
         job.world.verify()
 
 
-def test_what_a_kernel_that_does_not_leave_works_on_stays(job, monkeypatch, caplog):
+def test_memory_of_a_kernel_that_does_not_end_stays(job, monkeypatch, caplog):
     comms = job.processes()
     monkeypatch.setattr(Launcher, "drained", lambda self: False)
     for driver in job.drivers:
@@ -279,7 +279,7 @@ def test_what_a_kernel_that_does_not_leave_works_on_stays(job, monkeypatch, capl
     assert job.world.complaints == []
 
 
-def test_a_set_up_that_fails_gives_the_page_back(job):
+def test_a_failed_set_up_unregisters_the_page(job):
     job.drivers[1].fail_at("cuMemAlloc")
 
     def refused(rank: int) -> str:

@@ -59,7 +59,7 @@ def test_odd_shapes(shape):
     assert raw_view(arena.bases[0], shape, torch.int32, CPU).shape == shape
 
 
-def test_each_rank_gets_its_own_control_page():
+def test_each_rank_has_its_own_control_page():
     words = pages(2)
     arenas = LocalGroup(2, CPU, words).open(64)
     assert [arena.control_address for arena in arenas] == [page.address for page in words]

@@ -57,12 +57,12 @@ def test_it_listens_on_loopback_only(host):
     assert result == {"0100007F"} or result == {"00000000000000000000000001000000"}
 
 
-def test_the_scan_would_see_a_wildcard():
+def test_the_scan_finds_a_wildcard():
     [result] = ranks.run(1, listen, "torch")
     assert result == {"0" * 32} or result == {"0" * 8}
 
 
-def test_the_file_is_the_users_own(tmp_path):
+def test_the_file_is_private_to_the_user(tmp_path):
     path = tmp_path / "store"
     store, _, _ = open_store(f"file://{path}", 0, 1, 5)
     store.set("key", "value")
@@ -128,12 +128,12 @@ def test_an_impossible_rank_is_refused_before_anything_is_sent(rank, world_size)
 
 
 @pytest.mark.parametrize("rank,world_size,timeout", [(True, 2, 1), (0, 0, 1), (0, 1 << 20, 1), (0, 1, 0), ("0", 1, 1)])
-def test_arguments_that_make_no_sense(rank, world_size, timeout):
+def test_invalid_arguments(rank, world_size, timeout):
     with pytest.raises(InvalidArgument):
         handshake(HashStore(), rank, world_size, timeout, LAYOUT)
 
 
-def test_nobody_hosts_the_store():
+def test_no_rank_hosts_the_store():
     port, began = free_port(), time.monotonic()
     with nothing_left():
         words = rf"no store at 127.0.0.1:{port}: timeout after [01]\.\d s.*rank 0"
@@ -166,7 +166,7 @@ def open_silent(rank, world_size, tell, port):
     return "opened", 0
 
 
-def test_something_else_listens_there_and_says_nothing():
+def test_a_silent_server_listens_on_the_port():
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
@@ -217,7 +217,7 @@ def join_there(rank, world_size, tell, port):
     return try_in_thread(store, 1, 2, 30)[0]
 
 
-def test_strangers_at_the_stores_port_disturb_nobody():
+def test_strangers_at_the_stores_port_disturb_no_rank():
     """HTTP, garbage and connections that say nothing, before the ranks meet over the same port."""
     garbage = [b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"\x16\x03\x01" + bytes(500), os.urandom(4096), b"\0"]
     with ranks.start(1, host) as server, contextlib.ExitStack() as strangers:

@@ -80,7 +80,7 @@ def test_only_its_maker_writes_to_a_segment_that_is_not_shared():
     two.close()
 
 
-def test_views_outlive_close_and_then_the_mapping_goes():
+def test_views_outlive_close_and_the_mapping_ends_with_them():
     with nothing_left():
         one = Segment.create("tricomm-test", 8192)
         array = np.frombuffer(one.buffer, np.int64)
@@ -94,7 +94,7 @@ def test_views_outlive_close_and_then_the_mapping_goes():
 
 
 @pytest.mark.parametrize("nbytes", [0, -1, 2**63, 1 << 47])
-def test_sizes_that_make_no_sense(nbytes):
+def test_invalid_sizes(nbytes):
     with pytest.raises(InvalidArgument, match="allowed are 1 to"):
         Segment.create("tricomm-test", nbytes)
 
@@ -104,7 +104,7 @@ def test_sizes_that_make_no_sense(nbytes):
     [({"nbytes": 4096}, "has 8192 bytes, expected 4096"), ({"nbytes": 16384}, "has 8192 bytes, expected 16384")],
     ids=lambda v: str(v),
 )
-def test_attach_refuses_what_the_record_did_not_say(change, words):
+def test_attach_refuses_memory_that_differs_from_its_record(change, words):
     with nothing_left():
         one = Segment.create("tricomm-test", 8192)
         with pytest.raises(ResourceError, match=words):
@@ -112,7 +112,7 @@ def test_attach_refuses_what_the_record_did_not_say(change, words):
         one.close()
 
 
-def test_attach_refuses_what_is_not_our_memory(tmp_path, monkeypatch):
+def test_attach_refuses_foreign_memory(tmp_path, monkeypatch):
     one = Segment.create("tricomm-test", 8192)
     unsealed = os.memfd_create("tricomm-unsealed", os.MFD_ALLOW_SEALING)
     os.ftruncate(unsealed, 8192)
@@ -141,7 +141,7 @@ def test_no_space(monkeypatch, number):
             Segment.create("tricomm-test", 12288)
 
 
-def test_more_than_the_machine_has_is_refused_before_it_is_taken(monkeypatch):
+def test_more_than_the_machine_has_is_refused_before_it_is_allocated(monkeypatch):
     monkeypatch.setattr(segments, "available_memory", lambda: 8191)
     with nothing_left():
         with pytest.raises(ResourceError, match="8192 bytes needed, 8191 bytes free"):

@@ -25,12 +25,12 @@ TOKENS = [None, b"secret"]
 
 @pytest.mark.parametrize("token", TOKENS)
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: type(body).__name__)
-def test_a_record_comes_back_as_it_was(body, token):
+def test_a_record_round_trips(body, token):
     record = dataclasses.replace(RECORD, body=body)
     assert parse(record.pack(token), type(body), 1, token) == record
 
 
-def test_size_does_not_depend_on_what_is_said():
+def test_the_size_of_a_record_does_not_depend_on_its_values():
     long = dataclasses.replace(RECORD, body=Delivery(1, "ä" * 9999))
     short = dataclasses.replace(RECORD, body=Delivery(1, ""))
     assert len(long.pack(None)) == len(short.pack(b"token"))
@@ -186,7 +186,7 @@ class Canary:
         return Path.touch, (self.path,)
 
 
-def test_a_pickle_is_only_bytes(tmp_path):
+def test_a_pickle_is_treated_as_bytes(tmp_path):
     canary = tmp_path / "canary"
     data = pickle.dumps(Canary(canary)).ljust(len(RECORD.pack(None)), b"\0")
     with pytest.raises(RendezvousError, match="rank 0's record: bad magic"):

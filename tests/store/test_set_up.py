@@ -298,7 +298,7 @@ def test_a_death_at_any_moment_is_named_and_the_group_made_again(route, server, 
                 assert seen < (5.0 if unknown else 2.0) + ranks.BUSY, (moment, text, seen)
 
 
-def test_without_a_look_at_processes_a_death_is_not_named(server, tmp_path):
+def test_without_the_check_of_processes_a_death_is_not_named(server, tmp_path):
     with ranks.start(2, survives, server.port, "gloo", str(tmp_path), SHORT[1:2], False) as others:
         with ranks.start(1, dies, server.port, "gloo", str(tmp_path), "", SHORT[1]) as victim:
             victim.results()
@@ -306,7 +306,7 @@ def test_without_a_look_at_processes_a_death_is_not_named(server, tmp_path):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_processes_that_come_after_others_over_one_store(route, server):
+def test_processes_that_follow_others_over_one_store(route, server):
     keys = []
     for _ in range(3):
         assert ranks.run(2, restarted, server.port, route) == [[3.0] * 3] * 2
@@ -343,7 +343,7 @@ def test_a_rank_that_ends_before_a_new_group_is_named_at_once(url):
         assert kind == "PeerDied" and f"[1] (pid {pid}) has ended" in text and seconds < 2.0 + ranks.BUSY, outcomes
 
 
-def test_strangers_that_connect_are_turned_away(server):
+def test_connections_of_strangers_are_refused(server):
     assert ranks.run(3, strangers, server.port) == [("nothing", "")] * 3
 
 
@@ -356,7 +356,7 @@ def test_two_threads_make_groups_in_another_order_on_each_rank(server):
     assert ranks.run(2, crosswise, server.port) == [[[3.0] * 3] * 2] * 2
 
 
-def test_a_rank_without_a_usable_interface_says_so_and_the_others_hear_it(url):
+def test_a_rank_without_a_usable_interface_is_named_on_all_ranks(url):
     own, other = ranks.run(2, wrong_interface, url)
     assert own.startswith("InvalidArgument") and "nosuch0" in own and "GLOO_SOCKET_IFNAME" in own and "lo" in own
     assert other.startswith("RendezvousError") and "rank 0" in other and "nosuch0" in other

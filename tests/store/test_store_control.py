@@ -81,7 +81,7 @@ def test_other_options_are_named():
         assert isinstance(error, errors.RendezvousError) and "has other options than rank" in str(error)
 
 
-def test_what_others_write_is_not_believed(monkeypatch):
+def test_forged_values_in_the_store_are_refused(monkeypatch):
     store = HashStore()
     store.set("tricomm/control/rank/1", b"nonsense")
     with pytest.raises(errors.RendezvousError, match="rank 1's record: bad length"):

@@ -38,7 +38,7 @@ def test_devices_are_numbered_as_cuda_does_whatever_order_nvml_has(visible: list
     assert known(look(dgx1v(), visible, UNLINKED)).canonical == DGX1V.of(visible).canonical
 
 
-def test_cuda_in_the_drivers_own_words() -> None:
+def test_facts_from_the_cuda_driver() -> None:
     """`store.cuda.cuda_driver.Driver` is CUDA enough."""
     driver = FakeCudaWorld(8, lambda a, b: frozenset({a, b}) not in UNLINKED).process([6, 1, 2, 5])
     driver.init()
@@ -48,7 +48,7 @@ def test_cuda_in_the_drivers_own_words() -> None:
     fake.verify()
 
 
-def test_a_group_is_the_same_from_whatever_its_ranks_see() -> None:
+def test_a_groups_topology_does_not_depend_on_the_gpus_visible_to_its_ranks() -> None:
     ranks = [5, 1, 5, 7]
     seen = set()
     for visible in ([5, 1, 7], [7, 6, 5, 4, 3, 2, 1, 0], [5], [1], []):
@@ -61,7 +61,7 @@ def test_a_group_is_the_same_from_whatever_its_ranks_see() -> None:
 
 
 @pytest.mark.parametrize("uuids", [[], [b"short"], ["GPU-1"], [uuid_of(1), None]])
-def test_what_names_no_devices(uuids: list[Any]) -> None:
+def test_texts_that_name_no_devices(uuids: list[Any]) -> None:
     with pytest.raises(InvalidArgument, match="16 bytes"):
         discovery.of_devices(uuids, FakeCuda([]), dgx1v().nvml())
 
@@ -84,7 +84,7 @@ def test_ranks_that_share_a_mig_instance_reach_each_other() -> None:
     assert known(result).peers == ((True, True, False), (True, True, False), (False, False, True))
 
 
-def test_peer_access_is_cudas_word_and_may_be_one_way() -> None:
+def test_peer_access_is_asked_of_cuda_and_may_be_one_way() -> None:
     cuda = FakeCuda([0, 1])
     cuda.can_access_peer = lambda i, j: (i, j) == (0, 1)  # type: ignore[method-assign]
     fake = FakeNvml([Card(0), Card(1)])
@@ -102,7 +102,7 @@ def test_peer_access_of_cards_that_this_process_does_not_see_may_go_over_pcie() 
     assert known(result).links == ((0, 0, 4), (0, 0, 0), (4, 0, 0)) and result.notes == ()
 
 
-def test_nobody_tells_of_peer_access() -> None:
+def test_peer_access_is_unknown_without_cuda() -> None:
     fake = FakeNvml([Card(0), Card(1)])
     fake.silent = True
     result = discovery.of_devices([uuid_of(0), uuid_of(1)], FakeCuda([0]), fake.nvml())
@@ -194,7 +194,7 @@ def test_a_device_that_nvml_does_not_have() -> None:
     assert str(UUID(bytes=uuid_of(3))) in result.reason and "container" in result.reason
 
 
-def test_an_answer_that_nobody_expects_is_a_reason() -> None:
+def test_an_unexpected_answer_is_a_reason() -> None:
     class Strange(FakeNvml):
         def device_get_pci_info_v3(self, device: int) -> Any:
             return SimpleNamespace()
@@ -218,7 +218,7 @@ def test_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.topology is None and "pip install nvidia-ml-py" in result.reason
 
 
-def test_nvidia_ml_py_stands_in_for_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_ml_py_replaces_bindings_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeMlPy(dgx1v()))  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "cuda.bindings.nvml", dgx1v())
     assert nvml.load_nvml().source.startswith("cuda-bindings ")  # the first choice, where it is there
@@ -241,14 +241,14 @@ MACHINES: list[tuple[FakeNvml, int]] = [
 
 
 @pytest.mark.parametrize("fake, cards", MACHINES)
-def test_nvidia_ml_py_and_the_bindings_say_the_same(fake: FakeNvml, cards: int) -> None:
+def test_nvidia_ml_py_and_the_bindings_give_the_same_topology(fake: FakeNvml, cards: int) -> None:
     seen = list(range(cards))
     result = discovery.read(FakeCuda(seen), FakeMlPy(fake).nvml())
     fake.verify()
     assert result == look(fake, seen) and result.topology is not None
 
 
-def test_an_nvidia_ml_py_whose_structure_is_wrong_tells_nothing_of_fabrics() -> None:
+def test_an_nvidia_ml_py_with_a_wrong_structure_reports_no_fabric() -> None:
     fake = FakeNvml([Card(n, fabric=(3, 0, bytes(16), 7)) for n in range(2)])
     module = FakeMlPy(fake)
     module.c_nvmlGpuFabricInfoV_t = c_old_fabric_info
@@ -289,7 +289,7 @@ def test_the_real_bindings_have_all_that_is_called() -> None:
         assert getattr(bindings, kind)(number).name.endswith(name)
 
 
-def test_torch_says_the_same_of_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_reports_the_same_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     properties = [SimpleNamespace(uuid=text + str(UUID(bytes=uuid_of(3)))) for text in ("", "GPU-")]
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
@@ -299,7 +299,7 @@ def test_torch_says_the_same_of_uuids(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda.can_access_peer(1, 0) and not cuda.can_access_peer(0, 1)
 
 
-def test_pci_addresses_are_as_sys_has_them(tmp_path: Any) -> None:
+def test_pci_addresses_have_the_form_of_sysfs(tmp_path: Any) -> None:
     assert nvml.pci_class("ffff:ff:1f.7") is None
     assert nvml.pci_class("../nowhere") is None
     assert nvml._address("00000000:0A:00.0") == "0000:0a:00.0"

@@ -91,7 +91,7 @@ def test_all_840_labellings_are_one_and_every_place_is_right() -> None:
     assert len(seen) == 840
 
 
-def test_of_all_graphs_with_4_neighbours_each_exactly_those_pass() -> None:
+def test_of_all_4_regular_graphs_exactly_those_pass() -> None:
     meshes = {edges_of(quads) for quads in labellings()}
     pairs = frozenset(combinations(range(8), 2))
     passed, count = set(), 0

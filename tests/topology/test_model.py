@@ -80,12 +80,12 @@ def test_a_group_is_in_rank_order_and_may_share_devices() -> None:
 
 
 @pytest.mark.parametrize("devices", [[], [8], [-1], [True, 0], ["0"], [0] * (MAX_DEVICES + 1)])
-def test_a_group_of_what_is_not_there(devices: list[Any]) -> None:
+def test_a_group_of_unknown_devices(devices: list[Any]) -> None:
     with pytest.raises(InvalidArgument, match="not in this topology|1 to 64"):
         shapes.dgx1v().of(devices)
 
 
-def test_the_digest_is_of_everything_but_the_names() -> None:
+def test_the_digest_covers_everything_but_the_names() -> None:
     base = shapes.pairs(4)
     named = Topology(base.links, base.peers, names=("x",) * 4)
     assert named.digest == base.digest and named != base
@@ -95,7 +95,7 @@ def test_the_digest_is_of_everything_but_the_names() -> None:
     assert all(len(t.digest) == 16 and int(t.digest, 16) >= 0 for t in different)
 
 
-def test_a_digest_stays_what_it_is() -> None:
+def test_a_digest_is_stable() -> None:
     """Tables are kept by it."""
     assert shapes.dgx1v().digest == "44450c3780dc100f"
     assert shapes.pcie(1).canonical == "devices 0; links 0; peers 1; direct"
@@ -201,13 +201,13 @@ GOOD = [[True, True], [True, True]]
         (changed(kind=["fully_connected"]), "says kind"),
     ],
 )
-def test_what_is_no_topology_is_refused_with_the_reason(text: str, words: str) -> None:
+def test_an_invalid_topology_is_refused_with_the_reason(text: str, words: str) -> None:
     with pytest.raises(InvalidArgument, match=words) as caught:
         Topology.loads(text, "box 7")
     assert "box 7" in str(caught.value)
 
 
-def test_what_may_be_left_out() -> None:
+def test_optional_fields() -> None:
     result = Topology.loads(changed(kind=None))
     assert result == shapes.pairs(2) and result.names == () and result.devices == (0, 1)
     assert Topology.loads(changed(devices=[7, -3])) == result

@@ -27,7 +27,7 @@ def test_a_link_that_only_one_end_sees() -> None:
     assert result.notes == ("devices 0 and 1 see 2 and 1 links to each other; the fewer count",)
 
 
-def test_what_goes_elsewhere_does_not_count() -> None:
+def test_links_to_other_devices_do_not_count() -> None:
     """Links to a CPU (IBM), to the card itself, to an invisible card, and to a GPU of which NVML gives no address."""
     ends = [Link(bus_id(0)), Link("00000004:04:00.0", fake_nvml.NPU), Link(bus_id(9)), Link("", fake_nvml.GPU)]
     fake = FakeNvml([Card(0, [*ends, Link(bus_id(1))]), Card(1, [*ends[1:], Link(bus_id(0))])])
@@ -41,7 +41,7 @@ def test_switches(count: int) -> None:
     assert known(result).canonical == shapes.nvswitch(count).canonical and result.notes == ()
 
 
-def test_a_pair_has_as_many_links_through_switches_as_the_poorer_one() -> None:
+def test_a_pair_has_the_lower_of_its_numbers_of_links_through_switches() -> None:
     cards = switched(3)
     del cards[1].links[12:]
     topology = known(look(FakeNvml(cards), [0, 1, 2]))
@@ -69,7 +69,7 @@ def test_an_old_driver_that_cannot_name_the_ends() -> None:
 
 @pytest.mark.parametrize("missing", [(), ("device_get_nvlink_remote_device_type",)])
 @pytest.mark.parametrize("where", ["00000000:C{}:00.0", "ffffffff:ffff:ff", ""])
-def test_switches_out_of_sight_count_where_nvml_affirms_the_pair(missing: tuple[str, ...], where: str) -> None:
+def test_invisible_switches_count_if_nvml_confirms_the_pair(missing: tuple[str, ...], where: str) -> None:
     fake = FakeNvml(switched(4, kind=fake_nvml.UNKNOWN, where=where), missing)
     fake.forbidden = {frozenset({0, 2})}
     result = look(fake, [0, 1, 2])
@@ -79,7 +79,7 @@ def test_switches_out_of_sight_count_where_nvml_affirms_the_pair(missing: tuple[
     assert known(look(fake, [0, 1, 2])).kind == "pcie"
 
 
-def test_a_mig_instance_is_not_at_the_ends_that_nobody_can_name() -> None:
+def test_a_mig_instance_is_not_at_links_without_a_known_end() -> None:
     cards = switched(3, kind=fake_nvml.UNKNOWN, where="")
     cards[1].mig = True
     result = look(FakeNvml(cards), [0, 1, 2])
@@ -101,14 +101,14 @@ def test_links_both_ways_are_added_up_but_the_box_is_not_switched() -> None:
     assert topology.links == ((0, 6), (6, 0)) and topology.kind == "fully_connected"
 
 
-def test_linked_cards_with_ends_out_of_sight_are_not_switched_as_well() -> None:
+def test_linked_cards_with_invisible_ends_are_not_switched() -> None:
     cards = meshed(((0, 2), (2, 0)))
     for card in cards:
         card.links.append(Link("0000ffff:ff:00.0", fake_nvml.UNKNOWN))
     assert known(look(FakeNvml(cards), [0, 1])).links == ((0, 2), (2, 0))
 
 
-def test_links_of_no_use_to_peers_are_none() -> None:
+def test_links_that_peers_cannot_use_do_not_count() -> None:
     """As in a VM whose GPUs may not reach each other over their links."""
     for one_way in ((0, 1), (1, 0)):
         fake = FakeNvml(switched(2))

@@ -60,7 +60,7 @@ def test_slower_links_and_a_longer_hop_show() -> None:
         (registry.find("all_reduce", "two_shot", "simple"), 4096, {}, "barriers"),
     ],
 )
-def test_a_row_says_what_limits_it(kernel: registry.Kernel, nbytes: int, changes: dict[str, float], limit: str) -> None:
+def test_a_row_names_its_limit(kernel: registry.Kernel, nbytes: int, changes: dict[str, float], limit: str) -> None:
     result = from_code.predict(replace(_H100, **changes), kernel, 2, nbytes, _SHAPE)
     assert result.shares.limit == limit, result
     assert min(asdict(result.shares).values()) >= 0

@@ -42,7 +42,7 @@ def test_which_nccl_can_take_part(monkeypatch, there, version, one_gpu, words):
     assert baselines.no_nccl(one_gpu) == words
 
 
-def test_ranks_that_share_a_gpu_tell_the_libraries_and_others_keep_multicast(context, tmp_path, monkeypatch):
+def test_multicast_of_the_libraries_is_off_only_for_ranks_that_share_a_gpu(context, tmp_path, monkeypatch):
     for name in baselines._ONE_GPU:
         assert name not in os.environ
         monkeypatch.setenv(name, "")  # restored at the end
@@ -57,7 +57,7 @@ def test_ranks_that_share_a_gpu_tell_the_libraries_and_others_keep_multicast(con
         )
 
 
-def test_a_missing_kraken_says_where_it_was_looked_for(context):
+def test_a_missing_kraken_names_the_places_searched(context):
     with pytest.raises(Unavailable, match="PYTHONPATH has no checkout of github.com/meta-pytorch/kraken"):
         baselines.kraken(ComparedCall(context, "all_reduce", torch.bfloat16, 8), "one_shot")
 

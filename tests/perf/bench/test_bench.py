@@ -147,7 +147,7 @@ def _ranks_of(command: int) -> set[int]:
     return ranks
 
 
-def test_rows_go_to_standard_output_alone_and_the_table_beside_it() -> None:
+def test_rows_are_written_to_standard_output_and_the_table_to_standard_error() -> None:
     call = ("--sizes", "1K", "--iters", "1", "--warmup", "0", "--no-check")
     done = _bench(*call, "--json", "-")
     assert len(json.loads(done.stdout)["results"]) == 1 and "# tricomm bench" in done.stderr, done.stderr
@@ -163,7 +163,7 @@ def _ended(ranks: set[int]) -> bool:
     return all(map(gone, ranks))
 
 
-def test_an_interrupt_loses_nothing_that_was_measured_and_leaves_no_rank_behind(tmp_path: Path) -> None:
+def test_an_interrupt_keeps_all_measurements_and_leaves_no_rank(tmp_path: Path) -> None:
     data, rows_file = tmp_path / "rows.json", tmp_path / "rows.csv"
     command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K:1M:2", "--iters", "10"]
     command += ["--json", str(data), "--csv", str(rows_file)]
@@ -188,7 +188,7 @@ def test_an_interrupt_loses_nothing_that_was_measured_and_leaves_no_rank_behind(
         assert len(history) == 2 * shown
 
 
-def test_a_graph_is_refused_where_there_is_none() -> None:
+def test_a_graph_is_refused_without_a_gpu() -> None:
     done = _bench("--sizes", "1K", "--mode", "all")
     assert done.returncode == 3 and "mode 'graph' needs CUDA graphs" in done.stderr, done.stderr
 
@@ -270,7 +270,7 @@ def test_a_library_that_cannot_be_compared_here_is_refused_before_ranks_start(
     assert done.stderr == f"tricomm bench: --against nccl: {refused}; kraken: {refused}\n"
 
 
-def test_combinations_that_are_no_kernel_are_named_beside_those_that_are_measured() -> None:
+def test_combinations_without_a_kernel_are_named_and_the_others_measured() -> None:
     lists = ("--algorithm", "two_shot,one_shot", "--protocol", "ll", "--collective", "all_gather")
     done = _bench(*lists, "--sizes", "4", "--iters", "1", "--warmup", "0", "--no-check")
     assert done.returncode == 0, done.stderr
@@ -309,7 +309,7 @@ def test_kernels_that_these_devices_lack_are_named_and_the_others_measured(monke
         assert done.returncode == 3 and "nothing was measured: none of the kernels" in done.stderr
 
 
-def test_a_device_that_is_not_there_is_reported() -> None:
+def test_a_device_that_does_not_exist_is_reported() -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -327,7 +327,7 @@ def test_the_ranks_of_torchrun_are_joined() -> None:
     assert done.stdout.count("2 ranks, 9 kernels, 9 rows, 0 wrong") == 1  # rank 0 alone prints
 
 
-def test_a_command_that_is_killed_leaves_no_rank_behind() -> None:
+def test_a_killed_command_leaves_no_rank() -> None:
     command = [sys.executable, "-m", "tricomm", "bench", "--device", "cpu", "--sizes", "1K", "--iters", "1000000"]
     with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None

@@ -33,7 +33,7 @@ def test_ranks_calls_and_elements_differ() -> None:
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_poison_is_no_result_and_is_counted(name: str) -> None:
+def test_poison_is_counted_as_wrong(name: str) -> None:
     dtype = getattr(torch, name)
     out = torch.zeros(64, dtype=dtype)
     check_data.poison(out)
@@ -54,7 +54,7 @@ def test_rows_are_in_rank_order() -> None:
 
 
 @pytest.mark.parametrize("collective", [name for name, kind in COLLECTIVES.items() if kind.root])
-def test_the_root_goes_round(collective: str) -> None:
+def test_the_root_rotates(collective: str) -> None:
     roots = [check_data.options(collective, "sum", 3, call, 8)[COLLECTIVES[collective].root] for call in range(4)]
     assert roots == [0, 1, 2, 0]
     takers = [r for r in range(3) if check_data.gets(collective, 3, r, 1)]

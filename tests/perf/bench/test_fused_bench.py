@@ -54,7 +54,7 @@ def test_a_wrong_element_is_counted(quantize, monkeypatch):
     assert tricomm.simulate(body, 1) == [([(True, 0)] * 3, 2 if quantize else 1)]
 
 
-def test_what_is_asked_for_is_what_is_run():
+def test_the_requested_algorithms_are_run():
     cases = request.cases((NAME,), "all", "ll", 2, ("float16",), ("nccl",), (64, "fp8"))
     assert [(c.library, c.algorithm, c.protocol, c.hidden, c.quantize) for c in cases] == [
         ("tricomm", "one_shot", "ll", 64, "fp8"),

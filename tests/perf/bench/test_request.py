@@ -22,7 +22,7 @@ def test_all_is_every_shipped_kernel_of_the_collectives(world_size: int) -> None
     assert {(c.collective, c.algorithm, c.protocol) for c in chosen} == shipped and len(chosen) == len(shipped)
 
 
-def test_what_is_not_asked_for_is_left_to_selection() -> None:
+def test_choices_that_are_not_requested_are_left_to_selection() -> None:
     assert request.cases(("all_reduce",), None, None, 2) == (Case("all_reduce", None, None),)
     assert request.cases(("all_reduce",), "two_shot", None, 2) == (Case("all_reduce", "two_shot", None),)
 
@@ -34,7 +34,7 @@ def test_a_kernel_that_is_not_shipped_is_refused_with_those_that_are() -> None:
         request.cases(("all_reduce",), "three_shot", None, 2)
 
 
-def test_what_the_lists_name_and_no_kernel_is_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listed_combinations_without_a_kernel_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     known = "all_reduce has no such kernel; there is one_shot/ll, one_shot/ll128, one_shot/simple, two_shot/ll, "
     known += "two_shot/ll128, two_shot/simple, multicast/simple"
     assert request.left_out(("all_reduce",), "multicast, one_shot", "ll128,ll", 2) == [
@@ -57,7 +57,7 @@ def test_what_the_lists_name_and_no_kernel_is_has_a_reason(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("text", [None, "all"])
-def test_what_is_not_named_is_not_left_out(text: str | None) -> None:
+def test_only_combinations_that_are_named_are_reported_as_left_out(text: str | None) -> None:
     assert request.left_out(DATA_COLLECTIVES, text, text, 2) == []
 
 
@@ -77,7 +77,7 @@ def test_all_types_are_those_that_have_the_operation() -> None:
         request.parse_dtypes("bfloat", "sum", ("all_reduce",))
 
 
-def test_libraries_come_behind_the_kernels_of_each_type() -> None:
+def test_libraries_are_listed_after_the_kernels_of_each_type() -> None:
     chosen = request.cases(("all_gather",), "all", "all", 2, ("int8", "int32"), ("gloo",))
     assert [(c.library, c.dtype) for c in chosen] == [
         (library, dtype) for dtype in ("int8", "int32") for library in ("tricomm", "tricomm", "tricomm", "gloo")

@@ -19,7 +19,7 @@ _samples = st.lists(st.floats(0.1, 1e6), min_size=1, max_size=300)
 
 
 @given(_samples, st.floats(0.01, 1.0))
-def test_a_quantile_is_a_sample_that_so_many_do_not_exceed(samples: list[float], part: float) -> None:
+def test_a_quantile_is_a_sample_that_the_given_share_does_not_exceed(samples: list[float], part: float) -> None:
     value = timing.quantile(samples, part)
     assert value in samples
     assert sum(s <= value for s in samples) >= part * len(samples)

@@ -58,7 +58,7 @@ def test_a_dependent_launch_in_a_graph_overlaps() -> None:
     assert sizes == [True, False] and not kernel_time.is_dependent(MACHINES["a100"], _ONE_SHOT, 4, 1024)
 
 
-def test_predict_tells_which_launches_are_dependent() -> None:
+def test_predict_marks_dependent_launches() -> None:
     said = _predict("--sizes", "1K").output
     assert "# launch 2.4 us, in a graph 1.44 us for a dependent launch: up to 32 blocks, after another one" in said
     assert "# launch 5.1 us\n" in _predict("--gpu", "a100", "--sizes", "1K").output
@@ -75,7 +75,7 @@ def test_a_barrier_between_two_addresses_of_memory_has_an_alias_fence() -> None:
     )
 
 
-def test_a_row_says_what_limits_it() -> None:
+def test_a_row_names_its_limit() -> None:
     def limit(machine: MachineSpec, kernel: registry.Kernel, nbytes: int, **more: int) -> str:
         return kernel_time.predict(machine, kernel, 4, nbytes, **more).shares.limit
 
@@ -118,7 +118,7 @@ def test_more_bytes_never_take_less_and_nothing_beats_the_limit(
         assert time_us > kernel_time.limit(machine, kernel.collective, world_size, nbytes)
 
 
-def test_the_least_is_what_the_best_kernels_send() -> None:
+def test_the_lower_bound_is_the_traffic_of_the_best_kernels() -> None:
     for world_size in (2, 3, 8):
         assert units.moved(_TWO_SHOT, world_size) == units.least("all_reduce", world_size)
         for kernel in registry.KERNELS:
@@ -137,7 +137,7 @@ def test_half_of_the_published_times_are_met_within_12_per_cent() -> None:
     assert len(lines) == len(rows) + 7 and lines[-5].startswith("median error ") and "not measured" in lines[0]
 
 
-def test_held_out_rows_and_decades_of_sizes_on_hopper_are_met_too() -> None:
+def test_held_out_rows_and_decades_of_sizes_on_hopper_are_met() -> None:
     rows = kernel_time.check()
     held = [row for row in rows if row.row.held_out]
     graphs = [row for row in rows if row.row in published_graphs.GRAPHS]
@@ -180,7 +180,7 @@ def test_a_wrong_constant_shows_in_the_check(monkeypatch: pytest.MonkeyPatch) ->
     assert kernel_time.median_error(kernel_time.check()) > 0.5
 
 
-def test_a_cube_mesh_runs_what_goes_around_its_missing_links() -> None:
+def test_only_kernels_that_avoid_missing_links_run_on_a_cube_mesh() -> None:
     assert all(k.needs_cube for k in kernel_time.kernels(MACHINES["v100"], "all_reduce", 8))
     assert not any(k.needs_cube for k in kernel_time.kernels(MACHINES["v100"], "all_reduce", 4))
     assert not any(k.needs_cube for k in kernel_time.kernels(_H100, "all_reduce", 8))
@@ -191,7 +191,7 @@ def test_a_cube_mesh_runs_what_goes_around_its_missing_links() -> None:
         kernel_time.kernels(MACHINES["v100"], "broadcast", 8)
 
 
-def test_the_switch_spares_the_links_and_handles_spare_the_copies() -> None:
+def test_nvls_saves_link_traffic_and_handles_save_copies() -> None:
     kernels = (registry.MULTICAST[0], registry.MULTICAST_ZERO_COPY[0])
 
     def over_two_shots(nbytes: int) -> list[float]:
@@ -261,14 +261,14 @@ def test_without_a_model_of_nccl_s_call_nothing_is_compared() -> None:
     assert "median error" not in output
 
 
-def test_what_would_run_is_what_a_communicator_chooses() -> None:
+def test_the_marked_kernel_is_the_one_that_a_communicator_chooses() -> None:
     """Over PCIe and on a cube mesh other tables decide."""
     for gpu, ranks, size, wanted in (("pcie4", 4, "64K", "one_shot/ll"), ("v100", 8, "1K", "hybrid_cube_mesh/ll")):
         output = _predict("--gpu", gpu, "--world-size", str(ranks), "--sizes", size).output
         assert [row[2] for row in _lines(output) if row[1].startswith(">")] == [wanted]
 
 
-def test_nccl_s_own_model_is_below_most_published_times() -> None:
+def test_nccls_model_is_below_most_published_times() -> None:
     errors = nccl_time.check()
     assert len(errors) > 30 and nccl_time.median_error() <= 0.22
     assert sum(error < 0 for error in errors) >= 0.8 * len(errors)  # a speed-up over it is rather too small
@@ -282,7 +282,7 @@ def test_nccl_s_own_model_is_below_most_published_times() -> None:
     assert eager is not None and times[7] is not None and eager.time_us == times[7].time_us + _H100.eager
 
 
-def test_what_the_gpus_or_this_triton_lack_is_left_out_by_name_and_never_the_fastest(
+def test_kernels_that_the_gpus_or_this_triton_lack_are_named_and_never_the_fastest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _any_triton(monkeypatch, {wide_words: "no wide words", multimem: "no multimem"})

@@ -130,7 +130,7 @@ def test_every_chart_is_there_and_not_empty(page: Page, tmp_path: Path) -> None:
     assert page.requests() == []
 
 
-def test_the_table_of_picks_says_what_is_known(page: Page, tmp_path: Path) -> None:
+def test_the_table_of_picks_shows_the_known_facts(page: Page, tmp_path: Path) -> None:
     def picked() -> list[str]:
         cells = page.run("return [...document.querySelectorAll('#picks td:nth-child(2)')].map((c) => c.textContent)")
         return list(cells)
@@ -157,7 +157,7 @@ def test_the_headlines_are_the_scenes_numbers(page: Page, tmp_path: Path) -> Non
     assert f"Speed-up over NCCL{min(gains):.2f} to {max(gains):.2f} x" in page.text("#tiles")
 
 
-def test_a_window_of_dates_shows_what_was_known_then(page: Page, tmp_path: Path) -> None:
+def test_a_window_of_dates_shows_the_history_of_that_time(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, dashboard_data.entries(60, step_at=30)))
     assert page.text("#changes h2") == "Changes: 4 slower, 0 faster" and "commits 000001d..000001e" in page.text(
         "#events"
@@ -173,7 +173,7 @@ def test_a_window_of_dates_shows_what_was_known_then(page: Page, tmp_path: Path)
     assert not page.run("return document.querySelector('#latency .chart').checkVisibility()")
 
 
-def test_too_few_runs_are_said(page: Page, tmp_path: Path) -> None:
+def test_too_few_runs_are_reported(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, dashboard_data.entries(3)))
     assert "20 of 20 points of the latest runs have too few runs to judge" in page.text("#changes p")
     assert page.text("#changes h2") == "Changes: not judged yet"
@@ -323,7 +323,7 @@ def test_an_empty_history_says_what_to_run(page: Page, tmp_path: Path) -> None:
 NASTY = "<img src=x onerror='hit=1'><a href=\"javascript:hit=2\">x</a></script><script>window.hit=3</script>"
 
 
-def test_what_the_history_says_is_text(page: Page, tmp_path: Path) -> None:
+def test_names_in_the_history_are_shown_as_text(page: Page, tmp_path: Path) -> None:
     rows = []
     for entry in dashboard_data.entries(2):
         run = replace(entry.run, device=NASTY, topology=NASTY, commit=NASTY, date=entry.run.date)
@@ -345,7 +345,7 @@ def test_without_its_guard_a_name_would_be_markup(page: Page, tmp_path: Path, mo
     assert page.text("#latency .legendtext") == "bold"
 
 
-def test_a_page_with_other_libraries_only_draws_what_there_is(page: Page, tmp_path: Path) -> None:
+def test_a_page_with_only_other_libraries_has_its_charts(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, [e for e in dashboard_data.entries(1) if e.measurement.library == "nccl"]))
     shown = page.run("return [...document.querySelectorAll('.chart')].filter((c) => c.checkVisibility()).length")
     assert shown == len(CHARTS) - 1 and "None of these lines" in page.text("#bytes p")

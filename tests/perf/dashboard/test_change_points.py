@@ -29,7 +29,7 @@ def test_a_step_of_ten_per_cent_is_found_where_it_is(before: int, after: int) ->
     assert change.before == pytest.approx(100, rel=0.02) and change.after == pytest.approx(110, rel=0.02)
 
 
-def test_no_per_cent_decides() -> None:
+def test_a_change_is_not_decided_by_its_percentage() -> None:
     quiet, noisy = (_noise(3, 80, spread) for spread in (0.001, 0.2))
     for series in (quiet, noisy):
         series[40:] *= 1.01
@@ -41,12 +41,12 @@ def test_several_changes_and_equal_values() -> None:
     assert find([5.0] * 60) == [] and find([]) == [] and find([1.0, 2.0] * 5) == []
 
 
-def test_too_few_measurements_say_nothing() -> None:
+def test_too_few_measurements_have_no_changes() -> None:
     step = [1.0] * 6 + [2.0] * 7
     assert find(step) == [] and find([1.0, *step]) != []
 
 
-def test_long_series_are_looked_at_from_their_end() -> None:
+def test_long_series_are_examined_from_their_end() -> None:
     series = [1.0] * 1000 + [2.0] * 100
     assert find(series) == [Change(1000, 1.0, 2.0)] and find(series[::-1]) == []
 

@@ -59,7 +59,7 @@ def test_a_point_that_took_no_time_before_comes_first() -> None:
     assert told == [["+inf%", "0", "->", "3"], ["+50.0%", "2", "->", "3"]]
 
 
-def test_what_got_slower_is_an_exit_code(tmp_path: Path) -> None:
+def test_a_regression_has_an_exit_code(tmp_path: Path) -> None:
     done = _changes(_history(tmp_path / "same", dashboard_data.entries(30)))
     assert (done.exit_code, done.output) == (0, "0 points are slower, 0 faster, of 20 in the latest runs\n")
     done = _changes(_history(tmp_path / "slower", dashboard_data.entries(30, step_at=15)))
@@ -99,7 +99,7 @@ def test_no_moment_after_a_step_gives_an_all_clear(tmp_path: Path, late: int) ->
     assert judged["slower"] + len(judged["unproven"]) >= 20
 
 
-def test_without_its_look_at_the_latest_runs_a_step_would_be_an_all_clear(
+def test_without_the_check_of_the_latest_runs_a_step_would_be_an_all_clear(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(change_points, "unproven", lambda values, found: None)
@@ -107,7 +107,7 @@ def test_without_its_look_at_the_latest_runs_a_step_would_be_an_all_clear(
     assert _changes(_history(tmp_path, [*rows[:-20], *_slower(rows[-20:])])).exit_code == 0
 
 
-def test_an_odd_value_of_one_point_in_twenty_is_told_and_no_alarm(tmp_path: Path) -> None:
+def test_one_odd_value_in_twenty_is_reported_without_an_alarm(tmp_path: Path) -> None:
     rows = dashboard_data.entries(20)
     done = _changes(_history(tmp_path, [*rows[:-1], *_slower(rows[-1:])]))
     assert done.exit_code == 0 and "1 of 20 points took longer" in done.output
@@ -122,7 +122,7 @@ def test_points_that_the_latest_run_has_not_measured_need_no_judgement(tmp_path:
     assert collect.page_data(both)["unjudged"] == (20, 40)  # a chart has a latest run for itself
 
 
-def test_what_regressed_since_monday_is_one_command(tmp_path: Path) -> None:
+def test_one_command_lists_regressions_since_a_date(tmp_path: Path) -> None:
     now = datetime.now(UTC)
     rows = _dated(dashboard_data.entries(30, step_at=20), now, timedelta(hours=1))
     path = _history(tmp_path, rows)
@@ -140,7 +140,7 @@ def test_what_regressed_since_monday_is_one_command(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "7", "7y", "-7d", "99999d", "mon day", "2026-13-01", "0001-01-01"])
-def test_a_date_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+def test_an_invalid_date_is_refused(tmp_path: Path, text: str) -> None:
     done = _changes(_history(tmp_path, []), "--since", text)
     assert done.exit_code == 2 and "7d, 12h, a weekday or a date like 2026-01-31" in " ".join(done.output.split())
     assert _run("dashboard", "--html", "x", "--since", "7d").exit_code == 2
@@ -227,7 +227,7 @@ def test_runs_of_a_commit_are_taken_together(tmp_path: Path) -> None:
     assert "0 points are slower" in _run("compare", "abcdef", "--history", path).output
 
 
-def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_compared_are_reported(tmp_path: Path) -> None:
     path = _history(tmp_path, [*dashboard_data.entries(1), *dashboard_data.entries(2, device="another")[-20:]])
     done = _run("compare", 1, 2, "--history", path)
     assert done.exit_code == 6 and "of 0 that both have measured" in done.output
@@ -250,7 +250,7 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
         assert done.exit_code == 6 and "the history has no runs: `tricomm bench` adds one" in done.output
 
 
-def test_a_history_to_compare_with_is_left_as_it_is(tmp_path: Path) -> None:
+def test_comparing_does_not_change_the_history(tmp_path: Path) -> None:
     path, other = _history(tmp_path, dashboard_data.entries(1)), _history(tmp_path / "other", dashboard_data.entries(1))
     with closing(sqlite3.connect(other)) as database:
         database.execute("PRAGMA user_version = 99")

@@ -72,7 +72,7 @@ def test_a_long_past_is_cut_and_its_changes_stay_where_they_are() -> None:
     assert [c[0] for c in line["changes"][0]] == [290 - (300 - 256)]
 
 
-def test_odd_rows_are_shown_and_not_stumbled_over() -> None:
+def test_odd_rows_are_shown_without_an_error() -> None:
     first = dashboard_data.entries(1)[0]
     for world_size, collective, nbytes in [(0, "all_reduce", 8), (1, "", 0), (99, "all_reduce", 1 << 62)]:
         row = replace(first.measurement, collective=collective, nbytes=nbytes, p50_us=0.0)
@@ -80,7 +80,7 @@ def test_odd_rows_are_shown_and_not_stumbled_over() -> None:
         assert len(data["scenes"]) == 1 and json.dumps(data, allow_nan=False)
 
 
-def test_the_page_is_one_file_without_addresses_of_its_own_parts() -> None:
+def test_the_page_is_one_file_that_loads_no_other() -> None:
     nasty = "</script><script>alert(1)</script>"
     (entry, *_) = dashboard_data.entries(1)
     page = render.page(render.packed(collect.page_data([replace(entry, run=replace(entry.run, device=nasty))])))
@@ -119,7 +119,7 @@ def _get(url: str, host: str | None = None) -> tuple[int, str]:
             return error.code, error.read().decode()
 
 
-def test_what_is_served(server: serve.Server) -> None:
+def test_served_paths(server: serve.Server) -> None:
     assert _get(server.url) == (200, "<p>page</p>") and _get(server.url + "data?x=1") == (200, "data")
     assert _get(server.url + "etc/passwd")[0] == 404
     status, text = _get(server.url + "metrics")
@@ -158,7 +158,7 @@ def test_serving_ends_with_an_interrupt() -> None:
     assert process.returncode == 130 and told.strip() == "interrupted"
 
 
-def test_a_source_makes_its_data_anew_when_there_is_something_new(tmp_path: Path) -> None:
+def test_a_source_rebuilds_its_data_after_a_change(tmp_path: Path) -> None:
     path = dashboard_data.written(tmp_path / "history.sqlite", dashboard_data.entries(1))
     source = Source(path, print)
     while (first := source.packed()) != source.packed():  # what reading itself changes in the file
@@ -175,7 +175,7 @@ def _begins_as_a_history() -> bytes:
 
 
 @pytest.mark.parametrize("content", [b"", b"import sys\n", _begins_as_a_history()[:-4] + bytes(100)])
-def test_a_file_that_is_no_history_is_refused_and_stays_as_it_is(content: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_no_history_is_refused_and_unchanged(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_bytes(content)
     done = _dashboard("--history", str(path), "--changes")
@@ -183,7 +183,7 @@ def test_a_file_that_is_no_history_is_refused_and_stays_as_it_is(content: bytes,
     assert path.read_bytes() == content and list(tmp_path.iterdir()) == [path]
 
 
-def test_a_history_whose_rows_are_in_its_log_alone_is_read(tmp_path: Path) -> None:
+def test_a_history_with_rows_only_in_its_log_is_read(tmp_path: Path) -> None:
     path = tmp_path / "history.sqlite"
     with open_history(path) as past:  # type: ignore[union-attr]
         assert Path(f"{path}-wal").stat().st_size and path.read_bytes()[68:72] == bytes(4)

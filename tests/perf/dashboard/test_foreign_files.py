@@ -87,7 +87,7 @@ def test_another_users_job_is_neither_in_the_history_nor_deleted(shared: Path) -
     assert any("belongs to another user" in text for text in said)
 
 
-def test_a_fifo_keeps_nobody_waiting(shared: Path) -> None:
+def test_a_fifo_does_not_block_a_reader(shared: Path) -> None:
     os.mkfifo(shared / "1-1.json")
     job_file(shared)
     assert len(jobs.read().jobs) == 1
@@ -146,7 +146,7 @@ def test_a_table_that_another_could_have_placed_is_not_used(shared: Path, own: P
 
 
 @as_root
-def test_a_table_of_root_is_for_everybody_and_one_of_another_user_for_nobody(shared: Path, monkeypatch) -> None:
+def test_a_table_of_root_is_used_by_all_and_one_of_another_user_by_none(shared: Path, monkeypatch) -> None:
     file = user_tables.save(TunedTable(BOX, (ROW,)))
     monkeypatch.setattr(os, "geteuid", lambda: OTHER)
     assert user_tables.load(BOX).rows == (ROW,)  # type: ignore[union-attr]

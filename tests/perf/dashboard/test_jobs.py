@@ -54,7 +54,7 @@ def job_file(folder: Path, pid: int = 0, started: int = 0) -> Path:
     return file
 
 
-def test_this_processs_own_snapshot_is_read(tmp_path: Path) -> None:
+def test_a_process_reads_its_own_snapshot(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(json.dumps(asdict(publish.snapshot())))
     published = jobs.read(tmp_path)
     assert published.notes == () and published.jobs[0].live
@@ -81,7 +81,7 @@ def test_a_job_of_another_host_lives_as_long_as_it_writes(age: float, live: bool
     assert JobStatistics(1, os.getpid(), 0, "another host", time.time() - age, 5.0, (), ()).live is live
 
 
-def test_an_ended_jobs_file_stays_where_the_history_cannot_take_it(tmp_path: Path) -> None:
+def test_an_ended_jobs_file_stays_if_the_history_cannot_be_written(tmp_path: Path) -> None:
     ended = job_file(tmp_path, pid=1 << 22, started=7)
     history = open_history(tmp_path / "history.sqlite")
     assert history is not None
@@ -156,7 +156,7 @@ def _words(query: str) -> tuple[set[str], set[str]]:
     return names, set(re.findall(r"(\w+)\s*=~?", inside)) | set(re.findall(r"\w+", by))
 
 
-def test_the_grafana_dashboard_asks_for_metrics_and_labels_that_exist(tmp_path: Path) -> None:
+def test_the_grafana_dashboard_queries_existing_metrics_and_labels(tmp_path: Path) -> None:
     job_file(tmp_path)
     text = prometheus.exposition(jobs.read(tmp_path).jobs).decode()
     known = {s.name: set(s.labels) for f in text_string_to_metric_families(text) for s in f.samples}

@@ -17,7 +17,7 @@ def _waited(jobs: list[JobStatistics], seconds: float) -> list[JobStatistics]:
     ]
 
 
-def test_rates_are_between_two_writings_and_only_of_jobs_that_live() -> None:
+def test_rates_are_between_two_snapshots_of_live_jobs() -> None:
     live = Live()
     assert [rates["points"] for rates in live.add(dashboard_data.jobs(1))["rates"]] == [[]] * 8
     live.add(dashboard_data.jobs(1)[::-1])  # the page is made again, and the job has not written
@@ -37,7 +37,7 @@ def test_a_clock_or_a_count_that_falls_gives_no_negative_rate() -> None:
     assert live.add(fewer)["rates"][0]["points"][0][1] == 0.0
 
 
-def test_a_straggler_is_named_and_is_none_if_all_wait_the_same() -> None:
+def test_a_straggler_is_named_unless_all_wait_the_same_time() -> None:
     data = Live().add(dashboard_data.jobs(10, straggler=3))
     named, waits = data["straggler"].split("; ")
     assert named == "A straggler in group ddp: rank 3, pid 4003 on box"
@@ -53,6 +53,6 @@ def test_a_straggler_is_named_and_is_none_if_all_wait_the_same() -> None:
     assert "rank 3; its peers have waited 9.0 s each" in alone  # its own job publishes nothing
 
 
-def test_simulated_groups_say_so() -> None:
+def test_simulated_groups_are_marked() -> None:
     data = Live().add(dashboard_data.jobs(10, simulated=True))
     assert "(simulated)" in data["straggler"] and all("(simulated)" in rates["name"] for rates in data["rates"])

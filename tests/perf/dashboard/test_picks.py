@@ -40,7 +40,7 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", _BOXES)
-def test_what_selection_picks_is_what_explain_says(name: str) -> None:
+def test_picks_are_those_of_explain(name: str) -> None:
     text = dashboard_data.facts(**_BOXES[name])
     known = box.loads(text)
     assert known is not None
@@ -67,7 +67,7 @@ def test_what_selection_picks_is_what_explain_says(name: str) -> None:
     assert through_switch is (name == "switch") and len({picked for picked, _ in first}) > 1
 
 
-def test_what_is_not_known_is_not_said() -> None:
+def test_unknown_facts_are_not_shown() -> None:
     known = dashboard_data.facts()
     assert picks.of(_SCENE, known)(1024) is not None
     changes = (("sm_90", "sm_x"), ("67108864", "1"), (": 64,", ": -1,"))
@@ -81,7 +81,7 @@ def test_what_is_not_known_is_not_said() -> None:
         assert bool(scene["picks"]) is there
 
 
-def test_the_facts_of_the_latest_run_decide_and_tables_as_they_are_now() -> None:
+def test_picks_use_the_facts_of_the_latest_run_and_the_current_tables() -> None:
     old, new = dashboard_data.entries(1, sizes=(1024,), box="")[0], dashboard_data.entries(2, sizes=(1024,))[-1]
     for rows in ([old, new], [new, old]):
         (scene,) = collect.page_data(rows)["scenes"]

@@ -57,7 +57,7 @@ def _ended(client: socket.socket) -> bool:
         return True
 
 
-def test_a_client_that_sends_a_byte_now_and_then_is_cut_at_its_deadline() -> None:
+def test_a_slow_client_is_disconnected_at_its_deadline() -> None:
     with _served() as server, ExitStack() as stack:
         began, client = time.monotonic(), _connect(server, stack)
         for byte in b"GET /data HTTP/1.1\r\nHost: 127.0.0.1\r\n" * 10:
@@ -80,7 +80,7 @@ def test_without_a_deadline_a_slow_client_stays() -> None:
         assert not _ended(client) and _threads(server) == 1
 
 
-def test_a_client_that_does_not_take_its_answer_is_cut() -> None:
+def test_a_client_that_does_not_read_its_answer_is_disconnected() -> None:
     with _served() as server, ExitStack() as stack:
         client = _connect(server, stack, b"GET / HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n")
         assert client.recv(8) == b"HTTP/1.0"
@@ -88,7 +88,7 @@ def test_a_client_that_does_not_take_its_answer_is_cut() -> None:
         assert _data(server) == "data"
 
 
-def test_a_hundred_connections_take_no_more_threads_than_places_and_lock_nobody_out() -> None:
+def test_a_hundred_connections_use_a_bounded_number_of_threads_and_lock_no_client_out() -> None:
     with _served(connections=8, seconds=60.0) as server, ExitStack() as stack:
         slow = []
         for _ in range(100):
@@ -108,14 +108,14 @@ def _never_read(server: serve.Server, stack: ExitStack, count: int) -> None:
         assert _connect(server, stack, _ASKS_FOR_THE_PAGE).recv(8) == b"HTTP/1.0"
 
 
-def test_clients_that_ask_and_never_read_lock_nobody_out() -> None:
+def test_clients_that_never_read_lock_no_client_out() -> None:
     with _served(seconds=60.0) as server, ExitStack() as stack:
         for _ in range(3):
             _never_read(server, stack, 5)
             assert [_data(server) for _ in range(3)] == ["data"] * 3 and _threads(server) <= 4
 
 
-def test_who_comes_while_all_places_are_at_work_is_told() -> None:
+def test_a_client_beyond_the_limit_gets_an_error() -> None:
     go, at_work = threading.Event(), []
 
     def page() -> bytes:
@@ -149,7 +149,7 @@ def test_who_comes_while_all_places_are_at_work_is_told() -> None:
     ],
     ids=["line", "header", "headers", "host", "method", "nonsense"],
 )
-def test_what_is_too_long_or_of_another_kind_is_refused(request_text: bytes, status: bytes) -> None:
+def test_requests_that_are_too_long_or_of_another_kind_are_refused(request_text: bytes, status: bytes) -> None:
     with _served() as server, ExitStack() as stack:
         client = _connect(server, stack, request_text)
         assert status in client.recv(4096)
@@ -158,7 +158,7 @@ def test_what_is_too_long_or_of_another_kind_is_refused(request_text: bytes, sta
 
 
 @pytest.mark.parametrize("host", [b"127.0.0.1", b"localhost", b"localhost:8377"])
-def test_a_host_may_come_without_the_port_as_at_port_80(host: bytes) -> None:
+def test_a_host_header_may_lack_the_port_as_at_port_80(host: bytes) -> None:
     with _served() as server, ExitStack() as stack:
         client = _connect(server, stack, b"GET /data HTTP/1.0\r\nHost: " + host + b"\r\n\r\n")
         assert client.recv(12) == b"HTTP/1.0 200"

@@ -49,7 +49,7 @@ def _opened(path: Path, said: Said) -> database.History:
 
 @given(st.lists(st.tuples(_runs, _rows), max_size=6))
 @settings(deadline=None, max_examples=40)
-def test_what_is_written_is_read(rows: list[tuple[Run, Measurement]]) -> None:
+def test_written_values_are_read_unchanged(rows: list[tuple[Run, Measurement]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "deep" / "history.sqlite"
         with _opened(path, Said()) as first:
@@ -116,7 +116,7 @@ def test_two_processes_write_at_once(tmp_path: Path, said: Said) -> None:
             assert mine == list(range(60))
 
 
-def test_a_writer_waits_for_another_ones_row(tmp_path: Path, said: Said) -> None:
+def test_a_writer_waits_for_the_row_of_another_writer(tmp_path: Path, said: Said) -> None:
     with _opened(tmp_path / "h.sqlite", said) as history:
         other = sqlite3.connect(history.path, isolation_level=None, check_same_thread=False)
         other.execute("BEGIN IMMEDIATE")
@@ -254,7 +254,7 @@ def test_another_programs_database_is_not_written_to(tmp_path: Path, said: Said)
         assert history.append(_RUN, _ROW) and "another program's database" in said[0]
 
 
-def test_a_newer_file_stays_and_rows_go_beside_it(tmp_path: Path, said: Said) -> None:
+def test_a_newer_file_is_unchanged_and_rows_are_written_to_another_file(tmp_path: Path, said: Said) -> None:
     path = tmp_path / "h.sqlite"
     with _opened(path, said) as history:
         history.append(_RUN, _ROW)
@@ -269,9 +269,7 @@ def test_a_newer_file_stays_and_rows_go_beside_it(tmp_path: Path, said: Said) ->
     assert path.read_bytes() == before
 
 
-def test_an_older_file_takes_the_steps_that_it_lacks(
-    tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_older_file_is_migrated(tmp_path: Path, said: Said, monkeypatch: pytest.MonkeyPatch) -> None:
     with _opened(tmp_path / "h.sqlite", said) as history:
         history.append(_RUN, _ROW)
     step = "ALTER TABLE runs ADD COLUMN place TEXT NOT NULL DEFAULT 'here';"
@@ -284,7 +282,7 @@ def test_an_older_file_takes_the_steps_that_it_lacks(
     assert not said
 
 
-def test_a_directory_that_cannot_be_written_is_named_and_done_without(tmp_path: Path, said: Said) -> None:
+def test_a_directory_that_cannot_be_written_is_named_and_not_used(tmp_path: Path, said: Said) -> None:
     (tmp_path / "file").write_text("")
     assert open_history(tmp_path / "file" / "h.sqlite", said) is None
     assert open_history(Path("/proc/tricomm/h.sqlite"), said) is None
@@ -298,6 +296,6 @@ def test_a_file_that_may_only_be_read_is_named_once(tmp_path: Path, said: Said) 
     assert len(said) == 1 and "readonly database; going on without it" in said[0]
 
 
-def test_the_file_lies_in_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_in_the_data_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert database.default_path() == tmp_path / "tricomm" / "history.sqlite"

@@ -64,7 +64,7 @@ def _long(number: int, variant: Variant) -> bool:
 
 
 @pytest.mark.parametrize("variant", some(VARIANTS, lambda number, variant: variant in QUICK, _long), ids=_name)
-def test_each_kernel_keeps_to_the_bars(variant: Variant) -> None:
+def test_each_kernel_meets_the_bars(variant: Variant) -> None:
     broken = kernel_report.check(kernel_report.examine(variant))
     assert [bar.split(":")[0] for bar in broken] == ["spills"] * (_name(variant) == SPILLING), broken
 
@@ -295,7 +295,7 @@ def _told(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_the_command_says_how_far_it_is_where_it_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_prints_its_progress_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     said = _told(monkeypatch, 0.01)
     assert "  1 of 4 compiled; all_reduce_one_shot_ll sm_90 sum is next" in said
     assert _told(monkeypatch, 3600) == []

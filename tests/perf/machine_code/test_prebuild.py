@@ -170,7 +170,7 @@ def test_a_kernel_that_cannot_be_compiled_is_named(error, words, tmp_path, monke
     assert done.exit_code == UNSUPPORTED and words in done.output
 
 
-def test_where_nothing_can_be_compiled_that_is_said(tmp_path, monkeypatch):
+def test_a_missing_compiler_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "refused", lambda: "TRITON_INTERPRET is set")
     with pytest.raises(ResourceError, match="TRITON_INTERPRET"):
         prebuild.ordered.__wrapped__(Order("sm_90", 2, "ddp", ("barrier",)))
@@ -237,7 +237,7 @@ def test_without_the_ends_of_table_rows_some_calls_would_not_be_built(monkeypatc
     assert built() < everything
 
 
-def test_an_engines_calls_are_calls_that_exist():
+def test_the_calls_of_an_engine_exist():
     assert set(COLLECTIVES) <= {*collective_specs.COLLECTIVES, *collective_specs.FUSED}
     for engine in ENGINES:
         assert Order("sm_90", 8, engine, hidden=(4096,)).calls

@@ -28,7 +28,7 @@ SASS = """\
 """
 
 
-def test_the_fast_way_round_counts_and_what_is_no_loop_does_not():
+def test_only_the_fast_path_of_a_loop_is_counted():
     assert steady_loop.loops(SASS, lambda access: True) == [7]
     assert steady_loop.loops(SASS, lambda access: access.store) == [7]
     assert steady_loop.loops(SASS, lambda access: False) == []
@@ -41,7 +41,7 @@ def test_a_loop_that_clears_is_left_out():
     assert steady_loop.loops(placed, lambda access: True, lambda line: line[1] == 8) == [7]
 
 
-def test_another_loop_is_counted_apart():
+def test_another_loop_is_counted_separately():
     longer = SASS.replace("        /*0040*/", "        /*0031*/                   NOP ;\n        /*0040*/")
     second = longer.replace("L_x_", "L_x_9")
     assert steady_loop.loops(SASS.replace("EXIT", "NOP") + second, lambda access: True) == [7, 8]
@@ -53,7 +53,7 @@ def test_no_more_instructions_than_kraken(name):
     assert 100 < result <= kraken.INSTRUCTIONS[name]
 
 
-def test_what_is_no_checkout_of_kraken_is_named(tmp_path):
+def test_a_folder_that_is_no_checkout_of_kraken_is_named(tmp_path):
     with pytest.raises(InvalidArgument, match="is no checkout of kraken"):
         kraken.measured(tmp_path)
     (tmp_path / "kraken" / "comm").mkdir(parents=True)

@@ -34,7 +34,7 @@ def _verdicts() -> dict[str, str]:
     return results
 
 
-def test_a_machine_as_it_should_be_and_the_command() -> None:
+def test_a_healthy_machine_and_the_command() -> None:
     result = _verdicts()
     assert result["a call"] == result["versions"] == result["shared memory"] == result["history"] == PASS
     done = CliRunner().invoke(cli, ["doctor", "--json"])
@@ -58,7 +58,7 @@ def _refuse(*arguments: Any) -> Any:
         ("a call", (torch, "arange"), _refuse, FAIL),
     ],
 )
-def test_what_lacks_is_found(
+def test_missing_parts_are_found(
     name: str, place: tuple[Any, str], replacement: Any, verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(*place, replacement)
@@ -75,7 +75,7 @@ VLLM_TRICOMM=? SGLANG_TRICOMM=? TRICOMM_ENGINE_MAX_BYTES=-4 TRICOMM_P2P_DISABLE=
 
 
 @pytest.mark.parametrize("setting", NOTHING_SAID.split())
-def test_a_variable_that_says_nothing_is_named(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_without_an_effect_is_named(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(*setting.split("="))
     assert list(doctor.PROBES["environment"]())[0].verdict == FAIL
 

@@ -33,7 +33,7 @@ def test_json_has_every_section() -> None:
     assert {c["collective"] for c in result["ranges"]} == set(COLLECTIVES) - {"barrier"}
 
 
-def test_for_people_in_a_screen() -> None:
+def test_the_text_fits_a_screen() -> None:
     done = CliRunner().invoke(cli, ["info"])
     assert done.exit_code == 0 and "memlock" in done.output
     assert "all_reduce of 2, 4, 8 ranks: 1 B .. 4 KiB one_shot/ll, .. 1 MiB one_shot/simple, above" in done.output
@@ -50,7 +50,7 @@ def test_the_whole_table() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "sm_70", "sm_90"])
 @pytest.mark.parametrize("tuned", [False, True])
-def test_ranges_are_what_is_selected(device: str, tuned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_are_those_of_selection(device: str, tuned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """At both ends of each range, in the middle of it, and one byte beyond it."""
     rows = (TableRow("all_reduce", 8, 5000, "two_shot", "simple", min_bytes=2000),) if tuned else ()
 
@@ -75,7 +75,7 @@ def test_ranges_are_what_is_selected(device: str, tuned: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("refusal", ["", "there is no fabric manager"])
-def test_selection_of_gpus_knows_whether_there_is_a_switch(refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_selection_for_gpus_depends_on_nvls(refusal: str, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {"is_available": True, "get_device_capability": (9, 0), "device_count": 8, "get_device_name": "a GPU"}
     for name, answer in answers.items():
         monkeypatch.setattr(info.torch.cuda, name, lambda *device, answer=answer: answer)
@@ -85,7 +85,7 @@ def test_selection_of_gpus_knows_whether_there_is_a_switch(refusal: str, monkeyp
     assert info._site(8).no_multicast == refusal and through_switch is (refusal == "")
 
 
-def test_a_table_of_many_rows_is_cut_with_a_word() -> None:
+def test_a_long_table_is_truncated_with_a_note() -> None:
     row = {"ranks": 2, "algorithm": "one_shot", "protocol": "ll", "table": "mine", "row": 0, "from": 1}
     rows = [{**row, "collective": f"c{i}", "to": 4096 + i} for i in range(30)]
     lines = info_table.ranges(rows)
@@ -105,7 +105,7 @@ def test_no_probe_can_make_it_fail(probe: str, monkeypatch: pytest.MonkeyPatch) 
         assert "not available: OSError: this probe is broken" in json.dumps(result)
 
 
-def test_an_error_without_words_still_has_a_name() -> None:
+def test_an_error_without_a_message_is_named_by_its_class() -> None:
     def broken() -> None:
         raise KeyError
 

@@ -102,11 +102,11 @@ def test_switches_and_shared_devices() -> None:
 
 
 @pytest.mark.parametrize("topology", [shapes.pcie(2), shapes.pairs(4), shapes.dgx1v().of([0, 1, 2, 3])])
-def test_every_kind_has_words(topology: Topology) -> None:
+def test_every_kind_of_link_has_a_description(topology: Topology) -> None:
     assert f"kind    {topology.kind}: " in draw(topology)
 
 
-def test_what_is_printed_as_json_can_be_given_back(box: Path) -> None:
+def test_a_topology_printed_as_json_can_be_read(box: Path) -> None:
     done = run("--topology", str(box), "--json")
     assert done.exit_code == 0 and Topology.loads(done.output) == shapes.dgx1v()
 

@@ -49,7 +49,7 @@ def test_every_candidate_is_launched_as_it_is_named() -> None:
             assert "table" not in row_shapes.choose(facts, *other).reason  # type: ignore[arg-type, union-attr]
 
 
-def test_a_row_that_a_kernel_cannot_have_leaves_the_rules() -> None:
+def test_a_row_that_no_kernel_supports_is_left_to_the_rules() -> None:
     row = Candidate("two_shot", "ll", 4, 8, 32).row(replace(_POINT, epilogue="nvfp4@96"), 8, None)
     choice = row_shapes.choose(replace(_H100, tuned=(row,)), FUSED, 16, 96, 4, (None, None), "nvfp4")
     rule = row_shapes.choose(_H100, FUSED, 16, 96, 4, (None, None), "nvfp4")

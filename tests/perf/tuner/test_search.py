@@ -32,7 +32,7 @@ def test_near_the_best_of_all_with_a_tenth_of_a_grids_measurements(gpu: str, wor
 
 
 @pytest.mark.exhaustive
-def test_points_are_gone_through_again_with_what_others_have_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_are_searched_again_with_the_results_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "_ROUNDS", 1)
     once = tuner_benchmark.run("h100", 8, 1)
     monkeypatch.undo()
@@ -40,7 +40,7 @@ def test_points_are_gone_through_again_with_what_others_have_shown(monkeypatch: 
     assert once.worst > 0.03 >= again.worst and once.measured < again.measured
 
 
-def test_what_was_measured_is_measured_again_only_where_it_is_close() -> None:
+def test_only_close_candidates_are_measured_again() -> None:
     box, here, asked = MadeUpBox("h100", 8, 1), Samples(_POINT), []
 
     def measure(point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
@@ -56,7 +56,7 @@ def test_what_was_measured_is_measured_again_only_where_it_is_close() -> None:
     assert here.best is not None and box.true(_POINT, here.best) <= box.true(_POINT, first)
 
 
-def test_what_was_wrong_is_not_asked_for_again_though_it_is_in_force() -> None:
+def test_a_wrong_candidate_is_not_measured_again_although_it_is_in_force() -> None:
     box, asked = MadeUpBox("h100", 8, 1), []
 
     def measure(point: Point, candidates: Sequence[Candidate], repeats: int) -> dict[Candidate, list[float]]:
@@ -68,7 +68,7 @@ def test_what_was_wrong_is_not_asked_for_again_though_it_is_in_force() -> None:
     assert asked.count(pool[0]) == 1 and result[0].best != pool[0] and math.isinf(result[0].in_force_us)
 
 
-def test_a_random_choice_of_so_many_would_not_do() -> None:
+def test_a_random_choice_of_the_same_number_misses_the_bar() -> None:
     """The same number of samples, drawn at random, misses the bar that the search meets."""
     box, draw, worst = MadeUpBox("h100", 8, 1), random.Random(0), 0.0
     for nbytes in tuner_benchmark.SIZES:
@@ -81,7 +81,7 @@ def test_a_random_choice_of_so_many_would_not_do() -> None:
     assert worst > 0.05
 
 
-def test_a_shape_with_as_many_words_a_thread_for_twice_the_warps_is_one_step_away() -> None:
+def test_a_shape_with_twice_the_warps_and_the_same_words_a_thread_is_one_step_away() -> None:
     """All steps between are off: under LL most shapes of one warp more or less have no such tile."""
     near = set(points.neighbours(Candidate("one_shot", "ll", 4, 2, 64)))
     assert {Candidate("one_shot", "ll", 4, 4, 128), Candidate("one_shot", "ll", 4, 1, 32)} <= near
@@ -107,12 +107,12 @@ def test_an_outlier_moves_nothing() -> None:
 
 
 @given(_times, _times)
-def test_a_gain_lies_in_its_interval_and_is_the_same_every_time(old: list[float], new: list[float]) -> None:
+def test_a_gain_is_in_its_interval_and_reproducible(old: list[float], new: list[float]) -> None:
     result = statistics.gain(old, new)
     assert result == statistics.gain(old, new) and result.low <= result.high < 1
 
 
-def test_a_gain_is_sure_where_it_is_large_and_not_where_it_is_noise() -> None:
+def test_a_large_gain_is_certain_and_noise_is_not() -> None:
     draw = random.Random(1)
     slow, fast = ([draw.gauss(centre, 0.3) for _ in range(16)] for centre in (10.0, 8.0))
     large, none = statistics.gain(slow, fast), statistics.gain(slow[:8], slow[8:])
@@ -196,7 +196,7 @@ def _search(box: MadeUpBox, most: int, sizes: Sequence[int] = tuner_benchmark.SI
 
 @given(st.integers(0, 900))
 @settings(deadline=None, max_examples=4)
-def test_whatever_the_budget_is_decisions_are_of_what_was_measured(most: int) -> None:
+def test_decisions_are_of_measured_candidates_for_any_budget(most: int) -> None:
     box = MadeUpBox("a100", 4, 2)
     result = _search(box, most)
     assert box.measured <= most
@@ -212,7 +212,7 @@ def test_a_small_budget_sees_the_ends_and_the_middle_first() -> None:
     assert [p.nbytes for p in order] == [1, 16, 4, 2, 8]
 
 
-def test_the_budget_goes_where_it_is_close() -> None:
+def test_the_budget_is_spent_on_close_candidates() -> None:
     """Of two points, one with a clear winner and one without, the second gets more samples."""
     pool = _pool()
     clear, close = Point("all_reduce", 16, "graph", 1024), Point("all_reduce", 16, "graph", 1 << 20)
@@ -227,14 +227,14 @@ def test_the_budget_goes_where_it_is_close() -> None:
     assert count[close] > 1.5 * count[clear]
 
 
-def test_a_gain_that_may_be_none_is_no_reason_to_change() -> None:
+def test_an_uncertain_gain_is_no_reason_to_change() -> None:
     gains = (statistics.Gain(0.01, -0.02, 0.04), statistics.Gain(0.1, 0.05, 0.2))
     new, old = _pool()[:2]
     results = [search.Decision(_POINT, new, 9.0, old, 10.0, g, 5) for g in gains]
     assert [d.changed for d in results] == [False, True] and [d.chosen for d in results] == [old, new]
 
 
-def test_what_is_in_force_and_wrong_is_replaced() -> None:
+def test_a_wrong_candidate_in_force_is_replaced() -> None:
     pool = _pool()
     exact = _ExactTimes({c: 10.0 + i for i, c in enumerate(pool)}, wrong=[pool[0]])
     (result,) = search.search([_POINT], lambda p: pool, lambda p: pool[0], lambda p, c: 10.0, exact)
@@ -249,7 +249,7 @@ def _decided(nbytes: int, chosen: Candidate, point: Point = _POINT) -> search.De
     return search.Decision(here, chosen, 1.0, chosen, 1.0, statistics.Gain(0, 0, 0), 1)
 
 
-def test_sizes_decide_halfway_to_the_next_and_nothing_is_said_beyond_those_that_were_measured() -> None:
+def test_a_decision_holds_halfway_to_the_next_size_and_not_beyond_the_measured_sizes() -> None:
     a, b = _pool()[:2]
     result = tuned_tables.rows([_decided(n, c) for n, c in ((1024, a), (4096, a), (16384, b), (65536, b))], 4)
     ranges = [(r.min_bytes, r.max_bytes, r.blocks, r.tile) for r in result]
@@ -275,7 +275,7 @@ def test_sizes_that_were_not_measured_keep_their_kernel() -> None:
     assert {1023, 8192} <= set(selection.limits(facts, "all_reduce"))
 
 
-def test_rows_of_what_was_not_tuned_stay() -> None:
+def test_rows_of_calls_that_were_not_tuned_stay() -> None:
     a, b = _pool()[:2]
     other = Point("all_gather", 0, "eager", 1)
     old = [*tuned_tables.rows([_decided(n, a) for n in (1024, 65536)], 4)]

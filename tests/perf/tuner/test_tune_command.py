@@ -40,7 +40,7 @@ def _rounds(folder: Path) -> int:
     return max(0, len(files[0].read_bytes().split(b"\n")) - 2) if files else 0
 
 
-def test_simulated_times_are_refused_before_ranks_start_unless_they_are_asked_for(_folder: Path) -> None:
+def test_simulated_times_are_refused_before_ranks_start_unless_requested(_folder: Path) -> None:
     ranks: list[Any] = []
     done = _tune("--budget", "5s", started=ranks)
     assert (
@@ -56,7 +56,7 @@ def test_a_mode_that_a_cpu_does_not_have_is_refused(_folder: Path) -> None:
     assert done.returncode == 3 and "mode 'graph' needs CUDA graphs" in done.stderr, done.stderr
 
 
-def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folder: Path) -> None:
+def test_an_interrupted_run_resumes_and_its_table_is_used(_folder: Path) -> None:
     first = _tune("--simulated", "--budget", "1s")
     assert first.returncode == 0, first.stderr
     plan = [line for line in first.stderr.splitlines() if line.startswith("# ")]
@@ -79,7 +79,7 @@ def test_a_run_that_is_cut_off_goes_on_and_ends_with_a_table_that_is_used(_folde
     assert any(f"tuned {_BOX.digest} (simulated)" in reason for reason in reasons)
 
 
-def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
+def test_measurements_are_kept_when_a_rank_dies(_folder: Path) -> None:
     ranks: list[Any] = []
 
     def kill() -> None:
@@ -99,7 +99,7 @@ def test_what_was_measured_is_kept_when_a_rank_dies(_folder: Path) -> None:
     assert again.returncode == 0 and "samples are known" in again.stderr, again.stderr
 
 
-def test_an_interrupt_keeps_what_was_measured(_folder: Path) -> None:
+def test_measurements_are_kept_after_an_interrupt(_folder: Path) -> None:
     command = [sys.executable, "-m", "tricomm", "tune", *_SMALL, "--simulated"]
     with forked.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         end = time.monotonic() + 90
@@ -157,7 +157,7 @@ def test_tables_are_shown_with_the_boxes_that_they_are_for(_folder: Path) -> Non
     assert _run("show", str(_folder / "broken.json")).exit_code == 2, "as merge"
 
 
-def test_undo_takes_the_last_change_back_and_then_the_table(_folder: Path) -> None:
+def test_undo_reverts_the_last_change_and_then_removes_the_table(_folder: Path) -> None:
     assert "nothing to undo" in _run("undo").output
     file = user_tables.save(_tuned(_LL))
     user_tables.save(_tuned(_SIMPLE))
@@ -186,7 +186,7 @@ def test_undo_removes_no_file_that_tune_has_not_saved(tmp_path: Path, _folder: P
     assert "nothing to undo" in _run("undo").output
 
 
-def test_undo_where_nothing_can_be_changed_is_3(_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undo_without_anything_to_change_exits_with_3(_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(30, "Read-only file system")
 

@@ -167,7 +167,7 @@ def test_quick_samples_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> No
     assert done == [("check", 1, 1), ("check", 2, 1), ("time", 1, 1), ("time", 2, 1), ("time", 3, 15)]
 
 
-def test_a_rank_that_never_comes_ends_it_in_time() -> None:
+def test_a_missing_rank_ends_the_run_in_time() -> None:
     with pytest.raises(RankLost, match="rank 2 has sent nothing for 3 s"):
         _ranks(lambda t: t.broadcast(TuningTask("time", _POINT, (_A,), 1)), stop=2)
 
@@ -221,7 +221,7 @@ def _recalled(log: SampleLog, keys: Any) -> dict[tuple[Point, Candidate], list[f
 
 @given(st.lists(_rounds(), max_size=6), st.floats(0, 1))
 @settings(deadline=None, max_examples=60)
-def test_a_run_that_is_cut_off_anywhere_goes_on_with_its_whole_heats(rounds: list[Round], where: float) -> None:
+def test_a_run_interrupted_anywhere_resumes_with_its_complete_heats(rounds: list[Round], where: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tuning.jsonl"
         log = SampleLog(file, "key")
@@ -248,7 +248,7 @@ def test_a_run_that_is_cut_off_anywhere_goes_on_with_its_whole_heats(rounds: lis
 
 @given(st.binary(max_size=300))
 @settings(deadline=None)
-def test_whatever_the_file_is_a_run_begins(text: bytes) -> None:
+def test_a_run_starts_with_any_content_of_the_file(text: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tuning.jsonl"
         file.write_bytes(b"key\n" + text)
@@ -260,7 +260,7 @@ def test_whatever_the_file_is_a_run_begins(text: bytes) -> None:
         again.close(finished=True)
 
 
-def test_another_runs_record_is_not_taken(tmp_path: Path) -> None:
+def test_the_record_of_another_run_is_not_used(tmp_path: Path) -> None:
     log = SampleLog(tmp_path / "t.jsonl", "one")
     log.append(Round(_POINT, (_A, _B), ((1.0, 2.0, 3.0), None)))
     log.close(finished=False)
@@ -279,7 +279,7 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_is_measured(
         SampleLog(tmp_path / "file" / "t.jsonl", "key")
 
 
-def test_refused_arguments_are_told_apart_from_faults() -> None:
+def test_refused_arguments_are_distinguished_from_faults() -> None:
     _Sampler.faults = {(rank, _A): InvalidArgument("not over these links") for rank in range(3)}
     answers, made = _ranks(lambda t: t.broadcast(TuningTask("check", _POINT, (_A,), 1)))
     assert all(a.refused == {0: "not over these links"} and not a.fault for a in answers)

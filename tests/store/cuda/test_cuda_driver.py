@@ -267,7 +267,7 @@ def test_the_fake_finds_every_kind_of_leak():
         world.verify()
 
 
-def test_pinned_memory_is_the_hosts_own_and_pinned_once():
+def test_the_gpu_writes_to_host_memory_that_is_pinned_only_once():
     driver = ready()
     memory, address = pinned(driver)
     with driver.current(CONTEXT):

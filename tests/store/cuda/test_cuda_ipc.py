@@ -59,13 +59,13 @@ def test_gpus_that_cannot_reach_each_other_are_refused_by_all(verified):
     refused(in_threads(2, job.open), ResourceError, "rank 1", "0000:01:00.0", "0000:00:00.0", "cuDeviceCanAccessPeer")
 
 
-def test_for_an_invisible_gpu_opening_decides(verified):
+def test_an_invisible_gpu_is_tried_by_opening_its_handle(verified):
     job = verified(ipc_job(FakeCuda(2, reachable=lambda a, b: False), [[0], [1]]))
     refused(in_threads(2, job.open), ResourceError, "cuIpcOpenMemHandle", "PEER_ACCESS_UNSUPPORTED", "--ipc=host")
 
 
 @pytest.mark.parametrize("variable", ["TRICOMM_P2P_DISABLE", "NCCL_P2P_DISABLE"])
-def test_one_rank_that_forbids_peer_access_decides_for_all(verified, variable, monkeypatch):
+def test_one_rank_that_forbids_peer_access_disables_it_on_all(verified, variable, monkeypatch):
     # The ranks are threads with one environment, so the function that reads it is patched for each rank.
     text = env.text
 
@@ -84,7 +84,7 @@ def test_bad_arguments_are_refused_by_all(job, nbytes, device):
     refused(outcomes, InvalidArgument, "rank 1")
 
 
-def test_a_gpu_that_is_not_there_is_named(job):
+def test_a_gpu_that_does_not_exist_is_named(job):
     refused(in_threads(2, lambda rank: job.open(rank, NBYTES, "cuda:7")), ResourceError, "CUDA_VISIBLE_DEVICES")
 
 
@@ -93,7 +93,7 @@ def test_a_forged_handle_is_refused_by_all(job):
     refused(in_threads(2, job.open), ResourceError, "cuIpcOpenMemHandle", "CUDA_ERROR_INVALID_HANDLE")
 
 
-def test_a_block_is_sought_where_its_record_says(verified):
+def test_a_block_is_opened_at_the_offset_in_its_record(verified):
     def shifted(what: str, data: bytes) -> bytes:
         return parse_record(data, 0, NBYTES)._replace(offset=256).pack() if "memory records" in what else data
 
@@ -131,7 +131,7 @@ def test_memory_that_a_peer_cannot_unmap_is_kept(caplog):
     assert job.drivers[0].calls.count("cuMemFree") == job.drivers[0].calls.count("cuDevicePrimaryCtxRelease") == 0
 
 
-def test_what_one_rank_keeps_is_kept_by_all(caplog):
+def test_memory_that_one_rank_keeps_is_kept_by_all(caplog):
     job = two_gpus()
     arenas = job.open_all()
     arenas[1].close = arenas[1].keep  # type: ignore[method-assign]

@@ -81,7 +81,7 @@ def test_a_store_reaches_every_block_and_nothing_is_left(job, arenas):
     assert words(job, arenas, 64) == [77] * SIZE
 
 
-def test_memory_of_handles_has_addresses_of_its_own_and_one_that_is_refused_harms_no_other(job):
+def test_handles_have_multicast_addresses_and_a_refused_one_harms_no_other(job):
     for driver in job.drivers:
         driver.process.switch.granule = 2 * GRANULE  # more than memory has
     arenas, handles = open_all(job, 2 * GRANULE), open_all(job, 4 * GRANULE)
@@ -133,7 +133,7 @@ def without(change: Any, *told: str) -> None:
     job.verify()
 
 
-def test_a_switch_that_is_not_there_or_does_not_work(verified):
+def test_a_missing_or_broken_switch(verified):
     without(lambda switch: setattr(switch, "supported", False), "CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED is 0 for GPU")
     without(lambda switch: setattr(switch, "granule", 4 * GRANULE), "no multiple of the multicast granularity")
     without(lambda switch: setattr(switch, "adds_wrong", True), "the switch added 3 words", "and gave")
@@ -143,7 +143,7 @@ def test_a_switch_that_is_not_there_or_does_not_work(verified):
     assert "what rank(s) [1] stored to the multicast address did not arrive" in arenas[0].no_multicast
 
 
-def test_a_fault_of_the_probe_costs_the_group_and_is_named(job):
+def test_a_fault_of_the_probe_aborts_the_group_and_is_named(job):
     job.drivers[1].process.switch.faults = True
     arenas = job.open_all()
     refused(look(arenas), GroupAborted, "rank 1", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "restart", "TRICOMM_MULTICAST=0")
@@ -210,7 +210,7 @@ def test_suspended_memory_is_unbound_and_bound_again_at_the_same_address(job, ar
     assert "cuMulticastBindMem" in str(outcomes[0]) and all(not job.world.used(gpu) for gpu in range(SIZE))
 
 
-def test_the_probe_does_what_the_fake_takes_it_for():
+def test_the_probe_matches_its_fake():
     members, out, memory = [np.zeros(16, "u4") for _ in range(SIZE)], np.zeros(4, "u4"), GlobalMemory()
     for array in (*members, out):
         memory.add(array.ctypes.data, array.nbytes, "memory")

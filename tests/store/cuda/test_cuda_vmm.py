@@ -50,7 +50,7 @@ def test_addresses_are_unmapped_then_handles_released_then_addresses_freed(job, 
     assert steps == ["cuMemUnmap", "cuMemRelease", "cuMemAddressFree"] * 2
 
 
-def test_what_is_kept_stays_mapped():
+def test_memory_that_is_kept_stays_mapped():
     job = two_gpus()
     arenas = job.open_all()
     before = Counter(job.drivers[1].calls)
@@ -114,7 +114,7 @@ def test_memory_that_one_rank_asks_for_in_a_capture_is_refused_on_all_ranks(veri
     refused(outcomes, ResourceError, "rank 1: ", "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED")
 
 
-def test_a_gpu_without_the_means_and_a_rank_that_must_not(verified, monkeypatch):
+def test_a_gpu_without_support_and_a_rank_that_forbids_it(verified, monkeypatch):
     job = verified(two_gpus(open_cuda))
     job.drivers[1].process.vmm.supported = False
     arenas = job.open_all()

@@ -47,7 +47,7 @@ def test_blocks_and_the_switch_without_any_socket(verified, monkeypatch):
     assert not job.world.exported, "a descriptor was made"
 
 
-def test_memory_comes_again_at_the_same_addresses(job, arenas):
+def test_memory_is_mapped_again_at_the_same_addresses(job, arenas):
     in_threads(3, lambda rank: arenas[rank].look_for_switch(Deadline(10.0)))
     before = [(arena.bases, arena.multicast) for arena in arenas]
     tokens = set(job.world.by_fabric)
@@ -81,7 +81,7 @@ def test_a_handle_keeps_no_memory_alive(monkeypatch):
     refused(in_threads(2, job.open), ResourceError, "rank 1", "rank 0's memory cannot be mapped")
 
 
-def test_all_that_ask_for_them_get_them(verified, monkeypatch):
+def test_fabric_handles_are_used_if_all_ranks_request_them(verified, monkeypatch):
     by_rank(monkeypatch, "fabric", "fabric")
     job = verified(two_gpus(open_cuda))
     arenas = job.open_all()
@@ -90,7 +90,7 @@ def test_all_that_ask_for_them_get_them(verified, monkeypatch):
     }
 
 
-def test_what_some_do_not_ask_for_or_have_is_decided_together(verified, monkeypatch):
+def test_ranks_agree_if_some_do_not_request_or_support_fabric_handles(verified, monkeypatch):
     job = verified(two_gpus(open_cuda))
 
     def opened(kind: str, *words: str) -> None:
@@ -110,7 +110,7 @@ def test_what_some_do_not_ask_for_or_have_is_decided_together(verified, monkeypa
     opened("cuda_ipc", "legacy CUDA IPC, because cuda_vmm: ", "; and before that cuda_vmm: ")
 
 
-def test_a_value_that_is_no_kind_of_memory_is_named_on_all_ranks(verified, monkeypatch):
+def test_an_invalid_kind_of_memory_is_named_on_all_ranks(verified, monkeypatch):
     usual = env.gpu_memory
     monkeypatch.setenv("TRICOMM_CUDA_VMM", "fabrik")
     names = {"rank 0": lambda: "descriptor", "rank 1": usual}

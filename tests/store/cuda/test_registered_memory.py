@@ -90,7 +90,7 @@ def works(users: Users, arenas: list[CudaArena]) -> None:
         ((0, 0), (GRANULE + 512, 16), "cuda_ipc"),
     ],
 )
-def test_memory_is_reached_where_it_lies(pieces, offsets, kind):
+def test_registered_memory_is_accessed_without_a_copy(pieces, offsets, kind):
     users = Users(pieces, offsets)
     for _ in range(2):
         arenas = users.register_all()
@@ -100,7 +100,7 @@ def test_memory_is_reached_where_it_lies(pieces, offsets, kind):
     users.verify()
 
 
-def test_what_reaches_over_several_allocations_is_mapped_side_by_side():
+def test_memory_over_several_allocations_is_mapped_contiguously():
     users = Users((2, 2), (GRANULE - 48, GRANULE - 48))
     arenas = users.register_all()
     for rank, driver in enumerate(users.job.drivers):
@@ -150,7 +150,7 @@ def _failing(pieces: tuple[int, int], rank: int, name: str, nth: int) -> None:
         users.verify()
 
 
-def test_ranks_whose_memory_differs_are_told():
+def test_ranks_with_different_memory_get_an_error():
     users = Users((1, 0))
     refused(in_threads(2, users.register), ResourceError, "rank 0 by descriptor", "rank 1 by legacy CUDA IPC")
     users.verify()

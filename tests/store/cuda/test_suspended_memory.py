@@ -59,7 +59,7 @@ SUSPEND, RESUME = _calls(suspend), _calls(resume)
 
 
 @pytest.mark.parametrize("rank, name, nth", some(SUSPEND, lambda number, call: call[0] == 1))
-def test_any_failing_call_of_suspend_is_told_and_mended_by_resume(job, arenas, rank, name, nth):
+def test_a_failing_call_of_suspend_is_reported_and_resume_recovers(job, arenas, rank, name, nth):
     job.drivers[rank].fail_at(name, nth)
     outcomes = suspend(job, arenas)
     refused([outcomes[rank]], ResourceError, name, "CUDA_ERROR_UNKNOWN")
@@ -78,7 +78,7 @@ def test_any_failing_call_of_resume_fails_all_ranks_and_can_be_repeated(job, are
     works(job, arenas)
 
 
-def test_memory_that_another_took_meanwhile_is_named_and_nothing_is_half_done(verified):
+def test_memory_that_another_process_took_meanwhile_is_named_and_resume_can_be_repeated(verified):
     job = verified(Job(FakeCuda(2, capacity=3 << 20), [[0, 1], [1, 0]]))
     arenas = job.open_all()
     suspend(job, arenas)
@@ -136,7 +136,7 @@ def test_without_waiting_for_kernels_cuda_complains(monkeypatch):
     assert any("while a kernel runs" in text for text in job.world.complaints)
 
 
-def test_without_emptying_what_was_refused_memory_comes_over_memory(monkeypatch):
+def test_without_unmapping_after_a_refusal_memory_is_mapped_over_memory(monkeypatch):
     job = two_gpus()
     arenas = job.open_all()
     job.drivers[0].fail_at("cuMemUnmap")
@@ -145,7 +145,7 @@ def test_without_emptying_what_was_refused_memory_comes_over_memory(monkeypatch)
     refused(resume(job, arenas), ResourceError, "cuMemMap", "CUDA_ERROR_INVALID_VALUE")
 
 
-def test_legacy_ipc_says_that_it_cannot(verified):
+def test_legacy_ipc_refuses_suspension(verified):
     job = verified(two_gpus(open_cuda_ipc))
     arenas = job.open_all()
     for arena in arenas:
@@ -182,7 +182,7 @@ def test_ranks_of_one_process_on_a_gpu(verified):
     job.close_all(arenas)
 
 
-def test_a_gpu_without_such_memory_serves_local_ranks_that_cannot_sleep(verified):
+def test_a_gpu_without_such_memory_serves_local_ranks_that_cannot_suspend(verified):
     job = verified(Job(FakeCuda(1), [[0]]))
     job.drivers[0].process.vmm.supported = False
     pages = [control.host_words for control in job.group.controls]

@@ -88,7 +88,7 @@ class Hostile:
 def attack(
     rank: int, world_size: int, tell: Any, paths: list[str], senders: list[Sender], count: int, seed: int
 ) -> tuple[Counter[str], Counter[str]]:
-    """In a separate process: make `count` hostile peers of all kinds in turn; return their kinds and expected counters."""
+    """Be `count` hostile peers of all kinds in turn, in a separate process; count their kinds and expected counters."""
     rng, kinds, expected = random.Random(seed), Counter[str](), Counter[str]()
     for number in range(count):
         kind = list(KINDS)[number % len(KINDS)]

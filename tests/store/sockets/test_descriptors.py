@@ -115,7 +115,7 @@ def test_every_rank_gets_what_every_other_one_sends(world_size, folder):
         del meeting
 
 
-def test_more_ranks_than_a_queue_has_places(folder):
+def test_more_ranks_than_the_backlog_of_a_socket(folder):
     """The kernel keeps about ten messages for a socket: one that has not come yet is no obstacle to the others."""
     late = threading.Event()
     with Meeting(24) as meeting:
@@ -214,7 +214,7 @@ def test_a_second_message_of_a_rank_is_refused(folder):
         assert taken == [1] and passing.refused == {"again": 1}
 
 
-def test_a_rank_that_gives_up_ends_the_wait_of_the_others(folder):
+def test_a_rank_that_aborts_ends_the_wait_of_the_others(folder):
     def look():
         raise ResourceError("there is no use in waiting")
 
@@ -225,7 +225,7 @@ def test_a_rank_that_gives_up_ends_the_wait_of_the_others(folder):
         assert time.monotonic() - began < 1.0 + ranks.BUSY
 
 
-def test_a_rank_that_does_not_come_is_named(folder):
+def test_a_missing_rank_is_named(folder):
     with Meeting(3) as meeting, nothing_left():
         outcomes = in_threads(2, lambda rank: meeting.join(rank, 0.5))
         for outcome in outcomes:
@@ -233,7 +233,7 @@ def test_a_rank_that_does_not_come_is_named(folder):
         del outcomes, outcome
 
 
-def test_a_socket_that_is_gone_or_whose_process_died(folder):
+def test_a_closed_socket_and_one_whose_process_died(folder):
     with Meeting(2) as meeting:
         assert not descriptors.died(meeting.names[1])
         meeting.sockets[1]._sockets[0].close()  # as the kernel does when the process is killed
@@ -313,14 +313,14 @@ def test_the_longest_path_works_and_the_next_does_not(tmp_path_factory, monkeypa
                 assert succeed(2, meeting.join) == [expected(2, 0), expected(2, 1)]
 
 
-def test_a_directory_with_the_sticky_bit_will_do(tmp_path_factory, monkeypatch):
+def test_a_directory_with_the_sticky_bit_is_accepted(tmp_path_factory, monkeypatch):
     shared = tmp_path_factory.mktemp("t")
     shared.chmod(0o1777)
     monkeypatch.setenv(descriptors.VARIABLE, str(shared))
     assert descriptors.base() == str(shared)
 
 
-def test_without_the_variable_it_is_a_directory_of_the_machine(monkeypatch):
+def test_without_the_variable_the_directory_is_dev_shm_or_tmp(monkeypatch):
     monkeypatch.delenv(descriptors.VARIABLE, raising=False)
     assert descriptors.base() == "/dev/shm"
     monkeypatch.setattr(descriptors, "_BASES", ("/nowhere", "/tmp"))
@@ -338,7 +338,7 @@ def bind_and_die(rank, world_size, tell, parent):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_killed_job_leaves_the_next_one_removes(folder):
+def test_a_job_removes_the_files_of_a_killed_one(folder):
     with ranks.start(1, bind_and_die, str(folder)) as group:
         name = group.message(0)
         assert group.results()[0].code == -signal.SIGKILL
