@@ -1,4 +1,4 @@
-"""A mutant: one small change to a kernel, made in a copy, run in place of what is shipped, and thrown away."""
+"""A mutant: one small change to a kernel, made in a temporary copy that runs instead of the shipped kernel."""
 
 import ast
 import importlib
@@ -55,16 +55,16 @@ class Edit:
 class Mutant:
     """A change that the explorer must notice.
 
-    bug         the real bug, or the rule of this protocol, that it stands for
+    bug         the real bug that it imitates, or the rule of this protocol that it breaks
     edits       the change; each `old` occurs exactly once in its file
     keys        the shipped kernels that show it, called in turn; empty for a kernel of `pad_kernels`
-    expect      kinds of finding; one of them at least must be in the first schedule that shows something
-    advice      words that the advice of one finding must hold
-    schedules   within how many schedules it must be found
+    expect      kinds of finding, at least one of which must be in the first schedule with a finding
+    advice      words that the advice of one finding must contain
+    schedules   the number of schedules within which it must be found
     body        the calls; None: those of `tricomm check`, `tricomm.explorer.shipped.body`
-    clean       what the unchanged kernel gives for the same calls, where that is meant to be an error
-    processes   why separate processes cannot show it, or have not been tried, where that is so
-    topology    how the ranks are linked, where it matters
+    clean       the error of the unchanged kernel for the same calls, if it has one
+    processes   why separate processes cannot show it, or have not been tried, if so
+    topology    how the ranks are linked, if it matters
     """
 
     name: str
@@ -92,7 +92,7 @@ class Mutant:
 
     @property
     def options(self) -> Options:
-        """What `tricomm check` would take, with this mutant's grid, tile and first epoch."""
+        """The options of `tricomm check`, with this mutant's grid, tile and first epoch."""
         return Options(
             arena_bytes=shipped.options(self.world_size).arena_bytes,
             max_blocks=self.max_blocks,

@@ -37,7 +37,7 @@ def meet(pads, rank, channel, WORLD_SIZE: tl.constexpr, SET: tl.constexpr, TAKE:
 
 @triton.jit
 def add_up(x_ptr, y_ptr, data, pads, rank, WORLD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """y = sum of all ranks' x (int64): stage, meet, read all, meet again before the stage is used anew."""
+    """y = sum of all ranks' x (int64): stage, meet, read all, meet again before the stage is reused."""
     channel = tl.program_id(0)
     at = channel * BLOCK + tl.arange(0, BLOCK)
     tl.store(tl.load(data + rank).to(tl.pointer_type(tl.int64)) + at, tl.load(x_ptr + at))
@@ -53,7 +53,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def streams(comm: Communicator, calls: int, count: int) -> Iterator[Pair]:
-    """`count` sums at a time, as `count` streams would have them: each a block with data and pads of its own."""
+    """`count` sums at a time, as on `count` streams: one block each, with separate data and pads."""
     data = comm.symmetric((count * BLOCK,), torch.int64)
     pads = comm.symmetric((count * comm.world_size,), torch.int32)
     for number in range(calls):
@@ -65,7 +65,7 @@ def streams(comm: Communicator, calls: int, count: int) -> Iterator[Pair]:
 
 
 def groups(comm: Communicator, calls: int) -> Iterator[Pair]:
-    """Rank 0 has sums with rank 1 and with rank 2 in turn: two groups, each with data and pads of its own."""
+    """Rank 0 has sums with rank 1 and with rank 2 in turn: two groups with separate data and pads."""
     memory, pads = [], None
     for members in ((0, 1), (0, 2)):
         data = comm.symmetric((BLOCK,), torch.int64)

@@ -88,7 +88,7 @@ def posts(theirs, value):
 
 @triton.jit
 def trusts_the_header(peers, out_ptr, rank):
-    """Waits for a relaxed flag, and takes it for granted that the LL words sent before it are there."""
+    """Waits for a relaxed flag, and assumes that the LL words sent before it have arrived."""
     at = tl.arange(0, 2)
     if rank == 0:
         put_ll(peers[1] + 2, at.to(tl.int64) + 41, 1, 2, 2, False)
@@ -160,7 +160,7 @@ def sum_from_own_rank(peers, out_ptr, rank, WORLD_SIZE: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def tickets(peers, out_ptr, WORLD_SIZE: tl.constexpr, TIMES: tl.constexpr):
-    """Who comes when: the order of the ranks' turns, for all to see."""
+    """Records the order in which the ranks take their turns."""
     for n in tl.static_range(TIMES):
         tl.store(out_ptr + n, tl.atomic_add(peers[0], 1, sem="relaxed", scope="sys"))
 

@@ -45,7 +45,7 @@ def passed(store, load, place=None, flag=("st.release.sys.b32", "ld.acquire.sys.
 @pytest.mark.parametrize("fence", FENCES)
 @BOTH_WAYS
 def test_a_flag_orders_two_addresses_only_through_an_alias_fence(fence, one, other):
-    """Anywhere between the two, in a thread that the order goes through."""
+    """The fence may be anywhere between the two accesses, in a thread on the path that orders them."""
     result = passed(one[0], other[1], FENCES[fence])
     assert bool(result) == (fence not in ("behind the store", "before the load"))
     assert all("put fence.proxy.alias between the two" in finding.advice for finding in result)
@@ -69,18 +69,18 @@ PUT, GET, WEAK_GET = "multimem.st.relaxed", "multimem.ld_reduce.relaxed", "multi
 @pytest.mark.parametrize(
     ("program", "found"),
     [
-        # A thread needs a fence for itself, too; and for a store after the load through the switch another one.
+        # A single thread needs a fence as well; and another one for a store after the load through the switch.
         (f"A st d; A fence.alias; A {GET} d", 0),
         (f"A st d; A fence.alias; A {GET} d; A st d", 1),
         (f"A st d; A {GET} d", 1),
         (f"A st d; A {GET} d; A st d", 2),
-        # A barrier hands on what its threads know through a fence, and no more.
+        # A barrier orders only accesses that one of its threads has ordered by a fence.
         (f"A st d; A1 st e; A bar; A2 {GET} d; A2 {GET} e", 2),
         (f"A st d; A1 st e; A fence.alias; A bar; A2 {GET} d; A2 {GET} e", 1),
         (f"A st d; A1 st e; A fence.alias; A bar; A2 {GET} d", 0),
         (f"A st d; A1 st e; A1 fence.alias; A bar; A2 {GET} e", 0),
         (f"A st d; A1 st e; A fence.alias; A1 fence.alias; A bar; A2 {GET} d; A2 {GET} e", 0),
-        # The fence of another thread serves if the order goes through it: so a block's threads need none themselves.
+        # The fence of another thread is enough if the order passes through that thread, so not every thread needs one.
         (f"A2 st d; A bar; A fence.alias; A bar; A {GET} d; A1 {GET} d; A2 {GET} d", 0),
         (f"A2 st d; A bar; A bar; A {GET} d; A1 {GET} d; A2 {GET} d", 3),
         # The end of a launch is an alias fence, and a relaxed store hands on what earlier launches did.
@@ -116,7 +116,7 @@ def _all(count):
 @BOTH_WAYS
 @pytest.mark.parametrize("readers", [1, 14])
 def test_a_read_is_not_forgotten_for_a_later_one_of_the_same_thread_by_the_other_address(one, other, readers):
-    """Both weak. What is stored then is ordered behind both, but by no fence behind the first."""
+    """Both reads are weak. The store is ordered after both, but after the first one not by a fence."""
     first, second, store = (name.replace("relaxed.sys", "weak") for name in (one[1], other[1], other[0]))
     read = f"{_all(readers)} {first} d; {_all(readers)} {second} d; A bar"
     assert kinds(read, threads=readers + 1) == []
@@ -125,7 +125,7 @@ def test_a_read_is_not_forgotten_for_a_later_one_of_the_same_thread_by_the_other
 
 @pytest.mark.parametrize("readers", [1, 12])
 def test_a_read_is_not_forgotten_for_a_later_one_by_the_other_address(readers):
-    """The plain reads lie before those through the switch, but no fence is between; then a store through the switch."""
+    """Plain reads, then reads through the switch without a fence between them, then a store through the switch."""
     read = f"{_all(readers)} ld d; A bar; A {GET} d; A bar"
     assert kinds(read, threads=readers) == []
     assert kinds(f"{read}; A {PUT} d", threads=readers) == ["race"]

@@ -1,4 +1,4 @@
-"""What `tricomm.check` finds in small kernels, and what it must not find."""
+"""`tricomm.check` of small kernels: mistakes that it must report, and right kernels that it must pass."""
 
 import os
 import re

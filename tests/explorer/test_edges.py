@@ -68,7 +68,7 @@ def test_blocks_beyond_64_are_not_taken_for_another_ranks():
 
 @triton.jit
 def look_a_few_times(memory, rank, out, LOOKS: tl.constexpr):
-    """Rank 1 gives up where it has not found what rank 0 puts there."""
+    """Rank 1 reads rank 0's flag a fixed number of times and may never see it."""
     if rank == 0:
         tl.atomic_xchg(memory[1], 1, sem="release", scope="sys")
     else:

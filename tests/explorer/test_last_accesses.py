@@ -1,4 +1,4 @@
-"""What the detector keeps of the accesses to a word is enough: no later access hides a race with an earlier one."""
+"""The accesses that the detector keeps for a word are enough: no later access hides a race with an earlier one."""
 
 from dataclasses import dataclass, field
 from random import Random
@@ -22,7 +22,7 @@ FITTING_READS = ("look.relaxed.sys.8", "load.relaxed.sys.8", "look.acquire.sys.8
 
 @dataclass
 class Word:
-    """A word of 8 bytes, and a flag beside it, under the detector."""
+    """A word of 8 bytes and a flag next to it, watched by the detector."""
 
     detector: Detector = field(default_factory=lambda: Detector(3))
     memory: np.ndarray = field(default_factory=lambda: np.zeros(2, np.int64))
@@ -44,7 +44,7 @@ class Word:
         self.detector.access(task, access, [Place(self.region, np.array([at]))], NOWHERE, changed)
 
     def hand_over(self, one: Task, other: Task, at: int = 8) -> None:
-        """What `one` has done happens before all that `other` does next."""
+        """Order all earlier accesses of `one` before all later ones of `other`."""
         self.detector.barrier(one)
         self.does(one, "store.release.sys.8", at)
         self.does(other, "look.acquire.sys.8", at)
@@ -52,14 +52,14 @@ class Word:
 
     @property
     def races(self) -> list[tuple[int, ...]]:
-        """The ranks of each, that of the earlier access first."""
+        """The ranks of each race, first the rank of the earlier access."""
         assert {f.kind for f in self.detector.findings} <= {"race", "scope"}
         return [finding.ranks for finding in self.detector.findings]
 
 
 def races(program: str, ranks: str = "012") -> list[tuple[int, ...]]:
-    """Those of steps such as "A store", "B look.acquire.sys.8 @8" (at byte 8), "A bar" and "A hand B" (what A has done
-    is before all that B does next). The blocks are of `ranks`."""
+    """The races of steps such as "A store", "B look.acquire.sys.8 @8" (at byte 8), "A bar" and "A hand B" (A's accesses
+    happen before B's next ones). Block n is of rank `ranks[n]`."""
     word = Word()
     tasks = {chr(ord("A") + n): word.task(int(rank), n) for n, rank in enumerate(ranks)}
     for step in program.split(";"):

@@ -35,7 +35,7 @@ def kinds(report: Report) -> set[str]:
 
 
 def calls(mutant: Mutant) -> Mutant:
-    """What the mutant runs, without what is changed: the same for all that make the same calls."""
+    """The mutant's calls without its change: equal for all mutants that make the same calls."""
     return replace(mutant, name="", title="", bug="", edits=(), expect=frozenset(), advice="", schedules=0)
 
 

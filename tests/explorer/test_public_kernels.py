@@ -30,7 +30,7 @@ def _name(value):
     return getattr(value, "name", value).replace(" ", "-")
 
 
-# Compiled, a missing block barrier next to a scalar atomic is mended by Triton 3.9.
+# Triton 3.9 compiles in the block barrier that is missing next to a scalar atomic.
 @pytest.mark.parametrize(
     ("family", "mistake"), some([pair for pair in MISTAKES if "no barrier" not in pair[1].name], 12, most), ids=_name
 )

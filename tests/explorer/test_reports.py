@@ -335,7 +335,7 @@ _REPEATED = [registry.find("send", "one_shot", "ll"), registry.find("all_reduce"
 @pytest.mark.parametrize("kernel", some(_REPEATED, 2), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("keep", [0.0, 0.8])
 def test_the_choices_of_an_execution_repeat_it(kernel, keep):
-    """Of blocks that go to sleep between two steps, too: then a strategy is asked twice at one step."""
+    """Also if a block is parked between two steps, which asks the strategy twice at one step."""
     options = shipped.options(3, kernel=kernel)
     body = shipped.body(kernel, shipped.sizes(kernel, 3, options))
     subject = campaign.prepared(body, 3, options, None, 100_000, None)

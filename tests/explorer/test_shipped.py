@@ -107,8 +107,8 @@ def test_priorities(kernel):
 def test_every_schedule_with_one_preemption(kernel):
     """Two ranks, one block, two calls. `make soak` has two preemptions, and the other kernels.
 
-    Not those of a hybrid cube mesh, here or there: every time that a rank waits, any of seven others may be next, and
-    that alone, without a preemption, is more schedules than can be run.
+    Neither has kernels of a hybrid cube mesh: whenever one of its ranks waits, any of seven others may run next, which
+    is more schedules than can be run even without a preemption.
     """
     report = clean(kernel, 2, schedules=None, strategy="exhaustive", preemptions=1, sizes=(3, 3), blocks=1)
     assert 20 < report.ran < 1000
@@ -158,7 +158,7 @@ def chunk(kernel: Kernel, world_size: int, memory: layout.Layout) -> int:
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("world_size", some([3, registry.CUBE_RANKS], 2))
 def test_kernels_in_turn(world_size, seed):
-    """Whatever comes after whatever: the rule that keeps a peer from running ahead is the same for all kernels."""
+    """Kernels in any order: all have the same rule that keeps a peer from running ahead."""
     kernels = [k for k in registry.KERNELS if world_size == registry.CUBE_RANKS or not k.needs_cube]
     if world_size == registry.CUBE_RANKS:  # a cube's between those that let every rank talk with every other one
         kernels = [*CUBE, *CUBE, *(k for k in kernels if k.algorithm == "one_shot" and k.collective in _SHORT)]

@@ -1,4 +1,4 @@
-"""Who goes next: the strategies by themselves, on tasks that are only names."""
+"""The strategies that choose the next task, tested on tasks that do nothing."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +26,7 @@ class Fake:
 
 
 def run(strategy, lengths) -> list[int]:
-    """The order in which tasks of so many steps take them."""
+    """The order in which tasks of the given `lengths` take their steps."""
     tasks = [Fake(rank, n) for rank, n in enumerate(lengths)]
     current, order = None, []
     while ready := [t for t in tasks if t.steps]:
@@ -125,7 +125,7 @@ class Script(Fake):
 
 
 def behaviours(scripts, bound, saw=BoundedSearch.saw, looks=True):
-    """What the tasks can come to see, deadlocks included, and how many executions it took to find out."""
+    """The values that the tasks may read, deadlocks included, and the number of executions that showed them."""
     search, result, count = BoundedSearch(bound), set(), 0
     while search.begin():
         tasks = [Script(rank, ops) for rank, ops in enumerate(scripts)]

@@ -1,4 +1,4 @@
-"""All ranks in one process: results, seeds, faults and errors as with processes, and nothing left behind."""
+"""All ranks in one process: results, seeds, faults and errors as with processes, and no resources left."""
 
 import gc
 import queue

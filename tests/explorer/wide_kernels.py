@@ -72,7 +72,7 @@ def sums(
     first: int = 1,
     **options: int,
 ) -> list[torch.Tensor]:
-    """`gather_sum` of int64 [size] for each size in turn from epoch `first`, compared with what it should be."""
+    """`gather_sum` of int64 [size] for each size in turn from epoch `first`, compared with the expected sum."""
     tiles = max(-(-size // (3 * tile)) for size in sizes)
     boxes = comm.symmetric((2 * comm.world_size * tiles * 4 * tile,), torch.int64)
     boxes.local.zero_()

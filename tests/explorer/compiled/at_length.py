@@ -1,18 +1,18 @@
-"""Every shipped kernel, compiled, under 200 schedules: the cases, and a record of what has passed already.
+"""Every shipped kernel, compiled, under 200 schedules: the cases, and a record of those that have passed.
 
-What takes time is an access: about 0.7 ms, whatever it moves. So the calls are the smallest ones that take every path:
+An access takes about 0.7 ms, however many bytes it moves. So the calls are the smallest ones that take every path:
 
 * Chunks. The first call has one word more than fills the kernel's buffers, so its loop over chunks goes round twice,
-  and the buffers of both parities are used. The third call uses those of the first chunk again.
+  and the buffers of both parities are used. The third call uses the first chunk's buffers again.
 * Tiles. A full chunk has about four, of two blocks: their loops go round twice. The second chunk is part of one tile,
   so one block has a partial tile, and the other one none; so is the call of one word.
 * Ranks and warps. Most schedules have two ranks and one warp a block; the others three ranks and two warps. Races are
-  found by thread, so those of a warp's lanes show what a barrier too few does to several warps. Under three ranks
+  found by thread, so a missing barrier between warps shows as a race between lanes of one warp. Under three ranks
   loops over peers go round twice, and two peers store to one rank.
 * Accesses. Where a thread has several words of a tile they are moved 16 bytes at a time, as in a GPU's own tiles.
 
 A kernel of a cube mesh has eight ranks, and rows of a model one tile or two: their calls are shorter than a chunk. A
-kernel over symmetric memory has no chunks: two calls use one handle. Messages go on until slots are used again.
+kernel over symmetric memory has no chunks: two calls use one handle. Messages are sent until slots are reused.
 """
 
 import hashlib

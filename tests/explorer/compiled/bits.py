@@ -115,7 +115,7 @@ def _call(comm: Any, case: Case, x: torch.Tensor, forced: dict[str, str]) -> tor
         handle = comm.symmetric((len(x),), case.dtype)
         handle.local.copy_(x)
         comm.barrier()
-        # The result goes to the handle again, which two shots are for, or to a tensor.
+        # In place the result is written to the handle, as two_shot does; otherwise to a tensor.
         count = len(x) // kernel.kind.rows_in(size)
         out = None if kernel.in_place else torch.empty(kernel.kind.rows_out(size) * count, dtype=x.dtype)
         collective(handle, **forced, **({"op": case.op} if case.op else {}), out=out)
@@ -156,7 +156,7 @@ def through_interpreter(case: Case) -> list[list[torch.Tensor]]:
 
 
 def difference(case: Case, machine: list[list[torch.Tensor]], interpreter: list[list[torch.Tensor]]) -> str:
-    """What differs, "" for nothing. A NaN equals a NaN where something is computed: PTX keeps no payload."""
+    """A text on the first difference, or "". If values are computed, any two NaNs are equal: PTX keeps no payload."""
     for rank, (ours, theirs) in enumerate(zip(machine, interpreter, strict=True)):
         for call, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if a.shape != b.shape or a.dtype != b.dtype:

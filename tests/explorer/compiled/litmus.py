@@ -1,4 +1,4 @@
-"""Threads made by hand: accesses in an order that a test chooses, shown to the detector."""
+"""Litmus tests: a test chooses threads' accesses and their order, and the detector examines them."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ _GROUPS = [group for group in FORBIDDEN if group.function != "wait_sequence"]
     "group", some(_GROUPS, lambda number, group: group.holds == "v2.b64"), ids=lambda group: group.name
 )
 def test_small_calls_show_what_the_memory_model_forbids(group, unshrunk):
-    """The last mutation of each group: those of the own mailbox, which are harmless, come first."""
+    """The last mutation of each group: the first ones change a rank's accesses to its own mailbox and are harmless."""
     kernel = registry.find(*group.key)
     case, name = at_length.cases(kernel)[0], kernel.function.__name__
     text = ptx_mutants.launched(lambda: case.check("sm_90", 1, "random"))[name][0]

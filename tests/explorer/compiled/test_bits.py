@@ -31,7 +31,7 @@ def test_a_kernel_gives_the_interpreters_bits(case):
 
 
 def test_two_floats_that_all_threads_share_are_packed_as_any_others():
-    """The sum of tiles that the compiler knows to be alike: `cvt.rn.bf16x2.f32` has two sources."""
+    """A sum of tiles that the compiler knows to be equal, so `cvt.rn.bf16x2.f32` has two uniform sources."""
     case = next(c for c in bits.cases() if c.name == "all_reduce_one_shot_ll-bfloat16-sum")
     assert bits.difference(case, bits.through_machine(case, "sm_90"), bits.through_interpreter(case)) == ""
 

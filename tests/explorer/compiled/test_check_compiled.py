@@ -20,7 +20,7 @@ from tricomm.kernels import primitives, wide_words
 _KERNELS = {k.name: k for k in shipped.kernels(None, None, None) if compiles(k)}
 
 
-# `test_bits` executes those of a cube mesh.
+# `test_bits` executes the kernels of a cube mesh.
 @pytest.mark.parametrize(
     "name", some(_KERNELS, lambda number, name: number % 12 == 0 and not _KERNELS[name].needs_cube)
 )
@@ -37,7 +37,7 @@ def test_a_shipped_kernel_is_passed(name):
 
 
 def test_calls_on_a_handle_are_passed():
-    """All kernels that read it in place. The host's next write comes behind the call in the stream."""
+    """Every kernel that reads a handle in place. The stream orders the host's next write after the call."""
 
     def body(comm):
         made, w = [], comm.symmetric((80,), torch.int64)

@@ -136,7 +136,7 @@ def test_a_replay_beside_an_eager_call_is_noticed():
             comm.all_reduce(y)
         with torch.cuda.stream(side):
             graph.replay()
-        comm.all_reduce(x)  # nothing orders it behind the replay
+        comm.all_reduce(x)  # nothing orders it after the replay
         comm.synchronize()
 
     noticed = set()

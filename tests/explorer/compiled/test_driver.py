@@ -166,8 +166,8 @@ def test_a_refused_launch_is_named():
 
 
 def test_what_is_kept_of_kernels_is_one_for_all_ranks_and_bounded(monkeypatch):
-    """What was compiled stays, once an architecture and without what is not read; what the machine makes of it is
-    bounded; and the same check again leaves nothing more."""
+    """Compiled kernels are kept, once an architecture and without the parts that are not read. The machine's code for
+    them is bounded, and the same check again keeps nothing more."""
     monkeypatch.setattr(cuda_launcher, "_compiled", {})
     monkeypatch.setattr(cuda_launcher, "_loaded", {})
     monkeypatch.setattr(module_table, "_contexts", {})

@@ -1,4 +1,4 @@
-"""What streams and events order, and what they do not, is what the examination of compiled kernels sees."""
+"""The examination of compiled kernels knows which operations streams and events order."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ COUNT = 64
 
 
 def kernel_and_operation(comm, order):
-    """A kernel on the default stream writes what a torch operation on another one reads."""
+    """A kernel on the default stream writes memory that a torch operation on another stream reads."""
     handle, side = comm.symmetric((COUNT,), torch.int32), torch.cuda.Stream()
     comm.launch(filled, 1, handle.local, 48, N=COUNT, num_warps=1)
     order(side)
@@ -19,7 +19,7 @@ def kernel_and_operation(comm, order):
 
 
 def operation_and_kernel(comm, order):
-    """The other way round, by a replay of what was captured."""
+    """A replayed torch operation on another stream writes memory that a kernel on the default one writes as well."""
     handle, side, graph = comm.symmetric((COUNT,), torch.int32), torch.cuda.Stream(), torch.cuda.CUDAGraph()
     handle.local.zero_()
     with torch.cuda.graph(graph):

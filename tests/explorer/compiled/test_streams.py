@@ -36,7 +36,7 @@ def queued(device, *given):
 
 @contextmanager
 def capture(device, stream):
-    """What is put into a queue here is captured; gives a list that then has the graph."""
+    """Capture the launches in this block; yields a list to which the graph is appended."""
     graphs = []
     with stream:
         device.driver.cuStreamBeginCapture(stream.cuda_stream)

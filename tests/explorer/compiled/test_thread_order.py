@@ -46,7 +46,7 @@ def test_a_fence_and_a_relaxed_store_are_a_release(sem):
     assert passed("st.relaxed", "ld.relaxed", before, after) == []
     assert passed("st.volatile", "ld.volatile", before, after) == []
     assert passed("st.relaxed", "ld.relaxed", before) == passed("st.relaxed", "ld.relaxed", "", after) == ["race"]
-    # Two `fence.sc` order by themselves; the flag is a race all the same.
+    # Two `fence.sc` order the data without the flag, but the flag itself is still a race.
     assert passed("st", "ld.relaxed", before, after) == ["race"] * (1 if sem == "sc" else 2)
 
 
@@ -111,7 +111,7 @@ def test_a_barrier_orders_those_that_take_part(how):
 
 @pytest.mark.parametrize(("before", "after"), [("A bar;", "B bar;"), ("", "B bar;"), ("A bar;", "")])
 def test_a_barrier_orders_a_block_behind_the_release_of_one_thread(before, after):
-    """Each of two threads has a word of its own."""
+    """Two threads write one word each."""
     program = f"A st d; A1 st e; {before} A st.release f; B ld.acquire f; {after} B ld d; B1 ld e"
     assert kinds(program) == ([] if before and after else ["race"])
 

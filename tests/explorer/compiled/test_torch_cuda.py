@@ -92,7 +92,7 @@ def test_events_and_streams_of_torch_cuda_are_the_simulated_ones(device):
 
 
 def test_two_ranks_wait_in_the_middle_of_an_operation_and_torch_is_as_it_was():
-    """Each rank's wait lets the other rank's host code run, which begins an operation of its own."""
+    """While a rank waits in an operation, the other rank's host code runs and begins another operation."""
     main, order = getcurrent(), []
     devices, hosts = {}, {}
     for rank in (0, 1):
@@ -149,7 +149,7 @@ def test_executions_in_two_threads_have_each_their_own_gpu_and_leave_torch_as_it
         thread.start()
         assert inside.wait(30)
         assert torch.cuda.current_stream() == first.stream()
-    # The other execution goes on: torch's own functions come back behind it, and not before.
+    # The other execution is still running: torch's functions are restored when it ends, and not before.
     assert torch.cuda.current_stream is not before["current_stream"]
     leave.set()
     thread.join(30)

@@ -52,7 +52,7 @@ def _frame(data_ptr, out_ptr):
 def outcomes(
     one: str, other: str, schedules: int = 60, faults: tuple[str, ...] = ("delay",), final: bool = False
 ) -> set[tuple[int, ...]]:
-    """What the second block has read, over all schedules, and the `final` value; races are no matter here."""
+    """The values that the second block reads over all schedules, or the `final` values of memory; races are ignored."""
     seen = set()
 
     def fn(comm):

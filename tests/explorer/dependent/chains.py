@@ -89,7 +89,7 @@ def signal_first(text):
 
 
 def accesses(text):
-    """The accesses to global memory after the wait, as far as no branch comes between."""
+    """The accesses to global memory between the wait and the next branch."""
     wait = _WAIT.search(text)
     assert wait is not None
     straight = text[wait.end() :]
@@ -108,8 +108,8 @@ def waiting_after(number):
 
 
 def kinds(kernel, change, schedules=4):
-    """The kinds of findings if launches of `kernel` execute their PTX after `change`; of what happens without a wait,
-    not of its absence."""
+    """The kinds of findings in launches of `kernel` with its PTX after `change`; without "no_wait", which reports the
+    missing wait itself."""
     with changed(f"{kernel.name} {change.__qualname__} {id(change)}", change, kernel.function.__name__):
         return {finding.kind for finding in explored(kernel, schedules).findings} - {"no_wait"}
 

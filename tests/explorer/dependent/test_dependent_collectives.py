@@ -1,4 +1,4 @@
-"""Shipped kernels as dependent launches: in order with their wait, and reported if an access comes before it."""
+"""Shipped kernels as dependent launches: no finding with their wait, and one if an access is before it."""
 
 import pytest
 

@@ -1,1 +1,1 @@
-"""The mutants of `devtools/notes/mutants.md`, by what they change."""
+"""The mutants of `devtools/notes/mutants.md`, by the part that they change."""

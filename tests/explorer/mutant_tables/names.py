@@ -1,4 +1,4 @@
-"""What several tables of mutants name: kernels, files and findings.
+"""Names that several tables of mutants use: kernels, files and findings.
 
 A kernel's letters are its collective (none: all_reduce, AG: all_gather, B: broadcast, G: gather, R: reduce, C: scatter,
 A: all_to_all, V: all_to_all_v, D: reduce_scatter), then L for one_shot under `ll`, S for one_shot under `simple`, T for

@@ -17,7 +17,7 @@ _FENCE = re.compile(r"\b(?:fence|membar)[\w.:]*\s*;")
 _ATOM = re.compile(
     r"(?P<guard>@!?[%\w]+\s+)?atom\.global\S*\.add\.u64\s+(?P<old>[%\w]+),\s*(?P<at>\[[^\]]*\]),\s*(?P<by>[%\w]+);"
 )
-# What a change may show as: one of these kinds at least.
+# A change must be reported by at least one of these kinds.
 RACE = frozenset({"race"})
 SCOPE = frozenset({"scope", "race"})
 TORN = frozenset({"race", "wrong_result", "rank_mismatch"})
@@ -138,7 +138,7 @@ def _atomics(code: str, line: int) -> Iterator[Mutation]:
 
 
 def _sequences(text: str) -> Iterator[Mutation]:
-    """A release before the barrier that gathers the data, an acquire behind the one that lets the data be read."""
+    """Move a release before the barrier that completes the data, or an acquire after the one that guards the reads."""
     rows = text.splitlines()
     barriers = [number for number, row in enumerate(rows) if _BARRIER.search(row.split("//")[0])]
     for number, row in enumerate(rows):
@@ -151,7 +151,7 @@ def _sequences(text: str) -> Iterator[Mutation]:
 
 
 def _moved(access: int, barrier: int, name: str) -> Mutation:
-    """The barrier of one row goes to the other side of the access of another."""
+    """Move the barrier of row `barrier` across the access of row `access`."""
 
     def apply(text: str) -> str:
         rows = text.splitlines()

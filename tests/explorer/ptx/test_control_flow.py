@@ -60,7 +60,7 @@ def test_dominators_and_meeting_points(seed):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_liveness(seed):
-    """A register is live if some way from here comes to a read of it before it is written for certain."""
+    """A register is live if on some path it is read before an unconditional write."""
     kernel = random_kernel(seed)
     flow = Flow(kernel)
     live, code = Liveness(flow), kernel.instructions

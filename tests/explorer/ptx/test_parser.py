@@ -1,4 +1,4 @@
-"""What PTX text becomes, the Python lines behind it, and text that was cut or is wrong."""
+"""The parsed form of PTX text, the Python lines of its instructions, and truncated or wrong text."""
 
 import pytest
 import triton

@@ -1,6 +1,6 @@
 """Communication kernels of kinds that public Triton code has, each right, and wrong in ways that happen.
 
-Nothing of what they are modelled on is copied; each file says where its protocol is known from. They were written
+No code is copied from the kernels that they are modelled on; each file says where its protocol is from. They were written
 without sight of the detector. The constexpr BUG chooses a mistake; "" is the right version. `# @ mark` at the
 end of a line names one that a finding may have to name. Each file has a function that makes `fn(comm)` for
 `tricomm.check`: calls one after another over the same memory, whose results `fn` checks.
@@ -35,7 +35,7 @@ _MARKS = {
 
 
 def body(family: str, bug: str = "") -> Callable[[Communicator], Any]:
-    """`fn(comm)` of a family, with a name of its own."""
+    """`fn(comm)` of a family, named after the family and the mistake."""
     fn = FAMILIES[family].make(bug)
     fn.__qualname__ = f"{family} {bug}".strip()
     return fn

@@ -1,7 +1,7 @@
 """A queue from rank 0 to rank 1 with credits.
 
-As message passing examples and MSCCL++'s and NCCL's FIFOs have it: the producer may be DEPTH messages ahead of what
-the consumer has given back.
+Modelled on message passing examples and on the FIFOs of MSCCL++ and NCCL: the producer may be DEPTH messages ahead of
+the slots that the consumer has freed.
 """
 
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def queue(
                 tl.atomic_xchg(heads[1], i + 1, sem="relaxed", scope="sys")
             elif BUG != "head before the data":
                 tl.atomic_xchg(heads[1], i + 1, sem="release", scope="sys")  # @ head
-        while tl.atomic_add(tails[0], 0, sem="acquire", scope="sys") < messages:  # @ all given back
+        while tl.atomic_add(tails[0], 0, sem="acquire", scope="sys") < messages:  # @ all freed
             pass
     if rank == 1:
         for i in range(messages):

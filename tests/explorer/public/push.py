@@ -1,7 +1,7 @@
 """Push all-gather with a flag that is the number of the call.
 
-As Triton-distributed's low-latency kernels have it: two rooms used in turn, and nobody ever resets anything. Whoever
-sends in call e + 2 has seen everybody in call e + 1.
+Modelled on Triton-distributed's low-latency kernels: two rooms are used in turn and never reset. A rank that sends in
+call e + 2 has received from all ranks in call e + 1.
 """
 
 from collections.abc import Callable

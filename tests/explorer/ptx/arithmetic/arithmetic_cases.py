@@ -66,7 +66,7 @@ def _signed_alike(kinds, either):
 def run(made, rows):
     """The bits of all destinations for each row of source bits (literals left out): a list of tuples.
 
-    It is done for arrays, for numpy scalars, for a scalar beside arrays, and in signed types where the rule says so.
+    Computed for arrays, for numpy scalars, for a scalar with arrays, and in signed types if the rule has them.
     """
     result = rule(made)
     assert len(result.inputs) == len(sources(made)) and len(result.outputs) == len(destinations(made))
@@ -75,7 +75,7 @@ def run(made, rows):
         assert _run(made, result, rows[i : i + 1], "scalars") == whole[i : i + 1], f"{made.text}: as scalars {rows[i]}"
     if len(rows[0]) > 1:
         same = [(rows[0][0], *row[1:]) for row in rows[:16]]
-        assert _run(made, result, same, "mixed") == _run(made, result, same), f"{made.text}: a scalar beside arrays"
+        assert _run(made, result, same, "mixed") == _run(made, result, same), f"{made.text}: a scalar with arrays"
     if result.either:
         kinds = (_signed_alike(result.inputs, result.either), _signed_alike(result.outputs, result.either))
         signed_rule = Rule(*kinds, result.template, result.constants)

@@ -91,7 +91,7 @@ def converted(a, to, of, mode="rn", saturate=False, relu=False):
 
 
 def near_ties(to, of):
-    """Numbers of `of` on, and just beside, what `to` can hold and its ties."""
+    """Numbers of type `of` at, and next to, the values of type `to` and the ties between them."""
     source, result = KINDS[of], []
     for (bits,) in float_rows(KINDS[to], 1, 60):
         for other in (bits, bits ^ 1):

@@ -102,7 +102,7 @@ def test_fma_that_two_roundings_get_wrong():
     for tiny in (1, 0x80000001, 0x00800000, 0x80800000):
         given = [(tie, one, one), (tie, one, one | 1)]
         check("fma.rn.f32 d, a, b, c", given, lambda a, b, c: model.fused(a, b, c, F32), **words("f32"))
-        # (1 + 2^-12) (1 + 2^-12) = 1 + 2^-11 + 2^-24: beside a tiny addend.
+        # (1 + 2^-12) (1 + 2^-12) = 1 + 2^-11 + 2^-24, and a tiny addend.
         given = [(0x3F800800, 0x3F800800, tiny), (0x3F800800, 0x3F800800, tiny ^ 1 << 31)]
         check("fma.rn.f32 d, a, b, c", given, lambda a, b, c: model.fused(a, b, c, F32), **words("f32"))
 
@@ -233,7 +233,7 @@ def test_approximate_quotients():
 
 
 def test_every_kind_of_double_in_a_fused_sum():
-    """Products and addends whose error terms would underflow or overflow are summed exactly, too."""
+    """Sums are exact also if the error terms of product and addend would underflow or overflow."""
     import random
 
     chance = random.Random(11)

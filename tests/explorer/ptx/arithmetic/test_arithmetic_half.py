@@ -1,4 +1,4 @@
-"""What halves have beside the operations of all floats: clamping, approximations, and their own ties."""
+"""Operations that only halves have, clamping and approximations, and ties of halves."""
 
 import math
 import random
@@ -39,13 +39,13 @@ def test_clamping(kind):
 
 
 def test_halves_that_two_roundings_get_wrong():
-    """The exact sum lies beside a tie of halves by less than a float, or a double, can hold."""
+    """The exact sum is so close to a tie of halves that a float, or a double, cannot represent the difference."""
     for kind in HALVES:
         form = KINDS[kind]
         one, chance = form.bias << form.digits, random.Random(3)
         given = []
         for _ in range(300):
-            # (1 + k 2^-d) (2^-d-1 + ...) beside 1: ties, and tiny addends.
+            # (1 + k 2^-d) (2^-d-1 + ...) added to 1: ties, and tiny addends.
             a = one + chance.getrandbits(form.digits)
             b = (form.bias - form.digits - 1 << form.digits) + chance.choice((0, 0, 1, chance.getrandbits(form.digits)))
             given.append((a, b, chance.choice((one, one + 1, 1, 0x8001, a))))

@@ -150,7 +150,7 @@ def test_an_instruction_gives_the_same_wherever_its_operands_come_from(unit, cou
 
 @pytest.mark.parametrize("unit", ("warp", "block"))
 def test_so_does_an_instruction_of_floats(unit):
-    """By itself the rule cannot show a constant of as many lanes beside halves, which are twice as many."""
+    """A separate test, because the rule alone cannot combine a constant with halves, which have two values a lane."""
     chance = random.Random(5)
     for form, origins in itertools.product(float_forms(), (("same",), ("loaded",), ("same", "steps", "loaded"))):
         text, result, expected = Trial(chance, form, origins).results(unit)

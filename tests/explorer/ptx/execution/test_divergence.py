@@ -65,7 +65,7 @@ def test_a_barrier_that_only_some_lanes_come_to(unit, watched):
 
 @UNITS
 def test_lanes_that_poll_do_not_starve_those_that_write(unit, watched):
-    """Lanes 1 to 31 wait for what lane 0 writes behind the branch."""
+    """Lanes 1 to 31 wait for a store of lane 0 after the branch."""
     flag, out = np.zeros(1, "u4"), np.zeros(32, "u4")
     code = kernel(
         f"""{TID} mov.u32 %r9, 3; setp.eq.u32 %p0, %r0, 0; @%p0 bra behind;
@@ -92,7 +92,7 @@ def test_a_unit_that_polls_does_not_starve_others(mode):
 
 @UNITS
 def test_lanes_meet_for_a_shuffle(unit, watched):
-    """Both halves come to the same shuffle, one later; its member mask is in a register."""
+    """Both halves of the warp reach the same shuffle, one of them later; its member mask is in a register."""
     body = f"""{TID} mov.u32 %r5, -1; setp.lt.u32 %p0, %r0, 5; mov.u32 %r1, %r0; @%p0 bra low;
         add.u32 %r1, %r1, 100;
         low: shfl.sync.idx.b32 %r9, %r1, 31, 31, %r5; shfl.sync.bfly.b32 %r9, %r1, 16, 31, 0xffffffff; {OUT}"""
@@ -109,7 +109,7 @@ def test_a_shuffle_within_a_branch():
 
 @UNITS
 def test_values_that_lanes_get_on_different_ways(unit, watched):
-    """What is one number for all lanes on each way differs behind them, also when all run together again."""
+    """A register that is uniform on each path differs between lanes after them, also once the lanes have reconverged."""
     body = f"""{TID} setp.lt.u32 %p0, %r0, 3; @%p0 bra low; mov.u32 %r1, 1; bra join;
         low: mov.u32 %r1, 2;
         join: mov.u32 %r2, 0; mov.u32 %r9, 0;

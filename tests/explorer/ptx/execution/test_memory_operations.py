@@ -38,7 +38,7 @@ def test_loads_and_stores_of_every_width(kind, register, mode, unit, watched):
 
 
 def _between(mode, space):
-    """Orders stand before the space, cache operators behind it."""
+    """A memory order is written before the space, a cache operator after it."""
     return f"{mode}.{space}" if mode in (".volatile", ".relaxed.sys", ".weak") else f".{space}{mode}"
 
 
@@ -215,7 +215,7 @@ def test_copies_happen_when_they_are_waited_for(unit, watched):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_matrices(count, transposed, unit, watched):
-    """Rows lie in reversed order; what is loaded is stored again elsewhere."""
+    """Rows are in reversed order; the loaded matrices are stored at another place."""
     source, loaded, back = octets(128 * count), np.zeros(32 * count, "u4"), np.zeros(32 * count, "u4")
     names = ", ".join(f"%r{20 + n}" for n in range(count))
     copy = "".join(

@@ -22,7 +22,7 @@ def signed(value, width):
 
 
 class Program:
-    """Text, and the model of what each register holds by thread."""
+    """The text of a random program, and the expected values of each register by thread."""
 
     def __init__(self, seed, threads, blocks):
         self.random = random.Random(seed)
@@ -126,7 +126,7 @@ class Program:
             self.keep(registers, name, f"not.b{width} {name}, {a};", [~p & mask for p in x])
 
     def keep(self, registers, name, text, values):
-        """With a guard now and then: threads without it keep what was there."""
+        """Add an instruction, sometimes with a guard: threads whose guard is false keep the old value."""
         if self.predicates and self.random.random() < 0.15:
             p, negated = self.random.choice(list(self.predicates)), self.random.random() < 0.5
             old = registers.get(name)
