@@ -57,7 +57,7 @@ def test_one_address_needs_no_alias_fence(one):
 
 
 @pytest.mark.parametrize("place", [None, ("other", "behind")])
-def test_an_alias_fence_orders_nothing_by_itself(place):
+def test_an_alias_fence_alone_orders_nothing(place):
     result = passed(PLAIN[0], SWITCH[1], place, ("st.relaxed.sys.b32", "ld.acquire.sys.b32"))
     assert [finding.kind for finding in result] == ["race"]
     assert "make it sem='release'" in result[0].advice
@@ -96,11 +96,11 @@ PUT, GET, WEAK_GET = "multimem.st.relaxed", "multimem.ld_reduce.relaxed", "multi
         (f"A st.relaxed d; A fence.alias; A {PUT} d; A {WEAK_GET} d", 0),
     ],
 )
-def test_what_an_alias_fence_orders(program, found):
+def test_accesses_that_an_alias_fence_orders(program, found):
     assert kinds(program, "001", threads=3) == ["race"] * found
 
 
-def test_a_thread_of_a_block_of_one_that_has_fenced_learns_on():
+def test_an_acquire_after_an_alias_fence_orders_a_thread_that_is_alone_in_its_block():
     assert kinds("A fence.alias; B st d; B st.release f; A ld.acquire f; A ld d", "10", threads=1) == []
 
 

@@ -47,7 +47,7 @@ def two_writers(comm):
     comm.launch(k.two_writers, 1, words(comm).peers, comm.rank, WORLD_SIZE=comm.world_size)
 
 
-def test_a_write_after_write_names_both_lines_ranks_and_what_is_missing():
+def test_a_write_after_write_names_both_lines_and_ranks_and_the_missing_order():
     report = tricomm.check(two_writers, 2, schedules=5)
     (finding,) = report.findings
     assert not report.ok and finding.kind == "race" and set(finding.ranks) == {0, 1}
@@ -119,7 +119,7 @@ def test_a_reader_of_the_zeros_may_meet_the_same_flag_again(compiled):
         ("half of it", "race", "tl.atomic_xchg(peers[1].to"),
     ],
 )
-def test_an_atomic_hides_no_race_with_what_came_before_it(first, kind, words_of_first):
+def test_an_atomic_hides_no_race_with_an_earlier_access(first, kind, words_of_first):
     def fn(comm):
         memory, out = words(comm), torch.zeros(1, dtype=torch.int64)
         comm.launch(k.behind_an_atomic, 1, memory.peers, out, comm.rank, FIRST=first)
@@ -202,7 +202,7 @@ def test_the_lanes_of_a_block(before, after):
 
 @pytest.mark.parametrize("kernel", [k.trusts_the_header, k.trusts_one_word], ids=lambda f: f.fn.__name__)
 @pytest.mark.parametrize("faults", [(), ("delay",)], ids=str)
-def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults, unshrunk):
+def test_late_stores_find_a_bug_that_no_interleaving_shows(kernel, faults, unshrunk):
     def fn(comm):
         memory, out = words(comm), torch.full((2,), -1)
         comm.launch(kernel, 1, memory.peers, out, comm.rank)
@@ -214,7 +214,7 @@ def test_stores_that_are_late_show_what_no_interleaving_does(kernel, faults, uns
     assert kinds(report) == ({"wrong_result"} if faults else set())
 
 
-def test_blocks_of_one_launch_on_their_ranks_own_memory():
+def test_blocks_of_one_launch_race_in_private_memory():
     def fn(comm, kernel):
         comm.launch(kernel, 3, torch.zeros(24, dtype=torch.int32), BLOCK=8)
 
@@ -238,7 +238,7 @@ def test_ranks_that_do_not_hold_the_same_bits(identical):
     )
 
 
-def test_results_of_its_own_for_every_rank_are_no_mismatch():
+def test_results_that_differ_by_rank_are_a_mismatch_only_if_they_should_be_identical():
     assert tricomm.check(lambda comm: torch.full((3,), float(comm.rank)), 3, schedules=2).ok
     assert kinds(tricomm.check(lambda comm: torch.full((3,), float(comm.rank)), 3, schedules=2, identical=True)) == {
         "rank_mismatch"
@@ -303,7 +303,7 @@ assert report.ok, report
 """
 
 
-def test_an_environment_behind_a_symbolic_link(tmp_path):
+def test_an_environment_through_a_symbolic_link(tmp_path):
     linked, root = tmp_path / "linked", Path(tricomm.__file__).parents[1]
     linked.symlink_to(sysconfig.get_path("purelib"))
     environment = os.environ | {"PYTHONPATH": f"{linked}{os.pathsep}{root}"}

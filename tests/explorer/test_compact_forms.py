@@ -36,7 +36,7 @@ def _wrong(kernel, comm):
 @pytest.mark.parametrize(
     "kernel", some(PLAIN, lambda _, k: k.name in QUICK, lambda _, k: k.needs_cube), ids=lambda k: k.name
 )
-def test_a_compact_form_gives_the_exact_result(kernel):
+def test_a_compact_form_is_exact(kernel):
     world_size = 8 if kernel.needs_cube else 3
     assert (
         tricomm.simulate(partial(_wrong, kernel), world_size, options=SMALL) == [([], COMPACT_REGISTERS)] * world_size

@@ -78,7 +78,7 @@ def look_a_few_times(memory, rank, out, LOOKS: tl.constexpr):
         tl.store(out, seen)
 
 
-def test_a_loop_that_gives_up_is_seen_to_give_up():
+def test_a_bounded_poll_may_fail():
     def fn(comm):
         memory, out = comm.symmetric((1,), torch.int32), torch.full((1,), -1, dtype=torch.int32)
         comm.launch(look_a_few_times, 1, memory.peers, comm.rank, out, LOOKS=4)
@@ -186,7 +186,7 @@ def spin(memory, rank):
 
 
 @pytest.mark.parametrize("error", [AssertionError, ValueError, SystemExit])
-def test_what_a_rank_raises_comes_before_the_waiting_that_follows_from_it(error):
+def test_an_exception_of_a_rank_is_reported_before_the_waits_that_it_causes(error):
     def fn(comm):
         memory = comm.symmetric((1,), torch.int32)
         if comm.rank == 0:
@@ -199,12 +199,12 @@ def test_what_a_rank_raises_comes_before_the_waiting_that_follows_from_it(error)
 
 
 @pytest.mark.parametrize("seed", ["x", 1 << 70, -1, True])
-def test_seeds_that_make_no_sense(seed):
+def test_invalid_seeds(seed):
     with pytest.raises(InvalidArgument, match="seed="):
         tricomm.simulate(lambda comm: None, 2, seed=seed)
 
 
-def test_a_result_that_is_no_plain_tensor_is_passed_by():
+def test_a_result_that_is_no_plain_tensor_is_ignored():
     assert tricomm.check(lambda comm: (torch.eye(2).to_sparse(), comm.rank), 2, schedules=2).ok
 
 
@@ -255,7 +255,7 @@ def push_unless_stopped(peers, x_ptr, stop, rank, COUNT: tl.constexpr):
 
 
 @pytest.mark.parametrize("compiled", [None, "sm_90"])
-def test_stores_of_what_is_there_already_are_progress_in_new_places(compiled):
+def test_stores_of_equal_values_are_progress_at_new_addresses(compiled):
     def fn(comm):
         box, stop, x = comm.symmetric((40,), torch.int64), comm.symmetric((1,), torch.int64), torch.zeros(40).long()
         comm.launch(push_unless_stopped, 1, box.peers, x, stop.local, comm.rank, COUNT=40, num_warps=1)

@@ -75,7 +75,7 @@ def races(program: str, ranks: str = "012") -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("first", WRITES)
 @pytest.mark.parametrize("later", FITTING_WRITES)
-def test_a_write_that_may_be_met_unordered_stands_for_none_before_it_that_may_not(first, later):
+def test_a_strong_write_hides_no_race_with_an_earlier_access_that_conflicts(first, later):
     for other in FITTING_READS + FITTING_WRITES:
         assert races(f"A {later}; B {other}") == []
         assert races(f"A {first}; A {later}; B {other}") == [(0, 1)]
@@ -84,14 +84,14 @@ def test_a_write_that_may_be_met_unordered_stands_for_none_before_it_that_may_no
 
 @pytest.mark.parametrize("first", READS)
 @pytest.mark.parametrize("later", FITTING_READS + FITTING_WRITES)
-def test_nothing_strong_stands_for_a_read_before_it_that_may_not_be_met_unordered(first, later):
+def test_a_strong_access_hides_no_race_with_an_earlier_read_that_conflicts(first, later):
     for other in FITTING_WRITES:
         assert races(f"A {later}; B {other}") == []
         assert races(f"A {first}; A {later}; B {other}") == [(0, 1)]
 
 
 @pytest.mark.parametrize("first", WRITES + READS)
-def test_a_plain_write_stands_for_all_that_it_is_ordered_after(first):
+def test_a_plain_write_replaces_all_accesses_that_it_is_ordered_after(first):
     program = f"A {first}; A store.relaxed.sys.8; A hand B; B store; C xchg.relaxed.sys.8"
     assert races(program) == [(1, 2)]
 
@@ -120,7 +120,7 @@ def test_a_plain_write_stands_for_all_that_it_is_ordered_after(first):
         ("A load; A bar; A store.release.sys.8; B xchg.acquire.sys.8; B load.relaxed.gpu.8", 1),
     ],
 )
-def test_what_a_word_keeps_of_its_accesses(program, found):
+def test_the_accesses_that_a_word_keeps(program, found):
     assert races(program, "011") == [(0, 1)] * found
 
 
@@ -131,7 +131,7 @@ def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_read
     assert races(f"A {first}; A bar; A store.relaxed.sys.8; B {acquire}") == [(0, 1)]
 
 
-def test_many_releases_do_not_cover_what_came_after_the_last_block_barrier():
+def test_many_releases_do_not_cover_accesses_after_the_last_block_barrier():
     word = Word()
     one, other = map(word.task, range(2))
     word.does(one, "store", at=8)
@@ -158,7 +158,7 @@ def test_an_acquire_learns_of_a_word_only_from_that_word():
     assert word.races == [(0, 1)]
 
 
-def test_rows_for_more_threads_and_finer_granules_keep_what_was_there():
+def test_rows_for_more_threads_and_finer_granules_keep_their_accesses():
     word = Word(Detector(1))
     tasks = [word.task(0, block) for block in range(9)]
     word.does(tasks[0], "load", at=8)
@@ -270,12 +270,12 @@ def test_a_race_is_found_when_a_detector_that_keeps_everything_finds_it():
     assert 100 < sum(race for race, _ in programs) < 500
 
 
-def test_what_is_displaced_is_needed(monkeypatch):
+def test_without_the_accesses_kept_for_late_stores_a_race_is_missed(monkeypatch):
     monkeypatch.setattr(LastByKind, "late", lambda *given: None)
     assert any(all_kept != kept for all_kept, kept in map(_program, range(100)))
 
 
-def test_a_late_store_does_not_know_what_its_block_acquires_after_it():
+def test_a_late_store_is_not_ordered_by_a_later_acquire_of_its_block():
     thread = Thread(0, 0, np.zeros((4, 4), np.int32))
     stored = thread.frozen()
     thread.pending[1] = 5

@@ -26,7 +26,7 @@ def test_any_order_of_events_is_right(kernel):
 
 @COMPILED
 @pytest.mark.parametrize("kernel", some(registry.MULTICAST, 9), ids=lambda kernel: kernel.name)
-def test_the_compiled_form_is_right_too(kernel):
+def test_the_compiled_form_is_exact(kernel):
     report = ptx_mutants.explore((kernel.collective, kernel.algorithm, kernel.protocol), 2)
     assert report.ok, report
 
@@ -66,7 +66,7 @@ def test_older_gpus_are_refused_by_name():
         tricomm.simulate(lambda comm: comm.explain("all_reduce", 64, algorithm="multicast"), 2, compiled="sm_80")
 
 
-def test_what_the_switch_does_not_reduce_is_refused_by_name_and_nothing_was_sent():
+def test_reductions_that_nvls_lacks_are_refused_by_name_before_anything_is_sent():
     def body(comm):
         x = torch.full((5,), float(comm.rank))
         with pytest.raises(tricomm.InvalidArgument, match="the switch has no avg of float32"):

@@ -68,7 +68,7 @@ def test_a_mutant_is_caught(name):
 
 
 @pytest.mark.parametrize("name", some([name for name, mutant in MUTANTS.items() if mutant.advice], _few, most))
-def test_the_advice_names_what_is_missing(name):
+def test_the_advice_names_the_missing_order(name):
     assert any(MUTANTS[name].advice in finding.advice for finding in first_report(name).findings), str(
         first_report(name)
     )
@@ -81,7 +81,7 @@ def test_the_unchanged_kernel_is_clean_under_the_same_schedules(names):
     assert kinds(report) == mutant.clean, str(report)
 
 
-def test_nothing_of_a_mutant_stays_behind():
+def test_a_mutant_leaves_nothing():
     methods = dict(vars(Group))
     with loaded(MUTANTS["K29"].edits) as pads:
         name, folder = pads.__package__, Path(pads.__file__).parent

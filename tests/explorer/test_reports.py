@@ -114,7 +114,7 @@ def test_a_search_for_a_simpler_execution_repeats_itself():
     assert summary(shrunk()) == first
 
 
-def test_choices_are_shrunk_and_still_show_it():
+def test_shrunk_choices_still_show_the_finding():
     unshrunk = len(as_found(3).findings[0].execution.choices)
     report = shrunk()
     (finding,) = report.findings
@@ -258,7 +258,7 @@ def test_the_command_checks_shipped_kernels():
     ],
     ids=str,
 )
-def test_what_the_command_refuses(monkeypatch, arguments, text):
+def test_arguments_that_the_command_refuses(monkeypatch, arguments, text):
     if arguments[0] in ("--report", "--timeline"):  # before the campaign
         monkeypatch.setattr(campaign, "check", lambda *a, **k: pytest.fail("it has begun"))
     done = command(*arguments)
@@ -293,7 +293,7 @@ def test_a_file_that_does_not_load(tmp_path, text, said):
 # The adapter and the detector look after themselves.
 
 
-def test_a_hook_that_triton_does_not_call_any_more_is_noticed(monkeypatch):
+def test_a_hook_that_triton_no_longer_calls_is_noticed(monkeypatch):
     selftest.require()
     selftest.require.cache_clear()
     monkeypatch.setattr(
@@ -305,7 +305,7 @@ def test_a_hook_that_triton_does_not_call_any_more_is_noticed(monkeypatch):
     selftest.require()
 
 
-def test_a_hook_that_triton_does_not_have_any_more_is_named(monkeypatch):
+def test_a_hook_that_triton_no_longer_has_is_named(monkeypatch):
     monkeypatch.setattr(triton_adapter, "_HOOKED", (*triton_adapter._HOOKED, "create_something_else"))
     with pytest.raises(InvalidArgument, match="lacks what tricomm hooks into: create_something_else"):
         tricomm.simulate(lambda comm: None, 2)

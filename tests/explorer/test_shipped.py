@@ -208,14 +208,14 @@ def test_every_schedule_with_two_preemptions(kernel):
 
 
 @pytest.mark.parametrize("asked", some([["--collective", "all_gather,send"], []], 2), ids=["some", "all"])
-def test_the_command_runs_every_kernel_on_as_many_ranks_as_it_needs(asked):
+def test_the_command_runs_every_kernel_on_the_number_of_ranks_that_it_needs(asked):
     done = CliRunner().invoke(cli, ["check", "--schedules", "1", *asked])
     assert done.exit_code == 0, done.output
     wanted = [k.name for k in CHECKED if not asked or k.collective in asked[1].split(",")]
     assert [line.split(":")[0] for line in done.stdout.splitlines() if ": no finding in 1 " in line] == wanted
 
 
-def test_the_command_leaves_out_by_name_what_so_many_ranks_cannot_run():
+def test_the_command_names_the_kernels_that_this_number_of_ranks_cannot_run():
     asked = ["check", "--schedules", "1", "--world-size", "2", "--algorithm"]
     some_run = CliRunner().invoke(cli, [*asked, "hybrid_cube_mesh,multicast", "--collective", "all_gather"])
     assert some_run.exit_code == 0 and "all_gather_multicast_simple: no finding" in some_run.stdout
@@ -254,7 +254,7 @@ def test_messages_of_one_rank_are_refused_and_left_out_by_name():
         ),
     ],
 )
-def test_what_would_work_is_said_where_nothing_does(monkeypatch, asked, ways):
+def test_a_choice_without_a_kernel_is_refused_with_those_that_have_one(monkeypatch, asked, ways):
     monkeypatch.setattr(registry.multimem, "why_not", lambda number: "too old" if number < 90 else None)
     monkeypatch.setattr(registry.wide_words, "why_not", lambda number: "too old" if number < 75 else None)
     algorithm, protocol, world_size, capability = asked
@@ -266,7 +266,7 @@ def test_what_would_work_is_said_where_nothing_does(monkeypatch, asked, ways):
     assert str(refused.value).endswith(f". Run it {' or '.join(ways)}")
 
 
-def test_a_function_that_nothing_is_examined_of_does_not_pass(tmp_path):
+def test_a_function_without_an_examined_access_does_not_pass(tmp_path):
     file = tmp_path / "idle.py"
     file.write_text("def body(comm):\n    return None\n")
     done = CliRunner().invoke(cli, ["check", f"{file}:body", "--world-size", "2", "--schedules", "3"])

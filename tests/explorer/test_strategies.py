@@ -151,7 +151,7 @@ def programs(number):
 
 
 @pytest.mark.parametrize("numbers", [range(16), pytest.param(range(16, 150), marks=pytest.mark.soak)], ids=str)
-def test_what_the_bounded_search_passes_by_shows_nothing_new(numbers):
+def test_schedules_that_the_bounded_search_skips_show_nothing_new(numbers):
     every, fewer = 0, 0
     for number in numbers:
         for bound in (1, 2, 3):
@@ -163,7 +163,7 @@ def test_what_the_bounded_search_passes_by_shows_nothing_new(numbers):
 
 
 @pytest.mark.parametrize("broken", ["conflicts are not seen", "reads do not count"])
-def test_passing_by_more_than_that_loses_something(monkeypatch, broken):
+def test_skipping_more_schedules_loses_a_behaviour(monkeypatch, broken):
     change = {
         "conflicts are not seen": lambda a, b: False,
         "reads do not count": lambda a, b: a.writes and b.writes and not a.words.isdisjoint(b.words),
@@ -177,7 +177,7 @@ def test_passing_by_more_than_that_loses_something(monkeypatch, broken):
     assert any(map(lost, range(40)))
 
 
-def test_nothing_is_moved_across_what_host_code_does():
+def test_no_step_is_moved_across_host_code():
     scripts = [[("w", 0), ("w", 0)], [("w", 1), ("w", 1)]]
     whole, n = behaviours(scripts, 2, saw=lambda search, touch: None, looks=False)
     assert behaviours(scripts, 2)[1] < n
@@ -201,7 +201,7 @@ def test_the_bounded_search_preempts_before_strong_accesses_only():
     assert sorted(seen) == [[0, 0, 1, 1], [1, 1, 0, 0]]
 
 
-def test_a_function_that_does_not_repeat_itself_is_seen():
+def test_a_function_that_is_not_deterministic_is_noticed():
     search = BoundedSearch(2)
     search.begin()
     run(search, (2, 2))
@@ -240,5 +240,5 @@ def test_choices_repeat_a_schedule():
         assert run(Given(choices), (6, 6, 6)) == order
 
 
-def test_choices_that_cannot_be_made_are_passed_by():
+def test_choices_that_are_not_possible_are_skipped():
     assert run(Given([(0, "r7"), (1, "r1")]), (2, 2)) == [0, 1, 1, 0]

@@ -78,7 +78,7 @@ def test_a_long_execution_is_cut_around_the_pair(report, special):
     assert not_drawn(page) + len(marks(svg)) == 3000
 
 
-def test_what_lies_between_two_that_are_far_apart_is_cut_too(report):
+def test_the_events_between_a_distant_pair_are_cut(report):
     long = with_events(report, 3000, 200, 2600)
     page, svg = timeline.render(long), picture(long)
     assert len(of_class(svg, "ring")) == 2 and len(of_class(svg, "cut")) == 1 and len(marks(svg)) <= WINDOW
@@ -97,7 +97,7 @@ def test_every_waiter_of_a_deadlock_has_a_name(report):
     assert len(set(names)) == 40 and names[:2] == ["A", "B"] and names[-1] == "40"
 
 
-def test_what_a_report_says_cannot_become_markup(report):
+def test_texts_of_a_report_are_escaped(report):
     finding = replace(report.findings[0], text="<script>alert(1)</script>", advice='"><img src=x>')
     events = tuple({**e, "place": "<b>&", "chain": '"<i>'} for e in finding.events)
     page = timeline.render(replace(report, findings=[replace(finding, events=events)]))
@@ -105,7 +105,7 @@ def test_what_a_report_says_cannot_become_markup(report):
     assert "&lt;script&gt;" in page
 
 
-def test_nothing_comes_from_a_network_and_it_says_simulated(report):
+def test_the_timeline_loads_nothing_and_is_labelled_simulated(report):
     page = timeline.render(report)
     assert set(re.findall(r"https?://[^\"' ]+", page)) == {"http://www.w3.org/2000/svg"}
     assert "simulated" in re.search("<title>(.*?)</title>", page)[1] and "prefers-color-scheme: dark" in page
@@ -120,7 +120,7 @@ def test_flags_and_the_order_that_they_give():
     assert of_class(svg, "mark release") and of_class(svg, "mark acquire") and of_class(svg, "order")
 
 
-def test_what_cannot_be_drawn(report):
+def test_reports_that_cannot_be_drawn(report):
     with pytest.raises(InvalidArgument, match="the report has 1"):
         timeline.render(report, 1)
     with pytest.raises(InvalidArgument, match="no events to draw"):

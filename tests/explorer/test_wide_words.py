@@ -107,7 +107,7 @@ def test_two_late_stores_to_one_place_arrive_in_their_order(monkeypatch, kept):
     assert seen == {True, False}
 
 
-def test_whoever_polls_half_of_a_wide_word_is_woken_by_a_store_of_all_of_it():
+def test_a_store_of_a_wide_word_wakes_a_poll_of_its_half():
     task = _task(0)
     task.note_read(_access("load", 4096 + 8, 8), NOWHERE, np.zeros(1, np.int64), 1)
     assert task.watches(4096, 4096)

@@ -66,7 +66,7 @@ def test_a_seed_is_an_interleaving_to_the_last_bit():
     assert len({str(rank[1]) for rank in results[0]}) == 3, "two ranks draw the same numbers"
 
 
-def test_the_callers_random_numbers_and_grad_mode_are_its_own():
+def test_the_callers_random_numbers_and_grad_mode_are_unchanged():
     torch.manual_seed(5)
     random.seed(5)
     expected = torch.randn(2), random.random()
@@ -114,7 +114,7 @@ def test_an_error_names_its_rank_and_line_and_the_others_see_a_dead_peer():
     assert set(seen) == {0, 2} and all("rank 1" in text for text in seen.values())
 
 
-def test_a_deadlock_is_seen_and_not_waited_for():
+def test_a_deadlock_is_found_without_a_timeout():
     began = time.monotonic()
 
     def fn(comm):
@@ -166,7 +166,7 @@ def test_an_access_outside_is_an_error_and_no_crash():
         tricomm.simulate(fn, 2)
 
 
-def test_a_ctrl_c_leaves_everything_usable():
+def test_ctrl_c_leaves_everything_usable():
     def fn(comm):
         comm.barrier()
         if comm.rank == 1:
@@ -212,7 +212,7 @@ def test_a_check_does_not_import_torchs_compiler():
 
 
 @pytest.mark.parametrize("compiled", [None, "sm_90"])
-def test_what_takes_much_memory_is_freed_with_its_execution(monkeypatch, compiled):
+def test_large_memory_is_freed_with_its_execution(monkeypatch, compiled):
     """Tables of accesses take many times the bytes of an arena, and a campaign has hundreds of executions."""
     where, name = (detector, "Shadow") if compiled is None else (thread_detector, "ThreadShadow")
     alive, counts = weakref.WeakSet(), []
@@ -258,7 +258,7 @@ def test_the_quads_of_a_cube_mesh_hold_one_nan(dtype, compiled):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("operation", ["+", "-", "*", "/", "min", "max"])
-def test_arithmetic_gives_one_nan(operation, dtype):
+def test_arithmetic_has_one_nan_pattern(operation, dtype):
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     one, other = (torch.full((4,), torch.nan, dtype=dtype) for _ in range(2))
     one.view(bits)[:] += torch.arange(4)

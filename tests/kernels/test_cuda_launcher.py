@@ -184,7 +184,7 @@ def test_two_launchers_do_not_share_their_arguments():
     ]
 
 
-def test_a_launch_in_a_thread_without_a_context_is_made_in_the_devices_own():
+def test_a_launch_in_a_thread_without_a_context_uses_the_devices_primary_one():
     device = gpu()
     run = bind(registry.KERNELS[0], device)
     device.current = False
@@ -194,7 +194,7 @@ def test_a_launch_in_a_thread_without_a_context_is_made_in_the_devices_own():
 
 
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLaunchKernel"])
-def test_a_refusal_leaves_the_threads_context_as_it_was(call):
+def test_a_refusal_does_not_change_the_threads_context(call):
     device = gpu(current=False)
     device.failures = {(call, nth): Result.CUDA_ERROR_OUT_OF_MEMORY for nth in (1, 2)}
     with pytest.raises(ResourceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
@@ -289,7 +289,7 @@ def test_scratch_memory_that_a_profiler_wants_is_refused(monkeypatch):
         bind(registry.KERNELS[0], gpu())
 
 
-def test_much_shared_memory_is_asked_for(monkeypatch):
+def test_large_shared_memory_is_requested(monkeypatch):
     compile_kernel = launching.compile_kernel
 
     def hungry(*args):

@@ -173,7 +173,7 @@ def test_every_bf16_pattern_widens_exactly():
     assert same_bits_or_both_nan(y, x.float())
 
 
-def test_the_mending_is_what_makes_the_difference():
+def test_without_the_adapters_rounding_the_results_differ():
     """Triton's own cast, outside a launch, truncates: the test above could fail."""
     halfway = np.array([0x3F80FFFF], dtype=np.uint32).view(np.float32)
     builder = _triton.interpreter_builder
@@ -192,7 +192,7 @@ def test_an_unknown_triton_is_refused(monkeypatch):
         run(_copy, torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 1, BLOCK=1)
 
 
-def test_one_kernel_at_a_time_and_the_wait_for_it_is_bounded():
+def test_one_kernel_runs_at_a_time_and_waiting_for_it_is_bounded():
     held, release = threading.Event(), threading.Event()
 
     def hold():

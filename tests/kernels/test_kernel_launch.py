@@ -44,12 +44,12 @@ def test_one_compile_serves_all_sizes_and_calls(kernel):
 
 
 @pytest.mark.parametrize("grid", [(), (0,), (1, 1, 1, 1), "x", None, (1.5,), (True,), lambda meta: -1])
-def test_a_grid_that_cannot_be_is_refused(grid):
+def test_an_invalid_grid_is_refused(grid):
     with pytest.raises(InvalidArgument, match="grid="):
         prepare(barrier, grid, (torch.zeros(128, dtype=torch.int64), 1), CONSTEXPRS, CPU)
 
 
-def test_nothing_runs_before_it_is_asked_to():
+def test_preparing_a_launch_runs_nothing():
     group = torch.zeros(128, dtype=torch.int64)
     prepare(barrier, 1, (group, 1), {**CONSTEXPRS, "num_warps": 4}, CPU)
     assert not group.any()

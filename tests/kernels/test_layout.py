@@ -16,7 +16,7 @@ PLANS = [
 ]
 
 
-def test_parts_lie_one_behind_the_other():
+def test_parts_of_an_arena_are_adjacent():
     for plan in PLANS:
         ranks = plan.world_size
         assert layout.HEADERS + 8 * layout.PHASES * 2 * ranks * layout.MAX_BLOCKS <= plan.ll

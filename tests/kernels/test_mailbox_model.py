@@ -43,7 +43,7 @@ def test_blocks_run_concurrently_and_launches_in_turn():
     assert explore([[[poller], [pusher]]]) == (LOSES, 1)
 
 
-def test_the_wanted_fault_is_looked_for_behind_another():
+def test_the_expected_fault_is_found_after_another_one():
     reads, waits = [read(0, [1], 1, "a")], [poll(0, [1], 1, "a")]
     assert explore([[waits]], WRONG)[0] == LOSES
     assert explore([[reads], [[push(1, [0], 1, "a") + poll(1, [0], 1, "a")]]], LOSES)[0] == LOSES
@@ -55,7 +55,7 @@ def test_too_many_states_are_an_error():
         explore(ranks, limit=20)
 
 
-def test_the_command_fails_if_a_verdict_is_not_the_wanted_one(monkeypatch, capsys):
+def test_the_command_fails_if_a_verdict_is_not_the_expected_one(monkeypatch, capsys):
     wrong = Case("a poll without a push", SAFE, [[[poll(0, [1], 1, "a")]]])
     for cases, status in (([wrong._replace(want=LOSES)], 0), ([wrong], 1)):
         monkeypatch.setattr(command, "cases", lambda cases=cases: cases)

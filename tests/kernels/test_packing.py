@@ -189,7 +189,7 @@ def test_two_partial_results_of_bits_make_the_whole(op):
 
 
 @pytest.mark.parametrize("name, op", [("float32", "band"), ("bool", "avg"), ("complex64", "max"), ("int8", "nand")])
-def test_what_is_undefined_is_refused_with_what_there_is(name, op):
+def test_an_undefined_operation_is_refused_with_a_list_of_operations(name, op):
     with pytest.raises(InvalidArgument, match=f"op '{op}' is not defined for {name}; there is sum"):
         dtypes.reduction(dtypes.DTYPES[name], op)
 

@@ -84,7 +84,7 @@ STALE = [(name, edge) for name in NAMES for edge in (EDGES if "all_reduce_one_sh
 
 
 @pytest.mark.parametrize(("name", "edge"), some(STALE, 12, odd))
-def test_stale_words_are_cleared_before_their_epoch_comes_round(name, edge):
+def test_stale_words_are_cleared_before_their_epoch_repeats(name, edge):
     first = EDGES[edge]
     with block(2, 64 * 1024) as where:
         results = ranks.run(2, around_the_wrap, where, name, first, 8)
@@ -92,7 +92,7 @@ def test_stale_words_are_cleared_before_their_epoch_comes_round(name, edge):
     assert {epoch for _, epoch in results} == {first + 8}
 
 
-def test_without_the_clearing_a_stale_word_is_taken_for_new():
+def test_without_the_clearing_a_stale_word_is_taken_for_a_new_one():
     with block(2, 64 * 1024) as where:
         results = ranks.run(2, around_the_wrap, where, "all_reduce_one_shot_ll", EVERY - 2, 8, "clear")
     assert any(wrong for wrong, _ in results)
@@ -184,7 +184,7 @@ def first_calls(rank, world_size, tell, where, without):
     return passed
 
 
-def test_headers_hold_a_fast_rank_back():
+def test_headers_make_a_fast_rank_wait():
     with block(2) as where:
         assert ranks.run(2, first_calls, where, None)[0] == 0
     with block(2) as where:
@@ -243,7 +243,7 @@ def overlapping(rank, world_size, tell, where):
     return me.status
 
 
-def test_a_launch_beside_another_one_is_reported():
+def test_a_launch_that_overlaps_another_one_is_reported():
     with block(2) as where:
         assert ranks.run(2, overlapping, where) == [layout.OVERLAP] * 2
 
@@ -262,7 +262,7 @@ def overlapping_and_alone(rank, world_size, tell, where, status, abort):
     [(0, 0, layout.OVERLAP), (layout.MISMATCH, 0, layout.MISMATCH), (0, 1, 0)],
     ids=["at once", "what was reported before stays", "a launch that was told to leave left it"],
 )
-def test_a_launch_beside_another_one_is_reported_before_it_waits(status, abort, said):
+def test_a_launch_that_overlaps_another_one_is_reported_before_it_waits(status, abort, said):
     with block(2) as where, ranks.start(1, overlapping_and_alone, where, status, abort) as started:
         (outcome,) = started.results()
     assert outcome.value == said

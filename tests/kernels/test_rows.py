@@ -106,7 +106,7 @@ def test_special_values(dtype):
 
 
 @pytest.mark.parametrize("epoch", [(1 << 30) - 2, pytest.param((1 << 32) - 2, marks=pytest.mark.exhaustive)])
-def test_epochs_come_round_with_several_chunks(epoch):
+def test_epochs_wrap_around_with_several_chunks(epoch):
     def body(comm):
         for seed, way in enumerate(WAYS[:2]):
             x, residual, weight = reference.inputs(comm.rank, 9, 264, torch.float32, seed)

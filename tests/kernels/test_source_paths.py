@@ -75,7 +75,7 @@ def test_nothing_but_the_paths_of_files_changes(compiled_in):
     assert compiler.ttgir_text(made) == made.asm["ttgir"]
 
 
-def test_a_file_that_is_none_of_the_kernels_stays(compiled_in):
+def test_paths_of_files_that_are_no_kernels_are_unchanged(compiled_in):
     made = compiled_in("stays")
     foreign = '.file\t9 "/elsewhere/generated.py"\n' + made.asm["ptx"]
     assert compiler.with_present_files(foreign, made.src.fn) == foreign

@@ -79,7 +79,7 @@ def described(function, semantic, left, right, *how):
     return [(x.type.name, x.handle.data.dtype, x.handle.data.tobytes(), x is left or x is right) for x in result]
 
 
-def test_a_number_that_was_kept_cannot_be_written():
+def test_a_cached_number_is_read_only():
     triton_adapter.patch()
     try:
         # One that no kernel has: before Triton 3.8 a shift by a number gives that number a copy, which can be written.
@@ -90,7 +90,7 @@ def test_a_number_that_was_kept_cannot_be_written():
         kept.handle.data[0] = 2
 
 
-def test_operations_are_called_without_what_only_hands_on():
+def test_operations_are_called_without_wrappers():
     triton_adapter.patch()
     try:
         short = tl.core.load
@@ -118,7 +118,7 @@ def test_a_shape_is_refused_each_time_if_triton_refuses_it(shape):
             triton_adapter.restore()
 
 
-def test_triton_has_its_own_functions_again_afterwards():
+def test_tritons_functions_are_restored_afterwards():
     before = [(owner, name, old) for owner, name, old, _ in triton_shortcuts.changes()]
     triton_adapter.patch()
     changed = [getattr(owner, name) is not old for owner, name, old in before]

@@ -59,7 +59,7 @@ def test_a_wide_word_that_is_not_aligned_is_refused():
         prepare(_copy, 1, (memory[1:], memory, 5), {"BLOCK": 8}, CPU)()
 
 
-def test_a_triton_or_a_gpu_that_has_no_wide_words_is_refused_by_name():
+def test_a_triton_or_a_gpu_without_wide_words_is_refused_by_name():
     assert why_not(75, "3.9.0") is None and why_not(100, "3.10.1") is None
     assert re.fullmatch(r"Triton 3\.8\.0 .*; Triton 3\.9 or newer works", why_not(90, "3.8.0"))
     assert re.fullmatch("sm_70 .*; sm_75 or newer works", why_not(70, "3.9.0"))

@@ -47,7 +47,7 @@ def test_lanes_that_hold_several_words_of_a_tile_clear_a_slot_before_others_fill
     assert "the zero of a clearing may still land on an LL word" in finding.text
 
 
-def test_a_relaxed_header_behind_a_clearing_is_noticed_before_an_old_word_is_taken(unshrunk):
+def test_a_relaxed_header_after_a_clearing_is_noticed_before_an_old_word_is_read(unshrunk):
     case = at_length.cases(registry.find("send", "one_shot", "ll"))[0]
     with loaded([Edit("kernels/collectives/send.py", "call, tag, cleared, SPEC)", "call, tag, False, SPEC)")]):
         (finding,) = case.check("sm_90", 1, "random").findings
@@ -69,7 +69,7 @@ _GROUPS = [group for group in FORBIDDEN if group.function != "wait_sequence"]
 @pytest.mark.parametrize(
     "group", some(_GROUPS, lambda number, group: group.holds == "v2.b64"), ids=lambda group: group.name
 )
-def test_small_calls_show_what_the_memory_model_forbids(group, unshrunk):
+def test_forbidden_mutations_are_noticed_in_small_calls(group, unshrunk):
     """The last mutation of each group: the first ones change a rank's accesses to its own mailbox and are harmless."""
     kernel = registry.find(*group.key)
     case, name = at_length.cases(kernel)[0], kernel.function.__name__

@@ -26,7 +26,7 @@ def test_one_bit_is_noticed_and_only_a_sums_nan_has_many_patterns():
     some(bits.sample(), lambda number, case: number % 6 == 0 and case.op != "prod", odd),
     ids=lambda case: case.name,
 )
-def test_a_kernel_gives_the_interpreters_bits(case):
+def test_a_compiled_kernel_has_the_interpreters_bits(case):
     assert bits.difference(case, bits.through_machine(case), bits.through_interpreter(case)) == ""
 
 
@@ -38,7 +38,7 @@ def test_two_floats_that_all_threads_share_are_packed_as_any_others():
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kernel", list(dict.fromkeys(case.kernel.name for case in bits.cases())))
-def test_every_kernel_type_and_operation_gives_the_interpreters_bits(kernel, request):
+def test_every_kernel_type_and_operation_has_the_interpreters_bits(kernel, request):
     """`make soak` runs this under every Triton."""
     wrong, record = {}, PassedRecord(request.config.cache.mkdir("explored") / "bits.jsonl", bits.__file__)
     for case in bits.cases():

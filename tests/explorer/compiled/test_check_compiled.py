@@ -153,7 +153,7 @@ def test_the_command_checks_and_replays(tmp_path, unshrunk):
     assert two.returncode == 1 and "1. repeated" in two.stdout, two.stdout + two.stderr
 
 
-def test_the_command_leaves_out_by_name_what_cannot_be_compiled():
+def test_the_command_names_the_kernels_that_cannot_be_compiled():
     of_two = ["--world-size", "2", "--schedules", "1", "--compiled", "sm_80"]
     some = forked.command("check", *of_two, "--collective", "broadcast", "--protocol", "simple")
     assert some.returncode == 0, some.stderr
@@ -218,7 +218,7 @@ def _waits_for_rank_1(comm):
     comm.launch(_lonely, 1, flags.local)
 
 
-def test_that_a_kernel_waits_for_a_rank_that_has_failed_is_a_consequence():
+def test_a_wait_for_a_failed_rank_is_reported_as_a_consequence():
     report = tricomm.check(_waits_for_rank_1, 2, 1, compiled="sm_90")
     assert [f.kind for f in report.findings] == ["wrong_result"] and report.steps < 100
 

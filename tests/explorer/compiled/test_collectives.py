@@ -58,7 +58,7 @@ def test_every_collective_is_exact():
     assert ran(body) == ["fine"] * SIZE
 
 
-def test_a_call_returns_before_its_kernel_has_run_and_the_result_is_there_when_it_is_looked_at():
+def test_a_call_returns_before_its_kernel_has_run_and_reading_the_result_waits():
     def body(comm):
         x = inputs(comm.rank)
         seen = x.numpy()  # the memory itself, which no stream orders
@@ -76,7 +76,7 @@ def test_a_call_returns_before_its_kernel_has_run_and_the_result_is_there_when_i
         assert torch.equal(x, expected) and (seen == expected.numpy()).all()
 
 
-def test_a_captured_call_is_replayed_with_what_its_tensors_hold_then():
+def test_a_replayed_call_reads_the_current_values_of_its_tensors():
     def body(comm):
         x = inputs(comm.rank)
         comm.all_reduce(x.clone())
@@ -96,7 +96,7 @@ def test_a_captured_call_is_replayed_with_what_its_tensors_hold_then():
             assert torch.equal(y, 2 * sum(inputs(rank, call=call) for rank in range(SIZE)))
 
 
-def test_a_graph_is_replayed_after_its_communicator_has_slept():
+def test_a_graph_is_replayed_after_its_communicator_was_suspended():
     def body(comm):
         x, made = inputs(comm.rank), []
         comm.all_reduce(x.clone())
@@ -124,7 +124,7 @@ def test_a_graph_is_replayed_after_its_communicator_has_slept():
             assert torch.equal(y, 2 * sum(inputs(rank, call=call // 2) for rank in range(SIZE)))
 
 
-def test_a_replay_beside_an_eager_call_is_noticed():
+def test_a_replay_during_an_eager_call_is_noticed():
     """The two kernels of a rank meet, or those of two ranks that began with different ones."""
 
     def body(comm):
@@ -147,7 +147,7 @@ def test_a_replay_beside_an_eager_call_is_noticed():
     assert noticed == {"overlapped", "mismatch"}
 
 
-def test_a_users_kernel_runs_with_tritons_own_specialisation():
+def test_a_users_kernel_runs_with_tritons_specialisation():
     def body(comm):
         x, pair = torch.zeros(64), torch.arange(65, dtype=torch.float32)
         comm.launch(scaled, 1, x, (pair, pair[1:], 5), 48, 2.5, True, 1, 1 << 40, N=64, num_warps=2)
@@ -185,7 +185,7 @@ def test_calls_that_do_not_match_are_named(synchronized):
         ran(body)
 
 
-def test_a_rank_that_ends_in_an_error_is_dead_to_the_others():
+def test_a_rank_that_ends_in_an_error_is_dead_for_its_peers():
     seen = []
 
     def body(comm):

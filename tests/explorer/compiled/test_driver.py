@@ -43,7 +43,7 @@ def bound(device):
     return make_launcher(KERNEL.function, 8, CONSTEXPRS, 32, True, (), ARGUMENT, device.driver)
 
 
-def test_the_launch_path_of_a_gpu_gives_the_machine_the_ptx_of_the_cubin_and_its_parameters():
+def test_the_machine_gets_ptx_and_parameters_from_the_launch_path_of_a_gpu():
     simulated = device()
     x, y = torch.zeros(64), torch.zeros(64)
     bound(simulated)(x, y, 64, 5 << 32 | 0xFFFFFFFF)
@@ -71,7 +71,7 @@ def test_a_users_kernel_is_specialised_and_packed_as_tritons_dispatch_does():
     assert all(any(t is given for t in launch.tensors) for given in (x,))
 
 
-def test_a_users_function_is_that_of_the_context_that_has_loaded_it(monkeypatch):
+def test_a_users_function_is_loaded_again_in_a_new_context(monkeypatch):
     """Handles are numbers from the same one on in every context."""
     rank, x = next(_ranks), torch.zeros(64)
     for number in range(2):
@@ -165,7 +165,7 @@ def test_a_refused_launch_is_named():
         run(GROUP, GROUP, 1, 1)
 
 
-def test_what_is_kept_of_kernels_is_one_for_all_ranks_and_bounded(monkeypatch):
+def test_the_cache_of_kernels_is_shared_by_all_ranks_and_bounded(monkeypatch):
     """Compiled kernels are kept, once an architecture and without the parts that are not read. The machine's code for
     them is bounded, and the same check again keeps nothing more."""
     monkeypatch.setattr(cuda_launcher, "_compiled", {})

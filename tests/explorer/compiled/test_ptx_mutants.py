@@ -119,7 +119,7 @@ def test_a_mutant_is_noticed(group):
 
 
 @pytest.mark.parametrize("group", some(FORBIDDEN, lambda number, group: False, odd), ids=lambda group: group.name)
-def test_all_that_the_memory_model_forbids_is_noticed(group):
+def test_all_forbidden_mutations_are_noticed(group):
     assert len(group.mutations) >= group.least
     missed = [m.name for m in group.mutations if not group.kinds_found(m) & m.expected]
     assert not missed

@@ -48,7 +48,7 @@ def names(launches):
     return [one.loaded for one in launches]
 
 
-def test_a_stream_runs_one_kernel_at_a_time_and_each_knows_the_one_before(device):
+def test_a_stream_runs_one_kernel_at_a_time_each_ordered_after_the_last(device):
     (queue,) = queues(device, 1)
     one, two = launch("one"), launch("two")
     queue.launch(one)
@@ -72,7 +72,7 @@ def test_an_event_orders_two_streams(device):
     assert mark.done and two in device.executor.started and two.after == {one}
 
 
-def test_an_event_that_is_recorded_again_does_not_hold_back_what_waits_for_its_first_record(device):
+def test_recording_an_event_again_does_not_delay_waits_for_its_first_record(device):
     stream, other = device.new_stream(), device.new_stream()
     event = device.recorded(stream)
     event.wait(other)
@@ -82,7 +82,7 @@ def test_an_event_that_is_recorded_again_does_not_hold_back_what_waits_for_its_f
     assert names(device.executor.started) == ["later", "beside"] and not event._done()
 
 
-def test_host_code_learns_what_it_waits_for_and_nothing_else(device):
+def test_host_code_is_ordered_only_after_the_work_that_it_waits_for(device):
     (first, one), (_, two) = queued(device, "one"), queued(device, "two")
     device.executor.end(one)
     device.executor.end(two)
@@ -103,7 +103,7 @@ def test_a_kernels_error_ends_the_device(device):
     assert device.executor.started == [two]
 
 
-def test_a_graph_is_replayed_in_the_order_of_its_capture_beside_other_streams(device):
+def test_a_graph_is_replayed_in_the_order_of_its_capture_next_to_other_streams(device):
     stream, side = device.new_stream(), device.new_stream()
     with capture(device, stream) as graphs:
         assert device.capturing()
@@ -153,13 +153,13 @@ def test_waiting_for_a_stream_in_capture_is_refused(device):
         stream.wait_event(device.recorded(device.new_stream()))
 
 
-def test_nothing_waits_for_what_was_abandoned(device):
+def test_nothing_waits_for_abandoned_work(device):
     queued(device, "one", "two")
     device.streams.abandon()
     device.synchronize()
 
 
-def test_a_dependent_launch_begins_at_the_signal_and_knows_what_its_predecessor_hands_on(device):
+def test_a_dependent_launch_begins_at_the_signal_and_is_ordered_after_the_accesses_before_it(device):
     _, one, two, three = queued(device, "one", "two*", "three")
     assert device.executor.started == [one]
     device.executor.signal(one, handed={"handed"})
@@ -176,7 +176,7 @@ def test_without_a_signal_a_dependent_launch_begins_at_the_end(device):
     assert device.executor.started == [two] and two.before == (one,) and two.after == frozenset()
 
 
-def test_events_between_do_not_end_the_overlap_and_are_over_when_all_before_them_is(device):
+def test_events_between_launches_allow_overlap_and_complete_after_all_earlier_work(device):
     """CUDA says nothing about it, so a dependent launch must not rely on either."""
     queue, other = queues(device, 2)
     elsewhere, one, two = launch("elsewhere"), launch("one"), launch("two", dependent=True)
@@ -199,7 +199,7 @@ def test_events_between_do_not_end_the_overlap_and_are_over_when_all_before_them
     assert first.done and second.done and queue.idle
 
 
-def test_a_launch_after_one_that_does_not_wait_begins_after_all_before_it(device):
+def test_a_launch_after_one_that_does_not_wait_begins_after_all_earlier_ones(device):
     _, one, two, three, four = queued(device, "one", "two*", "three*", "four")
     device.executor.signal(one)
     device.executor.signal(two)
@@ -211,7 +211,7 @@ def test_a_launch_after_one_that_does_not_wait_begins_after_all_before_it(device
     assert device.executor.started == [four] and {one, two, three} <= four.after
 
 
-def test_a_graph_has_a_programmatic_edge_between_kernels_alone(device):
+def test_only_edges_between_kernels_of_a_graph_are_programmatic(device):
     stream = device.new_stream()
     with capture(device, stream) as graphs:
         queue = device.driver.queue_of(stream.cuda_stream)

@@ -40,7 +40,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_every_access_that_is_not_known_is_there(seed):
+def test_every_unexamined_access_is_listed(seed):
     random = np.random.default_rng(seed)
     clocks = Clocks()
     team = clocks.team(0, THREADS)

@@ -31,11 +31,11 @@ def test_release_to_acquire_orders(store, load):
         ("st.release", "ld.acquire.gpu", ["scope", "scope"]),
     ],
 )
-def test_less_than_that_does_not(store, load, found):
+def test_weaker_accesses_do_not_order(store, load, found):
     assert passed(store, load) == found
 
 
-def test_a_narrow_scope_will_do_for_threads_that_it_includes():
+def test_a_narrow_scope_orders_the_threads_that_it_includes():
     assert passed("st.release.gpu", "ld.acquire.gpu", ranks="00") == []
     assert passed("st.release.cta", "ld.acquire.gpu", ranks="00") == ["scope", "scope"]
 
@@ -58,21 +58,21 @@ def test_a_fence_of_too_narrow_a_scope_or_by_another_thread_is_none():
 
 
 @pytest.mark.parametrize("sem", ["relaxed", "acq_rel"])
-def test_a_read_modify_write_hands_a_release_on(sem):
+def test_a_read_modify_write_continues_a_release_sequence(sem):
     assert kinds(f"A st d; A red.add.release f=1; B atom.add.{sem} f=1; C ld.acquire f; C ld d") == []
 
 
-def test_a_relaxed_store_ends_a_chain_of_another_thread_but_not_of_its_own():
+def test_a_relaxed_store_ends_the_release_sequence_of_another_thread_only():
     own = "A st d; A st.release f; A st.relaxed f; C ld.acquire f; C ld d"
     assert kinds(own) == []
     assert kinds(f"{own}; B st.relaxed f; B ld.acquire f; B ld d") == ["race"]
 
 
-def test_what_comes_after_a_release_is_not_released():
+def test_accesses_after_a_release_are_not_released():
     assert kinds("A st.release f; A st d; B ld.acquire f; B ld d") == ["race"]
 
 
-def test_fence_sc_orders_by_itself():
+def test_two_fences_sc_order_without_a_flag():
     assert kinds("A st d; A fence.sc; B fence.sc; B ld d") == []
 
 
@@ -104,19 +104,19 @@ def test_all_copies_of_a_store_have_to_be_ordered(known):
 
 
 @pytest.mark.parametrize("how", ["bar", "warp"])
-def test_a_barrier_orders_those_that_take_part(how):
+def test_a_barrier_orders_its_participants(how):
     assert kinds(f"A st d; A0,1 {how}; A1 ld d", threads=3) == []
     assert kinds(f"A st d; A0,1 {how}; A1 ld d; A2 ld d", threads=3) == ["race"]
 
 
 @pytest.mark.parametrize(("before", "after"), [("A bar;", "B bar;"), ("", "B bar;"), ("A bar;", "")])
-def test_a_barrier_orders_a_block_behind_the_release_of_one_thread(before, after):
+def test_a_barrier_orders_a_blocks_accesses_before_the_release_of_one_thread(before, after):
     """Two threads write one word each."""
     program = f"A st d; A1 st e; {before} A st.release f; B ld.acquire f; {after} B ld d; B1 ld e"
     assert kinds(program) == ([] if before and after else ["race"])
 
 
-def test_a_warp_that_comes_to_the_next_barrier_early_does_not_hand_on_what_it_did_between():
+def test_a_warp_early_at_the_next_barrier_does_not_order_its_accesses_by_the_last_one():
     litmus = Litmus()
     block = litmus.block(threads=2)
     clocks, team = litmus.detector.clocks, block.maker.team
@@ -183,14 +183,14 @@ def test_a_strong_write_that_another_one_has_covered_still_races():
 
 @pytest.mark.parametrize("first", ["st", "st.relaxed.gpu", "st.relaxed.sys.b64", "atom.exch.relaxed.gpu"])
 @pytest.mark.parametrize("later", ["st.release", "atom.exch.relaxed"])
-def test_a_write_that_may_be_met_unordered_stands_for_none_before_it_that_may_not(first, later):
+def test_a_strong_write_hides_no_race_with_an_earlier_access_that_conflicts(first, later):
     for other in ("ld.relaxed", "st.relaxed", "atom.exch.relaxed"):
         assert kinds(f"A {later} f; B {other} f") == []
         assert len(kinds(f"A {first} f; A {later} f; B {other} f")) == 1
 
 
 @pytest.mark.parametrize("first", ["ld.relaxed.gpu", "ld.relaxed.sys.b64", "ld"])
-def test_a_read_that_may_be_met_unordered_stands_for_none_before_it_that_may_not(first):
+def test_a_strong_read_hides_no_race_with_an_earlier_access_that_conflicts(first):
     for other in ("st.relaxed", "atom.exch.relaxed"):
         assert kinds(f"A ld.relaxed f; B {other} f") == []
         assert len(kinds(f"A {first} f; A ld.relaxed f; B {other} f")) == 1
@@ -203,7 +203,7 @@ def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_read
 
 
 @pytest.mark.parametrize(("first", "last"), [("st", "ld"), ("ld", "st")])
-def test_another_ranks_access_of_the_same_kind_stands_for_none_before_it(first, last):
+def test_an_access_of_another_rank_hides_no_scope_error_with_an_earlier_one(first, last):
     """The last one's scope includes the second one, which is of its rank, and not the first."""
     program = f"A {first}.relaxed d; A st.release f; B ld.acquire f; B {first}.relaxed d"
     assert kinds(program) == []
@@ -213,7 +213,7 @@ def test_another_ranks_access_of_the_same_kind_stands_for_none_before_it(first, 
 # Launches
 
 
-def test_a_launch_begins_behind_the_one_before_it():
+def test_a_launch_is_ordered_after_the_one_before_it():
     assert kinds("A st d; A end; B1 ld d", "001") == []
     assert kinds("A st d; A end; B1 ld d; C1 ld d", "001") == ["race"]
 
@@ -223,7 +223,7 @@ def test_launches_that_nothing_orders_race():
     assert kinds("A st d; B ld e; A end; B st d", "00") == ["race"]
 
 
-def test_a_relaxed_flag_hands_on_what_earlier_launches_did():
+def test_a_relaxed_flag_orders_the_accesses_of_earlier_launches():
     assert kinds("A st d; A end; B st.relaxed f; C ld.acquire f; C ld d", "001") == []
 
 
@@ -232,7 +232,7 @@ def written_to_read_to_read(first="st.release", seen="ld.acquire", then="st.rele
     return kinds(f"A st d; A {first} f; B {seen} f; B {then} g; C ld.acquire g; C ld d", ranks)
 
 
-def test_what_was_acquired_is_released_with_the_rest():
+def test_a_release_is_cumulative():
     assert written_to_read_to_read() == []
     assert written_to_read_to_read(first="st.relaxed") == ["race"]
     assert written_to_read_to_read(seen="ld.relaxed") == ["race"]

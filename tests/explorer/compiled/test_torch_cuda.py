@@ -46,7 +46,7 @@ def test_an_operation_waits_for_its_own_stream_only(device):
     assert device.executor.started == [] and x.tolist() == [2.0] * 4
 
 
-def test_what_comes_behind_an_operation_knows_it_and_host_code_does_not(device):
+def test_later_work_of_a_stream_is_ordered_after_an_operation_and_host_code_is_not(device):
     x = torch.zeros(4)
     queue(device).launch(one := launch("one"))
     x.add_(1)

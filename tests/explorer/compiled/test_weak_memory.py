@@ -89,16 +89,16 @@ def test_relaxed_stores_and_loads_pass_each_other():
 
 
 @pytest.mark.parametrize(("store", "load"), [("release", "acquire"), ("relaxed", "acquire"), ("release", "relaxed")])
-def test_release_and_acquire_forbid_it_together(store, load):
+def test_release_and_acquire_together_forbid_reordering(store, load):
     assert ((1, 0) in passed(store, load)) == ("relaxed" in (store, load))
 
 
 @pytest.mark.parametrize(("before", "after"), [(_FENCE, _FENCE), ("", _FENCE), (_FENCE, "")])
-def test_so_do_two_fences(before, after):
+def test_two_fences_forbid_reordering(before, after):
     assert ((1, 0) in passed(before=before, after=after)) == ("" in (before, after))
 
 
-def test_stores_are_buffered_unless_a_fence_stands_between():
+def test_stores_are_buffered_unless_a_fence_is_between_them():
     side = "@%p1 st.relaxed.gpu.u64 [%d0+{0}], %d10; {2} @%p1 ld.relaxed.gpu.u64 %d{3}, [%d0+{1}];"
     for fence, weak in (("", True), ("fence.sc.gpu;", False)):
         one = side.format(0, 64, fence, 4) + "@%p1 st.global.u64 [%d0+128], %d4;"
@@ -122,7 +122,7 @@ def test_a_thread_sees_its_own_store():
     assert outcomes("", own, 20) == {(0, 1)}
 
 
-def test_a_pair_of_64_bits_may_be_seen_in_halves_and_128_bits_may_not():
+def test_a_pair_of_64_bits_may_tear_and_128_bits_may_not():
     pair = outcomes("@%p1 st.relaxed.gpu.v2.b64 [%d0], {%d10, %d10};", "@%p1 ld.relaxed.gpu.v2.b64 {%d4, %d5}, [%d0];")
     assert (0, 1) in pair and (1, 0) in pair
     whole = outcomes(
@@ -132,7 +132,7 @@ def test_a_pair_of_64_bits_may_be_seen_in_halves_and_128_bits_may_not():
     assert whole == {(0, 0), (1, 1)}
 
 
-def test_a_barrier_puts_the_stores_of_a_warp_behind_the_release_of_another():
+def test_a_barrier_orders_the_stores_of_a_warp_before_the_release_of_another():
     last = "setp.eq.u32 %p4, %r2, 63; @%p4 st.release.gpu.u64 [%d0+64], %d10;"
     for barrier, weak in (("bar.sync 0;", False), ("", True)):
         one = f"@%p1 st.relaxed.gpu.u64 [%d0], %d10; {barrier} {last}"
@@ -147,7 +147,7 @@ def test_a_fence_of_the_block_lets_another_block_see_stores_pass_each_other(befo
     assert ((1, 0) in passed(before=before, after=after)) == weak
 
 
-def test_a_fence_of_the_block_orders_its_threads_and_a_release_of_the_gpu_hands_it_on():
+def test_a_fence_of_the_block_and_a_release_of_the_gpu_order_together():
     last = "setp.eq.u32 %p4, %r2, 63; @%p4 st.release.gpu.u64 [%d0+64], %d10;"
     one = f"@%p1 st.relaxed.gpu.u64 [%d0], %d10; fence.acq_rel.cta; bar.sync 0; {last}"
     assert (1, 0) not in outcomes(one, _LOADS.format("acquire", ""))

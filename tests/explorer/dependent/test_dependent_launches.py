@@ -90,7 +90,7 @@ def test_a_store_before_the_wait_or_without_one_is_a_race(order, target):
     assert "race" in kinds(report(("wslp", 0, 1), (order, 2, target)))
 
 
-def test_before_the_wait_other_memory_may_be_touched():
+def test_other_memory_may_be_accessed_before_the_wait():
     found = report(("wslp", 0, 1), ("lpws", 2, 3))
     assert found.ok, found
 
@@ -102,12 +102,12 @@ def test_a_kernel_between_that_never_waits_breaks_the_order_of_the_others():
 
 
 @pytest.mark.parametrize(("between", "expected"), [("ws--", set()), ("sw--", {"race"})])
-def test_a_signal_after_the_wait_hands_on_what_came_before(between, expected):
+def test_a_signal_after_the_wait_orders_earlier_accesses(between, expected):
     """Then a launch may load before its wait what the kernel before the last one has written."""
     assert kinds(report(("wslp", 0, 1), (between, 3, 3), ("lwp-", 1, 2))) - {"wrong_result"} == expected
 
 
-def test_work_of_another_stream_is_not_said_to_need_a_wait():
+def test_work_of_another_stream_needs_no_wait():
     """The second call is a dependent launch that waits; what is missing is an order with the other stream."""
 
     def run(comm):

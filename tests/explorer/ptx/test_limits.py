@@ -35,7 +35,7 @@ def test_grids_and_blocks():
         check_launch(_kernel(), (1, 1, 1), (1024, 2, 1), 0)
 
 
-def test_what_the_kernel_asks_for():
+def test_limits_that_a_kernel_declares():
     check_launch(_kernel(".reqntid 64, 2"), (1, 1, 1), (64, 2, 1), 0)
     with pytest.raises(InvalidArgument, match=r"a block of \(32, 1, 1\) threads; .reqntid asks for \(64, 1, 1\)"):
         check_launch(_kernel(".reqntid 64"), (1, 1, 1), (32, 1, 1), 0)

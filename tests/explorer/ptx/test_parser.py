@@ -91,7 +91,7 @@ def test_a_module():
         parse(text, "m")
 
 
-def test_an_inner_scope_has_names_of_its_own():
+def test_names_of_an_inner_scope_shadow_outer_ones():
     kernel = parse(
         module(
             "{ .reg .pred p; setp.ne.b32 p, %r1, 0; L: @p bra L; { .reg .b32 %r1; mov.b32 %r1, 1; } }\n"
@@ -176,7 +176,7 @@ def test_wrong_text_is_refused(body, message):
         parse('.file 1 "k.py"\n' + module(body))
 
 
-def test_what_is_no_ptx():
+def test_text_that_is_not_ptx():
     for text in ("", "hello", "ret;"):
         with pytest.raises(InvalidArgument):
             parse(text)

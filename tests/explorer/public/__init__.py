@@ -1,8 +1,8 @@
 """Communication kernels of kinds that public Triton code has, each right, and wrong in ways that happen.
 
-No code is copied from the kernels that they are modelled on; each file says where its protocol is from. They were written
-without sight of the detector. The constexpr BUG chooses a mistake; "" is the right version. `# @ mark` at the
-end of a line names one that a finding may have to name. Each file has a function that makes `fn(comm)` for
+No code is copied from the kernels that they are modelled on; each file says where its protocol is from. They were
+written without knowledge of the detector. The constexpr BUG chooses a mistake; "" is the right version. `# @ mark` at
+the end of a line names a line that a finding may have to name. Each file has a function that makes `fn(comm)` for
 `tricomm.check`: calls one after another over the same memory, whose results `fn` checks.
 """
 

@@ -71,7 +71,7 @@ def test_a_call_of_another_thread_is_refused_before_anything_is_queued(compiled)
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @BOTH
-def test_a_function_whose_threads_are_lost_is_refused_by_check_too(compiled):
+def test_check_refuses_a_function_whose_threads_are_lost(compiled):
     def fn(comm):
         x = torch.ones(50)
         threads = [threading.Thread(target=comm.all_reduce, args=(x,)) for _ in range(2)]
@@ -98,7 +98,7 @@ def test_a_call_with_another_ranks_communicator_is_refused():
         tricomm.simulate(fn, 2)
 
 
-def test_a_thread_that_leaves_the_communicator_alone_is_free():
+def test_a_thread_that_does_not_use_the_communicator_may_run():
     def fn(comm):
         return comm.all_reduce(in_a_thread(lambda: torch.arange(4) * comm.rank))
 
@@ -117,7 +117,7 @@ def leaver(waits):
 
 @BOTH
 @pytest.mark.parametrize("waits", ["barrier", "symmetric"])
-def test_a_rank_that_waits_for_one_that_has_left_says_who_and_where(waits, compiled):
+def test_a_wait_for_a_rank_that_has_left_names_it_and_the_place(waits, compiled):
     with pytest.raises(PeerDied, match="rank 1 (has )?closed the") as caught:
         tricomm.simulate(leaver(waits), 2, compiled=compiled)
     assert any("on rank 0, at" in note and "test_strangers.py:" in note for note in caught.value.__notes__)
@@ -134,7 +134,7 @@ def test_faults_of_a_function_without_an_access_are_accepted(fault):
 
 
 @BOTH
-def test_handles_that_are_made_anew_are_no_finding(compiled):
+def test_handles_that_are_made_again_are_no_finding(compiled):
     """Many small ones are closed; then one is made that is as large as their pages together."""
 
     def fn(comm):

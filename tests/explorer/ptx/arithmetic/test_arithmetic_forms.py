@@ -93,6 +93,6 @@ def test_a_form_that_is_not_ptx_is_refused(text):
         rule(instruction(text, **REGISTERS))
 
 
-def test_what_does_not_compute_has_no_rule():
+def test_instructions_that_do_not_compute_have_no_rule():
     for text in ("bar.sync 0", "ld.global.b32 d, w", "cvta.to.global.u64 w, w", "shfl.sync.bfly.b32 d, a, 1, 31, -1"):
         assert rule(instruction(text, **REGISTERS)) is None

@@ -141,7 +141,7 @@ class Trial:
 
 @pytest.mark.parametrize("unit", ("warp", "block"))
 @pytest.mark.parametrize("count", (150, pytest.param(3000, marks=pytest.mark.exhaustive)))
-def test_an_instruction_gives_the_same_wherever_its_operands_come_from(unit, count):
+def test_the_result_of_an_instruction_does_not_depend_on_the_origin_of_its_operands(unit, count):
     chance = random.Random(count)
     for _ in range(count):
         text, result, expected = Trial(chance, chance.choice(FORMS)).results(unit)
@@ -149,7 +149,7 @@ def test_an_instruction_gives_the_same_wherever_its_operands_come_from(unit, cou
 
 
 @pytest.mark.parametrize("unit", ("warp", "block"))
-def test_so_does_an_instruction_of_floats(unit):
+def test_the_result_of_a_float_instruction_does_not_depend_on_the_origin_of_its_operands(unit):
     """A separate test, because the rule alone cannot combine a constant with halves, which have two values a lane."""
     chance = random.Random(5)
     for form, origins in itertools.product(float_forms(), (("same",), ("loaded",), ("same", "steps", "loaded"))):

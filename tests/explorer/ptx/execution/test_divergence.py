@@ -51,7 +51,7 @@ def test_an_early_exit(unit, watched):
 
 
 @UNITS
-def test_a_barrier_that_only_some_lanes_come_to(unit, watched):
+def test_a_barrier_that_only_some_lanes_reach(unit, watched):
     """Lanes 0 to 15 of the first warp meet the second warp at barrier 1; the others go on meanwhile."""
     body = f"""{TID} mov.u32 %r9, 1; setp.lt.u32 %p0, %r0, 16; setp.ge.u32 %p1, %r0, 32; or.pred %p2, %p0, %p1;
         @!%p2 bra rest;
@@ -108,8 +108,8 @@ def test_a_shuffle_within_a_branch():
 
 
 @UNITS
-def test_values_that_lanes_get_on_different_ways(unit, watched):
-    """A register that is uniform on each path differs between lanes after them, also once the lanes have reconverged."""
+def test_values_that_lanes_get_on_different_paths(unit, watched):
+    """A register that is uniform on each path differs between lanes after both, also once the lanes reconverge."""
     body = f"""{TID} setp.lt.u32 %p0, %r0, 3; @%p0 bra low; mov.u32 %r1, 1; bra join;
         low: mov.u32 %r1, 2;
         join: mov.u32 %r2, 0; mov.u32 %r9, 0;

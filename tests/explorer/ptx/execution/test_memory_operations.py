@@ -197,7 +197,7 @@ def test_atomics_of_floats_and_pairs(unit, watched):
 
 
 @HOW
-def test_copies_happen_when_they_are_waited_for(unit, watched):
+def test_copies_are_complete_after_their_wait(unit, watched):
     source, target = np.arange(1, 65, dtype="u4"), np.zeros(96, "u4")
     text = f"""{TID} shl.b32 %r1, %r0, 2; mul.wide.u32 %rd9, %r0, 4; add.s64 %rd10, %rd0, %rd9; st.shared.u32 [%r1], 0;
         cp.async.ca.shared.global [%r1], [%rd10], 4; cp.async.commit_group;
@@ -263,7 +263,7 @@ def test_multimem_reads_and_writes_every_member():
 
 @HOW
 @pytest.mark.parametrize("what", ["load", "store", "atomic", "shared"])
-def test_what_is_outside_is_an_error(what, unit, watched):
+def test_accesses_out_of_bounds_are_errors(what, unit, watched):
     text = {
         "load": "ld.global.u32 %r1, [%rd10];",
         "store": "st.global.u32 [%rd10], 1;",
@@ -312,7 +312,7 @@ def refused(text, match):
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r0], %r1, [%r2];",
     ],
 )
-def test_what_is_not_known_is_refused_by_name(text):
+def test_unknown_instructions_are_refused_by_name(text):
     refused(text, r"(?s)kernel k.*PTX line|PTX line.*kernel k")
 
 

@@ -144,7 +144,7 @@ def test_barriers_that_reduce_and_that_only_arrive(unit):
     assert out.tolist() == [124] * 32 + [131] * 32
 
 
-def test_what_the_surroundings_are_told():
+def test_events_that_the_environment_receives():
     body = f"{TID} fence.acq_rel.gpu; membar.sys; fence.sc.cta; bar.sync 0; bar.warp.sync -1; st.global.u32 [%rd0], 1;"
     told = run(kernel(body), [np.zeros(1, "u4")], 32, watched=True)[0].told
     everyone = list(range(32))
@@ -180,7 +180,7 @@ def test_grids_depend_by_thread_and_by_block():
     assert told[0].told == [("launches", list(range(32))), ("dependents",)]
 
 
-def test_clocks_come_from_the_surroundings():
+def test_clocks_are_read_from_the_environment():
     out = np.zeros(2, "u8")
     body = """mov.u64 %rd1, %globaltimer; st.global.b64 [%rd0], %rd1; mov.u64 %rd2, %clock64;
         st.global.b64 [%rd0+8], %rd2;"""
