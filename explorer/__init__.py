@@ -10,8 +10,9 @@ except ModuleNotFoundError as error:
     ) from error
 
 from tricomm.explorer.campaign import check, replay
+from tricomm.explorer.decorator import checked
 from tricomm.explorer.report.findings import Finding
 from tricomm.explorer.report.report import Report
 from tricomm.explorer.simulation import simulate
 
-__all__ = ["Finding", "Report", "check", "replay", "simulate"]
+__all__ = ["Finding", "Report", "check", "checked", "replay", "simulate"]

@@ -39,7 +39,7 @@ def from_file(name: str, stubs: Sequence[str] = ()) -> Callable[..., Any]:
     if not callable(value):
         there = [n for n, v in vars(module).items() if _defined(v, module.__name__)]
         raise InvalidArgument(f"{file} has no function {function!r}; it has {', '.join(there) or 'none'}")
-    return value  # type: ignore[no-any-return]
+    return getattr(value, "checked_body", value)  # type: ignore[no-any-return]
 
 
 class Stub(ModuleType):

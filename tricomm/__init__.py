@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         ResourceError,
         TricommError,
     )
-    from tricomm.explorer import Finding, Report, check, simulate
+    from tricomm.explorer import Finding, Report, check, checked, simulate
     from tricomm.local_ranks import local
     from tricomm.metrics.counters import Statistics, stats
     from tricomm.options import Options
@@ -38,7 +38,7 @@ else:  # imported on first use: the command line must not need torch, nor a GPU 
         "core.work": "Work",
         "errors": "CollectiveMismatch CollectiveTimeout GroupAborted InvalidArgument PeerDied PeerStalled "
         "RendezvousError ResourceError TricommError",
-        "explorer": "Finding Report check simulate",
+        "explorer": "Finding Report check checked simulate",
         "local_ranks": "local",
         "metrics.counters": "Statistics stats",
         "options": "Options",
@@ -83,6 +83,7 @@ __all__ = [
     "Work",
     "__version__",
     "check",
+    "checked",
     "ddp_hook",
     "init",
     "local",

@@ -10,18 +10,18 @@ from typing import Any
 from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.options import Options
 
-KINDS = (
-    "race",
-    "scope",
-    "no_wait",
-    "deadlock",
-    "out_of_bounds",
-    "uninitialised",
-    "wrong_result",
-    "rank_mismatch",
-    "leftover",
-    "exception",
-)
+KINDS = {
+    "race": "two conflicting accesses without an ordering",
+    "scope": "an ordering or atomic whose scope does not reach the other block or GPU",
+    "no_wait": "a dependent launch that never executes griddepcontrol.wait",
+    "deadlock": "no task can run: each waits for another",
+    "out_of_bounds": "an access outside of the kernel's memory, or to a closed symmetric handle",
+    "uninitialised": "a plain read of symmetric memory that was never written",
+    "wrong_result": "a result that differs from the reference, or depends on the schedule",
+    "rank_mismatch": "ranks that hold different bits after the same collective",
+    "leftover": "a signal that is not read, or a word that is not reset, at the end",
+    "exception": "an exception, or a misaligned access",
+}
 
 
 MOST_FINDINGS = 20
@@ -152,7 +152,8 @@ class Finding:
         lists = {name: tuple(checked(v, kind) for v in checked(values[name], list)) for name, kind in kinds.items()}
         for event in lists["events"]:
             _check_event(event)
-        plain = {name: checked(values[name], str) for name in ("kind", "text", "advice")}
+        plain = {name: checked(values[name], str) for name in ("text", "advice")}
+        plain["kind"] = checked(values["kind"], str, KINDS)
         plain |= {name: checked(values[name], int) for name in ("seed", "schedule")}
         return cls(**{**values, **plain, **lists, "execution": execution})
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import triton
 
 from tricomm import notebook
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.report import sarif
 from tricomm.explorer.report.findings import Finding, Subject, checked
 from tricomm.options import Options, Tuning
 
@@ -93,8 +95,8 @@ class Report:
         return not self.findings
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        """Write it as JSON, or as SARIF if that is the suffix."""
+        save([self], path)
 
     def as_json(self) -> dict[str, Any]:
         versions = {"python": platform.python_version(), "triton": triton.__version__}
@@ -149,6 +151,16 @@ class Report:
         return "\n".join(lines)
 
     _repr_html_ = notebook.preformatted
+
+
+def save(reports: Sequence[Report], path: str | Path) -> None:
+    """Write the findings of all `reports` as SARIF if that is the suffix; else the first report that has some as JSON,
+    for `--replay`."""
+    if Path(path).suffix.lower() == ".sarif":
+        values = sarif.log((finding, report.subject.get("file")) for report in reports for finding in report.findings)
+    else:
+        values = next((r for r in reports if not r.ok), reports[0]).as_json()
+    Path(path).write_text(json.dumps(values, indent=1) + "\n")
 
 
 def options_of(values: dict[str, Any]) -> Options:

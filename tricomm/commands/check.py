@@ -49,7 +49,7 @@ _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpr
 @click.option("--compiled", metavar="SM", help="Run what Triton compiles for this architecture, such as sm_90.")
 @click.option("--ignore", default="", help="A list of kinds of findings that do not count, such as rank_mismatch.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
-@click.option("--report", type=OutputFile(), help="Write the findings to this file, as JSON.")
+@click.option("--report", type=OutputFile(), help="Write the findings to this file: JSON, or SARIF if .sarif.")
 @click.option("--timeline", type=OutputFile(), help="Draw it, as .html or .svg.")
 @click.option(
     "--replay", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Repeat a report's finding."
@@ -269,12 +269,13 @@ def _announced(count: int, settings: dict[str, Any]) -> str:
 
 def _write(reports: list[Report], options: dict[str, Any]) -> None:
     from tricomm.explorer.report import timeline
+    from tricomm.explorer.report.report import save
 
-    written = next((r for r in reports if not r.ok), reports[0])
     if options["report"] is not None:
-        written.save(options["report"])
+        save(reports, options["report"])
     if options["timeline"] is not None:
-        if written.ok:
+        found = next((r for r in reports if not r.ok), None)
+        if found is None:
             click.echo("nothing was found, so there is no timeline to draw", err=True)
         else:
-            timeline.write(written, options["timeline"])
+            timeline.write(found, options["timeline"])
