@@ -40,7 +40,7 @@ def refused(rank, world_size, tell, url):
     told = {}
     with tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(timeout=60.0)) as comm:
         for name, call in CALLS.items():
-            if rank == 0:  # which tries again; the other rank waits for it
+            if rank == 0:  # try again: the other rank waits
                 told[name] = attempt(lambda call=call: call(comm))[:2]
             x = comm.all_reduce(torch.full((5,), rank + 1.0))
             assert torch.equal(x, torch.full((5,), 3.0))

@@ -1,4 +1,4 @@
-"""Arguments: what no kernel can take is refused by name, before anything is sent."""
+"""Arguments that no kernel supports are refused by name, before anything is sent."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -158,7 +158,7 @@ def test_a_timeout_is_a_positive_number_of_seconds(value):
 
 
 def test_the_facts_of_an_epilogue_have_no_address_in_them():
-    """So they are the same in every process, also of a function that Triton interprets."""
+    """So they are equal in every process, also for a function that Triton interprets."""
     function = SimpleNamespace(fn=test_the_facts_of_an_epilogue_have_no_address_in_them)
     facts = UserEpilogue(8, function, function, ("*i16",)).facts
     assert repr(facts) == repr((8, *[f"{__name__}:{function.fn.__name__}"] * 2, ("*i16",)))

@@ -1,4 +1,4 @@
-"""Bits of a reduction that depend on rank order alone: equal whatever the size, split, kernel, shape, chunk and graph.
+"""A batch-invariant reduction depends on rank order only: not on size, split, kernel, shape, chunks or graph.
 
 The numbers are chosen so that another order of summation gives other bits, which the last tests show.
 """
@@ -43,7 +43,7 @@ def numbers(rank, count, name, seed=0):
         return torch.view_as_complex(numbers(rank, 2 * count, "float32", seed).view(count, 2))
     powers = torch.randint(-6, 7, (count,), generator=draw)
     spread = torch.randn(count, generator=draw, dtype=torch.float64) * 2.0**powers
-    if rank < 2:  # these two cancel out, and what the others add is lost or not, by the order
+    if rank < 2:  # these two cancel, and the order decides whether the other ranks' numbers are lost
         spread[::4] = (1 - 2 * rank) * min(2.0**60, torch.finfo(dtype).max / 2)
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0], dtype=torch.float64)
     chosen = torch.randint(0, 60, (count,), generator=draw)
@@ -138,7 +138,7 @@ def test_the_rows_of_a_reduce_scatter_are_those_of_an_all_reduce(protocol):
 
 
 def test_compiled_kernels_eager_and_in_a_graph():
-    """A tensor whole in a graph, and in parts eagerly, by the PTX of a GPU's kernels."""
+    """A tensor reduced as a whole in a graph, and in parts eagerly, by the PTX of a GPU's kernels."""
     count = 1100  # beyond a tile
 
     def body(comm):

@@ -1,4 +1,4 @@
-"""GPUs of a fake driver: where they cannot reach each other, their ranks come together over NCCL alone."""
+"""GPUs of a fake driver: ranks whose GPUs cannot reach each other make a group over NCCL only."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

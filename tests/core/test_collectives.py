@@ -27,7 +27,7 @@ SOAK = pytest.mark.soak
 
 
 def wrong(world_size, cases, options=SMALL, seed=0):
-    """Make the cases in turn on every rank; those that some rank finds wrong."""
+    """Make the cases in turn on every rank; return those that any rank finds wrong."""
 
     def body(comm):
         return [case for number, case in enumerate(cases) if not outcome(comm, case, number)]
@@ -72,7 +72,7 @@ def test_every_type_and_operation(collective, step, name):
     "name", [n if n in WIDTHS.values() or n == "bool" else pytest.param(n, marks=SOAK) for n in DTYPES]
 )
 def test_every_type_is_copied(name):
-    """Of types of one width one; `make soak` has the others."""
+    """One type of each width; `make soak` has the others."""
     rest = [c for c in dict.fromkeys(k.collective for k in PLAIN) if "reduce" not in c]
     cases = [Made(c, None, p, name, "sum", 61, 1, "fresh") for c in rest for p in ("ll", "ll128", "simple")]
     assert wrong(2, cases, tricomm.Options(arena_bytes=256 << 10)) == []
@@ -225,7 +225,7 @@ def test_rows_of_another_length_than_expected_are_named_on_all_ranks():
         out = [2, 2] if comm.rank == 0 else [1, 2]
         try:
             comm.all_to_all_v(torch.ones(4, 3), [2, 2], out)
-            comm.barrier()  # rank 0 has what it expects, and learns of it here at the latest
+            comm.barrier()  # rank 0 got the rows that it expected, and learns of the error here at the latest
         except tricomm.CollectiveMismatch as error:
             return str(error)
 

@@ -1,4 +1,4 @@
-"""The communicator between real processes: results, argument errors, life, two groups, a user's kernels."""
+"""The communicator between real processes: results, argument errors, life cycle, two groups, user kernels."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def one_life(rank, world_size, url):
 
 
 def life(rank, world_size, tell, url):
-    """Close twice, use after close, make again over the same store, leave nothing."""
+    """Close twice, use after close, make it again over the same store; no resources are left."""
     before = leftovers()
     for _ in range(5):
         one_life(rank, world_size, url)

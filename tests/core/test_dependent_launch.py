@@ -1,4 +1,4 @@
-"""Dependent launches are agreed by all ranks, and leave a group's kernels the room that they have."""
+"""Ranks agree on dependent launches, which share a group's limit of blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RANKS = 3
 
 
 def agreed(options: Options | None = None, without: int | None = None) -> str:
-    """The reason on all ranks, which has to be the same; the device of rank `without` cannot."""
+    """The reason, which must be the same on all ranks; the device of rank `without` does not support it."""
 
     def agree(rank: int) -> str:
         facts = DeviceFacts(f"GPU {rank}", "sm_90", 132, rank != without)
@@ -55,7 +55,7 @@ def test_one_rank_without_support_disables_it_on_all() -> None:
     ],
 )
 def test_devices_that_support_it(major: int, answer: Any, possible: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without bindings NCCL serves a group's calls, and the group is made as before."""
+    """Without bindings the group is made as before, and NCCL runs its calls."""
 
     def bindings(name: str) -> Any:
         if isinstance(answer, Exception):
@@ -82,7 +82,7 @@ def test_option_and_variable(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("most", [64, 40, 16, 1])
 @pytest.mark.parametrize("kilobytes", [1, 16, 64, 256, 1024, 65536])
 def test_two_kernels_keep_to_the_blocks_of_a_group(kilobytes: int, most: int) -> None:
-    """Calls of other groups rely on `max_blocks`, so a kernel that is early and the one before it share them."""
+    """Other groups rely on `max_blocks`, so a kernel that starts early shares it with the kernel before it."""
     facts = SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), most, topology="nvswitch", no_dependent_launch="")
     choice = choose(facts, "all_reduce", kilobytes << 10, bits=16)
     kernel = registry.find("all_reduce", choice.algorithm, choice.protocol)

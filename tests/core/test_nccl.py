@@ -31,7 +31,7 @@ def core(monkeypatch):
 
 
 def everywhere(world_size, body, timeout=30.0):
-    """`body(comm, rank)` on every rank; the values."""
+    """Run `body(comm, rank)` on every rank; return the values."""
     store = HashStore()
 
     def run(rank):

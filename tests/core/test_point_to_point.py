@@ -1,4 +1,4 @@
-"""send and recv: every type and size, tags in any order, from any source, and what is wrong with a message named."""
+"""send and recv: every type and size, tags in any order, any source, and errors that name the wrong message."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def handed_over(comm, cases):
-    """Each case from rank 0 to rank 1; says which came out wrong. A case: count, dtype, tag, protocol, offset."""
+    """Send each case from rank 0 to rank 1; return the wrong ones. A case: count, dtype, tag, protocol, offset."""
     wrong = []
     for number, (count, dtype, tag, protocol, offset) in enumerate(cases):
         if comm.rank == 0:
@@ -135,7 +135,7 @@ def test_plain_data_is_not_taken_for_words_of_the_other_protocol(kept, unshrunk)
 
 
 def test_from_any_source():
-    """Of several that have sent, the lowest rank's; of others than with this tag, none."""
+    """If several ranks have sent, the lowest rank's message is received; messages with another tag are not."""
 
     def body(comm):
         if comm.rank:
@@ -241,7 +241,7 @@ def test_words_with_old_sequence_numbers_are_cleared_before_the_numbers_repeat(c
         words = comm._group.arena.tensor(comm.rank, slots.slots, (layout.SLOTS, slots.slot // 8), torch.int64)
         words[:] = (first + 8) << 32 | 0xBAD
         comm.barrier()
-        for turn in range(8):  # numbers of which the last four clear
+        for turn in range(8):  # sequence numbers, the last four of which clear words
             if comm.rank == 0:
                 comm.send(torch.tensor([turn]), 1, protocol="ll")
             else:
@@ -314,7 +314,7 @@ def test_a_group_of_one_rank_cannot_send():
 
 
 def test_the_kernels_need_not_launch_the_same_grid():
-    """Queues are the unit, not blocks: from any source one block takes what several have sent."""
+    """The unit is a queue, not a block: a receive from any source may use one block for several queues."""
 
     def body(comm):
         if comm.rank == 0:

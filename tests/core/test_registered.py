@@ -1,4 +1,4 @@
-"""Tensors that users have already, read and written where they lie; by real processes on a CPU."""
+"""Registered user tensors are read and written without a copy, by real processes on a CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tricomm.store.arenas import registered
 
 
 def _shared(numbers):
-    """In torch's shared memory, and not at its beginning."""
+    """A tensor in torch's shared memory, not at its beginning."""
     whole = torch.full((numbers.numel() + 16,), 77, dtype=numbers.dtype).share_memory_()
     part = whole[16 : 16 + numbers.numel()].view(numbers.shape)
     part.copy_(numbers)
@@ -20,7 +20,7 @@ def _shared(numbers):
 
 
 def in_place(rank, world_size, tell, url):
-    """Every collective over a registered tensor, twice, with other numbers; what is wrong."""
+    """Every collective over a registered tensor, twice, with different numbers; return the wrong ones."""
     wrong = []
     with communicator(rank, world_size, url) as comm:
         for turn, shape in enumerate([(world_size,), (3 * world_size, 5), (world_size * 700,)]):
@@ -99,7 +99,7 @@ def refusals(rank, world_size, tell, url):
         x = one.clone()
         comm.all_reduce(w)
         right = torch.equal(one, world_size * x)
-        mixed = refused(lambda: comm.all_reduce(one if rank else w))  # of a handle on one rank only
+        mixed = refused(lambda: comm.all_reduce(one if rank else w))  # for a handle on one rank only
     return said, right, mixed
 
 
@@ -121,7 +121,7 @@ def other_memory(rank, world_size, tell, url):
             x.data = torch.zeros(5)
         moved = refused(lambda: comm.all_reduce(w)) if rank == 0 else ""
         comm.barrier()
-        theirs = w.peers[0].tolist() if rank else []  # what rank 0 has registered is still there
+        theirs = w.peers[0].tolist() if rank else []  # rank 0's registration still works
         rows = refused(lambda: single.rows)
         comm.barrier()
         w.close()
@@ -144,7 +144,7 @@ def test_a_tensor_that_is_given_other_memory_is_refused_and_the_registered_memor
 
 
 def _given(handle):
-    """Have torch's rendezvous give `handle`."""
+    """Make torch's rendezvous return `handle`."""
     registered._of_torch.__defaults__ = (lambda tensor, group: handle,)
 
 
@@ -165,7 +165,7 @@ class _Handle:
 
 
 def of_torch(rank, world_size, tell, url):
-    """torch's symmetric memory at the same place, at different ones, of other ranks, and of none."""
+    """torch's symmetric memory at equal and different offsets, of other ranks, and of none."""
     said = []
     with communicator(rank, world_size, url) as comm:
         x = torch.arange(64.0)

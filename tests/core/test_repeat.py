@@ -1,4 +1,4 @@
-"""A call that was made before takes a short way: it must refuse and give what the first one does."""
+"""A repeated call takes a fast path, which must have the refusals and results of a first call."""
 
 import inspect
 import sys
@@ -65,7 +65,7 @@ def test_a_repeated_call_refuses_the_arguments_that_a_first_one_refuses(comm, kw
         comm.all_reduce(torch.ones(SHAPE), **kwargs)
 
 
-LOOKS = {  # what gets through without the look at a tensor, or without the one at its storage
+LOOKS = {  # tensors that are accepted without the check of the tensor, or without that of its storage
     "meta": BAD["meta"][0],
     "gaps": lambda: torch.ones(4, 12)[:, ::2],
     "grad": BAD["grad"][0],
@@ -92,7 +92,7 @@ def test_without_the_checks_an_invalid_tensor_is_accepted(comm, monkeypatch, wha
     assert len(launched) == 1
 
 
-WAYS = {  # a call over one rank, and what it gives
+WAYS = {  # a call over one rank, and its result
     "all_reduce": lambda comm, x, y: comm.all_reduce(x, out=y),
     "all_gather": lambda comm, x, y: comm.all_gather(x, out=y),
     "reduce_scatter": lambda comm, x, y: comm.reduce_scatter(x, out=y),
@@ -113,7 +113,7 @@ WAYS = {  # a call over one rank, and what it gives
 def test_every_collective_is_repeated_without_a_plan(comm, monkeypatch, collective):
     call, x = WAYS[collective], torch.arange(24.0).view(SHAPE)
     call(comm, x, torch.empty(SHAPE))
-    with torch.inference_mode():  # another mode: one more closer look
+    with torch.inference_mode():  # another mode: checked once more
         call(comm, x, torch.empty(SHAPE))
     monkeypatch.setattr(Planner, "plan", lambda *request: pytest.fail("planned again"))
     for mode in (torch.enable_grad, torch.inference_mode, torch.enable_grad):
@@ -242,18 +242,18 @@ def test_after_close(comm):
 
 
 def test_a_call_that_has_not_run_is_refused_in_a_capture_and_the_group_still_works(comm, monkeypatch):
-    """On a GPU; here the communicator only says that it has one."""
+    """As on a GPU; the communicator here only claims to have one."""
     monkeypatch.setattr(comm._planner, "_gpu", SimpleNamespace(capturing=lambda: True))
     for call in (lambda: comm.all_reduce(torch.ones(7)), lambda: comm.all_gather(torch.ones(7)), comm.barrier):
         with pytest.raises(InvalidArgument, match="run this call once before capture"):
             call()
     monkeypatch.undo()
-    assert not comm._launcher.captured, "a call that was refused is in no graph"
+    assert not comm._launcher.captured, "a refused call is in no graph"
     assert torch.equal(comm.all_reduce(torch.ones(7)), torch.ones(7))
 
 
 def executed(call):
-    """How many bytecodes and how many calls of C functions `call` executes."""
+    """The numbers of bytecodes and of calls into C that `call` executes."""
     counts = {"opcode": 0, "c_call": 0}
 
     def count(frame, event, argument):
@@ -273,7 +273,7 @@ def executed(call):
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
 def test_a_repeat_executes_few_lines_more_than_one_in_place(collective):
-    """Of the host's part of a call, which takes this time on a GPU, but for the launch: the time is the bytecodes'."""
+    """The host's time for a call on a GPU, apart from the launch, is that of its bytecodes."""
     x, y = torch.ones(64), torch.ones(64)
     calls = {**WAYS, "broadcast": lambda comm, x, y: comm.broadcast(x, 0)}
     with null_launch.communicator() as comm:

@@ -1,4 +1,4 @@
-"""Calls at the same time: over a second communicator of the same ranks, in another thread."""
+"""Concurrent calls: over a second communicator of the same ranks, in another thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "memory.md"
 
 
 def at_once(*functions):
-    """Run each in a thread; raises the first error."""
+    """Run each function in a thread; raise the first error."""
     succeed(len(functions), lambda number: functions[number](), 80)
 
 
@@ -29,7 +29,7 @@ def numbers(rank, number, call, count):
 
 @ranks.each(3, [])
 def test_every_collective_in_two_threads_is_exact(rank, world_size, tell, url):
-    """Each rank begins with the other communicator than the rank before it."""
+    """Each rank calls the two communicators in the opposite order to the rank before it."""
     wrong = []
 
     def use(comm, number):
@@ -62,7 +62,7 @@ def test_every_collective_in_two_threads_is_exact(rank, world_size, tell, url):
 
 
 def in_another_order(rank, world_size, tell, url, turns):
-    """Rank 0 begins with one, rank 1 with the other, and the call over the other one comes while that one waits.
+    """Each rank calls a different communicator first, and then the other one while the first call waits.
     `turns`: whether a kernel that waits gives the interpreter to the other thread."""
     if not turns:
         interpreter.triton_adapter.give_way = lambda: False

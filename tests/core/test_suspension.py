@@ -23,7 +23,7 @@ from tricomm.store.segments import Segment
 
 
 def _forked(comm):
-    """The exit code of a child that tries to resume its parent's communicator: 0 if that is refused by name."""
+    """Fork a child that tries to resume this communicator; return its exit code, 0 if that is refused by name."""
     pid = os.fork()
     if pid == 0:
         os._exit(0 if "forked into" in refused(comm.resume) else 1)
@@ -53,7 +53,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def resident(address, nbytes):
-    """Pages of a mapping that the system holds for any process."""
+    """The resident pages of a mapping, of any process."""
     pages = -(-nbytes // 4096)
     there = (ctypes.c_ubyte * pages)()
     assert _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), there) == 0
@@ -61,7 +61,7 @@ def resident(address, nbytes):
 
 
 def round_trip(rank, world_size, tell, url, turns):
-    """Suspended and resumed `turns` times: what is wrong, what every call says meanwhile, pages before and after."""
+    """Suspend and resume `turns` times; return wrong results, the refusals meanwhile, and pages before and after."""
     with communicator(rank, world_size, url) as comm:
         w = comm.symmetric((100,), torch.float32)
         gone = comm.symmetric((5,), torch.float32)
@@ -199,7 +199,7 @@ def test_a_rank_that_dies_in_the_middle_is_named_and_leaves_nothing(where, url):
 
 
 def refuse_once(where):
-    """The system refuses the next step `where` of a segment."""
+    """The next step `where` of a segment fails."""
     usual, left = getattr(Segment, where), [1]
 
     def once(self):
@@ -211,7 +211,7 @@ def refuse_once(where):
 
 
 def memory_refused(rank, world_size, tell, url, where, victim):
-    """A system call is refused on one rank at a step: what is raised, and that the group works on."""
+    """A system call fails on one rank; return the errors, and whether the group still works."""
     with communicator(rank, world_size, url) as comm:
         w = comm.symmetric((10,), torch.int64)
         texts = []
@@ -246,7 +246,7 @@ def test_a_suspension_that_one_rank_refuses_is_refused_on_all(where, url):
 
 
 def bad_moments(rank, world_size, tell, url):
-    """A message that is not received yet, handles closed on one rank, another call on another rank."""
+    """Suspend with a message in flight, with a handle closed on one rank only, and while another rank makes a call."""
     with communicator(rank, world_size, url, timeout=10.0) as comm:
         if rank == 0:
             comm.send(torch.arange(5), 1)
@@ -286,7 +286,7 @@ def beside_a_message(rank, world_size, tell, url):
         end = time.monotonic() + 30.0
         while not comm._messages.running(1) and time.monotonic() < end:
             time.sleep(0.005)
-        comm._group.timeout = 0.3  # before the time of the receiver is over
+        comm._group.timeout = 0.3  # before the receiver times out
         return refused(comm.suspend)
 
 

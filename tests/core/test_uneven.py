@@ -1,4 +1,4 @@
-"""Rows of uneven length whose lengths change with every call: right, and no more work for the host than even ones."""
+"""Uneven rows whose lengths change with every call: exact, and without more host work than even ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROTOCOLS = ("ll", "simple")
 
 
 def lengths(world_size: int, number: int) -> list[list[int]]:
-    """At [s][d] the rows that rank s sends to rank d in call `number`: none, few, more than a chunk."""
+    """At [s][d] the number of rows that rank s sends to rank d in call `number`: none, few, more than a chunk."""
     draw = random.Random(number)
     return [[draw.choice((0, 0, 1, 2, 5, 37, 200)) for _ in range(world_size)] for _ in range(world_size)]
 
@@ -58,7 +58,7 @@ def test_lengths_that_change_with_every_call_are_right_and_share_one_plan(world_
 
 
 class FakeRuntime(Runtime):
-    """Ranks whose kernels are compiled for a GPU that keeps what it was to launch."""
+    """Ranks whose kernels are compiled for a fake GPU that records its launches."""
 
     def __init__(self, gpu):
         self.fake = gpu
@@ -75,7 +75,7 @@ def device():
 
 @pytest.fixture
 def comm(device):
-    """Rank 0 of two, over a GPU that launches nothing; the other one makes no calls."""
+    """Rank 0 of two, over a GPU that launches nothing; rank 1 makes no calls."""
     device.launches.clear()
     store, options = HashStore(), tricomm.Options(arena_bytes=1 << 20, timeout=60.0)
 
@@ -109,7 +109,7 @@ def test_a_call_with_other_lengths_makes_no_plan_and_no_memory_and_no_copy(comm,
         want.append((X.data_ptr(), Y.data_ptr(), 4, (own, goes), (own, comes)))
     assert [words(launch) for launch in device.launches] == want
     assert len(made) == 1 and len(comm._planner.plans) == 1 and operations.seen == []
-    with operations:  # it sees one that has to be copied
+    with operations:  # they record the copy of a tensor that is not contiguous
         comm.all_to_all_v(torch.zeros(4, 6).t(), [3, 3], [3, 1])
     assert operations.seen != []
 
@@ -138,7 +138,7 @@ def test_bytes_and_times_are_those_of_each_call(comm):
 
 
 def test_lengths_are_kept_apart_by_stream_and_graph(comm, device, monkeypatch):
-    """A graph keeps the parameters of its capture: they are values, and nothing that a later call changes."""
+    """A graph keeps the parameters of its capture by value, so later calls do not change them."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     comm._group.simulated = False
     comm._planner.plan(launch_plan.Request("all_to_all_v"), torch.float32, 4, True)
@@ -155,7 +155,7 @@ def test_lengths_are_kept_apart_by_stream_and_graph(comm, device, monkeypatch):
 
 
 def test_lengths_are_kept_apart_by_thread(comm, device, monkeypatch):
-    """The second one calls when the first has packed its words and not launched them."""
+    """The second thread calls after the first has packed its parameters and before it launches."""
     first, second = ((1, 2), (1, 4)), ((5, 6), (5, 8))
     others, ways = [], [comm.all_to_all_v]
 
@@ -169,7 +169,7 @@ def test_lengths_are_kept_apart_by_thread(comm, device, monkeypatch):
             others[0].join(0.2)
         return 0
 
-    monkeypatch.setattr(device, "stream", between)  # asked after the words are packed
+    monkeypatch.setattr(device, "stream", between)  # called after the parameters are packed
     call(first)  # makes the plan
     (chosen,) = comm._planner.plans.values()
     for want in ([first, second], [second, second]):

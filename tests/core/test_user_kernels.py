@@ -1,4 +1,4 @@
-"""Kernels of users: they end by the group's limits wherever they wait, and flags order what two ranks do."""
+"""User kernels: they end by the group's limits at any wait, and flags order the accesses of two ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ KINDS = {"dies": "PeerDied", "late": "CollectiveTimeout", "leaves": "PeerDied"}
 
 
 def waits(rank, world_size, tell, url, fault, how):
-    """Rank 0's kernel waits, and rank 1 dies, stops to answer for the limit, or leaves. Returns the error's kind and
-    text, its seconds, and whether this process still computes."""
+    """Rank 0's kernel waits while rank 1 dies, does not respond, or leaves. Returns the error's kind and text, its
+    seconds, and whether this process still computes."""
     with communicator(rank, world_size, url, timeout=2.5, stall_timeout=30.0) as comm:
         w, out = comm.symmetric((3,), torch.int64), torch.zeros(2, dtype=torch.int64)
         comm.barrier()

@@ -76,7 +76,7 @@ def _own(comm, w):
 
 
 def _into(comm, w):
-    """Over memory that the host has written just before the call."""
+    """Over memory that the host has written right before the call."""
     v = comm.symmetric(w.shape, w.dtype)
     v.local.fill_(-1)
     return comm.all_reduce(w, out=v, algorithm="multicast")
@@ -114,7 +114,7 @@ def test_each_barrier_is_needed(kernel, phase, unshrunk):
 
 
 def test_a_row_that_peers_read_is_not_written(unshrunk):
-    """In place, a rank that copied its own row too would write what the others read."""
+    """In place, a rank that also copied its own row would write to memory that its peers read."""
     edit = Edit("kernels/collectives/all_gather_one_shot.py", "range(in_place.to(tl.int32), SPEC", "range(0, SPEC")
     with loaded((edit,)):
         report = check("all_gather_one_shot_zero_copy, in place", schedules=40)
@@ -182,7 +182,7 @@ SWITCHED = [
 
 
 def through_the_switch(comm):
-    """In place and into another handle, of sizes with and without a last piece under 16 bytes; what is wrong."""
+    """In place and into another handle, with and without a last piece under 16 bytes; return the wrong ones."""
     wrong, size = [], comm.world_size
     for turn, (dtype, shape) in enumerate(SWITCHED):
         parts = [values(r, turn, shape, dtype) for r in range(size)]

@@ -1,4 +1,4 @@
-"""Run in processes of their own, with TRITON_INTERPRET=1 before triton is imported: prints what each part found."""
+"""Run in new processes, with TRITON_INTERPRET=1 set before triton is imported: prints the result of each part."""
 
 import json
 import multiprocessing

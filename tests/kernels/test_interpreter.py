@@ -1,4 +1,4 @@
-"""The adapter around Triton's interpreter: same kernels, mended numbers, nothing left behind."""
+"""The adapter around Triton's interpreter: the same kernels, corrected arithmetic, no change left in Triton."""
 
 import os
 import signal
@@ -84,7 +84,7 @@ def test_leaves_triton_as_it_was_after_an_interrupt_inside_a_kernel():
 
 
 def interrupted_at_random(rank, world_size, tell):
-    """Ctrl-C at many moments of a launch, in a process of its own; returns how often it came, and what was left."""
+    """Ctrl-C at many moments of a launch, in a separate process; returns the number of interrupts and leftovers."""
     x, caught, left = torch.zeros(4, dtype=torch.int32), 0, []
     run(_copy, x, x, 4, BLOCK=4)
     for turn in range(100):

@@ -18,7 +18,7 @@ CONSTEXPRS = {"WORLD_SIZE": 4, "BLOCK": 512, "LANES": 256, "PTX": True}
 
 
 def specialisation(kernel, numel: int, call: int, offset: int = 0):
-    """What Triton would key a compiled kernel by, for a GPU that is not there."""
+    """Triton's key of a kernel compiled for sm_90; needs no GPU."""
     function = kernel.function
     bind = create_function_from_signature(function.signature, function.params, make_backend(GPUTarget("cuda", 90, 32)))
     x, y, group = torch.zeros(16)[offset:], torch.zeros(16), torch.zeros(128, dtype=torch.int64)

@@ -11,7 +11,7 @@ from tricomm.kernels.layout import EPOCH_LIMIT
 
 
 def beside_others(rank, world_size, tell, where):
-    """Calls of the switch between those of other kernels that use the same mailboxes, over the end of the epochs."""
+    """NVLS calls alternating with other kernels that use the same mailboxes, while the epochs wrap around."""
     me = arenas.Rank(rank, where, epoch=EPOCH_LIMIT - 9)
     wait_for_all(me)
     others = [registry.find("all_reduce", "two_shot", "simple"), registry.find("all_gather", "one_shot", "simple")]

@@ -1,4 +1,4 @@
-"""What the shortcuts give, against what Triton's own functions give."""
+"""The shortcuts give the results of Triton's own functions."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""One call of any collective with its exact result, for tests that make many."""
+"""Random calls of any collective, compared with their exact results."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def anything(draw: random.Random, kernel: Kernel, world_size: int, most: int = 2
 
 
 def _operations(kernel: Kernel, dtype: Dtype) -> list[str]:
-    """Those of a type that the kernel has; a switch lacks some."""
+    """The operations that the kernel has for a type; multicast kernels lack some."""
     return [op for op in dtype.ops if not kernel.why_not_reduced(*reduction(dtype, op))] if kernel.reduces else ["sum"]
 
 
 def outcome(comm: Communicator, case: Made, number: int) -> bool:
-    """Make the call; True where the result is exact, and neither the input nor anything around it was written."""
+    """Make the call; True if the result is exact and neither the input nor memory around the tensors was written."""
     kind, dtype = collective_specs.COLLECTIVES[case.collective], getattr(torch, case.dtype)
     facts = (case.collective, case.op, comm.world_size)
     data = check_data.values(*facts, comm.rank, number, case.count, dtype)
@@ -64,7 +64,7 @@ def outcome(comm: Communicator, case: Made, number: int) -> bool:
 
 
 def _tensor(data: torch.Tensor, dtype: torch.dtype, case: Made) -> tuple[torch.Tensor, object]:
-    """The data in a tensor that begins `offset` elements late, and what says that all around it is as it was."""
+    """The data in a tensor `offset` elements into a buffer, and a function that checks that the rest is unchanged."""
     step = 2 if case.way == "strided" else 1
     whole = torch.zeros(len(data) * step + 9, dtype=dtype)
     check_data.poison(whole)

@@ -18,7 +18,7 @@ import torch
 
 SUM, PROD, MAX, MIN, AVG = range(5)
 _NO_DTYPE = (torch.int16, torch.uint16, torch.complex64, torch.complex128)
-STORE = None  # a torch Store, where ranks are processes
+STORE = None  # a torch Store if ranks are processes
 _worlds: dict[bytes, _World] = {}
 _lock = threading.Lock()
 _local = threading.local()
@@ -91,7 +91,7 @@ class _StoreWorld:
         while any(other[:2] != (kind, facts) for other in said):
             if comm.ended is not None:
                 return
-            assert time.monotonic() < end, f"nobody ended what hangs: {[other[:2] for other in said]}"
+            assert time.monotonic() < end, f"no abort ended this hang: {[other[:2] for other in said]}"
             time.sleep(2e-3)
         do([p for *_, p in said])
 
@@ -227,7 +227,7 @@ class Communicator:
         _local.ops.append((self, kind, buffer, peer))
 
     def _post(self, ops):
-        """In this fake, every rank takes part in a group, if only with nothing."""
+        """In this fake every rank must take part in a group, even without operations."""
 
         def do(others):
             for kind, buffer, peer in ops:

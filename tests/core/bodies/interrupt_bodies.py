@@ -1,4 +1,4 @@
-"""Ranks of which one is interrupted at a chosen line of a call: each line costs both ranks a communicator."""
+"""Two ranks, one of which is interrupted at a chosen line of a call; every line needs a new communicator."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def communicator(rank, folder, number):
 
 
 def walk(rank, world_size, tell, folder, name, kind, every, unguarded=False):
-    """Interrupt rank 0 at every `every`th line of a call; what each rank got at each of them."""
+    """Interrupt rank 0 at every `every`th line of a call; return what each rank got at each of them."""
     call, folder, got = CALLS[name], Path(folder), []
     if unguarded:
         Guard.unwound = lambda guard, error: None
@@ -204,7 +204,7 @@ def constructor(rank, world_size, tell, folder, every):
         walk = Walk(KeyboardInterrupt, lines[number]) if rank == 0 else nullcontext()
         with walk:
             try:
-                made = make(number, timeout=4.0)  # a rank that is stopped before the rendezvous costs it
+                made = make(number, timeout=4.0)  # an interrupt before the rendezvous fails the rendezvous
                 made.barrier()
             except BaseException as error:
                 caught, text = type(error).__name__, str(error)
@@ -214,7 +214,7 @@ def constructor(rank, world_size, tell, folder, every):
         where = (os.path.relpath(lines[number][0], HOME), lines[number][1]) if rank == 0 else ("", 0)
         got.append((caught, text, raised, heard, *where))
         together(folder, rank, number)
-        with make(f"after {number}") as comm:  # both are well afterwards
+        with make(f"after {number}") as comm:  # both ranks still work
             comm.barrier()
         del made
     del comm, walk, first, seen
@@ -288,7 +288,7 @@ def interrupted(comm, call, kind, line):
     close(made)
     where = f"{os.path.relpath(line[0], HOME)}:{line[1]}"
     free = lock_is_free(comm)
-    time.sleep(0.02)  # where the call was over for the other rank, it makes another one
+    time.sleep(0.02)  # if the call was over for the other rank, it makes another one
     return where, caught, walk.raised, free
 
 
@@ -299,9 +299,9 @@ def close(made):
 
 def told(comm, call):
     try:
-        for _ in range(3):  # the first may end, or may be stopped by rank 0, which has begun its second
+        for _ in range(3):  # the first call may complete, or rank 0 may abort it, because it is in its second one
             close(call(comm))
-        comm.barrier()  # short messages go without their receiver
+        comm.barrier()  # short messages are sent without waiting for a receive
     except TricommError as error:
         return type(error).__name__, str(error), time.monotonic()
     return "nothing", "", time.monotonic()

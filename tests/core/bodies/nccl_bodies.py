@@ -46,7 +46,7 @@ def joined(rank, world_size, url, there=True, memory=True, **options):
 
 
 def every_collective(comm, rows, dtype, wrong):
-    """All of them, with poisoned outputs; `rows` rows of two elements for each rank. Names of those that are wrong."""
+    """Run every collective into poisoned outputs, `rows` rows of two elements a rank; add the wrong ones to `wrong`."""
     rank, n = comm.rank, comm.world_size
     parts = [of(r, (rows * n, 2), dtype, 3) for r in range(n)]
     total = torch.stack([p.to(torch.int64) for p in parts]).sum(0).to(dtype)
@@ -91,7 +91,7 @@ def every_collective(comm, rows, dtype, wrong):
 
 
 def fused(comm, wrong):
-    """An all_reduce_rms_norm over the threshold by NCCL and torch, its rows alone by a fused kernel: the same bits."""
+    """An all_reduce_rms_norm above the threshold runs on NCCL and torch; its rows, one call each, on a fused kernel."""
     residual, weight = of(7, (20, 64)), of(8, (64,)) - 1.5
     x = of(comm.rank, (20, 64), call=20)
 
@@ -168,7 +168,7 @@ def without_memory_or_nccl(rank, world_size, tell, url, how):
 
 
 def nodes(rank, world_size, tell, url):
-    """Two hosts, as far as TRICOMM_NODE_ID goes: NCCL between them, the kernels in a group inside of one."""
+    """Two hosts by TRICOMM_NODE_ID: NCCL runs calls between them, the kernels those of a group within one."""
     os.environ["TRICOMM_NODE_ID"] = f"host {rank // 2}"
     wrong = []
     with joined(rank, world_size, url) as comm:
@@ -195,7 +195,7 @@ def nodes_on_a_cpu(rank, world_size, tell, url):
 
 
 def nccl_is_missing(rank, world_size, tell, url):
-    """On rank 1: what kernels can run they run, the rest is refused on all ranks, with the reason."""
+    """Rank 1 lacks NCCL: the kernels run the calls that they can; the others are refused on all ranks with a reason."""
     with joined(rank, world_size, url, there=rank != 1) as comm:
         x = torch.ones(LIMIT)
         comm.all_reduce(x)
@@ -215,7 +215,7 @@ def fails_on_its_own(rank, world_size, tell, url):
             left.touch()
         else:
             end = time.monotonic() + 60
-            while not left.exists():  # else its first call may end by this error
+            while not left.exists():  # otherwise the error may end rank 1's first call
                 assert time.monotonic() < end, "rank 1 does not leave its first call"
                 time.sleep(0.01)
             inner.error = 6
@@ -237,7 +237,7 @@ def dies(rank, world_size, tell, url):
 
 
 def different_calls(rank, world_size, tell, url, sizes, before, compared=True):
-    """Ranks that call with different sizes, and so go different ways, or one way to different ends."""
+    """Ranks that call with different sizes: one in a kernel and one in NCCL, or both in NCCL."""
     if not compared:
         Monitor.diverging = lambda monitor: False
     with joined(rank, world_size, url, timeout=30.0 if compared else 3.0) as comm:
@@ -247,7 +247,7 @@ def different_calls(rank, world_size, tell, url, sizes, before, compared=True):
 
 
 def namespaces(rank, world_size, tell, url):
-    """One boot, as in containers, but the ranks cannot see each other's processes, not by pidfds either."""
+    """Ranks with one boot id, as in containers, that cannot see each other's processes, nor open a pidfd for them."""
     process.pid_namespace, process.is_pidfd = lambda: 42 + rank, lambda fd: False
     with joined(rank, world_size, url) as comm:
         x = torch.ones(3)

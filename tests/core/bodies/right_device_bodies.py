@@ -16,7 +16,7 @@ from tests.fake_cuda import OnFakeGpu, World
 from tests.kernels.fake_launch import Result
 from tricomm import Options, errors
 
-LATE = 1.0  # seconds by which rank 0 comes later than the others
+LATE = 1.0  # seconds by which rank 0 is later than the others
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def fill(out, N: tl.constexpr):
 
 @contextmanager
 def on_fake_gpu(rank, world_size, url):
-    """A communicator whose kernels are launched on a fake GPU of the rank's own: (communicator, world, device)."""
+    """(communicator, world, device); the kernels are launched on a separate fake GPU for each rank."""
     with pytest.MonkeyPatch.context() as patch:
         world = World()
         world.install(patch)
@@ -64,7 +64,7 @@ def replays_after_close(rank, world_size, tell, url, how):
 
 
 def refused_on_one(rank, world_size, tell, url):
-    """The driver refuses rank 0's launch: what each rank gets, and how long after its call."""
+    """The driver refuses rank 0's launch; return each rank's error and the seconds after its call."""
     with on_fake_gpu(rank, world_size, url) as (comm, _, fake):
         x = torch.ones(8)
         if rank == 0:

@@ -1,4 +1,4 @@
-"""A stand-in for ProcessGroupNCCL that is as strict as it is, and ranks that send messages through it.
+"""A fake of ProcessGroupNCCL that enforces its rules, and ranks that send messages through it.
 
 Its tensors are the CPU's. The ranks are processes that meet over a store. Each communicator has a stream on which
 calls run one after another. A message moves once both sides run, as in NCCL, whose buffers are of no promised size.
@@ -24,7 +24,7 @@ HANG_SECONDS = 3.0
 
 
 class Hang(RuntimeError):
-    """NCCL would wait for ever here."""
+    """Raised where NCCL would hang."""
 
 
 class FakeNccl:
@@ -66,7 +66,7 @@ class FakeNccl:
         return self._enqueue(f"pair {pair}", pair, [(kind, x, peer)])
 
     def _enqueue(self, key, members, operations):
-        """A communicator is made at its first call, which blocks until all its members come."""
+        """A communicator is made at its first call, which blocks until all its members call."""
         if key not in self.streams:
             self.store.set(f"{key} {self.rank}", "here")
             self._wait([f"{key} {member}" for member in members])
@@ -115,7 +115,7 @@ class Done(dist.Work):
 
 
 def over_nccl(group):
-    """`group`, whose CPU tensors go to a fake NCCL from now on."""
+    """Make `group` use the fake NCCL for CPU tensors."""
     fake = FakeNccl(PrefixStore("fake nccl", group._config.store), group.rank(), group.size())
     group._backends.native["cpu"], group._point_to_point = fake, None
     return fake
@@ -133,7 +133,7 @@ def ring(group, call, shape=(7,)):
 
 
 def batches(rank, world_size, tell, url):
-    """Rings of messages in one group each; the first is the communicator's first call, and nothing else was made."""
+    """Rings of messages, each in one group of NCCL; the first one is the communicator's first call."""
     with default_group(rank, world_size, url) as group:
         fake = over_nccl(group)
         for call in range(3):
@@ -150,7 +150,7 @@ def batches(rank, world_size, tell, url):
 
 
 def refused_batch(rank, world_size, tell, url):
-    """An operation that cannot be made: refused on this rank before anything is sent, and a corrected batch runs."""
+    """An invalid operation is refused on this rank before anything is sent, and a corrected batch runs."""
     with default_group(rank, world_size, url) as group:
         fake = over_nccl(group)
         ops, out, want = ring(group, 0, (4, 4))
@@ -176,14 +176,14 @@ def ungrouped(rank, world_size, tell, url):
         try:
             for op in ops:
                 op.op(op.tensor, group_dst=op.group_peer) if op.op is dist.isend else op.op(op.tensor, op.peer)
-        except (Hang, tricomm.GroupAborted):  # here, or on a rank that was there before
+        except (Hang, tricomm.GroupAborted):  # on this rank or on the one that called first
             hung = True
         del group._backends.native["cpu"]
         return hung
 
 
 def coalesced(rank, world_size, tell, url):
-    """Blocks of which NCCL gets no call, and messages in a larger block."""
+    """Coalescing blocks without a call of NCCL, and messages within an outer block."""
     cpu = torch.device("cpu")
     with default_group(rank, world_size, url) as group:
         fake = over_nccl(group)

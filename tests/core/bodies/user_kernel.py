@@ -65,7 +65,7 @@ def exchanges(group, peers, out_ptr, number, RANK: tl.constexpr, OTHER: tl.const
 def weaker_flag(
     group, peers, out_ptr, RANK: tl.constexpr, OTHER: tl.constexpr, BARRIER: tl.constexpr, RELEASE: tl.constexpr
 ):
-    """As one round of `exchanges`, with the primitives under `set_flag`."""
+    """One round of `exchanges`, written with the primitives that `set_flag` uses."""
     lane = tl.arange(0, 1)
     tl.store(peers[OTHER], 5)
     if BARRIER:

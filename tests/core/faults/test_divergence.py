@@ -1,4 +1,4 @@
-"""Ranks that come apart: another root, order or grid, a call too many, nothing to send on one rank."""
+"""Ranks that make different calls: another root, order or grid, an extra call, an empty tensor on one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def once_too_often(rank, world_size, tell, url, how, limit):
     comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(arena_bytes=256 * 1024, timeout=limit))
     for _ in range(3):
         comm.all_reduce(torch.ones(8))
-    # A rank that is still in its last call would be told of the next one's fault.
+    # A rank that is still in its last call would get the fault of the next one.
     ranks.together(url, rank, range(world_size))
     result = None
     if rank == world_size - 1:
@@ -43,7 +43,7 @@ def once_too_often(rank, world_size, tell, url, how, limit):
         time.sleep(limit + 1.0)
     comm.close()
     if rank < world_size - 1 and how == "close":
-        time.sleep(5.0)  # its process lives: that it closed is all that the last rank can see
+        time.sleep(5.0)  # its process is running, so the last rank only sees that it closed the group
     return result
 
 
@@ -91,7 +91,7 @@ def test_an_empty_tensor_on_one_rank_and_then_another_call_is_named_at_once(url)
 
 @ranks.each(3, 6.0)
 def test_empty_tensors_on_all_ranks_send_nothing_and_the_group_still_works(rank, world_size, tell, url):
-    """Nothing is sent, and the next call is as good as any; scalars count as one element."""
+    """Nothing is sent, and the next call works; a scalar is one element."""
     with communicator(rank, world_size, url) as comm:
         for shape in ((0,), (3, 0), (0, 4)):
             comm.all_reduce(torch.empty(shape))
@@ -121,7 +121,7 @@ def diverges(rank, world_size, tell, url, how):
     with communicator(rank, world_size, url) as comm:
         for _ in range(20):
             usual(comm)
-        ranks.together(url, rank, range(world_size))  # a rank still in its last call would be told there
+        ranks.together(url, rank, range(world_size))  # a rank still in its last call would get the fault there
         return attempt(lambda: DIVERGING[how][rank == world_size - 1](comm))
 
 

@@ -86,7 +86,7 @@ def _result(started, rank):
 
 
 def absent(rank, world_size, tell, url, limit):
-    """The last rank lives, and makes no call."""
+    """The last rank is running but makes no call."""
     with communicator(rank, world_size, url, timeout=limit) as comm:
         comm.barrier()
         if rank == world_size - 1:
@@ -149,13 +149,13 @@ def test_close_during_another_threads_call_is_an_error_and_no_crash(url):
 
 
 def beside_a_replay(rank, world_size, tell, url):
-    """Rank 0's launch finds another one of its communicator running, and rank 1 never comes."""
+    """Rank 0's launch finds another launch of its communicator running; rank 1 makes no call."""
     with communicator(rank, world_size, url) as comm:
         began = time.monotonic()
         try:
             comm.all_reduce(torch.ones(4))  # the other rank may lose the group before this one has returned
             if rank == 0:
-                comm.group_table[layout.BUSY] = 12345  # as the kernel of a replayed graph would have set it
+                comm.group_table[layout.BUSY] = 12345  # as the kernel of a replayed graph sets it
                 comm.all_reduce(torch.ones(4))
             while time.monotonic() < began + 30.0:
                 comm.check()
@@ -172,7 +172,7 @@ def test_two_launches_that_overlap_are_named_at_once_on_every_rank(url):
 
 
 def all_stopped(rank, world_size, tell, url):
-    """Calls that go on while the whole job is stopped and continued."""
+    """Make calls while the whole job is stopped and continued."""
     with communicator(rank, world_size, url, stall_timeout=0.6) as comm:
         comm.barrier()
         tell(os.getpid())
@@ -195,7 +195,7 @@ def test_a_job_that_is_stopped_as_a_whole_blames_no_rank(url):
 
 
 def broken_monitor(rank, world_size, tell, url):
-    """A monitor that fails says so; it does not leave the next call without a watch."""
+    """A monitor that fails reports it, and the next call is not left unwatched."""
     with communicator(rank, world_size, url) as comm:
         if rank == 0:
             comm._monitor._peers = None
@@ -246,7 +246,7 @@ def test_a_killed_job_leaves_no_resources(url):
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
         started.results()
-    assert [name for name in orphans(before) if not name.startswith("soak-")] == []  # other tests leave those
+    assert [name for name in orphans(before) if not name.startswith("soak-")] == []  # may be left by other tests
 
 
 def cannot_load(rank, world_size, tell, url, kind):

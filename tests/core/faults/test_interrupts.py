@@ -23,7 +23,7 @@ def check(name, kind, every, tmp_path, timeout=90.0):
     assert left == left_there == {}
     assert sum(raised is not None for _, _, raised, _ in mine) > len(mine) / 2
     for (where, caught, raised, free), (theirs, text, heard) in zip(mine, others, strict=True):
-        if raised is None:  # a line that only some calls run: one that waits, say
+        if raised is None:  # a line that only some calls run, for example to wait
             continue
         assert caught == kind, where
         assert free, f"{where}: the lock is taken"
@@ -117,7 +117,7 @@ def check_set_up(every, tmp_path, timeout=90.0):
     told = 0
     for (caught, _, raised, _, file, line), (theirs, text, _, heard, *_) in zip(mine, others, strict=True):
         if raised is None or not file.startswith(("store", "core/group", "core/bootstrap", "policy/user_tables")):
-            continue  # not run by every call, or before the meeting: to the others this rank has not come yet
+            continue  # not run by every call, or before the rendezvous, when the peers do not know this rank yet
         where = f"{file}:{line}"
         assert caught == "KeyboardInterrupt", where
         if "did not come" not in text:

@@ -1,4 +1,4 @@
-"""Groups one after another, and ranks that lose time: what outlives a fault, and what is no fault."""
+"""Groups made after faults of earlier ones, and ranks that are slow or stopped for a while without a fault."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_rank_that_continues_after_a_stop_does_not_disturb_its_peers(url, tmp_
 
 
 def holds_the_lock(rank, world_size, tell, url, limit, seconds, times):
-    """The last rank's interpreter is busy in C, with its lock held, while the others wait for it."""
+    """The last rank runs C code that holds the GIL while the others wait for it."""
     results = []
     with communicator(rank, world_size, url, stall_timeout=limit) as comm:
         comm.barrier()
@@ -75,7 +75,9 @@ def holds_the_lock(rank, world_size, tell, url, limit, seconds, times):
                 ran = threading.Event()
                 thread = threading.Thread(target=ran.set)
                 began = time.monotonic()
-                any(map((began + seconds).__lt__, iter(time.monotonic, None)))  # all in C, so nothing frees the lock
+                any(
+                    map((began + seconds).__lt__, iter(time.monotonic, None))
+                )  # one call into C, which does not release the GIL
                 results.append(time.monotonic() - began >= seconds)
                 thread.start()
                 thread.join(5.0)
@@ -85,20 +87,20 @@ def holds_the_lock(rank, world_size, tell, url, limit, seconds, times):
     return results
 
 
-GAP = 0.02  # seconds; as often as a heart beats
+GAP = 0.02  # seconds: the interval of heartbeats
 
 
 @pytest.mark.parametrize(
     ("limit", "seconds", "times"), [(3.0, 50 * GAP, 3), (1.0, 4.0, 1)], ids=["below", "beyond the limit"]
 )
 def test_a_busy_interpreter_is_not_reported_as_a_stall(limit, seconds, times, url):
-    """It holds its lock for many heartbeats."""
+    """The GIL is held for many heartbeats."""
     for result in ranks.run(2, holds_the_lock, url, limit, seconds, times):
         assert result and all(result)
 
 
 def many_lives(rank, world_size, tell, url, closed, aborted):
-    """`closed` groups one after another over one store, then `aborted` ones that end in a mismatch; what is left."""
+    """Make `closed` groups over one store, then `aborted` ones that end in a mismatch; return the resources left."""
     before = None
     for life in range(closed):
         with communicator(rank, world_size, url) as comm:
@@ -126,7 +128,7 @@ def test_many_groups_one_after_another_leave_nothing(closed, aborted, url):
 
 
 def dropped(rank, world_size, tell, url, count):
-    """Communicators that are not closed; what is left a moment after nothing refers to them."""
+    """Drop communicators without closing them; return the resources left a moment later."""
     before, options = leftovers(), tricomm.Options(arena_bytes=256 * 1024)
     for _ in range(count):
         comm = tricomm.init(url, rank, world_size, "cpu", options=options)

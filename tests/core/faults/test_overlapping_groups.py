@@ -20,7 +20,7 @@ PLAIN = [k for k in registry.KERNELS if not k.needs_cube and k.collective != "ba
 
 
 def any_calls(rank, world_size, tell, url, seed, calls):
-    """The same calls drawn on all ranks; gives those that came out wrong here, and how many were made."""
+    """Make calls drawn equally on all ranks; return this rank's wrong ones and the number of calls."""
     draw, wrong, made = random.Random(seed), [], 0
     with ExitStack() as stack:
         comm = stack.enter_context(communicator(rank, world_size, url, _tuning=Tuning(blocks=2, tile=32)))

@@ -1,5 +1,5 @@
-"""A thread, a file, a descriptor, memory or a tensor is refused at any call of the library: all ranks get a named error
-in time, the processes go on, and a new group works."""
+"""Any call of the library that makes a thread, file, descriptor, memory or tensor may be refused: all ranks get a named
+error in time, the processes keep running, and a new group works."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ KINDS = {
 
 
 class Steps:
-    """Makes calls one after another until one raises; `text` says which error it was, and where."""
+    """Makes calls one after another until one raises; `text` has the error and the step."""
 
     def __init__(self):
         self.kind, self.text, self.slowest = "", "", 0.0
@@ -105,7 +105,7 @@ class Steps:
         return result
 
 
-_LINES = 5  # of the library that tell one place from another
+_LINES = 5  # lines of the library by which places are distinguished
 
 
 def _place(frame):
@@ -124,7 +124,7 @@ def _place(frame):
 class Refusal:
     """Counts the library's calls of all `KINDS` by place, in `places`, and refuses those of `kind` at `place`.
 
-    The first one, or (`lasting`) all of this kind from then on. `hits` counts what was refused.
+    Refuses the first one, or if `lasting` all of this kind from then on. `hits` counts the refused calls.
     """
 
     def __init__(self, kind=None, place=None, lasting=False):
@@ -145,7 +145,7 @@ class Refusal:
 
     def _counted(self, kind, error, call):
         def counted(*args, **keywords):
-            place = _place(sys._getframe(1)) if keywords.get("fileno") is None else None  # that one is open already
+            place = _place(sys._getframe(1)) if keywords.get("fileno") is None else None  # this one is open already
             if place is not None:
                 self.places.setdefault((kind, place))
                 if kind == self._kind and (place == self._place and not self.hits or self._lasting and self.hits):
@@ -287,11 +287,11 @@ def places(folder, route):
     return [(rank, kind, place) for rank, (*_, seen, _) in enumerate(recorded) for kind, place in seen]
 
 
-LIMIT = 4.0  # seconds for each call, and for the making of a group
+LIMIT = 4.0  # seconds for each call and for making a group
 
 
 def wrong(results):
-    """The promises that these results break."""
+    """The guarantees that these results violate."""
     found = []
     for rank, ((kind, text, slowest), (_, again), left, _, _) in enumerate(results):
         found += [f"rank {rank}: {text}"] * kind.startswith("bare")

@@ -1,5 +1,4 @@
-"""A setting of one rank that makes no sense is told to all at once, by its name; and one that only torch's defaults
-follow changes nothing."""
+"""An invalid setting on one rank is named on all ranks at once; torch's default device and dtype have no effect."""
 
 from __future__ import annotations
 
@@ -30,12 +29,12 @@ SENSELESS = [
 
 
 def senseless(rank, world_size, tell, url, route, name, value):
-    """Rank 1 has the variable `name`; what each rank hears of it, and whether a group can be made without it."""
+    """Rank 1 sets the variable `name`; return each rank's error, and whether a group can be made without it."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     before = os.environ.get(name)
     if rank == 1:
         os.environ[name] = value
-        time.sleep(0.3)  # the others wait for it
+        time.sleep(0.3)  # its peers wait for it
 
     def make():
         if route == "communicator":

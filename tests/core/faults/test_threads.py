@@ -1,4 +1,4 @@
-"""A thread that cannot start ends in a named error, or costs only what it was to do."""
+"""A thread that cannot start is a named error, or only its own work is missing."""
 
 import threading
 

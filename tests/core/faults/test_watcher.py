@@ -1,4 +1,4 @@
-"""One thread watches over all groups of a process: it looks at busy ones always, at idle ones in turn."""
+"""One thread watches all groups of a process: busy ones in every round, idle ones in turn."""
 
 from __future__ import annotations
 
@@ -122,13 +122,13 @@ def many(rank, world_size, tell, folder, count, limit):
 
 
 def test_hundreds_of_communicators_with_few_descriptors_and_one_thread(tmp_path):
-    """A set of threads or descriptors for each would not fit."""
+    """Threads or descriptors for each communicator would exceed the limit."""
     tmp_path.chmod(0o700)
     for threads, descriptors, sums, idle in ranks.run(2, many, str(tmp_path), 100, 64):
         assert threads == ["tricomm-watcher"]
         assert descriptors <= 64
         assert sums == [3 + 2 * n for n in range(100)]
-        assert idle < 0.25  # of a core: 0.01 to 0.02 on a machine that does nothing else
+        assert idle < 0.25  # of a core; 0.01 to 0.02 on an idle machine
 
 
 def many_lose_a_peer(rank, world_size, tell, folder, count):
@@ -169,7 +169,7 @@ def without_descriptors(rank, world_size, tell, poor, port):
     before = leftovers()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if rank == poor:
-        lowest = os.open("/dev/null", os.O_RDONLY)  # the limit is one of numbers: here the next open fails
+        lowest = os.open("/dev/null", os.O_RDONLY)  # the limit is on descriptor numbers: from here on open fails
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
     kind, text, took = attempt(lambda: make(rank, world_size, store, "poor").close())
@@ -235,7 +235,7 @@ def test_without_the_check_for_forks_a_child_watches_its_parents_groups(tmp_path
 
 
 def test_threads_check_one_process_at_the_same_time():
-    """The watcher and a rank that sets up a group share the one look at a peer's process."""
+    """The watcher and a rank that sets up a group share the check of a peer's process."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
         peer = process.watch(child.pid, process.start_time(child.pid))
 

@@ -34,7 +34,7 @@ def norm_of(rows, weight, eps, bias=0.0):
 
 
 def within_an_ulp(result, exact):
-    """Whether each number is one of the two of its type around the exact one, or the next."""
+    """Whether each number is within eps times the exact one, which is one to two ulps."""
     step = torch.finfo(result.dtype).eps * exact.abs().clamp(min=torch.finfo(result.dtype).tiny)
     return bool(((result.double() - exact).abs() <= step).all())
 
@@ -47,8 +47,8 @@ def nearest(x, grid):
 
 
 def rounded(result, exact, grid):
-    """Whether `found`, numbers of the grid with their signs, are nearest to the exact ones; a tie may go either way,
-    and what is nearer to a tie than fp32 can tell."""
+    """Whether each number of `result` is the nearest one of the grid. A tie may be rounded either way, and so may a number
+    that fp32 cannot tell from a tie."""
     size = exact.abs().clamp(max=grid[-1])
     best, _ = nearest(exact, grid)
     signs = (result == 0) | (result.sign() == exact.sign())

@@ -1,4 +1,4 @@
-"""How far norm and codes are from those of exact arithmetic, counted: docs/fused.md has the numbers."""
+"""The distance of norm and codes from exact arithmetic; docs/fused.md has the numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BETWEEN = (_GRID[1:] + _GRID[:-1]) / 2
 
 
 def special(dtype):
-    """Rows of many magnitudes, of one element that counts, of equal ones, and of next to nothing."""
+    """Rows of many magnitudes, with one dominant element, of equal elements, and of tiny elements."""
     draw = torch.Generator().manual_seed(11)
     x = torch.randn(ROWS, HIDDEN, generator=draw)
     x[8:16] *= torch.logspace(-6, 3, 8)[:, None]
@@ -42,14 +42,14 @@ def test_norm_and_codes_are_close_to_exact_ones(dtype, most, quantize):
 
     ((codes, scales, residual, norm),) = tricomm.simulate(body, 1)
     assert torch.equal(residual, rows)
-    eps = torch.tensor(1e-5).double()  # as fp32 has it
+    eps = torch.tensor(1e-5).double()  # rounded to fp32
     exact = reference.norm_of(rows, weight, eps)
     assert reference.within_an_ulp(norm, exact)
     factors = scales.double() if scales is not None else torch.tensor(0.013).double()
     wanted = (exact / factors).clamp(-448, 448)
     at = torch.searchsorted(_BETWEEN, wanted)
     other = codes.double() != _GRID[at]
-    # A code that differs is the next one, and the exact norm is nearer to the tie than half a unit of the norm's type.
+    # A code that differs is the next one, and the exact norm is within half an ulp of the norm's type of the tie.
     tie = torch.where(codes.double() > _GRID[at], _BETWEEN[at.clamp(max=len(_BETWEEN) - 1)], _BETWEEN[at - 1])
     unit = torch.finfo(dtype).eps * exact.abs().clamp(min=torch.finfo(dtype).tiny) / factors
     unit += torch.finfo(torch.float32).eps * wanted.abs()

@@ -37,7 +37,7 @@ def test_every_pattern_that_is_covered(use_oneshot):
         results = {}
         for number in (2, 3, 4, 5, 10, 11):
             kept, new = torch.full_like(x, 77.0), torch.empty_like(x)
-            scales = torch.full((8, 1) if number == 10 else (3,), 77.0)  # one of max_token_num, one of the tokens
+            scales = torch.full((8, 1) if number == 10 else (3,), 77.0)  # once for max_token_num, once for the tokens
             more = {"scale_factor": torch.tensor(0.5, dtype=torch.float64), "norm_out": kept, "residual_out": new}
             if number in (3, 5):
                 scales = torch.full((1024 if number == 3 else 9,), 77, dtype=torch.uint8)
@@ -148,7 +148,7 @@ def test_an_invalid_workspace_is_refused(change, words):
 
 def test_names_enums_and_signatures_match_the_installed_flashinfer():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of libraries that it imports
+        warnings.simplefilter("ignore")  # warnings of libraries that it imports
         theirs = pytest.importorskip("flashinfer.comm")
 
     def parameters(function):

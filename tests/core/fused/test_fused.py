@@ -179,7 +179,7 @@ def test_scales_of_nvfp4_follow_the_layout(layout, rows, hidden, protocol):
             assert scales.shape == (rows, hidden // 16)
         else:
             assert scales.shape == (-(-rows // 128) * 128, -(-hidden // 64) * 4)
-            assert scales.view(torch.float8_e4m3fn).double().sum() == result.sum()  # what pads them is 0
+            assert scales.view(torch.float8_e4m3fn).double().sum() == result.sum()  # the padding is 0
 
 
 @ROUTES
@@ -204,7 +204,7 @@ def test_special_values_stay_in_their_row(protocol):
 
 
 def test_scales_may_start_at_any_address(monkeypatch):
-    """They take no part in whether a kernel reads words of 16 bytes."""
+    """Scales do not decide whether a kernel reads words of 16 bytes."""
     result, make = [], launch_plan.make_fused
     monkeypatch.setattr(launch_plan, "make_fused", lambda *given: result.append(given[3]) or make(*given))
 
@@ -315,7 +315,7 @@ def test_ranks_that_make_other_calls_are_named(other):
 
 @ROUTES
 def test_no_rows_on_one_rank_are_a_call_that_it_does_not_make(protocol):
-    """As of every collective: its next call is another one than the others' first."""
+    """As for every collective, the rank's next call is compared with the others' first one."""
 
     def body(comm):
         x = torch.ones(4 * (comm.rank != 1), 32)

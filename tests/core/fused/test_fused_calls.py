@@ -90,7 +90,7 @@ def test_operations(world_size, route, backend, checked, url):
 
 
 def wrapped(rank, world_size, tell, url, route):
-    """A group that is wrapped, ranks that disagree, and the group after a refusal."""
+    """A wrapped group, ranks with different arguments, and the group after a refusal."""
     with default_group(rank, world_size, url, route, "gloo") as world:
         group = tricomm.wrap(world)
         x, residual, weight = reference.inputs(rank, 3, 32, torch.float16)
@@ -121,7 +121,7 @@ def test_a_wrapped_group_and_ranks_with_different_arguments(route, url):
 
 
 def flashinfer(rank, world_size, tell, url):
-    """A workspace over the default group, and over a part of it; they end alone."""
+    """Workspaces over the default group and over a part of it, destroyed independently."""
     with default_group(rank, world_size, url, backend="gloo") as world:
         pair = dist.new_group([0, 1])
         results = []

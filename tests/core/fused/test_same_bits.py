@@ -1,4 +1,4 @@
-"""Fused calls, and the all-reduce and torch that run where no fused kernel does: the same bits."""
+"""Fused kernels have the bits of the all-reduce and torch operations that run without a fused kernel."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_an_infinite_norm_has_an_infinite_scale_and_a_nan_one_code():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.exhaustive)])
 def test_fused_and_unfused_calls_have_the_same_bits(dtype):
-    """Rows of many magnitudes, of special values, and of infinite norms; any NaN has the same code."""
+    """Rows of many magnitudes, special values and infinite norms; every NaN has the same code."""
 
     def body(comm):
         own, common = (torch.Generator().manual_seed(seed) for seed in (comm.rank, 99))
@@ -97,7 +97,7 @@ def test_fused_and_unfused_calls_have_the_same_bits(dtype):
 
 
 def test_rows_keep_their_bits_where_a_longer_call_is_not_fused(monkeypatch):
-    """As on a GPU from some size on."""
+    """As on a GPU above a certain size."""
     choose = row_shapes.choose
 
     def short_alone(facts, collective, bits, hidden, rows, *more):

@@ -32,7 +32,7 @@ def comm(world):
         made.all_reduce(torch.ones(8))  # compiled and loaded
         made.all_reduce(torch.ones(8), async_op=True)
         yield made
-    for kept in communicator._kept:  # of captured calls: no graph will run them again
+    for kept in communicator._kept:  # memory of captured calls, whose graphs are not replayed any more
         kept._group.control.close()
         kept._group.arena.close()
     communicator._kept.clear()

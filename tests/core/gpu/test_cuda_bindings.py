@@ -1,4 +1,4 @@
-"""Which versions of cuda-bindings may be used, and that everything that calls the driver asks."""
+"""The supported versions of cuda-bindings, and that all code that calls the driver checks them."""
 
 from __future__ import annotations
 

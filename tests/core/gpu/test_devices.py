@@ -109,7 +109,7 @@ def test_ranks_on_one_gpu_are_refused_on_all_ranks_and_named(monkeypatch: pytest
     job = Job(monkeypatch, [0, 1, 0])
     for text in job.join(lambda rank: OWN):
         assert "ranks 0, 2 are on one GPU" in text and "share_device=True" in text and "TRICOMM_SHARE_DEVICE=1" in text
-    assert job.world.log == [], "no GPU memory was asked for"
+    assert job.world.log == [], "no GPU memory was allocated"
 
 
 def test_a_topology_that_is_given_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_without_the_check_they_share_silently(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_local_rank_beyond_the_gpus_wraps_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which the check above then finds."""
+    """The check above then finds the difference."""
     monkeypatch.setenv("LOCAL_RANK", "2")
     assert pick_device(None) == torch.device("cuda", 0) == measure.pick_device("cuda", 2)
 
@@ -170,7 +170,7 @@ def test_links_that_ranks_see_differently_are_not_relied_on(caplog: pytest.LogCa
 
 
 class Alone:
-    """A control page whose exchange is with a rank of the given facts."""
+    """A control page that exchanges records with a rank of the given facts."""
 
     def __init__(self, uuid: str, processors: int) -> None:
         self.theirs = topology_agreement._DEVICE.pack(uuid.encode(), b"sm_90", processors)

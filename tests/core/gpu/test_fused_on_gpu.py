@@ -1,5 +1,5 @@
-"""Fused calls over two fake GPUs: a call that was made before takes a short way, which refuses and gives what the first
-one does; graphs; the host's part of it."""
+"""Fused calls over two fake GPUs: the fast path of a repeated call has the refusals and results of a first one; graphs;
+host overhead."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_repeated_call_makes_three_queries_and_has_separate_memory(comm, world
     alone = comm.all_reduce_rms_norm(x, residual, weight, EPS)
     again = comm.all_reduce_rms_norm(x, residual, weight, EPS, async_op=True).wait()
     assert torch.equal(alone[0], norm) and torch.equal(again[0], norm) and again[0].data_ptr() != alone[0].data_ptr()
-    flat = torch.zeros(ROWS * HIDDEN + 1, dtype=x.dtype)[1:].view(ROWS, HIDDEN)  # of another compile
+    flat = torch.zeros(ROWS * HIDDEN + 1, dtype=x.dtype)[1:].view(ROWS, HIDDEN)  # of a kernel compiled again
     for _ in range(2):
         assert torch.equal(call(comm, flat.copy_(x), *given[1:])[0], norm)
     for _ in range(2):  # in place
@@ -88,7 +88,7 @@ def test_static_scales_are_those_that_a_graph_may_read(comm, world):
     x, residual, weight, *_ = tensors()
     one = comm.all_reduce_rms_norm_quantized(x, residual, weight, EPS, quantize="fp8", scale=0.25)
     with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
-        # Kept as a whole: on a GPU the graph's pool keeps what a replay writes to, here nothing else does.
+        # Keep all results: on a GPU the graph's pool keeps the memory that a replay writes to, here nothing else does.
         again = comm.all_reduce_rms_norm_quantized(x, residual, weight, EPS, quantize="fp8", scale=0.25)
     graph[0]()
     assert torch.equal(again.codes.view(torch.uint8), one.codes.view(torch.uint8)) and again.codes.float().any()

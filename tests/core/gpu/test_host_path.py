@@ -26,7 +26,7 @@ def test_eager_and_captured_calls_make_the_same_three_queries_once(comm, world):
     assert asked(world, lambda: comm.all_reduce(x)) == ONE_OF_EACH
     with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
         for _ in range(2):
-            assert asked(world, lambda: comm.all_reduce(x)) == ONE_OF_EACH, "and no object of a stream or an event"
+            assert asked(world, lambda: comm.all_reduce(x)) == ONE_OF_EACH, "no stream or event object is made"
     assert len(graph) == 2 and comm._launcher.captured
     assert asked(world, lambda: comm.all_reduce(x)) == ONE_OF_EACH
 
@@ -37,7 +37,7 @@ def test_an_asynchronous_call_makes_an_event_and_no_stream(comm, world):
     side = world.new_stream(torch.device("cuda", MINE))
     with world.capture(side):
         comm.all_reduce(torch.ones(8), async_op=True)
-        assert world.log[-1] == f"event on {side}", "not on the stream of the last eager call"
+        assert world.log[-1] == f"event on {side}", "not ordered after the last eager call"
 
 
 def test_a_change_of_streams_makes_the_objects_that_order_them(comm, world):
@@ -72,7 +72,7 @@ def test_a_captured_call_has_the_plan_of_its_mode_and_separate_memory(comm, worl
 
 
 def kept_and_used(call, calls=100):
-    """Blocks and objects that are left after `calls`, and the most bytes that one of them has at a time."""
+    """The blocks and objects left after `calls`, and the peak bytes of one call."""
     for _ in range(calls):
         call()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Ranks as streams of one process: what the driver must have been told. The rest needs a GPU (test_gpu.py)."""
+"""Ranks as streams of one process: the driver's variables. The rest needs a GPU (test_gpu.py)."""
 
 import os
 

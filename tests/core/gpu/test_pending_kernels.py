@@ -90,13 +90,13 @@ def overtaken(comm, world):
 
 def test_a_call_on_another_stream_waits_for_the_last_call_and_not_for_what_was_queued_after_it(comm, world):
     assert overtaken(comm, world)
-    comm._launcher.captured = True  # a graph with calls, which may have been replayed there meanwhile
+    comm._launcher.captured = True  # a graph with calls may have been replayed on it meanwhile
     assert not overtaken(comm, world)
     comm._launcher.captured = False
 
 
 def test_a_kernel_that_is_new_is_loaded_and_that_waits(comm, world):
-    """The first call of a kind must be made before kernels wait for each other: the fake sees one that is not."""
+    """The first call of a kind must be made before kernels wait for each other; the fake reports one that is not."""
     with world.hold(False):
         comm.all_reduce(torch.ones(8))
         with pytest.raises(AssertionError, match=r"cuModuleLoadData waits for kernels of cuda:1"):
@@ -125,7 +125,7 @@ def test_the_handle_of_a_captured_call_is_complete_and_orders_within_the_capture
 
 
 def test_memory_is_neither_allocated_nor_freed_in_a_capture(comm, world):
-    """CUDA would refuse it, and the capture would be lost. A user's kernel is captured."""
+    """CUDA would refuse it and invalidate the capture. A user's kernel is captured."""
     x, comm._store = torch.ones(8), HashStore()
     refused = {
         "symmetric": lambda: comm.symmetric((8,), torch.float32),

@@ -1,4 +1,4 @@
-"""Kernels that are compiled and loaded before their calls, and calls that may compile none."""
+"""Kernels are compiled and loaded before their calls, which then compile nothing."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def inside_other(world):
 
 @contextmanager
 def somebodys_context(world):
-    """Made with the driver's own calls, on the same device: a green context, or another library's."""
+    """A non-primary context on the same device: a green context, or another library's."""
     world.contexts.append(("somebody's", MINE))
     yield
 

@@ -26,14 +26,14 @@ def test_calls_of_two_are_not_ordered_and_those_of_one_are(world):
             comm.all_reduce(x)
         with world.stream(b):
             second.all_reduce(y)
-        assert waits(world) == [f"{b} waits for {a}"], "the second one has changed its stream"
+        assert waits(world) == [f"{b} waits for {a}"], "the second communicator has changed its stream"
         world.log.clear()
         for _ in range(2):
             with world.stream(a):
                 comm.all_reduce(x)
             with world.stream(b):
                 second.all_reduce(y)
-        assert waits(world) == [], "each stays on its stream"
+        assert waits(world) == [], "each communicator stays on its stream"
 
 
 def test_a_graph_of_one_communicator_during_eager_calls_of_the_other_and_after_its_end(world):
@@ -44,7 +44,9 @@ def test_a_graph_of_one_communicator_during_eager_calls_of_the_other_and_after_i
         arena, words = second._group.arena, second._group.words
         with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
             second.all_reduce(y)
-        assert device_of(second).launches[-1].words[2] == arena.bases[0], "all that it uses is the second one's"
+        assert device_of(second).launches[-1].words[2] == arena.bases[0], (
+            "it only uses the second communicator's memory"
+        )
         comm.all_reduce(x)
         for kernel in graph:
             kernel()

@@ -1,4 +1,4 @@
-"""Of several processes one compiles a kernel; a rank that compiles delays its peers' calls and fails none of them."""
+"""One of several processes compiles a kernel; a rank that compiles delays its peers' calls but does not fail them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KEY = "ab" * 32
 
 
 def same_kernel(rank, world_size, tell, folder, locked):
-    """A compiler that takes half a second, and leaves what it made to the next one, as Triton's cache does."""
+    """A compiler that takes half a second and caches its result, as Triton does."""
     os.environ["TRITON_CACHE_DIR"] = folder
     cache, compiled = Path(folder) / "made", []
 
@@ -155,7 +155,7 @@ def test_without_the_mark_or_beyond_its_limit_the_call_times_out(marked, most, u
 
 
 def must_compile(rank, world_size, tell, url, those):
-    """The ranks `those` would have to compile the kernel of a call, and may not."""
+    """The ranks `those` lack the kernel of a call and may not compile it."""
 
     def as_on_a_gpu(device, by, kernel, *variant):
         if "all_reduce" in kernel.fn.__name__:

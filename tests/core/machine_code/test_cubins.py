@@ -34,8 +34,8 @@ _names = itertools.count()
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Of what `tricomm compile --world-size 2 --for ddp --collective barrier` makes, one kernel; on a machine without
-    a compiler, what TRICOMM_CUBINS already names."""
+    """One kernel of `tricomm compile --world-size 2 --for ddp --collective barrier`; on a machine without a compiler,
+    the one in TRICOMM_CUBINS."""
     if (given := os.environ.get(cubins.VARIABLE)) is not None:
         return given
     out = tmp_path_factory.mktemp("cubins")
@@ -74,7 +74,7 @@ def saved(tmp_path, monkeypatch):
 
 
 def launched(by=machine_code.get, failures=None):
-    """A barrier of two ranks through the whole launch path of a GPU: what the driver got."""
+    """Launch a barrier of two ranks through the whole launch path of a GPU; return the driver's module."""
     _, variant = prebuild.ordered(BARRIER)[0]
     device, group = FakeGpu(f"fake {next(_names)}", failures=failures or {}), torch.zeros(512, dtype=torch.int64)
     words = layout.group_argument(group, group.tolist(), 2)
@@ -130,7 +130,7 @@ def test_a_package_is_found_without_a_variable(saved, said, monkeypatch, tmp_pat
     saved[0].rename(package)
     monkeypatch.delenv(cubins.VARIABLE)
     monkeypatch.syspath_prepend(str(package.parent))
-    assert cubins.find("entry", KEY, 90) is None, "any folder of that name is no package"
+    assert cubins.find("entry", KEY, 90) is None, "a folder of that name is no package"
     (package / "__init__.py").touch()
     assert cubins.find("entry", KEY, 90) is not None and said() == []
 
@@ -242,7 +242,7 @@ def test_code_that_the_user_alters_is_not_replaced_by_prebuilt_code(change, buil
 
 
 def refuses_prebuilt_code(built, monkeypatch, refused=""):
-    """A barrier on a driver that refuses the first module that it gets; what was compiled, by name."""
+    """A barrier on a driver that refuses its first module; return the names of the compiled kernels."""
     monkeypatch.setenv(cubins.VARIABLE, built)
     for known in ("_compiled", "_loaded"):
         monkeypatch.setattr(cuda_launcher, known, {})
@@ -264,7 +264,7 @@ def test_prebuilt_code_that_the_driver_refuses_is_compiled_with_one_warning(buil
     (message,) = said()
     assert "barrier: cuModuleLoadData on" in message and "CUDA_ERROR_NOT_SUPPORTED" in message
     launched()
-    assert names == ["barrier"] and len(said()) == 1, "another device gets what was compiled"
+    assert names == ["barrier"] and len(said()) == 1, "another device gets the compiled kernel"
 
 
 def test_without_a_replacement_the_call_raises_the_drivers_refusal(built, said, monkeypatch):
