@@ -1,4 +1,4 @@
-"""Training frameworks over the backend, with the real packages, each by docs/engines.md's line: make engines."""
+"""Training frameworks over the backend, with the real packages, each set up as docs/engines.md says: make engines."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def deepspeed(rank, world_size, tell, port):
 
 
 def accelerate_by_name(rank, world_size, tell, port):
-    _as_torchrun(rank, 2, port)  # of one process, Accelerate makes no group
+    _as_torchrun(rank, 2, port)  # Accelerate makes no group for one process
     from accelerate import Accelerator, InitProcessGroupKwargs
 
     Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="tricomm")])

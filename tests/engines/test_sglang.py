@@ -78,7 +78,7 @@ def test_sglangs_functions_have_the_signatures_that_the_adapter_uses():
 
 
 def test_the_scheduler_releases_memory_as_the_adapter_expects():
-    """Read, because its import needs what only a GPU's installation has."""
+    """Parse the source, because importing it needs packages of a GPU installation."""
     module, name = sglang_plugin.MEMORY.rsplit(".", 1)
     package = find_spec(module.rpartition(".")[0])
     source = Path(package.origin).with_name(f"{module.rpartition('.')[2]}.py").read_text()

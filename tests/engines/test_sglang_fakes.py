@@ -1,4 +1,4 @@
-"""The adapter for SGLang without SGLang: its hooks around stand-ins, and when it leaves SGLang alone."""
+"""The adapter for SGLang without SGLang: its hooks around fakes, and when it leaves SGLang unpatched."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ X = torch.ones(2, 8)
 
 
 class _Group:
-    """An EngineGroup that takes what has at most eight elements a row."""
+    """A fake EngineGroup that takes calls of at most eight elements a row."""
 
     comm = object()
 
@@ -93,10 +93,7 @@ def test_the_fused_hook_calls_sglangs_function_for_other_groups():
         None,
         None,
     )
-    assert hook(original, X, X, X[0], 0.5, 4) == (
-        None,
-        None,
-    )  # arguments that may mean something else in another version
+    assert hook(original, X, X, X[0], 0.5, 4) == (None, None)  # arguments whose meaning may differ in another version
     assert [count for count, _ in own] == [3, 3, 5]
 
 

@@ -1,4 +1,4 @@
-"""The adapter for vLLM without vLLM: what it extends, and what surrounds that, are stand-ins."""
+"""The adapter for vLLM without vLLM: the classes that it extends or uses are fakes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _made(refusal=lambda: None, base=CudaCommunicator):
 
 def test_it_extends_vllms_class_and_does_nothing_without_a_store(caplog):
     made = _made()(object(), torch.device("cpu"), None, unique_name="tp:0")
-    assert isinstance(made, CudaCommunicator)  # what vLLM's graph_capture insists on
+    assert isinstance(made, CudaCommunicator)  # vLLM's graph_capture requires these
     made.all_reduce(torch.ones(2))
     made.all_gather(torch.ones(2), 0)
     made.reduce_scatter(torch.ones(2), 0)
@@ -116,7 +116,7 @@ def test_a_version_in_the_tested_range_is_accepted(version):
 
 @pytest.fixture
 def vllm(monkeypatch):
-    """Modules with the names that the plugin imports; the platform is theirs to patch."""
+    """Fake modules with the names that the plugin imports, and a platform that tests may patch."""
 
     class CudaPlatform:
         kind = "cuda"
@@ -259,7 +259,7 @@ def test_nvls_raises_the_size_up_to_which_calls_are_taken():
     assert group._up_to("all_reduce") == f"up to {16 << 20} bytes"
     assert group._up_to("all_gather") == f"up to {8 << 20} bytes"
     x = torch.empty(9 << 20, dtype=torch.uint8)
-    assert not group.takes("all_reduce", x), "the switch adds no bytes"
+    assert not group.takes("all_reduce", x), "NVLS does not reduce bytes"
     assert group.takes("all_reduce", x.view(torch.bfloat16)) and not group.takes("all_gather", x.view(torch.bfloat16))
 
 
@@ -288,14 +288,14 @@ def test_sleep_keeps_a_communicator_whose_addresses_can_be_kept(caplog):
     comm.resume = _raising(ResourceError("no memory"))
     with pytest.raises(ResourceError, match="no memory"):
         group.resume()
-    assert group.comm is comm, "the graph needs it: it may be tried again"
+    assert group.comm is comm, "the graph needs the memory, so it may be tried again"
     group._captured = False
     group.resume()
     assert group.comm is None and closed == [True] and "no memory" in caplog.text
     group, closed = _pretending(Engine("vLLM", LOG))
     group.comm.suspend = _raising(InvalidArgument("legacy CUDA IPC cannot"))
     group.suspend()
-    assert group.comm is None and closed == [True], "without graphs it goes as a whole"
+    assert group.comm is None and closed == [True], "without graphs all memory is freed"
 
 
 def test_the_table_limits_sizes_unless_reductions_are_batch_invariant():

@@ -1,4 +1,4 @@
-"""The names and parameters of vLLM that the adapter uses: which of them a newer vLLM has changed. make engines."""
+"""The names and parameters of vLLM that the adapter uses; finds those that a newer vLLM has changed. make engines."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tricomm.engines import vllm_communicator, vllm_plugin  # noqa: E402
 
 
 def _text(function):
-    """The parameters, without annotations, which vLLM may add to."""
+    """The parameters without annotations, to which vLLM may add."""
     parameters = inspect.signature(function).parameters.values()
     return ", ".join(
         str(p.replace(annotation=p.empty)) for p in parameters if p.name != "self" and p.kind is not p.VAR_KEYWORD
     )
 
 
-# Of each method that the adapter overrides or calls: its parameters in the versions that were tested.
+# The parameters, in the tested versions, of each method that the adapter overrides or calls.
 SIGNATURES = {
     "all_reduce": "input_",
     "all_gather": "input_, dim=-1",

@@ -1,4 +1,4 @@
-"""Random calls of torch.distributed's default group: the fuzz's, and DDP's backward."""
+"""Random calls of torch.distributed's default group: those of the fuzz, and backward passes of DDP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.soak import fuzz_calls
 from tests.soak.calls import Call, Pairs, Turn
 
-MANY = (fuzz_calls.manager, fuzz_calls.functionals, fuzz_calls.objects)  # of several collectives, each of which may end
+MANY = (
+    fuzz_calls.manager,
+    fuzz_calls.functionals,
+    fuzz_calls.objects,
+)  # a call of several collectives, any of which may be the last
 
 
 def of_the_fuzz(kind: Callable[[fuzz_calls.Turn], fuzz_calls.Made]) -> Call:
@@ -30,7 +34,7 @@ def of_the_fuzz(kind: Callable[[fuzz_calls.Turn], fuzz_calls.Made]) -> Call:
 
 
 def backward(group: Any, turn: Turn) -> Pairs:
-    """A step of DDP over two layers of whole numbers. Inputs are multiples of the world size, so the mean is exact."""
+    """A step of DDP over two layers of integers. Inputs are multiples of the world size, so the mean is exact."""
     shapes, size = ((6, 5), (3, 6)), (4, 5)
     weights = [turn.part(99, shape, torch.float32, which) for which, shape in enumerate(shapes)]
     layers = [torch.nn.Linear(shape[1], shape[0], bias=False) for shape in shapes]

@@ -37,7 +37,7 @@ Call = Callable[[Any, "Turn"], Pairs]
 
 @dataclass
 class Turn:
-    """One call: who makes it, its number (which is the seed of its data) and the choices that all ranks share."""
+    """One call: its rank, its number, which seeds its data, and the choices that all ranks share."""
 
     rank: int
     world_size: int
@@ -61,7 +61,7 @@ class Turn:
         return self.choices.choice(OPS if dtype.is_floating_point else (*OPS, "avg", "bxor"))
 
     def splits(self) -> list[list[int]]:
-        """How many rows each rank sends to each; none among them."""
+        """The number of rows that each rank sends to each; may be 0."""
         return [[self.choices.randrange(4) for _ in range(self.world_size)] for _ in range(self.world_size)]
 
 
@@ -81,7 +81,7 @@ def lists(comm: Any, turn: Turn) -> Pairs:
 
 
 def by_any_kernel(collective: str) -> Call:
-    """A call of a random size, type and way to give its tensors, by a random kernel."""
+    """A call with random size, type and tensor arguments, on a random kernel."""
     kernels = [k for k in registry.KERNELS if k.collective == collective and not k.needs_cube]
 
     def call(comm: Any, turn: Turn) -> Pairs:

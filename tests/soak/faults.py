@@ -1,4 +1,4 @@
-"""The faults that the soak makes, what each rank must get then, and within which time; a pure function that judges."""
+"""The soak's faults: the errors that each rank must get, the time limits, and a pure function that judges reports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tests.soak.worker import Report
 
 STALL = 5.0  # the stall limit of every group
-PAUSE = 1.5  # seconds of a stop that a group must survive
+PAUSE = 1.5  # seconds for which a rank may be stopped without a fault
 TIMEOUT = 20.0  # the limit of a call
 
 
@@ -44,8 +44,10 @@ FAULTS = {
     )
 }
 _QUOTES = "Cannot extract tensors from value"
-_REPLACES = "expected a sequence of integers or a single integer"  # NumPy, of one that is raised while it reads a shape
-UNCERTAIN = ("raise", "interrupt", "leave")  # the cause seen by the others depends on the moment
+_REPLACES = (
+    "expected a sequence of integers or a single integer"  # NumPy raises this for an interrupt while it reads a shape
+)
+UNCERTAIN = ("raise", "interrupt", "leave")  # the cause that the others see depends on the moment
 
 
 @dataclass

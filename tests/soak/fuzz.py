@@ -26,8 +26,8 @@ from tests.c10d.bodies.groups import default_group, poisoned, same
 from tests.soak.calls import Pairs
 from tests.soak.fuzz_calls import KINDS, Turn, manager
 
-OUTSTANDING = 12  # works that wait for their `wait` at once
-DEPTH = 2  # callbacks inside of callbacks
+OUTSTANDING = 12  # works in flight at a time
+DEPTH = 2  # depth of nested callbacks
 LIMIT = 60.0  # seconds of a call
 
 
@@ -36,7 +36,7 @@ class Fuzz:
 
     def __init__(self, rank: int, groups: list[tuple[Any, list[int]]], seed: int, callbacks: bool, inject: str) -> None:
         self._rank, self._groups, self._seed, self._inject = rank, groups, seed, inject
-        # Of callbacks that make calls: late: when other calls have been made; after: after the wait.
+        # Callbacks that make calls are attached `late`, after other calls, or `after` the wait.
         self._attach = ("early", "late", "after") if callbacks else ()
         # torch's manager is not thread-safe: it also takes the calls of a group's callbacks.
         self._kinds = [kind for kind in KINDS if not self._attach or kind is not manager]
@@ -53,12 +53,12 @@ class Fuzz:
             if number % 50 == 0 and self._all_have(calls):
                 break
             choices = random.Random(f"{self._seed} {number}")
-            if choices.random() < 0.3:  # else another call of the same group, which may be in flight
+            if choices.random() < 0.3:  # otherwise that of another call of the same group, which may be in flight
                 group, members = choices.choice(self._groups)
             for due, attach in list(self._late):
                 if due <= number:
                     self._late.remove((due, attach))
-                    self.pause(0.3)  # on some ranks the call is over by now
+                    self.pause(0.3)  # on some ranks the call has completed by now
                     attach()
             if self._rank in members and not (self._inject == "skip" and number == 40 and self._rank == 1):
                 self._call(group, members, (number,))
@@ -127,7 +127,7 @@ class Fuzz:
                 self.pause()
                 self._call(turn.group, turn.members, (*turn.path, child))
 
-        future = work if isinstance(work, torch.futures.Future) else work.get_future()  # a coalesced call's is one
+        future = work if isinstance(work, torch.futures.Future) else work.get_future()  # the future of a coalesced call
         return future.then(callback)
 
     def _wait_for_one(self) -> bool:

@@ -25,7 +25,7 @@ REDUCTIONS = [(dtype, op) for dtype in TYPES for op in OPS if defined(op, dtype)
 class Turn:
     """A call: its group, this rank's place in it, and the choices and data that follow from its path.
 
-    `pair`: the type and operation, where they are not to be drawn.
+    `pair`: the type and operation, if they are not drawn.
     """
 
     group: Any
@@ -196,7 +196,7 @@ class Works:
 
 
 def messages(t: Turn) -> Made:
-    """Around the ring of the group, by one of three ways."""
+    """Messages round a ring of the group, in one of three forms."""
     dtype, shape, way = t.dtype(), (t.count(),), t.choices.choice(("messages", "any source", "batch"))
     following, before = t.members[(t.me + 1) % t.size], t.members[(t.me - 1) % t.size]
     x, got = t.part(t.me, shape, dtype), poisoned(shape, dtype)
@@ -242,7 +242,7 @@ def functionals(t: Turn) -> Made:
 
 
 def objects(t: Turn) -> Made:
-    """Objects of other lengths on every rank; each number that comes is a pair."""
+    """Objects whose length differs by rank; each number that is received is a pair."""
     numbers, root = torch.arange(t.size) * 100 + t.number, t.root()
     way, got = t.choices.choice(("all_gather", "broadcast", "gather", "scatter")), torch.full((t.size,), -1)
     mine = (int(numbers[t.me]), "x" * (t.me * 50))

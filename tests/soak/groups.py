@@ -20,7 +20,7 @@ ROUTES = ("communicator", "gloo", "kernels")
 
 @dataclass(frozen=True)
 class Where:
-    """A group to make: which route, who we are in it, and the file of the store to meet over."""
+    """A group to make: its route, this rank in it, and the file of its store."""
 
     route: str
     rank: int
@@ -66,7 +66,7 @@ class OnCommunicator:
         return int(x.item())
 
     def wrong_calls(self) -> list[Callable[[], Any]]:
-        """Calls that no other rank makes."""
+        """Make calls that no other rank makes."""
         comm, x = self._comm, torch.ones(17)
         return [
             lambda: comm.all_reduce(x),

@@ -8,7 +8,7 @@ import os
 from statistics import median
 
 MEBIBYTE = 1 << 20
-FEWEST = 6  # samples of a process, below which nothing is said about its growth
+FEWEST = 6  # samples of a process needed to judge its growth
 COUNTS = ("descriptors", "threads", "mappings")
 
 

@@ -58,7 +58,7 @@ class Pool:
         return int(self.processes[slot].pid)
 
     def send(self, slot: int, what: Any) -> None:
-        """Send to a rank; one that has just died is noticed by who waits for its answer."""
+        """Send to a rank; if it has just died, the receive of its answer notices."""
         try:
             self.pipes[slot].send(what)
         except OSError:
@@ -77,7 +77,7 @@ class Pool:
         return results
 
     def dump(self, slot: int) -> None:
-        """Make a rank write where its threads are into its log."""
+        """Make a rank write its threads' stacks into its log."""
         os.kill(self.pid(slot), signal.SIGCONT)
         os.kill(self.pid(slot), signal.SIGUSR1)
         time.sleep(0.5)

@@ -1,4 +1,4 @@
-"""Rounds: a group, calls, a fault, what everybody got, what is left; then the next group."""
+"""Rounds of the soak: make a group, make calls, cause a fault, judge the errors and the resources left."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.soak.worker import Job, Report
 
 SIZE = 4
 FORMING = 60.0  # seconds for a group to be made
-SLACK = 5.0  # seconds beyond a promised limit, because the machine is busy
+SLACK = 5.0  # seconds added to each limit, because the machine is busy
 MEMORY = 16 * growth.MEBIBYTE  # bytes that a process may grow by
-ENDING = TIMEOUT + 25.0  # seconds for a call, its error and the group's end, before that counts as a hang
+ENDING = TIMEOUT + 25.0  # seconds for a call, its error and the group's end; more is a hang
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Soak:
         return Plan(number, route, slots, kind, victim, self._every * self._random.uniform(0.3, 0.8))
 
     def _play(self, pool: Pool, plan: Plan) -> None:
-        pool.fill()  # the round before may have lost ranks, a first round on a busy machine, too
+        pool.fill()  # the round before may have lost ranks, and a first round may be slow on a busy machine
         seed = f"{self._seed}:{plan.number}"
         for rank, slot in enumerate(plan.slots):
             path = str(self._folder / f"store-{plan.number}")
@@ -92,7 +92,7 @@ class Soak:
         for rank, report in enumerate(outcome.reports):
             if report is None:
                 outcome.codes[rank] = pool.end(plan.slots[rank], 0.0 if outcome.problems else 5.0)
-        if not outcome.problems:  # what follows from a hang is not counted again
+        if not outcome.problems:  # consequences of a hang are not counted again
             outcome.problems = faults.judge(outcome, SLACK)
         self._account(pool, plan, outcome)
 
@@ -104,7 +104,7 @@ class Soak:
             self.calls.update(report.calls)
             seen = self._routes.setdefault(pool.pid(slot), set())
             seen.add(plan.route)
-            # A process makes some threads once; each kind of group may be the one that does.
+            # A process makes some threads once, for the first group of any kind.
             if not self._warm and len(seen) == len(ROUTES):
                 self._samples.setdefault(pool.pid(slot), []).append(report.sample)
         self.faults.update(filter(None, [plan.fault]))
@@ -114,7 +114,7 @@ class Soak:
 
 
 class _Watch:
-    """One round from outside: makes the fault, takes the reports, and never waits without a bound."""
+    """The supervisor of one round: causes the fault, receives the reports, and has a limit on every wait."""
 
     def __init__(self, pool: Pool, plan: Plan, every: float) -> None:
         self._pool, self._plan, self._every = pool, plan, every
@@ -161,14 +161,14 @@ class _Watch:
             self._outcome.at = next(iter(self._acted.values()), None)
 
     def _tell(self, number: int) -> None:
-        with suppress(ProcessLookupError):  # that it was lost is seen elsewhere
+        with suppress(ProcessLookupError):  # its loss is reported elsewhere
             os.kill(self._pool.pid(self._plan.slots[self._plan.victim]), number)
 
     def _order_end(self) -> None:
         self._pool.send(self._plan.slots[0], "end")
 
     def _until(self, done: Any, seconds: float, what: str | None) -> bool:
-        """Take messages until `done`; one that needs longer is a hang, if there is a `what`."""
+        """Receive messages until `done`; running out of time is a hang, if `what` is given."""
         end = time.monotonic() + seconds
         while not done():
             waiting = [slot for rank, slot in enumerate(self._plan.slots) if rank not in self._over]
@@ -194,7 +194,7 @@ class _Watch:
             self._over.add(rank)
 
     def _hang(self, what: str, seconds: float) -> None:
-        """Say who hangs, and end it: its place is taken by a new process."""
+        """Report a rank that hangs and kill it; a new process takes its slot."""
         if any(kind == "hang" for kind, _ in self._outcome.problems):
             return
         late = [rank for rank in range(len(self._plan.slots)) if rank not in self._over]

@@ -1,4 +1,4 @@
-"""The fuzz of torch.distributed's calls: short, with mistakes that it has to find, and 20,000 calls a route."""
+"""The fuzz of torch.distributed's calls: a short run, mistakes that it must find, and 20,000 calls a route."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Random calls and random faults on 3 and 4 ranks without a GPU: what everybody gets, and what grows."""
+"""Random calls and faults on 3 and 4 ranks without a GPU: every rank's errors, and resources that grow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.soak.soak import Soak
 from tests.soak.worker import Report
 
 
-@pytest.mark.exhaustive  # tests/core/faults and tests/c10d make each of them, too
+@pytest.mark.exhaustive  # tests/core/faults and tests/c10d also cause each of them
 def test_one_of_each_fault(tmp_path):
     soak = Soak(tmp_path, 14, 180.0, 1.0, len(FAULTS))
     soak.run()
@@ -25,7 +25,7 @@ def test_one_of_each_fault(tmp_path):
 
 @pytest.mark.soak
 def test_random_calls_and_faults_for_minutes(tmp_path):
-    """SOAK_MINUTES of them. SOAK_SEED repeats groups, calls and faults; their moments depend on the machine."""
+    """SOAK_MINUTES of rounds. SOAK_SEED repeats groups, calls and faults; their timing depends on the machine."""
     seed = int(os.environ.get("SOAK_SEED") or random.SystemRandom().randrange(1 << 31))
     soak = Soak(tmp_path, seed, 60.0 * float(os.environ.get("SOAK_MINUTES", "10")), 30.0)
     soak.run()
@@ -41,7 +41,7 @@ replaced = Report(error=("TypeError", False, "expected a sequence of integers or
 
 
 def quoted(kind):
-    """`kind`, raised by a signal's handler in Python that torch's C++ has called."""
+    """The error of a signal handler that raises `kind` in Python code called from torch's C++."""
     return Report(error=("RuntimeError", False, f"Cannot extract tensors from value: {kind}: sent by the soak", 10.0))
 
 

@@ -1,4 +1,4 @@
-"""A rank of the soak: a process that lives through many groups, and does to itself what it is told to."""
+"""A rank of the soak: a process that makes many groups and causes the faults that it is told to."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AGREE_EVERY = 4  # calls
 
 
 class Injected(Exception):
-    """An exception of the user's own."""
+    """An exception class of a user."""
 
 
 class Job(NamedTuple):
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 @dataclass
 class Report:
-    """How a round went for one rank. `error`: class, whether it is tricomm's, text, time."""
+    """One rank's report of a round. `error`: class, whether it is tricomm's, text, time."""
 
     calls: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Report:
 
 
 class Signals:
-    """SIGINT and SIGUSR2 raise, but only while calls are made; one that came earlier counts at the next call."""
+    """SIGINT and SIGUSR2 raise only while calls are made; an earlier one is raised at the next call."""
 
     def __init__(self) -> None:
         self._armed, self._came = False, None
@@ -77,7 +77,7 @@ class Signals:
 
 def main(pipe: Connection, log: str) -> None:
     """Play rounds until the pipe ends."""
-    import torch._dynamo  # DDP imports it at its first use, and an interrupt in the middle of that spoils it for good
+    import torch._dynamo  # DDP imports it at its first use, and an interrupt in the middle would leave it half imported
 
     os.setsid()
     torch.set_num_threads(1)
@@ -92,7 +92,7 @@ def main(pipe: Connection, log: str) -> None:
             job = pipe.recv()
         except (EOFError, OSError):
             return
-        if not isinstance(job, Job):  # an order that came after the end of its round
+        if not isinstance(job, Job):  # an order that arrived after its round had ended
             continue
         print(f"round {job.seed}: {job.where}", file=sys.stderr, flush=True)
         report = Round(job, pipe, signals).play()
@@ -109,7 +109,7 @@ class Round:
         self._report = Report()
         self._choices = random.Random(job.seed)
         self._number = job.first_number
-        self._over = False  # as far as this rank was told
+        self._over = False  # as far as this rank knows
         self._orders: list[str] = []
 
     def play(self) -> Report:

@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 class FakeGroup:
-    """Stand-in for the control page: rank threads that gather small messages with a bound."""
+    """A fake of the control page: rank threads that gather small messages, with a time limit."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

@@ -124,7 +124,7 @@ def serve(rank: int, world_size: int, tell: Callable[[Any], None]) -> None:
 
 
 def try_handshake(store: Any, rank: int, world_size: int, timeout: float, layout: int = LAYOUT) -> tuple[Any, ...]:
-    """("ok", members' pids, seconds), or (class of the error, its words, seconds); checks that nothing is left."""
+    """("ok", members' pids, seconds), or (class of the error, its text, seconds); checks that nothing is left."""
     before = holdings(sockets=False)
     began = time.monotonic()
     try:
@@ -142,7 +142,7 @@ def try_handshake(store: Any, rank: int, world_size: int, timeout: float, layout
 
 
 def connect_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dict[str, Any]], timeout: float) -> Any:
-    """Process number `rank` meets as `claims[rank]` says: rank, world, layout, delay, token, patch."""
+    """Run the handshake with the arguments `claims[rank]`: rank, world size, layout, delay, token, patch."""
     claim = claims[rank]
     if "token" in claim:
         os.environ["TRICOMM_TOKEN"] = claim["token"]
@@ -158,7 +158,7 @@ def connect_as(rank: int, world_size: int, tell: Any, url: str, claims: list[dic
     return try_handshake(store, claim["rank"], claim["world"], timeout, claim.get("layout", LAYOUT))
 
 
-TIMEOUT = 8.0  # what ends by an error ends long before
+TIMEOUT = 8.0  # errors are raised long before
 
 
 def good(world_size: int) -> list[dict]:

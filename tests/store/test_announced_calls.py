@@ -7,7 +7,7 @@ import pytest
 from tricomm.store import page as pages
 from tricomm.store.page import NBYTES, RING, Descriptor, Page
 
-FIRST = 6 * 4096 + 256  # where the first descriptor is
+FIRST = 6 * 4096 + 256  # place of the first descriptor
 
 
 def descriptor(count: int) -> Descriptor:
@@ -20,7 +20,7 @@ def fresh() -> tuple[memoryview, Page]:
 
 
 def wrong(page: Page, plans: int, calls: int) -> list[int]:
-    """Sequence numbers of calls by `plans` plans, in any order, that could not be read while they were among the last
+    """The calls by `plans` plans, in any order, that could not be read while they were among the last
     ones; the first plan is used in every third call, so its descriptor is an old one that is still in use."""
     announce, packed = page.announcer(), [descriptor(n).packed() for n in range(plans)]
     order, made, missing = random.Random(0), {}, []
@@ -36,7 +36,7 @@ def wrong(page: Page, plans: int, calls: int) -> list[int]:
 
 
 @pytest.mark.parametrize("plans", [1, 64, 65, 500])
-def test_the_last_calls_stay_readable_however_many_plans_there_are(plans):
+def test_the_last_calls_stay_readable_with_any_number_of_plans(plans):
     assert wrong(fresh()[1], plans, 1000) == []
 
 
@@ -59,7 +59,7 @@ def test_a_plans_descriptor_is_written_once():
 
 
 def test_a_descriptor_of_another_number_is_not_taken_for_the_calls():
-    """As a slow reader sees it: the word of an old call, and what has its place by now."""
+    """As a slow reader may see it: the word of an old call, with a descriptor that has been replaced."""
     buffer, page = fresh()
     announce = page.announcer()
     announce(1, descriptor(5).packed())

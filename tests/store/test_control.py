@@ -1,4 +1,4 @@
-"""The control page: what ranks see of each other, and how they agree without a store."""
+"""The control page: how ranks see each other's state and agree without a store."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_torn_record_is_not_used():
     page.put_fault(Fault("PeerDied", 1, 2, "text"))
     page.post(ExchangeMessage(0, "what", b"payload"))
     assert page.last() == CALL and page.fault() is not None and page.posted(0) == ExchangeMessage(0, "what", b"payload")
-    assert page.posted(2) is None  # in the same slot, and not there yet
+    assert page.posted(2) is None  # in the same slot, and not announced yet
     for at in (descriptor + 20, 256 + 8, 12288 + 80):
         buffer[at] ^= 1
     assert page.last() is None and page.fault() is None and page.posted(0) is None
@@ -185,7 +185,7 @@ def test_exchange_with_a_rank_that_has_closed(kind, text, error):
         began = time.monotonic()
         with pytest.raises(error, match=f"rank 1 has closed the group{text}"):
             one.exchange(b"", "anything", 10)
-        assert time.monotonic() - began < 8, "this waited for the limit of 10 s"
+        assert time.monotonic() - began < 8, "the wait ended at its limit of 10 s only"
 
 
 def test_a_message_sent_before_closing_counts():
@@ -315,7 +315,7 @@ def test_a_rank_that_entered_and_left_between_two_checks_has_entered():
         def slow_look(slots, ranks, mine):
             result = look(slots, ranks, mine)
             looks.append(result)
-            if len(looks) == 1:  # not there yet; it comes, sees everybody, and makes its next call
+            if len(looks) == 1:  # not there yet; it enters, finds all ranks there, and makes its next call
                 assert result == {}
                 assert two.exchange(b"two", "step", 5.0, abort_on_fault=True) == [b"one", b"two"]
                 two.announcer()(1, call(1).packed())

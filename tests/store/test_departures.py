@@ -1,4 +1,4 @@
-"""How a process leaves a set-up: which other processes stop with it, and hostile bytes in its place."""
+"""Records of processes that leave a set-up: the processes that stop with them, and forged records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_who_stops(end):
     assert known.stops(0, ME, set()) == (end >= Ending.TOLD)
     assert not known.stops(0, b"n" * 16, set())  # a later process of a rank that it knew
     assert known.stops(2, ME, set()) == (end == Ending.TOLD_ALL)
-    assert not known.stops(2, ME, {OTHER})  # it has heard the reason before
+    assert not known.stops(2, ME, {OTHER})  # it has read the reason before
     assert left(end).stops(5, ME, set()) == (end == Ending.TOLD_ALL)  # by a process that knew no rank
 
 

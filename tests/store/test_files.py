@@ -79,7 +79,7 @@ def test_a_new_file_is_private_to_the_user(folder):
 def test_a_file_is_replaced_whole_and_no_link_is_followed(folder):
     file, target = folder / "file", folder / "target"
     _link(file)
-    for name in ("file.part", f"file.{os.getpid()}.part"):  # names that could be guessed
+    for name in ("file.part", f"file.{os.getpid()}.part"):  # predictable names
         (folder / name).symlink_to(target)
     files.replace(file, b"new")
     assert file.read_bytes() == b"new" and not file.is_symlink() and target.read_bytes() == b"secret"
@@ -115,7 +115,7 @@ def test_waiting_for_a_lock_has_a_timeout(folder):
 
 
 def _keeps_its_lock(folder, read, write):
-    """Whether a child that is forked under a lock keeps it, until the pipe's end."""
+    """Whether a child that is forked while a lock is held keeps it locked."""
     with files.locked(folder / "lock", 1.0):
         if (child := os.fork()) == 0:
             os.close(write)

@@ -1,4 +1,4 @@
-"""Variables of other libraries: read as their owners read them, and no value of theirs costs a group."""
+"""Variables of other libraries are parsed as those libraries do, and no value of them fails a group."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SWITCHES = {
     "NCCL_NVLS_ENABLE": env.multicast,
 }
 ON = ["1", "2", "-1", " 1 ", "0x1", "1,2", "9" * 5000]
-OFF = ["0", "00", "0x0", "yes", "?", "\udcff"]  # strtol, with which NCCL reads them, finds no integer in a word
+OFF = ["0", "00", "0x0", "yes", "?", "\udcff"]  # strtol, which NCCL uses, parses a word as no integer
 
 
 @pytest.mark.parametrize("value", [*ON, *OFF], ids=lambda value: ascii(value[:8]))

@@ -1,4 +1,4 @@
-"""Ranks agree on a generation whatever earlier processes have left in the store, and hear of those that give up."""
+"""Ranks agree on a generation with any keys of earlier processes in the store, and learn of ranks that abort."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tricomm.store.records import Capabilities
 
 
 class Plain(Store):
-    """A store with the calls that every store has, and no others."""
+    """A store with only the methods that every store has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Plain(Store):
 
 @pytest.fixture
 def child():
-    """A process that sleeps: its facts as a rank's, and the process."""
+    """Start a process that sleeps; return its facts, as those of a rank, and the process."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as popen:
         yield replace(_own_capabilities(), pid=popen.pid, start_time=process.start_time(popen.pid)), popen
         popen.kill()
@@ -71,7 +71,7 @@ def both(store, *args, **given):
 
 
 def leave_record(store, rank, body):
-    """As a process of `rank` that was killed before the other one came."""
+    """Leave the keys of a process of `rank` that was killed before its peer joined."""
     one = Generation(store, "test", Capabilities, rank, 2, 5.0)
     store.set(f"tricomm/test/rank/{rank}", one._record(body).pack(None))
 
@@ -131,7 +131,7 @@ def test_a_rank_that_ends_is_named_at_once_and_only_then(child):
         error = waiting.result()
     assert isinstance(error, PeerDied) and f"[1] (pid {body.pid}) has ended" in str(error)
     assert time.monotonic() - ended < 5
-    # The next attempt knows that record, and waits for another process.
+    # The next attempt recognises that record and waits for another process.
     error = attempt(store, 0, 1.0)
     assert isinstance(error, RendezvousError) and f"pid {body.pid}, which was rank 1 before, has ended" in str(error)
     assert len(names(both(store))) == 1

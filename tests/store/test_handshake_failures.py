@@ -1,4 +1,4 @@
-"""Every way in which a handshake can fail, on every rank, with both time bounds."""
+"""Every failure of a handshake, on every rank, within its time limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tricomm.store.segments import Segment
 
 
 def odd_one(size: int, **odd: object) -> list[dict]:
-    """Ranks that fit, and a last one that does not."""
+    """Ranks that match, and a last one that does not."""
     return [*good(size)[:-1], good(size)[-1] | odd]
 
 
@@ -71,7 +71,7 @@ def test_ranks_that_do_not_fit(tmp_path, misfit):
     pids, result = connect_over_file(tmp_path, claims)
     for name, text, seconds in result:
         assert name == error, text
-        assert seconds < 2.0 + ranks.BUSY  # at once, not when the time is up
+        assert seconds < 2.0 + ranks.BUSY  # at once, not at the timeout
         for word in words:
             assert re.search(word.format(*pids), text), (word, text)
     for _, text, _ in result:
@@ -105,7 +105,7 @@ def test_a_missing_rank_and_a_late_one_and_then_all(tmp_path):
     began = time.monotonic()
     name, text = try_in_thread(store, 2, 3, 5.0)
     assert name == "RendezvousError" and "was aborted by rank" in text and "[2] did not come" in text
-    assert time.monotonic() - began < 4.5, "this waited for the limit of 5 s"
+    assert time.monotonic() - began < 4.5, "the wait ended at its limit of 5 s only"
     assert succeed(3, lambda r: try_in_thread(store, r, 3, 10.0)[0]) == ["ok"] * 3
 
 
@@ -139,7 +139,7 @@ def test_garbage_in_the_store(garbage):
 
 
 def test_the_segment_of_another_group_is_refused(monkeypatch):
-    """A rank that passes a control page, but not the one of its record."""
+    """A rank that passes another control page than its record describes."""
     usual = DescriptorSocket.exchange
 
     def exchange(passing, sender, names, mine, *more):

@@ -56,7 +56,7 @@ def words_of(segment: Segment) -> HostWords:
 
 
 def touch(driver: FakeDriver, address: int, value: int) -> None:
-    """As a kernel of GPU 0 would."""
+    """Write as a kernel of GPU 0."""
     with driver.current(driver.retain_context(0)):
         driver.write(address, value.to_bytes(8, "little"))
     driver.release_context(0)
@@ -149,11 +149,11 @@ def test_a_forked_child_drops_its_pages_without_a_cuda_call(world):
     world.verify()
 
 
-# Groups over the fake driver; the host's side of them is real, and their tables are left out, for no kernel runs
+# Groups over the fake driver. The host's side is real; there are no group tables, because no kernel runs
 
 
 class Job:
-    """Two ranks, a thread and a fake process each, or a fake process together."""
+    """Two ranks as threads, in one fake process each or in one for both."""
 
     def __init__(self, world: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
         self.world, self.drivers = world, [ready(world), ready(world)]
@@ -204,7 +204,7 @@ def test_a_group_leaves_nothing(job):
 
 
 def a_group(job: Job, value: int) -> int:
-    """Made, used and closed; the host address of rank 0's page."""
+    """Make, use and close a group; return the host address of rank 0's page."""
     comms = job.processes()
     for comm in comms:
         job.works(comm, value)
@@ -213,9 +213,9 @@ def a_group(job: Job, value: int) -> int:
 
 
 def again_after_an_arena_was_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Groups one after another whose arenas stay, until a page has the address of an earlier one."""
-    monkeypatch.setattr(PointToPoint, "acknowledged", lambda self, seconds: False)  # a peer has not taken a message
-    monkeypatch.setattr(communicator.log, "disabled", True)  # or pytest holds on to the groups that the records name
+    """Make groups whose arenas are kept, until a page has the address of an earlier one."""
+    monkeypatch.setattr(PointToPoint, "acknowledged", lambda self, seconds: False)  # a message to a peer is in flight
+    monkeypatch.setattr(communicator.log, "disabled", True)  # else pytest keeps the groups that log records refer to
     seen: set[int] = set()
     for value in range(1, 10):
         address = a_group(job, value)
@@ -227,7 +227,7 @@ def again_after_an_arena_was_kept(job: Job, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_group_after_one_whose_arena_was_kept_has_a_new_page(job, monkeypatch):
-    assert again_after_an_arena_was_kept(job, monkeypatch), "no address came twice, so nothing was tried here"
+    assert again_after_an_arena_was_kept(job, monkeypatch), "no address was reused, so this tested nothing"
     assert job.world.complaints == []
     assert not [text for driver in job.drivers for text in driver.process.holds() if "pinned" in text]
 
@@ -250,7 +250,7 @@ def test_ranks_in_one_process_unregister_their_pages_one_by_one(job):
         pinned = job.drivers[0].process.pinned.all
         assert [page.address for page in pinned] == [two._group.control.device_words]
         job.works(two, value)
-        three, four = job.local()  # while one rank of the last group lives
+        three, four = job.local()  # while one rank of the last group is open
         job.works(three, value)
         job.works(four, value)
         job.works(two, value + 1)

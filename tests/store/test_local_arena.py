@@ -1,4 +1,4 @@
-"""Ranks of one process: on the CPU for real, on a GPU against the fake driver."""
+"""Ranks in one process: on the CPU, and on GPUs over the fake driver."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_any_failing_call_leaves_nothing(name, nth):
     world, driver = fake_gpu()
     driver.fail_at(name, nth)
     words = pages(2)
-    if name == "cuDeviceGetAttribute":  # a driver may be older than an attribute: another kind of memory will do
+    if name == "cuDeviceGetAttribute":  # the driver may lack the attribute, so another kind of memory is used
         for arena in LocalGroup(2, GPU, words, driver).open(4096):
             arena.close()
     else:

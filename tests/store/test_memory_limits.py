@@ -1,4 +1,4 @@
-"""Memory that a process may still take: limited by the machine and by control groups of either version."""
+"""The memory that a process may still allocate: limited by the machine and by control groups of both versions."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def v1(group: str, limit: int, used: int, cached: int = 0) -> dict[str, bytes]:
         (V2 | v2("/job/step", b"600\n", 700), 0),
         (V1 | v1("", 1 << 62, 5) | v1("/slurm/job", 7000, 6500, cached=200), 700),
         (V1 | v1("/slurm", 3000, 500), 2500),
-        (V1 | v2("", b"10\n", 1), 8192),  # of the other version
+        (V1 | v2("", b"10\n", 1), 8192),  # of the other cgroup version
     ],
 )
 def test_the_least_limit_of_the_control_groups_around_a_process_counts(files, free, monkeypatch):

@@ -1,4 +1,4 @@
-"""The store that we open or host: where it listens, whose it is, what is refused, and how calls on it end."""
+"""The store that a rank opens or hosts: its address, its owner, refused URLs, and time limits of its calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tricomm.store.rendezvous import open_store
 
 
 def listeners() -> set[str]:
-    """Addresses (hex, as in /proc/net/tcp) on which this very process listens."""
+    """Addresses (hex, as in /proc/net/tcp) on which this process listens."""
     inodes = set(open_files().values())
     results = set()
     for name in ("tcp", "tcp6"):
@@ -154,7 +154,7 @@ def test_the_port_is_taken():
             ):
                 open_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", None, None, 30)
             waited = time.monotonic() - began
-        assert waited < 20, "this waited for the limit of 30 s"
+        assert waited < 20, "the wait ended at its limit of 30 s only"
 
 
 def open_silent(rank, world_size, tell, port):
@@ -205,7 +205,7 @@ def test_bounded_calls_end_and_leave_no_thread():
 
 
 def host(rank, world_size, tell):
-    """Host a store as rank 0 does, and meet over it once the others have been told where."""
+    """Host a store as rank 0 does, send its port to the others, and meet over it."""
     port = free_port()
     store, _, _ = open_store(f"tcp://127.0.0.1:{port}?rank=0&world_size=2", None, None, 30)
     tell(port)
@@ -218,21 +218,21 @@ def join_there(rank, world_size, tell, port):
 
 
 def test_strangers_at_the_stores_port_disturb_no_rank():
-    """HTTP, garbage and connections that say nothing, before the ranks meet over the same port."""
+    """Send HTTP and garbage, and open silent connections, before the ranks meet over the same port."""
     garbage = [b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", b"\x16\x03\x01" + bytes(500), os.urandom(4096), b"\0"]
     with ranks.start(1, host) as server, contextlib.ExitStack() as strangers:
         port = server.message(0)
         for number in range(200):
             stranger = strangers.enter_context(socket.create_connection(("127.0.0.1", port), 10))
             if number % 2:
-                with contextlib.suppress(OSError):  # it may have been dropped already
+                with contextlib.suppress(OSError):  # it may have been closed already
                     stranger.sendall(garbage[number // 2 % len(garbage)])
         assert ranks.run(1, join_there, port) == ["ok"]
         assert [outcome.value for outcome in server.results()] == ["ok"]
 
 
 def test_no_wait_is_counted_on_a_clock_that_jumps():
-    """Only what is written down for people says the time of day."""
+    """Only text for users has the time of day."""
     root = Path(tricomm.__file__).parents[1]
     files = [f for room in ("tricomm", "store", "kernels") for f in (root / room).rglob("*.py")]
     assert len(files) > 150

@@ -1,4 +1,4 @@
-"""Memory that processes share on the CPU: right, zeroed, private to the user, and gone afterwards."""
+"""Memory that processes share on the CPU: correct, zeroed, private to the user, and freed afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def attach(segment: Segment, readonly=False, **other):
-    """Attach to a segment as another process does; `fd` and `nbytes` may be others than its own."""
+    """Attach to a segment as another process does, perhaps with another `fd` or `nbytes`."""
     held = [os.dup(other.get("fd", segment.fd))]
     try:
         return Segment.attach(held, other.get("nbytes", segment.nbytes), readonly)
@@ -50,7 +50,7 @@ def test_a_segment_is_zeroed_private_sealed_and_shared():
         result = os.fstat(one.fd)
         assert bytes(one.buffer) == bytes(10_000) == bytes(result.st_size)
         assert stat.S_IMODE(result.st_mode) == 0o600 and result.st_uid == os.geteuid()
-        assert result.st_blocks * 512 >= 10_000  # its space is taken, so that no write can fail later
+        assert result.st_blocks * 512 >= 10_000  # its space is allocated, so that no write can fail later
         assert fcntl.fcntl(one.fd, fcntl.F_GET_SEALS) & SEALS == SEALS
         assert not os.get_inheritable(one.fd) and one.address % 4096 == 0
         two, three = attach(one), attach(one, readonly=True)
@@ -241,7 +241,7 @@ def test_another_device():
 
 
 def fails_on(group, rank, patch):
-    """Outcomes of opening an arena where one rank's step fails; then all is undone, and all can try again."""
+    """Open an arena while a step fails on one rank; return the outcomes, and check that all can try again."""
     with nothing_left():
         outcomes = in_threads(3, lambda r: patch(r) or open_posix_shm(group[r], 4096, 5))
         assert all(isinstance(o, TricommError) for o in outcomes), outcomes
@@ -361,4 +361,4 @@ def test_a_rank_is_killed_while_sharing(tmp_path):
         (name, text, seconds), clean = outcomes[rank].value
         assert name == PeerDied.__name__ and "rank 1 (pid" in text and "posix_shm: map peers' memory" in text
         assert seconds < 2.0 + ranks.BUSY and clean
-    assert [name for name in orphans(before) if not name.startswith("soak-")] == []  # other tests leave those
+    assert [name for name in orphans(before) if not name.startswith("soak-")] == []  # may be left by other tests

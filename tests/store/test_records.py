@@ -1,4 +1,4 @@
-"""Hostile bytes in the store: refused with words, whatever they are."""
+"""Hostile bytes in the store are refused with a named error."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_rank_record_is_no_delivery():
 
 
 def sealed(head: dict[str, int], **body: int) -> bytes:
-    """A record with a right seal and impossible values."""
+    """A record with a valid seal and impossible values."""
     values = {"rank": 1, "world": 4, "version": 4, "length": 144} | head
     values_of_rank = dataclasses.asdict(RANK) | body
     payload = struct.pack("<QQQQ16sIQQI8s64s", *list(values_of_rank.values())[:-1], b"host")
@@ -193,7 +193,7 @@ def test_a_pickle_is_treated_as_bytes(tmp_path):
         parse(data, RankRecord, 0, None)
     assert not canary.exists()
     pickle.loads(data)
-    assert canary.exists()  # it would have
+    assert canary.exists()  # it would without the check
 
 
 def test_secrets_are_not_printed():

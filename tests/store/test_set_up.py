@@ -1,4 +1,4 @@
-"""Groups that are made over one store for ever: after restarts, after faults, and after a death at any step."""
+"""Any number of groups over one store: after restarts, after faults, and after a death at any step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tricomm.store.tcp import set_up
 from tricomm.store.tcp.transport import Transport
 
 VICTIM = 1
-# A rank dies just before such a call. At the steps of `UNKNOWN` the others do not know its process.
+# A rank dies right before one of these calls. At the steps of `UNKNOWN` its peers do not know its process yet.
 UNKNOWN = {
     "before it has read the store": (Generation, "agree", 1),
     "before it has a record": (capabilities, "_own_capabilities", 1),
@@ -61,7 +61,7 @@ KERNELS = {
 
 
 def make(store, rank, world_size, timeout):
-    """A group over `store` whose first call has run; shut down again."""
+    """Make a group over `store`, make its first call, and shut it down."""
     group = tricomm.c10d.group_over(store, rank, world_size, timedelta(seconds=timeout))
     try:
         x = torch.full((3,), rank + 1.0)
@@ -78,7 +78,7 @@ def connect(port, route):
 
 
 def survives(place, _, tell, port, route, folder, steps, watched=True):
-    """Rank 0 or 2: in each step the others make a group, the victim dies, and the group is made again."""
+    """Rank 0 or 2: at each step the ranks make a group, the victim dies, and the group is made again."""
     store, rank, seen = connect(port, route), 2 * place, []
     if not watched:
         Generation.look = Generation.explain = lambda generation: None
@@ -94,7 +94,7 @@ def survives(place, _, tell, port, route, folder, steps, watched=True):
 
 
 def dies(_, __, tell, port, route, folder, before, step):
-    """The victim: it makes the group again after an earlier one has died, and dies at `step`."""
+    """The victim: replaces one that has died, makes the group again, and dies at `step`."""
     store = connect(port, route)
     if before:
         make(store, VICTIM, 3, 40.0)
@@ -134,7 +134,7 @@ def restarted(rank, world_size, tell, port, route):
 
 
 def begins_again(rank, world_size, tell, port, route, times):
-    """The keys in the store after the first group of the process, and after the last one."""
+    """The number of keys in the store after the first group of the process and after the last one."""
     store, keys = connect(port, route), []
     for turn in range(times):
         dist.init_process_group("tricomm", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
@@ -146,7 +146,7 @@ def begins_again(rank, world_size, tell, port, route, times):
             dist.destroy_process_group(group)
         dist.destroy_process_group()
         store.add(f"turn/{turn}", 1)
-        while store.add(f"turn/{turn}", 0) < world_size:  # all have ended it
+        while store.add(f"turn/{turn}", 0) < world_size:  # all ranks have ended it
             time.sleep(0.002)
         if turn in (0, times - 1):
             keys.append(sorted(key for key in store.list_keys() if "turn" not in key))
@@ -157,7 +157,7 @@ def begins_again(rank, world_size, tell, port, route, times):
 
 
 def stops(rank, world_size, tell, port, limit):
-    """Rank 1 is stopped just before it listens, until the others have given up."""
+    """Rank 1 is stopped right before it listens, until its peers have timed out."""
     store = connect(port, "gloo")
     real = set_up._listener
 
@@ -183,7 +183,7 @@ def ends_before_new_group(rank, world_size, tell, url):
 
 
 def strangers(rank, world_size, tell, port, trusting=False):
-    """While the ranks connect, others connect to rank 0: silent ones, one that talks nonsense, one that says that it is
+    """While the ranks connect, strangers connect to rank 0: silent ones, one that sends garbage, one that claims to be
     rank 1 without the key. `trusting`: rank 0 does not compare keys."""
     store, kept = connect(port, "gloo"), []
     real, hello = set_up._Meeting.__init__, set_up._HELLO
@@ -229,7 +229,7 @@ def wrong_interface(rank, world_size, tell, url):
         with default_group(rank, world_size, url, timeout=20.0):
             return "none"
     except tricomm.TricommError as error:
-        time.sleep(2 * (rank == 0))  # it has the store
+        time.sleep(2 * (rank == 0))  # rank 0 hosts the store
         return f"{type(error).__name__}: {error}"
 
 
@@ -292,7 +292,7 @@ def test_a_death_at_any_moment_is_named_and_the_group_made_again(route, server, 
         for moment, kind, text, seen in outcome.value:
             if kind == "again":
                 assert seen == [6.0] * 3, moment
-            elif kind != "nothing":  # the calls of the group had ended
+            elif kind != "nothing":  # the group's calls had completed
                 unknown = "rank(s) [1] did not come" in text
                 assert unknown or "rank(s) [1] (pid" in text or "rank 1 (pid" in text, (moment, kind, text)
                 assert seen < (5.0 if unknown else 2.0) + ranks.BUSY, (moment, text, seen)

@@ -1,4 +1,4 @@
-"""Ranks that share no memory and exchange through the Store: exchanges, bounds, records of others, tokens."""
+"""Ranks without shared memory, which exchange records through the store: limits, foreign records, tokens."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from tricomm.store.store_control import _StoreSlots, open_store_control
 
 
 def everywhere(world_size, body, store=None):
-    """`body(rank, store)` on every rank; what it gave, or the error that it raised."""
+    """Run `body(rank, store)` on every rank; return each one's result or error."""
     store = store or HashStore()
 
     def run(rank):
@@ -100,7 +100,7 @@ def test_forged_values_in_the_store_are_refused(monkeypatch):
 
 
 def test_a_record_of_another_group_is_refused():
-    """A record with another nonce than the group's is of a rank of another group."""
+    """A record with another nonce than the group's belongs to another group."""
 
     def body(rank, store):
         control, _ = open_store_control(store, rank, 2, 10.0, 1)

@@ -55,7 +55,7 @@ def ran():
 
 
 def value(rank, shape, dtype, seed):
-    """Small whole numbers, others for each rank and call, whose sums no type rounds."""
+    """Small integers that differ by rank and call; their sums are exact in every type."""
     numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.int64)
     return ((numbers * (2 * rank + 3) + seed * 5 + rank) % 11).reshape(shape).to(dtype)
 
@@ -69,7 +69,7 @@ def normed(parts, residual, weight, eps):
 
 
 def exact(rank, world_size, tell, url):
-    """All-reduces, and fused calls by all of SGLang's ways to them; returns what was wrong, and calls of kernels."""
+    """All-reduces, and fused calls through each of SGLang's entry points; return errors and the calls of kernels."""
     wrong, seed, before = [], 0, ran()
     with coordinator(rank, world_size, url) as group:
         assert type(group.ca_comm).__name__ == "SglangAllReduce" and not group.ca_comm.disabled
@@ -83,7 +83,7 @@ def exact(rank, world_size, tell, url):
                 seed += 1
                 parts = [value(r, shape, dtype, seed) for r in range(world_size)]
                 kept = parts[rank].clone()
-                # A plain CPU tensor never gets this far by `all_reduce`.
+                # `all_reduce` of a plain CPU tensor does not reach the custom all-reduce.
                 total = group._all_reduce_out_place(parts[rank], "auto")
                 if not torch.equal(total, sum(parts)) or not torch.equal(parts[rank], kept):
                     wrong.append(("all_reduce", dtype, shape))

@@ -53,13 +53,13 @@ def ran_since(before):
 
 
 def value(rank, shape, dtype, seed):
-    """Small whole numbers, others for each rank and call, whose sums no type rounds."""
+    """Small integers that differ by rank and call; their sums are exact in every type."""
     numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.int64)
     return ((numbers * (2 * rank + 3) + seed * 5 + rank) % 11).reshape(shape).to(dtype)
 
 
 def exact(rank, world_size, tell, url):
-    """Every collective of many shapes and types; returns what was wrong, and the calls that the kernels ran."""
+    """Every collective with many shapes and types; return errors and the calls that the kernels ran."""
     wrong = []
     with coordinator(rank, world_size, url) as group:
         before = calls()
@@ -115,7 +115,7 @@ def compiled(rank, world_size, tell, url):
 
 
 def limited(rank, world_size, tell, url):
-    """Sizes above the limit, and types that no kernel takes, are vLLM's own; returns what was wrong and counted."""
+    """vLLM runs sizes above the limit and types without a kernel; return errors and counts."""
     wrong, said = [], io.StringIO()
     with (
         coordinator(rank, world_size, url, TRICOMM_ENGINE_MAX_BYTES="1024", TRICOMM_LOG="routing") as group,
@@ -202,4 +202,4 @@ def killed(rank, world_size, tell, url):
                 group.all_reduce(torch.ones(4))
         except tricomm.TricommError as error:
             tell((type(error).__name__, str(error)))
-            os._exit(0)  # vLLM's own groups cannot be ended without the peer
+            os._exit(0)  # vLLM's groups cannot be destroyed without the peer

@@ -1,6 +1,6 @@
 """A small Llama with random weights in vLLM, tensor parallel: python -m tests.engines.bodies.vllm_model FOLDER RANKS.
 
-Prints the tokens that it makes, and on how many calls of which collective the kernels ran in each worker, as JSON.
+Prints as JSON the tokens and, for each worker, the number of calls of each collective that the kernels ran.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Counting:
 
 
 def make(folder: str) -> None:
-    """Weights, the same every time, and a configuration; there is no tokenizer, because prompts are token numbers."""
+    """Deterministic weights and a configuration; no tokenizer, because prompts are token ids."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -43,19 +43,19 @@ class CUresult(enum.IntEnum):
     CUDA_ERROR_UNKNOWN = 999
 
 
-# Faults of a kernel cost the process its context: every later call that needs one gives the same error.
+# A fault of a kernel makes the context unusable: every later call that needs one returns the same error.
 STICKY = {"CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "CUDA_ERROR_LAUNCH_FAILED"}
 _WITHOUT_CONTEXT = ("cuInit", "cuDevice", "cuCtxPushCurrent", "cuCtxPopCurrent", "cuThreadExchange")
 
 
-# CUDA refuses these in a thread of the global capture mode while any stream is captured, and the capture is lost.
+# CUDA refuses these in a thread in the global capture mode during any capture, which becomes invalid.
 _NOT_IN_A_CAPTURE = {
     "cuMemAlloc", "cuMemFree", "cuMemcpyDtoH", "cuMemcpyHtoD", "cuMemsetD8", "cuCtxSynchronize", "cuModuleLoadData"
 }  # fmt: skip
 
 
 class _Refused(Exception):
-    """The call gives an error code, as CUDA promises to."""
+    """The call returns an error code, as CUDA specifies."""
 
     def __init__(self, name: str) -> None:
         self.status = CUresult[name]
@@ -70,7 +70,7 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
             self.calls.append(name)
             self.world.log.append((self.number, name))
             self.counts[name] += 1
-            if name in self.missing:  # the bindings have every name, whatever the driver has
+            if name in self.missing:  # the bindings have every name, also those that the driver lacks
                 raise RuntimeError(f'Function "{name}" not found')
             failure = self.failures.get((name, self.counts[name]))
             if failure in STICKY:
@@ -79,7 +79,7 @@ def _call(function: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
                 return (CUresult[self.sticky],) + (None,)
             if self.capturing and self.capture_mode == 0 and name in _NOT_IN_A_CAPTURE:
                 return (CUresult.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,) + (None,)
-            # Popping reports earlier errors, but it pops.
+            # Popping reports earlier errors, but does pop.
             if failure and name != "cuCtxPopCurrent":
                 return (CUresult[failure],) + (None,)
             try:

@@ -1,4 +1,4 @@
-"""A world of GPUs and processes without any: what `cuda.bindings.driver` does, and what CUDA forbids.
+"""A fake machine with GPUs and processes: it implements `cuda.bindings.driver` and enforces CUDA's rules.
 
 `FakeCuda` is the machine. Each `world.process()` is a `Driver` of the library over fake bindings, so the real
 `cuda_driver.py` runs in every test. Where CUDA calls something undefined behaviour, the fake complains: it raises
@@ -17,7 +17,7 @@ from tricomm.store.cuda.cuda_driver import Driver
 
 
 class CudaRuleBroken(AssertionError):
-    """Something that CUDA does not allow was done."""
+    """A rule of CUDA was broken."""
 
 
 class FakeCuda:
@@ -52,7 +52,7 @@ class FakeCuda:
         return CudaRuleBroken(text)
 
     def verify(self) -> None:
-        """Fails where a rule was broken, or a living process still holds something."""
+        """Fail if a rule was broken or a running process still holds a resource."""
         left = [text for process in self.processes if process.alive for text in process.holds()]
         left += [f"a descriptor of memory is open: {fd}" for fd in _open_descriptors()]
         left += [f"memory of GPU {memory.gpu} has {memory.users} users" for memory in self.physical if memory.users]
@@ -75,7 +75,7 @@ class FakeDriver(Driver):
         return self.process.calls
 
     def fail_at(self, name: str, nth: int = 1, error: str = "CUDA_ERROR_UNKNOWN") -> None:
-        """The `nth` call of `name` from now on gives `error`, and does nothing."""
+        """Make the `nth` call of `name` from now on return `error` and do nothing."""
         self.process.failures[name, self.process.counts[name] + nth] = error
 
     def kill(self) -> None:

@@ -73,7 +73,7 @@ class Switch:
         made = MulticastObject(
             properties.size, properties.numDevices, self.process.number, properties.handleTypes, granule=self.granule
         )
-        self.process.world.physical.append(made)  # type: ignore[arg-type]  # it has users, and lives by them
+        self.process.world.physical.append(made)  # type: ignore[arg-type]  # it is reference-counted
         return self.process.vmm.handle(made)  # type: ignore[arg-type]
 
     def cuMulticastAddDevice(self, handle: int, device: int) -> None:

@@ -1,4 +1,4 @@
-"""The part of a fake process that makes physical memory, addresses and access apart, with CUDA's rules for that."""
+"""CUDA's virtual memory management in a fake process: physical memory, addresses and access, with CUDA's rules."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CUmemAccessDesc:
 
 @dataclass(eq=False)
 class Physical:
-    """One cuMemCreate: lives as long as a handle, a mapping or a descriptor of it. `shareable`: by which handles;
+    """One cuMemCreate: lives as long as a handle, a mapping or a descriptor of it. `shareable`: the types of handles;
     `granule`: what its addresses are multiples of."""
 
     gpu: int
@@ -60,7 +60,7 @@ class Physical:
         return len(self.data)
 
     def allow(self, gpu: int) -> str | None:
-        """Nothing against access from a GPU that reaches this one."""
+        """The reason why `gpu` may not access this memory; None if it may."""
         return None
 
 
@@ -105,7 +105,7 @@ class VirtualMemory:
         self._handles, self._ranges = {}, []
 
     def lose(self, gpu: int) -> bool:
-        """The context of a GPU goes: whether something was left in it."""
+        """Destroy the context of a GPU; return whether something was left in it."""
         return any(gpu in piece.access for result in self._ranges for piece in result.pieces)
 
     def cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
@@ -150,7 +150,7 @@ class VirtualMemory:
             self.process.world.by_fabric[token] = memory
             return SimpleNamespace(data=token)
         fd = os.memfd_create("fake-cuda")
-        os.set_inheritable(fd, True)  # nothing says that the driver's is not
+        os.set_inheritable(fd, True)  # the driver's may be as well
         self.process.world.exported[os.fstat(fd).st_ino] = memory
         return fd
 
@@ -159,7 +159,7 @@ class VirtualMemory:
             if not self.imex_channel:
                 raise self._refused("CUDA_ERROR_NOT_PERMITTED")
             memory = self.process.world.by_fabric.get(shared)
-            if memory is not None and not memory.users:  # such a handle keeps nothing alive
+            if memory is not None and not memory.users:  # such a handle does not keep memory alive
                 memory = None
         else:
             try:

@@ -47,14 +47,14 @@ class Job:
         self.group.kill(rank)
 
     def close_opened(self) -> None:
-        """Close on all ranks that live whatever is open."""
+        """Close whatever is open on the ranks that are running."""
         living = [rank for rank, driver in enumerate(self.drivers) if driver.process.alive]
         for arenas in reversed(self.opened):
             closed = in_threads(self.size, lambda rank: arenas[rank].close() if rank in living else None)  # noqa: B023
             assert closed == [None] * self.size
 
     def end(self) -> None:
-        """Close what is open; nothing is left."""
+        """Close what is open and check that nothing is left."""
         self.close_opened()
         self.verify()
 
@@ -77,7 +77,7 @@ def refused(outcomes: list[Any], kind: type[Exception], *words: str) -> None:
 
 
 def calls_of(job: Job, act: Callable[[], Any] | None = None) -> list[tuple[int, str, int]]:
-    """(rank, call, how many of them) that `act` (default: a set-up) makes, where all goes well; closes what is open."""
+    """(rank, call, number of calls) that `act` (default: a set-up) makes without a fault; closes what is open."""
     before = [Counter(driver.calls) for driver in job.drivers]
     (act or job.open_all)()
     counts = [Counter(driver.calls) - old for driver, old in zip(job.drivers, before, strict=True)]
@@ -95,7 +95,7 @@ def fails_on_all(job: Job, rank: int, name: str, nth: int) -> None:
 
 
 def works(job: Job, arenas: list[CudaArena]) -> None:
-    """The blocks are zeroed (no word of the probe, nothing of earlier users), and every rank reaches every one."""
+    """Check that the blocks are zeroed, also where the probe wrote, and that every rank reaches every block."""
     for rank, (arena, driver) in enumerate(zip(arenas, job.drivers, strict=True)):
         with arena._site.current():
             assert not any(driver.read(arena.bases[rank], GRANULE))

@@ -1,4 +1,4 @@
-"""The driver layer over the real bindings as far as they go without a GPU, and the fake's rules, each one broken."""
+"""The driver layer over the real bindings, as far as possible without a GPU, and a violation of each of the fake's rules."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def importer(world: FakeCuda, ordinal: int = 0) -> tuple[FakeDriver, int]:
 
 @contextmanager
 def exporting(world: FakeCuda) -> Iterator[tuple[FakeDriver, int]]:
-    """A process in its context, and a block whose handle it has given away."""
+    """A process in its context, and a block whose handle it has exported."""
     owner, base, _ = exported(world)
     with owner.current(CONTEXT):
         yield owner, base

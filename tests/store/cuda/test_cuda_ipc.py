@@ -51,7 +51,7 @@ def test_control_words_are_mapped_once_for_all_arenas_of_a_process(job):
         assert job.drivers[rank].calls.count("cuMemHostRegister") == 1
     job.close_all(first)
     job.close_all(second)
-    assert all(driver.process.pinned.all for driver in job.drivers)  # the page is its owner's, not an arena's
+    assert all(driver.process.pinned.all for driver in job.drivers)  # the page belongs to its owner, not to an arena
 
 
 def test_gpus_that_cannot_reach_each_other_are_refused_by_all(verified):
@@ -115,7 +115,7 @@ def test_a_dead_peer_does_not_hold_up_close(job, arenas, caplog):
 
 
 def test_a_silent_peer_holds_up_close_for_its_bound_only(job, arenas, impatient, caplog):
-    job.drivers[1].process.die()  # so that the fake lets the block go: the peer is silent, yet counted alive
+    job.drivers[1].process.die()  # so that the fake frees the block: the peer does not answer, but counts as alive
     arenas[0].close()
     assert "rank(s) [1] did not confirm within 0.3 s" in caplog.text
 
@@ -139,7 +139,7 @@ def test_memory_that_one_rank_keeps_is_kept_by_all(caplog):
     assert job.close_all(arenas) == [None, None]
     assert "rank 0 keeps 4096 bytes" in caplog.text and job.world.complaints == []
     assert job.drivers[0].calls.count("cuMemFree") == 0
-    assert Counter(job.drivers[1].calls) == before, "who keeps memory asks the driver for nothing"
+    assert Counter(job.drivers[1].calls) == before, "a rank that keeps its memory makes no driver call"
 
 
 CLOSING = calls_of(made := two_gpus(), partial(made.close_all, made.open_all()))

@@ -36,7 +36,7 @@ def look(arenas: list[CudaArena]) -> list[Any]:
 
 
 def open_all(job: Job, nbytes: int = NBYTES) -> list[CudaArena]:
-    """Arenas that have looked for a switch, with it or without."""
+    """Open arenas and probe multicast; it may be missing."""
     arenas = job.open_all(lambda rank: job.open(rank, nbytes))
     assert not any(look(arenas))
     return arenas
@@ -49,7 +49,7 @@ def job(verified):
 
 @pytest.fixture
 def arenas(job):
-    """With the switch."""
+    """Open arenas, which must have multicast."""
     return open_all(job)
 
 
@@ -63,7 +63,7 @@ def words(job: Job, arenas: list[CudaArena], at: int) -> list[int]:
 
 
 def store(job: Job, arenas: list[CudaArena], rank: int, at: int, value: int) -> None:
-    """Through the switch, by `rank`."""
+    """Run on `rank` through the multicast address."""
     driver = job.drivers[rank]
     with arenas[rank]._site.current():
         module = driver.load_module(PROBE)
@@ -76,14 +76,14 @@ def test_a_store_reaches_every_block_and_nothing_is_left(job, arenas):
     assert all(arena.multicast and not arena.no_multicast for arena in arenas)
     for rank, arena in enumerate(arenas):
         with arena._site.current():
-            assert not any(job.drivers[rank].read(arena.bases[rank], GRANULE)), "no word of the probe"
+            assert not any(job.drivers[rank].read(arena.bases[rank], GRANULE)), "no word of the probe is left"
     store(job, arenas, 1, 64, 77)
     assert words(job, arenas, 64) == [77] * SIZE
 
 
 def test_handles_have_multicast_addresses_and_a_refused_one_harms_no_other(job):
     for driver in job.drivers:
-        driver.process.switch.granule = 2 * GRANULE  # more than memory has
+        driver.process.switch.granule = 2 * GRANULE  # more than the granularity of memory
     arenas, handles = open_all(job, 2 * GRANULE), open_all(job, 4 * GRANULE)
     for arena, handle in zip(arenas, handles, strict=True):
         assert arena.multicast and handle.multicast not in (0, arena.multicast)
@@ -93,7 +93,7 @@ def test_handles_have_multicast_addresses_and_a_refused_one_harms_no_other(job):
     job.drivers[0].fail_at("cuMulticastBindMem")
     refused = open_all(job, 2 * GRANULE)
     assert not any(each.multicast for each in refused) and "cuMulticastBindMem" in refused[2].no_multicast
-    odd = open_all(job)  # of one granule of memory
+    odd = open_all(job)  # one granule of memory
     assert "no multiple of the multicast granularity" in odd[0].no_multicast
     store(job, arenas, 1, 64, 9)
     assert words(job, arenas, 64) == [9] * SIZE
@@ -119,12 +119,12 @@ def test_any_failing_call_leaves_all_ranks_without_it_and_the_arena_whole(job, r
     nobody_has_it(arenas, f"rank {rank}", name, "CUDA_ERROR_UNKNOWN")
     assert not [text for process in job.world.processes for text in process.switch.holds()]
     job.drivers[rank].process.failures.clear()
-    look(arenas)  # everything was undone: it goes now
+    look(arenas)  # everything was undone, so it works now
     assert all(arena.multicast for arena in arenas), arenas[0].no_multicast
 
 
 def without(change: Any, *told: str) -> None:
-    """No rank has the address after `change` of one process's switch, and all know why; the arenas work."""
+    """After `change` of one process's switch no rank has the address, all know the reason, and the arenas work."""
     job = three_gpus()
     change(job.drivers[1].process.switch)
     arenas = open_all(job)
@@ -204,7 +204,7 @@ def test_suspended_memory_is_unbound_and_bound_again_at_the_same_address(job, ar
     store(job, arenas, 0, 8, 5)
     assert words(job, arenas, 8) == [5] * SIZE
     in_threads(SIZE, lambda rank: arenas[rank].suspend())
-    job.drivers[1].fail_at("cuMulticastBindMem")  # captured graphs know the address: there is no way without it
+    job.drivers[1].fail_at("cuMulticastBindMem")  # captured graphs use the address, so resume must map it again
     outcomes = in_threads(SIZE, lambda rank: arenas[rank].resume(job.group.controls[rank], 10.0))
     assert all(isinstance(each, ResourceError | TricommError) for each in outcomes), outcomes
     assert "cuMulticastBindMem" in str(outcomes[0]) and all(not job.world.used(gpu) for gpu in range(SIZE))

@@ -88,7 +88,7 @@ def test_a_function_that_one_ranks_driver_does_not_have_is_named_by_all(verified
 
 
 def test_the_oldest_supported_driver_shares_by_descriptors_and_has_no_switch(verified, monkeypatch):
-    """R525: neither multicast objects nor fabric handles, and their attributes are invalid values."""
+    """R525 has neither multicast objects nor fabric handles, and refuses their attributes as invalid."""
     monkeypatch.setattr(env, "gpu_memory", lambda: "fabric")
     job = verified(two_gpus(open_cuda))
     for driver in job.drivers:

@@ -55,7 +55,7 @@ def test_memory_is_mapped_again_at_the_same_addresses(job, arenas):
     assert not any(memory.users for memory in job.world.physical)
     in_threads(3, lambda rank: arenas[rank].resume(job.group.controls[rank], 10.0))
     assert [(arena.bases, arena.multicast) for arena in arenas] == before
-    assert len(set(job.world.by_fabric) - tokens) == len(tokens) == 4, "three blocks and the object"
+    assert len(set(job.world.by_fabric) - tokens) == len(tokens) == 4, "three blocks and the multicast object"
     works(job, arenas)
 
 
@@ -67,7 +67,7 @@ def test_a_handle_of_something_else_is_refused_by_all(verified, monkeypatch, tok
 
 
 def test_a_handle_keeps_no_memory_alive(monkeypatch):
-    """So no rank may let its block go before all have imported it: the stage that maps is joint."""
+    """So no rank may free its block before all have imported it: all ranks map in one stage."""
     job = two_gpus(by_fabric)
     driver = job.drivers[0]
     usual = driver.export_fabric

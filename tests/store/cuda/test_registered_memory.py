@@ -1,4 +1,4 @@
-"""A user's own GPU memory, shared where it lies, against a driver that enforces CUDA's rules. No GPU."""
+"""Sharing a user's GPU memory without a copy, over a fake driver that enforces CUDA's rules. No GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Users:
         return self.job.open_all(self.register)
 
     def verify(self) -> None:
-        """The user's own goes as it came, and nothing else was left."""
+        """Free the user's memory and check that nothing else is left."""
         self.job.close_opened()
         for rank, driver in enumerate(self.job.drivers):
             with driver.current(self.contexts[rank]):
@@ -138,7 +138,7 @@ def test_any_failing_call_of_legacy_ipc_fails_all_ranks_and_leaves_nothing(rank,
 
 def _failing(pieces: tuple[int, int], rank: int, name: str, nth: int) -> None:
     if pieces == (0, 0) and name == "cuMemRetainAllocationHandle":
-        return  # it fails anyway
+        return  # the set-up fails in any case
     users = Users(pieces)
     driver = users.job.drivers[rank]
     driver.fail_at(name, nth)

@@ -85,7 +85,7 @@ def test_memory_that_another_process_took_meanwhile_is_named_and_resume_can_be_r
     with arenas[1]._site.current():
         taken = job.drivers[1].mem_alloc(2 << 20)
     refused(resume(job, arenas), ResourceError, "rank 1", "CUDA_ERROR_OUT_OF_MEMORY")
-    assert used(job) == 2 << 20, "that of the other alone"
+    assert used(job) == 2 << 20, "only the other rank's memory"
     with arenas[1]._site.current():
         job.drivers[1].mem_free(taken)
     assert resume(job, arenas) == [None, None]

@@ -1,4 +1,4 @@
-"""Processes that have no business at a rank's socket: each kind of message that must not get in."""
+"""Processes that write to a rank's socket without permission: each kind of message that must be refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KINDS: dict[str, str | None] = {
 
 
 class Hostile:
-    """One hostile peer of the socket of rank `to` at `path`. `sender`: what a rank knows, of which it has a part."""
+    """A hostile peer of the socket of rank `to` at `path`. `sender`: a rank's secrets, part of which it knows."""
 
     def __init__(self, kind: str, path: str, sender: Sender, to: int, rng: random.Random) -> None:
         self.kind, self._path = kind, path

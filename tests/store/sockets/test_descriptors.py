@@ -1,4 +1,4 @@
-"""Descriptors over sockets: who gets them, who does not, and what is left."""
+"""Descriptors over sockets: ranks receive them, other processes do not, and no file is left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DELAY = 1.0  # seconds by which hostile peers may delay a meeting, on a busy mac
 
 @pytest.fixture
 def folder(monkeypatch):
-    """The base of all sockets, which others may pass through; empty in the end."""
+    """The parent directory of all sockets, which other users may enter; must be empty at the end."""
     parent = Path(tempfile.mkdtemp(prefix="tc"))
     parent.chmod(0o711)
     monkeypatch.setenv(descriptors.VARIABLE, str(parent))
@@ -46,7 +46,7 @@ def sender(rank: int, world_size: int, **other) -> Sender:
 
 
 class Meeting:
-    """Ranks of this process that pass a pipe's end each, by which they can be told apart."""
+    """Ranks in this process; each sends descriptors of memory that names it."""
 
     def __init__(self, world_size: int) -> None:
         self.sockets = [DescriptorSocket() for _ in range(world_size)]
@@ -86,7 +86,7 @@ class Meeting:
 
 
 def received(meeting: Meeting) -> list[int]:
-    """The rank whose message rank 0 believes to have next, if it does."""
+    """The rank whose message rank 0 accepts next, if any."""
     got: list[int] = []
     meeting.sockets[0]._receive(meeting.senders[0], RIGHT, None, lambda rank, held: not got.append(rank))
     return got
@@ -116,7 +116,7 @@ def test_every_rank_gets_what_every_other_one_sends(world_size, folder):
 
 
 def test_more_ranks_than_the_backlog_of_a_socket(folder):
-    """The kernel keeps about ten messages for a socket: one that has not come yet is no obstacle to the others."""
+    """The kernel queues about ten messages for a socket: a rank that is late does not block the others."""
     late = threading.Event()
     with Meeting(24) as meeting:
 
@@ -171,7 +171,7 @@ def test_ten_thousand_hostile_peers_do_not_get_in(folder):
     [("another user's claim", "_of_this_user", lambda extra: True), ("wrong nonce", "_same", lambda one, other: True)],
 )
 def test_without_its_protection_a_hostile_peer_gets_in(kind, name, instead, folder, monkeypatch):
-    """Each check, taken away: then the peer is taken for a rank."""
+    """Without each check, the peer is taken for a rank."""
     if kind == "another user's claim" and os.geteuid() != 0:
         pytest.skip("only root can claim to be another user")
     with Meeting(2) as meeting:
@@ -265,7 +265,7 @@ def starved(rank, world_size, tell, parent):
 
 
 def test_a_lack_of_descriptors_is_named(folder):
-    """The kernel cuts what it cannot deliver: that is no hostile peer."""
+    """The kernel truncates messages that it cannot deliver; that is not counted as a hostile peer."""
     [(text, more)] = ranks.run(1, starved, str(folder))
     assert "rank 1's descriptors were cut: the limit is" in text and "ulimit -n" in text and more == 0
 
@@ -349,11 +349,11 @@ def test_a_job_removes_the_files_of_a_killed_one(folder):
         assert not descriptors.died(name)
         assert succeed(2, meeting.join) == [expected(2, 0), expected(2, 1)]
     for foreign in ("tricomm-mine", "tricomm-" + "g" * 16):
-        (folder / foreign).rmdir()  # not ours, so it is there
+        (folder / foreign).rmdir()  # not ours, so it is kept
 
 
 def test_a_foreign_file_in_its_directory_does_not_disturb(folder):
-    """As NFS leaves one in the place of a file that is removed while it is open."""
+    """As NFS leaves one when an open file is removed."""
     passing = DescriptorSocket()
     passing.bind()
     [made] = os.listdir(folder)

@@ -1,4 +1,4 @@
-"""Every system call of a set-up over sockets fails once, and a rank is killed at every step: all ranks or none."""
+"""Every system call of a set-up over sockets fails once, and a rank is killed at every step: no rank succeeds alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ BEARABLE = {"pidfd_open", "stat", "second __init__"}
 
 
 class Faults:
-    """The calls of one rank's thread that `store/` makes of the system: counted, and the nth of a name fails."""
+    """Counts the system calls of `store/` on one rank's thread, and makes the nth call of one name fail."""
 
     def __init__(self, rank: int, name: str = "", nth: int = 0) -> None:
         self.rank, self.name, self.nth = rank, name, nth
@@ -100,7 +100,7 @@ def outcomes(faults: Faults) -> tuple[list[Any], float]:
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch):
-    """The base of all sockets, empty in the end."""
+    """The parent directory of all sockets, which must be empty at the end."""
     parent = Path(tempfile.mkdtemp(prefix="tc"))
     monkeypatch.setenv(descriptors.VARIABLE, str(parent))
     yield parent
@@ -111,8 +111,8 @@ NAMES = (*(name for _, name in OF_THE_SYSTEM), *OF_SOCKETS)
 
 
 def made(name: str, nth: int) -> bool:
-    """Let a call fail, and check the end of the set-up. False if there are fewer of them: some depend on what comes
-    when."""
+    """Make a call fail, and check the end of the set-up. False if there are fewer calls: some depend on the order of
+    messages."""
     with nothing_left():
         faults = Faults(1, name, nth)
         result, seconds = outcomes(faults)
@@ -135,7 +135,7 @@ def test_the_first_call_of_the_system_that_fails(name):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "recvmsg"])
 def test_each_later_call_of_the_system_that_fails(name):
-    """But of `recvmsg`, whose number depends on what comes when."""
+    """All but `recvmsg`, whose number of calls depends on the order of messages."""
     number = next(nth for nth in range(2, 100) if not made(name, nth))
     print(f"\n{number - 1} calls of {name}, each made to fail")
 
@@ -194,7 +194,7 @@ def lines_of_a_set_up() -> int:
 @pytest.mark.parametrize("moment", some(range(MOMENTS), lambda number, _: number in (10, 20, 32)))
 def test_a_rank_is_killed_at_any_line(moment, tmp_path, folder):
     lines = lines_of_a_set_up()
-    at = 1 + (lines - 30) * moment // MOMENTS  # some of them depend on what comes when
+    at = 1 + (lines - 30) * moment // MOMENTS  # some of them depend on the order of messages
     with ranks.start(SIZE, killed_at, f"file://{tmp_path}/store", str(folder), at) as group:
         result = group.results()
     assert result[1].code == -signal.SIGKILL, result[1]
@@ -206,7 +206,7 @@ def test_a_rank_is_killed_at_any_line(moment, tmp_path, folder):
     assert all("rank 1" in text or "[1]" in text or "did not come" in text for text in texts.values()), texts
     left = list(folder.iterdir())
     print(f"\nkilled at line {at} of {lines}: {texts[0][:100]}; left: {len(left)}")
-    assert len(left) <= 1  # if none knew its name; the next set-up removes it
+    assert len(left) <= 1  # if no rank knew its name; the next set-up removes it
     descriptors._remove_orphans.cache_clear()
     descriptors._remove_orphans(str(folder), os.getpid())
     assert list(folder.iterdir()) == []
@@ -229,7 +229,7 @@ def test_an_interrupt_at_any_line_of_a_receipt_leaves_no_descriptor():
             assert opened() == before, line
             if not interrupted:
                 break
-            with suppress(BlockingIOError):  # an interrupt before the receipt leaves the message where it is
+            with suppress(BlockingIOError):  # an interrupt before the receipt leaves the message in the queue
                 theirs.recv(64, socket.MSG_DONTWAIT)
     assert not interrupted and line > 5
 
