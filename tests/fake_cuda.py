@@ -1,4 +1,4 @@
-"""Two GPUs as one process sees them through torch and the driver, without any. CUDA's rules on devices, contexts and
+"""Two fake GPUs, as one process sees them through torch and the driver. CUDA's rules on devices, contexts and
 streams are enforced: whatever breaks one is a complaint, and the test fails, even if the exception is swallowed.
 
 Kernels run under Triton's interpreter on the CPU's memory: at the launch, or at a replay of their graph. Kernels that
@@ -32,7 +32,7 @@ _names = itertools.count()
 
 
 class World:
-    """The GPUs. `install` puts it in torch's place; `verify` fails if a rule was broken."""
+    """The fake GPUs. `install` patches torch; `verify` fails if a rule was broken."""
 
     def __init__(self, devices: int = 2) -> None:
         self.devices = devices
@@ -44,7 +44,7 @@ class World:
         self.priorities: list[int] = []  # of the streams that were made
         self.held = self.newest_first = False
         self.blocks: list[Block] = []
-        self.ran: list[int] = []  # numbers of the calls whose kernels have run, but for graphs
+        self.ran: list[int] = []  # numbers of the calls whose kernels have run, except in graphs
         self._here = threading.local()
         self._handles = itertools.count(1)
 
@@ -115,7 +115,7 @@ class World:
 
     @contextmanager
     def device(self, device: Any) -> Iterator[None]:
-        """As torch does: a device that has no context gets none only because it is the current one again."""
+        """As torch does: restoring the current device makes no context on a device that has none."""
         before = self.get_device()
         self.set_device(torch.device(device).index if not isinstance(device, int) else device)
         try:
@@ -168,7 +168,7 @@ class World:
             self.check_idle(self.get_device(), "synchronize")
 
     def capturing(self) -> bool:
-        """Asks the runtime, so that a device that was not in use is from then on."""
+        """Queries the runtime, which initialises a device that was not in use."""
         index = self.get_device()
         if index not in self.used:
             self.complain(f"made a context on cuda:{index}, which nobody uses")
@@ -190,8 +190,8 @@ class World:
 
     @contextmanager
     def hold(self, newest_first: bool) -> Iterator[None]:
-        """Inside, all that is enqueued stays pending. Then the streams run: each as far as it can before the next one,
-        the newest or the oldest first."""
+        """Inside the block all work stays pending. Then the streams run, the newest or the oldest first, each as far as
+        it can before the next one."""
         self.held, self.newest_first = True, newest_first
         try:
             yield
@@ -226,7 +226,7 @@ class World:
             raise self.complain(f"{call} waits for kernels of cuda:{index}, which may wait for a peer")
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        """A tensor of the allocator's, of the current stream."""
+        """A tensor of the allocator, on the current stream."""
         memory = np.empty(values.nbytes, np.uint8)
         block = Block(memory, self.current_stream())
         lease = memory.view(Lease)
@@ -235,7 +235,7 @@ class World:
         return torch.from_numpy(lease).view(values.dtype).view(values.shape).copy_(values)
 
     def borrowed(self, x: torch.Tensor) -> torch.Tensor:
-        """The same memory, as a kernel has it: by its address, which keeps nothing alive."""
+        """The same memory by address, as a kernel has it, which does not keep it alive."""
         return x if self._block_of(x) is None else _memory(x.data_ptr(), x.dtype, x.shape)
 
     def record_stream(self, x: torch.Tensor, stream: FakeStream) -> None:
@@ -248,7 +248,7 @@ class World:
         return next((b for b, offset in inside if 0 <= offset < len(b.memory)), None)
 
     def _freed(self, block: Block) -> None:
-        """The next kernel of its stream gets the memory, after all that `others` have now."""
+        """Give the memory to the next kernel of its stream, after the present work of `others`."""
         for other in block.others:
             block.stream.after(other.mark())
         self.enqueue(block.stream, lambda: block.memory.fill(0xA5))

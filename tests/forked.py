@@ -1,7 +1,7 @@
-"""Commands and scripts whose processes a fork server starts: as new Pythons, without seconds of imports in each.
+"""Commands and scripts that a fork server starts like new Python processes, without seconds of imports in each.
 
-Not for what depends on how a process begins, on its command line, or on its parent, which is the fork server; only the
-Pythons that such a process starts itself are its own children.
+Not for tests that depend on how a process starts, on its command line, or on its parent, which is the fork server. Only
+Python processes that such a process starts are its children.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def python_path() -> str:
 
 
 def for_workers(started: list[Any] | None = None) -> SimpleNamespace:
-    """In place of the module `subprocess` of tricomm.perf.workers. The processes are added to `started`."""
+    """Replaces the module `subprocess` in tricomm.perf.workers. The processes are added to `started`."""
 
     def popen(arguments: Sequence[str], **given: Any) -> Popen:
         process = Popen(arguments, **given)
@@ -183,7 +183,7 @@ def _main(
     try:
         _python(list(arguments))
     finally:
-        atexit._run_exitfuncs()  # which a process of multiprocessing ends without
+        atexit._run_exitfuncs()  # a process of multiprocessing exits without it
 
 
 def _python(words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which parameters of a test `make test`, `make test-all` and `make soak` run, and which this Triton has."""
+"""Marks that choose a test's parameters for `make test`, `make test-all` and `make soak`, and for this Triton."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Choice = Callable[[int, Any], bool]
 
 
 def some(values: Iterable[Any], keep: _Choice | int, soak: _Choice = lambda number, value: False) -> list[Any]:
-    """`values` as parameters; those that are not kept are marked `exhaustive`, or `soak`.
+    """`values` as parameters, marked `exhaustive` or `soak` unless they are kept.
 
     `keep` and `soak` decide by number and value; a number n keeps each nth one, the first among them. A parameter that
     has marks already stays as it is.
@@ -43,5 +43,5 @@ def compiles(kernel: Kernel, architecture: int = 90) -> bool:
 
 
 def _marked(value: Any, mark: pytest.MarkDecorator) -> Any:
-    value = value.values if hasattr(value, "marks") else value  # a dict has values, too
+    value = value.values if hasattr(value, "marks") else value  # a dict has values as well
     return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=mark)

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 _SOCKETS = "TRICOMM_SOCKET_DIR"
-BUSY = 4.0  # seconds that a machine with more work than cores may add to a promise of one or two
+BUSY = 4.0  # seconds that a busy machine may add to a limit of one or two
 CONTEXT = mp.get_context("forkserver")  # one server in a process
 CONTEXT.set_forkserver_preload(["tests.preloaded", "tests.ranks", "tests.soak.worker"])
 
 
 @dataclass
 class Outcome:
-    """How a rank ended: `value`, or `error` (class name) and `text`; `code`: exit code of one that said nothing."""
+    """How a rank ended: `value`, or `error` (class name) and `text`; `code`: its exit code if it sent neither."""
 
     value: Any = None
     error: str | None = None
@@ -100,7 +100,7 @@ def start(world_size: int, body: Callable[..., Any], *args: Any, timeout: float 
     processes, pipes = [], []
     for rank in range(world_size):
         here, there = CONTEXT.Pipe()
-        sockets = os.environ.get(_SOCKETS)  # as it is now, not as it was when the fork server began
+        sockets = os.environ.get(_SOCKETS)  # the current one, not that of the fork server
         process = CONTEXT.Process(target=_main, args=(there, sockets, body, rank, world_size, args), daemon=True)
         process.start()
         there.close()

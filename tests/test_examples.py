@@ -49,7 +49,7 @@ TORCHRUN = [
 
 
 def run(command: list[str], real: bool = False, **more: str) -> str:
-    """`real`: by a Python that starts as a user's does."""
+    """`real`: in a new Python process, as a user starts it."""
     env = {**os.environ, "PYTHONPATH": forked.python_path(), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **more}
     if real:
         command = [sys.executable, *command]

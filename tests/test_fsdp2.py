@@ -21,7 +21,7 @@ RESHARD, KEEP, MIXED, PLAIN = True, False, True, False  # reshard_after_forward,
 
 
 def model(mesh, reshard, policy):
-    """Rows that no world size divides, and biases of any length; a scale that only the root holds."""
+    """A model with numbers of rows that no world size divides, biases of any length, and a scale in the root module."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 17), nn.ReLU(), nn.Linear(17, 7), nn.Tanh(), nn.Linear(7, 3), nn.LayerNorm(3))
     for layer in net:
@@ -47,7 +47,7 @@ def trained(net, rank, steps=2):
 
 @contextmanager
 def handles_seen(group):
-    """The handles of the calls that are made meanwhile; None for a call over ordinary memory."""
+    """The handles of the calls made in this block; None for a call over ordinary memory."""
     seen = []
 
     def spied(method):
@@ -106,7 +106,7 @@ def test_trains_to_the_bits_of_the_plain_backend(world_size, route, cases, url):
 
 @ranks.each(2, True)
 def test_whole_numbers_give_the_gradients_of_gloo(rank, world_size, tell, url):
-    """Gradients of whole numbers are exact in any order: torch's own Gloo, and ours over the kernels, agree."""
+    """Integer gradients are exact in any order of addition, so torch's Gloo and the kernels agree."""
 
     def gradients(group, ours):
         mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")

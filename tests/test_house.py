@@ -1,4 +1,4 @@
-"""The tree stays readable: the budgets of `house_rules`, and that each of them does complain."""
+"""The tree stays within the limits of `house_rules`, and each rule reports a violation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports go one way, as pyproject.toml's contract says; and the contract does bite."""
+"""Imports follow the contract in pyproject.toml, and the contract reports a violation."""
 
 from __future__ import annotations
 

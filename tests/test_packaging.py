@@ -141,7 +141,7 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("editable", [False, True])
 def test_a_users_script_passes_strict_checks(wheel: Path, tmp_path: Path, checked: Path, editable: bool) -> None:
-    """From a wheel, and from the folder that an editable install of a clone puts on the path."""
+    """Type checks find the package in a wheel and in the folder of an editable install."""
     site = ROOT / "src"
     if not editable:
         site = tmp_path / "site"

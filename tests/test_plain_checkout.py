@@ -95,7 +95,7 @@ _TABLE = TunedTable(
 def _run(
     folder: Path, *arguments: str, refused: tuple[str, ...] = REFUSED, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run Python as such a machine would, from elsewhere than the checkout."""
+    """Run Python without other packages, outside of the checkout."""
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(f"REFUSED = {refused}{HOOK}")
     known = {k: v for k, v in os.environ.items() if k != "TRICOMM_TUNING_DIR"}
@@ -121,7 +121,7 @@ def table(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory, table) -> dict[str, list[str]]:
-    """The lines of each of `_PARTS`, which one process does in turn, because its imports take long; and its errors."""
+    """The lines of each of `_PARTS` and the errors; one process runs all parts, because its imports take long."""
     script = "import sys\n" + "".join(f"print('=== {name}')\n{part}" for name, part in _PARTS.items())
     script = script.replace("{table}", repr(_TABLE))
     done = _run(tmp_path_factory.mktemp("plain"), "-c", script, TABLES=str(table.parent))
@@ -180,7 +180,7 @@ def test_the_model_that_counts_bytes_needs_no_explorer(tmp_path):
 
 
 def test_selection_and_digests_are_those_of_an_install(said):
-    """Ranks must agree, whatever each of their machines has installed."""
+    """Ranks must agree although their machines have different packages installed."""
     site = SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), 64, topology="nvswitch")
     choices = [selection.choose(site, "all_reduce", 1 << bits) for bits in range(28)]
     assert said["selection"] == [_TABLE.digest.hex(), str(choices)]

@@ -1,4 +1,4 @@
-"""JSON into dataclasses: what is written is read, and what does not fit is refused with its place."""
+"""JSON to and from dataclasses; values that do not fit are refused with their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls that `tricomm check` makes of the shipped kernels: mistakes that only they show, in the first schedule."""
+"""The calls that `tricomm check` makes of shipped kernels: each finds a mistake that the others miss."""
 
 from unittest.mock import patch
 
@@ -56,8 +56,8 @@ MISTAKES = {
         ("send", "one_shot", "ll"), QUEUES, _ACK, _ACK.replace("True", "not SPEC.LL"),
     ),
 }  # fmt: skip
-# Mistakes that show through earlier contents of a slot, a second queue, a handle that is used again, or the order of a
-# sum: with kinds of finding, a number of schedules, and their seed.
+# Mistakes that need old contents of a slot, a second queue, a reused handle, or the order of a sum to show; with the
+# kinds of finding, the number of schedules, and their seed.
 LL, ROWS = ("send", "one_shot", "ll"), ("all_reduce_rms_norm", "one_shot", "ll128")
 HANDLE = ("all_reduce", "one_shot", "simple", True)
 MORE = {
@@ -128,7 +128,7 @@ def test_mistakes_that_need_several_chunks_or_an_order_are_found(name):
     key, *edit = MISTAKES[name]
     assert report(key, ()).ok
     assert not report(key, (Edit(*edit),)).ok
-    if "ack" not in name:  # the short messages may show that one, too
+    if "ack" not in name:  # short messages may show this one as well
         assert report(key, (Edit(*edit),), shipped.SIZES).ok
 
 
@@ -155,7 +155,7 @@ def test_the_first_call_has_three_chunks(kernel, world_size):
 
 @pytest.mark.skipif(multimem.why_not(90) is not None, reason="this Triton is refused multimem")
 def test_an_unchanged_copy_of_the_nvls_kernels_has_no_finding():
-    """A copy has the exemptions of the original: what fills up a pair may stay unread."""
+    """A copy of a kernel has the original's exemptions: the padding of a pair may stay unread."""
     with loaded(()):
         report = ptx_mutants.explore(("all_reduce", "multicast", "simple"), 1, 3)
     assert report.ok, report

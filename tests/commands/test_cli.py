@@ -56,7 +56,7 @@ def test_help_has_examples_that_the_parser_takes(path: tuple[str, ...]) -> None:
         known = [w for w in words if w not in files]
         rest = [f for f in files if f.endswith(".json")]
         if any(isinstance(p, click.Argument) and p.nargs == -1 for p in command.params) or rest:
-            continue  # its files are not here
+            continue  # its files do not exist here
         command.make_context("x", known, parent=context)
     done = CliRunner().invoke(cli, [*path, "--help"])
     assert done.exit_code == 0 and "tricomm" in done.output
@@ -179,7 +179,7 @@ print("went on")
     ("without", "code", "said"), [("", 130, ""), (" if False else open(os.devnull)", 0, "went on")]
 )
 def test_an_interrupt_during_imports_that_swallow_it_ends_the_command(without: str, code: int, said: str) -> None:
-    """And, without the protection, does not."""
+    """Without the protection it does not end."""
     script = _SWALLOWS.replace("{without}", without)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr

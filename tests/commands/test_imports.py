@@ -1,4 +1,4 @@
-"""A process imports what it uses; the backend is registered in whatever order torch and tricomm are imported."""
+"""A process imports only the modules that it uses; the backend is registered if torch or tricomm is imported first."""
 
 from __future__ import annotations
 

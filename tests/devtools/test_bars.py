@@ -1,4 +1,4 @@
-"""The command that prints the bars: what passes, columns of other checkouts, what is refused. Nothing is modelled."""
+"""The command that prints the bars: bars that pass, columns of other checkouts, refusals. The numbers are fakes."""
 
 import json
 import subprocess
@@ -87,7 +87,7 @@ def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(provenance, "commit", lambda: "0123456789ab")
     kept = KeptRows(file)
     assert kept.get("a", lambda: {"n": 1}) == {"n": 1} and kept.get("b", lambda: {"n": "not available: busy"})
-    file.write_text(file.read_text() + '["c", {"n"')  # the run ended here
+    file.write_text(file.read_text() + '["c", {"n"')  # the run was interrupted here
     kept = KeptRows(file)
     assert kept.get("a", lambda: {"n": 2}) == {"n": 1}
     assert [kept.get(name, lambda: {"n": 3}) for name in "bc"] == [{"n": 3}] * 2

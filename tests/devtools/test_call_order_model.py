@@ -1,4 +1,4 @@
-"""The calls of c10d groups in every order of events, and each rule of their order taken away."""
+"""The model of the order of c10d calls: every order of events, and every rule taken away."""
 
 from collections import defaultdict
 from typing import get_args, get_type_hints
@@ -45,7 +45,7 @@ def test_random_programs_are_safe_in_every_order(seed):
 
 
 def names(scenario):
-    """The names that each call of a group of one rank gets in all orders."""
+    """The names of each call of a one-rank group, over all orders of events."""
     made = defaultdict(set)
 
     def rank(state=None):

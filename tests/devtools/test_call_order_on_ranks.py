@@ -1,4 +1,4 @@
-"""The programs of the call order model on real ranks, each at its own speed: every call sums what the program pairs."""
+"""The programs of the call order model on real ranks of different speed: every call sums the values of its pair."""
 
 import random
 import time
@@ -15,7 +15,7 @@ from tests.c10d.bodies.groups import ROUTES, default_group
 
 
 class Run:
-    """One rank's run of a program: a call is an all_reduce, and its values say which call and which rank it is."""
+    """Run a program on one rank: each call is an all_reduce whose values identify the call and the rank."""
 
     def __init__(self, program, rank, rng):
         self.program, self.rank, self.rng = program, rank, rng
@@ -26,8 +26,8 @@ class Run:
 
     def future(self, name):
         end = time.monotonic() + 30
-        while name not in self.futures:  # another callback makes it
-            assert time.monotonic() < end, f"nobody makes {name}"
+        while name not in self.futures:  # made in another callback
+            assert time.monotonic() < end, f"no rank makes {name}"
             time.sleep(0.0005)
         return self.futures[name]
 
@@ -47,7 +47,7 @@ class Run:
                 self.future(statement.future).wait()
 
     def wrong(self, world_size):
-        """The calls that have summed something else."""
+        """The calls with a wrong sum."""
         self.body("main")
         for name in self.values:
             self.future(name).wait()

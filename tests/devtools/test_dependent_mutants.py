@@ -1,4 +1,4 @@
-"""The command that prints what the explorer reports of mutants of dependent launches."""
+"""The command that prints the explorer's findings in mutants of dependent launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAME = "barrier"
 
 
 def printed() -> tuple[int, dict[str, str]]:
-    """The exit code, and by mutant the finding."""
+    """The exit code, and the finding of each mutant."""
     result = CliRunner().invoke(dependent_mutants.main, [NAME])
     rows = (line.strip("| ").split(" | ") for line in result.output.splitlines() if line.startswith(f"| {NAME} "))
     return result.exit_code, {mutant: said for _, mutant, said in rows}

@@ -1,4 +1,4 @@
-"""The driver of the GPU evidence, with small scripts in place of its commands, and pytest on files made here."""
+"""The driver of the GPU evidence, with small scripts for its commands, and pytest on generated files."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def test_slow(number):
 
 @pytest.fixture
 def tests(tmp_path):
-    """The file of the tests, and a step of those that a keyword matches."""
+    """Write the tests' file; return a step of the tests that match a keyword."""
     file = tmp_path / "test_made.py"
     file.write_text(TESTS.replace("{ran!r}", repr(str(tmp_path / "ran.txt"))))
 
@@ -64,7 +64,7 @@ def tests(tmp_path):
 
 
 def script(name, code="", **more):
-    """A command that is not pytest's, as the benchmark; it writes a line when it runs."""
+    """A command other than pytest, like the benchmark; it writes a line when it runs."""
     here = f"open('ran.txt', 'a').write({name + chr(10)!r})"
     code = f"import os, time; os.chdir(os.environ['RAN']); {here}; {code}"
     return Step(name, (sys.executable, "-c", code), **{"tests": False, "share": None, **more})
@@ -77,7 +77,7 @@ def ran(tmp_path, monkeypatch):
     return lambda: (tmp_path / "ran.txt").read_text().split() if (tmp_path / "ran.txt").exists() else []
 
 
-# In another process, because the driver kills all processes below it.
+# In another process, because the driver kills all its descendants.
 DRIVER = """
 import json, sys, time
 from pathlib import Path
@@ -94,7 +94,7 @@ def driver(folder, steps, seconds=math.inf, environment=HERE):
 
 
 def told(folder, steps, seconds=math.inf, environment=HERE):
-    """Run steps as the command does; whether all was well, and the journal."""
+    """Run steps as the command does; return whether all passed, and the journal."""
     with driver(folder, steps, seconds, environment) as process:
         print(process.communicate()[0])
     return process.returncode == 0, Journal(folder / "out")
@@ -147,7 +147,7 @@ def test_the_budget_is_kept_and_three_commands_do_what_one_would(tmp_path, tests
         left = f"* tests, {len(waiting)}: " if waiting else "* tests: cut off"
         assert left in (tmp_path / "out" / "summary.md").read_text()
     assert journal.run > 1 and set(ran()) == {f"test_slow[{n}]" for n in range(40)}
-    assert len(ran()) - 40 <= 2 * journal.run  # only a test in which the time of a step ended is repeated
+    assert len(ran()) - 40 <= 2 * journal.run  # only a test that was running when its step's time ended is repeated
 
 
 def test_a_step_ends_with_its_share_and_continues_when_the_others_have_ended(tmp_path, ran):

@@ -1,4 +1,4 @@
-"""The rows of a table that modelled times give."""
+"""The table rows that are chosen from modelled times."""
 
 import random
 
@@ -20,7 +20,12 @@ TIMES = {
 
 def test_a_size_has_the_fastest_kernel_that_a_group_has():
     rows = table_rows(fastest(TIMES))
-    assert [chosen_by(rows, n, "") for n in TIMES] == [LL, WIDE, WIDE, SWITCH]  # 1.3 % are no reason for wide words
+    assert [chosen_by(rows, n, "") for n in TIMES] == [
+        LL,
+        WIDE,
+        WIDE,
+        SWITCH,
+    ]  # a gain of 1.3 % is not enough for wide words
     assert [chosen_by(rows, n, "wide") for n in TIMES] == [LL, LL, SWITCH, SWITCH]
     assert [chosen_by(rows, n, "switch") for n in TIMES] == [LL, WIDE, WIDE, PLAIN]
     # At 4, LL is only 2 % slower than PLAIN, so its row is extended.

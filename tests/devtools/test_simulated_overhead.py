@@ -1,4 +1,4 @@
-"""The shares of a simulated call are shares, of the right parts, and are marked."""
+"""The shares of a simulated call's time: they add up, name the right parts, and are marked as simulated."""
 
 import cProfile
 import time

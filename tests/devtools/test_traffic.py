@@ -17,7 +17,7 @@ def kernels(cube: bool) -> dict[str, registry.Kernel]:
 @pytest.mark.parametrize("world_size", some([2, 3, 4], lambda _, size: size < 4))
 @pytest.mark.usefixtures("forked_workers")
 def test_bytes_are_those_of_the_formula(world_size: int) -> None:
-    """On every rank; where there is a root, on the busiest ones."""
+    """The bytes of every rank; of the busiest ones if there is a root."""
     every = list(count(world_size, 16 * world_size * 24, quantized=("", "nvfp4") if world_size == 3 else ("",)))
     fused, every = ([m for m in every if (m.form != "") is kind] for kind in (True, False))
     assert {m.kernel for m in fused} == set(registry.of("all_reduce_rms_norm", world_size))

@@ -24,7 +24,7 @@ def sections() -> dict[str, str]:
 
 
 def entries(section: str) -> dict[str, str]:
-    """By name: the signature or default of each entry of a section, or nothing."""
+    """The entries of a section by name, with their signature or default if they have one."""
     found = ENTRY.findall(sections()[section])
     assert len({name for name, _ in found}) == len(found)
     return dict(found)

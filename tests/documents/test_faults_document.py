@@ -18,7 +18,7 @@ NAMED = re.compile(r"^\| (F\d\d) \||\((F\d\d)\)", re.MULTILINE)
 
 @cache
 def named_in(file: str) -> tuple[frozenset[str], bool]:
-    """The names of a file's tests, and whether it has some that need a GPU."""
+    """The names of a file's tests, and whether any of them needs a GPU."""
     path = ROOT / file
     if not path.is_file():
         return frozenset(), False

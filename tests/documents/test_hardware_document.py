@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "devtools" / "notes" / "hardware.md"
-FOLDERS = ("kernels", "store", "tricomm")  # perf measures, the explorer and the PTX machine run on a CPU
+FOLDERS = ("kernels", "store", "tricomm")  # perf only measures; the explorer and the PTX machine run on a CPU
 HEAD = "## Calls of the driver that may block"
 ROW = re.compile(r"^\| `([\w.]+)` \| ((?:`[\w.]+`(?:, )?)+|anywhere) \| (.+?) \| (.+) \|$")
 NEVER = re.compile(r"^These never wait for the device: (.+)\.$", re.MULTILINE)
@@ -20,7 +20,7 @@ DRIVER = re.compile(r"cu[A-Z][A-Za-z_0-9]*")
 METHODS = {"item", "cpu", "cuda", "copy_", "synchronize", "empty_cache"}
 MAKERS = {"torch.tensor", "torch.as_tensor", "torch.empty", "torch.zeros", "torch.ones", "torch.full"}
 ELSEWHERE = {
-    # between two tensors of one device: enqueued, or a copy on the CPU
+    # between tensors of one device: asynchronous, or a copy on the CPU
     "copy_ in tricomm.core.calls.first_calls.unpack",
     "copy_ in tricomm.core.calls.point_to_point.PointToPoint.recv",
     "copy_ in tricomm.core.fused.unfused.finish",
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "copy_ in tricomm.core.fused.unfused._nvfp4",
     # filled by a kernel
     "torch.full in tricomm.core.fused.unfused._number",
-    # the methods of the library's own Driver and Gpu, which have rows
+    # methods of the library's Driver and Gpu, which have rows
     "synchronize in tricomm.core.group.Group.begin",
     "synchronize in store.arenas.cuda_ipc.IpcBlocks.allocate",
     "synchronize in store.arenas.cuda_vmm.VmmBlocks.allocate",
@@ -43,7 +43,7 @@ ELSEWHERE = {
     "synchronize in store.arenas.local_arena._GpuBlocks.__init__",
     "synchronize in store.arenas.local_arena._GpuBlocks.free",
     "synchronize in store.arenas.local_arena._GpuBlocks.take_again",
-    # the interpreter's own, on the CPU
+    # the interpreter's tensors, on the CPU
     "item in kernels.launch.triton_adapter._atomic_poll",
 }
 

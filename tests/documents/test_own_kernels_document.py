@@ -61,7 +61,7 @@ def test_a_command_prints_the_output_that_the_page_shows(line: str) -> None:
     ],
 )
 def test_a_kernel_without_one_of_its_lines(tmp_path: Path, lost: str, found: list[str]) -> None:
-    """A race between two rounds, or ranks that hang: the last wait and its word are named, not the one before."""
+    """A race between two rounds, or a hang: the finding names the last wait and its word, not the one before."""
     assert EXAMPLE.count(lost) == 1
     text = EXAMPLE.replace(lost, "pass").replace("from common import LIMIT\n", "LIMIT = 5\n")
     (tmp_path / "kernel.py").write_text(text)

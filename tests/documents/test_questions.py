@@ -1,4 +1,4 @@
-"""The questions in the README: their commands answer them, on CPU ranks where the document has a GPU box."""
+"""The commands in the README answer its questions, here on CPU ranks instead of a GPU box."""
 
 from __future__ import annotations
 

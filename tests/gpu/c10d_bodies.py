@@ -32,7 +32,7 @@ def of(rank, count):
 
 
 def calls(rank, world_size, tell, url):
-    """Every collective, small ones by the kernels and large ones by NCCL: what is wrong, and what went where."""
+    """Every collective, small calls on the kernels and large ones on NCCL; return errors, and the calls of each."""
     wrong = []
 
     def check(name, got, want):

@@ -1,7 +1,7 @@
-"""How long two processes on one GPU take to meet: what limits of time in GPU tests are counted from.
+"""The time that two processes on one GPU take for a rendezvous, from which GPU tests compute their limits.
 
 Without MPS the processes take turns on the GPU in slices of time, some 2 ms or some tens of them, and a rendezvous of
-ranks takes several slices. So no limit is a constant: each is some seconds of tricomm's own and a number of meetings.
+ranks takes several slices. So a limit is not a constant, but some seconds plus a number of rendezvous.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""Statistics of a live communicator: every call is counted where it belongs, timed only where asked, and published."""
+"""Statistics of a live communicator: every call is counted in its row, timed only if enabled, and published."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_failed_call_is_not_counted_and_evicted_plans_are() -> None:
     with comm:
         x = torch.ones(8)
         comm.all_reduce(x)
-        comm._planner.forget()  # as a new table does, or the 1025th shape
+        comm._planner.forget()  # as for a new table, or after 1024 shapes
         comm.all_reduce(x)
         with pytest.raises(InvalidArgument):
             comm.all_reduce(x, op="mean")
@@ -172,7 +172,7 @@ def test_nothing_is_written_unless_asked_and_a_job_never_fails_for_it(tmp_path: 
 
 
 class _Event:
-    """Stands for a CUDA event: passes when the test says so, at its number of milliseconds."""
+    """A fake CUDA event: passes when the test says so, at its number in milliseconds."""
 
     made: list[_Event] = []
 
@@ -193,7 +193,7 @@ def test_on_a_gpu_events_tell_the_time_when_they_have_passed() -> None:
     _Event.made.clear()
     clock, told = Clock(2, gpu), list[float]()
     call = clock.timed(lambda number: number, lambda x: (told.append, ("all_reduce", "one_shot", "ll", 8)))
-    assert [call(n) for n in range(4)] == [0, 1, 2, 3] and len(_Event.made) == 5  # the first one is the clock's own
+    assert [call(n) for n in range(4)] == [0, 1, 2, 3] and len(_Event.made) == 5  # the first one belongs to the clock
     clock.collect()
     assert clock.spans() == () and told == []
     _Event.made[2].passed = True  # the end of the first timed call
@@ -206,7 +206,7 @@ def test_on_a_gpu_events_tell_the_time_when_they_have_passed() -> None:
     (span,) = clock.spans()
     assert (span.time_us, told) == (1000.0, [0.001]) and span.nbytes == 8
     _Event.made[4].passed = True
-    call(4)  # the next timed call looks, too
+    call(4)  # the next timed call queries as well
     assert len(clock.spans()) == 2 and clock.spans()[1].start_us - span.start_us == pytest.approx(2000.0)
 
 

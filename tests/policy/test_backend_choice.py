@@ -25,7 +25,7 @@ def test_by_size_and_type(url):
         assert wrong == []
         want = {"all_reduce": 4, "barrier": 1, **dict.fromkeys(set(COLLECTIVES) - {"all_reduce", "barrier"}, 1)}
         assert small == want
-        # Of all_to_all_v no rank knows the others' bytes, and a barrier has none.
+        # In all_to_all_v no rank knows its peers' bytes, and a barrier has none.
         assert large == {name: count for name, count in want.items() if name not in ("all_to_all_v", "barrier")}
         assert routes == ["kernels", "nccl", "kernels", "kernels"]
         assert reason == "4097 bytes are over the NCCL threshold of 4096"
@@ -167,7 +167,7 @@ def test_nvls_raises_the_size_up_to_which_kernels_are_used(world_size, most):
     assert by(through, most << 20) == "kernels" and by(through, (most << 20) + 8) == "nccl"
     assert by(apart, 8 << 20) == "kernels" and by(apart, (8 << 20) + 8) == "nccl"
     for dtype, op in ((torch.float64, "sum"), (torch.float32, "max"), (torch.uint8, "sum"), (torch.float32, "prod")):
-        assert by(through, (8 << 20) + 8, dtype, op) == "nccl", "the switch does not reduce that"
+        assert by(through, (8 << 20) + 8, dtype, op) == "nccl", "NVLS does not reduce this"
     assert by(through, most << 20, torch.int32, "max") == "kernels"
     assert by(through, (8 << 20) + 8, collective="all_gather", op="none") == "nccl"
 

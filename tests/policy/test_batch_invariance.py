@@ -1,4 +1,4 @@
-"""A batch-invariant group: only kernels that reduce in rank order, no other library for size, all else refused."""
+"""A batch-invariant group uses only kernels that reduce in rank order, at any size, and refuses other calls."""
 
 from datetime import timedelta
 
@@ -167,7 +167,7 @@ def test_tools_follow_the_variable(monkeypatch):
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_a_c10d_call_on_a_gpu_is_refused_before_nccl_or_the_kernels_memory(batch_invariant, monkeypatch):
-    """Of a coalesced call no part is made."""
+    """No part of a coalesced call is made."""
     monkeypatch.setattr(dispatch, "torch_backend", lambda device: "nccl")
     monkeypatch.setattr(dispatch, "_capturing", lambda device: False)
     monkeypatch.setattr(dispatch.Dispatcher, "_communicator", lambda self, device: made.append("memory"))

@@ -106,7 +106,7 @@ def test_a_forced_tile_that_a_kernel_cannot_use_is_refused_with_those_that_it_ca
 
 @pytest.mark.parametrize("device", ["cpu", "sm_90"])
 def test_a_forced_tile_of_rows_is_the_one_that_runs_or_is_refused(device):
-    """Also one that is longer than a row; without a forced protocol a kernel that can use it is taken."""
+    """Also a tile longer than a row; without a forced protocol a kernel that supports the tile is chosen."""
     here, refused = site(device, arena=1 << 20), 0
     wide = ("ll128",) * (device == "cpu" or wide_words.COMPILES.value)
     for tile in (1 << n for n in range(1, 21)):
@@ -127,7 +127,7 @@ def test_a_forced_tile_of_rows_is_the_one_that_runs_or_is_refused(device):
 
 
 def shapes_of_rows(hidden, here, quantize=""):
-    """Those of all fused kernels that take rows of `hidden` elements, of 16 and of 32 bits."""
+    """The tiles and warps of all fused kernels that take rows of `hidden` elements, of 16 and 32 bits."""
     for bits in (16, 32):
         for kernel in filter(compiles, registry.of(FUSED, here.world_size)):
             choice = row_shapes.choose(here, FUSED, bits, hidden, 3, (kernel.algorithm, kernel.protocol), quantize)
@@ -138,7 +138,7 @@ def shapes_of_rows(hidden, here, quantize=""):
 @pytest.mark.parametrize("device", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("quantize", ["", "nvfp4"])
 def test_tiles_and_warps_of_rows_are_powers_of_two(device, quantize):
-    """Triton has no others."""
+    """Triton supports no others."""
     count = 0
     for world_size in (2, 3, 8, 15, 16):
         for hidden in range(16, row_shapes.MOST_HIDDEN + 1, 16 * 61):
@@ -218,7 +218,7 @@ def test_a_row_may_be_for_graphs_only(monkeypatch):
     assert results == ["simple", "ll"]
 
 
-# The user's own rows
+# The user's rows
 
 
 def tuned(*rows, **more):

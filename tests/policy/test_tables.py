@@ -1,4 +1,4 @@
-"""Tuning tables: what is written is read, what is broken or foreign is named and ignored, ranks agree on one."""
+"""Tuning tables: written and read, named and ignored if broken or foreign, and agreed on by all ranks."""
 
 import json
 import logging
@@ -149,7 +149,7 @@ def test_a_saved_table_is_loaded_for_its_box_only(_folder: Path) -> None:
     assert file.parent == _folder and file.name.startswith("nvidia-h100-80gb-hbm3-w4-")
     assert user_tables.load(_H100) == result
     assert user_tables.load(Fingerprint("sm_90", _H100.gpu, 8, "nvswitch", _H100.links)) is None
-    assert [p.suffix for p in _folder.iterdir() if p.suffix != ".lock"] == [".json"]  # nothing half-written
+    assert [p.suffix for p in _folder.iterdir() if p.suffix != ".lock"] == [".json"]  # no partly written file
 
 
 def test_a_broken_or_foreign_table_is_named_and_ignored(_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -158,7 +158,7 @@ def test_a_broken_or_foreign_table_is_named_and_ignored(_folder: Path, caplog: p
         file.write_bytes(b"{")
         assert user_tables.load(_H100) is None and str(file) in caplog.text and "it is ignored" in caplog.text
         caplog.clear()
-        file.write_bytes(tuning_tables.dumps(TunedTable(_CPU, ())))  # a CPU's, under a GPU's name
+        file.write_bytes(tuning_tables.dumps(TunedTable(_CPU, ())))  # a CPU's table in a GPU's file
         assert user_tables.load(_H100) is None and "is of 2 ranks on cpu" in caplog.text and str(file) in caplog.text
 
 
@@ -281,7 +281,7 @@ def test_an_architecture_has_its_table(device, table):
 @pytest.mark.parametrize("lacking", ["", "ll128", "multicast", "ll128 multicast"])
 def test_no_shipped_table_takes_a_kernel_again_after_another_one(lacking):
     for table in selection.shipped_tables():
-        kernels: dict[TableRow, list[tuple[str, str]]] = {}  # by everything in a row but its sizes and kernel
+        kernels: dict[TableRow, list[tuple[str, str]]] = {}  # by everything in a row except its sizes and kernel
         reached: dict[TableRow, float] = {}
         for row in table.rows:
             group = replace(row, max_bytes=None, min_bytes=0, algorithm="one_shot", protocol="simple")

@@ -17,7 +17,7 @@ class _Device(ctypes.Structure):
 
 
 class c_nvmlGpuFabricInfoV_t(ctypes.Structure):
-    """As of 12.570: the UUID is text, which ends at its first zero for whoever reads the attribute."""
+    """As of 12.570: the UUID is text that ends at its first zero."""
 
     _fields_ = [
         ("version", ctypes.c_uint),
@@ -91,7 +91,7 @@ class FakeMlPy:
         return self.world.device_get_p2p_status(self._number(handle), self._number(peer), index)
 
     def nvmlDeviceGetGpuFabricInfoV(self, handle: Any, pointer: Any) -> int:
-        assert type(pointer).__name__ == "CArgObject", "a structure goes by reference, or NVML fills in a copy"
+        assert type(pointer).__name__ == "CArgObject", "a structure is passed by reference, else NVML fills a copy"
         given = self.world.device_get_gpu_fabric_info_v(self._number(handle))
         info = pointer._obj
         start = type(info).clusterUuid.offset

@@ -21,7 +21,7 @@ ACTIVE, GPU, NPU, SWITCH, UNKNOWN = 1, 0, 1, 2, 255
 
 
 def uuid_of(number: int) -> bytes:
-    """As `fake_bindings` has it, so that its CUDA and this NVML are of one machine."""
+    """As in `fake_bindings`, so that its CUDA and this NVML describe one machine."""
     return hashlib.md5(b"gpu%d" % number).digest()
 
 
@@ -50,7 +50,7 @@ class GpuIsLostError(NvmlError):
 
 
 class FunctionNotFoundError(RuntimeError):
-    """The driver's library does not have the function; this one is no NvmlError."""
+    """The driver's library lacks the function; not an NvmlError."""
 
 
 @dataclass
@@ -68,8 +68,8 @@ class Link:
 class Card:
     number: int
     links: list[Link] = field(default_factory=list)
-    mig: bool = False  # split into instances
-    instance: bool = False  # is one
+    mig: bool = False  # split into MIG instances
+    instance: bool = False  # is a MIG instance
     fabric: tuple[int, int, bytes, int] | None = None  # state, status, cluster, clique
     name: str = "Fake V100"
 
@@ -95,7 +95,7 @@ class FakeNvml:
         self.forbidden: set[frozenset[int] | tuple[int, int]] = set()  # pairs without peer access over NVLink
         self.silent = False  # no answers on peer access
         self.unreachable: set[frozenset[int]] = set()
-        self.failures: dict[tuple[str, int], type[Exception]] = {}  # of function and card
+        self.failures: dict[tuple[str, int], type[Exception]] = {}  # by function and card
         self.classes: dict[str, int] = {}  # /sys, by PCI address
         self.calls: Counter[str] = Counter()
         self.complaints: list[str] = []
@@ -164,7 +164,7 @@ class FakeNvml:
         assert capability == 0
         if not card.links:
             raise NotSupportedError("Not Supported")
-        # As the real one, it answers for links that the card does not have.
+        # Like NVML, it answers for links that the card does not have.
         return int(card.links[link].can_peer) if link < len(card.links) else 1
 
     def device_get_nvlink_state(self, device: int, link: int) -> int:
@@ -221,7 +221,7 @@ class FakeNvml:
 
 
 class FakeCuda:
-    """CUDA with CUDA_VISIBLE_DEVICES=`visible`, numbers of cards; `reach`: what it says of peer access."""
+    """CUDA with CUDA_VISIBLE_DEVICES=`visible`, numbers of cards; `reach`: its answers on peer access."""
 
     def __init__(self, visible: list[int], unreachable: set[frozenset[int]] | None = None) -> None:
         self.visible, self.unreachable = visible, unreachable or set()

@@ -1,4 +1,4 @@
-"""Discovery, on machines that a fake NVML and a fake CUDA make up: what is there is found, what is not is explained."""
+"""Discovery on machines of a fake NVML and a fake CUDA: devices and links are found, missing ones are explained."""
 
 import sys
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ def test_devices_are_numbered_as_cuda_does_whatever_order_nvml_has(visible: list
 
 
 def test_facts_from_the_cuda_driver() -> None:
-    """`store.cuda.cuda_driver.Driver` is CUDA enough."""
+    """`store.cuda.cuda_driver.Driver` serves as the CUDA of discovery."""
     driver = FakeCudaWorld(8, lambda a, b: frozenset({a, b}) not in UNLINKED).process([6, 1, 2, 5])
     driver.init()
     fake = dgx1v()

@@ -1,4 +1,4 @@
-"""The hybrid cube mesh: which link tables are one, and that every rank's position fits every other's."""
+"""The hybrid cube mesh: the link tables that form one, and the consistency of all ranks' positions."""
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, permutations
@@ -47,7 +47,7 @@ def cubic(chosen: Edges = frozenset(), degree: tuple[int, ...] = (0,) * 8) -> It
     if first is None:
         yield chosen
         return
-    # Vertices before `first` are full, so all that it lacks is above it: each graph comes up once.
+    # Vertices before `first` are full, so its missing neighbours are above it, and each graph is made once.
     open_ones = [v for v in range(first + 1, 8) if degree[v] < 3]
     for others in combinations(open_ones, 3 - degree[first]):
         more = frozenset((first, other) for other in others)
@@ -61,7 +61,7 @@ def quad(position: MeshPosition) -> list[int]:
 
 
 def check(mesh: tuple[MeshPosition, ...], links: Sequence[Sequence[int]]) -> None:
-    """All that kernels rely on."""
+    """Check everything that kernels rely on."""
     assert [position.rank for position in mesh] == list(range(8))
     for position in mesh:
         x, peers = position.rank, quad(position)
@@ -74,7 +74,7 @@ def check(mesh: tuple[MeshPosition, ...], links: Sequence[Sequence[int]]) -> Non
         other = mesh[position.relay]
         assert other.relay == x and other.position == position.position and links[x][other.rank]
         assert set(other.order) == set(range(8)) - set(position.order)
-        assert sum(count > 0 for count in links[x]) == 4, "three in the quad, and the relay: no link is idle"
+        assert sum(count > 0 for count in links[x]) == 4, "three in the quad, and the relay: every link is used"
 
 
 def test_all_840_labellings_are_one_and_every_place_is_right() -> None:

@@ -1,4 +1,4 @@
-"""Topologies: what they make, groups of them, their JSON, and that nothing impossible becomes one."""
+"""Topologies: derived facts, groups, JSON, and refusals of impossible ones."""
 
 import json
 import random
@@ -96,7 +96,7 @@ def test_the_digest_covers_everything_but_the_names() -> None:
 
 
 def test_a_digest_is_stable() -> None:
-    """Tables are kept by it."""
+    """Tuned tables are stored under the digest."""
     assert shapes.dgx1v().digest == "44450c3780dc100f"
     assert shapes.pcie(1).canonical == "devices 0; links 0; peers 1; direct"
 

@@ -1,4 +1,4 @@
-"""Which links a table gets: active ones, of GPUs, through switches that are seen or not, in a fabric that works."""
+"""The links of a topology: active ones between GPUs, through visible or invisible switches, in a working fabric."""
 
 from typing import Any
 from uuid import UUID
@@ -58,7 +58,7 @@ def test_one_card_of_a_switched_box() -> None:
 
 
 def test_an_old_driver_that_cannot_name_the_ends() -> None:
-    """R450, as on DGX-1 and DGX-2: cards are known by address, switches by their class in /sys."""
+    """R450, as on DGX-1 and DGX-2: cards are recognised by address, switches by their class in /sys."""
     missing = ("device_get_nvlink_remote_device_type", "device_get_gpu_fabric_info_v", "device_get_p2p_status")
     mesh = FakeNvml(meshed(DGX1V.links), missing)
     assert known(look(mesh, [4, 1, 0, 5])).links == DGX1V.of([4, 1, 0, 5]).links
@@ -88,7 +88,7 @@ def test_a_mig_instance_is_not_at_links_without_a_known_end() -> None:
 
 
 def test_links_to_cards_of_the_group_are_not_links_to_switches() -> None:
-    """An old driver names no end, and this one affirms every pair."""
+    """An old driver does not name the ends of links, but confirms every pair."""
     fake = FakeNvml(meshed(((0, 1, 0), (1, 0, 1), (0, 1, 0))), ("device_get_nvlink_remote_device_type",))
     assert known(look(fake, [0, 1, 2])).links == ((0, 1, 0), (1, 0, 1), (0, 1, 0))
 

@@ -47,8 +47,8 @@ def nearest(x, grid):
 
 
 def rounded(result, exact, grid):
-    """Whether each number of `result` is the nearest one of the grid. Ties, and numbers that fp32 cannot tell from them,
-    may be rounded either way."""
+    """Whether each number of `result` is the nearest one of the grid. Ties, and numbers that are ties in fp32, may be
+    rounded either way."""
     size = exact.abs().clamp(max=grid[-1])
     best, _ = nearest(exact, grid)
     signs = (result == 0) | (result.sign() == exact.sign())

@@ -18,7 +18,7 @@ from tricomm.kernels.wide_words import FIRST_ARCHITECTURE
 from tricomm.options import Tuning
 from tricomm.perf.bench import check_data, collective_calls
 
-# The parts of a kernel's checks, the most telling first.
+# The parts of a kernel's checks, the most informative first.
 PARTS = ("one size", "every size", "every type", "every operation")
 FIRST_TYPE = "bfloat16"
 # Elements a row: one, odd ones, a tile and one more or less, and (of 8 bytes) several times a mailbox of `OPTIONS`.
@@ -30,7 +30,7 @@ OPTIONS = Options(timeout=60.0, arena_bytes=8 << 20, nccl=False)
 FEW_OPTIONS = Options(timeout=60.0, arena_bytes=1 << 20, nccl=False, _tuning=Tuning(blocks=1, tile=64))
 _EXACT_RANKS = 8  # a product over more ranks overflows the narrow types
 _PADDING = 16
-UNEVEN_WIDTHS = (1, 37, 4097)  # elements a row of the calls with rows of unequal number
+UNEVEN_WIDTHS = (1, 37, 4097)  # elements a row in calls with uneven rows
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ def calls(kernel: Kernel, world_size: int, dtype: str, few: bool = False) -> lis
 
 
 def sweep(comm: Communicator, kernel: Kernel, wanted: Iterable[str], few: bool = False) -> list[str]:
-    """Make the calls of the parts `wanted`: the errors in words."""
+    """Make the calls of the parts `wanted`; return the errors as texts."""
     errors = []
     for part in wanted:
         for name, each in of_part(kernel, comm.world_size, part, few).items():
@@ -115,7 +115,7 @@ def sweep(comm: Communicator, kernel: Kernel, wanted: Iterable[str], few: bool =
 
 
 def wrong(comm: Communicator, kernel: Kernel, dtype: torch.dtype, wanted: Iterable[CheckedCall]) -> list[str]:
-    """Make the calls one after another, each with other data and another root; the errors in words."""
+    """Make the calls one after another, each with other data and another root; return the errors as texts."""
     errors = []
     for number, call in enumerate(wanted):
         if kernel.collective == "barrier":
@@ -155,7 +155,7 @@ def uneven_rows(world_size: int, number: int) -> list[list[int]]:
 
 
 def wrong_uneven(comm: Communicator, kernel: Kernel, dtype: torch.dtype, few: bool = False) -> list[str]:
-    """all_to_all_v with another number of rows for every pair of ranks, some of them none; the errors in words."""
+    """all_to_all_v with another number of rows for every pair of ranks, some 0; return the errors as texts."""
     errors = []
     for number, width in enumerate(UNEVEN_WIDTHS[:2] if few else UNEVEN_WIDTHS):
         rows = uneven_rows(comm.world_size, number)
@@ -196,7 +196,7 @@ class _Memory:
         self.argument = self._handle or self.inside
 
     def snapshot(self) -> None:
-        """From here on, no byte must change."""
+        """From here on no byte may change."""
         self._snapshot = self._bytes.clone()
 
     def accept_inside(self) -> None:

@@ -12,7 +12,7 @@ from tricomm.perf.bench import check_data, timing
 _COUNT = 4096  # fp32 elements
 _SUSPENSIONS = 3
 _SWITCHED = ("float32", "bfloat16", "float16", "int32")
-_UNMOVABLE = "cuda_ipc"  # memory of this kind cannot come back at its addresses
+_UNMOVABLE = "cuda_ipc"  # memory of this kind cannot be mapped again at its addresses
 
 
 def registered(comm: Communicator) -> list[str]:
@@ -61,7 +61,7 @@ def suspend_and_resume(comm: Communicator) -> list[str]:
 
 
 def multicast(comm: Communicator, few: bool = False) -> list[str] | None:
-    """Every kernel that needs multicast memory, by the types that a switch adds; None if the group has none.
+    """Every kernel that needs multicast memory, with the types that NVLS adds; None if the group has none.
 
     Sums of small whole numbers are exact in any order of the additions.
     """

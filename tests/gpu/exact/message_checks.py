@@ -13,7 +13,7 @@ _PROTOCOLS = tuple(kernel.protocol for kernel in registry.MESSAGES if kernel.col
 
 
 def sweep(comm: Communicator, few: bool = False) -> list[str]:
-    """From each even rank to the next one, and a word back: the errors in words."""
+    """Send from each even rank to the next one, and an answer back; return the errors as texts."""
     errors = []
     for name in ("bfloat16", "complex64") if few else DTYPES:
         for protocol in _PROTOCOLS:

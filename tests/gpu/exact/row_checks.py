@@ -43,7 +43,7 @@ def calls(few: bool = False) -> Iterator[RowCall]:
 
 
 def sweep(comm: Communicator, kernel: Kernel, few: bool = False) -> list[str]:
-    """Make the calls by `kernel`: the errors in words."""
+    """Make the calls on `kernel`; return the errors as texts."""
     return [text for number, call in enumerate(calls(few)) for text in _errors(comm, kernel, call, number)]
 
 

@@ -1,4 +1,4 @@
-"""The libraries that a benchmark compares with: how they are called, and why one cannot take part."""
+"""The libraries that a benchmark compares with: their calls, and the reasons why one is left out."""
 
 import os
 from types import SimpleNamespace

@@ -61,7 +61,7 @@ def test_the_table_has_the_columns_of_nccl_tests_and_is_grouped_by_size(run: Any
         and "links" not in lines[-2]
     )
     assert lines[-1].startswith("all_gather bfloat16, eager: ") and " GB/s on average, " in lines[-1]
-    assert "\x1b" not in run[0].stdout  # no colour, no progress bar, where it is no terminal
+    assert "\x1b" not in run[0].stdout  # no colour and no progress bar without a terminal
 
 
 def test_the_table_says_where_it_comes_from(run: Any) -> None:
@@ -101,7 +101,7 @@ def test_time_is_the_slowest_ranks_and_wrong_is_the_sum() -> None:
 
 
 def test_a_row_is_the_same_in_csv_json_and_history() -> None:
-    """The columns are promises: files that were written before have them."""
+    """The columns must not change, because earlier files have them."""
     row, gloo = _part("out_of_place", 4.0, 5), _part("in_place", 4.0, None, "gloo")
     columns = row.columns()
     assert (
@@ -194,7 +194,7 @@ def test_a_graph_is_refused_without_a_gpu() -> None:
 
 
 def rank_with_other_data(emit: Any, rank: int, *rest: Any) -> None:
-    """A rank; the data of rank 1 are not what the others expect of it."""
+    """A rank; rank 1 has other data than its peers expect."""
     real = check_data.values
 
     def values(*a: Any) -> Any:
@@ -279,7 +279,7 @@ def test_combinations_without_a_kernel_are_named_and_the_others_measured() -> No
 
 
 def rank_without_wide_words(emit: Any, rank: int, *rest: Any) -> None:
-    """A rank, as one on a GPU whose compiler has no 16-byte words."""
+    """A rank whose compiler has no 16-byte words, as on some GPUs."""
     from tricomm.errors import InvalidArgument
 
     real = Communicator.explain

@@ -1,4 +1,4 @@
-"""The check's data are exact in every type, differ where they must, and the comparison misses nothing."""
+"""The check's data are exact in every type and differ between ranks and calls; the comparison misses no error."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`tricomm bench --collective all_reduce_rms_norm`: every implementation's numbers, and that a wrong one is counted."""
+"""`tricomm bench --collective all_reduce_rms_norm`: every implementation's results, and wrong elements are counted."""
 
 import sys
 
@@ -31,7 +31,7 @@ def test_the_command_measures_fused_and_unfused(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("quantize", ["", pytest.param("fp8", marks=pytest.mark.exhaustive), "fp8_per_token", "nvfp4"])
 def test_a_wrong_element_is_counted(quantize, monkeypatch):
-    """Of tricomm's call, of its unfused form, and of FlashInfer's, for which tricomm's own facade stands here."""
+    """tricomm's call, its unfused form, and FlashInfer's, for which tricomm's facade is used here."""
     monkeypatch.setitem(sys.modules, "flashinfer.comm", tricomm.flashinfer)
     case = Case(NAME, None, None, "bfloat16", hidden=32, quantize=quantize)
 

@@ -112,6 +112,6 @@ def test_rows_are_printed_when_those_of_their_size_are_complete(capsys: pytest.C
         assert capsys.readouterr().out == ""
         output.row(rows[2])
         assert capsys.readouterr().out.count("\n") == 5 and output.state.startswith("3 of 6 rows; all_reduce nccl, ")
-        output.row(rows[3])  # one that comes without its companions, as they may be unavailable
+        output.row(rows[3])  # a library alone, because the others may be unavailable
         output.summary(Results(_HEADER, rows[:4]))
     assert "1048576 * one_shot/ll" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Times of calls and of ranks: quantiles by rank, ranks put together by the slowest."""
+"""Times of calls: quantiles on each rank, and the slowest rank of each."""
 
 from __future__ import annotations
 

@@ -31,14 +31,14 @@ from tricomm.perf.cost_model.machines import MACHINES, MachineSpec
 _H100 = MACHINES["h100"]
 _ONE_SHOT = registry.find("all_reduce", "one_shot", "ll")
 _TWO_SHOT = registry.find("all_reduce", "two_shot", "simple")
-# Every cost is another power of ten, so that a prediction spells its own formula.
+# Every cost is a different power of ten, so that the digits of a prediction show its formula.
 _DIGITS = MachineSpec("digits", "any", 1e-3, 1e-3, 1e-3, 1e9, hop=1.0, barrier=10.0, launch=100.0, eager=1000.0)
 _RECIPES = "yifuwang/symm-mem-recipes#3"
 
 
 def test_time_is_launch_hops_barriers_and_bytes() -> None:
     assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 0).time_us == 100 + 1
-    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0).time_us == 100 + 20  # its hops are its barriers'
+    assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0).time_us == 100 + 20  # its only hops are those of barriers
     assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 0, "eager").time_us == 1000 + 100 + 20
     assert kernel_time.predict(_DIGITS, _TWO_SHOT, 4, 1000).wire == pytest.approx(1500)  # 2 (N-1)/N n
     assert kernel_time.predict(_DIGITS, _ONE_SHOT, 4, 1000).wire == pytest.approx(6000)  # 2 (N-1) n
@@ -97,7 +97,7 @@ def test_few_blocks_and_few_warps_do_not_fill_the_links() -> None:
     one, half = (kernel_time.predict(_H100, _TWO_SHOT, 8, 1 << 20, blocks=1, warps=warps).wire for warps in (16, 8))
     assert one == pytest.approx(full * ratio - first) and half == pytest.approx(2 * full * ratio - first)
     flags_in_data = kernel_time.predict(_H100, _ONE_SHOT, 8, 512, blocks=1, warps=1, share=0.5)
-    assert not flags_in_data.narrow  # all is on its way at once
+    assert not flags_in_data.narrow  # all bytes are in flight at once
 
 
 @given(
@@ -207,7 +207,7 @@ def _predict(*arguments: str) -> Result:
 
 
 def _any_triton(patch: pytest.MonkeyPatch, reasons: dict[ModuleType, str | None]) -> None:
-    """This Triton compiles kernels of wide words, and through a switch, unless there is a reason."""
+    """Make this Triton compile wide words and multimem, unless a reason is given."""
     for module, reason in reasons.items():
         patch.setattr(module, "why_not", lambda architecture, version="", why=reason: why)
 
@@ -226,7 +226,7 @@ def test_the_command_says_that_nothing_was_measured_and_marks_the_fastest(monkey
 
 
 def _lines(output: str) -> list[list[str]]:
-    """The words of a table's rows, with their marks as one."""
+    """The words of a table's rows; marks are part of their word."""
     return [line.split() for line in output.splitlines() if line[:1] not in ("#", "s", "")]
 
 
@@ -271,7 +271,7 @@ def test_the_marked_kernel_is_the_one_that_a_communicator_chooses() -> None:
 def test_nccls_model_is_below_most_published_times() -> None:
     errors = nccl_time.check()
     assert len(errors) > 30 and nccl_time.median_error() <= 0.22
-    assert sum(error < 0 for error in errors) >= 0.8 * len(errors)  # a speed-up over it is rather too small
+    assert sum(error < 0 for error in errors) >= 0.8 * len(errors)  # a speed-up over it is rather underestimated
     times = [nccl_time.predict(_H100, "all_reduce", 8, 1 << power) for power in range(3, 30)]
     assert all(a is not None and b is not None and a.time_us <= b.time_us for a, b in pairwise(times))
     assert {t.how for t in times if t is not None} >= {"Ring/LL", "NVLS/Simple"}

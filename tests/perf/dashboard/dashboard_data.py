@@ -1,4 +1,4 @@
-"""Rows of a history that was never measured, and statistics of jobs that never ran, for tests of the dashboard."""
+"""Invented history rows and job statistics for tests of the dashboard."""
 
 import json
 import random
@@ -80,7 +80,7 @@ def written(path: Path, rows: Sequence[Entry]) -> Path:
 
 
 def jobs(writing: int, straggler: int = 5, simulated: bool = False) -> list[JobStatistics]:
-    """Eight ranks as they have published their statistics for the `writing`th time, 5 s apart."""
+    """The `writing`th statistics of eight ranks, which publish every 5 s."""
     ranks = []
     for rank in range(8):
         late = {peer: writing * (0.9 if peer == straggler else 0.02) for peer in range(8) if peer != rank != straggler}

@@ -92,7 +92,7 @@ def page(browser: Any) -> Iterator[Page]:
     browser.get_log("browser")
     page = Page(browser)
     yield page
-    assert page.log() == [], "the console stays silent"
+    assert page.log() == [], "the console has no message"
 
 
 def _rows() -> list[Entry]:
@@ -218,7 +218,7 @@ def test_everything_is_reached_by_keyboard(page: Page, tmp_path: Path) -> None:
     from selenium.webdriver.common.keys import Keys
 
     page.open(_file(tmp_path, _rows()))
-    page.choose("filter-device", "NVIDIA H100 80GB HBM3")  # a filter with one value is not in the way
+    page.choose("filter-device", "NVIDIA H100 80GB HBM3")  # a filter with one value is hidden
     reached = []
     for _ in range(60):
         page.driver.switch_to.active_element.send_keys(Keys.TAB)

@@ -119,7 +119,7 @@ def test_points_that_the_latest_run_has_not_measured_need_no_judgement(tmp_path:
     gone = [*dashboard_data.entries(8, sizes=(77,)), *_slower(dashboard_data.entries(9, sizes=(77,))[-5:])]
     assert _changes(_history(tmp_path / "gone", [*gone, *dashboard_data.entries(20)])).exit_code == 0
     both = [*dashboard_data.entries(30), *dashboard_data.entries(3, dtype="bfloat16")]
-    assert collect.page_data(both)["unjudged"] == (20, 40)  # a chart has a latest run for itself
+    assert collect.page_data(both)["unjudged"] == (20, 40)  # each chart has its own latest run
 
 
 def test_one_command_lists_regressions_since_a_date(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Directories of statistics, tables and histories to which another user may write: what is planted there stays out."""
+"""Directories of statistics, tables and histories to which other users may write: planted files are not read."""
 
 import json
 import os

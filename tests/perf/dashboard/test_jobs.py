@@ -1,4 +1,4 @@
-"""Statistics that jobs publish: read, kept in the history, and exported as metrics, which Prometheus' own parser takes,
+"""Statistics that jobs publish: read, kept in the history, exported as metrics that Prometheus' parser accepts,
 and as a trace."""
 
 import json
@@ -149,7 +149,7 @@ def test_a_missing_client_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _words(query: str) -> tuple[set[str], set[str]]:
-    """The metrics of ours and the labels that a PromQL query names."""
+    """tricomm's metrics and the labels that a PromQL query names."""
     names = set(re.findall(r"\btricomm_\w+", query))
     inside = ",".join(re.findall(r"\{([^}]*)\}", query))
     by = ",".join(re.findall(r"\bby \(([^)]*)\)", query))

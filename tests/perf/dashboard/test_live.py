@@ -1,4 +1,4 @@
-"""Rates of live jobs, who waits for whom, and the straggler, from statistics as jobs publish them."""
+"""Rates of live jobs, waits between ranks, and the straggler, from statistics as jobs publish them."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from tricomm.perf.dashboard.live import Live
 
 
 def _waited(jobs: list[JobStatistics], seconds: float) -> list[JobStatistics]:
-    """`jobs` in which every rank has waited that long for every other."""
+    """`jobs` in which every rank has waited the same time for every other."""
     late = {peer: seconds for peer in range(8)}
     return [
         replace(job, communicators=(replace(comm, waited={p: s for p, s in late.items() if p != comm.rank}),))
@@ -50,7 +50,7 @@ def test_a_straggler_is_named_unless_all_wait_the_same_time() -> None:
     )
     assert Live().add(_waited(dashboard_data.jobs(1), 0.0))["waits"] == []
     alone = Live().add(dashboard_data.jobs(10, straggler=3)[:1])["straggler"]
-    assert "rank 3; its peers have waited 9.0 s each" in alone  # its own job publishes nothing
+    assert "rank 3; its peers have waited 9.0 s each" in alone  # the dashboard itself publishes nothing
 
 
 def test_simulated_groups_are_marked() -> None:

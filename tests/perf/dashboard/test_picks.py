@@ -1,4 +1,4 @@
-"""The choices that the page shows: as `explain` says them, or none where the facts are not known."""
+"""The choices on the page are those of `explain`, or none if the facts are unknown."""
 
 from dataclasses import replace
 from itertools import product

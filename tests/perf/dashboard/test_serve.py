@@ -93,9 +93,9 @@ def test_a_hundred_connections_use_a_bounded_number_of_threads_and_lock_no_clien
         slow = []
         for _ in range(100):
             slow.append(_connect(server, stack, b"GET /data HTTP/1.0\r\n"))
-            assert _threads(server) <= 9  # one may be on its way out
+            assert _threads(server) <= 9  # one may be closing
         assert _data(server) == "data"
-        _until(lambda: sum(map(_ended, slow[:90])) == 90)  # who came first has lost its place
+        _until(lambda: sum(map(_ended, slow[:90])) == 90)  # the first client was disconnected
         assert _threads(server) <= 8
         assert _data(server) == "data"
 

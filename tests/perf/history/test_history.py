@@ -1,4 +1,4 @@
-"""The history keeps what it was told, whoever kills it, breaks it or shares it."""
+"""The history keeps its rows when processes are killed, files are damaged, or several processes share it."""
 
 import signal
 import sqlite3

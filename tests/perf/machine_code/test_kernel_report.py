@@ -1,4 +1,4 @@
-"""The machine code of the shipped kernels keeps to the bars; and each bar is one that a bad kernel does not pass."""
+"""The machine code of the shipped kernels meets the bars, and a bad kernel fails each of them."""
 
 import json
 import threading
@@ -31,12 +31,12 @@ def _name(variant: Variant) -> str:
 
 
 def _widest(arch: str) -> list[Variant]:
-    """Of each kernel the type that takes the most registers."""
+    """Keep each kernel's type that takes the most registers."""
     return list({v.kernel: v for v in reversed(kernel_report.variants((arch,)))}.values())
 
 
 def _of_each_kind(arch: str, which: float) -> list[Variant]:
-    """Of the kernels that share flags, loads and stores one each: the first, the last, or one between."""
+    """Keep one kernel of those that share flags, loads and stores: the first, the last, or one between."""
     kinds: dict[tuple[object, ...], list[Variant]] = {}
     widest = {variant.kernel: variant for variant in _widest(arch)}
     for kernel in filter(compiles, registry.ALL):
@@ -47,19 +47,19 @@ def _of_each_kind(arch: str, which: float) -> list[Variant]:
 
 
 MISALIGNED = [replace(v, aligned=False) for v in _of_each_kind("sm_90", 0.5)]
-# Every kernel on one architecture, and what else can differ; `make soak` has all of everything.
+# Every kernel on one architecture, and each other parameter once; `make soak` has all combinations.
 SLOW = [k.name for k in registry.FUSED if k.wide]  # Triton compiles them for minutes
 VARIANTS = [
     pytest.param(variant, marks=pytest.mark.soak) if variant.kernel in SLOW else variant
     for variant in _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_100", 1.0) + MISALIGNED
 ]
 QUICK = _of_each_kind("sm_90", 0.0)
-# One word, in a form that no table chooses.
+# One word a thread, in a form that no table chooses.
 SPILLING = "all_reduce_hybrid_cube_mesh_ll128-sm_90-float8_e4m3fn-misaligned"
 
 
 def _long(number: int, variant: Variant) -> bool:
-    """Two of three, and one that takes minutes to compile."""
+    """Leave out two of three, and one that takes minutes to compile."""
     return most(number, variant) or variant.kernel == "all_reduce_rms_norm_one_shot_ll"
 
 

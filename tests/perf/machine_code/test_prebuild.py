@@ -205,7 +205,7 @@ def test_no_call_of_any_size_chooses_a_kernel_that_is_not_built(arch, world_size
 
 
 def _not_built(facts):
-    """The forms of calls of a group with these facts that are not built."""
+    """The forms that calls of a group with these facts choose and that are not built."""
     order = Order("sm_90", 8, "all", ("all_reduce", "all_gather", "barrier"), ("bfloat16",))
     built, wanted = set(), set()
     for site in order.sites():

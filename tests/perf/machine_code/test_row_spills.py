@@ -38,7 +38,7 @@ KNOWN = {
 
 
 def _variants(arch: str, protocol: str, quantize: str) -> Iterator[Variant]:
-    """Of each form the algorithm that the rules choose: of all on sm_90, elsewhere of the worst."""
+    """Each form with the algorithm that the rules choose: all of them on sm_90, elsewhere the worst ones."""
     for hidden, world_size, dtype in FORMS if arch == "sm_90" else WORST:
         site = SelectionFacts(arch, world_size, layout.plan(world_size, 64 << 20), layout.MAX_BLOCKS)
         asked = (site, FUSED, DTYPES[dtype].bits, hidden, ROWS, (None, protocol), quantize)

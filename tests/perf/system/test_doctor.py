@@ -1,4 +1,4 @@
-"""`tricomm doctor`: each verdict, each with a remedy, and a probe that breaks hides no other."""
+"""`tricomm doctor`: each verdict has a remedy, and a probe that raises hides no other."""
 
 import json
 import os

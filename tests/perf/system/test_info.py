@@ -1,4 +1,4 @@
-"""`tricomm info` and `tricomm kernels`: what they show, and that info never fails."""
+"""The output of `tricomm info` and `tricomm kernels`; info never fails."""
 
 import itertools
 import json

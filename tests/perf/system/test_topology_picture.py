@@ -1,4 +1,4 @@
-"""`tricomm info --topology`: the picture, from a file and from a machine, and what is said where there is none."""
+"""`tricomm info --topology`: the picture of a file or this machine, and the message without a topology."""
 
 import json
 from pathlib import Path

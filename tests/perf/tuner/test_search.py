@@ -1,4 +1,4 @@
-"""The search: near the best of everything with a tenth of its measurements, and never what is wrong."""
+"""The search finds a kernel near the best with a tenth of the measurements, and never picks a wrong one."""
 
 import math
 import random
@@ -82,7 +82,7 @@ def test_a_random_choice_of_the_same_number_misses_the_bar() -> None:
 
 
 def test_a_shape_with_twice_the_warps_and_the_same_words_a_thread_is_one_step_away() -> None:
-    """All steps between are off: under LL most shapes of one warp more or less have no such tile."""
+    """Smaller steps are invalid: under LL most shapes with one warp more or less have no such tile."""
     near = set(points.neighbours(Candidate("one_shot", "ll", 4, 2, 64)))
     assert {Candidate("one_shot", "ll", 4, 4, 128), Candidate("one_shot", "ll", 4, 1, 32)} <= near
     assert Candidate("one_shot", "ll", 8, 2, 64) in near and len(near) == 8
@@ -103,7 +103,7 @@ def test_an_outlier_moves_nothing() -> None:
     clean, dirty = statistics.estimate(samples), statistics.estimate([*samples, 400.0, 90.0])
     assert dirty == clean
     mean = sum([*samples, 400.0, 90.0]) / 7
-    assert mean > 7 * clean.centre  # what a mean would have made of it
+    assert mean > 7 * clean.centre  # the mean, in contrast
 
 
 @given(_times, _times)
@@ -166,7 +166,7 @@ def test_every_family_is_measured_even_if_the_prior_predicts_it_to_be_slow() -> 
 def test_the_candidate_in_force_is_measured_in_any_case() -> None:
     pool = _pool()
     prior = {c: float(i) for i, c in enumerate(pool)}
-    mine = Candidate("one_shot", "simple", 3, 8, 512)  # of a shape that no pool has
+    mine = Candidate("one_shot", "simple", 3, 8, 512)  # a shape that no pool has
     assert mine in _halved(_ExactTimes({c: 9.0 for c in [*pool, mine]}), {**prior, mine: 1e9}, [mine]).times
 
 
@@ -213,7 +213,7 @@ def test_a_small_budget_sees_the_ends_and_the_middle_first() -> None:
 
 
 def test_the_budget_is_spent_on_close_candidates() -> None:
-    """Of two points, one with a clear winner and one without, the second gets more samples."""
+    """A point without a clear winner gets more samples than one with it."""
     pool = _pool()
     clear, close = Point("all_reduce", 16, "graph", 1024), Point("all_reduce", 16, "graph", 1 << 20)
     draw, count = random.Random(3), {clear: 0, close: 0}

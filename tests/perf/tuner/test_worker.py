@@ -1,4 +1,4 @@
-"""The ranks of a tuning run: all do rank 0's tasks, the slowest counts, and nothing waits without a bound."""
+"""The ranks of a tuning run: all run rank 0's tasks, the slowest counts, and every wait has a limit."""
 
 import math
 import tempfile
@@ -42,7 +42,7 @@ class _Comm:
 
 
 class _Sampler:
-    """Rank r needs r + 1 times the blocks; `faults` has the wrong elements or the error of a candidate, by rank."""
+    """Rank r takes r + 1 times the number of blocks; `faults` has a candidate's wrong elements or error, by rank."""
 
     faults: dict[tuple[int, Candidate], Exception | int] = {}
 
@@ -69,7 +69,7 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 def _ranks(
     on_rank_0: Callable[[TuningWorker], Any], world_size: int = 3, stop: int | None = None
 ) -> tuple[Any, list[list[_Comm]]]:
-    """`on_rank_0(worker)`, while the others serve; rank `stop` is not started. Its result, and every rank's groups."""
+    """Run `on_rank_0(worker)` while the others serve, except rank `stop`. Returns its result and all ranks' groups."""
     made = [list[_Comm]() for _ in range(world_size)]
     folder = tempfile.TemporaryDirectory()
     stores = [FileStore(f"{folder.name}/store", world_size) for _ in range(world_size)]
@@ -131,7 +131,7 @@ def test_a_candidate_that_hangs_costs_the_group_and_itself() -> None:
 
 
 class _Clock:
-    """A worker of one rank, whose check of a candidate takes 2 s and whose sample 1, and the time that is left."""
+    """A one-rank worker with `left` seconds, whose check of a candidate takes 2 s and a sample 1 s."""
 
     def __init__(self, left: float) -> None:
         self.left, self.now, self.tasks = left, 0.0, list[TuningTask]()
@@ -145,7 +145,7 @@ class _Clock:
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 8.5, 11, 20, 100])
 def test_a_step_that_does_not_fit_is_not_begun(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first check and the first sample at a point may exceed it, because no one knows what they take."""
+    """The first check and the first sample at a point may exceed the time, because theirs is not known yet."""
     clock = _Clock(budget)
     monkeypatch.setattr(coordinator.time, "monotonic", lambda: clock.now)
     times = CheckedTimes(lambda event, **_: None, clock, lambda: clock.left)  # type: ignore[arg-type]
@@ -163,7 +163,7 @@ def test_quick_samples_are_taken_together(monkeypatch: pytest.MonkeyPatch) -> No
     times = CheckedTimes(lambda event, **_: None, clock, lambda: math.inf)  # type: ignore[arg-type]
     assert set(times.times(_POINT, times.right(_POINT, [_A, _B, _C]), 16)) == {_A, _B, _C}
     done = [(task.do, len(task.candidates), task.repeats) for task in clock.tasks]
-    # One first; the others then; what is left of the sixteen turns at once.
+    # One first, then the others, then the rest of the sixteen turns at once.
     assert done == [("check", 1, 1), ("check", 2, 1), ("time", 1, 1), ("time", 2, 1), ("time", 3, 15)]
 
 
@@ -184,7 +184,7 @@ def test_another_ranks_hash_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path
     deaf: Any = type("Deaf", (), {"broadcast": lambda self, task: [TuningAnswer(digest="00")]})()
     with pytest.raises(RankLost, match="rank 0 has table 00, rank 0"):
         adopt(deaf, TunedTable(Fingerprint("cpu", "", 2), (TableRow("all_reduce", 2, None, "two_shot", "ll"),)))
-    assert list(tmp_path.iterdir()) == []  # nothing is written that not all ranks have
+    assert list(tmp_path.iterdir()) == []  # nothing is written unless all ranks have it
 
 
 # The log of samples on disk

@@ -1,4 +1,4 @@
-"""The driver layer over the real bindings, as far as possible without a GPU, and a violation of each of the fake's rules."""
+"""The driver layer over the real bindings, as far as possible without a GPU, and the rules that the fake enforces."""
 
 from __future__ import annotations
 
