@@ -1,6 +1,6 @@
-"""The calls that show a mutant: generators that make `calls` of them, and give what came of each and what should have.
+"""The calls that show a mutant: generators that make `calls` calls and yield each one's result and expected result.
 
-One generator serves the explorer, which looks at every access, and separate processes, which can only compare results.
+The explorer, which examines every access, and separate processes, which only compare results, use the same generators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def in_turn(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
-    """The mutant's kernels in turn, with its sizes in turn, on numbers that differ in every call, rank and element."""
+    """The mutant's kernels and sizes in turn, on numbers that differ in every call, rank and element."""
     for number in range(calls):
         key = mutant.keys[number % len(mutant.keys)]
         size = mutant.sizes[number % len(mutant.sizes)]
@@ -33,14 +33,14 @@ def in_turn(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) ->
 
 
 def two_blocks_by_table(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
-    """A tuned table asks for two blocks, whatever is resident."""
+    """A tuned table requests two blocks, however many are resident."""
     ((collective, algorithm, protocol),) = mutant.keys
     comm.use_table((TableRow(collective, comm.world_size, None, algorithm, protocol, blocks=2),), "two blocks")
     yield from in_turn(comm, mutant, pads, calls)
 
 
 def floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
-    """Numbers of which one is lost where the others are not added first: another order gives another sum."""
+    """Numbers one of which is lost unless the others are added first, so another order has another sum."""
     for number in range(calls):
         values = [(1e8, 1.0, -1e8)[(r + number) % 3] for r in range(comm.world_size)]
         parts = [torch.full((mutant.sizes[number % len(mutant.sizes)],), v) for v in values]
@@ -50,7 +50,7 @@ def floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> 
 def cube_floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
     """Numbers of the mutant's type whose sum tells in which order a quad was added, and whether it was rounded."""
     numbers = (2.0, 1e8, 0.5, -1e8, 1.0, 3.0, 5.0, 7.0)
-    if mutant.dtype == torch.bfloat16:  # 257 has a bit too many for it, 258 has not
+    if mutant.dtype == torch.bfloat16:  # 257 has one bit too many for it, 258 does not
         numbers = (256.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)
     for number in range(calls):
         values = [numbers[(r + number) % 8] for r in range(comm.world_size)]
@@ -59,15 +59,15 @@ def cube_floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int
 
 
 def differing(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
-    """Rank 0 asks for another operation than the others: to be refused on every rank, no result is right."""
+    """Rank 0 calls another operation than the others, which every rank must refuse: no result is right."""
     for number in range(calls):
         parts = [_part(number, r, mutant.sizes[0], mutant.dtype) for r in range(comm.world_size)]
         yield _call(comm, mutant.keys[0], parts, "max" if comm.rank == 0 else "sum")[0], torch.empty(0)
 
 
 def prefilled(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
-    """The mailboxes of words with flags hold what a counter of 32 bits leaves when it comes round: words of the next
-    epochs but one."""
+    """Fill the mailboxes of words with flags as they are when a 32-bit counter wraps around: with words of the epochs
+    after the next one."""
     memory = comm._internal.group.layout
     for start, buffer in ((memory.ll, memory.ll_buffer), (memory.wide, memory.wide_buffer)):
         words = comm._group.arena.tensor(comm.rank, start, (2, comm.world_size * buffer // 8), torch.int64)
@@ -107,7 +107,7 @@ def _part(number: int, rank: int, size: int, dtype: torch.dtype) -> torch.Tensor
 def _call(
     comm: Communicator, key: tuple[str, str, str], parts: list[torch.Tensor], op: str = "sum", number: int = 0
 ) -> Pair:
-    """One call, of which `parts` are the ranks' inputs; where there is a root, each rank is it in turn."""
+    """One call with the ranks' inputs `parts`; if it has a root, each rank is the root in turn."""
     kernel = registry.find(*key)
     if kernel.collective == "barrier":
         comm.barrier()
@@ -119,7 +119,7 @@ def _call(
     quads = oracle.quads(comm.topology, comm.world_size) if kernel.needs_cube else ()
     want = reference.expected(kernel.collective, op, parts, comm.rank, root, quads)
     gets = kernel.kind.root != "dst" or root == comm.rank
-    if gets and kernel.collective not in ("broadcast", "reduce"):  # those are in place
+    if gets and kernel.collective not in ("broadcast", "reduce"):  # these calls are in place
         how["out"] = torch.full_like(want, -1)
     got = getattr(comm, kernel.collective)(parts[comm.rank].clone(), **how)
     return (got, want) if gets else (torch.zeros(0), torch.zeros(0))

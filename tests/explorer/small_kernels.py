@@ -1,4 +1,4 @@
-"""Kernels of a few lines, each with one property that the explorer must see, or must not mind."""
+"""Kernels of a few lines, each with one property that the explorer must report, or must accept."""
 
 import triton
 import triton.language as tl
@@ -43,7 +43,7 @@ def atomic_and_plain(peers, out_ptr, rank, WORLD_SIZE: tl.constexpr):
 
 @triton.jit
 def behind_an_atomic(peers, out_ptr, rank, FIRST: tl.constexpr):
-    """Rank 1 counts in a word that rank 0 counts in as well, and in which rank 0 has done something else before."""
+    """Rank 1 increments a word that rank 0 increments as well, and that rank 0 has accessed in another way before."""
     if rank == 0:
         if FIRST == "plain store":
             tl.store(peers[1], 1)
@@ -76,7 +76,7 @@ def outside(mine, out_ptr, past, BLOCK: tl.constexpr):
 
 @triton.jit
 def waits(mine, expected):
-    """For a number that may never come."""
+    """Waits for a number that may never be stored."""
     while tl.atomic_add(mine, 0, sem="acquire", scope="sys") != expected:
         pass
 
@@ -108,7 +108,7 @@ def takes(words, out_ptr):
 
 @triton.jit
 def trusts_one_word(peers, out_ptr, rank):
-    """Waits for the first of two LL words of one tile, and takes the second for granted."""
+    """Waits for the first of two LL words of one tile, and assumes that the second has arrived."""
     at = tl.arange(0, 2)
     if rank == 0:
         put_ll(peers[1] + 2, at.to(tl.int64) + 41, 1, 2, 2, False)

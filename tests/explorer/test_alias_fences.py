@@ -1,4 +1,4 @@
-"""Accesses by a plain and by a multicast address: what orders them, and what does not (PTX ISA, 8.9.5)."""
+"""The order of accesses by a plain and by a multicast address (PTX ISA, 8.9.5)."""
 
 import numpy as np
 import pytest
@@ -83,13 +83,13 @@ PUT, GET, WEAK_GET = "multimem.st.relaxed", "multimem.ld_reduce.relaxed", "multi
         # The fence of another thread is enough if the order passes through that thread, so not every thread needs one.
         (f"A2 st d; A bar; A fence.alias; A bar; A {GET} d; A1 {GET} d; A2 {GET} d", 0),
         (f"A2 st d; A bar; A bar; A {GET} d; A1 {GET} d; A2 {GET} d", 3),
-        # The end of a launch is an alias fence, and a relaxed store hands on what earlier launches did.
+        # The end of a launch is an alias fence, and a relaxed store orders the accesses of earlier launches.
         (f"A {PUT} d; A end; B ld d; B1 ld d", 0),
         (f"A {PUT} d; A end; B st.relaxed f; C ld.acquire f; C ld d", 0),
-        # All may add to a flag by its multicast address, as in CUDA's own example; it hands data on.
+        # All may add to a flag by its multicast address, as in CUDA's example; it orders the data.
         (f"A {PUT} d; A multimem.red.add.release f; C ld.acquire f; C fence.alias; C ld d", 0),
         (f"A {PUT} d; A multimem.red.add.release f; C ld.acquire f; C ld d", 1),
-        # A thread that has fenced learns on.
+        # A fence before the acquire is enough for a thread's plain accesses.
         ("C fence.alias; A st d; A st.release f; C ld.acquire f; C ld d", 0),
         # A strong store is not forgotten for a later one by the other address.
         (f"A st.relaxed d; A {PUT} d; A {WEAK_GET} d", 1),

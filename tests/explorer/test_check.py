@@ -210,7 +210,7 @@ def test_late_stores_find_a_bug_that_no_interleaving_shows(kernel, faults, unshr
         comm.launch(k.takes, 1, memory.local, torch.zeros(16, dtype=torch.int64))
         assert comm.rank == 0 or out.tolist() == [41, 42]
 
-    report = tricomm.check(fn, 2, schedules=400 if faults else 25, faults=faults, seed=5)  # one that shows it soon
+    report = tricomm.check(fn, 2, schedules=400 if faults else 25, faults=faults, seed=5)  # a seed that shows it soon
     assert kinds(report) == ({"wrong_result"} if faults else set())
 
 

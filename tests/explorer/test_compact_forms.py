@@ -1,4 +1,4 @@
-"""Compact forms (`COMPACT`: 128 registers a thread) give what the full ones do, in several chunks and blocks."""
+"""Compact forms (`COMPACT`: 128 registers a thread) have the results of the full ones, in several chunks and blocks."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ QUICK = ("all_reduce_two_shot_simple", "broadcast_two_shot_simple", "all_to_all_
 
 
 def _wrong(kernel, comm):
-    """Calls of this rank that are wrong, two of each size, and the registers of the kernel."""
+    """Make two calls of each size; return the wrong ones and the registers of the kernel."""
     cases = [
         Made(kernel.collective, kernel.algorithm, kernel.protocol, "float32", "sum", count, 0, "out")
         for count in COUNTS * 2

@@ -1,4 +1,4 @@
-"""Many blocks, loops that give up, kernels without an end, and what makes no sense: told, and told rightly."""
+"""Many blocks, bounded polls, endless kernels and invalid arguments: the findings and errors."""
 
 import pytest
 import torch
@@ -210,7 +210,7 @@ def test_a_result_that_is_no_plain_tensor_is_ignored():
 
 @triton.jit
 def wait_and_write(locks, out_ptr, rank, EXCHANGES: tl.constexpr, COUNTS: tl.constexpr):
-    """Rank 0 opens rank 1's lock, which that one waits for in a loop that writes in each round."""
+    """Rank 0 opens a lock for which rank 1 waits in a loop that writes in each round."""
     if rank == 0:
         tl.atomic_xchg(locks[1], 0, sem="release", scope="sys")
     else:
@@ -246,7 +246,7 @@ def test_a_loop_that_waits_and_writes_leaves_the_others_their_turn(strategy, exc
 
 @triton.jit
 def push_unless_stopped(peers, x_ptr, stop, rank, COUNT: tl.constexpr):
-    """Zeros over zeros, and a word that is read before each of them."""
+    """Stores zeros over zeros, and reads a word before each store."""
     for other in tl.static_range(2):
         if other != rank:
             for first in range(COUNT):

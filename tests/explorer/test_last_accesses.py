@@ -79,7 +79,7 @@ def test_a_strong_write_hides_no_race_with_an_earlier_access_that_conflicts(firs
     for other in FITTING_READS + FITTING_WRITES:
         assert races(f"A {later}; B {other}") == []
         assert races(f"A {first}; A {later}; B {other}") == [(0, 1)]
-    assert races(f"A {first}; A hand B; B {later}; C xchg.relaxed.sys.8") == [(0, 2)]  # nor one of another rank
+    assert races(f"A {first}; A hand B; B {later}; C xchg.relaxed.sys.8") == [(0, 2)]  # nor does one of another rank
 
 
 @pytest.mark.parametrize("first", READS)
@@ -99,24 +99,24 @@ def test_a_plain_write_replaces_all_accesses_that_it_is_ordered_after(first):
 @pytest.mark.parametrize(
     ("program", "found"),
     [
-        # A write of one scope and size stands for none of another rank's.
+        # A write of one scope and size does not replace one of another rank.
         ("A xchg.relaxed.sys.8; A hand B; B xchg.relaxed.sys.8; C look.relaxed.gpu.8", 1),
-        # A word is handed over in itself.
+        # A word may be the flag that orders its own accesses.
         ("A store.relaxed.gpu.8; A hand B @0; B store", 0),
-        # A release stands for nothing after the last block barrier.
+        # A release replaces no access after the last block barrier.
         ("A store.relaxed.sys.8; A bar; A store.release.sys.8; B look.acquire.sys.8; B bar; B store", 0),
         ("A store.relaxed.sys.8; A store.release.sys.8; B look.acquire.sys.8; B bar; B store", 1),
         ("A look.relaxed.sys.8; A bar; A look.acq_rel.sys.8; B look.acquire.sys.8; B bar; B store", 0),
         ("A look.relaxed.sys.8; A look.acq_rel.sys.8; B look.acquire.sys.8; B bar; B store", 1),
-        # It is before no access that has read an earlier flag of its block.
+        # It does not precede an access that has read an earlier flag of its block.
         ("A store.release.sys.8; A store.release.sys.8 @8; B look.acquire.sys.8 @8; B bar; B store", 0),
         ("A store.release.sys.8 @8; A store.release.sys.8; B look.acquire.sys.8 @8; B bar; B store", 1),
         ("A store.release.sys.8; A store.relaxed.sys.8 @8; B look.acquire.sys.8 @8; B bar; B store", 1),
         ("A store.relaxed.sys.8 @8; A store.release.sys.8; B look.acquire.sys.8 @8; B bar; B store", 1),
-        # An acquire that writes comes after what was read before the release that it reads.
+        # An acquire that writes is ordered after the reads before the release that it reads.
         ("A load; A bar; A look.acq_rel.sys.8; B xchg.acquire.sys.8", 0),
         ("A load; A bar; A store.release.sys.8; B xchg.acquire.sys.8", 0),
-        # The block's other threads do not know of the release yet.
+        # The block's other threads are not ordered after the release yet.
         ("A load; A bar; A store.release.sys.8; B xchg.acquire.sys.8; B load.relaxed.gpu.8", 1),
     ],
 )
@@ -189,7 +189,7 @@ class Earlier:
 
 
 class Everything:
-    """Every access to the two halves of a word, each compared with all before it."""
+    """Keeps every access to the two halves of a word, and compares each with all earlier ones."""
 
     def __init__(self, word: Word) -> None:
         self._word, self._accesses = word, []
@@ -231,7 +231,7 @@ def _fit(one: Earlier, other: Earlier) -> bool:
 
 
 def _program(seed: int) -> tuple[bool, bool]:
-    """Whether a random program has a race, by the full history and by the detector, up to the first that either has."""
+    """Run a random program until the first race; return whether the full history and the detector have found it."""
     random, word = Random(seed), Word()
     everything = Everything(word)
     tasks = [word.task(rank, block) for rank in range(2) for block in range(2)]

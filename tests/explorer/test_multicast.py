@@ -34,7 +34,7 @@ def test_the_compiled_form_is_exact(kernel):
 @COMPILED
 @pytest.mark.parametrize("kernel", some(registry.MULTICAST, 9), ids=lambda kernel: kernel.name)
 def test_the_alias_fence_of_the_barriers_is_needed(kernel):
-    """Three chunks and more, so that a mailbox is used again within the call, and two blocks."""
+    """Three or more chunks, so that a mailbox is reused within the call, and two blocks."""
     key, name = (kernel.collective, kernel.algorithm, kernel.protocol), kernel.function.__name__
     settings = {"sizes": (1600,), "blocks": 2}
     text = ptx_mutants.text_of(key, sizes=(1600,), blocks=2)

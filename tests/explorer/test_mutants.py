@@ -1,4 +1,4 @@
-"""Every mutant is caught, for the reason that it was made for; and each rule of the detector is needed to catch one."""
+"""Every mutant is caught for the expected reason, and each rule of the detector is needed to catch one."""
 
 import functools
 import sys
@@ -52,7 +52,7 @@ for _mutant in MUTANTS.values():
 
 
 def _quick(number: int, names: list[str]) -> bool:
-    """A few of which one or two mutants are made: each is explored to learn how many schedules showed it."""
+    """A few mutants: each is explored to count the schedules that show it."""
     return number % 12 == 1 and len(names) < 3
 
 

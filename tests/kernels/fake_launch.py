@@ -1,7 +1,7 @@
-"""A GPU that launches nothing: it reads what a launch passes as CUDA's driver does, by the cubin's own signature.
+"""A GPU that launches nothing: it reads a launch's arguments as CUDA's driver does, by the cubin's signature.
 
-It is as strict as the driver about what else a launch needs: symbols that an old driver lacks, calls that wait for the
-device's work, calls that a capture refuses, errors that stay.
+It also enforces the driver's other rules: symbols that an old driver lacks, calls that wait for the device's work,
+calls that a capture refuses, sticky errors.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Result(enum.IntEnum):
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900
 
 
-STICKY = {Result.CUDA_ERROR_ILLEGAL_ADDRESS}  # every later call in the context gives the same
+STICKY = {Result.CUDA_ERROR_ILLEGAL_ADDRESS}  # every later call in the context returns the same error
 WAIT_SECONDS = 20.0
-# Of a kernel that is compiled for two ranks.
+# Constexprs of a kernel compiled for two ranks.
 CONSTEXPRS = {"WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum", "ELEMENT": "float32"}
 CONSTEXPRS |= COMPILE_OPTIONS
 
@@ -55,7 +55,7 @@ class Launch:
 
 
 class Stream(int):
-    """Stands for CUstream."""
+    """A fake CUstream."""
 
 
 class Attribute(enum.IntEnum):
@@ -64,7 +64,7 @@ class Attribute(enum.IntEnum):
 
 @dataclass
 class FakeGpu:
-    """Bindings and device at once.
+    """The fake bindings and the device.
 
     failures   what a call gives, by its name and how often it has been called
     missing    functions that this driver does not have; from CUDA 12.4 on it has cuFuncLoad, and loads kernels lazily
@@ -132,7 +132,7 @@ class FakeGpu:
         return result
 
     def _load(self, name: str) -> Result:
-        """A call that puts code on the device: it waits for the device's work, and no capture allows it."""
+        """A call that loads code: it waits for the device's work, and a capture refuses it."""
         result = self._begins(name)
         if result is Result.CUDA_SUCCESS and self.capturing:
             return Result.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED

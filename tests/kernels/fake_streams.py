@@ -36,7 +36,7 @@ class FakeStream:
         return not self.queue
 
     def mark(self) -> list[bool]:
-        """A list that is no longer empty once all that is on the stream now has run."""
+        """A list that is not empty after all present work of the stream has run."""
         passed: list[bool] = []
         self.world.enqueue(self, lambda: passed.append(True))
         return passed

@@ -87,7 +87,7 @@ def _calls_what_fails(x_ptr):
 
 
 def _error_in_a_device_function() -> str:
-    """Errors come out as they are: those that end a wait among them."""
+    """Errors are raised unchanged, also those that end a wait."""
     try:
         tricomm.simulate(lambda comm: comm.launch(_calls_what_fails, 1, torch.ones(1)), 1)
     except Exception as error:
@@ -109,7 +109,7 @@ def _without_the_adapters_part() -> str:
 
 def main() -> None:
     assert not isinstance(rotate, triton.JITFunction), "TRITON_INTERPRET has no effect"
-    ranks.CONTEXT = multiprocessing.get_context("fork")  # they come first: no thread has begun
+    ranks.CONTEXT = multiprocessing.get_context("fork")  # these run first, before any thread has started
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o700)
         results = {

@@ -1,4 +1,4 @@
-"""How a call of plain data is divided into chunks, on the device and by the host, which chooses a grid for them."""
+"""The division of a plain-data call into chunks, on the device and by the host, which chooses the grid."""
 
 import torch
 import triton
@@ -13,7 +13,7 @@ from tricomm.kernels.launch import interpreter
 
 @triton.jit
 def _divide(out_ptr, count: tl.int64, room: tl.int64, UNIT: tl.constexpr):
-    number, words = chunks.alike(count.to(tl.int64), room.to(tl.int64), UNIT)  # the interpreter makes them narrow
+    number, words = chunks.alike(count.to(tl.int64), room.to(tl.int64), UNIT)  # the interpreter narrows them
     tl.store(out_ptr, number)
     tl.store(out_ptr + 1, words)
 
@@ -32,7 +32,7 @@ def test_chunks_are_as_few_as_fit_and_equally_long(count, units, unit):
     assert on_the_device(count, room, unit) == (number, words)
     assert number == -(-count // room) and words <= room and words % unit == 0
     if number > 1:
-        assert (number - 1) * words < count <= number * words, "the last one has something, and not too much"
+        assert (number - 1) * words < count <= number * words, "the last chunk is not empty and not too long"
         assert (words - unit) * number < count, "no chunk could be shorter"
     else:
         assert words == room

@@ -60,7 +60,7 @@ def test_runs_a_grid_and_a_device_function_without_any_environment_variable():
 
 
 def patched_names() -> list[str]:
-    """Everything of Triton's that is not as it was."""
+    """Everything in Triton that has changed."""
     assert len(triton_adapter.patches) > 100
     return [name for owner, name, old, new in triton_adapter.patches if vars(owner).get(name, None) is new]
 

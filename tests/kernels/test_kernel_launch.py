@@ -1,4 +1,4 @@
-"""Launching: what is refused before anything runs, and how many compiles a kernel needs (by Triton's own binder)."""
+"""Launching: refusals before anything runs, and the number of compiles of a kernel, by Triton's binder."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def specialisation(kernel, numel: int, call: int, offset: int = 0):
     if kernel.reduces:
         constexprs |= {"OP": "sum", "ELEMENT": "float32"}
     further = [numel % 7 for _ in extras(function)]
-    if takes_counts(function):  # always the same: Triton looks into a tuple whatever it is told, our launcher does not
+    if takes_counts(function):  # constant: Triton specialises on a tuple's contents in any case, our launcher does not
         further += [(5, 6, 7, 8)] * 2
     constexprs = specialized(function.arg_names, constexprs, compiled=True)
     _, key, options = bind(x, y, group, numel, call, *further, **COMPILE_OPTIONS, **constexprs)

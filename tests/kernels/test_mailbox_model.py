@@ -1,4 +1,4 @@
-"""The mailbox protocol in every order of events, and each of its rules taken away; and that the model does look."""
+"""The model of the mailbox protocol: every order of events, each rule taken away, and the model's own checks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Kernels through the switch, interpreted: shared mailboxes, and what the switch does not reduce."""
+"""NVLS kernels, interpreted: mailboxes shared with other kernels, and reductions that NVLS lacks."""
 
 import pytest
 

@@ -27,7 +27,7 @@ def _copy_from(x_ptr, y_ptr, n: tl.int64, first: tl.int64, tiles, BLOCK: tl.cons
 
 
 def reserved(nbytes: int) -> torch.Tensor:
-    """Zeros of which only those that are touched take memory."""
+    """Zeros; only pages that are written take memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 
@@ -65,7 +65,7 @@ def narrow(source: str) -> list[int]:
 
 
 def test_a_blocks_number_is_widened_before_it_is_multiplied():
-    """But for the stride of a loop, of which both factors are at most 2^20."""
+    """Except for the stride of a loop, both factors of which are at most 2^20."""
     wrong = {}
     for file in ROOM.rglob("*.py"):
         source = file.read_text()

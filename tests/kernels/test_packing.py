@@ -89,7 +89,7 @@ def larger(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 def rounded(total: torch.Tensor, op: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
     if op == "avg":
         total = total / rows if total.is_floating_point() else torch.div(total, rows, rounding_mode="trunc")
-    if dtype == torch.float8_e4m3fn:  # which torch converts otherwise in older versions
+    if dtype == torch.float8_e4m3fn:  # which older versions of torch convert differently
         total = total.clamp(-448, 448)
     return total.to(dtype)
 
@@ -99,7 +99,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def specials(world_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random numbers of every size, and in the last columns what is odd about floats, in every rank's turn."""
+    """Random numbers of every magnitude; the last columns have special floats, each on every rank in turn."""
     generator = torch.Generator().manual_seed(world_size)
     x = torch.randn(world_size, 1000, generator=generator, dtype=torch.float64)
     x[:, 800:900] *= 100
@@ -137,7 +137,7 @@ def test_zeros_of_both_signs_have_an_order(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_every_code_of_fp8_and_every_rounding_between_two(dtype):
-    """Sums of two codes: every code itself, and all that lies between, as torch converts fp32."""
+    """Sums of two codes: every code and all values between two codes, as torch converts fp32."""
     codes = torch.arange(256, dtype=torch.uint8).view(torch.int8).view(dtype)
     for first in range(0, 256, 32):
         left = codes[first : first + 32].view(torch.int8).repeat_interleave(256).view(dtype)

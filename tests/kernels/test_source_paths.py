@@ -58,7 +58,7 @@ def test_a_kernel_from_the_cache_names_the_files_that_it_was_imported_from(compi
     first, second = compiled_in("one"), compiled_in("two")
     helper, kernel = tmp_path / "one/paths_helper.py", tmp_path / "one/paths_kernel.py"
     assert f'"{helper}"' in first.asm["ptx"] and f'"{kernel}"' in first.asm["ptx"]
-    assert second.asm["ptx"] == first.asm["ptx"], "the second did not come from the cache"
+    assert second.asm["ptx"] == first.asm["ptx"], "the second kernel was not taken from the cache"
     text = compiler.ptx_of(second.asm["cubin"])
     assert f'"{tmp_path / "two/paths_helper.py"}"' in text and f'"{tmp_path / "two/paths_kernel.py"}"' in text
     assert str(tmp_path / "one") not in text.split(".section")[0]

@@ -16,7 +16,7 @@ POINTER = tl.pointer_type(tl.int32)
 
 @pytest.fixture
 def pairs():
-    """Name of each change -> (Triton's own, the shortcut)."""
+    """Name of each patch -> (Triton's function, the shortcut)."""
     return {name: (old, new) for _, name, old, new in triton_shortcuts.changes()}
 
 
@@ -54,7 +54,7 @@ def operand(kind, shape):
 
 @pytest.mark.parametrize("how", [(), (True, True), (False, False, False), (False, False, True, True)])
 def test_operands_of_an_operation(how):
-    """Tensors of each pair of types, of one shape and of two, and numbers; the second answer is a kept one."""
+    """Tensors of each pair of types, of one shape and of two, and numbers; the second result is a cached one."""
     triton_adapter.patch()
     try:
         semantic = _triton.interpreter_semantic

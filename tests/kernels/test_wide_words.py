@@ -1,4 +1,4 @@
-"""16-byte words with the flag inside: one access each, and refused where there are none."""
+"""16-byte words with the flag inside: one access each, and refused without hardware or compiler support."""
 
 import re
 

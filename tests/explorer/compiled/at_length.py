@@ -39,7 +39,7 @@ _ON_A_HANDLE = 132  # words, which no buffer holds
 
 @dataclass(frozen=True)
 class Case:
-    """Calls of one kernel: how many ranks, blocks and warps make them, under how many schedules of each strategy."""
+    """Calls of one kernel: the numbers of ranks, blocks and warps, and of schedules of each strategy."""
 
     kernel: Kernel
     world_size: int
@@ -121,8 +121,8 @@ def cases(kernel: Kernel) -> tuple[Case, ...]:
 
 
 def passes(case: Case, architecture: str, record: PassedRecord) -> None:
-    """Run the schedules of `case`; only the first one if the same instructions have passed them already, which other
-    versions of Triton and other architectures may give."""
+    """Run the schedules of `case`; only the first one if the same instructions have passed already, compiled by another
+    version of Triton or for another architecture."""
     reports: list[Report] = []
 
     def run(schedules: int, strategy: str) -> None:

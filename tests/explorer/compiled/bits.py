@@ -23,7 +23,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel for one type and operation ("" for what does not reduce)."""
+    """One kernel for one type and operation ("" if it does not reduce)."""
 
     kernel: registry.Kernel
     dtype: torch.dtype
@@ -66,7 +66,7 @@ def sample() -> list[Case]:
 
 
 def special(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
-    """Random bits, small numbers, and of floats NaN, infinities, zeros of both signs, subnormals, the largest."""
+    """Random bits, small numbers, and for floats NaN, infinities, zeros of both signs, subnormals and the largest."""
     generator = torch.Generator().manual_seed(seed)
     if dtype == torch.bool:
         return torch.randint(0, 2, (count,), generator=generator).bool()
@@ -92,7 +92,7 @@ def special(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
 
 
 def body(case: Case) -> Callable[[Any], list[torch.Tensor]]:
-    """A rank's function: some calls, and what each gives this rank."""
+    """A rank function: makes some calls and returns this rank's results."""
     kernel = case.kernel
     calls = 1 if kernel.needs_cube else 2
     forced = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}

@@ -59,7 +59,7 @@ def _whole(name: str) -> str:
 
 @dataclass(eq=False)
 class Litmus:
-    """Some bytes that all ranks reach, and blocks of threads."""
+    """A few bytes shared by all ranks, and blocks of threads."""
 
     detector: ThreadDetector = field(default_factory=ThreadDetector)
 
@@ -72,7 +72,7 @@ class Litmus:
             self.detector.host(rank)
         host = self.detector.host(0)
         self.detector.host_access(0, True, self.region, np.arange(0, 256, 8), 8, _site())
-        for rank in range(2):  # what host code has initialised, all launches know
+        for rank in range(2):  # all launches are ordered after host code's initialisation
             team = self.detector.host(rank).team
             self.detector.clocks.learn(team, np.zeros(1, int), self.detector.clocks.row(host.team))
 
@@ -182,7 +182,7 @@ def _instruction(name: str) -> Instruction:
     return Instruction(opcode, tuple(modifiers), operands, None, line, f"{name} ...;", (SourceLine("k.py", line),))
 
 
-_USE = Instruction("bra", (), (_VALUE,), None, 0, "bra ...;")  # whatever is loaded is used
+_USE = Instruction("bra", (), (_VALUE,), None, 0, "bra ...;")  # every loaded value is used
 _KERNEL = PtxKernel("k", "sm_90a", (9, 0), (), (_USE,), {}, {})
 
 

@@ -55,7 +55,7 @@ def explore(key: Key, schedules: int = 4, world_size: int = 2, blocks: int = 1, 
 
 
 def text_of(key: Key, world_size: int = 2, blocks: int = 1, sizes: Sequence[int] = SIZES) -> str:
-    """The PTX that `explore` executes for the first of `sizes`: tile and warps of others may differ."""
+    """The PTX that `explore` executes for the first of `sizes`; others may have another tile and number of warps."""
     texts = launched(lambda: explore(key, 1, world_size, blocks, sizes=sizes, faults=()))
     return texts[registry.find(*key).function.__name__][0]
 
@@ -89,7 +89,7 @@ def launched(run: Callable[[], Any]) -> dict[str, list[str]]:
 
 
 def instructions(text: str) -> str:
-    """A PTX text without what no execution depends on: version, target, lines of the source, debug sections."""
+    """A PTX text without the parts that do not affect execution: version, target, source lines, debug sections."""
     lines = (line.partition("//")[0].strip() for line in re.split(r"\n\s*\.section", text)[0].splitlines())
     unused = (".version", ".target", ".loc", ".file", "$L__tmp")
     return "\n".join(line for line in lines if line and not line.startswith(unused))

@@ -1,4 +1,4 @@
-"""An executor that runs nothing: kernels end when the test says so."""
+"""An executor that runs nothing: the test ends its kernels."""
 
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.module_table import KernelLaunch

@@ -1,4 +1,4 @@
-"""The soak of the compiled kernels: every one, for every architecture, under 200 schedules; and what its cases show."""
+"""The soak of compiled kernels: every one, for every architecture, under 200 schedules; and mistakes that it finds."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from tricomm.kernels.collectives import registry
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_80", "sm_100"])
 @pytest.mark.parametrize("kernel", at_length.KERNELS, ids=lambda kernel: kernel.name)
 def test_a_shipped_kernel_is_passed_at_length(kernel, architecture, request):
-    """`make soak` runs this under every Triton; they have the record in common."""
+    """`make soak` runs this under every Triton, with one record for all."""
     if not compiles(kernel, int(architecture.removeprefix("sm_"))):
         pytest.skip("refused by name")
     record = PassedRecord(
@@ -38,7 +38,7 @@ def test_lanes_that_hold_several_words_of_a_tile_are_ordered(unshrunk):
 
 
 def test_lanes_that_hold_several_words_of_a_tile_clear_a_slot_before_others_fill_it(unshrunk):
-    """Triton loads a payload's tile 16 bytes a thread, and makes the zeros of a clearing a word a thread."""
+    """Triton loads a payload's tile by 16 bytes a thread, and stores the zeros of a clearing by a word a thread."""
     case = at_length.cases(registry.find("send", "one_shot", "ll"))[0]
     barrier = "        tl.debug_barrier()  # another thread stores the payload there\n"
     assert case.check("sm_90", 1, "random").ok
@@ -57,7 +57,7 @@ def test_a_relaxed_header_after_a_clearing_is_noticed_before_an_old_word_is_read
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not WIDE, reason="this Triton has no wide words")
 def test_a_parked_warp_is_no_deadlock_for_one_that_read_a_newer_value():
-    """A round of the loop has more loads than a warp is woken times when nothing can run."""
+    """A round of the loop has more loads than the number of times that a parked warp is woken."""
     report = at_length.cases(registry.find("all_reduce", "two_shot", "ll128"))[1].check("sm_90", 4, "pct")
     assert report.ok, report
 

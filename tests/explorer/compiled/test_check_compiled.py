@@ -62,7 +62,7 @@ def _misaligned(x, N: tl.constexpr):
 
 
 def test_an_address_that_contradicts_its_hint_is_a_finding():
-    """Of the rank whose kernel it is, whatever its peers then raise; and no bad argument of `check`."""
+    """The finding names the rank of the kernel, whatever its peers raise; it is not an invalid argument of `check`."""
 
     def body(comm):
         w = comm.symmetric((1028,), torch.float32)
@@ -132,7 +132,9 @@ def test_a_finding_names_the_python_line_and_the_instruction(tmp_path):
     report.save(tmp_path / "found.json")
     again = Report.load(tmp_path / "found.json")
     assert again.compiled == "sm_90"
-    keys = {f.key for f in report.findings}  # each has its own shortest schedule, which may show them in another order
+    keys = {
+        f.key for f in report.findings
+    }  # each finding has its own shortest schedule, which may show them in another order
     assert all({f.key for f in repeated} == keys for repeated in replay(again, handed_over(False)))
 
 
@@ -224,7 +226,7 @@ def test_a_wait_for_a_failed_rank_is_reported_as_a_consequence():
 
 
 def test_a_kernel_that_never_reads_the_abort_word_is_a_deadlock_soon_after_the_abort():
-    """It is given the rounds that a shipped kernel needs to read the word, once."""
+    """It gets the number of rounds in which a shipped kernel reads the word once."""
     report = tricomm.check(handed_over(True), 2, 8, faults=["drop"], compiled="sm_90")
     assert [f.kind for f in report.findings] == ["deadlock"], report
     assert "aborted, but still running" in report.findings[0].text and report.steps < 1000, report.steps
@@ -283,7 +285,7 @@ def test_a_kernel_from_a_cache_that_names_another_copy_of_the_source(tmp_path):
 
 @triton.jit
 def _push_and_poll(boxes, out_ptr, rank, FLAG: tl.constexpr, WORDS: tl.constexpr):
-    """The last round's payload is wanted in another layout than its flags: Triton before 3.9 loads it once more."""
+    """The last round's payload has another layout than its flags, so Triton before 3.9 loads it again."""
     lane = tl.arange(0, WORDS)
     if rank == 0:
         tl.inline_asm_elementwise(
@@ -314,7 +316,7 @@ def _polled(comm):
 
 @pytest.mark.parametrize("strategy", ["random", "pct"])
 def test_a_poll_that_triton_copies_is_seen_in_its_code_alone(strategy, unshrunk):
-    """In each round the poll stores what it has, so its loop does not look like one that waits."""
+    """In each round the poll stores its value, so its loop does not look like one that waits."""
     report = tricomm.check(_polled, 2, 20, compiled="sm_90", strategy=strategy)
     if wide_words.COMPILES:
         assert report.ok and report.steps < 20_000, report

@@ -88,7 +88,7 @@ def test_a_replayed_call_reads_the_current_values_of_its_tensors():
             x.copy_(inputs(comm.rank, call=call))
             graph.replay()
             made.append(y.clone())
-        comm.close()  # a group that is in a graph tells its kernels to leave, which is no fault
+        comm.close()  # a group with a captured graph aborts its kernels when it is closed, which is no fault
         return made
 
     for made in ran(body):
@@ -125,7 +125,7 @@ def test_a_graph_is_replayed_after_its_communicator_was_suspended():
 
 
 def test_a_replay_during_an_eager_call_is_noticed():
-    """The two kernels of a rank meet, or those of two ranks that began with different ones."""
+    """The two kernels of one rank overlap, or two ranks run different ones first."""
 
     def body(comm):
         x, y = inputs(comm.rank), inputs(comm.rank)

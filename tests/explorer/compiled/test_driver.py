@@ -1,4 +1,4 @@
-"""The driver of a simulated GPU: what a launch is given, and CUDA's rules."""
+"""The driver of a simulated GPU: the arguments of launches, and CUDA's rules."""
 
 import ctypes
 import functools
@@ -35,7 +35,7 @@ _ranks = itertools.count(100)
 
 
 def device():
-    """One whose context no other test has loaded anything into."""
+    """A GPU whose context no other test has used."""
     return gpu(StubExecutor(), rank=next(_ranks))
 
 
@@ -72,7 +72,7 @@ def test_a_users_kernel_is_specialised_and_packed_as_tritons_dispatch_does():
 
 
 def test_a_users_function_is_loaded_again_in_a_new_context(monkeypatch):
-    """Handles are numbers from the same one on in every context."""
+    """Handles are numbers that start at the same one in every context."""
     rank, x = next(_ranks), torch.zeros(64)
     for number in range(2):
         monkeypatch.setattr(module_table, "_contexts", {})

@@ -1,4 +1,4 @@
-"""Streams, events and graphs: what begins when, and what is told to be ordered."""
+"""Streams, events and graphs: the start of launches, and the order that the detector is given."""
 
 from contextlib import contextmanager
 
@@ -26,7 +26,7 @@ def queues(device, number):
 
 
 def queued(device, *given):
-    """A queue, and its launches: of these names, dependent ones with a * at the end."""
+    """A queue and its launches by name; a name with a * at its end is a dependent launch."""
     (queue,) = queues(device, 1)
     made = [launch(name.strip("*"), dependent=name.endswith("*")) for name in given]
     for each in made:
@@ -177,7 +177,7 @@ def test_without_a_signal_a_dependent_launch_begins_at_the_end(device):
 
 
 def test_events_between_launches_allow_overlap_and_complete_after_all_earlier_work(device):
-    """CUDA says nothing about it, so a dependent launch must not rely on either."""
+    """CUDA does not specify it, so a dependent launch must not rely on either."""
     queue, other = queues(device, 2)
     elsewhere, one, two = launch("elsewhere"), launch("one"), launch("two", dependent=True)
     other.launch(elsewhere)

@@ -1,4 +1,4 @@
-"""Rows of a few epochs and rows of all threads keep what a list of every thread's last access would."""
+"""Rows of a few epochs and rows of all threads keep the same accesses as a list of every thread's last one."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ THREADS, PIECES = 24, 6
 
 
 class Model:
-    """By piece, each thread's last access; `single` pieces keep one as long as each is ordered after the one before."""
+    """Each thread's last access, by piece; `single` pieces keep one access while each is ordered after the last."""
 
     def __init__(self, known):
         self.known = known

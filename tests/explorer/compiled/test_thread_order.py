@@ -1,4 +1,4 @@
-"""The rules of the PTX memory model, one small program each: what orders two threads, and what does not."""
+"""The rules of the PTX memory model: a small program for each, in which two threads are ordered or not."""
 
 import pytest
 
@@ -151,7 +151,7 @@ def test_a_warp_early_at_the_next_barrier_does_not_order_its_accesses_by_the_las
         ("ld", "ld", []),
         ("red.add.relaxed", "red.add.relaxed", []),
         ("red.add.relaxed.gpu", "red.add.relaxed.gpu", ["scope"]),
-        # 128 bits are one access or two, and never both.
+        # A 128-bit access is one access or two.
         ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.v2.b64", []),
         ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.b64", []),
         ("st.relaxed.sys.v2.b64", "ld.relaxed.sys.b128", ["race"]),
@@ -204,7 +204,7 @@ def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_read
 
 @pytest.mark.parametrize(("first", "last"), [("st", "ld"), ("ld", "st")])
 def test_an_access_of_another_rank_hides_no_scope_error_with_an_earlier_one(first, last):
-    """The last one's scope includes the second one, which is of its rank, and not the first."""
+    """The last access's scope includes the second access, which is of the same rank, but not the first."""
     program = f"A {first}.relaxed d; A st.release f; B ld.acquire f; B {first}.relaxed d"
     assert kinds(program) == []
     assert kinds(f"{program}; C {last}.relaxed.gpu d") == ["scope"]
@@ -219,7 +219,7 @@ def test_a_launch_is_ordered_after_the_one_before_it():
 
 
 def test_launches_that_nothing_orders_race():
-    """The second has begun before the first one ends: they are on two streams."""
+    """The launches are on two streams, and the second one begins before the first one ends."""
     assert kinds("A st d; B ld e; A end; B st d", "00") == ["race"]
 
 
@@ -246,7 +246,7 @@ def test_a_chain_over_ranks_is_as_wide_as_its_narrowest_scope():
 
 
 def test_a_reader_knows_only_the_writers_that_it_has_acquired_from():
-    """Two writers and two readers of their flags: strong accesses are no race in any order."""
+    """Two writers, and two readers of their flags: strong accesses do not race in any order."""
     program = "A st d; A st.release f; B st e; B st.release g; C ld.acquire f; D ld.acquire g; C ld.relaxed g"
     program += "; D ld.relaxed f; C ld d; D ld e"
     assert kinds(program, "0101") == []

@@ -15,7 +15,7 @@ from tricomm.explorer.world.host_state import Hosts
 
 @pytest.fixture
 def device():
-    """Kernels end when host code waits, the last that began first; `seen` has what had ended at each wait."""
+    """Kernels end when host code waits, the last to begin first; `seen` has those that had ended at each wait."""
     executor, orders = StubExecutor(), SetOrders()
 
     def pause():

@@ -1,4 +1,4 @@
-"""Outcomes of small PTX programs: what the memory model allows is seen, what it forbids never is."""
+"""Outcomes of small PTX programs: those that the memory model allows occur, those that it forbids do not."""
 
 import functools
 
@@ -35,7 +35,7 @@ _BETWEEN = """
   ret;
 $other:
 """
-# The second block's first thread stores what it has read in %d4 and %d5.
+# The second block's first thread stores the values that it has read into %d4 and %d5.
 _TAIL = """
   @%p1 st.global.u64 [%d1], %d4;
   @%p1 st.global.u64 [%d1+8], %d5;
@@ -173,7 +173,7 @@ _TWO_WARPS = """
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_late_stores_of_two_warps_to_one_place_arrive_in_the_order_of_their_barrier(monkeypatch, ordered):
-    """Both are late, and a load brings the second one. The first one must not land on it."""
+    """Both stores are late, and a load makes the second one visible; the first one must not overwrite it."""
     monkeypatch.setattr(weak_memory, "_OFTEN", 0.95)
     monkeypatch.setattr(weak_memory, "_OFTEN_BEHIND", 0.95)
     if not ordered:

@@ -1,4 +1,4 @@
-"""Calls of shipped kernels that are launched one after another, with nothing between them on the stream."""
+"""Consecutive calls of shipped kernels, with nothing between them on the stream."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel may touch nothing of earlier kernels before its `griddepcontrol.wait`."""
+"""Programmatic dependent launch: before `griddepcontrol.wait` a kernel may not access memory of earlier kernels."""
 
 from contextlib import nullcontext
 
@@ -70,7 +70,7 @@ def test_an_event_between_is_no_wait():
 
 
 def test_a_dependent_launch_that_never_waits_is_named():
-    """Even if it touches nothing that other kernels use: launches after it rely on its end."""
+    """Even if it shares no memory with other kernels, because later launches rely on its end."""
     found = report(("wslp", 0, 1), ("lps-", 2, 3))
     (finding,) = found.findings
     assert finding.kind == "no_wait" and "step is a dependent launch" in str(finding)
@@ -108,7 +108,7 @@ def test_a_signal_after_the_wait_orders_earlier_accesses(between, expected):
 
 
 def test_work_of_another_stream_needs_no_wait():
-    """The second call is a dependent launch that waits; what is missing is an order with the other stream."""
+    """The second call is a dependent launch that waits; only the order with the other stream is missing."""
 
     def run(comm):
         x, y = (comm.symmetric((COUNT,), torch.int32).local.fill_(1) for _ in range(2))
@@ -125,7 +125,7 @@ def test_work_of_another_stream_needs_no_wait():
 
 
 def calls_around(order):
-    """All-reduces of one tensor on two streams in turn, as works and not, with a user's kernel after each pair."""
+    """All-reduces of one tensor on two streams in turn, with and without async_op; a user's kernel after each pair."""
 
     def run(comm):
         x = torch.full((BLOCKS * COUNT,), comm.rank + 1, dtype=torch.int32)
@@ -153,5 +153,5 @@ def test_calls_on_two_streams_with_a_users_kernel_between_are_clean():
 
 @pytest.mark.parametrize("order", ["lwsp", "lsp-"])
 def test_a_users_kernel_between_calls_that_does_not_wait_in_time_is_reported(order):
-    """Without any wait, the call after it may run next to the one before it, and both use the same mailboxes."""
+    """Without its wait, the next call may overlap the last one, which uses the same mailboxes."""
     assert {"race", "no_wait"} & kinds(calls_around(order)) == {"race"} | ({"no_wait"} if "w" not in order else set())

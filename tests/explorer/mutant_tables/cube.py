@@ -20,7 +20,7 @@ REDUCE = "kernels/collectives/all_reduce_hybrid_cube_mesh.py"
 TWO_SHOT = "kernels/collectives/all_reduce_hybrid_cube_mesh_two_shot.py"
 GATHER = "kernels/collectives/all_gather_hybrid_cube_mesh.py"
 
-# One of the quads has its ranks at other positions than they have places.
+# In one quad the positions of the ranks differ from their places.
 OTHERWISE = dgx1v().of([7, 2, 5, 0, 1, 3, 6, 4])
 _KEEP = "kept = simple_buffer(chunk, table_of(group), mesh.RELAYED + n, SPEC) + half"
 _OVER_THE_LINK = "simple_buffer(chunk, peer(group, mesh.relay(group)), mesh.RELAYED + n, SPEC)"
@@ -36,7 +36,7 @@ _MET_LL = "    status = mesh.wait_headers(chunk, 0, True, False, SPEC)\n    if s
 _RELAY = "    mesh.send_headers(chunk, 0, False, True, SPEC)\n"
 _RELAY_SEEN = "        status = mesh.wait_headers(chunk, 0, False, True, SPEC)\n    first"
 _AGAIN = "        status = mesh.wait_headers(chunk, 1, True, False, SPEC)\n    for step"
-# Two schedules of short calls: eight ranks take a while.
+# Two schedules of short calls, because eight ranks take long.
 _mutant = partial(Mutant, schedules=2, world_size=CUBE_RANKS, sizes=(3,))
 
 CUBES = (

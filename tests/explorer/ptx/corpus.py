@@ -1,4 +1,4 @@
-"""The PTX that this Triton makes of shipped and other kernels, compiled once a run; no assembler, no GPU."""
+"""The PTX that this Triton generates for shipped and other kernels, compiled once a run; no assembler, no GPU."""
 
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tricomm.perf.machine_code.kernel_report import Variant, compile_variant
 
 @contextmanager
 def without_assembler() -> Iterator[None]:
-    """Triton stops at PTX, and leaves nothing in its cache: a kernel from there would have no machine code."""
+    """Triton stops at PTX and caches nothing, because a cached kernel would have no machine code."""
     with (
         tempfile.TemporaryDirectory() as folder,
         triton.knobs.cache.scope(),

@@ -1,6 +1,6 @@
-"""Small changes to a kernel's PTX: a barrier, a fence, an order, a scope or a width taken away, flags before data.
+"""Small changes to a kernel's PTX: a barrier, a fence, an order, a scope or a width removed, a flag before its data.
 
-A mutation keeps the number of lines, so that a finding's PTX line is a line of the kernel as it was.
+A mutation keeps the number of lines, so that a finding's PTX line is also that line of the original kernel.
 """
 
 import re
@@ -95,7 +95,7 @@ def _orders(code: str, line: int) -> Iterator[Mutation]:
 
 
 def _widths(code: str, line: int) -> Iterator[Mutation]:
-    """A strong access of 64 bits or a pair of them in pieces: halves of 64 bits are no harm to an LL word."""
+    """A strong access of 64 bits, or of a pair of them, in pieces. Halves of 64 bits are harmless in an LL word."""
     for match in _ACCESS.finditer(code):
         bits, number = int(match["bits"]), int(match["number"] or 1)
         if bits == 64 and re.search(r"\.(volatile|relaxed|acquire|release)\b", match["how"]):

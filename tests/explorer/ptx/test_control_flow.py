@@ -1,4 +1,4 @@
-"""Meeting points, loops and liveness against their definitions, on random kernels."""
+"""Reconvergence points, loops and liveness compared with their definitions, on random kernels."""
 
 import random
 

@@ -109,7 +109,7 @@ def test_names_of_an_inner_scope_shadow_outer_ones():
 
 
 def test_python_lines():
-    """Inline assembly has the line of its first location, and so does what follows it until the next one."""
+    """Inline assembly has the line of its first location, as have the instructions up to the next location."""
     loc = ".loc\t2 {} 5, function_name $L__info_string{}, inlined_at 1 7 3\n"
     body = (
         ".loc 1 7 3\nmov.b32 %r1, 0;\n"
@@ -139,7 +139,7 @@ def test_a_shipped_kernel():
     pushes = [i for i in kernel.instructions if i.name.startswith("st.relaxed.sys.global.v2")]
     assert pushes and all(i.inline and i.guard and i.source[0].file.endswith("primitives.py") for i in pushes)
     assert all(i.source for i in kernel.instructions)
-    if triton.__version__ >= "3.8":  # older ones name an inlined line, and not who called it
+    if triton.__version__ >= "3.8":  # older ones name an inlined line, but not its caller
         assert pushes[0].source[-1].file.endswith("send.py")
 
 

@@ -1,4 +1,4 @@
-"""Communication kernels of kinds that public Triton code has, each right, and wrong in ways that happen.
+"""Communication kernels like those in public Triton code, each in a right version and with common mistakes.
 
 No code is copied from the kernels that they are modelled on; each file says where its protocol is from. They were
 written without knowledge of the detector. The constexpr BUG chooses a mistake; "" is the right version. `# @ mark` at

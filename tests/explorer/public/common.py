@@ -14,7 +14,7 @@ INT = torch.int32
 
 @dataclass(frozen=True)
 class Mistake:
-    """A value of BUG, and what the explorer must say of it.
+    """A value of BUG, and the findings that it must have.
 
     kinds   kinds of finding, any of them, separated by blanks
     pairs   the marks of two lines that a race or a scope may be between, any of them
@@ -53,7 +53,7 @@ Launch = Callable[[torch.Tensor, torch.Tensor, int], None]
 
 
 def gathers(comm: Communicator, calls: int, n: int, launch: Launch) -> list[torch.Tensor]:
-    """The outputs of `launch(input, output, call)`, each of which has to be all ranks' inputs one after another."""
+    """The outputs of `launch(input, output, call)`, each of which must be the concatenation of all ranks' inputs."""
     world = range(comm.world_size)
     outs = _outputs(comm, calls, n, n * comm.world_size, launch)
     return right(outs, [torch.cat([numbers(rank, call, n) for rank in world]) for call in range(calls)])
@@ -67,6 +67,6 @@ def _outputs(comm: Communicator, calls: int, n: int, count: int, launch: Launch)
 
 
 def right(outs: list[torch.Tensor], expected: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Only when all calls are over: a rank that stops in the middle would leave its peers in their kernels."""
+    """Compare after all calls: a rank that stops earlier would leave its peers in their kernels."""
     assert all(torch.equal(out, want) for out, want in zip(outs, expected, strict=True)), (outs, expected)
     return outs

@@ -16,7 +16,7 @@ from tricomm import Communicator
 
 @triton.jit
 def _grid_barrier(counter, BUG: tl.constexpr):
-    """All blocks meet. The counter only grows: whoever arrives reads from it which round it is."""
+    """A barrier of all blocks. The counter only grows, and a block that arrives computes the round from it."""
     blocks = tl.num_programs(0)
     scope: tl.constexpr = "cta" if BUG == "cta scope" else "gpu"
     sem: tl.constexpr = "relaxed" if BUG == "relaxed arrival" else "release"

@@ -67,7 +67,7 @@ def finite(bits, kind):
 
 
 def _whole(x, mode, minus):
-    """A fraction that is not negative, rounded to an integer; `minus`: it stands for a negative number."""
+    """A non-negative fraction, rounded to an integer; `minus`: as the magnitude of a negative number."""
     floor = math.floor(x)
     rest = x - floor
     if mode == "rz" or not rest:
@@ -161,7 +161,7 @@ def root(a, kind, mode="rn"):
         return kind.nan
     if x == INFINITE or x == 0:
         return a
-    # 2^200 more than enough digits, and one more if there is a rest, decide the rounding.
+    # 200 more binary digits than needed, and one more for a remainder, decide the rounding.
     scaled = x * 4**1400
     result = math.isqrt(math.floor(scaled))
     exact = result * result == scaled

@@ -129,7 +129,7 @@ def test_wider_floats(to, of):
     def exact(a):
         return converted(a, to, of)
 
-    # The bits of a NaN: canonical from a half to a float, as the hardware does it; else the host's.
+    # The bits of a NaN: canonical from half to float, as in hardware; otherwise the host's.
     given = [row for row in float_rows(KINDS[of], 1) if value(row[0], KINDS[of]) != NAN]
     check(f"cvt.{to}.{of} d, a", given, exact, d=register(to), a=register(of))
     if (to, of) == ("f32", "f16"):

@@ -18,7 +18,7 @@ def words(kind, names="dabc"):
 
 
 def check_floats(text, given, expected, kind, names="dabc"):
-    """A NaN of a double is the host's: only that it is one counts."""
+    """A NaN of a double has the host's bits, so any NaN is right."""
     if kind != "f64":
         check(text, given, expected, **words(kind, names))
         return
@@ -30,7 +30,7 @@ def check_floats(text, given, expected, kind, names="dabc"):
 
 
 def operations(kind):
-    """(operands, model) by name; a rounding is said where it has to be."""
+    """(operands, model) by name; a rounding is given if it is required."""
     form = KINDS[kind]
     sign, inverse = 1 << form.bits - 1, form.bias << form.digits
 
@@ -97,7 +97,7 @@ def test_operations(kind, name):
 
 
 def test_fma_that_two_roundings_get_wrong():
-    """1 + 2^-24 is a tie of floats: what lies below it decides, and a sum in double precision loses it."""
+    """1 + 2^-24 is a tie of floats: the digits below it decide, and a sum in double precision loses them."""
     one, tie = 0x3F800000, 0x33800000
     for tiny in (1, 0x80000001, 0x00800000, 0x80800000):
         given = [(tie, one, one), (tie, one, one | 1)]
@@ -203,7 +203,7 @@ def test_approximations(name):
 
 
 def test_gross_approximations_of_doubles():
-    """Of the upper half of a double, 20 digits; its lower half is zero, and so are subnormal numbers."""
+    """20 digits in the upper half of a double; the lower half is zero, and subnormal numbers become zero."""
     top = model.Kind(11, 20, 0)
     for name, function in (("rcp", lambda x: model.divide(0x3FF00000, x, top)), ("rsqrt", None)):
         for (a,) in float_rows(F64, 1):

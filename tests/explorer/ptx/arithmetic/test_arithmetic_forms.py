@@ -1,4 +1,4 @@
-"""Which instructions are known: all that Triton makes of the shipped kernels. Others are refused by name."""
+"""All instructions that Triton generates for the shipped kernels are supported; others are refused by name."""
 
 import pytest
 
@@ -52,13 +52,13 @@ def test_every_kernel_is_known(kernel):
     "kernel", some(COMPILED, lambda _, k: k.name == "all_gather_one_shot_simple", most), ids=lambda kernel: kernel.name
 )
 def test_every_kernel_compiles_for_misaligned_tensors(kernel):
-    """Loops that have no round there are not written: Triton 3.6 crashes on them."""
+    """Loops without a round are left out, because Triton 3.6 crashes on them."""
     variant = Variant(kernel.name, "sm_90", world_size=8 if kernel.needs_cube else 3, aligned=False)
     assert unknown(parsed(variant)) == []
 
 
 def test_an_unknown_instruction_is_refused_by_name_and_place():
-    """Taken from a shipped kernel, of which one word was changed."""
+    """An instruction of a shipped kernel, with one word changed."""
     text = shipped(QUICK[0])
     line = next(i for i, row in enumerate(text.splitlines(), 1) if "add.rn.f32" in row)
     kernel = parse(text.replace("add.rn.f32", "add.rna.f32", 1))

@@ -1,7 +1,7 @@
 """Random instructions whose operands are literals, the same in all threads, steps from thread to thread, or loaded.
 
-The machine computes with one number where it can, and else by the rule; the rule over arrays is the model, because
-test_arithmetic_*.py compare that with Python's integers.
+The machine computes with one number if it can, otherwise by the rule. The rule over arrays is the model, because
+test_arithmetic_*.py compare it with Python's integers.
 """
 
 import itertools

@@ -26,7 +26,7 @@ def kernel(body: str, parameters: int = 1, variables: str = "", target: str = "s
 
 
 def run(code, arguments, threads=32, blocks=1, unit="warp", shared=0, watched=False, steps=grid.STEPS):
-    """Arrays are passed by address, numbers as they are. Returns the surroundings of all units if `watched`."""
+    """Arrays are passed by address, numbers as they are. Returns the environments of all units if `watched`."""
     memory, words = GlobalMemory(), []
     for argument in arguments:
         if isinstance(argument, np.ndarray):

@@ -1,4 +1,4 @@
-"""Lanes that part: loops with different trip counts, early exits, barriers and exchanges of some lanes."""
+"""Divergent lanes: loops with different trip counts, early exits, barriers and exchanges of some lanes."""
 
 import numpy as np
 import pytest

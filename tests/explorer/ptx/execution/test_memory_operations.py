@@ -1,4 +1,4 @@
-"""Every form of a memory access, in warps and blocks, watched and not, against what Python's own memory says."""
+"""Every form of a memory access, in warps and blocks, watched and not, compared with the contents of NumPy arrays."""
 
 import numpy as np
 import pytest
@@ -149,7 +149,7 @@ def _s(value):
 @HOW
 @pytest.mark.parametrize("op, kind, model", ATOMICS, ids=lambda v: v if isinstance(v, str) else "")
 def test_atomics_lane_after_lane(op, kind, model, unit, watched):
-    """Three words are shared by all lanes; old values come back."""
+    """All lanes share three words; the old values are returned."""
     memory, old = np.array([5, 0x80000001, 77], "u4"), np.zeros(32, "u4")
     text = f"""{TID} rem.u32 %r1, %r0, 3; mul.wide.u32 %rd9, %r1, 4; add.s64 %rd10, %rd0, %rd9;
         mul.lo.u32 %r2, %r0, 0x9E3779B1; atom.global.gpu.acq_rel.{op}.{kind} %r3, [%rd10], %r2;

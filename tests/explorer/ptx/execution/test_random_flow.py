@@ -12,7 +12,7 @@ THREADS, BLOCKS, REGISTERS = 48, 2, 6
 
 
 class Flow:
-    """A program as nested lists, its PTX, and what a thread makes of it."""
+    """A program as nested lists, its PTX, and its result for a thread."""
 
     def __init__(self, seed):
         self.random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Shipped all-reduces as PTX, two ranks: bits equal to torch's, by warps, by blocks, and with all lanes apart."""
+"""Shipped all-reduces as PTX, two ranks: torch's bits, executed by warps, by blocks, and with all lanes diverged."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def test_all_reduce(algorithm, protocol):
 
 
 def test_in_pieces(monkeypatch):
-    """As if lanes had parted at the first instruction and never met: the other half of the generated code."""
+    """As if lanes diverged at the first instruction for good, which runs the other half of the generated code."""
     ran = []
 
     def run(unit):

@@ -1,4 +1,4 @@
-"""Units of the PTX machine that take turns, over surroundings that perform every access at once."""
+"""Units of the PTX machine that take turns, in an environment that performs every access at once."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import greenlet
 
 
 class Deadlock(Exception):
-    """No unit of the launches that run together can continue."""
+    """No unit of the concurrent launches can continue."""
 
 
 class PassOn:
-    """Surroundings of one unit. `accesses` and `told` have what they saw, the accesses only if it is to be kept."""
+    """The environment of one unit. `told` has its events, `accesses` its accesses if they are to be kept."""
 
     def __init__(self, turns: RoundRobin, keeps: bool) -> None:
         self.turns, self.keeps, self.accesses, self.told, self._made = turns, keeps, [], [], 0
@@ -51,7 +51,7 @@ class PassOn:
 
 
 class RoundRobin:
-    """Units as greenlets. `around` has their surroundings."""
+    """Units as greenlets. `around` has their environments."""
 
     def __init__(self, units, keeps: bool) -> None:
         self.around = [PassOn(self, keeps) for _ in units]
@@ -91,7 +91,7 @@ class RoundRobin:
 
 
 def run(launches, keeps: bool = False) -> list[PassOn]:
-    """Run all units of all launches in turns, until all have ended; returns their surroundings."""
+    """Run all units of all launches in turns, until all have ended; returns their environments."""
     robin = RoundRobin([unit for blocks in launches for block in blocks for unit in block.units], keeps)
     robin.run()
     return robin.around
