@@ -96,6 +96,17 @@ LONG = (
 )
 
 
+# Name, ratio of `c10d_overhead`, and the most that it may be.
+HOST = (
+    ("host time over `fake`: direct", "communicator_over_fake", 0.7),
+    ("host time over `fake`: through c10d", "c10d_over_fake", 1.6),
+    ("host time over all_reduce in place: all_reduce, out=", "out_over_in_place", 1.2),
+    ("host time over all_reduce in place: all_gather", "all_gather_over_in_place", 1.2),
+    ("host time over all_reduce in place: reduce_scatter", "reduce_scatter_over_in_place", 1.2),
+    ("host time over all_reduce in place: broadcast", "broadcast_over_in_place", 1.2),
+)
+
+
 @dataclass(frozen=True)
 class Bar:
     """A number and its limits: at most `most`, at least `least`, at most `ratio` of its earlier value."""
@@ -157,8 +168,7 @@ def bars(graphs: bool = False) -> Iterator[Bar]:
     yield Bar(f"{FORMS[0].name}: registers a thread", "")
     for name in kraken.INSTRUCTIONS:
         yield Bar(f"{name} over symmetric memory, bf16: SASS instructions for 16 bytes", "", kraken.INSTRUCTIONS[name])
-    yield Bar("host time over `fake`: direct", "", 0.7)
-    yield Bar("host time over `fake`: through c10d", "", 1.6)
+    yield from (Bar(name, "", most) for name, _, most in HOST)
 
 
 def _rows(count: int) -> str:
@@ -225,8 +235,7 @@ def _units() -> Iterator[tuple[str, Callable[[], Row]]]:
     for kernel in kraken.INSTRUCTIONS:
         name = f"{kernel} over symmetric memory, bf16: SASS instructions for 16 bytes"
         yield name, partial(_row, (name,), partial(_steady, f"all_reduce_{kernel}_zero_copy"))
-    names = "host time over `fake`: direct", "host time over `fake`: through c10d"
-    yield names[0], partial(_row, names, _host)
+    yield HOST[0][0], partial(_row, tuple(name for name, _, _ in HOST), _host)
 
 
 def _row(names: tuple[str, ...], get: Callable[[], tuple[Value, ...]]) -> Row:
@@ -335,7 +344,7 @@ def _steady(kernel: str) -> tuple[Value, ...]:
 
 def _host() -> tuple[Value, ...]:
     times = c10d_overhead.measure()
-    return times["communicator_over_fake"], times["c10d_over_fake"]
+    return tuple(times[ratio] for _, ratio, _ in HOST)
 
 
 def lines(before: dict[str, Any] | None, now: dict[str, Any], graphs: bool = False) -> list[str]:

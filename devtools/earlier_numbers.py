@@ -25,6 +25,8 @@ def find(against: Path, graphs: bool = False) -> dict[str, Any]:
         return _commit(str(against), graphs)
     if against.is_file():
         text = against.read_text()
+    elif graphs and not (against / "devtools" / "graph_bars.py").exists():
+        raise InvalidArgument(f"{against} is of before devtools/graph_bars.py; compare with it without --graphs")
     elif (against / "devtools" / "bars.py").exists():
         command = [sys.executable, "-m", "devtools.bars", "--json", *["--graphs"][: int(graphs)]]
         done = subprocess.run(
