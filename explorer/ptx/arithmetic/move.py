@@ -13,10 +13,12 @@ _MOVED = ("pred", "b16", "b32", "b64", "b128", "u16", "u32", "u64", "s16", "s32"
 
 
 def rule(form: Form) -> Rule | None:
-    if form.opcode != "mov" or form.flags or form.types not in {(kind,) for kind in _MOVED}:
+    if form.opcode != "mov" or form.types not in {(kind,) for kind in _MOVED}:
         return None
     kind = numpy_type(form.type)
     word = f"u{kind[1:]}" if kind[0] == "i" else kind
+    if form.flags:
+        return _vector(form, word)
     if form.packs:
         return _pack(form, word) if form.type[0] == "b" and len(form.destinations) == 1 else None
     if form.unpacks:
@@ -24,6 +26,15 @@ def rule(form: Form) -> Rule | None:
     if not form.has(1, 1):
         return None
     return form.rule((word,), (word,), "{0}", either=word if word[0] == "u" else None)
+
+
+def _vector(form: Form, word: str) -> Rule | None:
+    """`mov.v4.b32 %v, %w`, or one source for all elements."""
+    count, sources = len(form.destinations), len(form.sources)
+    if form.flags not in (("v2",), ("v4",)) or f"v{count}" != form.flags[0] or sources not in (1, count):
+        return None
+    moved = ", ".join(f"{{{i % sources}}}" for i in range(count))
+    return form.rule((word,) * sources, (word,) * count, f"({moved})")
 
 
 def _part(form: Form, count: int) -> str | None:

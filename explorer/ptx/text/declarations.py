@@ -41,15 +41,18 @@ def parameters(text: str) -> tuple[Parameter, ...]:
 def registers(text: str, scope: Scope) -> None:
     """Add what `.reg ...` declares to `scope`."""
     words = re.findall(r"\.(\w+)", text.split("%")[0])
-    if re.search(r"\.v[248]\b", text):
-        raise InvalidArgument(f"{text!r}: vectors of registers are not known")
-    kind = _kind(words[1:], text)
+    kind, vector = _kind(words[1:], text), re.search(r"\.v([24])\b", text)
     names = text[text.index("." + kind) + len(kind) + 1 :]
     for part in divided(names.strip()):
         match = _DECLARED.fullmatch(part)
-        if match is None or match[3]:
+        if match is None or match[3] or (vector and match[2]):
             raise InvalidArgument(f"{text!r}: {part!r} is no register")
-        if match[2]:
+        if vector:
+            elements = [f"{part}.{letter}" for letter in "xyzw"[: int(vector[1])]]
+            made = {element: Register(scope.unique(element), kind) for element in elements}
+            scope.registers |= made
+            scope.vectors[part] = tuple(made.values())
+        elif match[2]:
             scope.counted[match[1]] = (kind, int(match[2]))
         else:
             scope.registers[part] = Register(scope.unique(part), kind)

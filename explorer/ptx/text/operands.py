@@ -75,6 +75,8 @@ def operand(text: str, scope: Scope) -> Operand:
     """
     if (register := scope.register(text)) is not None:
         return register
+    if (elements := scope.vector(text)) is not None:
+        return Vector(elements)
     head = text[:1]
     if head == "[":
         return _address(text, scope)

@@ -27,6 +27,7 @@ class Scope:
     """One pair of braces. `number` is 0 for the kernel's own; names of an inner scope end with `@` and the number.
 
     counted     `%r` -> (kind, count) of `.reg .b32 %r<160>`
+    vectors     `%v` -> `%v.x`, `%v.y`, ... of `.reg .v4 .b32 %v`
     variables   name -> unique name
     labels      name -> unique name
     """
@@ -35,6 +36,7 @@ class Scope:
     outer: Scope | None = None
     registers: dict[str, Register] = field(default_factory=dict)
     counted: dict[str, tuple[str, int]] = field(default_factory=dict)
+    vectors: dict[str, tuple[Register, ...]] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)
     labels: dict[str, str] = field(default_factory=dict)
 
@@ -44,9 +46,15 @@ class Scope:
     def register(self, name: str) -> Register | None:
         """The register of that name here or in a scope around, or None."""
         for scope in self._outwards():
+            if name in scope.vectors:
+                return None
             if (declared := scope.registers.get(name) or scope._of_a_range(name)) is not None:
                 return declared
         return None
+
+    def vector(self, name: str) -> tuple[Register, ...] | None:
+        """The elements of the vector of that name here or in a scope around, or None."""
+        return next((scope.vectors[name] for scope in self._outwards() if name in scope.vectors), None)
 
     def symbol(self, name: str) -> Symbol | None:
         """The variable or parameter of that name, or None."""
