@@ -328,7 +328,8 @@ class ThreadDetector:
                 shadow.displaced.note(maker.team, pieces[copies], slots[copies], times[copies], stamp.record, kind)
             if scope:
                 shadow.message[pieces], shadow.word[pieces] = stamp.messages[which], stamp.word
-                shadow.waiting[pieces] = True if again is None else np.where(again, before, True)
+                signal = words or access.elements == 1  # a vector may tear: it is data, which may stay unread
+                shadow.waiting[pieces] = signal if again is None else np.where(again, before, signal)
                 if words and not place.bytes(access.itemsize).any():  # a cleared word is no message
                     shadow.waiting[pieces], shadow.taking[pieces], shadow.cleared[pieces] = False, 0, True
 

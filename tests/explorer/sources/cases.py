@@ -1,0 +1,138 @@
+"""Public kernels over symmetric memory, in checkouts that a folder holds: what is called, and what is found.
+
+Nothing of them is in this project. Each case is one command: `tricomm check FILE:FUNCTION --args ARGUMENTS`.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function of a checkout, the finding that it has ("" for none), and the text of the lines that this names.
+
+    real    a GPU can do it; False: PTX allows it, and no GPU of today does it
+    """
+
+    file: str
+    function: str
+    arguments: str
+    kind: str = ""
+    lines: tuple[str, ...] = ()
+    real: bool = True
+    stubs: tuple[str, ...] = ()
+    compiled: str = "sm_90"
+    schedules: int = 20
+
+    @property
+    def project(self) -> str:
+        return self.file.partition("/")[0]
+
+
+def _ones(*shape: int) -> str:
+    return f"torch.ones({', '.join(map(str, shape))}, dtype=torch.bfloat16, device='cuda')"
+
+
+def _symmetric(*shape: int) -> str:
+    return f"symm_mem.empty({', '.join(map(str, shape))}, dtype=torch.bfloat16, device='cuda')"
+
+
+def _kept(*shape: int) -> str:
+    """A symmetric tensor that all calls of a rank use, as those of a model do."""
+    return f"globals().setdefault('kept', {_symmetric(*shape)})"
+
+
+def _handle(tensor: str) -> str:
+    return f"symm_mem.rendezvous({tensor}, dist.group.WORLD)"
+
+
+def _kraken(file: str, *arguments: str, kind: str = "", lines: tuple[str, ...] = (), **more: object) -> Case:
+    function = file.rpartition("/")[2].removesuffix("_fused").replace("copy_engine_all_gather", "all_gather_w_progress")
+    return Case(f"kraken/kraken/{file}.py", function, ", ".join(arguments), kind, lines, **more)  # type: ignore[arg-type]
+
+
+_ROWS = _kept(4, 64), _ones(4, 64), _ones(4, 64)
+_TILE = "BLOCK_SIZE_M=32, BLOCK_SIZE_N=32, BLOCK_SIZE_K=32"
+_GEMM_RACE = "tl.store(", "tl.load("
+KRAKEN = (
+    _kraken("comm/one_shot_all_reduce", f"{_kept(1000)}.fill_(rank)", "BLOCK_SIZE=512", "num_warps=4", schedules=60),
+    _kraken("comm/two_shot_all_reduce", f"{_ones(512)} * rank", "BLOCK_SIZE=128", "num_warps=4", schedules=60),
+    _kraken("comm/copy_engine_all_gather", f"{_symmetric(64)}.fill_(rank)"),
+    _kraken("fused/one_shot_all_reduce_bias", _kept(64), _ones(64), _ones(64), _ones(64)),
+    _kraken("fused/two_shot_all_reduce_bias", *_ROWS, _ones(4, 64)),
+    _kraken("fused/one_shot_all_reduce_bias_rms_norm", *_ROWS, _ones(64), _ones(4, 64), schedules=5),
+    _kraken("fused/two_shot_all_reduce_bias_rms_norm", *_ROWS, _ones(64), _ones(4, 64), schedules=3),
+    _kraken(
+        "fused/all_gather_matmul",
+        f"{_symmetric(64, 64)}.fill_(rank)",
+        f"{_ones(64, 64)}.T",
+        "block_size_m=32, block_size_n=32, block_size_k=32, num_warps=4",
+        compiled="sm_80",
+        schedules=3,
+    ),
+    _kraken("fused/gemm_one_shot_all_reduce_fused", _ones(32, 32), _ones(32, 32), _TILE, kind="race", lines=_GEMM_RACE),
+    _kraken("fused/gemm_reduce_scatter_fused", _ones(64, 32), _ones(32, 32), _TILE, kind="race", lines=_GEMM_RACE),
+)
+
+_COMM = "flashinfer/flashinfer/comm"
+_QUANTIZED = f"{_COMM}/quantized_allreduce.py", "quantized_all_reduce"
+_FP8 = "(torch.arange(256, device='cuda') / 7 + rank).bfloat16(), dist.group.WORLD, scale_group=32, block_size=64"
+_FLASHINFER_STUBS = "flashinfer.utils", "flashinfer.api_logging"
+_PADS = f"tuple({_handle(_kept(8))}.get_signal_pad(r, dtype=torch.int32) for r in range(world_size)), rank"
+FLASHINFER = (
+    Case(*_QUANTIZED, f"{_FP8}, num_warps=2", "rank_mismatch", stubs=_FLASHINFER_STUBS),
+    Case(
+        *_QUANTIZED, f"{_FP8}, num_warps=2, p2p_phase3=True", "race", ("tl.load(", "tl.store("), stubs=_FLASHINFER_STUBS
+    ),
+    Case(
+        f"{_COMM}/all_gather_matmul/all_gather_matmul_triton.py",
+        "barrier_triton",
+        _PADS,
+        "scope",
+        ("tl.atomic_cas(deposit_pad + rank, 0, 1)", "tl.atomic_cas(withdraw_pad + peer, 1, 0)"),
+    ),
+)
+
+_NVLS = "Megatron-LM/megatron/core/inference/communication/torch_symm_triton"
+_MEGATRON_STUBS = ("megatron.core.utils",)
+_GATHER = f"{_kept(2, 1024)}, {_symmetric(1024)}.fill_(rank), {_handle(_kept(2, 1024))}, num_warps=2, BLOCK_SIZE=64"
+_SCATTER = f"{_symmetric(1024)}, {_kept(2, 1024)}.fill_(rank), {_handle(_kept(2, 1024))}, num_warps=2, BLOCK_SIZE=64"
+_ROW = f"{_symmetric(1024)}.fill_(1)"
+_FUSED = f"{_symmetric(1024)}, {_kept(2, 1024)}.fill_(rank), {_handle(_kept(2, 1024))}, {_ROW}, {_ROW}, 1e-5"
+_COUNTS = "*torch.tensor([[4 * rank], [4]], dtype=torch.int32, device='cuda'), 2"
+_LOAD = ("", "ld_128(multicast_ptrs")
+MEGATRON = tuple(
+    Case(f"{_NVLS}/{file}.py", function, arguments, kind, lines, kind == "", _MEGATRON_STUBS)
+    for file, function, arguments, kind, lines in (
+        ("collectives", "multimem_all_gather", f"{_GATHER}, barrier_before=True", "", ()),
+        ("collectives", "multimem_reduce_scatter", _SCATTER, "race", _LOAD),
+        ("fused_collectives", "fused_multimem_rs_add_norm_ag", _FUSED, "race", _LOAD),
+        (
+            "variable_collectives",
+            "multimem_all_gather_v",
+            f"{_kept(8, 256)}, {_symmetric(4, 256)}.fill_(rank), {_handle(_kept(8, 256))}, {_COUNTS}",
+            "",
+            (),
+        ),
+        (
+            "variable_collectives",
+            "multimem_reduce_scatter_v",
+            f"{_symmetric(4, 256)}, {_kept(8, 256)}.fill_(rank), {_handle(_kept(8, 256))}, {_COUNTS}",
+            "race",
+            _LOAD,
+        ),
+    )
+)
+
+_RECIPE = "symm-mem-recipes/symm_mem_recipes/triton_one_shot_all_reduce.py", "one_shot_all_reduce"
+_RECIPE_STUBS = ("symm_mem_recipes.utils",)
+_LINGHE = "linghe/linghe/experimental/demb.py", "triton_tp_embedding_lookup_forward"
+_LOOKUP = f"torch.tensor([1, 3, 0, 2], device='cuda'), {_ones(2, 64)} * (rank + 1)"
+OTHERS = (
+    Case(*_RECIPE, f"{_symmetric(64)}.fill_(rank)", stubs=_RECIPE_STUBS),
+    # Its blocks other than the first acquire the first one's words.
+    Case(*_RECIPE, f"{_symmetric(8192)}.fill_(rank)", "race", ("", "ld.global.v2"), False, _RECIPE_STUBS),
+    Case(*_RECIPE, f"{_kept(64)}.fill_(rank)", "race", ("", "ld.global.v2"), stubs=_RECIPE_STUBS),
+    Case(*_LINGHE, f"{_LOOKUP}, {_handle(_symmetric(256))}, dist.group.WORLD"),
+    Case(*_LINGHE, f"{_LOOKUP}, {_handle(_kept(256))}, dist.group.WORLD", "race", ("tl.load(", "tl.store(")),
+)
+CASES = (*KRAKEN, *FLASHINFER, *MEGATRON, *OTHERS)
