@@ -33,7 +33,7 @@ _PATTERNS = [(re.compile(pattern), *said) for pattern, said in _FEATURES.items()
 
 
 def unsupported(instruction: Instruction) -> str | None:
-    """What is not simulated, and a remedy; None if the instruction belongs to none of these features."""
+    """The feature that is not simulated, and a remedy; None if the instruction belongs to none of these features."""
     for pattern, feature, remedy in _PATTERNS:
         if pattern.match(instruction.name):
             return f"{feature}: not simulated; {remedy}"

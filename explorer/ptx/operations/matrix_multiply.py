@@ -32,7 +32,7 @@ def multiply(instruction: Instruction, operands: KnownOperands, partial: bool) -
         raise unknown_form(instruction, "whole warps are expected")
     depth, kind = int(form[1]), form[2]
     each = 1 if kind == "tf32" else 2  # elements of a register
-    parts = depth // (4 * each)  # registers of B; A has twice as many
+    parts = depth // (4 * each)  # registers of B; A has two times this number
     results, *sources = (flat((operand,)) for operand in instruction.operands)
     if [len(results), *map(len, sources)] != [4, 2 * parts, parts, 4] or depth != parts * 4 * each:
         raise unknown_form(instruction, "its operands do not fit its shape")

@@ -1,4 +1,4 @@
-"""A flag that nobody reads is left over; data that is stored by strong vector accesses is not."""
+"""A flag that no rank reads is left over; data that is stored by strong vector accesses is not."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def sent(vector):
     return tricomm.check(body, 2, 4, compiled="sm_90")
 
 
-def test_a_flag_that_nobody_reads_is_left_over():
+def test_a_flag_that_no_rank_reads_is_left_over():
     report = sent(False)
     assert [finding.kind for finding in report.findings] == ["leftover"], report
 

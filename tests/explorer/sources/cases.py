@@ -1,6 +1,9 @@
 """Public kernels over symmetric memory, in checkouts that a folder holds: what is called, and what is found.
 
 Nothing of them is in this project. Each case is one command: `tricomm check FILE:FUNCTION --args ARGUMENTS`.
+
+Not among them: Triton-distributed, whose kernels need its own compiler, and Helion, whose examples compile C++ for CUDA
+when they are imported. `tests/explorer/public` has kernels in their shape.
 """
 
 from dataclasses import dataclass
@@ -37,7 +40,7 @@ def _symmetric(*shape: int) -> str:
 
 
 def _kept(*shape: int) -> str:
-    """A symmetric tensor that all calls of a rank use, as those of a model do."""
+    """A symmetric tensor that all calls of a rank use."""
     return f"globals().setdefault('kept', {_symmetric(*shape)})"
 
 

@@ -71,7 +71,7 @@ MUTANTS = (
             r"local_signal_pad_addr \+ block_id",
             1,
             "local_signal_pad_addr + 1",
-            "deadlock",
+            f"deadlock {EARLY}",
         ),
         ("signals without an epoch", r"\], 1, 0;", 1, "], 1, 1;", "deadlock"),
         ("only one thread signals", r"flat_tid < world_size", 1, "flat_tid < 1", f"deadlock {EARLY}"),
