@@ -15,15 +15,15 @@ _FEATURES = {
     ),
     r"wgmma|tcgen05": (
         "matrix instructions of a warp group",
-        "compile for sm_80 (--compiled sm_80), where Triton takes mma.sync; on sm_90 it does so with num_warps below 4 "
-        "or 32 rows a tile",
+        "compile for sm_80 (--compiled sm_80; sm_89 for fp8), where Triton takes mma.sync; on sm_90 it does so with "
+        "num_warps below 4 or 32 rows a tile",
     ),
     r".*\bcluster\.|mapa|getctarank|clusterlaunchcontrol": ("clusters of blocks", "take num_ctas=1"),
     r".*\b(bulk|tensormap|mbarrier)": (
         "TMA and its barriers",
         "compile for sm_80 (--compiled sm_80), where Triton makes ordinary loads and stores of tensor descriptors",
     ),
-    r"mma": ("this matrix instruction", "take f16, bf16, or float32 as tf32, with sums in float32"),
+    r"mma": ("this matrix instruction", "take f16, bf16, fp8, or float32 as tf32, with sums in float32"),
     r"call": (
         "calls of device functions",
         "take out tl.device_print and tl.device_assert, and write in Triton what comes from a library of device code",

@@ -9,20 +9,25 @@ import triton.language as tl
 import tricomm
 from tests.explorer.ptx.execution.handwritten import kernel, run
 
-SHAPES = [("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8)]
+SHAPES = [("f16", 8), ("f16", 16), ("bf16", 8), ("bf16", 16), ("tf32", 4), ("tf32", 8), ("e4m3", 16), ("e4m3", 32)]
+SHAPES += [("e5m2", 16), ("e5m2", 32)]
+SMALL = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+EACH = {"tf32": 1, "f16": 2, "bf16": 2, "e4m3": 4, "e5m2": 4}
 
 
 def word(kind, numbers):
     """The register that holds `numbers`, the first in the lowest bits."""
     if kind == "tf32":  # its lowest 13 bits are not read
         return int(np.float32(numbers[0]).view("u4")) | 0x1ABC
+    if kind in SMALL:
+        return int(torch.tensor(numbers).float().to(SMALL[kind]).view(torch.int32)) & (1 << 32) - 1
     halves = [int(np.float16(n).view("u2")) if kind == "f16" else int(np.float32(n).view("u4")) >> 16 for n in numbers]
     return halves[0] | halves[1] << 16
 
 
 def fragments(kind, left, right, sums):
     """The registers of each lane, by where the PTX ISA puts each element."""
-    each, depth = (1 if kind == "tf32" else 2), left.shape[1]
+    each, depth = EACH[kind], left.shape[1]
     half = 4 * each
     a = [[[0] * each for _ in range(2 * depth // half)] for _ in range(32)]
     b = [[[0] * each for _ in range(depth // half)] for _ in range(32)]
@@ -58,7 +63,7 @@ def test_a_product_is_exact(kind, depth, unit):
     rng = np.random.default_rng(depth)
     registers, sums, wanted = [], [], []
     for _ in range(2):  # two warps
-        left, right, start = (rng.integers(-9, 10, shape) for shape in ((16, depth), (depth, 8), (16, 8)))
+        left, right, start = (rng.integers(-4, 5, shape) for shape in ((16, depth), (depth, 8), (16, 8)))
         parts, own = fragments(kind, left, right, start)
         registers.append(parts)
         sums.append(own)
@@ -76,6 +81,19 @@ def test_a_sum_is_rounded_once():
     assert (out == 2.0**24 + 2).all()
 
 
+def test_what_is_no_number_is_the_canonical_one():
+    left, right, start = np.zeros((16, 16)), np.ones((16, 8)), np.zeros((16, 8))
+    left[3, 5] = np.inf
+    right[5, 2] = 0.0
+    given, out = fragments("f16", left, right, start)
+    run(kernel(text("f16", 16, given.shape[1] // 3), 2), [given, out])
+    wanted = np.zeros((16, 8))
+    wanted[3] = np.inf
+    wanted[3, 2] = np.nan
+    _, expected = fragments("f16", left, right, wanted)
+    assert np.array_equal(out, expected, equal_nan=True) and set(out[np.isnan(out)].view("u4")) == {0x7FFFFFFF}
+
+
 @triton.jit
 def dot(x_ptr, y_ptr, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     m, n, k = tl.arange(0, M)[:, None], tl.arange(0, N), tl.arange(0, K)
@@ -85,12 +103,18 @@ def dot(x_ptr, y_ptr, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
 
 @pytest.mark.parametrize(
     ("dtype", "architecture", "warps"),
-    [(torch.bfloat16, "sm_90", 2), (torch.float16, "sm_80", 4), (torch.float32, "sm_80", 1)],
+    [
+        (torch.bfloat16, "sm_90", 2),
+        (torch.float16, "sm_80", 4),
+        (torch.float32, "sm_80", 1),
+        (torch.float8_e4m3fn, "sm_89", 4),
+        (torch.float8_e5m2, "sm_89", 2),
+    ],
 )
 def test_a_dot_of_triton_is_exact(dtype, architecture, warps):
     def body(comm):
-        x = (torch.arange(32 * 64).reshape(32, 64) % 13 - 6).to(dtype)
-        y = (torch.arange(64 * 16).reshape(64, 16) % 11 - 5).to(dtype)
+        x = (torch.arange(32 * 64).reshape(32, 64) % 7 - 3).float().to(dtype)
+        y = (torch.arange(64 * 16).reshape(64, 16) % 9 - 4).float().to(dtype)
         out = torch.full((32, 16), float("nan"))
         comm.launch(dot, 1, x, y, out, M=32, N=16, K=64, num_warps=warps)
         return out, x.float() @ y.float()
