@@ -19,6 +19,7 @@ from tricomm.explorer.report.findings import KINDS, Execution, Finding, Outcome,
 from tricomm.explorer.report.report import CampaignPlan, Report, options_of
 from tricomm.explorer.schedule import shrinking
 from tricomm.explorer.schedule.contention import Contention
+from tricomm.explorer.schedule.host_watchdog import OutOfTime
 from tricomm.explorer.schedule.strategies import NAMES, Given, Priorities, RandomWalk, Strategy
 from tricomm.explorer.simulation import architecture_of, prepared
 from tricomm.explorer.world import oracle
@@ -33,6 +34,18 @@ _DEPTHS = (2, 3, 4)
 _KEEP = (0.0, 0.0, 0.5, 0.9)
 _MOST_STEPS = 200_000
 _PATIENT = 12
+_SAME = (
+    "world_size",
+    "strategy",
+    "preemptions",
+    "seed",
+    "faults",
+    "residency",
+    "options",
+    "subject",
+    "identical",
+    "compiled",
+)
 
 
 def check(
@@ -51,6 +64,8 @@ def check(
     ignore: Sequence[str] = (),
     compiled: str | None = None,
     progress: Callable[[int, int], None] | None = None,
+    budget: float | None = None,
+    since: Report | None = None,
 ) -> Report:
     """Run `fn(comm)` for all ranks under many schedules, and report what is wrong in any of them.
 
@@ -81,11 +96,20 @@ def check(
     their PTX is executed, warp by warp, with the memory model of PTX for every thread; a finding names the Python
     lines and the PTX instruction. The default `options` then have room for a GPU's tiles.
 
+    After `budget` seconds the campaign ends, also in the middle of a schedule, which then does not count; `schedules`
+    may be None. `since` is the report of an earlier campaign with the same arguments, except `schedules` and `budget`:
+    its schedules are not run again, but its findings are. Not for "exhaustive".
+
     Raises `InvalidArgument` for bad arguments, for a function that takes no communicator, makes a call in another
     thread or blocks outside of tricomm, and for a kernel that the interpreter cannot run. Sources of the method: CHESS
     (bounded preemptions), PCT (priorities), HRF and the PTX memory model (scopes).
     """
-    plan = _plan(schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
+    began = time.monotonic()
+    if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int | float) or not budget > 0):
+        raise InvalidArgument(f"budget={budget!r}: seconds, more than 0, are needed")
+    endless = schedules is None and budget is not None
+    plan = _plan(1 if endless else schedules, strategy, preemptions, seed, faults, identical, keep_going, options)
+    plan = replace(plan, schedules=schedules)
     if isinstance(ignore, str) or any(kind not in KINDS for kind in ignore):
         raise InvalidArgument(f"ignore={ignore!r}: a list of {', '.join(KINDS)} is needed")
     plan = replace(plan, ignore=frozenset(ignore))
@@ -94,8 +118,10 @@ def check(
     if options is None and compiled is None:
         options = smallest(world_size)
     subject = prepared(fn, world_size, options, residency, _MOST_STEPS, compiled)
+    if budget is not None:
+        subject = replace(subject, ends=began + budget)
     selftest.require(compiled)
-    return Campaign(subject, plan).run(progress)
+    return Campaign(subject, plan).run(progress, since)
 
 
 def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Finding]]:
@@ -103,7 +129,7 @@ def replay(report: Report, fn: Callable[[Communicator], Any]) -> list[list[Findi
     options = options_of(report.options)
     subject = prepared(fn, report.world_size, options, report.residency, _MOST_STEPS, report.compiled)
     plan = _plan(
-        report.schedules,
+        report.schedules or 1,
         report.strategy,
         report.preemptions,
         report.seed,
@@ -169,38 +195,64 @@ class Campaign:
         self._steps_of_first, self._over = 100, False
         self._first: dict[int, list[torch.Tensor]] = {}
 
-    def run(self, progress: Callable[[int, int], None] | None = None) -> Report:
-        plan, began = self._plan, time.monotonic()
-        report = Report.of(self._subject, plan)
-        for number, execution in enumerate(self._executions()):
+    def run(self, progress: Callable[[int, int], None] | None = None, since: Report | None = None) -> Report:
+        began, report = time.monotonic(), Report.of(self._subject, self._plan)
+        try:
+            if since is not None:
+                self._go_on(report, since)
+            if self._plan.keep_going or report.ok:
+                self._explore(report, progress)
+        except OutOfTime as error:
+            report.ended = f"the budget ended in schedule {report.ran}, {error}"
+        report.seconds += time.monotonic() - began
+        return report
+
+    def _explore(self, report: Report, progress: Callable[[int, int], None] | None) -> None:
+        for number, execution in self._executions(report.ran):
             outcome = self._one(number, execution)
+            findings = self._judged(outcome)
             report.ran, report.steps = number + 1, report.steps + outcome.steps
             if number == 0:
                 self._steps_of_first = outcome.steps
-            findings = self._judged(outcome)
             if findings:
-                self._keep(report, findings, replace(execution, choices=outcome.choices), number)
-                if not plan.keep_going:
+                self._keep(report, findings, replace(execution, choices=outcome.choices), number, outcome)
+                if not self._plan.keep_going:
                     break
             if progress is not None:
                 progress(number + 1, len(report.findings))
         else:
             report.complete = self._contention is None or self._over
-        report.seconds = time.monotonic() - began
-        return report
+
+    def _go_on(self, report: Report, since: Report) -> None:
+        """Have `report` begin where `since` has ended, with those of its findings that are found again."""
+        other = [name for name in _SAME if getattr(report, name) != getattr(since, name)]
+        if other or self._contention is not None:
+            why = f"another {' and '.join(other)}" if other else f'strategy="{self._plan.strategy}" begins anew'
+            raise InvalidArgument(f"since: the report is of a campaign that cannot be continued: {why}")
+        report.earlier, report.ran, report.steps, report.seconds = since.ran, since.ran, since.steps, since.seconds
+        if since.findings or self._plan.schedules is None or since.ran < self._plan.schedules:
+            first = self._one(0, self._execution(0))
+            self._judged(first)
+            self._steps_of_first = first.steps
+        for finding in since.findings:
+            shown, outcome = self._again(finding.execution)
+            again = next((f for f in shown if f.key == finding.key), None)
+            if again is not None:
+                events = () if report.findings else tuple(r.as_json() for r in outcome.records)
+                report.findings.append(again.found_in(finding.execution, finding.schedule, events))
 
     def replay(self, finding: Finding) -> list[Finding]:
         """Run one execution of an earlier campaign again, after the first schedule, with which it is compared."""
         self._judged(run_one(self._subject, self._execution(0), self._strategy(0, self._execution(0))))
         return self._again(finding.execution)[0]
 
-    def _executions(self) -> Iterator[Execution]:
-        plan, number = self._plan, 0
+    def _executions(self, number: int) -> Iterator[tuple[int, Execution]]:
+        plan = self._plan
         while plan.schedules is None or number < plan.schedules:
             if self._contention is not None and not self._contention.begin():
                 self._over = True
                 return
-            yield self._execution(number)
+            yield number, self._execution(number)
             if self._contention is not None:
                 self._contention.search.end()
             number += 1
@@ -252,7 +304,9 @@ class Campaign:
                 break
         return findings
 
-    def _keep(self, report: Report, findings: list[Finding], execution: Execution, number: int) -> None:
+    def _keep(
+        self, report: Report, findings: list[Finding], execution: Execution, number: int, outcome: Outcome
+    ) -> None:
         known = {f.key for f in report.findings}
         for finding in findings:
             if finding.key in known:
@@ -260,11 +314,13 @@ class Campaign:
             known.add(finding.key)
             first = not report.findings
             most = shrinking.STEPS if self._subject.compiled is None else shrinking.COMPILED_STEPS
+            events = tuple(r.as_json() for r in outcome.records) if first else ()
+            report.findings.append(finding.found_in(execution, number, events))  # as it is if the time ends
             smaller = shrinking.shrink(self._again, finding, execution, most) if first else execution
             shown, again = self._again(smaller)
             finding = next((f for f in shown if f.key == finding.key), finding)
             events = tuple(r.as_json() for r in again.records) if first else ()
-            report.findings.append(finding.found_in(smaller, number, events))
+            report.findings[-1] = finding.found_in(smaller, number, events)
 
     def _again(self, execution: Execution, strategy: Strategy | None = None) -> tuple[list[Finding], Outcome]:
         """Repeat an execution by its recorded choices, or under another strategy."""
@@ -275,7 +331,9 @@ class Campaign:
 def run_one(
     subject: Subject, execution: Execution, strategy: Strategy, contention: Contention | None = None
 ) -> Outcome:
-    """One examined execution."""
+    """One examined execution. Raises `OutOfTime`."""
+    if time.monotonic() >= subject.ends:
+        raise OutOfTime("before its first step")
     options = tuned(subject.options, first_epoch=execution.first_epoch)
     outcome = Ranks(replace(subject, options=options), execution, strategy, True, contention).execute()
     for error in outcome.errors.values():

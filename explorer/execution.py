@@ -28,7 +28,7 @@ from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Execution, Finding, Outcome, Subject
 from tricomm.explorer.schedule import deadlocks
 from tricomm.explorer.schedule.contention import Contention
-from tricomm.explorer.schedule.host_watchdog import Blocked, Watchdog
+from tricomm.explorer.schedule.host_watchdog import Blocked, OutOfTime, Watchdog
 from tricomm.explorer.schedule.scheduler import Ended, Scheduler
 from tricomm.explorer.schedule.strategies import Strategy
 from tricomm.explorer.schedule.tasks import Launch, State
@@ -74,6 +74,7 @@ class Ranks:
         self._scheduler.before_step, self._scheduler.stuck = self._before_step, self._stuck
         self._scheduler.unfinished = lambda task: delays is not None and any(h.task is task for h in delays.held)
         self._scheduler.flush = lambda: self._machine.release_held(now=True)
+        self._watchdog = Watchdog(self._progress, subject.options.stall_timeout, subject.ends)
         self._standins: Standins | None = None
         if subject.compiled is not None:
             self._ranks = self._compiled(subject.compiled)
@@ -116,14 +117,18 @@ class Ranks:
         return self._scheduler.turns, 0.0 if self._ranks is None else self._ranks.compiling()
 
     def execute(self) -> Outcome:
-        """Run it. Raises `InvalidArgument` if host code blocks outside of tricomm."""
+        """Run it. Raises `InvalidArgument` if host code blocks outside of tricomm, and `OutOfTime`."""
         scheduler, ended = self._scheduler, ""
         for rank in range(self._subject.world_size):
             scheduler.add_host(rank, lambda rank=rank: self._rank(rank))  # type: ignore[misc]
         try:
             try:
-                with Watchdog(self._progress, self._subject.options.stall_timeout), self._installed():
+                with self._watchdog, self._installed():
                     scheduler.run()
+            except OutOfTime as error:
+                poll = scheduler.current.last_poll if scheduler.current is not None else None
+                where = poll.site.where if poll is not None and _line(error) == "?" else _line(error)
+                raise OutOfTime(f"after {scheduler.step} steps, at {where}") from None
             except Blocked as error:
                 raise self._blocked(error) from None
             except Ended as error:
@@ -209,6 +214,8 @@ class Ranks:
 
     def _before_step(self) -> None:
         step = self._scheduler.step
+        if self._watchdog.out_of_time():
+            self._scheduler.end(OutOfTime())
         if self._detector is not None:
             self._detector.step = step
         self._machine.release_held()

@@ -28,6 +28,11 @@ def unknown(names: Container[str]) -> list[str]:
     return sorted(name for name in os.environ if name.startswith("TRICOMM_") and name not in names)
 
 
+def beginning(*prefixes: str) -> dict[str, str]:
+    """The variables of the environment that begin so."""
+    return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+
+
 def user_folder(variable: str, at_home: str) -> Path:
     """tricomm's folder in this user's directory of one kind: the XDG `variable`, or else `at_home` in the home."""
     return Path(text(variable) or os.path.expanduser(f"~/{at_home}")) / "tricomm"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -185,7 +186,8 @@ class Outcome:
 class Subject:
     """The function to execute: `fn(comm)` for `world_size` ranks under `options`, or `fn()` of a `program`, which uses
     torch's process groups and symmetric memory. `residency`: blocks at once; `compiled`: the architecture whose
-    compiled kernels run, None for Triton's interpreter."""
+    compiled kernels run, None for Triton's interpreter; `ends`: when its executions have to end, by the monotonic
+    clock."""
 
     fn: Callable[..., Any]
     world_size: int
@@ -194,3 +196,4 @@ class Subject:
     most_steps: int = 1_000_000
     compiled: str | None = None
     program: bool = False
+    ends: float = math.inf

@@ -46,8 +46,9 @@ class Report:
 
     ok        True if no schedule showed a finding
     findings  in the order in which they were found
-    ran       schedules that were run; `complete`: all requested ones were
+    ran       schedules that were run, `earlier` of them in earlier calls; `complete`: all requested ones were
     steps     accesses to symmetric memory, over all of them; `seconds` they took
+    ended     where the budget ended, if it did
     subject   what was checked, for `tricomm check --replay`
     compiled  the architecture whose compiled kernels were run; None for Triton's interpreter
     """
@@ -68,6 +69,8 @@ class Report:
     complete: bool = False
     identical: bool | None = None
     compiled: str | None = None
+    earlier: int = 0
+    ended: str = ""
 
     @classmethod
     def of(cls, subject: Subject, plan: CampaignPlan) -> Report:
@@ -130,7 +133,7 @@ class Report:
             for name in ("ran", "steps"):
                 checked(values[name], int)
             checked(values["seconds"], float)
-            values.setdefault("compiled", None)
+            values = {"compiled": None, "earlier": 0, "ended": "", **values}
             fields = {n: values[n] for n in cls.__dataclass_fields__ if n not in ("findings", "faults")}
             return cls(**fields, findings=findings, faults=tuple(values["faults"]))
         except (OSError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -139,6 +142,8 @@ class Report:
     def __str__(self) -> str:
         ran = f"{self.ran} schedules ({self.strategy}), {self.steps} steps, {self.seconds:.1f} s, simulated"
         ran += f", compiled for {self.compiled}" if self.compiled is not None else ""
+        ran += f", {self.earlier} of them in earlier runs" if self.earlier else ""
+        ran += f"; {self.ended}" if self.ended else ""
         if self.ok:
             all_of_them = ", all there are" if self.strategy == "exhaustive" and self.complete else ""
             return f"no finding in {ran}{all_of_them}"

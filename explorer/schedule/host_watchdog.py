@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -10,20 +11,27 @@ from types import FrameType
 from typing import Any
 
 _SIGNAL = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
+_GRACE = 0.25  # seconds in which an execution ends by itself at its next step
+_AGAIN = 1.0  # between two signals, if code swallows the first
 
 
 class Blocked(BaseException):
     """Raised in host code that blocks for too long. Not an Exception: user code must not swallow it."""
 
 
+class OutOfTime(Blocked):
+    """The time for all executions is over."""
+
+
 class Watchdog:
-    """While open, raises `Blocked` in the main thread if `progress()` has not changed for `seconds`.
+    """While open, raises `Blocked` in the main thread if `progress()` has not changed for `seconds`, and `OutOfTime`
+    soon after `ends`, a time of the monotonic clock.
 
     A signal also interrupts sleeps and waits for locks. In another thread there are no signals, and no watchdog.
     """
 
-    def __init__(self, progress: Callable[[], Any], seconds: float) -> None:
-        self._progress, self._seconds = progress, seconds
+    def __init__(self, progress: Callable[[], Any], seconds: float, ends: float = math.inf) -> None:
+        self._progress, self._seconds, self._ends = progress, seconds, ends
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._before: Any = None
@@ -45,16 +53,25 @@ class Watchdog:
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._over.is_set():
-            raise Blocked
+            raise OutOfTime if time.monotonic() >= self._ends else Blocked
+
+    def out_of_time(self) -> bool:
+        """True after `ends`. Then no signal is sent any more: the caller ends the execution itself."""
+        if time.monotonic() < self._ends:
+            return False
+        self._over.set()
+        return True
 
     def _watch(self) -> None:
         main, last, since = threading.main_thread().ident, self._progress(), time.monotonic()
+        late = self._ends + _GRACE
         while not self._over.wait(min(0.05, self._seconds / 4)):
             now = self._progress()
             if now != last:
                 last, since = now, time.monotonic()
-            elif time.monotonic() - since > self._seconds:
+            if time.monotonic() > min(since + self._seconds, late):
                 with self._lock:
                     if not self._over.is_set() and main is not None:
                         signal.pthread_kill(main, _SIGNAL)
                 since = time.monotonic()
+                late = max(late, since + _AGAIN)

@@ -163,13 +163,17 @@ class Scheduler:
         task = self.current
         self.step += 1
         if self.step > self._most:
-            self._main.throw(Ended(f"no end after {self._most} steps"))
+            self.end(Ended(f"no end after {self._most} steps"))
         if self.step % _PARKED_STEPS == 0:  # a loop that is never parked must not keep the others from their rounds
             self._retry()
         self.before_step()
         ready = self._ready()
         if task not in ready or (chosen := self._choose(ready)) is not task:
             self._main.switch(None if task not in ready else chosen)
+
+    def end(self, error: BaseException) -> None:
+        """In a block: have `run` raise `error`."""
+        self._main.throw(error)
 
     def park(self) -> None:
         """In a block whose polled memory does not change: sleep until it does."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 import warnings
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _OF_REPLAY = ("replay", "report", "timeline", "as_json", "function")  # refused separately
 _SETTINGS = ("schedules", "strategy", "preemptions", "seed", "residency", "keep_going", "compiled")
+_NOT_OF_IDENTITY = ("schedules", "budget", "again", "report", "timeline", "as_json")  # of a campaign to continue
 _RANKS = 2  # of a program that uses torch's symmetric memory: its kernels may need a power of 2
 _FEW = 20  # schedules of each kernel, if no kernel and no number is given
 _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpreted, compiled
@@ -39,7 +41,9 @@ _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpr
 @click.option("--algorithm", help="Only these [default: all].")
 @click.option("--protocol", help="Only these [default: all].")
 @click.option("--world-size", type=click.IntRange(1, 16), help="Ranks [default: 3; a cube mesh's kernels: 8].")
-@click.option("--schedules", type=click.IntRange(1), help="How many [default: 200; of all kernels 20].")
+@click.option(
+    "--schedules", type=click.IntRange(1), help="How many [default: 200; of all kernels 20; no limit with --budget]."
+)
 @click.option("--strategy", type=click.Choice(["random", "pct", "exhaustive"]), default="random", show_default=True)
 @click.option("--preemptions", type=click.IntRange(0), default=2, show_default=True, help="Bound of exhaustive.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
@@ -49,6 +53,8 @@ _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpr
 @click.option("--compiled", metavar="SM", help="Run what Triton compiles for this architecture, such as sm_90.")
 @click.option("--ignore", default="", help="A list of kinds of findings that do not count, such as rank_mismatch.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
+@click.option("--budget", help="End after this time, such as 90s or 2m; the next run continues.")
+@click.option("--again", is_flag=True, help="With --budget: begin anew.")
 @click.option("--report", type=OutputFile(), help="Write the findings to this file: JSON, or SARIF if .sarif.")
 @click.option("--timeline", type=OutputFile(), help="Draw it, as .html or .svg.")
 @click.option(
@@ -67,6 +73,7 @@ def check(context: click.Context, /, replay: Path | None, **options: Any) -> Non
     tricomm check mine.py:body --schedules 500 --report found.json
     tricomm check allreduce.py:one_shot --args "symm_mem.empty(1024, device='cuda').fill_(rank)"
     tricomm check --compiled sm_90 --collective all_reduce --schedules 20
+    tricomm check mine.py:body --budget 2m --report found.sarif
     tricomm check --replay found.json
     """
     _check_unused(given(context), options)
@@ -88,6 +95,8 @@ def _check_unused(asked: dict[str, str], options: dict[str, Any]) -> None:
         )
     if "calls" in asked and options["arguments"] is None:
         raise click.UsageError("--calls is the number of calls with --args; give that, or leave it out")
+    if "again" in asked and options["budget"] is None:
+        raise click.UsageError("--again begins anew what --budget has kept; give that, or leave it out")
     if "preemptions" in asked and options["strategy"] != "exhaustive":
         raise click.UsageError("--preemptions is the bound of --strategy exhaustive; give that, or leave it out")
 
@@ -95,15 +104,22 @@ def _check_unused(asked: dict[str, str], options: dict[str, Any]) -> None:
 def _check(options: dict[str, Any]) -> bool:
     """Check a user's function, or shipped kernels, and print the reports. True if they have no findings."""
     from tricomm.errors import InvalidArgument
+    from tricomm.perf.parsing import parse_budget
 
     _check_paths(options)
+    began = time.monotonic()
+    budget = math.inf if options["budget"] is None else parse_budget(options["budget"])
     reports, runs = [], _runs(options)
     schedules, count = next(runs)
-    with _shown(schedules, count, options["as_json"]) as tell, warnings.catch_warnings():
+    with _shown(schedules, count, options["as_json"], began, budget) as tell, warnings.catch_warnings():
         # Triton warns about a default of its next version; a check needs no change for it.
         warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION")
         for number, (name, run) in enumerate(runs):
-            report = run(partial(tell, number, name))
+            left = began + budget - time.monotonic()
+            if left <= 0:
+                click.echo(f"the budget has ended before {count - number} of {count} kernels", err=True)
+                break
+            report = _kept(name, options, left, partial(run, partial(tell, number, name)))
             if report.ok and not report.steps:
                 raise InvalidArgument(
                     f"{name}: nothing was examined: in {report.ran} schedules of {report.world_size} rank(s) no kernel "
@@ -114,19 +130,45 @@ def _check(options: dict[str, Any]) -> bool:
             if not options["as_json"]:
                 click.echo("\r\033[K" * sys.stderr.isatty(), nl=False, err=True)  # over the bar
                 click.echo(f"{name}: {report}")
+    if not reports:
+        raise InvalidArgument(f"--budget {options['budget']} has ended before the first schedule: give more")
     if options["as_json"]:
         click.echo(json.dumps([r.as_json() for r in reports], indent=1))
     _write(reports, options)
     return all(report.ok for report in reports)
 
 
+def _kept(name: str, options: dict[str, Any], left: float, run: Callable[..., Report]) -> Report:
+    """Run a campaign; with a budget after the schedules of earlier runs, and for `left` seconds."""
+    from tricomm.errors import InvalidArgument
+    from tricomm.explorer.report.kept import Kept
+
+    if options["budget"] is None:
+        return run()
+    if options["strategy"] == "exhaustive":  # a later search does not know which schedules are left
+        return run(budget=left)
+    file = options["function"] and str(Path(options["function"].rpartition(":")[0]).resolve())
+    identity = {"name": name, "file": file} | {k: v for k, v in options.items() if k not in _NOT_OF_IDENTITY}
+    kept = Kept(identity, file, lambda text: click.echo(text, err=True))
+    report = run(budget=left, since=None if options["again"] else kept.report())
+    if report.ended and report.ran == report.earlier:
+        if report.ok:
+            raise InvalidArgument(f"{name}: no schedule has ended: {report.ended}. Give a longer --budget")
+    else:
+        kept.keep(report)
+    return report
+
+
 @contextmanager
-def _shown(schedules: int | None, count: int, silent: bool) -> Iterator[Callable[[int, str, int, int], None]]:
-    """Shows the progress of `count` campaigns of `schedules` each: a bar on a terminal, a line every 10 s elsewhere.
+def _shown(
+    schedules: int | None, count: int, silent: bool, began: float, budget: float
+) -> Iterator[Callable[[int, str, int, int], None]]:
+    """Shows the progress of `count` campaigns of `schedules` each, or of the budget if they have none: a bar on a
+    terminal, a line every 10 s elsewhere.
 
     Gives a function of a campaign's number and name, the schedules that have run, and the findings.
     """
-    state, began = (0, "", 0, 0), time.monotonic()
+    state = 0, "", 0, 0
 
     def text() -> str:
         number, name, ran, findings = state
@@ -139,14 +181,16 @@ def _shown(schedules: int | None, count: int, silent: bool) -> Iterator[Callable
         nonlocal state
         state = now
 
-    if schedules is None or not sys.stderr.isatty():
+    length = round(budget) if schedules is None and budget < math.inf else count * (schedules or 0)
+    if not length or not sys.stderr.isatty():
         with told_every(text, silent):
             yield keep
         return
-    with click.progressbar(length=count * schedules, file=sys.stderr, item_show_func=lambda name: name) as bar:
+    with click.progressbar(length=length, file=sys.stderr, item_show_func=lambda name: name) as bar:
 
         def draw(number: int, name: str, ran: int, findings: int) -> None:
-            bar.update(number * schedules + ran - bar.pos, name)
+            done = number * schedules + ran if schedules else int(time.monotonic() - began)
+            bar.update(done - bar.pos, name)
 
         yield draw
 
@@ -209,7 +253,8 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
     settings["ignore"] = tuple(filter(None, options["ignore"].split(",")))
     selected = any(options[name] is not None for name in ("collective", "algorithm", "protocol"))
     everything = options["function"] is None and not selected and settings["schedules"] is None
-    if settings["schedules"] is None and settings["strategy"] != "exhaustive":
+    endless = options["budget"] is not None and options["function"] is not None
+    if settings["schedules"] is None and settings["strategy"] != "exhaustive" and not endless:
         settings["schedules"] = _FEW if everything else 200
     if options["function"] is not None:
         if selected or options["blocks"] is not None:
@@ -223,7 +268,10 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
             fn = subjects.with_arguments(fn, *call)
         size = options["world_size"] or (_RANKS if is_program(fn) else shipped.RANKS)
         yield settings["schedules"], 1
-        yield options["function"], lambda told: campaign.check(fn, size, faults=faults, progress=told, **settings)
+        yield (
+            options["function"],
+            lambda told, **more: campaign.check(fn, size, faults=faults, progress=told, **more, **settings),
+        )
         return
     if options["arguments"] is not None or options["stubs"] or options["config"] is not None:
         raise InvalidArgument("--args, --config and --stub are for FILE.py:FUNCTION")
@@ -244,8 +292,8 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
             body = shipped.body(kernel, shipped.sizes(kernel, size, memory, options["compiled"]))
             yield (
                 kernel.name,
-                lambda told, body=body, size=size, memory=memory: campaign.check(
-                    body, size, faults=faults, options=memory, progress=told, **settings
+                lambda told, body=body, size=size, memory=memory, **more: campaign.check(
+                    body, size, faults=faults, options=memory, progress=told, **more, **settings
                 ),
             )
 

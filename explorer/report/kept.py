@@ -1,0 +1,67 @@
+"""Reports of campaigns that ended by their budget, in the user's cache folder, for a later run to continue."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from tricomm import env
+from tricomm.errors import InvalidArgument
+from tricomm.explorer.memory_model.source_lines import is_users
+from tricomm.explorer.report.report import Report, digest
+from tricomm.store import files
+
+_MOST_BYTES = 1 << 28
+
+
+class Kept:
+    """The report of what `identity` describes: a function of `file`, its arguments and options. It is void after a
+    change of a source that was loaded: of tricomm, of the package of `file`, or outside of the installed packages.
+    `warn` is told, once, of a file that cannot be read or written."""
+
+    def __init__(self, identity: dict[str, Any], file: str | None, warn: Callable[[str], None]) -> None:
+        versions = [platform.python_version(), torch.__version__, triton.__version__, np.__version__]
+        text = json.dumps([identity, versions, env.beginning("TRICOMM_", "TRITON_")], sort_keys=True, default=str)
+        name = hashlib.sha256(text.encode()).hexdigest()[:32]
+        self._path = env.user_folder("XDG_CACHE_HOME", ".cache") / "checks" / f"{name}.json"
+        self._file, self._warn, self._warned = file, warn, False
+        self._sources = self._loaded()  # now: the user may change a file while the schedules run
+
+    def report(self) -> Report | None:
+        """None if there is none."""
+        try:
+            if not self._path.exists():
+                return None
+            sources = dict(json.loads(files.read(self._path, _MOST_BYTES, shared=False))["sources"])
+            changed = any(digest(file) != text for file, text in sources.items())
+            return None if changed else Report.load(self._path)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, InvalidArgument) as error:
+            self._tell(f"earlier schedules are not used: {self._path}: {error}")
+            return None
+
+    def keep(self, report: Report) -> None:
+        content = json.dumps({**report.as_json(), "sources": {**self._loaded(), **self._sources}}).encode()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(self._path, content)
+        except OSError as error:
+            self._tell(f"the next run begins anew, because this one cannot be kept: {error}")
+
+    def _loaded(self) -> dict[str, str | None]:
+        """The digests of the sources."""
+        loaded = {n: f for n, m in list(sys.modules.items()) if isinstance(f := getattr(m, "__file__", None), str)}
+        packages = {"tricomm", *(name.partition(".")[0] for name, file in loaded.items() if file == self._file)}
+        return {f: digest(f) for n, f in loaded.items() if n.partition(".")[0] in packages or is_users(f)}
+
+    def _tell(self, text: str) -> None:
+        if not self._warned:
+            self._warned = True
+            self._warn(text)
