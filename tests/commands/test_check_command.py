@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+from pathlib import Path
+
 from click.testing import CliRunner
 
 from tricomm.cli import cli
+from tricomm.commands.check import check
 from tricomm.explorer import campaign, shipped
 from tricomm.explorer.report.report import CampaignPlan, Report
+from tricomm.perf.parsing import parse_budget
 
 ALL = shipped.kernels(None, None, None)
 
@@ -35,3 +41,14 @@ def test_with_a_number_or_a_choice_check_prints_no_estimate(monkeypatch):
     for asked in (["--schedules", "3"], ["--collective", "barrier"]):
         done = CliRunner().invoke(cli, ["check", *asked])
         assert done.exit_code == 0 and done.stderr == "", done.stderr
+
+
+def test_the_workflow_gives_options_that_there_are():
+    workflow = (Path(__file__).parents[2] / "examples" / "check_kernels.yml").read_text()
+    (line,) = re.findall(r"^ *tricomm (check .*?)\n      - ", workflow, re.DOTALL | re.MULTILINE)
+    _, *arguments = shlex.split(line)
+    options = check.make_context("check", arguments).params
+    assert options["function"] == "kernels/one_shot.py:one_shot" and parse_budget(options["budget"]) == 300
+    for name in ("report", "timeline"):
+        assert workflow.count(f": {options[name]}") == 1, "what is written is not uploaded"
+    assert options["report"].suffix == ".sarif"
