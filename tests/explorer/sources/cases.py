@@ -27,8 +27,9 @@ class Case:
     schedules: int = 20
 
     @property
-    def project(self) -> str:
-        return self.file.partition("/")[0]
+    def title(self) -> str:
+        finding = self.kind if self.real else f"formal-{self.kind}"
+        return f"{self.file.partition('/')[0]}-{self.function}-{finding or 'right'}"
 
 
 def _ones(*shape: int) -> str:
@@ -53,7 +54,7 @@ def _kraken(file: str, *arguments: str, kind: str = "", lines: tuple[str, ...] =
     return Case(f"kraken/kraken/{file}.py", function, ", ".join(arguments), kind, lines, **more)  # type: ignore[arg-type]
 
 
-_ROWS = _kept(4, 64), _ones(4, 64), _ones(4, 64)
+_ROWS = _kept(2, 64), _ones(2, 64), _ones(2, 64)
 _TILE = "BLOCK_SIZE_M=32, BLOCK_SIZE_N=32, BLOCK_SIZE_K=32"
 _GEMM_RACE = "tl.store(", "tl.load("
 KRAKEN = (
@@ -61,9 +62,9 @@ KRAKEN = (
     _kraken("comm/two_shot_all_reduce", f"{_ones(512)} * rank", "BLOCK_SIZE=128", "num_warps=4", schedules=60),
     _kraken("comm/copy_engine_all_gather", f"{_symmetric(64)}.fill_(rank)"),
     _kraken("fused/one_shot_all_reduce_bias", _kept(64), _ones(64), _ones(64), _ones(64)),
-    _kraken("fused/two_shot_all_reduce_bias", *_ROWS, _ones(4, 64)),
-    _kraken("fused/one_shot_all_reduce_bias_rms_norm", *_ROWS, _ones(64), _ones(4, 64), schedules=5),
-    _kraken("fused/two_shot_all_reduce_bias_rms_norm", *_ROWS, _ones(64), _ones(4, 64), schedules=3),
+    _kraken("fused/two_shot_all_reduce_bias", *_ROWS, _ones(2, 64)),
+    _kraken("fused/one_shot_all_reduce_bias_rms_norm", *_ROWS, _ones(64), _ones(2, 64), schedules=5),
+    _kraken("fused/two_shot_all_reduce_bias_rms_norm", *_ROWS, _ones(64), _ones(2, 64), schedules=3),
     _kraken(
         "fused/all_gather_matmul",
         f"{_symmetric(64, 64)}.fill_(rank)",
@@ -102,7 +103,7 @@ _SCATTER = f"{_symmetric(1024)}, {_kept(2, 1024)}.fill_(rank), {_handle(_kept(2,
 _ROW = f"{_symmetric(1024)}.fill_(1)"
 _FUSED = f"{_symmetric(1024)}, {_kept(2, 1024)}.fill_(rank), {_handle(_kept(2, 1024))}, {_ROW}, {_ROW}, 1e-5"
 _COUNTS = "*torch.tensor([[4 * rank], [4]], dtype=torch.int32, device='cuda'), 2"
-_LOAD = ("", "ld_128(multicast_ptrs")
+_LOAD = ("", "= ld_128(")
 MEGATRON = tuple(
     Case(f"{_NVLS}/{file}.py", function, arguments, kind, lines, kind == "", _MEGATRON_STUBS)
     for file, function, arguments, kind, lines in (
@@ -128,13 +129,19 @@ MEGATRON = tuple(
 
 _RECIPE = "symm-mem-recipes/symm_mem_recipes/triton_one_shot_all_reduce.py", "one_shot_all_reduce"
 _RECIPE_STUBS = ("symm_mem_recipes.utils",)
+_TITAN = "torchtitan/torchtitan/experiments/deepseek_v3/symm_mem_recipes/triton_on_device_all_to_all_v.py"
+_ROWS_OF_EACH = "symm_mem.empty(2, dtype=torch.int64, device='cuda').fill_(2)"
+_SHUFFLED = f"{_ones(4, 64)}, torch.empty(2, dtype=torch.int64, device='cuda'), {_symmetric(4, 64)}, {_ROWS_OF_EACH}"
 _LINGHE = "linghe/linghe/experimental/demb.py", "triton_tp_embedding_lookup_forward"
 _LOOKUP = f"torch.tensor([1, 3, 0, 2], device='cuda'), {_ones(2, 64)} * (rank + 1)"
 OTHERS = (
     Case(*_RECIPE, f"{_symmetric(64)}.fill_(rank)", stubs=_RECIPE_STUBS),
     # Its blocks other than the first acquire the first one's words.
-    Case(*_RECIPE, f"{_symmetric(8192)}.fill_(rank)", "race", ("", "ld.global.v2"), False, _RECIPE_STUBS),
-    Case(*_RECIPE, f"{_kept(64)}.fill_(rank)", "race", ("", "ld.global.v2"), stubs=_RECIPE_STUBS),
+    Case(*_RECIPE, f"{_symmetric(8192)}.fill_(rank)", "race", ("", "%p0"), False, _RECIPE_STUBS),
+    Case(*_RECIPE, f"{_kept(64)}.fill_(rank)", "race", ("", "%p0"), stubs=_RECIPE_STUBS),
+    Case(
+        _TITAN, "_on_device_all_to_all_v", f"{_SHUFFLED}, dist.group.WORLD, 1, 1, 64", "race", ("", "tl.load("), False
+    ),
     Case(*_LINGHE, f"{_LOOKUP}, {_handle(_symmetric(256))}, dist.group.WORLD"),
     Case(*_LINGHE, f"{_LOOKUP}, {_handle(_kept(256))}, dist.group.WORLD", "race", ("tl.load(", "tl.store(")),
 )

@@ -38,7 +38,7 @@ def program(folder, case):
     return subjects.with_arguments(function, case.arguments, 2, name, case.stubs)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.project}-{case.function}-{case.kind or 'right'}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
 def test_a_kernel_as_it_is(case):
     report = tricomm.check(program(Path(FOLDER), case), 2, case.schedules, compiled=case.compiled)
     assert [finding.kind for finding in report.findings[:1]] == [case.kind][: bool(case.kind)], report
