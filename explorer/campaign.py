@@ -113,8 +113,7 @@ def check(
     if isinstance(ignore, str) or any(kind not in KINDS for kind in ignore):
         raise InvalidArgument(f"ignore={ignore!r}: a list of {', '.join(KINDS)} is needed")
     plan = replace(plan, ignore=frozenset(ignore))
-    if compiled is None:
-        compiled = architecture_of(fn)
+    compiled = architecture_of(fn, compiled)
     if options is None and compiled is None:
         options = smallest(world_size)
     subject = prepared(fn, world_size, options, residency, _MOST_STEPS, compiled)

@@ -32,11 +32,13 @@ from tricomm.explorer.schedule.host_watchdog import Blocked, OutOfTime, Watchdog
 from tricomm.explorer.schedule.scheduler import Ended, Scheduler
 from tricomm.explorer.schedule.strategies import Strategy
 from tricomm.explorer.schedule.tasks import Launch, State
+from tricomm.explorer.standins.module_state import importable
 from tricomm.explorer.standins.program import Standins
 from tricomm.explorer.world.host_state import Hosts
 from tricomm.explorer.world.oracle import Oracle
 from tricomm.explorer.world.world import World
 
+_SHOWN = 90  # the architecture that an interpreted program sees
 _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
 
@@ -78,8 +80,9 @@ class Ranks:
         self._standins: Standins | None = None
         if subject.compiled is not None:
             self._ranks = self._compiled(subject.compiled)
-            if subject.program:
-                self._standins = Standins(subject.fn, self._ranks.capability, self._memory, self._scheduler.in_host)
+        if subject.program:
+            architecture = _SHOWN if self._ranks is None else self._ranks.capability
+            self._standins = Standins(subject.fn, architecture, self._memory, self._scheduler, self._met)
         self._world = World(
             size,
             subject.options,
@@ -101,6 +104,7 @@ class Ranks:
     @contextmanager
     def _installed(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(importable(getattr(self._subject.fn, "function", self._subject.fn)))
             if self._standins is not None:
                 stack.enter_context(self._standins.installed())
             if self._ranks is not None:  # the last mode of torch, because others' host code runs while it waits
@@ -152,7 +156,7 @@ class Ranks:
                     self._comms[rank].check()  # nothing else raises a fault of the last call
             return result
         except SystemExit as leave:
-            error = RuntimeError(f"it called sys.exit({leave.code!r})")
+            error = RuntimeError(f"it called sys.exit({leave.code!r})").with_traceback(leave.__traceback__)
             self._failed(rank, error)
             raise error from leave
         except Exception as error:
@@ -280,7 +284,7 @@ class Ranks:
         hosts = self._scheduler.hosts[: self._subject.world_size]
         findings = list(self._detector.findings) if self._detector is not None else []
         for rank, error in self._errors.items():
-            note(error, rank)
+            note(error, rank, self._subject.program)
         if self._detector is not None:
             findings += self._judged()
         return Outcome(
@@ -336,10 +340,14 @@ def _own_mistake(error: Exception) -> bool:
     return not isinstance(error, TricommError) or isinstance(error, OutOfBounds | BadAddress)
 
 
-def note(error: BaseException, rank: int) -> None:
-    """Add the rank and the user's line to an error that the rank raised."""
-    if len(error.args) == 1 and isinstance(error.args[0], str) and not re.search(rf"\brank {rank}\b", error.args[0]):
-        error.args = (f"rank {rank}: {error.args[0]}",)
+def note(error: BaseException, rank: int, program: bool = False) -> None:
+    """Add the rank and the user's line to an error that the rank raised. The message of a refusal itself has the line
+    of a `program`, because it says what in it is not simulated."""
+    if len(error.args) == 1 and isinstance(error.args[0], str):
+        if program and isinstance(error, InvalidArgument) and not re.search(r"\.py:\d", error.args[0]):
+            error.args = (f"{_line(error)}: {error.args[0]}",)
+        if not re.search(rf"\brank {rank}\b", error.args[0]):
+            error.args = (f"rank {rank}: {error.args[0]}",)
     error.add_note(f"on rank {rank}, at {_line(error)}")
 
 

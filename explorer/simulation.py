@@ -19,6 +19,7 @@ from tricomm.policy import launch_shapes
 
 _T = TypeVar("_T")
 _OF_PROGRAMS = "sm_90"
+INTERPRETED = "none"  # in place of an architecture
 _LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -52,8 +53,7 @@ def simulate(
     """
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 1 << 63:
         raise InvalidArgument(f"seed={seed!r}: an integer from 0 to 2**63 - 1 is needed")
-    if compiled is None:
-        compiled = architecture_of(fn)
+    compiled = architecture_of(fn, compiled)
     if options is None and compiled is None:
         options = Options()
     subject = prepared(fn, world_size, options, compiled=compiled)
@@ -117,8 +117,11 @@ def is_program(fn: Any) -> bool:
     return first.default is not first.empty and first.default is not None
 
 
-def architecture_of(fn: Any) -> str | None:
-    """The architecture that a function's kernels are compiled for by default; None for Triton's interpreter."""
+def architecture_of(fn: Any, compiled: str | None = None) -> str | None:
+    """The architecture that a function's kernels are compiled for; None for Triton's interpreter. `compiled` is one,
+    INTERPRETED, or None for the default."""
+    if compiled is not None:
+        return None if compiled == INTERPRETED else compiled
     return _OF_PROGRAMS if callable(fn) and is_program(fn) else None
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,10 +17,12 @@ from typing import Any
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import shipped
 from tricomm.explorer.report.report import Report, digest
+from tricomm.explorer.standins.program import importing
 
 
-def from_file(name: str, stubs: Sequence[str] = ()) -> Callable[..., Any]:
-    """The function that "file.py:function" names.
+def from_file(name: str, stubs: Sequence[str] = (), program: bool = False) -> Callable[..., Any]:
+    """The function that "file.py:function" names. A `program`, as a function without arguments, uses torch.distributed
+    itself; its file is imported as on a box with a GPU.
 
     A file of a package is imported as a part of it. If the package does not load, the file is imported without the
     `__init__` modules above it. `stubs` are modules to replace by `Stub`, such as those that need a GPU. Raises
@@ -34,12 +36,23 @@ def from_file(name: str, stubs: Sequence[str] = ()) -> Callable[..., Any]:
         if not isinstance(sys.modules.get(stub, Stub(stub)), Stub):
             raise InvalidArgument(f"--stub {stub}: this module is there")
         sys.modules[stub] = Stub(stub)
-    module = _of_package(file) if (file.parent / "__init__.py").is_file() else _alone(file)
+    with importing() if program or _is_program(file, function) else nullcontext():
+        module = _of_package(file) if (file.parent / "__init__.py").is_file() else _alone(file)
     value = getattr(module, function, None)
     if not callable(value):
         there = [n for n, v in vars(module).items() if _defined(v, module.__name__)]
         raise InvalidArgument(f"{file} has no function {function!r}; it has {', '.join(there) or 'none'}")
     return getattr(value, "checked_body", value)  # type: ignore[no-any-return]
+
+
+def _is_program(file: Path, function: str) -> bool:
+    """True if the text of a file defines a function without arguments by that name."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):
+        return False
+    defined = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    return any(not (node.args.posonlyargs or node.args.args) for node in defined)
 
 
 class Stub(ModuleType):
@@ -175,7 +188,7 @@ def of_report(report: Report) -> Callable[..., Any]:
             "Python, tricomm.explorer.replay(report, fn)"
         )
     name = f"{subject['file']}:{function}"
-    found = from_file(name, subject.get("stubs", ()))
+    found = from_file(name, subject.get("stubs", ()), "arguments" in subject)
     if "arguments" not in subject:
         return found
     calls, config = int(subject["calls"]), int(subject.get("config", 0))

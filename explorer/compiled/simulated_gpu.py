@@ -39,6 +39,8 @@ class HostTurns(TimeSource, Protocol):
 class SimulatedStream:
     """As `torch.cuda.Stream`."""
 
+    stands_for = "Stream"
+
     def __init__(self, gpu: SimulatedGpu, handle: int) -> None:
         self._gpu, self.cuda_stream, self.device = gpu, handle, gpu.device
         self._before: list[int] = []
@@ -78,6 +80,8 @@ class SimulatedStream:
 class SimulatedEvent:
     """As `torch.cuda.Event`. Times between events are 0, because speed is not simulated."""
 
+    stands_for = "Event"
+
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu
         _, self._handle = gpu.driver.cuEventCreate(0)
@@ -110,6 +114,8 @@ class SimulatedEvent:
 
 class SimulatedGraph:
     """As `torch.cuda.CUDAGraph`."""
+
+    stands_for = "CUDAGraph"
 
     def __init__(self, gpu: SimulatedGpu) -> None:
         self._gpu = gpu

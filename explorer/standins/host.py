@@ -3,36 +3,72 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
 
 from tricomm.communicator import Communicator
-from tricomm.errors import CollectiveMismatch, InvalidArgument
+from tricomm.errors import CollectiveMismatch
 from tricomm.explorer.memory_model.regions import Memory
+from tricomm.explorer.world.world import Turns
+
+
+class Board:
+    """The values that the host code of ranks exchanges, and its waits for them.
+
+    `turns` lets other ranks run. `met(rank, step, after)` is called when a rank gives its values of exchange `step`,
+    and when it has those of the others.
+    """
+
+    def __init__(self, turns: Turns, met: Callable[[int, int, bool], None]) -> None:
+        self._turns, self._met = turns, met
+        self._given: dict[Any, dict[int, Any]] = {}
+        self._steps: dict[int, int] = {}  # by id of the values; negative, unlike the steps of a communicator
+
+    def values(self, key: Any) -> dict[int, Any]:
+        """By rank: the values of an exchange."""
+        given = self._given.setdefault(key, {})
+        self._steps.setdefault(id(given), -len(self._given))
+        return given
+
+    def met(self, rank: int, given: dict[int, Any], after: bool) -> None:
+        self._met(rank, self._steps[id(given)], after)
+        if not after:
+            self._turns.wake_hosts()
+
+    def until(self, rank: int, done: Callable[[], bool]) -> None:
+        while not done():
+            self._turns.wait(rank)
 
 
 class ProgramHost:
     """A rank's state. `in_program` is True while the program's own code runs, and False inside a stand-in, which needs
     torch as it is."""
 
-    def __init__(self, comm: Communicator, memory: Memory, board: dict[int, list[Any]], architecture: int) -> None:
+    def __init__(self, comm: Communicator, memory: Memory, board: Board, architecture: int) -> None:
         self.comm, self.memory, self.rank, self.world_size = comm, memory, comm.rank, comm.world_size
         self.architecture = architecture  # 90 of sm_90
         self.config = 0  # the number of the configuration that autotuned kernels take
         self.in_program = False
         self.symmetric: Any = None  # its `SymmetricMemories`
-        self.modules: Any = None  # its `ModuleState`
+        self.modules: Any = None  # the `ModuleState` of all ranks
+        self.default_device: Any = None  # of `torch.set_default_device`
         self.group: Any = None  # the default process group
+        self.groups: dict[str, Any] = {}  # all process groups, by name
+        self.groups_made = 0
         self.workspaces: dict[str, torch.Tensor] = {}  # torch's workspace tensor of each group name
         self.streams: dict[int, Any] = {}  # torch's streams for symmetric memory, by priority
         ranks = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.world_size}
         ranks["LOCAL_WORLD_SIZE"] = comm.world_size
         self.environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         self.environment |= {name: str(value) for name, value in ranks.items()}
-        self._board, self._exchanges = board, 0
+        self._board = board
+        self._exchanges: dict[str, int] = {}  # by group
+        self._sent: dict[Any, Iterator[int]] = {}
+        self._taken: dict[Any, Iterator[int]] = {}
 
     @contextmanager
     def library(self) -> Iterator[None]:
@@ -52,18 +88,35 @@ class ProgramHost:
 
         return called
 
-    def exchange(self, what: str, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order.
+    def exchange(self, what: str, value: Any, ranks: Sequence[int], group: str) -> list[Any]:
+        """The `value` of each of `ranks`, in their order, in a call of `group`.
 
-        Raises `CollectiveMismatch` on all ranks if they do not make the same call.
+        Raises `CollectiveMismatch` on all of them if they do not make the same call.
         """
         self.comm.synchronize()
-        self._exchanges += 1
-        posted = self._board.setdefault(self._exchanges, [None] * self.world_size)
-        posted[self.rank] = value
-        group = self.comm._group
-        try:
-            group.control.require_equal(what, "torch.distributed", group.timeout, abort_on_fault=True)
-        except InvalidArgument as error:
-            raise CollectiveMismatch(str(error)) from None
-        return posted
+        self._exchanges[group] = self._exchanges.get(group, 0) + 1
+        given = self._board.values((group, self._exchanges[group]))
+        given[self.rank] = what, value
+        self._board.met(self.rank, given, after=False)
+        self._board.until(self.rank, lambda: len(given) == len(ranks))
+        self._board.met(self.rank, given, after=True)
+        others = [rank for rank in ranks if given[rank][0] != given[ranks[0]][0]]
+        if others:
+            said = ", ".join(f"rank {rank} has {given[rank][0]}" for rank in (ranks[0], others[0]))
+            raise CollectiveMismatch(f"torch.distributed: the ranks do not make the same call: {said}")
+        return [given[rank][1] for rank in ranks]
+
+    def post(self, to: tuple[str, int, int], value: Any) -> None:
+        """Send `value` to (group, rank, tag)."""
+        given = self._board.values((self.rank, *to, next(self._sent.setdefault(to, count()))))
+        given[self.rank] = value
+        self._board.met(self.rank, given, after=False)
+
+    def take(self, source: tuple[str, int, int]) -> Any:
+        """The next value of (group, rank, tag) to this rank."""
+        group, rank, tag = source
+        number = next(self._taken.setdefault(source, count()))
+        given = self._board.values((rank, group, self.rank, tag, number))
+        self._board.until(self.rank, lambda: bool(given))
+        self._board.met(self.rank, given, after=True)
+        return given[rank]

@@ -1,7 +1,8 @@
-"""Global variables of a program's modules, kept apart for each rank, as separate processes would.
+"""Variables of a program's modules, of their classes and of the objects that they hold, kept apart for each rank, as
+separate processes would.
 
-Each rank starts from the values before the execution: copies of lists, dicts and sets, and empty caches of functions
-under `functools.cache`. Ranks share every other object, such as a class, until one of them assigns to its name.
+Each rank starts from the values before the execution: copies of lists, dicts, sets and tensors, and empty caches of
+functions under `functools.cache`. Ranks share the variables of closures and the defaults of arguments.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ import copy
 import functools
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from triton.runtime.jit import KernelInterface
+
+from tricomm.explorer.standins import cuda_device
 
 _CONTAINERS = (dict, list, set)
 _LIBRARIES = sys.stdlib_module_names | {"cuda", "numpy", "torch", "triton", "tricomm"}
@@ -26,8 +32,29 @@ def modules_of(function: Callable[..., Any]) -> list[ModuleType]:
     has kernels."""
     while isinstance(function, functools.partial):
         function = function.func
+    return _related(sys.modules.get(getattr(function, "__module__", "")))
+
+
+@contextmanager
+def importable(function: Callable[..., Any]) -> Iterator[None]:
+    """Inside, modules next to the function's own, or next to its package, can be imported."""
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    if module is None or file is None:
+        yield
+        return
+    folder = str(Path(file).resolve().parents[module.__name__.count(".") + hasattr(module, "__path__")])
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _related(module: Any) -> list[ModuleType]:
     found: dict[str, ModuleType] = {}
-    _collect(sys.modules.get(getattr(function, "__module__", "")), found)
+    _collect(module, found)
     packages = {_package(name) for name, module in found.items() if not _installed(module) or _has_kernels(module)}
     return [m for name, m in sorted(sys.modules.items()) if _package(name) in packages and isinstance(m, ModuleType)]
 
@@ -56,36 +83,101 @@ def _has_kernels(module: ModuleType) -> bool:
 
 
 class ModuleState:
-    """The globals of `modules` as one rank sees them; `put` and `take` enclose its host code."""
+    """The variables of `modules` as each rank sees them. `enter(rank)` before its host code, `leave` at the end."""
 
-    def __init__(self, modules: Iterable[ModuleType], replacements: dict[int, Any]) -> None:
-        """`replacements`: what a rank has in place of other objects, by their ids."""
-        copies = dict(replacements)
-        self._modules = [(vars(m), _own(vars(m), copies)) for m in modules]
-        self._outside: list[dict[str, Any]] = []
+    def __init__(self, modules: Iterable[ModuleType], replacements: Callable[[], dict[int, Any]]) -> None:
+        """`replacements()`: what a rank has in place of other objects, by their ids."""
+        self._replacements = replacements
+        self._owners: list[Any] = []  # modules, classes and objects
+        self._outside: list[dict[str, Any]] = []  # the variables of each, before the execution
+        self._known: set[int] = set()
+        self._packages: set[str] = set()  # of modules that have been looked at
+        self._ranks: dict[int, list[dict[str, Any]]] = {}
+        self._copies: dict[int, dict[int, Any]] = {}
+        self._present: int | None = None
+        self._imports = 0  # in progress
+        self._add(modules)
 
-    def put(self) -> None:
-        """Replace the modules' globals by the rank's."""
-        self._outside = [dict(names) for names, _ in self._modules]
-        for names, own in self._modules:
-            _replace(names, own)
+    def enter(self, rank: int) -> None:
+        if self._present == rank:
+            return
+        self._save()
+        self._present = rank
+        self._ranks.setdefault(rank, [])
+        self._put(self._of(rank))
 
-    def take(self) -> None:
-        """Keep the rank's globals, and restore the modules'."""
-        for (names, own), outside in zip(self._modules, self._outside, strict=True):
-            _replace(own, names)
-            _replace(names, outside)
+    def leave(self) -> None:
+        self._save()
+        self._present = None
+        self._put(self._outside)
+
+    def importing(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Import a module in a rank's host code. Every rank has its variables as they are after the import."""
+        self._imports += 1
+        before = len(sys.modules)
+        try:
+            module = load(*args, **kwargs)
+        finally:
+            self._imports -= 1
+        if not self._imports and (len(sys.modules) > before or id(module) not in self._known):
+            package = _package(module.__name__)
+            if package not in _LIBRARIES and (len(sys.modules) > before or package not in self._packages):
+                self._packages.add(package)
+                first = len(self._owners)
+                self._add(_related(module))
+                if self._present is not None:
+                    self._put(self._of(self._present), first)
+        return module
+
+    def _add(self, modules: Iterable[ModuleType]) -> None:
+        owners = [m for m in modules if id(m) not in self._known]
+        homes = {m.__name__ for m in owners} | {m.__name__ for m in self._owners if isinstance(m, ModuleType)}
+        self._known |= set(map(id, owners))
+        for owner in owners:  # grows
+            self._owners.append(owner)
+            self._outside.append(dict(vars(owner)))
+            for value in self._outside[-1].values():
+                kind = value if isinstance(value, type) else type(value)
+                if kind.__module__ in homes and id(value) not in self._known and _has_variables(value):
+                    self._known.add(id(value))
+                    owners.append(value)
+
+    def _of(self, rank: int) -> list[dict[str, Any]]:
+        """A rank's variables. Variables of one value, wherever they are, get one copy."""
+        own, copies = self._ranks[rank], self._copies.setdefault(rank, {})
+        if len(own) < len(self._owners):
+            copies |= self._replacements()
+            own += [_own(names, copies) for names in self._outside[len(own) :]]
+        return own
+
+    def _save(self) -> None:
+        if self._present is not None:
+            self._ranks[self._present] = [dict(vars(owner)) for owner in self._owners]
+
+    def _put(self, values: list[dict[str, Any]], first: int = 0) -> None:
+        for owner, names in zip(self._owners[first:], values[first:], strict=True):
+            _replace(owner, names)
 
 
-def _replace(names: dict[str, Any], others: dict[str, Any]) -> None:
-    names.update(others)
+def _has_variables(value: Any) -> bool:
+    if isinstance(value, type):
+        return type(value).__setattr__ is type.__setattr__
+    return isinstance(getattr(value, "__dict__", None), dict) and not isinstance(value, ModuleType)
+
+
+def _replace(owner: Any, others: dict[str, Any]) -> None:
+    names = vars(owner)
+    if isinstance(owner, type):
+        for name in [name for name, value in others.items() if names.get(name) is not value]:
+            setattr(owner, name, others[name])
+    else:
+        names.update(others)
     if len(names) != len(others):
         for name in names.keys() - others.keys():
-            del names[name]
+            delattr(owner, name) if isinstance(owner, type) else names.pop(name)
 
 
 def _own(names: dict[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
-    """A rank's names. Names of one object, in whatever modules, get one copy."""
     own = {}
     for name, value in names.items():
         own[name] = value if name.startswith("__") else _copied(value, copies)
@@ -103,6 +195,9 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
         elif isinstance(made, list):
             made[:] = [_copied(part, copies) for part in value]
         return made
+    if type(value) is torch.Tensor and not value.requires_grad:
+        copies[id(value)] = cuda_device.copied(value)
+        return copies[id(value)]
     if isinstance(value, functools._lru_cache_wrapper):
         size = value.cache_parameters()["maxsize"]
         copies[id(value)] = functools.lru_cache(size)(value.__wrapped__)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
+import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from traceback import extract_tb
 from typing import Any
 
 from torch.distributed import _symmetric_memory as symm_mem
@@ -14,35 +18,43 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import JITFunction
 
 from tricomm.communicator import Communicator
-from tricomm.errors import InvalidArgument
-from tricomm.explorer.memory_model.regions import Memory
+from tricomm.errors import InvalidArgument, TricommError
+from tricomm.explorer.memory_model.regions import Memory, tensors_in
+from tricomm.explorer.memory_model.source_lines import is_users
 from tricomm.explorer.standins import cuda_device, process_group, symmetric_memory
-from tricomm.explorer.standins.host import ProgramHost
+from tricomm.explorer.standins.host import Board, ProgramHost
 from tricomm.explorer.standins.module_state import ModuleState, modules_of
 from tricomm.explorer.standins.symmetric_memory import SymmetricMemories
 from tricomm.explorer.world.patches import Patches
+from tricomm.explorer.world.world import Turns
 
 _running = threading.Lock()
 
 
 class Standins:
-    """The stand-ins of one execution. `in_host()` is the rank whose host code runs, or None."""
+    """The stand-ins of one execution. `turns` and `met` as in `Board`."""
 
     def __init__(
-        self, program: Callable[[], Any], architecture: int, memory: Memory, in_host: Callable[[], int | None]
+        self,
+        program: Callable[[], Any],
+        architecture: int,
+        memory: Memory,
+        turns: Turns,
+        met: Callable[[int, int, bool], None],
     ) -> None:
-        self._program, self._architecture, self._memory, self._in_host = program, architecture, memory, in_host
-        self._modules = modules_of(getattr(program, "function", program))
+        self._program, self._architecture, self._memory, self._in_host = program, architecture, memory, turns.in_host
+        self._function = getattr(program, "function", program)
+        self._modules = ModuleState(modules_of(self._function), _PATCHES.replacements)
         self._hosts: dict[int, ProgramHost] = {}
-        self._board: dict[int, list[Any]] = {}
+        self._board = Board(turns, met)
 
     def run(self, comm: Communicator) -> Any:
         """In a rank's host code: call the program, with a default process group."""
         host = ProgramHost(comm, self._memory, self._board, self._architecture)
         host.config = getattr(self._program, "config", 0)
-        host.symmetric, host.modules = SymmetricMemories(host), ModuleState(self._modules, _PATCHES.replacements())
+        host.symmetric, host.modules = SymmetricMemories(host), self._modules
         self._hosts[comm.rank] = host
-        host.modules.put()
+        self._modules.enter(comm.rank)
         _environment(host.environment)
         process_group.start(host)
         _put_tables((host.group, host.workspaces, host.streams))
@@ -60,12 +72,11 @@ class Standins:
         if host is not None:
             _put_tables((host.group, host.workspaces, host.streams))
             _environment(host.environment)
-            host.modules.put()
+            self._modules.enter(rank)
         try:
             yield
         finally:
             if rank in self._hosts:
-                self._hosts[rank].modules.take()
                 self._hosts[rank].environment = dict(os.environ)
             _put_tables(tables)
             _environment(environment)
@@ -78,6 +89,7 @@ class Standins:
             raise InvalidArgument("another thread of this process checks a program; check one after the other")
         with ExitStack() as stack:
             stack.callback(_running.release)
+            stack.callback(self._modules.leave)
             stack.enter_context(_PATCHES.installed(self._current))
             stack.enter_context(cuda_device.CudaOnCpu(self._current))
             yield
@@ -86,6 +98,23 @@ class Standins:
         rank = self._in_host()
         host = None if rank is None else self._hosts.get(rank)
         return host if host is not None and host.in_program else None
+
+
+class _Importing:
+    """The host code of a program's file while it is imported: on the first of its GPUs, without a group."""
+
+    rank, world_size, architecture, default_device = 0, 1, 90, None
+
+    def __getattr__(self, name: str) -> Any:
+        raise InvalidArgument("this call is made while the file is imported; make it in the function that is checked")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Inside, `torch.cuda` and Triton's driver are those of a box with a GPU."""
+    host: Any = _Importing()
+    with _PATCHES.installed(lambda: host), cuda_device.CudaOnCpu(lambda: host):
+        yield
 
 
 def _tables() -> tuple[Any, ...]:
@@ -114,11 +143,34 @@ def _launch(host: ProgramHost) -> Callable[..., None]:
         values |= {p.name: p.default for p in kernel.params if p.has_default} | given | values
         if callable(grid):
             grid = grid(values)
-        run_time = [values.pop(p.name) for p in kernel.params if p.name in values and not p.is_constexpr]
+        run_time = {p.name: values.pop(p.name) for p in kernel.params if p.name in values and not p.is_constexpr}
         with host.library():
-            host.comm.launch(kernel, grid, *run_time, **values)
+            for name, value in run_time.items():
+                if any(cuda_device.on_host(t) and not cuda_device.is_pinned(t) for t in tensors_in(value)):
+                    raise ValueError(f"kernel {kernel.__name__}: argument {name} is a tensor on the CPU; pass x.cuda()")
+            with _interpreted(kernel) if host.comm.gpu is None else nullcontext():
+                host.comm.launch(kernel, grid, *run_time.values(), **values)
 
     return run
+
+
+@contextmanager
+def _interpreted(kernel: Any) -> Iterator[None]:
+    """Raises `InvalidArgument` if Triton's interpreter cannot run a kernel. A kernel itself raises assertions only."""
+    try:
+        yield
+        return
+    except (AssertionError, TricommError) as error:
+        if not isinstance(error.__cause__, NotImplementedError):
+            raise
+        cause: BaseException = error.__cause__
+    except Exception as error:
+        cause = error
+    where = next(f"{f.filename}:{f.lineno}" for f in reversed(extract_tb(cause.__traceback__)) if is_users(f.filename))
+    raise InvalidArgument(
+        f"kernel {kernel.__name__}, {where}: Triton's interpreter cannot run this line ({type(cause).__name__}: "
+        f"{cause}); compiled (--compiled sm_90) it may run"
+    ) from cause
 
 
 def _one_config(host: ProgramHost) -> Callable[..., Any]:
@@ -139,10 +191,16 @@ def _one_config(host: ProgramHost) -> Callable[..., Any]:
     return run
 
 
+def _importing(load: Callable[..., Any]) -> Callable[[ProgramHost], Callable[..., Any]]:
+    return lambda host: load if isinstance(host, _Importing) else partial(host.modules.importing, load)
+
+
 _PATCHES = Patches(
     lambda: {
         (JITFunction, "run"): _launch,
         (Autotuner, "run"): _one_config,
+        (builtins, "__import__"): _importing(builtins.__import__),
+        (importlib, "import_module"): _importing(importlib.import_module),
         **process_group.patches(),
         **symmetric_memory.patches(),
         **cuda_device.patches(),

@@ -75,13 +75,6 @@ class MemoryHandle:
     def wait_signal(self, src_rank: int, channel: int = 0, timeout_ms: int = 0) -> None:
         self._signal(channel, src_rank, src_rank + 1, _WAIT)
 
-    def stream_write_value32(self, tensor: torch.Tensor, offset: int, val: int) -> torch.Tensor:
-        """As `cuStreamWriteValue32`: after all work before it on the stream, with a fence of the system."""
-        with self._host.library():
-            word = tensor.view(torch.int32).view(-1)[offset:]
-            self._host.comm.launch(write, 1, word, VALUE=val, num_warps=1)
-        return tensor
-
     def _view(
         self, of: Allocation, what: str, rank: int, sizes: Sequence[int], dtype: torch.dtype, offset: int
     ) -> torch.Tensor:
@@ -118,10 +111,14 @@ class SymmetricMemories:
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device,
         group_name: str | None = None, alloc_id: int | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        made = self._allocate(tuple(size), dtype)
+        if 0 in size or any(step < 0 for step in stride):
+            raise InvalidArgument(f"symmetric memory of size {list(size)}, stride {list(stride)}: no memory is needed")
+        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        made = self._allocate((span,), dtype)
+        made.shape = tuple(size)
         if group_name is not None:
             self._names[id(made)] = group_name
-        return made.local
+        return made.local.as_strided(tuple(size), tuple(stride))
 
     def rendezvous(self, tensor: torch.Tensor, group_name: str | None = None) -> MemoryHandle:
         address = tensor.data_ptr()
@@ -130,17 +127,34 @@ class SymmetricMemories:
             raise RuntimeError(
                 "rendezvous: this tensor was not made by symmetric memory's `empty`; torch refuses it, too"
             )
-        name = group_name or self._names.get(id(memory), "default")
+        name = group_name or self._names.get(id(memory), "")
+        group = self._host.groups.get(name, self._host.group)
+        if len(group.ranks) < self._host.world_size:
+            raise InvalidArgument(
+                f"rendezvous: symmetric memory of the ranks {list(group.ranks)} alone is not simulated; check the "
+                f"program with {len(group.ranks)} ranks, and a group of all of them"
+            )
         key = (memory.local.data_ptr(), name)
         if key not in self._handles:
             said = f"symmetric memory {self._allocated.index(memory)}: {memory.dtype} {list(memory.shape)}"
-            self._host.exchange(f"rendezvous({said.replace('torch.', '')})", None)
+            self._host.exchange(f"rendezvous({said.replace('torch.', '')})", None, group.ranks, group.key)
             pads = self._allocate((_SymmetricMemory.signal_pad_size // 4,), torch.int32)
             self._handles[key] = MemoryHandle(self._host, memory, pads, address - key[0], name)
         return self._handles[key]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return any(a.holds(tensor.data_ptr()) for a in self._allocated)
+
+    def stream_write_value32(self, tensor: torch.Tensor, offset: int, val: int) -> torch.Tensor:
+        """As `cuStreamWriteValue32`: after all work before it on the stream, with a fence of the system."""
+        with self._host.library():
+            word = tensor.view(torch.int32).view(-1)[offset:]
+            self._host.comm.launch(write, 1, word, VALUE=val, num_warps=1)
+        return tensor
+
+    def memset32(self, tensor: torch.Tensor, offset: int, val: int, count: int = 1) -> torch.Tensor:
+        tensor.view(torch.int32).view(-1)[offset : offset + count].fill_(val)  # work of the current stream
+        return tensor
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Allocation:
         group, multicast = self._host.comm._group, self._host.comm.gpu is not None
@@ -154,6 +168,8 @@ def patches() -> Mapping[tuple[Any, str], Callable[[ProgramHost], Callable[..., 
     table: dict[tuple[Any, str], Callable[[ProgramHost], Callable[..., Any]]] = {
         (_SymmetricMemory, "empty_strided_p2p"): lambda host: host.calls(host.symmetric.empty_strided_p2p),
         (_SymmetricMemory, "rendezvous"): lambda host: host.calls(host.symmetric.rendezvous),
+        (_SymmetricMemory, "stream_write_value32"): lambda host: host.symmetric.stream_write_value32,
+        (_SymmetricMemory, "memset32"): lambda host: host.symmetric.memset32,
         (_SymmetricMemory, "is_symm_mem_tensor"): lambda host: host.calls(host.symmetric.holds),
         (_SymmetricMemory, "has_multicast_support"): lambda host: lambda *args: host.comm.gpu is not None,
         (_SymmetricMemory, "get_backend"): lambda host: lambda device: "CUDA",

@@ -15,7 +15,8 @@ class Patches(Generic[_T]):
     """`table` gives, for each (owner, name), the function that a rank's host code finds there, made from `_T`.
 
     Executions may run in several threads at once: the first one changes the owners, the last one restores them.
-    Outside of host code every function is the owner's.
+    Outside of host code every function is the owner's. In place of a class stands one that calls the function, and
+    whose instances are those of the classes that `stands_for` its name; in place of a property, another property.
     """
 
     def __init__(self, table: Callable[[], Mapping[tuple[Any, str], Callable[[_T], Any]]]) -> None:
@@ -52,9 +53,26 @@ class Patches(Generic[_T]):
                     delattr(owner, name) if real is _MISSING else setattr(owner, name, real)
 
     def _either(self, simulated: Callable[[_T], Any], real: Any) -> Any:
+        own: Any = real.fget if isinstance(real, property) else real
+
         def either(*args: Any, **kwargs: Any) -> Any:
             current: Callable[[], _T | None] | None = getattr(self._thread, "current", None)
             state = None if current is None else current()
-            return real(*args, **kwargs) if state is None else simulated(state)(*args, **kwargs)
+            return own(*args, **kwargs) if state is None else simulated(state)(*args, **kwargs)
 
-        return either
+        if isinstance(real, type):
+            return _ClassStandin(real.__name__, (), {"real": real, "either": staticmethod(either)})
+        return property(either) if isinstance(real, property) else either
+
+
+class _ClassStandin(type):
+    """A class in place of another one, `real`: annotations and `isinstance` need one."""
+
+    real: type
+    either: Callable[..., Any]
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls.either(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.real) or getattr(instance, "stands_for", None) == cls.__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partialmethod
 from typing import Any
 
 import triton.language as tl
@@ -34,7 +35,10 @@ def changes() -> list[Change]:
         (semantic, "binary_op_type_checking_impl", _operands),
     )
     known = [(owner, name, vars(owner)[name], short) for owner, name, short in shortcuts if name in vars(owner)]
+    # Jitted functions that are methods of a tensor, such as x.sum(0): only the compiler passes them the tensor.
+    methods = [(name, own) for name, own in vars(tl.core.tensor).items() if hasattr(own, "fn")]
     return [
+        *((tl.core.tensor, name, own, partialmethod(own)) for name, own in methods),
         (builder, "options", builder.options, unchecked),
         *((owner, name, own, short(own)) for owner, name, own, short in known),
     ]

@@ -50,7 +50,7 @@ _SECONDS = (0.5, 2.5)  # of a schedule of a shipped kernel on two cores: interpr
 @click.option("--fault", "faults", default="delay", show_default=True, help="A list of delay, stop, drop, or none.")
 @click.option("--residency", type=click.IntRange(1), help="Blocks of a launch on a device at once [default: all].")
 @click.option("--blocks", type=click.IntRange(1, 64), help="Blocks a launch, of shipped kernels [default: 2].")
-@click.option("--compiled", metavar="SM", help="Run what Triton compiles for this architecture, such as sm_90.")
+@click.option("--compiled", metavar="SM", help="Architecture to compile for, such as sm_90, or none.")
 @click.option("--ignore", default="", help="A list of kinds of findings that do not count, such as rank_mismatch.")
 @click.option("--keep-going", is_flag=True, help="Do not stop at the first schedule that shows something.")
 @click.option("--budget", help="End after this time, such as 90s or 2m; the next run continues.")
@@ -244,13 +244,15 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
     """First (schedules of each campaign, or None; number of campaigns), then each campaign: (name, how to run it)."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign, shipped, subjects
-    from tricomm.explorer.simulation import is_program
+    from tricomm.explorer.simulation import INTERPRETED, is_program
     from tricomm.kernels.left_out import left_out_lines
     from tricomm.perf import parsing
 
     faults = () if options["faults"] == "none" else parsing.parse_names(options["faults"], campaign.FAULTS, "fault")
     settings = {name: options[name] for name in _SETTINGS}
     settings["ignore"] = tuple(filter(None, options["ignore"].split(",")))
+    if options["function"] is None and options["compiled"] == INTERPRETED:  # the default of shipped kernels
+        options["compiled"] = settings["compiled"] = None
     selected = any(options[name] is not None for name in ("collective", "algorithm", "protocol"))
     everything = options["function"] is None and not selected and settings["schedules"] is None
     endless = options["budget"] is not None and options["function"] is not None
@@ -259,7 +261,7 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
     if options["function"] is not None:
         if selected or options["blocks"] is not None:
             raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
-        fn = subjects.from_file(options["function"], options["stubs"])
+        fn = subjects.from_file(options["function"], options["stubs"], options["arguments"] is not None)
         if options["arguments"] is not None or options["config"] is not None:
             if options["arguments"] is None and not is_program(fn):
                 raise InvalidArgument("--config chooses for autotuned kernels of a function that uses torch's memory")
