@@ -358,5 +358,5 @@ class ThreadDetector:
             self.checks.write(maker, shadow, pieces, slots, record, kind)
             shadow.note_write(maker.team, pieces, slots, times, record, kind)
             # The last value of a counter need not be read; a signal must be.
-            shadow.waiting[pieces] = access.op == "exch"
+            shadow.waiting[pieces] = access.op in ("exch", "cas")
         shadow.message[pieces], shadow.word[pieces] = message, word

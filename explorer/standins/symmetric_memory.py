@@ -40,7 +40,8 @@ class Allocation:
 
 
 class MemoryHandle:
-    """As `_SymmetricMemory`: one tensor's memory on all ranks, and its signal pads."""
+    """As `_SymmetricMemory`: one tensor's memory on all ranks, and its signal pads. `offset`: the first byte of the
+    tensor, for `get_remote_tensor` and `multicast_ptr`; other addresses are those of the whole memory."""
 
     def __init__(self, host: ProgramHost, memory: Allocation, pads: Allocation, offset: int, group_name: str) -> None:
         self._host, self._memory, self._pads = host, memory, pads
@@ -49,22 +50,23 @@ class MemoryHandle:
         self.buffer_ptrs, self.buffer_ptrs_dev = list(memory.arena.bases), memory.pointers
         self.signal_pad_ptrs, self.signal_pad_ptrs_dev = list(pads.arena.bases), pads.pointers
         self.buffer_size, self.signal_pad_size = memory.nbytes, pads.nbytes
-        self.multicast_ptr = memory.arena.multicast
+        self.multicast_ptr = memory.arena.multicast and memory.arena.multicast + offset
 
     def boxed(self) -> MemoryHandle:
         return self
 
     def get_buffer(self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0) -> torch.Tensor:
-        return self._view(self._memory, "get_buffer", rank, sizes, dtype, storage_offset)
+        return self._view(self._memory, "get_buffer", rank, sizes, dtype, storage_offset * dtype.itemsize)
 
-    get_remote_tensor = get_buffer
+    def get_remote_tensor(self, peer: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._view(self._memory, "get_remote_tensor", peer, sizes, dtype, self.offset)
 
     def get_signal_pad(
         self, rank: int, sizes: Sequence[int] = (), dtype: torch.dtype | None = None, storage_offset: int = 0
     ) -> torch.Tensor:
         dtype = dtype or torch.uint32
         shape = tuple(sizes) or (self.signal_pad_size // dtype.itemsize - storage_offset,)
-        return self._view(self._pads, "get_signal_pad", rank, shape, dtype, storage_offset)
+        return self._view(self._pads, "get_signal_pad", rank, shape, dtype, storage_offset * dtype.itemsize)
 
     def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
         self._signal(channel, 0, self.world_size, _PUT | _WAIT)
@@ -79,13 +81,13 @@ class MemoryHandle:
         self, of: Allocation, what: str, rank: int, sizes: Sequence[int], dtype: torch.dtype, offset: int
     ) -> torch.Tensor:
         with self._host.library():
-            end = (prod(sizes) + offset) * dtype.itemsize
+            end = offset + prod(sizes) * dtype.itemsize
             if not 0 <= rank < self.world_size or offset < 0 or end > of.nbytes:
                 raise InvalidArgument(
-                    f"{what}: bytes {offset * dtype.itemsize} to {end} of rank {rank}: there are {of.nbytes} bytes on "
-                    f"each of {self.world_size} ranks"
+                    f"{what}: bytes {offset} to {end} of rank {rank}: there are {of.nbytes} bytes on each of "
+                    f"{self.world_size} ranks"
                 )
-            return of.arena.tensor(rank, offset * dtype.itemsize, tuple(sizes), dtype)
+            return of.arena.tensor(rank, offset, tuple(sizes), dtype)
 
     def _signal(self, channel: int, first: int, end: int, steps: int) -> None:
         word = channel * self.world_size
@@ -104,7 +106,7 @@ class SymmetricMemories:
     def __init__(self, host: ProgramHost) -> None:
         self._host = host
         self._allocated: list[Allocation] = []
-        self._handles: dict[tuple[int, str], MemoryHandle] = {}
+        self._pads: dict[tuple[int, str], Allocation] = {}  # by address and group
         self._names: dict[int, str] = {}  # the group name that an allocation was made with
 
     def empty_strided_p2p(
@@ -134,13 +136,12 @@ class SymmetricMemories:
                 f"rendezvous: symmetric memory of the ranks {list(group.ranks)} alone is not simulated; check the "
                 f"program with {len(group.ranks)} ranks, and a group of all of them"
             )
-        key = (memory.local.data_ptr(), name)
-        if key not in self._handles:
+        base = memory.local.data_ptr()
+        if (base, group.key) not in self._pads:
             said = f"symmetric memory {self._allocated.index(memory)}: {memory.dtype} {list(memory.shape)}"
             self._host.exchange(f"rendezvous({said.replace('torch.', '')})", None, group.ranks, group.key)
-            pads = self._allocate((_SymmetricMemory.signal_pad_size // 4,), torch.int32)
-            self._handles[key] = MemoryHandle(self._host, memory, pads, address - key[0], name)
-        return self._handles[key]
+            self._pads[base, group.key] = self._allocate((_SymmetricMemory.signal_pad_size // 4,), torch.int32)
+        return MemoryHandle(self._host, memory, self._pads[base, group.key], address - base, name)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         return any(a.holds(tensor.data_ptr()) for a in self._allocated)

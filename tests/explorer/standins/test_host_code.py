@@ -165,9 +165,25 @@ def strided():
     assert made[1, 0].item() == 77 and made[2, 0].item() == 78
 
 
+def views():
+    rank = dist.get_rank()
+    whole = symm_mem.empty((4, 8), dtype=torch.int32, device="cuda")
+    whole.copy_(torch.arange(32, device="cuda").view(4, 8) + 100 * rank)
+    first, part = (symm_mem.rendezvous(x, dist.group.WORLD) for x in (whole, whole[2]))
+    assert (first.offset, part.offset) == (0, 64) and part.buffer_ptrs == first.buffer_ptrs
+    assert part.signal_pad_ptrs == first.signal_pad_ptrs
+    first.barrier()
+    for handle, row in ((first, 0), (part, 2)):
+        assert handle.get_remote_tensor(1 - rank, (2,), torch.int32)[0].item() == 8 * row + 100 * (1 - rank)
+        assert handle.get_buffer(1 - rank, (2,), torch.int32, 8)[0].item() == 8 + 100 * (1 - rank)
+    with pytest.raises(InvalidArgument, match="get_remote_tensor: bytes 64 to 192 of rank 0: there are 128 bytes"):
+        part.get_remote_tensor(0, (32,), torch.int32)
+
+
 @BOTH
-def test_symmetric_memory_has_the_asked_strides(compiled):
-    tricomm.simulate(strided, 2, compiled=compiled)
+@pytest.mark.parametrize("program", [strided, views])
+def test_symmetric_memory_has_the_asked_strides_and_offsets(program, compiled):
+    tricomm.simulate(program, 2, compiled=compiled)
 
 
 def test_what_ends_a_program_is_named_with_its_line():

@@ -257,3 +257,18 @@ def state():
         torch.get_default_dtype(),
         dict(os.environ),
     )
+
+
+@pytest.mark.parametrize("compiled", ["none", None])
+def test_a_signal_that_nobody_takes_is_left_over(compiled):
+    def program(taken):
+        rank = dist.get_rank()
+        handle = symm_mem.rendezvous(symm_mem.empty(4, device="cuda"), dist.group.WORLD)
+        handle.barrier()
+        handle.put_signal(1 - rank, 3)
+        if taken:
+            handle.wait_signal(1 - rank, 3)
+
+    assert tricomm.check(lambda: program(True), 2, schedules=4, compiled=compiled).ok
+    (finding,) = tricomm.check(lambda: program(False), 2, schedules=4, compiled=compiled).findings
+    assert finding.kind == "leftover" and "symmetric memory 1 (int32 [2304]) byte 28" in finding.text
