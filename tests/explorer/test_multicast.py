@@ -1,4 +1,4 @@
-"""Kernels through a switch under many schedules, interpreted and compiled."""
+"""NVLS kernels under many schedules, interpreted and compiled."""
 
 import re
 

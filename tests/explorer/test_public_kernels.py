@@ -1,4 +1,4 @@
-"""Kernels as public Triton code has them: the right ones are passed, and each mistake is named where it is."""
+"""Kernels like those in public Triton code: right ones pass, and each mistake is reported at its line."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_a_mistake_is_named_where_it_is(family, mistake):
         assert sorted(results) in [sorted(pair.split(", ")) for pair in mistake.pairs], (results, report)
         assert (len(set(finding.ranks)) == 2) == (family != "grid_sum"), report
     else:
-        # In a deadlock others may wait in `comm.barrier()`.
+        # In a deadlock other ranks may wait in `comm.barrier()`.
         allowed = {mark for pair in mistake.pairs for mark in pair.split(", ")} | set(mistake.lone)
         named = [mark for mark in results if not (finding.kind == "deadlock" and mark.startswith(_OURS))]
         assert named and set(named) <= allowed, (results, report)

@@ -1,4 +1,4 @@
-"""Reports: kept in files, repeated exactly, made small; and the command that does so."""
+"""Reports: written to files, replayed exactly, shrunk; and the command for it."""
 
 import functools
 import json
@@ -75,7 +75,7 @@ def users_file(tmp_path):
 
 
 def ordered_race(comm):
-    """Wrong only under those schedules in which rank 1 comes after some, but not all of rank 0's four turns."""
+    """Wrong only under schedules in which rank 1 runs after some, but not all of rank 0's four turns."""
     memory, out = words(comm), torch.full((4,), -1)
     comm.launch(k.tickets, 1, memory.peers, out, WORLD_SIZE=comm.world_size, TIMES=4)
     comm.barrier()
@@ -133,7 +133,7 @@ def test_a_report_survives_its_file_and_repeats_exactly(tmp_path):
         report.findings[0].where,
         report.findings[0].text,
     )
-    assert explorer.replay(stored, lambda comm: words(comm) and None) == [[]], "mended, and it still repeats"
+    assert explorer.replay(stored, lambda comm: words(comm) and None) == [[]], "the corrected kernel repeats it"
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_functions_that_a_file_does_not_have(users_file, name):
 
 
 def test_functions_and_partials_are_offered_and_kernels_are_not(tmp_path):
-    """In a copy of the example, which needs no other file."""
+    """Checks a copy of the example, which needs no other file."""
     example = shutil.copy(Path(__file__).parents[2] / "examples" / "own_kernel.py", tmp_path)
     done = command(f"{example}:rong")
     assert done.exit_code == 2 and "it has ring, racy\n" in done.output
@@ -290,7 +290,7 @@ def test_a_file_that_does_not_load(tmp_path, text, said):
     assert done.exit_code == 2 and said in " ".join(done.output.split())
 
 
-# The adapter and the detector look after themselves.
+# Self-tests of the hooks into Triton
 
 
 def test_a_hook_that_triton_no_longer_calls_is_noticed(monkeypatch):

@@ -1,7 +1,7 @@
-"""The shipped kernels under many schedules: clean, with and without faults; and the bounded search sees them all.
+"""The shipped kernels under many schedules: no finding, with and without faults, nor in the bounded search.
 
-Three ranks, or two where that shows as much; the kernels of a hybrid cube mesh need eight, and get fewer schedules of
-shorter calls.
+Three ranks, or two if that is enough; the kernels of a hybrid cube mesh need eight, and get fewer schedules of shorter
+calls.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,13 +32,13 @@ KERNELS = pytest.mark.parametrize(
     ids=lambda k: k.name,
 )
 CUBE = [k for k in registry.KERNELS if k.needs_cube]
-# Those whose every schedule with one preemption CI sees: each way to meet once. The others' are for `make soak`.
+# Kernels of which CI runs every schedule with one preemption: one for each synchronization. `make soak` has the others.
 SEARCHED = [
     k
     for k in registry.KERNELS
     if k not in CUBE and (k.collective in ("all_reduce", "all_gather", "barrier") or k.name.startswith("broadcast_one"))
 ]
-# In CI those, and of the others one a protocol; `make soak` has all.
+# CI runs these, and one of the others for each protocol; `make soak` runs all.
 SOME = [
     k
     if k in SEARCHED or k.collective in ("reduce_scatter", "all_to_all_v", "send")
@@ -47,17 +47,19 @@ SOME = [
 ]
 SAMPLE = pytest.mark.parametrize("kernel", some(SOME, 6, odd), ids=lambda k: k.name)
 FALSE_ALARMS = 2000
-SIZES = (20, 1, 17)  # two tiles, one block's and a part of the other's; one tile; two again
+SIZES = (20, 1, 17)  # two tiles, a whole one and a partial one; one tile; two again
 FEW = (5, 1)  # of tiles of four words
 OTHERWISE = dgx1v().of([7, 2, 5, 0, 1, 3, 6, 4])
 
 
 def clean(kernel: Kernel, world_size: int = 3, **more: Any) -> tricomm.Report:
-    """Check `kernel` on `world_size` ranks, or on the eight that it needs; gives the report, of which nothing came."""
+    """Check `kernel` on `world_size` ranks, or the eight that it needs; the report must have no finding."""
     more = more if not kernel.needs_cube else {"sizes": FEW, "blocks": 1, "tile": 4} | more
     world_size = registry.CUBE_RANKS if kernel.needs_cube else world_size
     sizes, blocks = more.pop("sizes", SIZES), more.pop("blocks", shipped.BLOCKS)
-    tile = more.pop("tile", None if kernel.collective == shipped.FUSED else shipped.TILE)  # the sizes are for that one
+    tile = more.pop(
+        "tile", None if kernel.collective == shipped.FUSED else shipped.TILE
+    )  # the sizes are for this arena
     options = shipped.options(world_size, blocks, tile, kernel=kernel)
     options = tuned(options, first_epoch=more.pop("first_epoch", 1))
     return passed(shipped.body(kernel, sizes), world_size, options=options, **more)
@@ -78,7 +80,7 @@ def test_random_schedules_from_every_edge_of_the_epoch(kernel, schedules):
     if kernel.needs_cube:
         clean(kernel, schedules=schedules // 2)
         clean(kernel, schedules=1, blocks=2, sizes=(9,))
-        tile = 16 if kernel.wide else 32  # of the smallest arena the largest that they can use
+        tile = 16 if kernel.wide else 32  # the largest tile that they can use in the smallest arena
         clean(kernel, schedules=1, first_epoch=(1 << 32) - 1, sizes=(1, 2, 1), tile=tile)
         clean(kernel, schedules=1, first_epoch=2 * layout.CLEAR_EVERY - 1, sizes=(3, 1, 2, 1), tile=tile)
     else:
@@ -94,7 +96,7 @@ def test_priorities(kernel):
 
 @pytest.mark.parametrize(
     "kernel",
-    # An all-gather by one shot meets as an all-reduce does, two shots by wide words as by others.
+    # A one-shot all-gather synchronizes like an all-reduce, and wide words in two shots like other words.
     some(
         [
             pytest.param(k, marks=pytest.mark.soak) if k.collective == "all_gather" or k.wide and k.hops > 1 else k
@@ -129,7 +131,7 @@ def test_a_rank_that_stops_or_dies_at_any_step(kernel):
     ids=lambda k: k.name,
 )
 def test_messages_of_several_chunks(kernel):
-    """Two mailboxes and a half in one launch: the rotation within a launch."""
+    """Two and a half mailboxes in one launch, so that they rotate within it."""
     world_size = registry.CUBE_RANKS if kernel.needs_cube else 2
     memory = layout.plan(world_size, campaign.smallest(world_size).arena_bytes)
     tile = min(256, memory.largest_tile(kernel.algorithm, kernel.protocol))
@@ -150,8 +152,8 @@ def chunk(kernel: Kernel, world_size: int, memory: layout.Layout) -> int:
     rooms = {"ll": memory.ll_buffer // 16, "ll128": memory.wide_buffer // 32 * 3, "simple": memory.simple_buffer // 8}
     words = rooms[kernel.protocol]
     if kernel.shards is not None or kernel.name == "all_reduce_hybrid_cube_mesh_simple":
-        return words // 2  # half a room for each phase, or for one's own sum
-    # Where peers read, all rooms are one stage.
+        return words // 2  # half a mailbox for each phase, or for the rank's sum
+    # If peers read, all mailboxes are one stage.
     return words * world_size if kernel.read(world_size) else words
 
 
@@ -160,7 +162,7 @@ def chunk(kernel: Kernel, world_size: int, memory: layout.Layout) -> int:
 def test_kernels_in_turn(world_size, seed):
     """Kernels in any order: all have the same rule that keeps a peer from running ahead."""
     kernels = [k for k in registry.KERNELS if world_size == registry.CUBE_RANKS or not k.needs_cube]
-    if world_size == registry.CUBE_RANKS:  # a cube's between those that let every rank talk with every other one
+    if world_size == registry.CUBE_RANKS:  # cube mesh kernels between kernels in which all ranks exchange data
         kernels = [*CUBE, *CUBE, *(k for k in kernels if k.algorithm == "one_shot" and k.collective in _SHORT)]
     Random(seed).shuffle(kernels)
     memory = shipped.options(world_size, blocks=1, tile=16)
@@ -182,7 +184,7 @@ def turns(kernels: Sequence[Kernel], sizes: Sequence[int]) -> Callable[[tricomm.
 @pytest.mark.parametrize("kernel", [k for k in CUBE if k.reduces], ids=lambda k: k.name)
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], 2))
 def test_a_cube_adds_quad_by_quad(kernel, dtype):
-    """Numbers whose sum depends on the order, and on where it is rounded; the oracle knows what is promised."""
+    """Numbers whose sum depends on the order and on the rounding; the reference has the guaranteed ones."""
 
     def fn(comm: tricomm.Communicator) -> torch.Tensor:
         x = torch.tensor((1e8, 3.25, -1e8, 1.0, 257.0, 1e8, 1.0, -1e8)[comm.rank]).to(dtype).repeat(5)

@@ -68,10 +68,10 @@ def test_the_bounded_search_visits_every_schedule_within_its_bound_once(lengths,
 
 
 class Script(Fake):
-    """A task that reads ("r"), adds to ("w") and waits for ("p", until it is 2) words, and what it has seen of them.
+    """A task that reads ("r"), adds to ("w") and polls ("p", until it is 2) words, and the values that it has read.
 
-    "q" looks at a word and then at the next one, in turns, until their sum is odd; "n" twice in turn waits for a word
-    to grow and then looks at another one.
+    "q" reads a word and the next one alternately until their sum is odd; "n", twice, polls a word until it grows and
+    then reads another one.
     """
 
     def __init__(self, rank, ops) -> None:

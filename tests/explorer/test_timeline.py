@@ -1,4 +1,4 @@
-"""The picture of a finding: complete, marked, harmless, self-contained."""
+"""The timeline of a finding: complete, with the pair marked, escaped, self-contained."""
 
 import re
 import xml.etree.ElementTree as ElementTree
@@ -36,7 +36,7 @@ def of_class(svg, name):
 
 
 def with_events(report, count, first=None, second=None):
-    """The same report, as if its execution had been so long; `first` and `second` are where the pair is."""
+    """The same report with a long execution, in which the pair is at `first` and `second`."""
     pair = report.findings[0].accesses
     filler = {**pair[0], "kind": "load", "where": "elsewhere.py:1", "sem": None}
     events = [{**filler, "step": n, "rank": n % 2} for n in range(count)]

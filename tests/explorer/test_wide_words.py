@@ -1,4 +1,4 @@
-"""Wide words under the explorer: one unit of 16 bytes, interpreted and compiled; each mistake is found."""
+"""Wide words under the explorer: one access of 16 bytes, interpreted and compiled; each mistake is found."""
 
 from functools import partial
 from unittest.mock import patch
@@ -23,7 +23,7 @@ compiles = pytest.mark.skipif(why_not(90) is not None, reason="this Triton is re
 
 
 def explore(form: str, schedules: int, world_size: int = 2, **others: str) -> Report:
-    """Three calls of `gather_sum`: of several tiles, of none but one word, and of one."""
+    """Three calls of `gather_sum`: of several tiles, of a single word, and of one tile."""
     body = partial(wide_kernels.sums, sizes=(17, 1, 6), form=form)
     with patch.object(campaign.Campaign, "_keep", _keep):
         return tricomm.check(body, world_size, schedules, **others)
@@ -63,7 +63,7 @@ def test_a_compiled_wide_word_that_is_overwritten_is_found():
     assert "overwritten" in str(report), report
 
 
-# The rule itself: an element of 16 bytes is two words of 64 bits, and never half of it.
+# The rule itself: an element of 16 bytes is two words of 64 bits, and is never torn.
 
 
 def _access(kind: str, address: int, itemsize: int) -> Access:
@@ -85,7 +85,7 @@ def test_a_late_wide_word_reaches_memory_before_an_access_to_its_second_half():
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_two_late_stores_to_one_place_arrive_in_their_order(monkeypatch, kept):
-    """The second one overlaps the first by a word. An access to its other word brings both."""
+    """The second store overlaps the first by a word. An access to its other word makes both visible."""
     task, other = _task(0), _task(1)
     first, second = _access("store", 4096, 8), _access("store", 4096, 16)
     if not kept:

@@ -128,7 +128,7 @@ def test_a_deadlock_is_found_without_a_timeout():
         tricomm.simulate(lambda comm: comm.launch(k.waits, 1, words(comm).local, 5), 2)
     with pytest.raises(CollectiveTimeout, match="symmetric"):
         tricomm.simulate(lambda comm: comm.rank or comm.symmetric((1,), torch.int32), 2)
-    assert time.monotonic() - began < 120, "this waited for a limit of 600 s"
+    assert time.monotonic() - began < 120, "the wait ended at its limit of 600 s only"
 
 
 @pytest.mark.parametrize("how", ["sleep", "event", "queue"])
@@ -207,7 +207,7 @@ def test_results_outlive_the_ranks_and_a_late_call_is_refused():
 
 
 def test_a_check_does_not_import_torchs_compiler():
-    """Which torch does, for seconds, at the first operation under a mode whose method it has wrapped."""
+    """torch would import it, for seconds, at the first operation under a mode whose method it has wrapped."""
     assert not hasattr(host_state._Watch.__torch_dispatch__, "__wrapped__")
 
 
@@ -240,7 +240,7 @@ def test_large_memory_is_freed_with_its_execution(monkeypatch, compiled):
     ids=str,
 )
 def test_the_quads_of_a_cube_mesh_hold_one_nan(dtype, compiled):
-    """Each adds its own sum to the other's, so what an addition of two NaNs gives must not depend on their order."""
+    """Each quad adds its sum to the other's, so the sum of two NaNs must not depend on their order."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
     def fn(comm):

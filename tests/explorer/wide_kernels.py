@@ -1,4 +1,4 @@
-"""An exchange of wide words over symmetric memory, as a user would write it, and a mistake."""
+"""An exchange of wide words over symmetric memory, as a user would write it, and a version with a mistake."""
 
 import torch
 import triton
@@ -26,8 +26,8 @@ def gather_sum(
 ):
     """y[0:words] = the sum of all ranks' x (int64). `boxes`: addresses of int64 [2][WORLD_SIZE][tiles][4 * BLOCK].
 
-    Every block sends to its namesakes in every epoch, payload or not, and so tells them that it has left the one
-    before: two boxes in turn are enough. FORM is "wide", or a mistake: "one box" uses the same box in every epoch.
+    Every block sends to the same block of all ranks in every epoch, even without payload, which shows that it has
+    left the last epoch, so two boxes are enough. FORM is "wide", or a mistake: "one box" uses one box in every epoch.
     """
     lane = tl.arange(0, BLOCK)
     tile = tl.program_id(0)

@@ -1,5 +1,5 @@
-"""Calls that have no turn under the explorer, ranks that leave, and handles that are closed: each is named, none is
-half done."""
+"""Calls from threads that the explorer does not schedule, ranks that leave, and closed handles: each is named, and no
+call is half done."""
 
 import gc
 import threading
@@ -37,7 +37,7 @@ def calls_of(comm):
 
 
 def in_a_thread(call):
-    """The outcome of a call by a thread of another name."""
+    """The outcome of a call in a thread with another name."""
     seen = []
 
     def run():
@@ -135,7 +135,7 @@ def test_faults_of_a_function_without_an_access_are_accepted(fault):
 
 @BOTH
 def test_handles_that_are_made_again_are_no_finding(compiled):
-    """Many small ones are closed; then one is made that is as large as their pages together."""
+    """Many small handles are closed; then one is made that is as large as all their pages."""
 
     def fn(comm):
         small = [comm.symmetric((1,), torch.int64) for _ in range(24)]
@@ -165,14 +165,14 @@ def test_a_use_after_close_is_found(use, all_close, compiled):
         if all_close or comm.rank == 0:
             memory.close()
         comm.barrier()
-        words(comm)  # other memory, which must not have the addresses
+        words(comm)  # other memory, which must not get the same addresses
         if use == "host" and comm.rank == 0:
             out.copy_(local[:1])
         if use == "kernel" and comm.rank == 0 or use == "peer's" and comm.rank == 1:
             comm.launch(k.wide_scope, 1, peers, out, WORLD_SIZE=2)
 
     report = tricomm.check(fn, 2, schedules=2, compiled=compiled)
-    if use == "peer's" and not all_close:  # its own mapping is open
+    if use == "peer's" and not all_close:  # its mapping is open
         assert report.ok
         return
     finding, rank = report.findings[0], 1 if use == "peer's" else 0
@@ -183,7 +183,7 @@ def test_a_use_after_close_is_found(use, all_close, compiled):
 
 
 def test_a_close_waits_for_the_kernels_of_its_rank():
-    """On a stream: they may still read the memory."""
+    """They may still read the memory on a stream."""
 
     def fn(comm):
         memory, out = words(comm), torch.zeros(1, dtype=torch.int64)
