@@ -13,13 +13,6 @@ from tricomm.c10d.call_queue import CallQueue
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
 
 
-@pytest.fixture
-def calls():
-    made = CallQueue("test")
-    yield made
-    made.close()
-
-
 def record(calls, names, async_op=False):
     return calls.run(lambda turn: names.append(str(turn)), "", [], async_op)
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.c10d.bodies import callback_bodies as bodies
 from tests.c10d.bodies.groups import ROUTES, default_group, of, same
+from tests.c10d.test_call_queue import blocked
 from tricomm import threads
 from tricomm.c10d.call_queue import CallQueue
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
@@ -118,17 +119,6 @@ def test_an_error_in_the_middle_ends_the_call_everywhere(url):
     outcomes = ranks.run(2, bodies.of_one_rank, url, "gloo", "during")
     assert all(error.startswith("GroupAborted") and "no room here" in error and soon for error, soon, _ in outcomes)
     assert [after for *_, after in outcomes] == ["GroupAborted"] * 2
-
-
-@pytest.fixture
-def calls():
-    made = CallQueue("test")
-    yield made
-    made.close()
-
-
-def blocked(calls, gate):
-    return calls.run(lambda turn: gate.wait(30) and None, "", [], True)
 
 
 def test_the_tensors_of_a_call_are_freed_without_a_collection_if_its_future_was_used(calls):

@@ -3,14 +3,12 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from types import ModuleType
 
 import pytest
 import torch
 from torch.distributed import HashStore
 
 import tricomm
-from tests.core.bodies import fake_nccl
 from tests.store.cuda.fake_driver import FakeCuda
 from tricomm import errors
 from tricomm.core import bootstrap
@@ -20,14 +18,6 @@ from tricomm.policy import backend_choice
 from tricomm.store.arenas.open_arena import open_cuda
 
 NBYTES = 2 << 20
-
-
-@pytest.fixture
-def core(monkeypatch):
-    package = ModuleType("nccl")
-    package.core = fake_nccl
-    monkeypatch.setitem(sys.modules, "nccl", package)
-    monkeypatch.setitem(sys.modules, "nccl.core", fake_nccl)
 
 
 def everywhere(monkeypatch, world, world_size=2, nccl=True):

@@ -4,7 +4,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,12 +22,7 @@ CPU = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.float16]
 
 
-@pytest.fixture(autouse=True)
-def core(monkeypatch):
-    package = ModuleType("nccl")
-    package.core = fake_nccl
-    monkeypatch.setitem(sys.modules, "nccl", package)
-    monkeypatch.setitem(sys.modules, "nccl.core", fake_nccl)
+pytestmark = pytest.mark.usefixtures("core")
 
 
 def everywhere(world_size, body, timeout=30.0):

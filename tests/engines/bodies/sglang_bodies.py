@@ -22,6 +22,7 @@ from sglang.srt.layers import flashinfer_comm_fusion, layernorm  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
 import tricomm  # noqa: E402
+from tests.engines.bodies import value  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = ((1, 8), (5, 24), (33, 136), (2, 3, 40))
@@ -52,12 +53,6 @@ def coordinator(rank, world_size, url, **environment):
 
 def ran():
     return sum(tricomm.stats()["kernels"].values())
-
-
-def value(rank, shape, dtype, seed):
-    """Small integers that differ by rank and call; their sums are exact in every type."""
-    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.int64)
-    return ((numbers * (2 * rank + 3) + seed * 5 + rank) % 11).reshape(shape).to(dtype)
 
 
 def normed(parts, residual, weight, eps):

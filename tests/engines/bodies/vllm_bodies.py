@@ -14,6 +14,7 @@ from vllm.distributed import parallel_state
 from vllm.plugins import load_general_plugins
 
 import tricomm
+from tests.engines.bodies import value
 from tricomm.engines import engine_group
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64, torch.uint8)
@@ -50,12 +51,6 @@ def calls():
 def ran_since(before):
     """Calls that the kernels ran since `before`, by collective."""
     return {name: count - before.get(name, 0) for name, count in calls().items() if count > before.get(name, 0)}
-
-
-def value(rank, shape, dtype, seed):
-    """Small integers that differ by rank and call; their sums are exact in every type."""
-    numbers = torch.arange(torch.Size(shape).numel(), dtype=torch.int64)
-    return ((numbers * (2 * rank + 3) + seed * 5 + rank) % 11).reshape(shape).to(dtype)
 
 
 def exact(rank, world_size, tell, url):

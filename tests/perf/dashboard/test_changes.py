@@ -20,11 +20,7 @@ from tricomm.perf.bench_row import BenchRow
 from tricomm.perf.dashboard import change_points, changes, collect
 from tricomm.perf.history.database import Entry
 
-
-@pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRICOMM_STATS_DIR", str(tmp_path / "live"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+pytestmark = pytest.mark.usefixtures("folders")
 
 
 def _run(*words: object) -> Result:

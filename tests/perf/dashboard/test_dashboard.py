@@ -27,11 +27,7 @@ from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history import schema
 from tricomm.perf.history.database import open_history
 
-
-@pytest.fixture(autouse=True)
-def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRICOMM_STATS_DIR", str(tmp_path / "live"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+pytestmark = pytest.mark.usefixtures("folders")
 
 
 def _unpacked(text: str) -> Any:

@@ -46,6 +46,11 @@ KINDS = {"f64": F64, "f32": F32, "f16": F16, "bf16": BF16}
 KINDS |= {"e5m2": E5M2, "e4m3": E4M3, "e3m2": E3M2, "e2m3": E2M3, "e2m1": E2M1}
 
 
+def width(name):
+    """The bits of a float or integer type, by its name in PTX."""
+    return KINDS[name].bits if name in KINDS else int(name[1:])
+
+
 def negative(bits, kind):
     return bool(bits >> kind.bits - 1)
 

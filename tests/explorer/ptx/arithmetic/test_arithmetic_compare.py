@@ -6,7 +6,7 @@ import pytest
 
 from tests.explorer.ptx.arithmetic import float_model as model
 from tests.explorer.ptx.arithmetic.arithmetic_cases import check, rows, signed
-from tests.explorer.ptx.arithmetic.float_model import KINDS, float_rows, value
+from tests.explorer.ptx.arithmetic.float_model import KINDS, float_rows, value, width
 
 ORDER = {name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")}
 UNSIGNED = {"lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge}
@@ -49,10 +49,6 @@ def given(kind, count=60):
     bits = int(kind[1:])
     equal = [(a, a) for (a,) in rows(bits, count=20)]
     return rows(bits, bits, count=count) + equal
-
-
-def width(kind):
-    return KINDS[kind].bits if kind in KINDS else int(kind[1:])
 
 
 @pytest.mark.parametrize("kind, compare", list(cases()))

@@ -8,7 +8,17 @@ import pytest
 
 from tests.explorer.ptx.arithmetic import float_model as model
 from tests.explorer.ptx.arithmetic.arithmetic_cases import check, rows, signed
-from tests.explorer.ptx.arithmetic.float_model import F32, KINDS, NAN, finite, float_rows, flushed, negative, value
+from tests.explorer.ptx.arithmetic.float_model import (
+    F32,
+    KINDS,
+    NAN,
+    finite,
+    float_rows,
+    flushed,
+    negative,
+    value,
+    width,
+)
 
 INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 FLOATS = ("f16", "bf16", "f32", "f64")
@@ -16,22 +26,18 @@ MODES = ("rn", "rz", "rm", "rp")
 WHOLE = {"rni": "rn", "rzi": "rz", "rmi": "rm", "rpi": "rp"}
 
 
-def size(kind):
-    return KINDS[kind].bits if kind in KINDS else int(kind[1:])
-
-
 def register(kind):
-    return f"b{max(16, size(kind))}"
+    return f"b{max(16, width(kind))}"
 
 
 def read(bits, kind):
-    bits &= (1 << size(kind)) - 1
-    return signed(bits, size(kind)) if kind[0] == "s" else bits
+    bits &= (1 << width(kind)) - 1
+    return signed(bits, width(kind)) if kind[0] == "s" else bits
 
 
 def extended(number, kind, destination):
     """The register's bits: an integer type's value sign- or zero-extended."""
-    bits = number & (1 << size(kind)) - 1
+    bits = number & (1 << width(kind)) - 1
     return read(bits, kind) & (1 << int(destination[1:])) - 1
 
 
@@ -49,8 +55,8 @@ def test_integers_to_floats(to, of):
     form = KINDS[to]
     edges = [((1 << n) + d,) for n in (8, 11, 24, 25, 53, 54, 63) for d in (-1, 0, 1)]
     edges += [((1 << 60) + (1 << n) + d,) for n in (6, 7, 36, 49, 52) for d in (-1, 0, 1)]
-    given = [*rows(size(of), count=60), *((x & (1 << size(of)) - 1,) for (x,) in edges)]
-    given += [(-x & (1 << size(of)) - 1,) for (x,) in edges]
+    given = [*rows(width(of), count=60), *((x & (1 << width(of)) - 1,) for (x,) in edges)]
+    given += [(-x & (1 << width(of)) - 1,) for (x,) in edges]
     names = {"d": register(to), "a": register(of)}
     check(f"cvt.rn.{to}.{of} d, a", given, lambda a: model.encode(Fraction(read(a, of)), form), **names)
 
@@ -58,12 +64,12 @@ def test_integers_to_floats(to, of):
 @pytest.mark.parametrize("to, of", list(itertools.product(INTEGERS, FLOATS)))
 def test_floats_to_integers(to, of):
     form = KINDS[of]
-    bounds = (-(1 << size(to) - 1), (1 << size(to) - 1) - 1) if to[0] == "s" else (0, (1 << size(to)) - 1)
+    bounds = (-(1 << width(to) - 1), (1 << width(to) - 1) - 1) if to[0] == "s" else (0, (1 << width(to)) - 1)
 
     def convert(a, mode):
         x = value(a, form)
         if x == NAN:
-            number = 1 << size(to) - 1 if of == "f64" or size(to) == 64 else 0
+            number = 1 << width(to) - 1 if of == "f64" or width(to) == 64 else 0
         elif not isinstance(x, Fraction):
             number = bounds[x == model.INFINITE]
         else:
