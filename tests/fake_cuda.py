@@ -171,7 +171,7 @@ class World:
         """Queries the runtime, which initialises a device that was not in use."""
         index = self.get_device()
         if index not in self.used:
-            self.complain(f"made a context on cuda:{index}, which nobody uses")
+            self.complain(f"made a context on cuda:{index}, which no rank uses")
         self.bind()
         return self.current_stream(index).capture is not None
 

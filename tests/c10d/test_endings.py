@@ -20,7 +20,7 @@ ENDS = {
     "handles dropped": "[dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(20)]; dist.barrier()",
     "destroyed under way": "[dist.all_reduce(x, async_op=True) for _ in range(20)]; dist.destroy_process_group()",
     # The peer exits while this interpreter shuts down: a thread that returns from Gloo at that time would abort it.
-    "a call nobody joins": """
+    "a call that no peer joins": """
 class Slow:
     def __del__(self):
         time.sleep(2)
@@ -49,7 +49,7 @@ rank or done.wait()
 QUICK = {
     ("handles dropped", "kernels"),
     ("destroyed under way", "gloo"),
-    ("a call nobody joins", "gloo"),
+    ("a call that no peer joins", "gloo"),
     ("destroyed in a callback", "kernels"),
     ("callbacks in C++", "gloo"),
     ("a long callback in C++", "gloo"),

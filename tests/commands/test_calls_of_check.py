@@ -52,7 +52,7 @@ MISTAKES = {
     "every piece of a message is the first": (
         ("send", "one_shot", "simple"), SEND, _PIECE, _PIECE.replace("part", "0 * part"),
     ),
-    "a relaxed ack behind words with flags": (
+    "a relaxed ack after words with flags": (
         ("send", "one_shot", "ll"), QUEUES, _ACK, _ACK.replace("True", "not SPEC.LL"),
     ),
 }  # fmt: skip

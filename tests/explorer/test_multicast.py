@@ -47,7 +47,7 @@ def test_the_alias_fence_of_the_barriers_is_needed(kernel):
 
 MISTAKES = {
     "the header before the stage is complete": lambda text: text.replace("st.release.sys", "st.relaxed.sys"),
-    "no acquire behind the headers": lambda text: text.replace("ld.acquire.sys", "ld.relaxed.sys"),
+    "no acquire after the headers": lambda text: text.replace("ld.acquire.sys", "ld.relaxed.sys"),
     "the sum of another word": lambda text: re.sub(r"(ld_reduce\S* b, \[%rd\d+ \+ )8", r"\g<1>24", text),
 }
 

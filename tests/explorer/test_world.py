@@ -62,7 +62,7 @@ def test_a_seed_is_an_interleaving_to_the_last_bit():
     results = [order_of_turns(seed) for seed in range(6)]
     assert results == [order_of_turns(seed) for seed in range(6)]
     assert len({str([turns for turns, _, _ in ranks]) for ranks in results}) > 3
-    assert len({str(ranks[0][1]) for ranks in results}) == 6, "random numbers do not come from the seed"
+    assert len({str(ranks[0][1]) for ranks in results}) == 6, "random numbers do not depend on the seed"
     assert len({str(rank[1]) for rank in results[0]}) == 3, "two ranks draw the same numbers"
 
 

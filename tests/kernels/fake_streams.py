@@ -71,14 +71,14 @@ class FakeEvent:
 
     def query(self) -> bool:
         if any(s.capture is not None for s in self.world.streams.values()):
-            raise self.world.complain("an event was asked for while a graph was captured")
+            raise self.world.complain("an event was queried while a graph was captured")
         if self.captured:
-            raise self.world.complain("an event of a capture was asked for")
+            raise self.world.complain("an event of a capture was queried")
         return bool(self.passed)
 
     def elapsed_time(self, other: FakeEvent) -> float:
         if self.captured or other.captured or not (self.passed and other.passed):
-            raise self.world.complain("a time was asked for from an event that is captured, or has not passed")
+            raise self.world.complain("elapsed_time of an event that is captured, or has not passed")
         return 1.0
 
 

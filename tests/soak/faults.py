@@ -89,7 +89,7 @@ def judge(outcome: Outcome, slack: float) -> list[tuple[str, str]]:
                     )
     errors = [r.error for r in outcome.reports if r is not None and r.error is not None]
     if fault is not None and errors and fault.survivors and not first_seen and fault.name not in (*UNCERTAIN, "stop"):
-        results.append(("unexpected", f"{outcome.route}, {fault.name}: nobody got {fault.survivors[0]}"))
+        results.append(("unexpected", f"{outcome.route}, {fault.name}: no rank got {fault.survivors[0]}"))
     return results
 
 

@@ -64,7 +64,7 @@ class Soak:
         for pid, samples in self._samples.items():
             grown = growth.grown(samples, MEMORY).items()
             self.problems += [("growth", f"process {pid}: {more} more {name}") for name, more in grown if more]
-        self.problems += [("name", f"/dev/shm/{name} is held by nobody") for name in growth.orphans(names)]
+        self.problems += [("name", f"/dev/shm/{name} is an orphan") for name in growth.orphans(names)]
 
     def _plan(self, number: int) -> Plan:
         """The next fault and route of a shuffled list of all of them. Slots 0 and 1 always take part and are never

@@ -83,7 +83,7 @@ def test_one_token_for_all(tmp_path):
     assert [name for name, *_ in result] == ["ok", "ok"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
 def test_another_user():
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), False)
     with ranks.start(

@@ -104,7 +104,7 @@ def _interrupted(group, call, kind, line):
             return [f"{line}: {type(error).__name__}: {error}"]
     try:
         call(group)
-        return [f"{line}: the group goes on"]
+        return [f"{line}: the group still works"]
     except TricommError:
         return []
 

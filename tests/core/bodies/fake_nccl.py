@@ -84,7 +84,7 @@ class _StoreWorld:
             while not STORE.check([f"{key} {rank}"]):
                 if comm.ended is not None:
                     return
-                assert time.monotonic() < end, f"rank {rank} never came to {kind}"
+                assert time.monotonic() < end, f"rank {rank} never called {kind}"
                 time.sleep(2e-3)
         held = [io.BytesIO(STORE.get(f"{key} {rank}")) for rank in range(self.nranks)]
         said = [torch.load(data, weights_only=False) for data in held]

@@ -101,7 +101,7 @@ class FakeNccl:
         end = time.monotonic() + HANG_SECONDS
         while not self.store.check(keys):
             if time.monotonic() > end:
-                raise Hang(f"NCCL would hang: nobody comes to {keys}")
+                raise Hang(f"NCCL would hang: no rank calls {keys}")
             time.sleep(1e-3)
 
 

@@ -297,7 +297,7 @@ def wrong(results):
         found += [f"rank {rank}: {text}"] * kind.startswith("bare")
         found += [f"rank {rank}: {slowest:.1f} s: {text}"] * (slowest > LIMIT + 1.0 + ranks.BUSY)
         found += [f"rank {rank}, another group: {again}"] * (again != "")
-        found += [f"rank {rank}: left behind: {left}"] * (left != [])
+        found += [f"rank {rank}: left: {left}"] * (left != [])
     return found
 
 

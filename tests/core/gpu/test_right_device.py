@@ -200,7 +200,7 @@ def test_without_the_guard_another_devices_context_is_used(comm, world, monkeypa
             comm.launch(bodies.fill, 1, torch.zeros(8), N=8)
 
     in_a_thread(call)
-    assert set(world.complaints) >= {"a user's kernel ran on cuda:0", "made a context on cuda:0, which nobody uses"}
+    assert set(world.complaints) >= {"a user's kernel ran on cuda:0", "made a context on cuda:0, which no rank uses"}
     world.complaints.clear()
 
 

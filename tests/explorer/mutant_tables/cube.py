@@ -41,7 +41,7 @@ _mutant = partial(Mutant, schedules=2, world_size=CUBE_RANKS, sizes=(3,))
 
 CUBES = (
     _mutant(
-        "C01", "cube: the quad is not waited for", "its shares are summed before they have come",
+        "C01", "cube: no wait for the quad", "its shares are summed before they have come",
         (Edit(REDUCE, _MET, "    mesh.send_headers(chunk, 0, True, False, SPEC)\n    status = 0\n"),), (S,), RACE,
         "no flag tells rank",
     ),
@@ -71,7 +71,7 @@ CUBES = (
         (S,), RACE,
     ),
     _mutant(
-        "C07", "cube: summed by position, not by place", "a quad's order is that of its ranks, whoever is linked how",
+        "C07", "cube: summed by position, not by place", "a quad is added in rank order, whatever the links are",
         (Edit(REDUCE, "tl.load(table_of(group) + mesh.QUAD_RANK)", "tl.load(table_of(group) + mesh.QUAD_RANK - 1)"),),
         (S,), WRONG, body=bodies.cube_floats, topology=OTHERWISE, dtype=torch.float32,
     ),
@@ -99,7 +99,7 @@ CUBES = (
         (L,), frozenset({"race", "deadlock"}),
     ),
     _mutant(
-        "C12", "LL cube: the relay's header is not waited for", "an unread flag is there for the next call",
+        "C12", "LL cube: no wait for the relay's header", "an unread flag is there for the next call",
         (Edit(REDUCE, _RELAY_SEEN, "        status = 0\n    first"),),
         (L,), frozenset({"leftover"}),
     ),
@@ -127,7 +127,7 @@ CUBES = (
         (Edit(GATHER, f"{_GAIN}\n        {_SEEN}", "status = 0"),), (GS,), RACE, "no flag tells rank",
     ),
     _mutant(
-        "C17", "cube gather: the relay's row in the own buffer", "a buffer goes by its data's rank, not its sender",
+        "C17", "cube gather: the relay's row in the own buffer", "buffers are by rank of data, not by sender",
         (Edit(GATHER, "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), source, SPEC)",
               "simple_buffer(chunk, peer(group, mesh.in_quad(group, step)), me, SPEC)"),),
         (GS,), frozenset({"wrong_result", "uninitialised"}),

@@ -21,11 +21,11 @@ def _mutant(name, title, bug, file, old, new, key=S, expect=RACE, advice="", **m
 
 MESSAGES = (
     _mutant(
-        "S01", "send: the ack is not waited for", "a slot is filled again while it is read",
+        "S01", "send: no wait for the ack", "a slot is filled again while it is read",
         SEND, _FREE, "", sizes=(36, 1, 40, 2),
     ),
     _mutant(
-        "S02", "LL send: the ack is not waited for", "words are lost before they are polled",
+        "S02", "LL send: no wait for the ack", "words are lost before they are polled",
         SEND, _FREE, "", L, LOST, sizes=(36, 1, 40, 2),
     ),
     _mutant(
@@ -40,7 +40,7 @@ MESSAGES = (
         advice="put tl.debug_barrier() before the release",
     ),
     _mutant(
-        "S05", "send: no block barrier behind the ack", "other threads store before one has acquired",
+        "S05", "send: no block barrier after the ack", "other threads store before one has acquired",
         FILE, "    tl.debug_barrier()  # no thread writes before the acquiring ones have seen the ack\n", "",
     ),
     _mutant(
@@ -54,15 +54,15 @@ MESSAGES = (
         advice="put tl.debug_barrier() before the release",
     ),
     _mutant(
-        "S08", "recv: no block barrier behind the header", "other threads load before one has acquired",
+        "S08", "recv: no block barrier after the header", "other threads load before one has acquired",
         FILE, _SEEN, "",
     ),
     _mutant(
-        "S09", "recv: gives the slot back before it is read", "the ack stands for the reading",
+        "S09", "recv: frees the slot before it is read", "the ack stands for the reading",
         RECV, _LOOP, f"                acknowledge(theirs, number, SPEC)\n{_LOOP}",
     ),
     _mutant(
-        "S10", "recv: gives no slot back", "a sender waits for its fifth piece",
+        "S10", "recv: frees no slot", "a sender waits for its fifth piece",
         RECV, _READ, "", expect=DEADLOCK,
     ),
     _mutant(
@@ -82,7 +82,7 @@ MESSAGES = (
         SEND, "            tl.store(mine + SENT, number)\n", "", expect=LOST,
     ),
     _mutant(
-        "S15", "numbers wrap to 0", "a slot is passed over, and the ack waited for is another one's",
+        "S15", "numbers wrap to 0", "a slot is skipped, and the wait is for the ack of another one",
         FILE, "following - (NUMBERS - SLOTS), following)", "following - NUMBERS, following)", expect=LOST,
         first_epoch=2**32 - 6, sizes=(1, 2, 3, 4),
     ),

@@ -1,4 +1,4 @@
-"""The table of mutants: kernels through a switch."""
+"""The table of mutants: NVLS kernels."""
 
 from tests.explorer.mutant_tables.names import CHUNKS, RACE, WRONG
 from tests.explorer.mutation import Edit, Mutant
@@ -34,12 +34,12 @@ SWITCHED = (
         (S,), RACE,
     ),
     Mutant(
-        "N04", "switch: the next rank's share is added", "each rank has a share of its own",
+        "N04", "switch: the next rank's share is added", "each rank adds another share",
         (Edit(ALL_REDUCE, _GIVEN, _GIVEN.replace("chunk.me,", "(chunk.me + 1) % SPEC.WORLD_SIZE,")),),
         (R,), WRONG,
     ),
     Mutant(
-        "N05", "switch: results go where others stage", "a sum is stored over what a later rank has not added yet",
+        "N05", "switch: results are stored over stages", "a sum is stored over what a later rank has not added yet",
         (Edit(ALL_REDUCE, _RESULTS, _RESULTS.replace("half", "0")),),
         (R,), frozenset({"race", "wrong_result"}),
     ),

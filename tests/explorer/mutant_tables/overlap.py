@@ -50,7 +50,7 @@ OVERLAPS = (
         (Edit(CHUNKS, _PUSH, _EARLY),), DS, (2100,),
     ),
     _mutant(
-        "O02", "one hop: taken behind the next barrier", "the next push lands on what is being taken",
+        "O02", "one hop: read after the next barrier", "the next push lands on what is being taken",
         (Edit(CHUNKS, _TAKE + _MEET, _MEET + _TAKE),), AS, (2100,),
     ),
     _mutant(
@@ -58,11 +58,11 @@ OVERLAPS = (
         (Edit(CHUNKS, _MEET + _NEXT, _MEET.replace("number < chunks", "number == 0") + _NEXT),), GS, (2100,),
     ),
     _mutant(
-        "O04", "staged: read behind the next barrier", "the stage is filled again under a reader",
+        "O04", "staged: read after the next barrier", "the stage is filled again under a reader",
         (Edit(CHUNKS, _TAKE + _MEET, _MEET + _TAKE),), S, (4200,),
     ),
     _mutant(
-        "O05", "uneven parts: taken behind the next barrier", "the next push lands on what is being taken",
+        "O05", "uneven parts: read after the next barrier", "the next push lands on what is being taken",
         (Edit(UNEVEN, _UNEVEN_TAKE, ""), Edit(UNEVEN, _UNEVEN_NEXT, _UNEVEN_TAKE + _UNEVEN_NEXT)), VS, (2100,),
     ),
     _mutant(
@@ -74,7 +74,7 @@ OVERLAPS = (
         (Edit(CHUNKS, _MET, f"            if number == 0:\n    {_MET}"),), T,
     ),
     _mutant(
-        "O08", "two hops: results taken behind the next barrier", "results of the chunk after next land on them",
+        "O08", "two hops: results read after the next barrier", "results of the chunk after next land on them",
         (Edit(CHUNKS, _TAKE_LAST, ""), Edit(CHUNKS, _END, _END + _TAKE_LAST)), T,
     ),
     _mutant(

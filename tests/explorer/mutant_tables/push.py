@@ -168,7 +168,7 @@ PUSHES = (
         (BT,), RACE,
     ),
     Mutant(
-        "P19", "two-shot broadcast: the root keeps its shard", "its own shard goes to all in the second phase",
+        "P19", "two-shot broadcast: the root keeps its shard", "a rank pushes its shard to all in the second phase",
         (Edit(TWO_SHOT, "% SPEC.WORLD_SIZE != root:", "% SPEC.WORLD_SIZE != root and me != root:"),),
         (BT,), UNWRITTEN,
     ),
@@ -183,7 +183,7 @@ PUSHES = (
         (VL,), frozenset({"wrong_result", "deadlock"}), world_size=3,
     ),
     Mutant(
-        "P22", "uneven parts: as many chunks as the own parts need", "rows that need more chunks come in part",
+        "P22", "uneven parts: only its own parts count for chunks", "rows that need more chunks arrive in part",
         (Edit(SPLITS, "tl.maximum(ours, tl.max(tl.where(mask, theirs & LOW, 0), axis=0))", "ours"),),
         (VL,), WRONG, sizes=(257,), tile=256,
     ),

@@ -28,7 +28,7 @@ _PLACE = "offset = wide_base(group) + buffer * wide_bytes(group)"
 
 WIDE = (
     Mutant(
-        "W01", "ll128: the flags of half a tile are looked at", "a tile is two halves of wide words, with a flag each",
+        "W01", "ll128: half of a tile's flags are not checked", "a tile is two halves of wide words, with a flag each",
         (Edit(WORDS, f"{_LOW} | {_HIGH}", _LOW),),
         (W,), frozenset({"wrong_result", "leftover", "race"}), schedules=20, body=bodies.in_turn,
     ),
@@ -38,12 +38,12 @@ WIDE = (
         (W,), RACE,
     ),
     Mutant(
-        "W03", "ll128: polled for a third of a plane", "words behind the polled ones have not come",
+        "W03", "ll128: polled for a third of a plane", "the words after the polled ones have not arrived",
         (Edit(ARRIVAL, _LATE, "lane < plane_words(lefts[n] // 3, BLOCK)"),),
         (W,), frozenset({"wrong_result", "leftover", "race"}), schedules=20, body=bodies.in_turn,
     ),
     Mutant(
-        "W04", "ll128: the planes of a last tile are full ones", "sender and receiver have to divide a tile alike",
+        "W04", "ll128: the planes of a last tile are full ones", "sender and receiver must divide a tile the same way",
         (Edit(PLANES, _START, f"    plane = left * 0 + SPEC.PLANE\n{_START}"),),
         (W,), frozenset({"wrong_result", "out_of_bounds"}), body=bodies.in_turn, tile=16,
     ),

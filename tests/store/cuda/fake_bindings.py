@@ -299,7 +299,7 @@ class Bindings:
         self._current_gpu()
         block = next((block for block in self._blocks if block.base == address and block.live), None)
         if block is None:
-            raise self._complain(f"exported {address:#x}, which is not the start of a live block of its own")
+            raise self._complain(f"exported {address:#x}, which is not the start of a block that it has allocated")
         if len(block.data) % GRANULE:
             raise self._complain(f"exported a block of {len(block.data)} bytes, and with it its neighbours")
         data = hashlib.sha512(b"%d %d" % (self.number, self._blocks.index(block))).digest()

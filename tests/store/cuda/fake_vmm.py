@@ -223,7 +223,7 @@ class VirtualMemory:
             if result.base <= address and address + nbytes <= result.base + result.nbytes:
                 piece = self.piece(address)
                 if piece is None:
-                    raise self.process._complain(f"touched {address:#x}, a range with no memory behind it")
+                    raise self.process._complain(f"touched {address:#x}, a range without a mapping")
                 if gpu not in piece.access:
                     raise self.process._complain(f"touched {address:#x} from GPU {gpu} before it was given access")
                 if not isinstance(piece.memory, Physical):
@@ -263,7 +263,7 @@ class VirtualMemory:
         end = address + nbytes
         pieces = [p for p in self._range(address, nbytes).pieces if p.base < end and address < p.base + p.nbytes]
         if any(p.base < address or p.base + p.nbytes > end for p in pieces):
-            raise self.process._complain(f"took {nbytes} bytes at {address:#x}, a part of what was mapped")
+            raise self.process._complain(f"took {nbytes} bytes at {address:#x}, a part of a mapping")
         return pieces
 
     def _gpu_of(self, properties: CUmemAllocationProp) -> int:
