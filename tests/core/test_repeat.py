@@ -273,7 +273,7 @@ def executed(call):
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
 def test_a_repeat_executes_few_lines_more_than_one_in_place(collective):
-    """The host's time for a call on a GPU, apart from the launch, is that of its bytecodes."""
+    """On a GPU the host's time for a call, apart from the launch, is the time of its bytecodes."""
     x, y = torch.ones(64), torch.ones(64)
     calls = {**WAYS, "broadcast": lambda comm, x, y: comm.broadcast(x, 0)}
     with null_launch.communicator() as comm:

@@ -199,7 +199,7 @@ REAL = (
         (T,), RACE, "no flag tells rank",
     ),
     Mutant(
-        "K23", "two-shot, results over shards", "no barrier between reading and writing anew: ROCm/aiter#3514, #4082",
+        "K23", "two-shot, results over shards", "no barrier between reads and new writes: ROCm/aiter#3514, #4082",
         (
             Edit(TWO_SHOT, _SECOND_HALF, _SECOND_HALF.removesuffix(" + half")),
             Edit(PLAIN, _TAKEN, _TAKEN.removesuffix(" + half")),

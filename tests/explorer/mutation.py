@@ -55,16 +55,16 @@ class Edit:
 class Mutant:
     """A change that the explorer must notice.
 
-    bug         the real bug that it imitates, or the rule of this protocol that it breaks
-    edits       the change; each `old` occurs exactly once in its file
-    keys        the shipped kernels that show it, called in turn; empty for a kernel of `pad_kernels`
-    expect      kinds of finding, at least one of which must be in the first schedule with a finding
-    advice      words that the advice of one finding must contain
-    schedules   the number of schedules within which it must be found
-    body        the calls; None: those of `tricomm check`, `tricomm.explorer.shipped.body`
-    clean       the error of the unchanged kernel for the same calls, if it has one
-    processes   why separate processes cannot show it, or have not been tried, if so
-    topology    how the ranks are linked, if it matters
+    bug         the real bug that it imitates, or the rule of this protocol that it breaks.
+    edits       the change; each `old` occurs exactly once in its file.
+    keys        the shipped kernels that show it, called in turn; empty for a kernel of `pad_kernels`.
+    expect      kinds of finding, at least one of which must be in the first schedule with a finding.
+    advice      words that the advice of one finding must contain.
+    schedules   the number of schedules within which it must be found.
+    body        the calls; None: the calls of `tricomm check`, `tricomm.explorer.shipped.body`.
+    clean       the error of the unchanged kernel for the same calls, if it has one.
+    processes   why separate processes cannot show it, or have not been tried, if so.
+    topology    how the ranks are linked, if it matters.
     """
 
     name: str

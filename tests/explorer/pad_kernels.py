@@ -1,6 +1,6 @@
 """Kernels as a user would write them: symmetric data, and pads, which a signal sets to 1 and a wait back to 0.
 
-The barrier of PyTorch's symmetric memory and vLLM; `mutants` gives it the bugs that it has had there.
+The barrier of PyTorch's symmetric memory and vLLM; `mutants` adds bugs that it has had in these libraries.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Bare arenas for kernel tests: one shared block, group tables filled by hand, no store and no communicator."""
+"""Bare arenas for kernel tests: one shared block and its group tables, without a store and a communicator."""
 
 import mmap
 import os
@@ -68,10 +68,6 @@ class Rank:
     def status(self) -> int:
         return int(self.control[layout.STATUS])
 
-    def fill_mailboxes(self, value: int) -> None:
-        """Every word of headers, LL and simple mailboxes becomes `value`."""
-        self.arena[layout.HEADERS // 8 :] = value
-
     def run(self, kernel, x, y, op="sum", blocks=1, tile=64, fingerprint=None, number=None, root=0) -> None:
         self.calls += 1
         dtype = DTYPES[str(x.dtype).removeprefix("torch.")]
@@ -91,7 +87,7 @@ class Rank:
         prepare(kernel.function, (blocks,), args, constexprs, torch.device("cpu"))()
 
 
-# Those of a cube mesh need eight ranks: their tests are simulated ones.
+# Kernels of a cube mesh need eight ranks, so their tests simulate them.
 DATA_KERNELS = [k for k in registry.KERNELS if k.collective != "barrier" and not k.needs_cube]
 
 

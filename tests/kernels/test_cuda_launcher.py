@@ -1,4 +1,4 @@
-"""The launch path: what reaches the driver is what the compiled kernel declares, and nothing is decided twice."""
+"""The launch path: the driver gets the arguments that the compiled kernel declares, and decisions are cached."""
 
 import itertools
 import re
@@ -76,7 +76,7 @@ def test_every_parameter_of_the_cubin_is_passed_and_holds_what_was_given(kernel)
         mine = [x.data_ptr(), y.data_ptr(), *group, count, call]
         mine = mine if kernel.collective != "barrier" else [*group, call]
         mine += [*itertools.chain(*rows), *further(kernel)]
-        assert last.words == [*mine, 0, 0], "behind ours Triton's two pointers to scratch memory"
+        assert last.words == [*mine, 0, 0], "after ours Triton's two pointers to scratch memory"
         assert {len(p) for p in last.parameters} == {8}
         signature = device.functions[min(device.functions)][1]
         assert [offset for offset, _ in signature] == list(range(0, 8 * len(signature), 8))
@@ -95,7 +95,7 @@ def test_a_launch_follows_the_current_stream():
 
 @pytest.mark.parametrize("dependent", [False, True])
 def test_a_launch_is_prepared_once_a_stream(dependent, monkeypatch):
-    """What the bindings make of it: a configuration with an attribute, or a stream's handle."""
+    """The bindings' objects for it: a configuration with an attribute, or a stream's handle."""
     device, made = gpu(), []
     for name in ("CUlaunchConfig", "CUlaunchAttribute", "CUstream"):
         make = getattr(device, name)
@@ -167,7 +167,7 @@ def test_one_compile_and_one_load_serve_all_calls_groups_and_grids(monkeypatch):
     assert len(compiles) == device.calls.count("cuModuleLoadData") == device.calls.count("cuFuncLoad") == 1
     assert [launch.grid[0] for launch in device.launches] == [1, 8, 8]
     bind(registry.KERNELS[0], device, aligned=False)
-    assert len(compiles) == device.calls.count("cuModuleLoadData") == 2, "a misaligned tensor has code of its own"
+    assert len(compiles) == device.calls.count("cuModuleLoadData") == 2, "a misaligned tensor has other code"
     bind(registry.KERNELS[0], other := gpu())
     assert (len(compiles), other.calls.count("cuModuleLoadData")) == (2, 1), "another device loads the same code"
 
@@ -190,7 +190,7 @@ def test_a_launch_in_a_thread_without_a_context_uses_the_devices_primary_one():
     device.current = False
     run(GROUP, GROUP, 1, 1)
     assert len(device.launches) == 1 and device.calls.count("cuLaunchKernel") == 2
-    assert not device.current, "what was current in the thread is so again"
+    assert not device.current, "the thread's current context is restored"
 
 
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLaunchKernel"])
@@ -212,7 +212,7 @@ def test_a_load_that_fails_is_named_and_tried_again_by_the_next(call):
 
 
 def test_a_driver_without_a_call_that_loads_kernels_loads_them_anyway():
-    """Before CUDA 12.4 the bindings have the name, and the driver has not the function."""
+    """Before CUDA 12.4 the bindings have the name, but the driver lacks the function."""
     device = gpu(missing=frozenset({"cuFuncLoad"}))
     run = bind(registry.KERNELS[0], device)
     device.idle.clear()  # a peer's kernel runs: nothing may be loaded now

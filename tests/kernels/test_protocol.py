@@ -1,4 +1,4 @@
-"""The mailbox protocol between real processes: epochs, wrap-around, and what each protection is for.
+"""The mailbox protocol between real processes: epochs, wrap-around, and each protection taken away.
 
 Results of every size and type: tests/core/test_collectives.py.
 
@@ -37,7 +37,7 @@ def block(world_size, arena_bytes=128 * 1024):
 
 
 def wait_for_all(rank: Rank) -> None:
-    """Meet without a kernel: all tables are written before anybody pushes."""
+    """A barrier without a kernel: all tables are written before any rank pushes."""
     rank.control[100] = 1
     end = time.monotonic() + 60
     while any(int(rank.words[(r * rank.stride + rank.plan.nbytes) // 8 + 100]) == 0 for r in range(rank.world_size)):
@@ -47,10 +47,10 @@ def wait_for_all(rank: Rank) -> None:
 
 
 def right(me: Rank, kernel, count: int, seed: int, **how) -> bool:
-    """Make one call of fp32; True where it gives what it should."""
+    """Make one call of fp32; True if its result is right."""
     facts, root = (kernel.collective, "sum", me.world_size), check_data.root(me.world_size, seed)
     x = check_data.values(*facts, me.rank, seed, count, torch.float32).float()
-    keeps = kernel.collective == "broadcast" and me.rank == root  # its own tensor is the result
+    keeps = kernel.collective == "broadcast" and me.rank == root  # the result is in the input tensor
     y = x if keeps else poisoned(count * kernel.kind.rows_out(me.world_size), torch.float32)
     me.run(kernel, x, y, root=root, **how)
     exact = check_data.expected(*facts, seed, count, me.rank, torch.float32)
@@ -58,17 +58,17 @@ def right(me: Rank, kernel, count: int, seed: int, **how) -> bool:
 
 
 def around_the_wrap(rank, world_size, tell, where, name, first, calls, without=None):
-    """`calls` calls from epoch `first` on, in mailboxes full of words of epochs to come."""
+    """Make `calls` calls from epoch `first` on, in mailboxes full of words of later epochs."""
     if without == "clear":
         interpreter.substitute(mailbox.clear_idle, lambda *args: None)
     me = Rank(rank, where, epoch=first)
     stale = first
     for _ in range(calls // 2 + 1):
         stale = stale + 1 if stale + 1 < layout.EPOCH_LIMIT else 2
-    # As left behind one lap of 2^32 ago by a long message: payload 1, flag of an epoch that is about to come round.
+    # As a long message left them 2^32 epochs ago: payload 1, with the flag of an epoch that is about to repeat.
     me.arena[me.plan.ll // 8 : me.plan.simple // 8] = (stale << 32 | 1) - (1 << 64 if stale >> 31 else 0)
     wait_for_all(me)
-    if rank == 0:  # so slow that the others poll a word long before it comes
+    if rank == 0:  # so slow that the others poll a word long before it arrives
         push = triton_adapter.python(primitives.put_ll)
         interpreter.substitute(primitives.put_ll, lambda *args: (time.sleep(0.01), push(*args)))
     kernel, wrong = NAMES[name], []
@@ -113,7 +113,7 @@ def test_epochs_skip_zero_and_keep_alternating_between_the_mailboxes():
 
 
 def over_the_limit(rank, world_size, tell, where, name):
-    """Across 2^32, with calls of several chunks: the epoch skips 0 and 1 and the parity goes on alternating."""
+    """Across 2^32, with calls of several chunks: the epoch skips 0 and 1 and its parity keeps alternating."""
     me = Rank(rank, where, epoch=layout.EPOCH_LIMIT - 3)
     wait_for_all(me)
     kernel, wrong, epochs = NAMES[name], [], []
@@ -165,7 +165,7 @@ def test_ranks_of_different_speed_lose_no_word():
 
 
 def first_calls(rank, world_size, tell, where, without):
-    """Rank 1 sleeps; how many barriers does rank 0 get through meanwhile?"""
+    """Rank 1 sleeps; return the number of barriers that rank 0 completes meanwhile."""
     from tricomm.kernels.collectives.barrier import barrier
 
     if without == "headers":
@@ -188,7 +188,7 @@ def test_headers_make_a_fast_rank_wait():
     with block(2) as where:
         assert ranks.run(2, first_calls, where, None)[0] == 0
     with block(2) as where:
-        assert ranks.run(2, first_calls, where, "headers")[0] == 4, "the control: without headers nothing holds it"
+        assert ranks.run(2, first_calls, where, "headers")[0] == 4, "the control: without headers it does not wait"
 
 
 def different(rank, world_size, tell, where, names, blocks):
@@ -199,7 +199,7 @@ def different(rank, world_size, tell, where, names, blocks):
     return me.status, bool(y.isnan().all()), me.epoch
 
 
-# All kernels begin with one comparison: each with different grids, and those of one collective with equal ones.
+# All kernels start with one comparison: each with different grids, and kernels of one collective with equal ones.
 GRIDS = [
     pytest.param(name, blocks, marks=[] if blocks == (1, 2) or "all_gather" in name else [pytest.mark.soak])
     for name in NAMES

@@ -172,7 +172,7 @@ MUTANTS = {
 
 
 def explored(way, edits):
-    """What the explorer finds in `calls` with the kernels changed."""
+    """The explorer's report on `calls` with the kernels changed."""
     with loaded(edits):
         changed = launch_plan.registry
         device = __import__(changed.__name__.split(".")[0] + ".device.epilogue", fromlist=["rms_norm"])

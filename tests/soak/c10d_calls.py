@@ -1,4 +1,4 @@
-"""Random calls of torch.distributed's default group: those of the fuzz, and backward passes of DDP."""
+"""Random calls of torch.distributed's default group: the fuzz's calls, and backward passes of DDP."""
 
 from __future__ import annotations
 

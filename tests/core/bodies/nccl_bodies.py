@@ -168,7 +168,7 @@ def without_memory_or_nccl(rank, world_size, tell, url, how):
 
 
 def nodes(rank, world_size, tell, url):
-    """Two hosts by TRICOMM_NODE_ID: NCCL runs calls between them, the kernels those of a group within one."""
+    """Two hosts by TRICOMM_NODE_ID: NCCL runs calls between them, the kernels run calls of a group within one."""
     os.environ["TRICOMM_NODE_ID"] = f"host {rank // 2}"
     wrong = []
     with joined(rank, world_size, url) as comm:

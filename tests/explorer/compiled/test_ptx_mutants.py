@@ -1,6 +1,6 @@
-"""Changes to the PTX of shipped kernels: what the memory model forbids is noticed, and each rule of it is needed.
+"""Changes to the PTX of shipped kernels: those that the memory model forbids are noticed, and each rule is needed.
 
-What is harmless, and why, stands in `devtools/notes/mutants.md`.
+`devtools/notes/mutants.md` lists the harmless ones and the reasons.
 """
 
 import functools
@@ -36,10 +36,10 @@ _ALL = ("order", "scope", "strength", "width", "sequence", "atomicity")
 class Group:
     """All mutations of some kinds, in the instructions of one Python function, of a shipped kernel.
 
-    function    by its name; with `innermost` not those that it calls
-    holds       words that the name of each has, apart from its line
-    least       how many there are at least, under every Triton version
-    harmless    how many there are before them, and behind them, that are not forbidden
+    function    its name; with `innermost` without the functions that it calls.
+    holds       words in the name of each mutation, apart from its line.
+    least       the least number of mutations, under every Triton version.
+    harmless    the numbers of harmless mutations before and after them.
     """
 
     key: Key
@@ -60,7 +60,7 @@ class Group:
 
     @functools.cached_property
     def text(self) -> str:
-        """The PTX that is changed: that of the call of the first size."""
+        """The PTX that is changed, from the call of the first size."""
         return ptx_mutants.text_of(self.key, blocks=self.blocks, sizes=self.sizes)
 
     @functools.cached_property
@@ -101,7 +101,7 @@ FORBIDDEN = (
     Group(L, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
     Group(T, "signal", _ALL, 8, "st.release"),
     Group(T, "acquire", _ALL, 8, "ld.acquire"),
-    # Behind the acquire the reduction over the fingerprints has barriers of its own.
+    # The reduction over the fingerprints after the acquire has barriers as well.
     Group(S, "barrier", ("barrier",), 1, "removed", innermost=True, harmless=(1, 0)),
     Group(S, "wait_sequence", ("barrier",), 4, "bar.sync"),
     Group(B, "signal", ("scope", "strength", "width"), 3, "st.release"),
@@ -131,7 +131,7 @@ def test_there_are_at_least_forty():
 
 @pytest.mark.parametrize("weaker", ["st.relaxed.gpu.global.b64", "st.global.b64"])
 def test_a_weaker_header_of_ll_is_noticed(weaker):
-    """In the source: of the PTX some places are harmless."""
+    """Changed in the source, because some places in the PTX are harmless."""
     with loaded([Edit("kernels/primitives.py", "st.relaxed.sys.global.b64", weaker)]):
         report = explore(L)
     assert {f.kind for f in report.findings} & {"race", "scope"}, report
@@ -202,7 +202,7 @@ _RULES = [
 
 @pytest.mark.parametrize(("rule", "key", "function", "kind", "holds"), some(_RULES, 7))
 def test_each_rule_is_needed(rule, key, function, kind, holds, monkeypatch):
-    """Under the very schedules that show the mutant, nothing is found without the rule."""
+    """Without the rule there is no finding under the schedules that show the mutant."""
     group = Group(key, function, (kind,), 1, holds)
     mutation = next(m for m in group.mutations if group.kinds_found(m))
     rule(monkeypatch)

@@ -83,7 +83,7 @@ def without_signal(text):
 
 
 def signal_first(text):
-    """The signal moved before the wait: then a third kernel may begin while two of its stream run."""
+    """The signal moved before the wait, so that a third kernel may begin while two of its stream run."""
     signal = _SIGNAL.search(text)[0]
     return _WAIT.sub(lambda wait: signal + wait[0], without_signal(text))
 

@@ -68,7 +68,7 @@ OUTSIDE = frozenset({"out_of_bounds"})
 
 OWN = (
     Mutant(
-        "M01", "LL: the flag of one word stands for the tile", "every word is complete by itself, and no other is",
+        "M01", "LL: the flag of one word stands for the tile", "only one whole word is written at once",
         (Edit(ARRIVAL, _LATE, _LATE.replace("lefts[n]", "1")),),
         (L,), frozenset({"wrong_result", "leftover"}), schedules=20, body=bodies.in_turn,
     ),
@@ -114,7 +114,7 @@ OWN = (
         (L,), RACE, "release the header that follows a clearing", first_epoch=_BEFORE_CLEAR + 2, sizes=(1, 9), tile=128,
     ),
     Mutant(
-        "M43", "no block barrier behind a clearing", "the header releases what its own threads have cleared, no more",
+        "M43", "no block barrier after a clearing", "the header releases what its own threads have cleared, no more",
         (Edit(MAILBOX, f"{_BEHIND_CLEARING}\n\n@triton.jit\ndef clear_runs", "\n\n@triton.jit\ndef clear_runs"),),
         (L,), RACE, "release the header that follows a clearing", first_epoch=_BEFORE_CLEAR + 2, sizes=(1, 9), tile=128,
     ),
@@ -199,7 +199,7 @@ OWN = (
         (T,), DEADLOCK,
     ),
     Mutant(
-        "M25", "LL: flag and payload in two stores", "a flag may come before its payload; mixed sizes: vllm#2760",
+        "M25", "LL: flag and payload in two stores", "a flag may arrive before its payload; mixed sizes: vllm#2760",
         (Edit(PRIMITIVES, _PUT, _TORN),),
         (L,), RACE,
     ),

@@ -69,7 +69,7 @@ def test_a_mistake_is_named_ignored_and_repeated(package, tmp_path):
     run(*asked, "--ignore", "race", code=0)
 
 
-def test_what_does_not_fit_is_said(package):
+def test_arguments_that_do_not_fit_are_named(package):
     name = f"{package}:one_shot"
     for arguments, said in (
         ((name, "--args", "1.0"), "--stub gpu_only replaces it"),

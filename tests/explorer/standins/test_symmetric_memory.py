@@ -46,7 +46,7 @@ def test_a_right_program_is_clean(program, world_size):
     assert report.ok and report.steps, report
 
 
-def test_simulate_gives_the_results_of_a_program():
+def test_simulate_returns_the_results_of_a_program():
     results = tricomm.simulate(lambda: all_reduces.one_shot(float(dist.get_rank() + 1)), 2, seed=3)
     assert all(torch.equal(result, torch.full((150,), 3.0)) for result in results)
 
@@ -116,7 +116,7 @@ def test_barriers_and_signals_of_the_handle_order_accesses():
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
-def test_calls_of_a_process_group_compute_what_they_say():
+def test_calls_of_a_process_group_are_exact():
     def program():
         rank, size = dist.get_rank(), dist.get_world_size()
         dist.init_process_group("nccl", rank=rank, world_size=size)
@@ -150,7 +150,7 @@ def test_calls_of_a_process_group_compute_what_they_say():
         )
 
 
-def test_each_rank_has_its_own_module_globals_and_torch_is_as_it_was():
+def test_each_rank_has_its_own_module_globals_and_torch_is_unchanged_afterwards():
     before = symm_mem.empty, dist.init_process_group, torch.cuda.is_available, vars(_SymmetricMemory)["rendezvous"]
 
     def program():
@@ -177,7 +177,7 @@ def refused(program, kind="exception", world_size=2):
     return report.findings[0].text
 
 
-def test_what_torch_would_refuse_or_wait_for_is_a_finding():
+def test_calls_that_torch_would_refuse_or_hang_in_are_findings():
     def differing():
         dist.barrier() if dist.get_rank() else dist.all_reduce(torch.ones(3, device="cuda"))
 
@@ -202,7 +202,7 @@ def test_what_is_not_simulated_is_said():
         tricomm.check(lambda: dist.init_process_group("nccl", rank=0, world_size=4), 2, schedules=1)
 
 
-def test_a_call_of_the_group_orders_what_the_ranks_launched_before_and_after_it():
+def test_a_call_of_the_group_orders_launches_before_and_after_it():
     def program(ordered):
         rank, size = dist.get_rank(), dist.get_world_size()
         x = symm_mem.empty(8, dtype=torch.int32, device=rank)
@@ -218,7 +218,7 @@ def test_a_call_of_the_group_orders_what_the_ranks_launched_before_and_after_it(
     assert not tricomm.check(lambda: program(False), 2, schedules=8).ok
 
 
-def test_devices_are_meant_as_they_are_written():
+def test_devices_are_those_that_the_program_names():
     def program(n=3):
         rank = dist.get_rank()
         symm_mem.enable_symm_mem_for_group(dist.group.WORLD.group_name)

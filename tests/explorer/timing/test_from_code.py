@@ -67,7 +67,7 @@ def test_a_row_names_its_limit(kernel: registry.Kernel, nbytes: int, changes: di
     assert sum(asdict(result.shares).values()) == pytest.approx(result.time_us)
 
 
-def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
+def test_a_long_message_is_extrapolated_from_its_executed_part() -> None:
     shape = LaunchShape(2, 8, 512)
     rounds = 2 * 4096  # bytes
     exact = [from_code.predict(_H100, _LL, 2, n * rounds, shape) for n in (2, 4)]
@@ -81,7 +81,7 @@ def test_a_long_message_goes_on_as_its_executed_part_does() -> None:
     ("algorithm", "protocol", "blocks", "error"),
     [("two_shot", "simple", 1, 0.01), ("two_shot", "ll", 4, 0.01), ("one_shot", "ll", 1, 0.2)],
 )
-def test_a_call_of_many_chunks_goes_on_as_the_first_ones_do(
+def test_a_call_of_many_chunks_is_extrapolated_from_the_first_ones(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, protocol: str, blocks: int, error: float
 ) -> None:
     monkeypatch.setattr(machines, "ARENA_BYTES", 1 << 20)
@@ -128,7 +128,7 @@ def test_executed_instructions_are_those_of_the_steady_state() -> None:
 
 
 @pytest.mark.parametrize("protocol", ["ll", "ll128"])
-def test_uneven_rows_are_pushed_behind_one_round_trip(protocol: str) -> None:
+def test_uneven_rows_are_pushed_after_one_round_trip(protocol: str) -> None:
     kernel = registry.find("all_to_all_v", "one_shot", protocol)
     if not compiles(kernel):
         pytest.skip("refused by name")
@@ -137,7 +137,7 @@ def test_uneven_rows_are_pushed_behind_one_round_trip(protocol: str) -> None:
     assert result.moved == units.moved(kernel, 2) * 2 * 4 * 3072
 
 
-def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
+def test_the_command_labels_its_times_as_modelled_with_their_error() -> None:
     arguments = ["predict", "--from-code", "--world-size", "2", "--sizes", "4K"]
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, done.output
@@ -161,7 +161,7 @@ def test_the_command_says_that_it_is_modelled_and_how_far_off() -> None:
     assert row["limit"].replace(" ", "_") in row["shares_us"] and f"  {row['limit']} " in done.output
 
 
-def test_what_this_triton_does_not_compile_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_this_triton_does_not_compile_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_words, "why_not", lambda architecture: f"no wide words on {architecture}")
     monkeypatch.setattr(multimem, "why_not", lambda architecture: "no switch")
     arguments = ["predict", "--from-code", "--world-size", "2", "--sizes", "4"]

@@ -14,7 +14,7 @@ _ONE, _TWO = "ld.global.u64 %a3, [%a0+8];", "ld.global.u64 %a3, [%a2];"
         ("mov.u64 %a3, 7;", (0, 0)),
         (_ONE, (1, 1)),
         ("ld.global.u64 %a2, [%a0+8];" + _TWO, (2, 2)),
-        # Behind the first one's address, or beside it.
+        # An address that depends on the first load, or one that does not.
         ("ld.global.u64 %a2, [%a0+8]; ld.global.u64 %a4, [%a0+1024]; add.s64 %a3, %a2, %a4;", (1, 1)),
         # The same line of L1 again is no round trip.
         ("ld.global.u64 %a2, [%a0]; ld.global.u64 %a3, [%a2+16];", (1, 1)),
@@ -32,7 +32,7 @@ _ONE, _TWO = "ld.global.u64 %a3, [%a0+8];", "ld.global.u64 %a3, [%a2];"
         ("atom.global.add.u64 %a2, [%a0+4096], 8; add.s64 %a3, %a2, 1;", (1, 1)),
     ],
 )
-def test_loads_before_the_first_push_are_counted_one_behind_the_other(body: str, chain: tuple[int, int]) -> None:
+def test_dependent_loads_before_the_first_push_are_counted(body: str, chain: tuple[int, int]) -> None:
     assert timed(body + _PUSH + "ld.global.u64 %a2, [%a0+24]; ld.global.u64 %a2, [%a2];", 2).chain() == chain
 
 
@@ -41,7 +41,7 @@ def test_a_guard_of_the_push_counts() -> None:
     assert timed(body, 2).chain() == (1, 1)
 
 
-def test_a_barrier_hands_on_what_another_warp_has_waited_for() -> None:
+def test_a_barrier_passes_on_the_waits_of_another_warp() -> None:
     slow = "ld.global.u64 %a2, [%a0+8]; ld.global.u64 %a2, [%a2]; st.global.u64 [%a0+4096], %a2;"
     body = f"""mov.u32 %r0, %tid.x; setp.lt.u32 %p0, %r0, 32; @%p0 bra S;
  {slow} bra E;

@@ -24,7 +24,7 @@ _H100, _ROW = MACHINES["h100"], RowForm(128, "fp8_per_token")
 _KERNEL = registry.find(FUSED, "two_shot", "ll")
 
 
-def test_a_long_call_goes_on_as_its_first_rows_do_and_moves_the_bytes_of_the_formula() -> None:
+def test_a_long_call_is_extrapolated_from_its_first_rows_and_moves_the_bytes_of_the_formula() -> None:
     short = row_times.predict(_H100, _KERNEL, 2, 1, _ROW, torch.bfloat16)
     assert sum(short.parts) > _H100.hop and short.boundary > 0 and short.executed == 1.0
     plan = layout.plan(2, machines.ARENA_BYTES)
@@ -47,7 +47,7 @@ def test_the_command_models_every_kernel_of_rows() -> None:
     assert kernels == [f"{k.algorithm}/{k.protocol}" for k in registry.of(FUSED, 2) if compiles(k)]
 
 
-def test_the_command_predicts_rows_and_refuses_what_no_kernel_takes() -> None:
+def test_the_command_predicts_rows_and_refuses_rows_without_a_kernel() -> None:
     asked = ["predict", "--collective", FUSED, "--hidden", "128", "--quantize", "fp8_per_token", "--sizes", "1,9K"]
     result = json.loads(CliRunner().invoke(cli, [*asked, "--json"]).output)["results"]
     kernels = [k for k in registry.of(FUSED, 8) if compiles(k)]
@@ -58,7 +58,7 @@ def test_the_command_predicts_rows_and_refuses_what_no_kernel_takes() -> None:
         row_calls.parse("fp6@64")
 
 
-def test_another_way_to_meet_costs_what_it_consists_of() -> None:
+def test_another_synchronization_costs_the_sum_of_its_steps() -> None:
     row = next(r for r in published.MEASUREMENTS if r.zero_copy and r.sync is not None)
     ours = replace(row, sync=published_time.Sync(2, 2))
     assert ours.more_us == 0 == replace(row, sync=None).more_us

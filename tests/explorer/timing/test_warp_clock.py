@@ -16,7 +16,7 @@ def test_a_chain_of_additions_costs_its_latency_and_independent_ones_a_slot_each
     assert sum(timed(apart).path()) == pytest.approx(4 + 4 + 2)
 
 
-def test_what_a_dependent_launch_does_before_its_wait_is_not_on_its_path() -> None:
+def test_accesses_of_a_dependent_launch_before_its_wait_are_not_on_its_path() -> None:
     before, after = "ld.global.u64 %a2, [%a0];", "add.s64 %a2, %a2, 1; st.global.u64 [%a0+4096], %a2;"
     assert sum(timed(before + after).path()) == pytest.approx(100 + 6 + 2)
     assert sum(timed(before + "griddepcontrol.wait;" + after).path()) == pytest.approx(6 + 2)
@@ -37,7 +37,7 @@ def test_loads_that_do_not_depend_on_each_other_overlap() -> None:
     assert sum(timed(both).path()) == pytest.approx(1 + 2 + 100 + 2)
 
 
-def test_a_load_from_a_peer_is_a_way_there_and_back() -> None:
+def test_a_load_from_a_peer_is_a_round_trip() -> None:
     parts = dict(zip(PARTS, timed("ld.global.u64 %a2, [%a1]; st.global.u64 [%a0+4096], %a2;", 2).path(), strict=True))
     assert parts["hop"] == pytest.approx(2 * ONE_WAY + 100 - 1)  # the load's own slot is work
     assert sum(parts.values()) == pytest.approx(2 * ONE_WAY + 100 + 2)
@@ -48,7 +48,7 @@ _SIGNAL = "st.release.sys.global.u64 [%a1+4096], %a0;"
 _POLL = "L: ld.acquire.sys.global.u64 %a2, [%a0+4096]; setp.eq.s64 %p0, %a2, 0; @%p0 bra L;"
 
 
-def test_a_poll_ends_a_hop_behind_the_peers_store() -> None:
+def test_a_poll_ends_a_hop_after_the_peers_store() -> None:
     result = timed(_SIGNAL + _POLL, 2)
     parts = dict(zip(PARTS, result.path(), strict=True))
     assert parts["hop"] == pytest.approx(ONE_WAY) and parts["fence"] == pytest.approx(FENCE)
@@ -101,7 +101,7 @@ def test_bytes_wait_for_a_link() -> None:
     assert sum(late) - sum(quick) == pytest.approx(256)  # out of one GPU and into the other at once
 
 
-def test_the_clock_is_what_the_kernels_timer_reads() -> None:
+def test_the_kernels_timer_reads_the_clock() -> None:
     result = timed(
         "ld.global.u64 %a2, [%a0+8]; st.global.u64 [%a2+4096], %a2; mov.u64 %a3, %globaltimer;"
         "st.global.u64 [%a0+4096], %a3;"
