@@ -50,6 +50,8 @@ class MemoryHandle:
         self.buffer_ptrs, self.buffer_ptrs_dev = list(memory.arena.bases), memory.pointers
         self.signal_pad_ptrs, self.signal_pad_ptrs_dev = list(pads.arena.bases), pads.pointers
         self.buffer_size, self.signal_pad_size = memory.nbytes, pads.nbytes
+        # Static functions of torch's class
+        self.stream_write_value32, self.memset32 = host.symmetric.stream_write_value32, host.symmetric.memset32
         self.multicast_ptr = memory.arena.multicast and memory.arena.multicast + offset
 
     def boxed(self) -> MemoryHandle:

@@ -162,7 +162,10 @@ def strided():
     handle.barrier()
     _SymmetricMemory.stream_write_value32(made.T[0], 1, 77)
     torch.ops.symm_mem.stream_write_value32_(made.T[0], 2, 78)
-    assert made[1, 0].item() == 77 and made[2, 0].item() == 78
+    handle.stream_write_value32(made.T[0], offset=0, val=79)
+    assert made.T[0].tolist() == [79, 77, 78]
+    handle.memset32(made.T[0], offset=1, val=5, count=2)
+    assert made.T[0].tolist() == [79, 5, 5]
 
 
 def views():
