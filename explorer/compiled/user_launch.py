@@ -41,7 +41,7 @@ def prepare(
         raise InvalidArgument(
             f"{metadata.name}: num_ctas={metadata.num_ctas}: clusters of blocks are not simulated; take num_ctas=1"
         )
-    if metadata.tensordesc_meta:
+    if getattr(metadata, "tensordesc_meta", None):
         raise InvalidArgument(
             f"{metadata.name} takes a tensor descriptor, which sm_{driver.capability} reads by TMA: not simulated; "
             "compile for sm_80 (--compiled sm_80), where Triton makes ordinary loads and stores of it"
@@ -90,9 +90,20 @@ def _flat(value: Any, kind: Any) -> Iterator[tuple[Any, str]]:
         for one, its in zip(value, kind, strict=True):
             yield from _flat(one, its)
     elif kind.startswith("tensordesc"):
-        yield from jit_dispatch.descriptor_parts(value, kind)
+        yield from _descriptor_parts(value)
     elif kind != "constexpr":
         yield value, kind
+
+
+def _descriptor_parts(descriptor: Any) -> Iterator[tuple[Any, str]]:
+    """A tensor descriptor as the arguments of a kernel without TMA: Triton passes shape and strides two times."""
+    yield descriptor.base, "*"
+    yield from ((number, "i64") for number in (*descriptor.shape, *descriptor.strides))
+    yield descriptor.padding == "nan", "i1"
+    if hasattr(descriptor, "round_f32_to_tf32"):  # from Triton 3.7 on
+        yield descriptor.round_f32_to_tf32, "i1"
+    yield from ((number, "i32") for number in descriptor.shape)
+    yield from ((number, "i64") for number in descriptor.strides)
 
 
 def _packed(value: Any, kind: str, name: str) -> bytes:

@@ -61,13 +61,6 @@ def type_name(value: Any) -> str:
     return str(mangle_type(value))
 
 
-def descriptor_parts(descriptor: Any, kind: str) -> list[tuple[Any, str]]:
-    """A tensor descriptor as the arguments, with their types, of a kernel that was compiled without TMA."""
-    from triton.backends.driver import decompose_descriptor, expand_signature
-
-    return list(zip(decompose_descriptor(descriptor), expand_signature([kind], None, ""), strict=True))
-
-
 def _binder(kernel: Any, capability: int) -> tuple[Any, Any, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
