@@ -87,7 +87,7 @@ def check(
 
     `fn` may also be a function without arguments that uses `torch.distributed`, torch's symmetric memory and
     `kernel[grid](...)` on tensors of device "cuda", as on a box with `world_size` GPUs. It runs compiled, by default
-    for sm_90; each rank has its own process group, environment and module globals.
+    for sm_90, or interpreted with `compiled="none"`; each rank has its own process groups, environment and variables.
 
     The default `options` have the smallest arena, and every fourth schedule starts its epochs elsewhere: at 1, before
     2^30, before 2^31 and before 2^32. Random numbers are the same in every schedule.

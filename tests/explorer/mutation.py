@@ -191,7 +191,7 @@ def explore(mutant: Mutant, changed: bool = True, schedules: int | None = None, 
         return tricomm.check(fn, mutant.world_size, schedules or mutant.schedules, options=mutant.options, **settings)
 
 
-def _keep(self: Any, report: Report, result: list[Finding], execution: Execution, number: int) -> None:
+def _keep(self: Any, report: Report, result: list[Finding], execution: Execution, number: int, outcome: Any) -> None:
     """As the campaign's own, without looking for a simpler execution that shows the same: that takes time."""
     report.findings += [finding.found_in(execution, number, ()) for finding in result]
 
