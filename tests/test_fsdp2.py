@@ -179,7 +179,7 @@ def other_buffers(rank, world_size, tell, url):
         gather(lent, lent[4 * rank : 4 * rank + 4], world)
 
 
-def test_ranks_that_lend_different_buffers_are_told(url):
+def test_ranks_that_lend_different_buffers_get_an_error(url):
     with ranks.start(2, other_buffers, url) as started:
         assert [outcome.error for outcome in started.results()] == ["CollectiveMismatch"] * 2
 

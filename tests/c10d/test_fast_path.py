@@ -94,7 +94,7 @@ def test_a_premultiplied_sum_is_not_taken_for_a_sum(group, comm):
     assert len(comm.calls) == 1 and x[0] == 202
 
 
-def test_a_destroyed_group_refuses_on_the_fast_path_too(group, comm):
+def test_a_destroyed_group_refuses_calls_on_the_fast_path(group, comm):
     group.allreduce([torch.ones(3)], options())
     group.shutdown()
     with pytest.raises(tricomm.GroupAborted, match="destroyed"):

@@ -38,7 +38,7 @@ def _numbers(**values: Any) -> dict[str, Any]:
         (Bar("a", ""), 1, 2, ""),
     ],
 )
-def test_a_bar_holds_or_does_not_or_nothing_is_said(bar: Bar, before: Any, now: Any, verdict: str) -> None:
+def test_a_bar_is_met_missed_or_not_judged(bar: Bar, before: Any, now: Any, verdict: str) -> None:
     assert bar.verdict(before, now) == verdict
 
 

@@ -133,7 +133,7 @@ def test_tests_that_fail_crash_or_hang_cost_only_themselves_and_are_tried_again_
     assert ran()[5:] == ["test_bad"]
 
 
-def test_the_budget_is_kept_and_three_commands_do_what_one_would(tmp_path, tests, ran):
+def test_the_budget_is_kept_and_three_commands_do_the_work_of_one(tmp_path, tests, ran):
     step = tests("slow")
     good, journal = told(tmp_path, [step], 0.1)
     assert good and not ran() and not journal.steps  # too short to start anything

@@ -126,7 +126,7 @@ def test_the_accesses_that_a_word_keeps(program, found):
 
 @pytest.mark.parametrize("acquire", ["look.acquire.sys.8", "load.acquire.sys.8", "rmw.acq_rel.sys.8"])
 @pytest.mark.parametrize("first", WRITES)
-def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_reads(first, acquire):
+def test_an_acquire_is_ordered_after_the_writes_before_the_release_that_it_reads(first, acquire):
     assert races(f"A {first}; A bar; A store.release.sys.8; B {acquire}") == []
     assert races(f"A {first}; A bar; A store.relaxed.sys.8; B {acquire}") == [(0, 1)]
 

@@ -64,7 +64,7 @@ def group_parameters(world_size):
 
 
 @KERNELS
-def test_every_parameter_of_the_cubin_is_passed_and_holds_what_was_given(kernel):
+def test_every_parameter_of_the_cubin_is_passed_with_its_value(kernel):
     device = gpu()
     run = bind(kernel, device, blocks=13)
     x, y = torch.zeros(64), torch.zeros(64)

@@ -238,7 +238,7 @@ def alternate(mine, theirs, ahead):
     run(_alternate, mine, theirs, grid=(len(mine),), AHEAD=ahead)
 
 
-def test_a_kernel_that_polls_lets_another_threads_run_and_goes_on_as_the_block_that_it_was():
+def test_a_polling_kernel_lets_another_threads_kernel_run_and_resumes_its_block():
     first, second = torch.zeros(4, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     thread = threading.Thread(target=alternate, args=(second, first, 0))
     thread.start()

@@ -76,7 +76,7 @@ def test_each_round_is_judged(fault, reports, kinds):
 
 
 @pytest.mark.parametrize("name", [*growth.COUNTS, "memory"])
-def test_growth_is_told_from_what_comes_once(name):
+def test_growth_is_distinguished_from_one_time_costs(name):
     def samples(values):
         return [{**dict.fromkeys((*growth.COUNTS, "memory"), 10 * MEBIBYTE), name: v * MEBIBYTE} for v in values]
 
@@ -86,7 +86,7 @@ def test_growth_is_told_from_what_comes_once(name):
     assert growth.grown(samples(range(0, 27, 3)), 4 * MEBIBYTE)[name] > 0
 
 
-def test_a_name_that_nobody_holds_is_an_orphan():
+def test_a_name_that_no_process_holds_is_an_orphan():
     before = set(os.listdir("/dev/shm"))
     name = f"soak-test-{os.getpid()}"
     with open(f"/dev/shm/{name}", "w"):

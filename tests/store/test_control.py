@@ -33,7 +33,7 @@ def call(sequence: int) -> Descriptor:
     return Descriptor(sequence, sequence * 7, f"collective{sequence % 3}", "max", "int64", "a", "p", 1, 0, 8, "graph")
 
 
-def test_who_is_who():
+def test_the_ranks_of_a_group():
     with pages(3) as group:
         assert [page.rank for page in group] == [0, 1, 2]
         assert {page.world_size for page in group} == {3}

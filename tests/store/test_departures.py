@@ -36,7 +36,7 @@ def test_the_table_of_endings(error, strict, before, after):
 
 
 @pytest.mark.parametrize("end", Ending)
-def test_who_stops(end):
+def test_the_processes_that_stop(end):
     known = left(end, ME, OTHER, NOBODY)
     assert known.stops(0, ME, set()) == (end >= Ending.TOLD)
     assert not known.stops(0, b"n" * 16, set())  # a later process of a rank that it knew

@@ -135,7 +135,7 @@ CLUSTER, OTHER = b"\x01" * 16, b"\x02" * 16
         ([(1, 0, CLUSTER, 7), (1, 0, CLUSTER, 7)], "pcie", "device 0, 1: NVSwitch fabric not started"),
     ],
 )
-def test_switches_join_what_is_in_one_clique_of_a_fabric_that_works(
+def test_switches_join_the_gpus_in_one_clique_of_a_working_fabric(
     states: list[Any], kind: str, note: str | None
 ) -> None:
     cards = switched(2)

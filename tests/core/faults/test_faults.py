@@ -94,7 +94,7 @@ def absent(rank, world_size, tell, url, limit):
         return attempt(lambda: comm.all_reduce(torch.ones(3)))
 
 
-def test_a_rank_that_never_comes_is_named(url):
+def test_a_rank_that_never_calls_is_named(url):
     limit = 1.5
     *waiting, late = ranks.run(3, absent, url, limit)
     for kind, text, seconds in waiting:

@@ -197,7 +197,7 @@ def test_a_strong_read_hides_no_race_with_an_earlier_access_that_conflicts(first
 
 
 @pytest.mark.parametrize("acquire", ["ld.acquire", "atom.add.acquire"])
-def test_an_acquire_comes_after_what_was_written_before_the_release_that_it_reads(acquire):
+def test_an_acquire_is_ordered_after_the_writes_before_the_release_that_it_reads(acquire):
     assert kinds(f"A st f; A st.relaxed.gpu f; A st.release f; B {acquire} f=2") == []
     assert kinds(f"A st f; A st.relaxed.gpu f; A st.relaxed f; B {acquire} f=2") == ["race"]
 

@@ -80,7 +80,7 @@ def line(mark):
     return re.escape(f"{__file__}:{next(n for n, text in enumerate(lines, 1) if text.endswith(f'# @ {mark}'))}")
 
 
-def test_what_a_kernel_uses_is_refused_with_line_and_remedy():
+def test_unsupported_features_of_a_kernel_are_refused_with_line_and_remedy():
     with pytest.raises(
         InvalidArgument, match=rf"{line('dot')}\): matrix instructions of a warp group.*--compiled sm_80"
     ):

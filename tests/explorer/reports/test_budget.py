@@ -139,7 +139,7 @@ def test_a_second_run_continues(mine):
     assert "earlier" not in check(f"{mine}:right", "--schedules", 5).output
 
 
-def test_a_changed_source_begins_anew(mine, tmp_path):
+def test_a_changed_source_discards_earlier_runs(mine, tmp_path):
     (tmp_path / "helper_of_mine.py").write_text("VALUE = 1\n")
     mine.write_text("import helper_of_mine\n" + USERS_FILE)
     right(mine, 2)
@@ -213,7 +213,7 @@ def test_an_exhaustive_search_is_not_continued(mine, cache):
     assert not cache.exists()
 
 
-def test_of_all_kernels_those_that_have_no_time_are_said(monkeypatch):
+def test_kernels_for_which_the_budget_has_no_time_are_named(monkeypatch):
     def slow(*args, budget, since, **more):
         time.sleep(1.5)
         return _passed(*args, **more)

@@ -103,7 +103,7 @@ def subgroups():
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @BOTH
 @pytest.mark.parametrize("program", [exchanges, messages, methods, subgroups])
-def test_a_call_computes_what_torch_says(program, compiled):
+def test_a_call_is_exact(program, compiled):
     tricomm.simulate(program, 4, compiled=compiled)
 
 
@@ -123,7 +123,7 @@ def test_a_group_of_some_ranks_orders_their_accesses_alone():
     assert tricomm.check(lambda: program(False), 3, schedules=4).findings[0].kind == "race"
 
 
-def test_a_message_orders_what_was_before_it():
+def test_a_message_orders_earlier_accesses():
     def program(ordered):
         rank = dist.get_rank()
         handle = symm_mem.rendezvous(symm_mem.empty(4, dtype=torch.int32, device="cuda").fill_(rank), dist.group.WORLD)
@@ -161,7 +161,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_what_is_not_simulated_is_refused_with_its_line(text):
+def test_unsupported_calls_are_refused_with_their_line(text):
     with pytest.raises(InvalidArgument, match=rf"test_groups\.py:\d+: .*{text}"):
         tricomm.check(REFUSED[text], 2, schedules=1)
 

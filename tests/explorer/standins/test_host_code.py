@@ -189,7 +189,7 @@ def test_symmetric_memory_has_the_asked_strides_and_offsets(program, compiled):
     tricomm.simulate(program, 2, compiled=compiled)
 
 
-def test_what_ends_a_program_is_named_with_its_line():
+def test_an_error_that_ends_a_program_is_named_with_its_line():
     def leaves():
         sys.exit(3)
 

@@ -110,7 +110,7 @@ def members(x, y):
     tl.store(y, tl.load(x + at).sum(0) + tl.load(x + at).max(axis=0))
 
 
-def test_what_the_interpreter_cannot_run_is_refused_with_its_line_and_the_remedy():
+def test_code_that_the_interpreter_cannot_run_is_refused_with_line_and_remedy():
     said = r"kernel one_shot_kernel, .*all_reduces\.py:\d+: .*inline_asm.* compiled \(--compiled sm_90\) it may run"
     with pytest.raises(InvalidArgument, match=said):
         tricomm.check(lambda: all_reduces.one_shot(1.0), 2, schedules=1, compiled="none")

@@ -197,7 +197,7 @@ def test_calls_that_torch_would_refuse_or_hang_in_are_findings():
     assert "rank 1" in refused(missing, "deadlock")
 
 
-def test_what_is_not_simulated_is_said():
+def test_unsupported_arguments_are_refused():
     with pytest.raises(InvalidArgument, match="rank=0, world_size=4"):
         tricomm.check(lambda: dist.init_process_group("nccl", rank=0, world_size=4), 2, schedules=1)
 
@@ -260,7 +260,7 @@ def state():
 
 
 @pytest.mark.parametrize("compiled", ["none", None])
-def test_a_signal_that_nobody_takes_is_left_over(compiled):
+def test_a_signal_without_a_wait_is_left_over(compiled):
     def program(taken):
         rank = dist.get_rank()
         handle = symm_mem.rendezvous(symm_mem.empty(4, device="cuda"), dist.group.WORLD)

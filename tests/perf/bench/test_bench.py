@@ -64,7 +64,7 @@ def test_the_table_has_the_columns_of_nccl_tests_and_is_grouped_by_size(run: Any
     assert "\x1b" not in run[0].stdout  # no colour and no progress bar without a terminal
 
 
-def test_the_table_says_where_it_comes_from(run: Any) -> None:
+def test_the_table_names_its_origin(run: Any) -> None:
     head = [line for line in run[0].stdout.splitlines() if line.startswith("#")]
     assert "simulated" in head[0]
     text = "\n".join(head)

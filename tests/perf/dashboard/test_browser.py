@@ -313,7 +313,7 @@ def test_live_jobs_have_rates_waits_and_a_straggler(page: Page, tmp_path: Path) 
     assert waits["z"][0] == [0.0, 0.1, 0.1, 0.1, 0.1, 4.5, 0.1, 0.1] and waits["z"][5] == [0.0] * 8
 
 
-def test_an_empty_history_says_what_to_run(page: Page, tmp_path: Path) -> None:
+def test_an_empty_history_names_the_command_to_run(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, []))
     assert page.run("return document.querySelector('#empty').checkVisibility()")
     assert "tricomm bench" in page.text("#empty")

@@ -46,7 +46,7 @@ def _dated(rows: Sequence[Entry], last: datetime, apart: timedelta) -> list[Entr
     return [replace(e, run=replace(e.run, date=dates[e.run.date])) for e in rows]
 
 
-def test_a_point_that_took_no_time_before_comes_first() -> None:
+def test_a_point_with_an_earlier_time_of_zero_is_listed_first() -> None:
     steps = [[[0, 2.0, 3.0]], [[0, 0.0, 3.0]]]
     line = {"kernel": "nccl", "size": [8, 16], "run": [[0], [0]], "changes": steps, "unproven": [[], []]}
     scene = dict.fromkeys(("collective", "dtype", "world_size", "mode", "place", "device"), "x")

@@ -100,7 +100,7 @@ def test_a_fifo_does_not_block_a_reader(shared: Path) -> None:
     assert CliRunner().invoke(cli, ["tune", "show"]).exit_code == 1
 
 
-def test_a_file_that_does_not_answer_costs_one_thread_and_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_blocks_uses_one_thread_and_other_clients_get_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     go, source = threading.Event(), Source(None, print)
     real, seen = jobs.read, []
 

@@ -103,7 +103,7 @@ def expected(world_size: int, rank: int) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
-def test_every_rank_gets_what_every_other_one_sends(world_size, folder):
+def test_every_rank_receives_the_messages_of_all_others(world_size, folder):
     with nothing_left():
         with Meeting(world_size) as meeting:
             for path in meeting.paths:

@@ -81,7 +81,7 @@ def test_a_sum_is_rounded_once():
     assert (out == 2.0**24 + 2).all()
 
 
-def test_what_is_no_number_is_the_canonical_one():
+def test_a_nan_is_the_canonical_one():
     left, right, start = np.zeros((16, 16)), np.ones((16, 8)), np.zeros((16, 8))
     left[3, 5] = np.inf
     right[5, 2] = 0.0

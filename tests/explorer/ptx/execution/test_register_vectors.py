@@ -27,6 +27,6 @@ def test_vectors_of_registers_are_their_elements():
 @pytest.mark.parametrize(
     "text", [".reg .v4 .b32 %v<3>;", ".reg .v2 .b32 %v; mov.v4.b32 %v, 0;", ".reg .v8 .b32 %v; mov.v8.b32 %v, 0;"]
 )
-def test_what_is_no_vector_of_registers_is_refused(text):
+def test_an_invalid_vector_of_registers_is_refused(text):
     with pytest.raises(InvalidArgument, match="%v"):
         grid.refuse_unknown(kernel(f"{{ {text} }}"))
