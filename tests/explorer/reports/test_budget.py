@@ -1,4 +1,4 @@
-"""`--budget`: a check ends in time, whatever runs, and the next one continues."""
+"""`--budget`: a check ends in time, also in the middle of a schedule, and the next one continues."""
 
 import json
 import stat
@@ -94,7 +94,7 @@ def test_a_schedule_that_never_ends_is_cut(tmp_path, monkeypatch, name):
     assert time.monotonic() - began < 60
     assert "no schedule has ended: the budget ended in schedule 0, after " in done.output
     assert f"{tmp_path / 'endless.py'}:" in done.output.replace("\n", "")
-    assert not torch.overrides._get_current_function_mode_stack(), "a mode of torch stays"
+    assert not torch.overrides._get_current_function_mode_stack(), "a mode of torch is left"
     assert tricomm.check(lambda comm: comm.barrier(), 2, schedules=2).ok
 
 
@@ -160,7 +160,7 @@ def test_a_kept_finding_is_run_again(mine, cache):
     values = json.loads(kept.read_text())
     values["findings"][0]["where"] = ["elsewhere.py:1", "elsewhere.py:2"]
     kept.write_text(json.dumps(values))
-    assert "elsewhere" not in check(*racy, code=1).output, "it was believed"
+    assert "elsewhere" not in check(*racy, code=1).output, "a kept finding was used without a run"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "[" * 10_000, "\0", '{"sources": 3}', '{"sources": {"x": 1}}'])
@@ -171,7 +171,7 @@ def test_a_broken_file_is_one_warning(mine, cache, text):
     done = right(mine, 2)
     assert "earlier runs" not in done.stdout
     assert done.stderr.count("earlier schedules are not used") == (text != '{"sources": {"x": 1}}')
-    assert "2 of them in earlier runs" in right(mine, 2).output, "it was not replaced"
+    assert "2 of them in earlier runs" in right(mine, 2).output, "the broken file was not replaced"
 
 
 def test_a_folder_that_cannot_be_written_is_one_warning(mine, cache):

@@ -1,4 +1,4 @@
-"""SARIF: what a code review service needs to show a finding at its lines."""
+"""SARIF: a code review service shows a finding at its lines."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from tricomm.explorer.report import sarif
 from tricomm.explorer.report.findings import KINDS, Finding
 from tricomm.explorer.report.report import save
 
-# Of the schema: the properties that an object may have, those that it must have marked.
+# The properties that an object may have by the schema; required ones are marked.
 ALLOWED = {
     "log": "$schema version! runs!",
     "run": "tool! originalUriBaseIds results",
@@ -34,7 +34,7 @@ def fits(value, kind):
 
 
 def valid(log):
-    """The results of a log that has the structure that SARIF 2.1.0 asks for."""
+    """Check that a log has the structure of SARIF 2.1.0; return its results."""
     fits(log, "log")
     (run,) = log["runs"]
     fits(run, "run")

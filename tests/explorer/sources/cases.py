@@ -1,6 +1,6 @@
-"""Public kernels over symmetric memory, in checkouts that a folder holds: what is called, and what is found.
+"""Public kernels over symmetric memory, from checkouts in a folder: the calls and the expected findings.
 
-Nothing of them is in this project. Each case is one command: `tricomm check FILE:FUNCTION --args ARGUMENTS`.
+None of their code is in this project. Each case is one command: `tricomm check FILE:FUNCTION --args ARGUMENTS`.
 
 Not among them: Triton-distributed, whose kernels need its own compiler, and Helion, whose examples compile C++ for CUDA
 when they are imported. `tests/explorer/public` has kernels in their shape.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class Case:
     """A function of a checkout, the finding that it has ("" for none), and the text of the lines that this names.
 
-    real    a GPU can do it; False: PTX allows it, and no GPU of today does it
+    real    it can happen on a GPU; False: PTX allows it, but no GPU does it today
     """
 
     file: str

@@ -1,4 +1,4 @@
-"""Mistakes in kraken's all-reduces and in their barrier, as changes of the text of its files."""
+"""Mistakes in kraken's all-reduces and their barrier, as changes to the text of its files."""
 
 import re
 from dataclasses import dataclass

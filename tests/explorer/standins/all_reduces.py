@@ -1,5 +1,5 @@
-"""All-reduces over torch's symmetric memory in the manner of public ones: a barrier by signal pads in inline PTX, and
-launches through Triton. Nothing here knows tricomm."""
+"""All-reduces over torch's symmetric memory, like public ones: a barrier by signal pads in inline PTX, and launches
+through Triton. They do not use tricomm."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Calls of torch's process groups in a program: they compute what torch says, or are refused by name."""
+"""Calls of torch's process groups in a program: they are exact, or are refused by name."""
 
 from __future__ import annotations
 

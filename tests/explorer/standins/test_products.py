@@ -1,4 +1,4 @@
-"""A product whose parts are summed over the ranks in the same kernel, in the manner of public fused kernels."""
+"""A matrix product whose kernel also sums its parts over the ranks, like public fused kernels."""
 
 import pytest
 import torch
