@@ -78,11 +78,11 @@ class KernelLaunch:
 class ModuleTable:
     """The modules loaded into one context. It lives as long as the process, like the launcher's table.
 
-    `users`: by hash and name, the handle of a user's kernel and what it was compiled to."""
+    `users`: by hash, name and file, the handle of a user's kernel and what it was compiled to."""
 
     modules: list[bytes] = field(default_factory=list)
     functions: dict[int, DeviceFunction] = field(default_factory=dict)
-    users: dict[tuple[str, str], tuple[int, Any]] = field(default_factory=dict)
+    users: dict[tuple[str, str, str], tuple[int, Any]] = field(default_factory=dict)
 
     def load(self, image: bytes) -> int:
         if image[:4] != b"\x7fELF":

@@ -14,7 +14,7 @@ from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.explorer.compiled.driver import SimulatedDriver
 from tricomm.explorer.compiled.module_table import table_of
 from tricomm.explorer.memory_model.regions import tensors_in
-from tricomm.kernels.launch import jit_dispatch, kernel_launch, triton_adapter
+from tricomm.kernels.launch import compiler, jit_dispatch, kernel_launch, triton_adapter
 from tricomm.kernels.launch.cuda_launcher import driver_call
 from tricomm.kernels.specialization import specialized
 
@@ -70,8 +70,9 @@ def prepare(
 def _function(driver: SimulatedDriver, compiled: Any) -> int:
     """The function, loaded once per device and process."""
     loaded = table_of(driver.name).users  # a handle means nothing in another context
-    key = (compiled.metadata.hash, compiled.metadata.name)
+    key = (compiled.metadata.hash, compiled.metadata.name, compiled.src.fn.fn.__code__.co_filename)
     if key not in loaded:
+        compiler.restored(compiled)
         result, module = driver.cuModuleLoadData(compiled.asm["cubin"])
         if result == 0:
             result, function = driver.cuModuleGetFunction(module, compiled.metadata.name.encode())

@@ -31,6 +31,7 @@ _OPERANDS = "operands"
 WIDE = ":16"  # suffix of the type of an operand that begins at a multiple of 16 if the tensors do
 _READ = {"ttgir", "ptx", "cubin"}
 _PTXAS = "TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"
+_LANGUAGE = os.path.join("triton", "language")  # Triton's own functions
 _FILE = re.compile(r'(^\s*\.file\s+\d+\s+"|\bloc\(")([^"]*)', re.M)  # in PTX, in TTGIR
 
 
@@ -156,6 +157,11 @@ def noted(compiled: Any) -> Any:
     return compiled
 
 
+def restored(compiled: Any) -> None:
+    """Let `ptx_of` name the files of this kernel, if another one has the same cubin."""
+    compiled.origin.kernel = compiled.src.fn
+
+
 def ptx_of(cubin: bytes) -> str | None:
     """The PTX that a cubin of this process was assembled from; None if no living kernel has it."""
     origin = _by_cubin.get(_digest(cubin))
@@ -211,11 +217,14 @@ def with_present_files(text: str, kernel: Any) -> str:
     import triton
 
     paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, triton.JITFunction, set())}
-
-    def present(match: re.Match[str]) -> str:
-        return match[1] + (match[2] if match[2] in paths else _nearest(match[2], paths))
-
-    return _FILE.sub(present, text)
+    named = {path for _, path in _FILE.findall(text)}
+    present = {path: path if path in paths else _nearest(path, paths) for path in named}
+    # A copy of a kernel may be in a file of another name.
+    renamed = [path for path in named if present[path] == path and path not in paths and _LANGUAGE not in path]
+    own = os.path.abspath(kernel.fn.__code__.co_filename)
+    if own not in present.values() and len(renamed) == 1:
+        present[renamed[0]] = own
+    return _FILE.sub(lambda match: match[1] + present[match[2]], text)
 
 
 def _functions(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:

@@ -102,3 +102,15 @@ def test_a_report_keeps_configuration_and_stubs(package, tmp_path):
     assert (subject["config"], subject["stubs"]) == (1, ["gpu_only"])
     again = subjects.of_report(Report.load(report))
     assert again.subject == subject and again.config == 1
+
+
+def test_a_copy_of_a_kernel_in_another_file_is_named_by_its_own_path(tmp_path):
+    text = Path(all_reduces.__file__).read_text().replace(LAST, "")
+    for name in ("first/one.py", "second/one.py", "third/renamed.py"):
+        file = tmp_path / name
+        file.parent.mkdir()
+        file.write_text(text)
+        asked = f"{file}:one_shot"
+        program = subjects.with_arguments(subjects.from_file(asked), ARGUMENTS, 2, asked)
+        report = tricomm.check(program, 2, schedules=8)
+        assert report.findings and {where.rpartition(":")[0] for where in report.findings[0].where} == {str(file)}
