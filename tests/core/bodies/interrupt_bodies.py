@@ -204,7 +204,7 @@ def constructor(rank, world_size, tell, folder, every):
         walk = Walk(KeyboardInterrupt, lines[number]) if rank == 0 else nullcontext()
         with walk:
             try:
-                made = make(number, timeout=4.0)  # an interrupt before the rendezvous fails the rendezvous
+                made = make(number, timeout=4.0)  # an interrupt before the rendezvous makes it fail
                 made.barrier()
             except BaseException as error:
                 caught, text = type(error).__name__, str(error)

@@ -54,7 +54,7 @@ VARIANTS = [
     for variant in _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_100", 1.0) + MISALIGNED
 ]
 QUICK = _of_each_kind("sm_90", 0.0)
-# One word a thread, in a form that no table chooses.
+# Spills one word, in a form that no table chooses.
 SPILLING = "all_reduce_hybrid_cube_mesh_ll128-sm_90-float8_e4m3fn-misaligned"
 
 

@@ -166,7 +166,7 @@ def root(a, kind, mode="rn"):
         return kind.nan
     if x == INFINITE or x == 0:
         return a
-    # 200 more binary digits than needed, and one more for a remainder, decide the rounding.
+    # 1400 binary digits, which are more than enough, and one more for a remainder decide the rounding.
     scaled = x * 4**1400
     result = math.isqrt(math.floor(scaled))
     exact = result * result == scaled
