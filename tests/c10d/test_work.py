@@ -201,7 +201,7 @@ def test_a_call_that_nccl_refuses_on_one_rank_consumes_nothing(url):
     assert ranks.run(2, refused_by_nccl, url) == [["refused", "native", 2.0], ["native", 2.0]]
 
 
-def test_without_the_comparison_the_kernel_waits_until_its_time_is_up(url):
+def test_without_the_comparison_the_kernel_waits_until_the_timeout(url):
     (kernel, seconds), _ = ranks.run(2, another_way, url, False, False)
     assert kernel[0][0] == "CollectiveTimeout" and seconds > 2
 

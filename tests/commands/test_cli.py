@@ -179,7 +179,7 @@ print("went on")
     ("without", "code", "said"), [("", 130, ""), (" if False else open(os.devnull)", 0, "went on")]
 )
 def test_an_interrupt_during_imports_that_swallow_it_ends_the_command(without: str, code: int, said: str) -> None:
-    """Without the protection it does not end."""
+    """Without the protection the command continues."""
     script = _SWALLOWS.replace("{without}", without)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout.strip()) == (code, said), done.stderr

@@ -1,4 +1,4 @@
-"""A process imports only the modules that it uses; the backend is registered if torch or tricomm is imported first."""
+"""A process imports only the modules that it uses; the backend is registered in any order of imports."""
 
 from __future__ import annotations
 

@@ -118,14 +118,14 @@ SMALL, LARGE = 8, bodies.LIMIT
 
 @pytest.mark.parametrize("before", [[], [LARGE]], ids=["at the first call", "later"])
 @pytest.mark.parametrize("sizes", [(SMALL, LARGE), (LARGE, 2 * LARGE)], ids=["kernels and NCCL", "NCCL"])
-def test_ranks_that_go_different_ways_are_named_at_once(sizes, before, url):
+def test_ranks_that_choose_different_routes_are_named_at_once(sizes, before, url):
     for kind, text, seconds in ranks.run(2, bodies.different_calls, url, sizes, before):
         assert kind == "CollectiveMismatch", text
         assert seconds < 5.0
         assert "all_reduce" in text
 
 
-def test_without_the_comparison_they_wait_until_the_time_is_up(url):
+def test_without_the_comparison_they_wait_until_the_timeout(url):
     for kind, _, seconds in ranks.run(2, bodies.different_calls, url, (SMALL, LARGE), [LARGE], False):
         assert kind in ("CollectiveTimeout", "GroupAborted") and seconds > 2.0
 
