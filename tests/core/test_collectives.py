@@ -42,7 +42,7 @@ def wrong(world_size, cases, options=SMALL, seed=0):
 @pytest.mark.parametrize("kernel", PLAIN, ids=lambda k: k.name)
 def test_every_kernel(kernel, world_size, cases):
     draw = random.Random(f"{kernel.name} {world_size}")
-    assert wrong(world_size, [anything(draw, kernel, world_size) for _ in range(cases)]) == []
+    assert wrong(world_size, [anything(draw, kernel) for _ in range(cases)]) == []
 
 
 @pytest.mark.parametrize("kernel", some(CUBE, 3), ids=lambda k: k.name)
@@ -51,7 +51,7 @@ def test_every_kernel_of_a_cube_mesh_under_any_labelling(kernel, seed, most):
     draw = random.Random(f"{kernel.name} {seed}")
     labels = draw.sample(range(8), 8)
     options = tricomm.Options(arena_bytes=256 << 10, topology=dgx1v().of(labels), _tuning=Tuning(blocks=2, tile=32))
-    assert wrong(8, [anything(draw, kernel, 8, most) for _ in range(3)], options) == []
+    assert wrong(8, [anything(draw, kernel, most) for _ in range(3)], options) == []
 
 
 WIDTHS = {(DTYPES[name].bits, DTYPES[name].lanes): name for name in reversed(DTYPES) if name != "bool"}
@@ -81,7 +81,7 @@ def test_every_type_is_copied(name):
 @pytest.mark.parametrize(("seed", "calls"), [(0, 12), *[pytest.param(n, 25, marks=SOAK) for n in range(20)]])
 def test_any_sequence_of_collectives_back_to_back(seed, calls):
     draw = random.Random(seed)
-    cases = [anything(draw, draw.choice(PLAIN), 3) for _ in range(calls)]
+    cases = [anything(draw, draw.choice(PLAIN)) for _ in range(calls)]
     assert wrong(3, cases, seed=seed) == []
 
 
@@ -89,13 +89,13 @@ def test_any_sequence_of_collectives_back_to_back(seed, calls):
 def test_any_sequence_on_a_cube_mesh_among_other_kernels(cube):
     draw = random.Random(7)
     kernels = [k for pair in zip(cube, draw.sample(PLAIN, len(cube)), strict=True) for k in pair]
-    assert wrong(8, [anything(draw, k, 8, most=40) for k in kernels]) == []
+    assert wrong(8, [anything(draw, k, most=40) for k in kernels]) == []
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(PLAIN), st.integers(1, 4))
 def test_anything_else(draw, kernel, world_size):
-    assert wrong(world_size, [anything(draw, kernel, world_size, most=300)]) == []
+    assert wrong(world_size, [anything(draw, kernel, most=300)]) == []
 
 
 @pytest.mark.parametrize("dtype", some([torch.float32, torch.bfloat16], 2))

@@ -34,7 +34,7 @@ def every_case(rank, world_size, tell, url, cases):
 def test_every_kernel(world_size, url):
     """Between processes, back to back; tests/core/test_collectives.py has every type, operation and size."""
     draw = random.Random(world_size)
-    cases = [anything(draw, kernel, world_size) for kernel in KERNELS]
+    cases = [anything(draw, kernel) for kernel in KERNELS]
     assert ranks.run(world_size, every_case, url, cases, timeout=200) == [[]] * world_size
 
 

@@ -85,7 +85,7 @@ def by_any_kernel(collective: str) -> Call:
     kernels = [k for k in registry.KERNELS if k.collective == collective and not k.needs_cube]
 
     def call(comm: Any, turn: Turn) -> Pairs:
-        case = anything(turn.choices, turn.choices.choice(kernels), turn.world_size)
+        case = anything(turn.choices, turn.choices.choice(kernels))
         return [(torch.tensor([outcome(comm, case, turn.number)]), torch.tensor([True]))]
 
     call.__name__ = collective

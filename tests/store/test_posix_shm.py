@@ -240,7 +240,7 @@ def test_another_device():
             open_arena(page, 4096, torch.device("meta"), 5)
 
 
-def fails_on(group, rank, patch):
+def fails_on(group, patch):
     """Open an arena while a step fails on one rank; return the outcomes, and check that all can try again."""
     with nothing_left():
         outcomes = in_threads(3, lambda r: patch(r) or open_posix_shm(group[r], 4096, 5))
@@ -251,7 +251,7 @@ def fails_on(group, rank, patch):
     return kinds.pop(), texts.pop()
 
 
-def here(monkeypatch, name, original, rank):
+def here(monkeypatch, name, original):
     """Replace a step for one rank only: the ranks are threads."""
     import threading
 
@@ -270,7 +270,7 @@ def test_memory_refused_on_one_rank(monkeypatch, rank):
         return fallocate(*args)
 
     with pages(3) as group:
-        kind, text = fails_on(group, rank, here(monkeypatch, (os, "posix_fallocate"), refuse, rank))
+        kind, text = fails_on(group, here(monkeypatch, (os, "posix_fallocate"), refuse))
         assert kind is ResourceError
         assert text.startswith(f"posix_shm: allocate memory: rank {rank}: shared memory refused (No space left")
         monkeypatch.undo()
@@ -291,7 +291,7 @@ def test_a_peer_that_cannot_be_mapped(monkeypatch, rank):
 
     mapped: dict[object, bool] = {}
     with pages(3) as group:
-        kind, text = fails_on(group, rank, here(monkeypatch, (segments.Segment, "_map"), refuse, rank))
+        kind, text = fails_on(group, here(monkeypatch, (segments.Segment, "_map"), refuse))
         assert kind is ResourceError and f"map peers' memory: rank {rank}: rank " in text
         assert "Cannot allocate memory" in text
 

@@ -28,7 +28,7 @@ class Made:
     way: str
 
 
-def anything(draw: random.Random, kernel: Kernel, world_size: int, most: int = 2500) -> Made:
+def anything(draw: random.Random, kernel: Kernel, most: int = 2500) -> Made:
     """A case for `kernel`: sizes around every boundary of word, tile and shard, and beyond a mailbox."""
     dtype = draw.choice([dtype for dtype in DTYPES.values() if _operations(kernel, dtype)])
     op = draw.choice(_operations(kernel, dtype))

@@ -31,7 +31,7 @@ def any_calls(rank, world_size, tell, url, seed, calls):
             chosen = draw.randrange(len(groups) + 1)
             members = GROUPS[chosen] if chosen < len(groups) else [0, 1, 2]
             group = groups[chosen] if chosen < len(groups) else comm
-            case = anything(draw, draw.choice(PLAIN), len(members), most=300)
+            case = anything(draw, draw.choice(PLAIN), most=300)
             source, to, count = *draw.sample(range(len(members)), 2), draw.choice([1, 37, 500])
             if group is None:
                 continue
