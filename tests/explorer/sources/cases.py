@@ -93,6 +93,7 @@ FLASHINFER = (
         _PADS,
         "scope",
         ("tl.atomic_cas(deposit_pad + rank, 0, 1)", "tl.atomic_cas(withdraw_pad + peer, 1, 0)"),
+        False,
     ),
 )
 

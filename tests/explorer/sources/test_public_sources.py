@@ -12,7 +12,7 @@ from tests.explorer.sources.cases import CASES, KRAKEN
 from tests.explorer.sources.mutants import MUTANTS
 from tricomm.explorer import subjects
 
-FOLDER = os.environ.get("TRICOMM_PUBLIC_KERNELS")
+FOLDER = os.environ.get("TRICOMM_PUBLIC_KERNELS") or None
 pytestmark = [
     pytest.mark.usefixtures("unshrunk", "own_modules"),
     pytest.mark.skipif(FOLDER is None, reason="TRICOMM_PUBLIC_KERNELS=DIR names no folder with checkouts"),
@@ -24,8 +24,7 @@ def own_modules():
     """A test's modules of public packages, and the stubs of them, are not there for the next one."""
     before = set(sys.modules)
     yield
-    ours = {"tests", "tricomm"}
-    packages = {f"{path.name}" for path in Path(FOLDER or "").glob("*/*") if path.is_dir()} - ours
+    packages = {Path(case.file).parts[1] for case in CASES}
     for name in [n for n in sys.modules if n not in before and n.partition(".")[0] in packages]:
         del sys.modules[name]
 
