@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -122,9 +122,9 @@ class SimulatedDriver:
         return self.current_stream
 
     @contextmanager
-    def holding(self, tensors: Sequence[Any]) -> Iterator[None]:
+    def holding(self, tensors: Iterable[Any]) -> Iterator[None]:
         """A launch inside keeps `tensors` alive until it has run, because it gets only their addresses."""
-        before, self._held = self._held, tuple(tensors)
+        before, self._held = self._held, (*self._held, *tensors)
         try:
             yield
         finally:

@@ -44,6 +44,11 @@ class CudaOnCpu(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is torch.device:
             return torch.device("cuda", args[0]) if args and isinstance(args[0], int) else func(*args, **kwargs)
+        if func is torch.Tensor.data_ptr:
+            address = func(*args, **kwargs)
+            if not on_host(args[0]) or is_pinned(args[0]):
+                host.addressed[address] = args[0]
+            return address
         if func in _ASKED and args[0].device == _CPU:
             return _ASKED[func](args[0], host.rank)
         name = getattr(func, "__name__", "")

@@ -51,6 +51,7 @@ class ProgramHost:
     def __init__(self, comm: Communicator, memory: Memory, board: Board, architecture: int) -> None:
         self.comm, self.memory, self.rank, self.world_size = comm, memory, comm.rank, comm.world_size
         self.architecture = architecture  # 90 of sm_90
+        self.addressed: dict[int, torch.Tensor] = {}  # tensors whose addresses the program has: a kernel may get them
         self.config = 0  # the number of the configuration that autotuned kernels take
         self.in_program = False
         self.symmetric: Any = None  # its `SymmetricMemories`

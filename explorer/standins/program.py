@@ -7,7 +7,7 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from traceback import extract_tb
 from typing import Any
@@ -148,7 +148,8 @@ def _launch(host: ProgramHost) -> Callable[..., None]:
             for name, value in run_time.items():
                 if any(cuda_device.on_host(t) and not cuda_device.is_pinned(t) for t in tensors_in(value)):
                     raise ValueError(f"kernel {kernel.__name__}: argument {name} is a tensor on the CPU; pass x.cuda()")
-            with _interpreted(kernel) if host.comm.gpu is None else nullcontext():
+            gpu = host.comm.gpu
+            with _interpreted(kernel) if gpu is None else gpu.driver.holding(host.addressed.values()):
                 host.comm.launch(kernel, grid, *run_time.values(), **values)
 
     return run
