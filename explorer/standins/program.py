@@ -148,7 +148,7 @@ def _launch(host: ProgramHost) -> Callable[..., None]:
             for name, value in run_time.items():
                 if any(cuda_device.on_host(t) and not cuda_device.is_pinned(t) for t in tensors_in(value)):
                     raise ValueError(f"kernel {kernel.__name__}: argument {name} is a tensor on the CPU; pass x.cuda()")
-            gpu = host.comm.gpu
+            gpu: Any = host.comm.gpu  # a `SimulatedGpu`
             with _interpreted(kernel) if gpu is None else gpu.driver.holding(host.addressed.values()):
                 host.comm.launch(kernel, grid, *run_time.values(), **values)
 
