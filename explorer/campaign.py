@@ -15,7 +15,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer import selftest
 from tricomm.explorer.execution import Ranks
 from tricomm.explorer.ptx.global_memory import BadAddress
-from tricomm.explorer.report.findings import KINDS, Execution, Finding, Outcome, Subject
+from tricomm.explorer.report.findings import FORMAL, KINDS, REAL, Execution, Finding, Outcome, Subject
 from tricomm.explorer.report.report import CampaignPlan, Report, options_of
 from tricomm.explorer.schedule import shrinking
 from tricomm.explorer.schedule.contention import Contention
@@ -34,6 +34,7 @@ _DEPTHS = (2, 3, 4)
 _KEEP = (0.0, 0.0, 0.5, 0.9)
 _MOST_STEPS = 200_000
 _PATIENT = 12
+_TRIES = 8  # schedules that look for a race in the other order
 _SAME = (
     "world_size",
     "strategy",
@@ -201,6 +202,7 @@ class Campaign:
                 self._go_on(report, since)
             if self._plan.keep_going or report.ok:
                 self._explore(report, progress)
+            self._tell_effects(report)
         except OutOfTime as error:
             report.ended = f"the budget ended in schedule {report.ran}, {error}"
         report.seconds += time.monotonic() - began
@@ -321,10 +323,30 @@ class Campaign:
             events = tuple(r.as_json() for r in again.records) if first else ()
             report.findings[-1] = finding.found_in(smaller, number, events)
 
+    def _tell_effects(self, report: Report) -> None:
+        """Find out whether timing alone reverses a race: run more schedules, without late stores."""
+        for seed in range(_TRIES):
+            races = {n: f for n, f in enumerate(report.findings) if _order(f) and f.effect not in (REAL, FORMAL)}
+            if not races:
+                return
+            orders = [_order(f) for f in self._again(Execution(seed, self._plan.epochs[0]), RandomWalk(seed, 0.0))[0]]
+            for number, finding in races.items():
+                if _order(finding)[::-1] in orders:
+                    report.findings[number] = replace(finding, effect=REAL)
+
     def _again(self, execution: Execution, strategy: Strategy | None = None) -> tuple[list[Finding], Outcome]:
         """Repeat an execution by its recorded choices, or under another strategy."""
         outcome = run_one(self._subject, execution, strategy or Given(execution.choices))
         return self._judged(outcome), outcome
+
+
+def _order(finding: Finding) -> list[Any]:
+    """The accesses of a race in the order in which they came: by line, or by rank if both are of one line. Empty for
+    two strong accesses, whose order does not matter."""
+    if len(finding.accesses) != 2 or all(access["sem"] for access in finding.accesses):
+        return []
+    one_line = len(set(finding.where)) == 1
+    return [(a["where"], *((a["rank"], a["owner"], a["kind"]) if one_line else ())) for a in finding.accesses]
 
 
 def run_one(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from tricomm.explorer.compiled.unused_loads import UnusedLoads
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.memory_model.access_kinds import scope_of
 from tricomm.explorer.ptx.access import ThreadAccess
+from tricomm.explorer.ptx.unit_view import WARP
 from tricomm.explorer.report import diagnosis
-from tricomm.explorer.report.findings import Finding
+from tricomm.explorer.report.findings import FORMAL, Finding
 
 
 @dataclass(slots=True)
@@ -155,7 +157,11 @@ class RaceChecks:
     def _described(self, clash: UnorderedPair, slot: int, record: int) -> Finding:
         first, second = self._events[clash.record], self._events[record]
         pair = _flags_between(self.pairs, self._events, clash.record, record)
-        return _finding(first, second, clash, (self.thread(clash.slot), self.thread(slot)), pair)
+        finding = _finding(first, second, clash, (self.thread(clash.slot), self.thread(slot)), pair)
+        one, other = (int(self._clocks.thread[s]) // WARP for s in (clash.slot, slot))
+        if first.team == second.team and one == other >= 0 and first.instruction is not second.instruction:
+            return replace(finding, effect=FORMAL)
+        return finding
 
     def thread(self, slot: int) -> str:
         """The thread of a slot, for a finding's text; empty for host code."""
@@ -217,12 +223,20 @@ Pair = tuple[Event, Event]
 
 
 def _flags_between(pairs: dict[tuple[int, int], int], events: Sequence[Event], first: int, second: int) -> Pair | None:
-    """A strong write by the block of event `first` after it, that the block of `second` had read before it."""
-    one, other = events[first], events[second]
+    """A strong write by the block of event `first` after it, that the block of `second` had read before it; or else by
+    a later launch than the first's, read by an earlier launch than the second's."""
+    one, other, by_launch = events[first], events[second], None
     for (write, team), read in pairs.items():
-        if write >= first and team == other.team and read <= second and events[write].team == one.team:
-            return events[write], events[read]
-    return None
+        flag, seen = events[write], events[read]
+        if write < first or read > second:
+            continue
+        if flag.team == one.team and team == other.team:
+            return flag, seen
+        after = flag.team == one.team or flag.rank == one.rank and flag.launch > one.launch
+        before = team == other.team or seen.rank == other.rank and 0 < seen.launch < other.launch
+        if after and before and flag.rank != seen.rank:
+            by_launch = flag, seen
+    return by_launch
 
 
 def _finding(
@@ -252,8 +266,8 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
     strong = first.sem is not None and second.sem is not None
     if strong and first.itemsize == second.itemsize and _through_switch(first) == _through_switch(second):
         return "scope", (
-            f"strong accesses meet only if the scopes of both include both: .{first.scope} and .{second.scope} do "
-            "not; say scope='sys' for memory that other ranks touch"
+            f"strong accesses meet only if the scopes of both include both: .{first.scope} at {_at(first)} and "
+            f".{second.scope} at {_at(second)} do not; say scope='sys' (.sys) for memory that other ranks touch"
         )
     if first.team == second.team:
         return "race", (
@@ -264,23 +278,33 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
         return "race", _flag_needed(first, second, clash)
     write, read = flags
     flag = (
-        f"the flag stored at {write.site.short} ({write.sem}, .{write.scope}) and read at {read.site.short} "
+        f"the flag stored at {_at(write)} ({write.sem}, .{write.scope}) and read at {_at(read)} "
         f"({read.sem}, .{read.scope})"
     )
-    wrong = []
-    if write.sem not in ("release", "acq_rel"):
-        wrong.append(f"the store at {write.site.short} is {write.sem}: make it sem='release'")
-    if read.sem not in ("acquire", "acq_rel"):
-        wrong.append(f"the load at {read.site.short} is {read.sem}: make it sem='acquire'")
+    wrong = []  # between launches the end of one is a fence, and a relaxed flag is enough
+    if write.sem not in ("release", "acq_rel") and write.team == first.team:
+        wrong.append(f"the store at {_at(write)} is {write.sem}: make it sem='release' (.release)")
+    if read.sem not in ("acquire", "acq_rel") and read.team == second.team:
+        wrong.append(f"the load at {_at(read)} is {read.sem}: make it sem='acquire' (.acquire)")
     if wrong:
-        return "race", f"{flag} would order them, but " + " and ".join(wrong)
+        return "race", f"{flag} {diagnosis.WOULD_ORDER}, but " + " and ".join(wrong)
     scopes = SCOPES[write.scope or "gpu"], SCOPES[read.scope or "gpu"]
     if not both_include(scopes, (write.rank, write.team), (read.rank, read.team)):
-        return "scope", f"{flag} would order them if its scope reached both ranks: say scope='sys' at both ends"
+        return (
+            "scope",
+            f"{flag} {diagnosis.WOULD_ORDER} if its scope reached both ranks: say scope='sys' (.sys) at both ends",
+        )
     return "race", (
         f"{flag} orders only the threads that store and read it: a block barrier (tl.debug_barrier()) is needed "
         "between the block's accesses and the release, and between the acquire and the block's accesses"
     )
+
+
+def _at(event: Event) -> str:
+    """The line of the kernel, and that of the helper function where the access is."""
+    file, line, _ = event.site.chain[0] if event.site.chain else ("", 0, "")
+    inner = f"{Path(file).name}:{line}"
+    return event.site.short if not file or inner == event.site.short else f"{event.site.short} > {inner}"
 
 
 def _through_switch(event: Event) -> bool:

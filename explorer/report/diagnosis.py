@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tricomm.explorer.memory_model.clocks import ANY, SEEN, STRICT, THREAD, Joined, Part, Thread
 from tricomm.explorer.memory_model.shadow import Clash
-from tricomm.explorer.report.findings import Finding, Record
+from tricomm.explorer.report.findings import REORDERED, Finding, Record
+
+WOULD_ORDER = "would order them"  # of a flag in the advice: it came between the two in time
 
 
 def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding:
@@ -34,7 +38,8 @@ def unordered(
     elif first.sem is not None and first.itemsize != second.itemsize:
         mixed = f", {words[1]} of different sizes ({first.itemsize} and {second.itemsize} bytes)"
     both = f"{_said(first, threads[0])}; then {_said(second, threads[1])}"
-    return _finding(kind, (first, second), f"{name}{mixed} on {second.place}: {both}; nothing orders the two", advice)
+    text = f"{name}{mixed} on {second.place}: {both}; nothing orders the two"
+    return replace(_finding(kind, (first, second), text, advice), effect=REORDERED if WOULD_ORDER in advice else "")
 
 
 def _missing(thread: Thread, clash: Clash, first: Record, second: Record) -> tuple[str, str]:
@@ -52,8 +57,8 @@ def _missing(thread: Thread, clash: Clash, first: Record, second: Record) -> tup
     if time <= thread.now[THREAD][slot]:
         return "race", _block_barrier(thread, slot, time, flag, part, join)
     if time <= thread.now[ANY][slot]:
-        return "scope", f"{flag} would order them if its scope reached both ranks: say scope='sys' at both ends"
-    return "race", f"{flag} would order them, but {_weak(part, join)}"
+        return "scope", f"{flag} {WOULD_ORDER} if its scope reached both ranks: say scope='sys' at both ends"
+    return "race", f"{flag} {WOULD_ORDER}, but {_weak(part, join)}"
 
 
 def _block_barrier(thread: Thread, slot: int, time: int, flag: str, part: Part, join: Joined) -> str:

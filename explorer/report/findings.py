@@ -25,6 +25,9 @@ KINDS = {
 }
 
 
+REAL = "real: either one comes first, by timing alone"
+REORDERED = "by reordering: a flag keeps this order, unless the hardware delays or reorders the two"
+FORMAL = "formal: one warp makes both, in this order unless it diverges"
 MOST_FINDINGS = 20
 MOST_PATIENCE = 64
 _LIMIT = 1 << 63
@@ -108,6 +111,7 @@ class Finding:
     where     file:line of each, in the file of the kernel (or of the function, for host code).
     text      the event, with blocks, addresses and values.
     advice    the ordering that is missing, and a way to establish it.
+    effect    of a race: REAL, REORDERED or FORMAL; "" if neither is known.
     seed      of the schedule that showed it.
     schedule  its number in the campaign.
     """
@@ -122,6 +126,7 @@ class Finding:
     execution: Execution = Execution()
     accesses: tuple[dict[str, Any], ...] = ()
     events: tuple[dict[str, Any], ...] = field(default=(), repr=False)
+    effect: str = ""
 
     @property
     def key(self) -> tuple[str, frozenset[str]]:
@@ -153,7 +158,8 @@ class Finding:
         lists = {name: tuple(checked(v, kind) for v in checked(values[name], list)) for name, kind in kinds.items()}
         for event in lists["events"]:
             _check_event(event)
-        plain = {name: checked(values[name], str) for name in ("text", "advice")}
+        values = {"effect": "", **values}
+        plain = {name: checked(values[name], str) for name in ("text", "advice", "effect")}
         plain["kind"] = checked(values["kind"], str, KINDS)
         plain |= {name: checked(values[name], int) for name in ("seed", "schedule")}
         return cls(**{**values, **plain, **lists, "execution": execution})

@@ -150,7 +150,7 @@ class Report:
         lines = [f"{len(self.findings)} finding(s) in {ran}"]
         for n, f in enumerate(self.findings, 1):
             lines += [f"{n}. {f}", f"   ranks {sorted(set(f.ranks))}, schedule {f.schedule}, seed {f.seed}"]
-            lines.append(f"   {_choices(f)}")
+            lines += [f"   {f.effect}"] * bool(f.effect) + [f"   {_choices(f)}"]
         if self.compiled is None and any(f.kind in ("race", "scope") for f in self.findings):
             lines.append(_ALSO_COMPILED)
         return "\n".join(lines)

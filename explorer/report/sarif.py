@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tricomm.explorer.report.findings import KINDS, Finding
+from tricomm.explorer.report.findings import FORMAL, KINDS, Finding
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _ROOT = "SRCROOT"
@@ -47,8 +47,8 @@ def _result(finding: Finding, file: str | None, root: Path) -> dict[str, Any]:
     return {
         "ruleId": finding.kind,
         "ruleIndex": list(KINDS).index(finding.kind),
-        "level": "error",
-        "message": {"text": f"{finding.text.removesuffix('.')}. {finding.advice}"},
+        "level": "warning" if finding.effect == FORMAL else "error",
+        "message": {"text": ". ".join(filter(None, (finding.text.removesuffix("."), finding.advice, finding.effect)))},
         "locations": [{"physicalLocation": main["physicalLocation"]}] if main is not None else [],
         "relatedLocations": related,
         "properties": {"ranks": sorted(set(finding.ranks)), "schedule": finding.schedule, "seed": finding.seed},

@@ -74,6 +74,7 @@ def render(report: Report, number: int = 0) -> str:
     facts = {
         "What": finding.text,
         "What would help": finding.advice,
+        **({"On hardware": finding.effect} if finding.effect else {}),
         "Where": " and ".join(place.removeprefix(f"{Path.cwd()}/") for place in finding.where) or "?",
         "Schedule": f"number {finding.schedule}, seed {finding.seed}, {report.world_size} ranks",
         "Choices (step: task)": choices,

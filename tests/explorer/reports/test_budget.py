@@ -14,7 +14,7 @@ from tests.explorer.test_check import two_writers, words
 from tests.explorer.test_reports import USERS_FILE
 from tricomm.cli import cli
 from tricomm.errors import InvalidArgument
-from tricomm.explorer import campaign, subjects
+from tricomm.explorer import campaign, selftest, subjects
 from tricomm.explorer.report.report import Report
 from tricomm.explorer.schedule import host_watchdog
 
@@ -88,9 +88,10 @@ def right(mine, schedules, *more, budget="100s", code=0):
 @pytest.mark.parametrize("name", ["kernel", "spins", "sleeps", "swallows", "program"])
 def test_a_schedule_that_never_ends_is_cut(tmp_path, monkeypatch, name):
     monkeypatch.setattr(host_watchdog, "_AGAIN", 0.1)
+    selftest.require("sm_90")  # before the budget
     (tmp_path / "endless.py").write_text(ENDLESS)
     began = time.monotonic()
-    done = check(f"{tmp_path / 'endless.py'}:{name}", "--budget", "2s", code=2)
+    done = check(f"{tmp_path / 'endless.py'}:{name}", "--budget", "3s", code=2)
     assert time.monotonic() - began < 60
     assert "no schedule has ended: the budget ended in schedule 0, after " in done.output
     assert f"{tmp_path / 'endless.py'}:" in done.output.replace("\n", "")
@@ -220,4 +221,4 @@ def test_kernels_for_which_the_budget_has_no_time_are_named(monkeypatch):
 
     monkeypatch.setattr(campaign, "check", slow)
     done = check("--budget", "2s")
-    assert "the budget has ended before " in done.stderr and done.stdout.count("no finding in 20 schedules") == 2
+    assert "the budget has ended before " in done.stderr and 1 <= done.stdout.count("no finding in 20 schedules") <= 2
