@@ -99,10 +99,10 @@ FLASHINFER = (
 
 _NVLS = "Megatron-LM/megatron/core/inference/communication/torch_symm_triton"
 _MEGATRON_STUBS = ("megatron.core.utils",)
-_GATHER = f"{_kept(2, 1024)}, {_symmetric(1024)}.fill_(rank), {_handle(_kept(2, 1024))}, num_warps=2, BLOCK_SIZE=64"
-_SCATTER = f"{_symmetric(1024)}, {_kept(2, 1024)}.fill_(rank), {_handle(_kept(2, 1024))}, num_warps=2, BLOCK_SIZE=64"
-_ROW = f"{_symmetric(1024)}.fill_(1)"
-_FUSED = f"{_symmetric(1024)}, {_kept(2, 1024)}.fill_(rank), {_handle(_kept(2, 1024))}, {_ROW}, {_ROW}, 1e-5"
+_GATHER = f"{_kept(2, 1024)}, {_ones(1024)} * rank, {_handle(_kept(2, 1024))}, num_warps=2, BLOCK_SIZE=64"
+_SCATTER = f"{_ones(1024)}, {_kept(2, 1024)}.fill_(rank), {_handle(_kept(2, 1024))}, num_warps=2, BLOCK_SIZE=64"
+_ROW = _ones(1024)
+_FUSED = f"{_ones(1024)}, {_kept(2, 1024)}.fill_(rank), {_handle(_kept(2, 1024))}, {_ROW}, {_ROW}, 1e-5"
 _COUNTS = "*torch.tensor([[4 * rank], [4]], dtype=torch.int32, device='cuda'), 2"
 _LOAD = ("", "= ld_128(")
 MEGATRON = tuple(
@@ -114,14 +114,14 @@ MEGATRON = tuple(
         (
             "variable_collectives",
             "multimem_all_gather_v",
-            f"{_kept(8, 256)}, {_symmetric(4, 256)}.fill_(rank), {_handle(_kept(8, 256))}, {_COUNTS}",
+            f"{_kept(8, 256)}, {_ones(4, 256)} * rank, {_handle(_kept(8, 256))}, {_COUNTS}",
             "",
             (),
         ),
         (
             "variable_collectives",
             "multimem_reduce_scatter_v",
-            f"{_symmetric(4, 256)}, {_kept(8, 256)}.fill_(rank), {_handle(_kept(8, 256))}, {_COUNTS}",
+            f"{_ones(4, 256)}, {_kept(8, 256)}.fill_(rank), {_handle(_kept(8, 256))}, {_COUNTS}",
             "race",
             _LOAD,
         ),
