@@ -72,6 +72,10 @@ class PackedDescriptor:
     text: bytes
     crc: int
 
+    def unpacked(self) -> Descriptor:
+        """The descriptor, with 0 as its sequence number."""
+        return _descriptor(self.text + bytes(8))
+
 
 @dataclass(frozen=True)
 class Descriptor:
@@ -198,8 +202,7 @@ class Page:
         data = self._take(at, _DESCRIPTOR.size)
         if data is None or len(data) != _DESCRIPTOR.size:
             return None
-        fields: list[Any] = [_text(f) if isinstance(f, bytes) else f for f in _DESCRIPTOR.unpack(data)]
-        return Descriptor(fields.pop(), *fields)
+        return _descriptor(data)
 
     def last(self) -> Descriptor | None:
         """The latest call; None if there was none."""
@@ -326,6 +329,11 @@ def _write(buffer: memoryview, at: int, number: int, packed: PackedDescriptor) -
 
 def _slot_at(step: int) -> int:
     return _SLOTS_AT + step % 2 * PAGE_BYTES
+
+
+def _descriptor(data: bytes) -> Descriptor:
+    fields: list[Any] = [_text(f) if isinstance(f, bytes) else f for f in _DESCRIPTOR.unpack(data)]
+    return Descriptor(fields.pop(), *fields)
 
 
 def _text(field: bytes) -> str:

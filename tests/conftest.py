@@ -20,6 +20,11 @@ def pytest_configure(config):
     if "TRICOMM_SOCKET_DIR" not in os.environ:
         os.environ["TRICOMM_SOCKET_DIR"] = config.sockets = tempfile.mkdtemp(prefix="tc")
         os.chmod(config.sockets, 0o1777)  # some tests are another user
+    # Every fault dumps the last calls.
+    if "TORCH_FR_DUMP_TEMP_FILE" not in os.environ:
+        config.dumps = tempfile.mkdtemp(prefix="tc-dumps")
+        os.chmod(config.dumps, 0o1777)
+        os.environ["TORCH_FR_DUMP_TEMP_FILE"] = f"{config.dumps}/rank_"
     # A shell's background jobs ignore Ctrl-C, and so would all processes that they start. A handler ends with exec.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda number, frame: None)
@@ -27,7 +32,7 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     gc.unfreeze()  # or libraries report what is frozen as leaked
-    if folder := getattr(config, "sockets", None):
+    for folder in filter(None, (getattr(config, name, None) for name in ("sockets", "dumps"))):
         shutil.rmtree(folder, ignore_errors=True)
 
 

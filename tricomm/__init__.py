@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tricomm.explorer import Finding, Report, check, checked, simulate
     from tricomm.local_ranks import local
     from tricomm.metrics.counters import Statistics, stats
+    from tricomm.metrics.flight_recorder import dump
     from tricomm.options import Options
     from tricomm.policy.selection import Choice
 else:  # imported on first use: the command line must not need torch, nor a GPU machine greenlet
@@ -41,6 +42,7 @@ else:  # imported on first use: the command line must not need torch, nor a GPU 
         "explorer": "Finding Report check checked simulate",
         "local_ranks": "local",
         "metrics.counters": "Statistics stats",
+        "metrics.flight_recorder": "dump",
         "options": "Options",
         "policy.selection": "Choice",
     }
@@ -85,6 +87,7 @@ __all__ = [
     "check",
     "checked",
     "ddp_hook",
+    "dump",
     "init",
     "local",
     "resume",

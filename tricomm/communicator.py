@@ -86,9 +86,9 @@ class Internal:
         return self.fused.run_checked(call, algorithm, protocol)
 
     @guarded
-    def announce(self, record: PackedDescriptor) -> None:
+    def announce(self, descriptor: PackedDescriptor, made: tuple[Any, ...]) -> None:
         """Tell the peers of a call that all ranks make by other means, so that a rank with a different one is named."""
-        self.launcher.announce(record)
+        self.launcher.announce(descriptor, made)
 
     @guarded
     def withdraw(self, calls: int) -> None:
@@ -145,7 +145,9 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
             if self._gpu is None:  # a GPU may still run kernels
                 release = partial(self._group.drop, self._monitor.stop)
                 weakref.finalize(self, self._monitor.abandon, release).atexit = False
-            shared.control.exchange(b"", "the communicator", terms.timeout)  # every rank has it, or none
+            # Every rank has the communicator, or none.
+            numbers = shared.control.exchange(group.recorder.job_rank(), "the communicator", terms.timeout)
+            group.recorder.place(numbers)
 
         set_up(make)
 
@@ -192,7 +194,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         self._fused = FusedCalls(group, faults, planner, launcher)
         self._messages = PointToPoint(group, faults, planner, launcher, monitor, activity)
         self._internal = Internal(group, faults, monitor, launcher, planner, self._calls, self._fused)
-        monitor.start(self._messages.describe)
+        monitor.start(self._messages.describe, group.recorder.report_soon)
         _live.add(self)
 
     @guarded
@@ -337,6 +339,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
                 group.control.set_state(RankState.CLOSED)
             monitor.stop()
             return
+        group.recorder.close()
         self._activity.collect()
         with ExitStack() as undo:
             if self._launcher.captured:

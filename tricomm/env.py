@@ -152,6 +152,39 @@ def logs_routing() -> bool:
     return value is not None
 
 
+def recorded_calls(unset: int) -> int:
+    """How many calls of a group torch's flight recorder is to keep. Raises `InvalidArgument`."""
+    value = _first("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    return unset if value is None else integer(value) or 0
+
+
+def dump_prefix() -> str:
+    """What torch puts before the rank in the path of a dump; by default a file of its cache."""
+    value = _first("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+    if value is not None:
+        return os.environ[value]
+    cache = text("XDG_CACHE_HOME") or f"{text('HOME') or '/tmp'}/.cache"
+    return f"{cache}/torch/comm_lib_trace_rank_"
+
+
+def dumps_on_fault() -> bool:
+    """False if torch is told to dump no calls after a timeout or an error. Raises `InvalidArgument`."""
+    value = (text("TORCH_NCCL_DUMP_ON_TIMEOUT") or "1").strip().lower()
+    if value not in _ON | _OFF | {"y", "t", "n", "f"}:
+        raise InvalidArgument(f"TORCH_NCCL_DUMP_ON_TIMEOUT={value!r} is neither on (1) nor off (0)")
+    return value not in _OFF | {"n", "f"}
+
+
+def includes_stacks() -> bool:
+    """Whether the stacks of calls are recorded; unlike torch, which asks C++ for them, only if the user says so."""
+    return (text("TORCH_INCLUDE_STACK_TRACE") or "").strip().lower() in _ON | {"y", "t"}
+
+
+def _first(*names: str) -> str | None:
+    """The first of these variables that is set."""
+    return next((name for name in names if text(name) is not None), None)
+
+
 def token() -> bytes | None:
     """Shared secret that authenticates the records of the rendezvous, or None."""
     value = text("TRICOMM_TOKEN")

@@ -30,6 +30,7 @@ from tricomm.explorer.memory_model.source_lines import Site
 from tricomm.explorer.world.task_lock import TaskLock
 from tricomm.kernels import layout
 from tricomm.kernels.launch import interpreter, kernel_launch
+from tricomm.metrics.flight_recorder import FlightRecorder, off
 from tricomm.options import Options
 from tricomm.policy.tuning_tables import Fingerprint
 from tricomm.store import page, process
@@ -316,6 +317,9 @@ class RankRuntime(Runtime):
             self.prepare(kernel, blocks, args, constexprs, group[0].device, timeout)()
 
         return run
+
+    def recorder(self, control: ControlPage, timeout: float) -> FlightRecorder:
+        return off()
 
     def call_lock(self) -> CallLock:
         return CallLock(TaskLock(self._world.turns, self._rank))

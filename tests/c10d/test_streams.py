@@ -23,6 +23,7 @@ from tricomm.c10d.fallback_backends import CallBlock
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.work_handles import CombinedWork, FinishedWork
 from tricomm.gpu import Gpu
+from tricomm.metrics import flight_recorder
 
 DEVICE = torch.device("cuda", 0)
 
@@ -45,7 +46,8 @@ class FakeComm:
 
     def __init__(self):
         self.gpu, self.told = Gpu(DEVICE), []
-        self._internal = SimpleNamespace(faults=SimpleNamespace(interrupted=self.told.append))
+        faults, group = SimpleNamespace(interrupted=self.told.append), SimpleNamespace(recorder=flight_recorder.off())
+        self._internal = SimpleNamespace(faults=faults, group=group)
 
     def check(self):
         if self.fault:

@@ -39,6 +39,8 @@ from tricomm import threads
 from tricomm.c10d.call_futures import NAMELESS, CallFuture, CallId, Origin, busy, current_origin
 from tricomm.c10d.work_handles import PendingWork
 from tricomm.errors import GroupAborted, InvalidArgument, ResourceError
+from tricomm.metrics.flight_document import CREATED, ENDED, NUMBER, STARTED, Entry
+from tricomm.metrics.flight_recorder import FlightRecorder, off
 from tricomm.threads import refuse_handlers_call, run_in_helper
 
 _DRAIN_SECONDS = 2.0
@@ -61,6 +63,7 @@ class Turn:
 class _QueuedCall:
     action: Callable[[Turn], None]
     work: PendingWork
+    entry: Entry  # of the flight recorder, or nothing
 
 
 class Line:
@@ -155,12 +158,15 @@ class Line:
         self._number += 1
         turn = Turn(self, self._number)
         call.work.id.name = str(turn)
+        if call.entry:
+            call.entry[NUMBER], call.entry[STARTED] = self._number, call.entry[CREATED]
         error: BaseException | None = self.queue.refusal
         if error is None:
             try:
                 self._runner = threading.get_ident()
                 call.action(turn)
             except Exception as failure:
+                self.queue.recorder.name_in(failure)
                 error = failure
             except BaseException as failure:  # an interrupt, which the caller gets as it is
                 self._runner = 0
@@ -171,13 +177,19 @@ class Line:
 
     def _end(self, call: _QueuedCall, error: BaseException | None) -> list[CallFuture]:
         self.queue.pending.discard(call.work)
+        if call.entry and error is None:
+            call.entry[ENDED] = time.time_ns()
         return call.work.finish(error)
 
 
 class CallQueue:
-    """Runs the calls of the group `name`. `ranks` are its global ranks; error messages contain `text`."""
+    """Runs the calls of the group `name`. `ranks` are its global ranks; error messages contain `text`; `recorder` is
+    its flight recorder."""
 
-    def __init__(self, name: str, ranks: Iterable[int] = (0,), text: str = "") -> None:
+    def __init__(
+        self, name: str, ranks: Iterable[int] = (0,), text: str = "", recorder: FlightRecorder | None = None
+    ) -> None:
+        self.recorder = recorder or off()
         self._name, self._ranks, self._text = name, frozenset(ranks), text or name
         self._main, self._closed = Line(self), False
         self.refusal: GroupAborted | None = None  # for the calls that are still in a line
@@ -192,9 +204,10 @@ class CallQueue:
         async_op: bool,
         interrupted: Callable[[BaseException], None] = lambda error: None,
         here: bool = False,
+        made: Any = None,
     ) -> PendingWork:
         """Run `action` in its turn; returns a handle, which is finished if the caller waits. `here`: in this thread if
-        its turn has come; helper threads always do that.
+        its turn has come; helper threads always do that. `made`: the calls to record, or None.
 
         `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
         """
@@ -204,10 +217,16 @@ class CallQueue:
         line = self._main if origin is None else self._line(origin)
         work = PendingWork(CallId(self, origin), what, result, interrupted)
         self.pending.add(work)
+        entry: Entry = []
+        if made is not None:  # its number is this one unless another thread makes a call meanwhile
+            entry = [line._number + len(line._calls) + 1, made, time.time_ns(), 0, 0, line.name, None, None]
+            self.recorder.add(entry)
         try:
-            line.submit(_QueuedCall(action, work), not async_op and (here or threads.is_helper()))
+            line.submit(_QueuedCall(action, work, entry), not async_op and (here or threads.is_helper()))
         except Exception:
             self.pending.discard(work)
+            if entry:
+                entry[NUMBER] = 0
             raise
         if not async_op:
             work.wait()

@@ -24,6 +24,7 @@ from tricomm.c10d.group_calls import GroupCall
 from tricomm.core.entry_guard import name_refusal
 from tricomm.errors import GroupAborted, InvalidArgument, TricommError
 from tricomm.metrics.counters import GLOO, count_fallback
+from tricomm.metrics.flight_recorder import FlightRecorder
 
 
 class Owner(Protocol):
@@ -46,10 +47,13 @@ class Owner(Protocol):
 class CpuCalls:
     """Runs the CPU calls of a group."""
 
-    def __init__(self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends) -> None:
+    def __init__(
+        self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, recorder: FlightRecorder
+    ) -> None:
         self._config, self._agreed, self._backends = config, agreed, backends
         self._text = str(config)
-        self._queue = CallQueue(config.name, config.ranks, self._text)
+        self._queue = CallQueue(config.name, config.ranks, self._text, recorder)
+        self._recording = recorder.on
         self._records = CallRecords(config.world_size, str(config))
 
     def run(self, batch: list[GroupCall], owner: Owner) -> Any:
@@ -67,7 +71,10 @@ class CpuCalls:
             self._in_turn(batch, turn, inference, owner)
 
         here = not owner.has_cpu_kernels
-        return self._queue.run(action, self._text, result, batch[0].async_op, owner.interrupted, here)
+        made: Any = None
+        if self._recording:
+            made = batch[0].made if len(batch) == 1 else [call.made for call in batch]
+        return self._queue.run(action, self._text, result, batch[0].async_op, owner.interrupted, here, made)
 
     def between_calls(self, step: Callable[[], None], what: str, owner: Owner) -> None:
         """Run `step` in its turn among the program's calls; raises `InvalidArgument` in a callback of a future."""

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
+from tricomm.c10d import call_recording
 from tricomm.c10d.call_guard import NOTHING_SENT, sends
+from tricomm.c10d.call_recording import GroupRecorders
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig, options_for, torch_backend
 from tricomm.c10d.cpu_calls import CpuCalls
 from tricomm.c10d.fallback_backends import Backends
@@ -25,6 +27,7 @@ from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.metrics.counters import KERNELS, count_fallback
+from tricomm.metrics.flight_recorder import FlightRecorder, off
 from tricomm.options import Options
 from tricomm.policy.backend_choice import BackendChoice, GroupFacts, Router
 from tricomm.store.bounded_store import first_line
@@ -86,6 +89,7 @@ class FastPath:
 
 
 _MOST_RECORDS = 1024
+_CPU = torch.device("cpu")
 
 
 class Dispatcher:
@@ -101,7 +105,9 @@ class Dispatcher:
     ) -> None:
         self._config, self._agreed, self._backends, self._options = config, agreed, backends, options
         self.fast_path = FastPath()
-        self._cpu = CpuCalls(config, agreed, backends)
+        self.recorders = GroupRecorders(config, backends.devices)
+        self._cpu = CpuCalls(config, agreed, backends, self.recorders.of("cpu"))
+        self._native = 0  # calls of a group without a communicator, by NCCL
         self._streams: dict[torch.device, GroupStream] = {}
         self._comms: dict[torch.device, Communicator] = {}
         self._no_kernels = dict(agreed.no_kernels)
@@ -205,7 +211,11 @@ class Dispatcher:
             options = options_for(self._options, config.timeout, device.type)
             options = replace(options, batch_invariant=self.batch_invariant)
             terms = bootstrap.terms(config.rank, config.world_size, device, config.timeout, options)
-            comm = Communicator._behind(store, replace(terms, router=router, on_wait=self._still_connected))
+            recorder: FlightRecorder | None = off()  # the queue records a CPU's calls
+            if device.type == "cuda":  # of several GPUs of this process, one each
+                recorder = None if self._comms.keys() - {_CPU} else self.recorders.of("cuda")
+            terms = replace(terms, router=router, recorder=recorder, on_wait=self._still_connected)
+            comm = Communicator._behind(store, terms)
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             why = self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
             router.facts = replace(router.facts, no_kernels=why)
@@ -266,9 +276,11 @@ class Dispatcher:
     ) -> Any:
         """Make the calls through NCCL, and announce them to ranks that may be in a kernel meanwhile."""
         if comm is None:
+            call_recording.native(self.recorders.of("cuda"), self._native + 1, batch)
+            self._native += len(batch)
             return native()
         for call, route in zip(batch, routes, strict=True):
-            comm._internal.announce(self._record(call, route.backend))
+            comm._internal.announce(self._record(call, route.backend), call.made)
         try:
             return native()
         except Exception as error:
@@ -326,6 +338,7 @@ class Dispatcher:
             comm._internal.faults.interrupted(error)
         self.abort_waits(self._lost)
         self._cpu.refuse(self._lost)
+        self.recorders.report_soon()
         self._backends.abort()
 
     def close(self) -> None:
@@ -335,6 +348,7 @@ class Dispatcher:
         self._closed = True
         self.fast_path.clear()
         self._cpu.close()
+        self.recorders.close()
         for comm in self._comms.values():
             comm.close()
         self._comms.clear()

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from tricomm.c10d.call_recording import GroupRecorders
 from tricomm.c10d.dtype_emulation import memory
 from tricomm.c10d.work_handles import Handle, limit_seconds
 from tricomm.errors import CollectiveMismatch, InvalidArgument
+from tricomm.metrics.flight_document import Entry
 from tricomm.store.tcp.matching import ANY, FIRST_OWN_TAG, Transfer
 from tricomm.store.tcp.transport import Transport
 from tricomm.store.tcp.waits import told
@@ -24,10 +26,10 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 class CpuMessages:
-    """One group's messages; `limit` is how long a wait may take."""
+    """One group's messages; `limit` is how long a wait may take; `recorders` record them."""
 
-    def __init__(self, transport: Transport, limit: timedelta, group: str) -> None:
-        self.transport, self.limit, self.group = transport, limit, group
+    def __init__(self, transport: Transport, limit: timedelta, group: str, recorders: GroupRecorders) -> None:
+        self.transport, self.limit, self.group, self.recorders = transport, limit, group, recorders
 
     def send(self, x: torch.Tensor, dst: int, tag: int) -> MessageWork:
         """Send contiguous `x`, which may be changed once the handle's `wait` has returned."""
@@ -51,6 +53,7 @@ class MessageWork(Handle):
         super().__init__([x])
         self._points, self._message, self._x, self._what = points, message, x, what
         self._error: BaseException | None = None
+        self.entry: Entry | None = None  # of the flight recorder
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Block until the message is sent or has arrived.
@@ -66,8 +69,11 @@ class MessageWork(Handle):
                 self._error = error
         cause = self.exception()
         if cause is not None:
+            self._points.recorders.of("cpu").name_in(cause)
             told(cause)
             raise cause
+        if self.entry is not None:
+            self._points.recorders.arrived(self.entry, self._message.rank, self._message.tag)
         return True
 
     def is_completed(self) -> bool:

@@ -52,7 +52,8 @@ class TricommGroup(AnsweringGroup):
         self._block = CallBlock()
         self._point_to_point = None
         if backends.transport is not None and "cpu" not in backends.native:
-            self._point_to_point = CpuMessages(backends.transport, config.timeout, str(config))
+            recorders = self._dispatcher.recorders
+            self._point_to_point = CpuMessages(backends.transport, config.timeout, str(config), recorders)
         backends.register(self)
 
     @property
@@ -370,11 +371,13 @@ class TricommGroup(AnsweringGroup):
     def _sent(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> Any:
         if self._point_to_point is not None and x.device.type == "cpu":
             work: Any = getattr(self._point_to_point, what)(x, peer, tag)
+            work.entry = self._dispatcher.recorders.message(what, x, peer, tag)
         else:
             # A native backend on the CPU is a wrapped group's Gloo, which lacks some types.
             given = [as_bytes(x.view(-1)) if x.device.type == "cpu" else x]
             backend = self._block.entered(self._backend_for(x.device))
             work = backend.recv_anysource(given, tag) if peer is None else getattr(backend, what)(given, peer, tag)
+            self._dispatcher.recorders.message(what, x, peer, tag)
         self._block.add(work)
         return work
 

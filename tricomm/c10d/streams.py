@@ -49,7 +49,9 @@ class CudaWork(Handle):
 
     def _on_host(self, limit: float | None) -> None:
         if not poll(self._event.query, limit, _POLL, meanwhile=self._comm.check):
-            raise CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
+            late = CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
+            self._comm._internal.group.recorder.name_in(late)
+            raise late
 
     def is_completed(self) -> bool:
         return bool(self._event.query())

@@ -149,7 +149,9 @@ class PendingWork(Handle):
             self._interrupted(error)
             raise
         if not over:
-            raise CollectiveTimeout(f"{self._what}: timeout after {timeout.total_seconds():g} s of wait()")
+            late = CollectiveTimeout(f"{self._what}: timeout after {timeout.total_seconds():g} s of wait()")
+            self.id.queue.recorder.name_in(late)
+            raise late
         if self._error is not None:
             told(self._error)
             raise self._error

@@ -24,6 +24,7 @@ from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, Resou
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics.counters import NCCL
+from tricomm.metrics.flight_recorder import FlightRecorder
 from tricomm.options import Options, digest_of, seconds, with_environment
 from tricomm.policy import backend_choice, launch_shapes
 from tricomm.policy.backend_choice import Router
@@ -47,6 +48,7 @@ class Terms:
     timeout, rendezvous_timeout  bound each step, and the rendezvous, in seconds
     router    of a group of `torch.distributed` or of an inference engine, which makes the calls that it does not send
               to the kernels, and has compared the ranks' environments; None: this group's own
+    recorder  of that group, which records its calls; None: this group's own
     on_wait   is called periodically while this rank waits for the others at the rendezvous; an error that it raises
               ends the rendezvous on all ranks
     """
@@ -59,18 +61,21 @@ class Terms:
     options: Options
     layout: layout.Layout
     router: Router | None = None
+    recorder: FlightRecorder | None = None
     on_wait: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The memory and the facts that the ranks of a group share; the group takes over the control page and the arena."""
+    """The memory and the facts that the ranks of a group share, and `Terms.recorder`; the group takes over the control
+    page and the arena."""
 
     control: ControlPage
     arena: Arena
     layout: layout.Layout
     topology: Topology | None
     routes: backend_choice.GroupFacts
+    recorder: FlightRecorder | None = None
 
 
 class NoArena(Arena):
@@ -215,7 +220,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     routes = backend_choice.GroupFacts(
         device.type, world_size, nodes, why, native, missing, all(arena.bases), options.batch_invariant
     )
-    return Shared(control, arena, terms.layout, topology, routes)
+    return Shared(control, arena, terms.layout, topology, routes, terms.recorder)
 
 
 def _leave(

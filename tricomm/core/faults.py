@@ -17,7 +17,14 @@ from tricomm import arguments, errors
 from tricomm.core.group import Group
 from tricomm.core.symmetric import Symmetric
 from tricomm.core.watch.monitor import Monitor, different
-from tricomm.errors import CollectiveMismatch, GroupAborted, InvalidArgument, ResourceError, TricommError
+from tricomm.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    GroupAborted,
+    InvalidArgument,
+    ResourceError,
+    TricommError,
+)
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.store.control import Fault
@@ -85,6 +92,7 @@ class Faults:
         kind = getattr(errors, fault.kind, GroupAborted)
         raise kind(
             f"{self.group}, sequence {fault.sequence}: {fault.text}. The group is lost; make a new communicator."
+            f"{self.group.recorder.report()}"
         )
 
     def raise_lost(self, rank: int) -> NoReturn:
@@ -103,6 +111,12 @@ class Faults:
             kind = type(error) if isinstance(error, TricommError) else GroupAborted
             self.abort(kind, f"{what} failed on rank {self.group.rank}: {_name(error)}")
             raise
+
+    def late(self, seconds: float, text: str) -> CollectiveTimeout:
+        """The error of a wait that has taken `seconds`; the group stays usable."""
+        error = CollectiveTimeout(f"{self.group}: timeout after {seconds:g} s: {text}")
+        self.group.recorder.name_in(error)
+        return error
 
     def abort(self, kind: type[TricommError], text: str) -> None:
         """Abort the group, and tell the others; the first fault stays."""

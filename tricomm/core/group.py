@@ -28,6 +28,7 @@ from tricomm.kernels.launch import cuda_launcher, kernel_launch
 from tricomm.kernels.launch.compiler import Compile
 from tricomm.kernels.launch.kernel_launch import GroupArgument
 from tricomm.metrics.counters import HeldMemory
+from tricomm.metrics.flight_recorder import FlightRecorder
 from tricomm.options import Options
 from tricomm.policy import launch_shapes, user_tables
 from tricomm.policy.tuning_tables import Fingerprint, TunedTable
@@ -54,6 +55,10 @@ class Runtime:
     def facts(self, device: torch.device) -> DeviceFacts:
         """The facts that the ranks exchange about the devices that their kernels run on."""
         return device_facts(device)
+
+    def recorder(self, control: ControlPage, timeout: float) -> FlightRecorder:
+        """The flight recorder of a group's calls, until the ranks know their places in the job."""
+        return FlightRecorder(control.group, range(control.world_size), control.rank, timeout)
 
     prepare = staticmethod(kernel_launch.prepare)
     bind = staticmethod(kernel_launch.bind)
@@ -118,6 +123,7 @@ class Group:
     table              int64 tensor that users' kernels read everything from: ranks, addresses, sizes
     argument           the same for the shipped kernels: `layout.group_argument`
     routes             the backends for its calls
+    recorder           records its last calls
     words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
     closed             whether it has been closed, or this process is a forked child
     suspended          whether its memory has been freed
@@ -146,6 +152,7 @@ class Group:
         self.device, self.timeout, self.options, self.runtime = device, timeout, options, runtime
         self.control, self.arena, self.layout = control, shared.arena, shared.layout
         self.topology, self.routes = shared.topology or options.topology, shared.routes
+        self.recorder = shared.recorder or runtime.recorder(control, timeout)
         topology_agreement.check(options, self.world_size)
         self.gpu: Gpu | None = runtime.gpu(device)
         self.simulated = self.gpu is None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from time import time_ns
 from typing import Any
 
 import torch
@@ -12,16 +15,24 @@ from tricomm.core.entry_guard import Guard
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan
+from tricomm.core.watch import call_states
 from tricomm.core.watch.monitor import Monitor
 from tricomm.core.work import Work
 from tricomm.deadline import TimeSource, poll
-from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
+from tricomm.errors import GroupAborted, InvalidArgument, TricommError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import Again, Rows
+from tricomm.metrics.flight_document import Entry
 from tricomm.store.control import PackedDescriptor
 
+_ENDED = layout.ENDED
 LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has messages to take, NCCL's end
+
+
+def _settle(living: weakref.ref[Group], entries: list[Entry]) -> None:
+    if (group := living()) is not None:
+        call_states.on_gpu(entries, group.flags)
 
 
 class Launcher:
@@ -43,6 +54,10 @@ class Launcher:
         self._group, self._faults, self._monitor = group, faults, monitor
         self._gpu, self._simulated = group.gpu, group.simulated
         self._announce = group.control.announcer()
+        recorder = group.recorder
+        self._record: Any = recorder.numbered if recorder.on else None
+        self._records = len(recorder.numbered)
+        recorder.settle = call_states.on_cpu if self._simulated else partial(_settle, weakref.ref(group))
         self._stream: Any = None  # of the last eager call, and its handle
         self._raw_stream: int | None = None
         self._last: Any = None  # that event; None if something may have been launched after it
@@ -74,6 +89,9 @@ class Launcher:
                     self._follow_stream(gpu)
             self.sequence = sequence = self.sequence + 1
             self._announce(sequence, plan.record)
+            if (record := self._record) is not None:
+                entry = sequence, plan.record, time_ns(), self._group.flags[_ENDED]
+                record[sequence % self._records] = entry
             lost = self._monitor.lost
             if lost is not None:
                 self._faults.raise_lost(lost)
@@ -86,6 +104,8 @@ class Launcher:
             except BaseException as error:
                 self._faults.not_launched(error)
                 raise
+            if rows and record is not None:
+                record[sequence % self._records] = *entry, 0, (x.shape, y.shape)
             plan.tally.total += plan.weight
             if self.several and plan.mode == "eager" and gpu is not None:
                 self._last = gpu.recorded(self._stream)
@@ -93,6 +113,8 @@ class Launcher:
             lock.release()
         if self._simulated:
             self._faults.check()
+            if record is not None:
+                record[sequence % self._records] = *entry, time_ns(), (x.shape, y.shape)
 
     def run(self, kernel: Callable[[], None]) -> None:
         """Run a kernel that is no collective, with the lock held; if an exception ends it, the other ranks are told."""
@@ -126,7 +148,7 @@ class Launcher:
                 "let it set a flag instead"
             )
         if not self.lock.acquire(timeout=group.timeout):
-            raise CollectiveTimeout(f"{group}: timeout after {group.timeout:g} s: another thread's call still runs")
+            raise self._faults.late(group.timeout, "another thread's call still runs")
 
     def _follow_stream(self, gpu: Gpu) -> None:
         """Order this call, which is not captured, after the last one if the caller has changed streams, because the
@@ -152,17 +174,20 @@ class Launcher:
 
     # Calls that all ranks make by other means
 
-    def announce(self, record: PackedDescriptor) -> None:
+    def announce(self, descriptor: PackedDescriptor, made: tuple[Any, ...]) -> None:
         """Tell the peers of a call that all ranks make by other means, so that a rank with a different one is named."""
         self._faults.check_usable()
         with self.held():
             self.sequence += 1
-            self._announce(self.sequence, record)
+            self._announce(self.sequence, descriptor)
+            if self._record is not None:
+                self._record[self.sequence % self._records] = self.sequence, made, time_ns(), None
 
     def withdraw(self, calls: int) -> None:
         """Take back the last `calls` that were announced, because they were refused before anything was sent."""
         with self.held():
             self.sequence -= calls
+            self._group.recorder.withdraw(self.sequence)
 
     # The end of calls
 
@@ -171,7 +196,7 @@ class Launcher:
         if self._gpu is not None and not self._gpu.capturing():
             event = self._gpu.recorded(self._stream)
             if not poll(event.query, timeout, 2e-5, meanwhile=self._faults.check, clock=self._gpu.clock):
-                raise CollectiveTimeout(f"{self._group}: timeout after {timeout:g} s: the stream has not finished")
+                raise self._faults.late(timeout, "the stream has not finished")
         self._faults.check()
 
     def drained(self) -> bool:

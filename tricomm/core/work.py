@@ -12,7 +12,6 @@ from tricomm.core.entry_guard import Guard, guarded
 from tricomm.core.faults import Faults
 from tricomm.core.symmetric import Symmetric
 from tricomm.deadline import poll
-from tricomm.errors import CollectiveTimeout
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -57,7 +56,7 @@ class Work:
     def _wait_on_host(self, timeout: float) -> None:
         clock = time if self._gpu is None else self._gpu.clock
         if not poll(self.is_completed, timeout, 5e-5, meanwhile=self._faults.check, clock=clock):
-            raise CollectiveTimeout(f"{self._faults.group}: timeout after {timeout:g} s: the call has not finished")
+            raise self._faults.late(timeout, "the call has not finished")
 
 
 class AsyncCall(Protocol[_P, _Result]):

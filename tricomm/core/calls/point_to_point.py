@@ -32,6 +32,7 @@ from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.metrics.counters import KERNELS, Activity, Tally, weight
+from tricomm.metrics.flight_document import ENDED, NUMBER, WHAT, Entry, begun
 from tricomm.policy import selection
 from tricomm.policy.backend_choice import BackendChoice
 from tricomm.store.control import Descriptor, Fault
@@ -91,12 +92,12 @@ class PointToPoint:
         into = target
         if not target.is_contiguous():
             into = arguments.allocated("recv", torch.empty_like, target, memory_format=torch.contiguous_format)
-        number = self._message("recv", into, -1 if src is None else src, tag, protocol)
+        number, entry = self._message("recv", into, -1 if src is None else src, tag, protocol)
         if into is not target:
             target.copy_(into)
         if src is not None:
             return self.launcher.finish(src, async_op)
-        work = FromAny(self, number, tag)
+        work = FromAny(self, number, tag, entry)
         self._unread[number % layout.RECV_SOURCE_WORDS] = work
         return work if async_op else work.wait()
 
@@ -122,8 +123,10 @@ class PointToPoint:
             why = group.routes.no_kernels or "there is no other rank"
             raise InvalidArgument(f"recv: no rank can send a message to rank {group.rank}: {why}")
 
-    def _message(self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None) -> int:
-        """Launch one half of a message; returns its number among this rank's."""
+    def _message(
+        self, kind: str, x: torch.Tensor, peer: int, tag: int, protocol: str | None
+    ) -> tuple[int, Entry | None]:
+        """Launch one half of a message; returns its number among this rank's, and its entry of the flight recorder."""
         if isinstance(tag, bool) or not isinstance(tag, int) or not 0 <= tag < _TAGS:
             raise InvalidArgument(f"{kind}: tag={tag!r}: an integer from 0 to 2^32 - 1 is needed")
         if self._gpu is not None and self._gpu.capturing():
@@ -141,15 +144,32 @@ class PointToPoint:
             self._sent[peer, tag] += kind == "send"
             record = replace(half.record, sequence=number, fingerprint=self._sent[peer, tag])
             self.group.control.own().announce_message(record)
+            entry = self._recorded(record, peer, tag)
             self.launcher.run(lambda: half.run(x, x, half.numel, number << 32 | half.facts))
+            if entry is not None and self._gpu is None:
+                entry[ENDED] = time.time_ns()
             half.tally.total += half.weight
             if kind == "recv" and peer >= 0:
                 self.received(peer, tag)
-            return number
+            return number, entry
 
-    def received(self, source: int, tag: int) -> None:
-        """Note that a message has been taken, for the description of those that are pending."""
+    def _recorded(self, message: Descriptor, peer: int, tag: int) -> Entry | None:
+        """The flight recorder's entry of a message: by its place among those to or from `peer` with `tag`, if known."""
+        recorder = self.group.recorder
+        if not recorder.on:
+            return None
+        sent = message.collective == "send"
+        place = self._sent[peer, tag] if sent else self._received[peer, tag] + 1 if peer >= 0 else message.sequence
+        entry = begun(place, message)
+        recorder.add(entry)
+        return entry
+
+    def received(self, source: int, tag: int, entry: Entry | None = None) -> None:
+        """Note that a message has been taken, for the description of those that are pending. `entry`: the flight
+        recorder's, which does not know the source yet."""
         self._received[source, tag] += 1
+        if entry is not None:
+            entry[NUMBER], entry[WHAT] = self._received[source, tag], replace(entry[WHAT], root=source)
 
     def source(self, number: int) -> int:
         """The source of message `number`, a receive from any rank that has run."""
@@ -250,11 +270,11 @@ class PointToPoint:
 class FromAny(Work):
     """A message from any rank: its source is known when it has run."""
 
-    def __init__(self, messages: PointToPoint, number: int, tag: int) -> None:
+    def __init__(self, messages: PointToPoint, number: int, tag: int, entry: Entry | None) -> None:
         gpu = messages.group.gpu
         event = gpu.recorded() if gpu is not None else None
         super().__init__(messages.faults, messages.launcher.guard, None, event)
-        self._messages, self._number, self._tag = messages, number, tag
+        self._messages, self._number, self._tag, self._entry = messages, number, tag, entry
         self._source: int | None = None
 
     @guarded
@@ -279,4 +299,4 @@ class FromAny(Work):
             self._wait_on_host(self._messages.group.timeout)
             self._faults.check()
             self._source = self._messages.source(self._number)
-            self._messages.received(self._source, self._tag)
+            self._messages.received(self._source, self._tag, self._entry)

@@ -64,10 +64,12 @@ class Monitor:
         self._ticks: dict[int, int] = {}
         self._absent: dict[int, float] = {}
         self._describe: Callable[[int], str] = str
+        self._report: Callable[[], object] = str
 
-    def start(self, describe: Callable[[int], str]) -> None:
-        """Begin to watch. `describe` names the peer that message number n waits for."""
-        self._describe = describe
+    def start(self, describe: Callable[[int], str], report: Callable[[], object] = str) -> None:
+        """Begin to watch. `describe` names the peer that message number n waits for; `report` is called after
+        a fault, and may not block."""
+        self._describe, self._report = describe, report
         self._watcher.add(self)
 
     def watch(self, backend: FallbackBackend) -> None:
@@ -98,6 +100,7 @@ class Monitor:
                 self._control.set_state(RankState.ABORTED)
                 self._spread = True
                 self._abort_backends()
+                self._report()
             return self.fault
 
     def _abort_backends(self) -> None:

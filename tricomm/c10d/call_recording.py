@@ -1,0 +1,69 @@
+"""The flight recorder of a c10d group: a stream of calls for each type of device that it serves, and its messages."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import torch
+
+from tricomm.c10d.capabilities import GroupConfig
+from tricomm.metrics.flight_document import ANY, ENDED, NUMBER, WHAT, Entry, Made, begun
+from tricomm.metrics.flight_recorder import FlightRecorder, off
+
+
+class GroupRecorders:
+    """The recorders of one group by type of device. Calls on a CPU are recorded in their queue, those of CUDA where
+    they are launched, messages here."""
+
+    def __init__(self, config: GroupConfig, devices: list[str]) -> None:
+        rank, timeout = config.ranks[config.rank], config.timeout.total_seconds()
+        self._by_device = {
+            kind: FlightRecorder(f"{config.name}:{kind}", config.ranks, rank, timeout) for kind in devices
+        }
+        self._places: Counter[tuple[str, int, int]] = Counter()  # of messages, by kind, peer and tag
+
+    def of(self, kind: str) -> FlightRecorder:
+        """The recorder of the calls on devices of this type."""
+        return self._by_device.get(kind) or off()
+
+    def message(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> Entry | None:
+        """Record a message that is posted now."""
+        recorder = self.of(x.device.type)
+        if not recorder.on:
+            return None
+        made = Made(what, f"tag {tag}", x.dtype, x.numel(), ANY if peer is None else peer)
+        entry = begun(self._following(what, made.root, tag), made)
+        recorder.add(entry)
+        return entry
+
+    def arrived(self, entry: Entry, source: int, tag: int) -> None:
+        """Complete the `entry` of a message that has been sent, or received from `source`."""
+        if not entry[ENDED]:
+            entry[ENDED] = time.time_ns()
+            made = entry[WHAT]
+            if made.root == ANY:
+                entry[NUMBER] = self._following(made.collective, source, tag)
+                entry[WHAT] = made._replace(root=source)
+
+    def _following(self, what: str, peer: int, tag: int) -> int:
+        self._places[what, peer, tag] += 1
+        return self._places[what, peer, tag]
+
+    def report_soon(self) -> None:
+        """As `FlightRecorder.report_soon`."""
+        for recorder in self._by_device.values():
+            recorder.report_soon()
+
+    def close(self) -> None:
+        """The group makes no more calls."""
+        for recorder in self._by_device.values():
+            recorder.close()
+
+
+def native(recorder: FlightRecorder, number: int, batch: list[Any]) -> None:
+    """Record calls of a group without a communicator, which NCCL makes."""
+    if recorder.on:
+        for place, call in enumerate(batch):
+            recorder.add((number + place, call.made, time.time_ns(), None))

@@ -1,0 +1,204 @@
+"""A dump of the flight recorder: a dict in the format of torch's, which `torch.distributed.flight_recorder` reads.
+
+That analyser matches the calls of a group by number, and compares kind, sizes, types and states. So sizes are those
+that the ranks have to agree on: numbers of elements, not shapes. It does not match messages in groups of more than two
+ranks: here the messages from one rank to another with one tag are a group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from tricomm.kernels import collective_specs
+from tricomm.store.control import Descriptor, PackedDescriptor
+
+VERSION = "2.10"  # of the format that torch 2.13 writes
+# An entry is a list: the call's number in its group (0: withdrawn), the call, the times at which it was made, started
+# and ended (nanoseconds of Unix time; 0: not yet), `more`, shapes of input and output if rows are uneven, and its stack
+# if stacks are recorded. The call is
+#     a descriptor of the control page, with elements a row as its count; `more`: the epoch that had ended before it
+#     the fields of a `Made`, or a list of such: calls of a group of torch.distributed; `more`: the name of their line
+# A message has its peer as root, and its number among the messages of the same peers, direction and tag.
+NUMBER, WHAT, CREATED, STARTED, ENDED, MORE, SHAPES, STACK = range(8)
+Entry = list[Any]
+# A call on the way that is built for speed makes a shorter one: (number, what, created, more[, ended, shapes]).
+Short = tuple[Any, ...]
+ANY = -1  # the peer of a receive whose source is not known yet
+_NAMES = dict.fromkeys(collective_specs.FUSED, "all_reduce") | {
+    "all_to_all_v": "all_to_all",
+    "all_reduce_sparse": "all_reduce",
+}
+_COALESCED = {
+    "all_reduce": "allreduce_coalesced",
+    "all_gather": "all_gather_into_tensor_coalesced",
+    "reduce_scatter": "reduce_scatter_tensor_coalesced",
+}
+
+
+def full(entry: Entry | Short) -> Entry:
+    """A copy of an entry, with all fields."""
+    if isinstance(entry, list):
+        return entry.copy()
+    number, what, created, more, *rest = entry
+    ended, shapes = rest or (0, None)
+    return [number, what, created, 0, ended, more, shapes, None]
+
+
+def begun(number: int, what: Any) -> Entry:
+    """The entry of a call that begins now."""
+    now = time.time_ns()
+    return [number, what, now, now, 0, None, None, None]
+
+
+class Made(NamedTuple):
+    """A call of a group of `torch.distributed`. `elements`: of its input, of the root's if there is one; `sizes`
+    and `splits` as in `GroupCall`."""
+
+    collective: str
+    op: str
+    dtype: torch.dtype | None
+    elements: int
+    root: int
+    sizes: tuple[int, ...] = ()
+    splits: tuple[list[int], list[int]] | None = None
+
+
+class Recorded(Protocol):
+    """The part of a `FlightRecorder` that a dump is made from; `first` is the number of the first call to dump."""
+
+    name: str
+    ranks: tuple[int, ...]
+    rank: int
+    timeout: float
+
+    def entries(self) -> list[Entry]: ...
+    def first(self, numbers: list[int]) -> int: ...
+
+
+class _Stream(NamedTuple):
+    """Calls that are counted together: a group of the analyser's, of these ranks of the job."""
+
+    name: str
+    text: str
+    ranks: tuple[int, ...]
+
+
+def document(recorders: Sequence[Recorded]) -> dict[str, Any]:
+    """The dump of one rank's recorders."""
+    configs, dumped = dict[str, Any](), list[dict[str, Any]]()
+    for recorder in recorders:
+        streams: dict[_Stream, list[dict[str, Any]]] = {_Stream(recorder.name, "tricomm", recorder.ranks): []}
+        for entry in recorder.entries():
+            stream, call = _dumped(recorder, entry)
+            streams.setdefault(stream, []).append(call)
+        for stream, calls in streams.items():
+            calls.sort(key=lambda call: call["collective_seq_id"])
+            first = recorder.first([call["collective_seq_id"] for call in calls])
+            calls = [call for call in calls if call["collective_seq_id"] >= first]
+            for call in calls:
+                call["pg_id"] = len(configs)
+            configs[stream.name] = {"name": stream.name, "desc": stream.text, "ranks": str(list(stream.ranks))}
+            dumped += calls
+    for number, call in enumerate(dumped):
+        call["record_id"] = call["op_id"] = number
+    return {"version": VERSION, "comm_lib_version": "tricomm", "pg_config": configs, "pg_status": {}, "entries": dumped}
+
+
+def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
+    """An entry in torch's form, without its numbers in the dump, and the stream that it belongs to."""
+    number, what, created, started, ended, more, shapes, stack = entry
+    if isinstance(what, PackedDescriptor):
+        what = what.unpacked()
+    how = ""
+    if isinstance(what, Descriptor):
+        how = f"{what.algorithm}/{what.protocol}, grid {what.grid}, {what.mode}"
+        made = [_of_descriptor(what, shapes, len(recorder.ranks))]
+    else:
+        made = [Made(*each) for each in (what if isinstance(what, list) else [what])]
+    first, message = made[0], made[0].collective in collective_specs.MESSAGES
+    name = _NAMES.get(first.collective, first.collective)
+    stream = _Stream(recorder.name, "tricomm", recorder.ranks)
+    if message:
+        stream, name = _message(recorder, first)
+    elif len(made) > 1:
+        name = _COALESCED.get(name, name)
+        how = f"{len(made)} calls"
+    if not isinstance(what, Descriptor) and not message and more:
+        stream = stream._replace(name=f"{recorder.name}/{more.removesuffix('/')}", text="calls of a callback")
+    sizes = [_sizes(each, len(recorder.ranks)) for each in made]
+    dtypes = [_torch_name(each.dtype) for each in made if each.dtype is not None]
+    call = {
+        "process_group": (stream.name, stream.text),
+        "collective_seq_id": number,
+        "p2p_seq_id": number if message else 0,
+        "is_p2p": message,
+        "profiling_name": f"nccl:{name}",  # the analyser knows torch's backends only
+        "time_created_ns": created,
+        "time_discovered_started_ns": started or None,
+        "time_discovered_completed_ns": ended or None,
+        "state": "completed" if ended else "started" if started else "scheduled",
+        "retired": bool(ended),
+        "timeout_ms": int(recorder.timeout * 1e3),
+        "input_sizes": [given for given, _ in sizes],
+        "output_sizes": [taken for _, taken in sizes],
+        "input_dtypes": dtypes,
+        "output_dtypes": dtypes,
+        "thread_id": "",
+        "thread_name": "",
+        "tricomm": {"op": first.op, "root": first.root, "how": how},
+    }
+    if started and ended:
+        call["duration_ms"] = (ended - started) / 1e6
+    if stack is not None:
+        call["frames"] = [
+            {"name": code.co_qualname, "filename": code.co_filename, "line": line} for code, line in stack
+        ]
+    return stream, call
+
+
+def _of_descriptor(what: Descriptor, shapes: Any, world_size: int) -> Made:
+    splits, rows = None, 1
+    if what.collective == "all_to_all_v" and shapes is not None:
+        splits = [shapes[0].numel()], [shapes[1].numel()]
+    elif what.collective in collective_specs.COLLECTIVES:
+        rows = collective_specs.find(what.collective).rows_in(world_size)
+    dtype = getattr(torch, what.dtype, None)
+    return Made(what.collective, what.op, dtype, what.count * rows, what.root, (), splits)
+
+
+def _sizes(made: Made, world_size: int) -> tuple[list[int], list[int]]:
+    """Sizes of input and output; of one that only the root has, as if every rank had it."""
+    if made.sizes:
+        return list(made.sizes), list(made.sizes)
+    if made.splits is not None:
+        return [sum(made.splits[0])], [sum(made.splits[1])]
+    if made.collective == "barrier":
+        return [], []
+    form = collective_specs.COLLECTIVES.get(made.collective)
+    if form is None or form.uneven:
+        return [made.elements], [made.elements]
+    return [made.elements], [made.elements // form.rows_in(world_size) * form.rows_out(world_size)]
+
+
+def _message(recorder: Recorded, made: Made) -> tuple[_Stream, str]:
+    """The stream of a message, and its name, by the places of its ranks among the stream's, in ascending order."""
+    me, sent = recorder.rank, made.collective == "send"
+    if made.root == ANY:  # alone, because no rank is known to have sent it
+        return _Stream(f"{recorder.name} any rank->{me} {made.op}", "messages", (me,)), "recv 0<-0"
+    peer = recorder.ranks[made.root]
+    source, target = (me, peer) if sent else (peer, me)
+    pair = tuple(sorted((source, target)))
+    stream = _Stream(f"{recorder.name} {source}->{target} {made.op}", "messages", pair)
+    first, last = pair.index(source), pair.index(target)
+    return stream, f"send {first}->{last}" if sent else f"recv {last}<-{first}"
+
+
+@cache
+def _torch_name(dtype: torch.dtype) -> str:
+    """As C++ names it, such as "BFloat16"."""
+    return torch.empty(0, dtype=dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")
