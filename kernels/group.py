@@ -6,7 +6,7 @@
                  communicator that ride in the parameters of the launch, so that no push waits for a load of them
     pointer      of users' kernels: int64*, to this rank's group table, as `Communicator.group_table` gives it
 
-Words that kernels change (epoch, arrivals, busy), and those that few kernels need, are only in the table.
+Words that kernels change (epochs, arrivals), and those that few kernels need, are only in the table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def table_of(group):
 
 @triton.jit
 def word_of(group, WORD: tl.constexpr):
-    """int64: a word of the group table below `layout.EPOCH`. The parameters have the table's order, after its
+    """int64: a word of the group table below `layout.CONSTANTS`. The parameters have the table's order, after its
     address."""
     if isinstance(group, tl.tensor):
         word = tl.load(group + WORD)

@@ -27,20 +27,24 @@ from tricomm.errors import InvalidArgument
 
 MAX_WORLD_SIZE = 16
 MAX_BLOCKS = 64
-VERSION = 6
+VERSION = 7
 PHASES = 3  # headers that a block may send a peer in one epoch
 
-# Words of the group table. Epoch, arrivals and busy are the kernels' own; the host writes them once, at the start.
+# Words of the group table. Epochs and arrivals are the kernels' own; the host writes them once, at the start.
 RANK, CONTROL, LL_BASE, LL_BUFFER, WIDE_BASE, WIDE_BUFFER, SIMPLE_BASE, SIMPLE_BUFFER = range(8)
-EPOCH, ARRIVALS, BUSY, MESSAGE_ARRIVALS, QUEUE_STATES, SLOT_DATA, SLOT_BYTES, QUEUES = range(8, 16)
+MESSAGE_ARRIVALS, QUEUE_STATES, SLOT_DATA, SLOT_BYTES, QUEUES = range(8, 13)
 PEERS = 16
-# A shipped kernel has as parameters the table's address, the words below EPOCH, and the peers' addresses.
-PARAMETER_PEERS = 1 + EPOCH
+# A shipped kernel has as parameters the table's address, its constants, the words before MESSAGE_ARRIVALS, and the
+# peers' addresses.
+CONSTANTS = MESSAGE_ARRIVALS
+PARAMETER_PEERS = 1 + CONSTANTS
 # Of a hybrid cube mesh: the ranks of one's own quad and of the peer quad, by position (relay partners have the same),
 # one's own position, and one's index among the quad's ranks in ascending order.
 QUAD, PEER_QUAD, POSITION, QUAD_RANK = 32, 36, 40, 41
 MESH_RANKS, PARTNERS = 8, 5  # partners of a rank: itself, three of its quad, and the relay
 MULTICAST = 42  # the address that stands for all ranks' arenas (`kernels/multimem.py`); 0 if there is none
+# From here on a word for each block: the epoch of the group's next collective; while one runs, its number above that.
+EPOCHS = 64
 HEADERS = 1024
 
 # The state of a queue: for each slot a header of two words, and an acknowledgement; the number of the next piece to
@@ -53,10 +57,12 @@ MAX_QUEUES = 16
 
 # Words of the control page that host and kernel share (host memory, mapped for a GPU). For messages: the number of the
 # running one, its peer (-1: any), the number of the last one that has ended; from RECV_SOURCE on, the source of each
-# message received from any rank, by the message's number.
-ABORT, STATUS, STARTED, ENDED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(7)
-LOADING = 7  # the host's own: kernels that are being compiled or loaded now
+# message received from any rank, by the message's number. From ENDED on, for each block, the epoch after its last one.
+ABORT, STATUS, STARTED, MESSAGE, MESSAGE_PEER, MESSAGE_ENDED = range(6)
+LOADING = 6  # the host's own: kernels that are being compiled or loaded now
 RECV_SOURCE, RECV_SOURCE_WORDS = 64, 256
+ENDED = RECV_SOURCE + RECV_SOURCE_WORDS
+CONTROL_WORDS = ENDED + MAX_BLOCKS
 
 # Status codes in the low byte of the status word.
 MISMATCH, OVERLAP, SPLITS, PENDING, MESSAGE_MISMATCH = 2, 3, 4, 5, 6
@@ -180,7 +186,7 @@ def group_argument(table: Any, words: Sequence[int], world_size: int) -> tuple[A
     """The group argument of a shipped kernel, the same in every launch: `table`, whose contents are `words`; its
     constants; the addresses of the ranks' arenas twice, from this rank on and from rank 0 on; for eight ranks also the
     partners in a hybrid cube mesh, by step of their quad and the relay, and their addresses."""
-    constants, peers = [int(word) for word in words[:EPOCH]], [int(word) for word in words[PEERS:][:world_size]]
+    constants, peers = [int(word) for word in words[:CONSTANTS]], [int(word) for word in words[PEERS:][:world_size]]
     rank, partners = constants[RANK], []
     if world_size == MESH_RANKS:
         position = int(words[POSITION])

@@ -26,9 +26,7 @@ from tricomm.kernels.group import control_of, peer_addresses, rank_of, table_of
 from tricomm.kernels.group import peer as peer
 
 RANK = tl.constexpr(layout.RANK)
-EPOCH = tl.constexpr(layout.EPOCH)
-ARRIVALS = tl.constexpr(layout.ARRIVALS)
-BUSY = tl.constexpr(layout.BUSY)
+EPOCHS = tl.constexpr(layout.EPOCHS)
 HEADERS = tl.constexpr(layout.HEADERS)
 STATUS = tl.constexpr(layout.STATUS)
 STARTED = tl.constexpr(layout.STARTED)
@@ -39,6 +37,7 @@ MAX_BLOCKS = tl.constexpr(layout.MAX_BLOCKS)
 SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 LOW = tl.constexpr(0xFFFFFFFF)
 LIMIT = tl.constexpr(layout.EPOCH_LIMIT)
+RUNS = tl.constexpr(1 << 31)  # above the number of any call
 HAS_ATOMIC_STORE = tl.constexpr(hasattr(tl, "atomic_store"))
 
 _PUT = tl.constexpr(
@@ -289,12 +288,13 @@ def report_mismatch(group, source, mask, seen, call):
 
 
 @triton.jit
-def report_overlap(group):
-    """Report in the status word that two launches overlap, unless there is an earlier report or an abort: a launch that
-    was aborted does not clear its busy word."""
-    control = control_of(group)
-    if (tl.load(control, volatile=True) | tl.load(control + STATUS, volatile=True)) == 0:
-        tl.store(control + STATUS, OVERLAP)
+def report_overlap(group, foreign):
+    """Report in the status word, by the lanes of `foreign` (bool tile), that two launches overlap, unless there is an
+    earlier report or an abort: a launch that was aborted leaves its epoch words as they are while it runs."""
+    control = control_of(group) + tl.zeros(foreign.shape, tl.int32)
+    told = tl.load(control, mask=foreign, other=1, volatile=True)
+    told |= tl.load(control + STATUS, mask=foreign, other=1, volatile=True)
+    tl.store(control + STATUS, OVERLAP, mask=foreign & (told == 0))
 
 
 @triton.jit
@@ -340,61 +340,68 @@ def advance(epoch, chunks):
 
 
 @triton.jit
-def read_epoch(group):
-    """(epoch, owner): the first epoch of a launch, and the busy word, 0 unless another launch is running. Nothing waits
-    for these loads here: the code up to their first use runs while they are in flight.
-    """
-    table = table_of(group)
-    return tl.load(table + EPOCH), tl.load(table + BUSY, volatile=True)
+def kept_words(LANES: tl.constexpr = MAX_BLOCKS):
+    """(lane, mask): the numbers of the epoch words that this block keeps: its own one, and if it is the first block,
+    those of blocks that this launch lacks. So all words are equal between launches, whatever the grids."""
+    lane = tl.arange(0, max(LANES, MAX_BLOCKS))
+    block = tl.program_id(0)
+    lacks = tl.where(block == 0, tl.num_programs(0), MAX_BLOCKS)
+    return lane, (lane == block) | ((lane >= lacks) & (lane < MAX_BLOCKS))
+
+
+@triton.jit
+def read_epoch(group, LANES: tl.constexpr = MAX_BLOCKS):
+    """(epoch, seen): the first epoch of a launch, and the words that this block keeps. No other block of the launch
+    changes these words. Nothing waits for these loads here: the code up to their first use runs while they are in
+    flight."""
+    words = table_of(group) + EPOCHS
+    lane, kept = kept_words(LANES)
+    seen = tl.load(words + lane, mask=kept, other=0, volatile=True)
+    return tl.load(words + tl.program_id(0), volatile=True) & LOW, seen
+
+
+@triton.jit
+def running(epoch, call):
+    """int64: an epoch word while `call`, which began with `epoch`, runs. Between launches it is the epoch alone."""
+    return (((call >> 32) | RUNS) << 32) | epoch
 
 
 @triton.jit
 def enter(group, call):
-    """Start of a launch: (epoch, owner). `owner` is the previous busy word: 0 unless another launch is running.
-
-    Another launch is reported here already, because possibly neither of the two ends.
-    """
-    epoch, owner = read_epoch(group)
+    """Start of a launch: its first epoch. Another launch that runs is reported here already, because possibly neither
+    of the two ends."""
+    epoch, seen = read_epoch(group)
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)
-    if (owner != 0) & (owner != call):
-        report_overlap(group)
-    # Threads load the busy word on their own: none may store it before all of them have read it.
+    lane, kept = kept_words()
+    report_overlap(group, kept & (seen != epoch))
+    # Threads load these words on their own: none may store them before all of them have read them.
     tl.debug_barrier()
-    tl.store(table_of(group) + BUSY, call)
-    return epoch, owner
+    tl.store(table_of(group) + EPOCHS + lane, running(epoch, call) + lane * 0, mask=kept)
+    return epoch
 
 
 @triton.jit
-def leave(group, epoch, owner, call, chunks, status):
-    """`finish`, for a launch that has not read the busy word since its start.
+def leave(group, epoch, call, chunks, status):
+    """`finish`, for a launch that has not read its epoch words since its start.
 
-    A launch that overlaps another one of the same communicator sees a foreign busy word at its start, or here if the
+    A launch that overlaps another one of the same communicator sees the other's words at its start, or here if the
     other one came later. It reports that in the status word; neither launch's output is defined then.
     """
-    tl.debug_barrier()
-    foreign = ((owner != 0) & (owner != call)) | (tl.load(table_of(group) + BUSY, volatile=True) != call)
-    if (status == 0) & foreign:
-        tl.store(control_of(group) + STATUS, OVERLAP)
+    lane, kept = kept_words()
+    seen = tl.load(table_of(group) + EPOCHS + lane, mask=kept, other=0, volatile=True)
     finish(group, epoch, chunks, status)
+    if status == 0:
+        report_overlap(group, kept & (seen != running(epoch, call)))
 
 
 @triton.jit
 def finish(group, epoch, chunks, status):
-    """End of a launch: the last block to get here, and only it, advances the epoch. Nothing waits for it. A block that
-    is alone needs no atomic and no fence: the next launch comes after all of this one.
-    """
-    table = table_of(group)
-    tl.debug_barrier()  # the block's other threads have read the words that one stores
+    """End of a launch for this block: advance the epoch words that it keeps, for the next launch and for the host.
+    Nothing waits for it."""
+    tl.debug_barrier()  # the block's other threads have read the words that are stored
     if status == 0:
-        last = tl.num_programs(0) == 1
-        if tl.num_programs(0) > 1:
-            # acq_rel: the last arrival comes after every other block's accesses.
-            last = tl.atomic_add(table + ARRIVALS, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
-            if last:
-                tl.debug_barrier()  # holds the block's other threads until one of them has acquired
-                tl.store(table + ARRIVALS, 0)
-        if last:
-            tl.store(table + BUSY, 0)
-            tl.store(table + EPOCH, advance(epoch, chunks))
-            tl.store(control_of(group) + ENDED, advance(epoch, chunks))
+        lane, kept = kept_words()
+        later = advance(epoch, chunks) + lane * 0
+        tl.store(table_of(group) + EPOCHS + lane, later, mask=kept)
+        tl.store(control_of(group) + ENDED + lane, later, mask=kept)

@@ -308,8 +308,6 @@ class ThreadDetector:
         site = self.events[stamp.record].site
         words = scope > 0 and allowed.is_ll(site)
         for place in places:
-            if allowed.is_busy_word(place.region, int(place.offsets[0]), site):
-                continue
             shadow = self._shadow(place.region)
             pieces, elements = shadow.pieces(place.offsets, access.itemsize)
             which = place.lanes[elements]

@@ -217,8 +217,6 @@ class Detector:
             shadow.message[index] = message
             return
         strong, site = access.sem is not None, self.records[record].site
-        if allowed.is_busy_word(place.region, int(place.offsets[0]), site):
-            return
         unordered = shadow.unordered_write(index, thread.now[STRICT])
         if unordered.any():
             self._clashed(thread, access, shadow, index, unordered, record)

@@ -10,17 +10,14 @@ put_wide,   The same in 16 bytes, one access each (`wide_words`): relaxed at `.s
 get_wide    rule refuses them. That none is overwritten before it has been read is checked as for LL words.
 store_to_   Payload by pairs of words, relaxed in the PTX variant: a header publishes it, as it does plain stores. The
 all         padding of the last pair may stay unread.
-enter,      The busy word of a rank's own table: all blocks of a launch store the same value, and a reader may take
-leave       any of them. A foreign value is reported in whatever order it arrived.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tricomm.explorer.memory_model.regions import Region
 from tricomm.explorer.memory_model.source_lines import Site
-from tricomm.kernels import layout, multimem, primitives, wide_words
+from tricomm.kernels import multimem, primitives, wide_words
 from tricomm.kernels.device import arrival, message_queues
 
 _LL = ("store_ll", "get_ll", "poll_planes", "put_wide", "get_wide", "see_wide", "clear_wide", "store_wide", "load_wide")
@@ -54,14 +51,6 @@ def _alike(one: str, other: str) -> bool:
 def is_ll(site: Site) -> bool:
     file, name = site.function
     return name in _LL and file in _files
-
-
-def is_busy_word(region: Region, offset: int, site: Site) -> bool:
-    """True for an access at `site` to the busy word of an arena."""
-    if region.kind != "arena" or offset != 8 * layout.BUSY:
-        return False
-    file, name = site.function
-    return name in ("enter", "leave", "read_epoch", "announce", "finish", "headers_and_busy") and file in _files
 
 
 def may_stay_unread(site: Site) -> bool:

@@ -19,12 +19,12 @@ from tricomm.store.arenas.local_arena import host_bytes
 Array = NDArray[Any]
 
 _NAMES = (
-    "rank control ll_base ll_buffer wide_base wide_buffer simple_base simple_buffer epoch arrivals busy "
+    "rank control ll_base ll_buffer wide_base wide_buffer simple_base simple_buffer "
     "message_arrivals queue_states slot_data slot_bytes queues"
 )
 _TABLE: dict[int, str] = {getattr(layout, name.upper()): name for name in _NAMES.split()}
 _ABORT_WORDS = [layout.ABORT, layout.STATUS]
-_CHANGING = (layout.EPOCH, layout.ARRIVALS, layout.BUSY, layout.MESSAGE_ARRIVALS)
+_CHANGING = (range(layout.MESSAGE_ARRIVALS, layout.QUEUE_STATES), range(layout.EPOCHS, layout.HEADERS // 8))
 
 
 class OutOfBounds(TricommError):
@@ -81,7 +81,7 @@ class Region:
         """True for words of a group table that no kernel writes: reads of them are not recorded."""
         if self.plan is None:
             return False
-        return highest < layout.HEADERS and not (lowest < 8 * (max(_CHANGING) + 1) and highest >= 8 * min(_CHANGING))
+        return highest < layout.HEADERS and not any(lowest < 8 * w.stop and highest >= 8 * w.start for w in _CHANGING)
 
 
 def closed_by(region: Region, rank: int) -> str:
@@ -91,8 +91,10 @@ def closed_by(region: Region, rank: int) -> str:
 def _arena_label(plan: layout.Layout, offset: int) -> str:
     if offset < layout.HEADERS:
         word = offset // 8
-        peer = f"peer {word - layout.PEERS}" if word >= layout.PEERS else f"word {word}"
-        return f"group table, {_TABLE.get(word, peer)}"
+        name = f"peer {word - layout.PEERS}" if word >= layout.PEERS else f"word {word}"
+        if word >= layout.EPOCHS:
+            name = f"epoch of block {word - layout.EPOCHS}"
+        return f"group table, {_TABLE.get(word, name)}"
     if offset < plan.ll:
         row, block = divmod((offset - layout.HEADERS) // 8, layout.MAX_BLOCKS)
         row, source = divmod(row, plan.world_size)

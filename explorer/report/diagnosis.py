@@ -160,9 +160,14 @@ def leftover(record: Record, place: str) -> Finding:
     return _finding("leftover", (record,), text, "the next call may read it as its own: wait for every signal sent")
 
 
-def dirty_word(rank: int, name: str, value: int) -> Finding:
-    text = f"rank {rank}'s {name} word is {value} at the end, not 0"
+def epoch_not_at_rest(rank: int, block: int, word: int) -> Finding:
+    text = f"rank {rank}'s epoch word of block {block} is {word:#x} at the end, not the epoch of its first block"
     return Finding("leftover", (rank,), (), text, "a launch has not ended as `leave` ends one")
+
+
+def arrivals_left(rank: int, value: int) -> Finding:
+    text = f"rank {rank}'s message arrivals word is {value} at the end, not 0"
+    return Finding("leftover", (rank,), (), text, "a message has not ended as `end_message` ends one")
 
 
 def epochs_differ(epochs: list[int]) -> Finding:

@@ -13,8 +13,6 @@ from tricomm.explorer.report import diagnosis
 from tricomm.explorer.report.findings import Finding, Record
 from tricomm.kernels import layout
 
-_AT_REST = {layout.ARRIVALS: "arrivals", layout.BUSY: "busy", layout.MESSAGE_ARRIVALS: "message arrivals"}
-
 
 def free_shadows(regions: Iterable[Region]) -> None:
     """Free the large tables now: the objects of an execution form cycles, and garbage collection may come late."""
@@ -42,9 +40,12 @@ def not_at_rest(arenas: list[Region]) -> Iterator[Finding]:
     epochs = []
     for region in arenas:
         words = region.bytes[: layout.HEADERS].view(np.int64)
-        epochs.append(int(words[layout.EPOCH]))
-        for word, name in _AT_REST.items():
-            if words[word]:
-                yield diagnosis.dirty_word(region.rank, name, int(words[word]))
+        epochs.append(int(words[layout.EPOCHS]))
+        for block, word in enumerate(words[layout.EPOCHS :].tolist()):
+            if word != epochs[-1] or word >> 32:
+                yield diagnosis.epoch_not_at_rest(region.rank, block, word)
+                break
+        if arrivals := int(words[layout.MESSAGE_ARRIVALS]):
+            yield diagnosis.arrivals_left(region.rank, arrivals)
     if len(set(epochs)) > 1:
         yield diagnosis.epochs_differ(epochs)

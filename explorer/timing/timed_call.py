@@ -137,7 +137,7 @@ class TimedArenas:
         table[layout.RANK], table[layout.CONTROL] = rank, self.controls[rank].data_ptr()
         for word, value in self.plan.constants.items():
             table[word] = value
-        table[layout.EPOCH], table[layout.MULTICAST] = _EPOCH, _MULTICAST
+        table[layout.EPOCHS : layout.EPOCHS + layout.MAX_BLOCKS], table[layout.MULTICAST] = _EPOCH, _MULTICAST
         table[layout.PEERS : layout.PEERS + world_size] = _addresses(self.arenas)
         quad, peers = (0, 4) if rank < 4 else (4, 0)
         for n in range(4):
@@ -149,15 +149,10 @@ class TimedArenas:
         arena = self.arenas[rank]
         return layout.group_argument(arena, arena[: layout.HEADERS // 8].tolist(), len(self.arenas))
 
-    def expect_last(self, blocks: int) -> None:
-        """Let all blocks but the executed one have arrived at the kernel's end."""
-        for arena in self.arenas:
-            arena[layout.ARRIVALS] = blocks - 1
-
     @property
     def epochs(self) -> int:
         """Epochs that have passed."""
-        return int(self.arenas[0][layout.EPOCH]) - _EPOCH
+        return int(self.arenas[0][layout.EPOCHS]) - _EPOCH
 
 
 def _addresses(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -203,7 +198,6 @@ def executed(
 ) -> TimedCall:
     """Execute block 0 of each rank's kernel, which `launch(gpu, rank)` launches with `blocks` blocks."""
     gpu, times = recorded_launch.gpu(machine.target), LATENCIES[machine.name]
-    arenas.expect_last(blocks)
     started = []
     for rank in range(len(arenas.arenas)):
         launched = launch(gpu, rank)

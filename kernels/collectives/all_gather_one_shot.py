@@ -90,7 +90,7 @@ def _read(tensors, chunk, status, SPEC: tl.constexpr):
 @triton.jit(do_not_specialize=["numel", "call"])
 def all_gather_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
+    start = enter(group, call)
     me = rank_of(group)
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
@@ -104,4 +104,4 @@ def all_gather_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
                 part = load_words(member(table, source, x_ptr), first, numel, SPEC.BLOCK, aligned)
                 store_words(y_ptr + source * numel, first, part, numel, SPEC.BLOCK, SPEC.ALIGNED)
         status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
-    leave(group, start, owner, call, 1, status)
+    leave(group, start, call, 1, status)

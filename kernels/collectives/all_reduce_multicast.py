@@ -99,7 +99,7 @@ def all_reduce_multicast_zero_copy(
 ):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
+    start = enter(group, call)
     me = rank_of(group)
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
@@ -112,7 +112,7 @@ def all_reduce_multicast_zero_copy(
         if (me == WORLD_SIZE - 1) & (tl.program_id(0) == 0):
             _last_piece(table, into, x_ptr, words, numel, SPEC)
         status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
-    leave(group, start, owner, call, 1, status)
+    leave(group, start, call, 1, status)
 
 
 @triton.jit

@@ -111,7 +111,7 @@ def _read(tensors, chunk, status, SPEC: tl.constexpr):
 def all_reduce_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
+    start = enter(group, call)
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
     if status == 0:
@@ -123,4 +123,4 @@ def all_reduce_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
                 parts = parts + (load_words(inputs[r], first, numel, SPEC.BLOCK, True),)
             store_words(y_ptr, first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
         status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
-    leave(group, start, owner, call, 1, status)
+    leave(group, start, call, 1, status)

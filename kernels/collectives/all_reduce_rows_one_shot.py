@@ -33,7 +33,7 @@ from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.planes import reduce_planes
 from tricomm.kernels.device.push import meet_ahead
-from tricomm.kernels.device.rows import Row, arrive_if, fresh, load_row, of_step, places, put_tile, rows_of
+from tricomm.kernels.device.rows import Row, fresh, load_row, of_step, places, put_tile, rows_of
 from tricomm.kernels.group import peer_ahead
 
 
@@ -72,11 +72,10 @@ def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _take(tensors, chunk, status, last, before, SPEC: tl.constexpr):
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, operands = tensors
     first, count, row, stride = rows_of(chunk, SPEC)
     status = meet_ahead(chunk, row >= count, status, SPEC)
-    before = arrive_if(chunk, last & (row >= count) & (status == 0), before, SPEC)
     while (row < count) & (status == 0):
         this = fresh(row, SPEC.PTX)
         prepared = SPEC.PREPARE(first + this, operands, SPEC)
@@ -91,7 +90,6 @@ def _take(tensors, chunk, status, last, before, SPEC: tl.constexpr):
                 planes = planes + reduce_planes(of_step(tiles, g, SPEC), SPEC)
             status = tl.maximum(status, late)
         if status == 0:
-            before = arrive_if(chunk, last & (row + stride >= count), before, SPEC)
             SPEC.EPILOGUE(Row(first + this, planes, prepared, y_ptr), operands, SPEC)
         row += stride
-    return status, before
+    return status

@@ -38,7 +38,7 @@ from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.planes import reduce_planes
 from tricomm.kernels.device.push import meet_ahead
-from tricomm.kernels.device.rows import Row, arrive_if, fresh, load_tile_at, of_step, places, put_tile, rows_of
+from tricomm.kernels.device.rows import Row, fresh, load_tile_at, of_step, places, put_tile, rows_of
 from tricomm.kernels.group import peer_ahead
 
 
@@ -110,11 +110,10 @@ def _push_row(chunk, row, tiles, SPEC: tl.constexpr):
 
 
 @triton.jit
-def _take(tensors, chunk, status, last, before, SPEC: tl.constexpr):
+def _take(tensors, chunk, status, SPEC: tl.constexpr):
     x_ptr, y_ptr, numel, operands, half = tensors
     first, count, row, stride = rows_of(chunk, SPEC)
     status = meet_ahead(chunk, row >= count, status, SPEC)
-    before = arrive_if(chunk, last & (row >= count) & (status == 0), before, SPEC)
     while (row < count) & (status == 0):
         status = _reduce(chunk, fresh(row, SPEC.PTX), half, status, SPEC)
         row += stride
@@ -132,10 +131,9 @@ def _take(tensors, chunk, status, last, before, SPEC: tl.constexpr):
                 planes = planes + tiles[n]
             status = tl.maximum(status, late)
         if status == 0:
-            before = arrive_if(chunk, last & (row + stride >= count), before, SPEC)
             SPEC.EPILOGUE(Row(first + this, planes, prepared, y_ptr), operands, SPEC)
         row += stride
-    return status, before
+    return status
 
 
 @triton.jit

@@ -81,7 +81,15 @@ from tricomm.kernels.device.packing import (
     store_words,
 )
 from tricomm.kernels.device.plain_data import FEW, pass_on_in_turn, push_shards, reduce_in_turn, take_shards
-from tricomm.kernels.device.planes import load_planes, put_planes, reduce_planes, store_planes
+from tricomm.kernels.device.planes import (
+    load_planes,
+    load_whole,
+    put_planes,
+    reduce_planes,
+    store_planes,
+    store_whole,
+    whole_planes,
+)
 from tricomm.kernels.device.push import meet_ahead
 from tricomm.kernels.group import peer_ahead, rank_of, table_of
 from tricomm.kernels.primitives import barrier, enter, leave
@@ -102,12 +110,28 @@ def all_reduce_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SP
 def _shards(tensors, chunk, first, SPEC: tl.constexpr):
     """The tile at word `first` of the chunk's shard of every rank, from this one on."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
-    tiles = ()
-    for step in tl.static_range(SPEC.WORLD_SIZE):
-        there = (chunk.me + step) % SPEC.WORLD_SIZE * shard
-        limit = _end(tensors, chunk, there + shard, SPEC)
-        tiles = tiles + (load_planes(tensors[0], chunk.base + there + first, shard - first, limit, SPEC),)
+    if _all_whole(tensors, tensors[0], chunk, first, SPEC):
+        tiles = ()
+        for step in tl.static_range(SPEC.WORLD_SIZE):
+            there = (chunk.me + step) % SPEC.WORLD_SIZE * shard
+            tiles = tiles + (load_whole(tensors[0], chunk.base + there + first, shard - first, SPEC),)
+    else:
+        tiles = ()
+        for step in tl.static_range(SPEC.WORLD_SIZE):
+            there = (chunk.me + step) % SPEC.WORLD_SIZE * shard
+            limit = _end(tensors, chunk, there + shard, SPEC)
+            tiles = tiles + (load_planes(tensors[0], chunk.base + there + first, shard - first, limit, SPEC),)
     return tiles
+
+
+@triton.jit
+def _all_whole(tensors, like, chunk, first, SPEC: tl.constexpr):
+    """True if `whole_planes` is true of the tile at word `first` of each shard of `like`, because it is of the last one:
+    one branch for all of them."""
+    shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
+    last = (SPEC.WORLD_SIZE - 1) * shard
+    limit = _end(tensors, chunk, last + shard, SPEC)
+    return whole_planes(chunk.base + last + first, shard - first, limit, like, SPEC.ALIGNED, SPEC)
 
 
 @triton.jit
@@ -170,7 +194,11 @@ def _take_ll(tensors, chunk, status, SPEC: tl.constexpr):
             pointers = pointers + (ll_buffer(chunk, table_of(group), source, half + first, SPEC),)
             lefts = lefts + (shard - first,)
         tiles, status = poll_planes(chunk, pointers, lefts, SPEC.WORLD_SIZE - 1, False, SPEC)
-        if status == 0:
+        if (status == 0) & _all_whole(tensors, y_ptr, chunk, first, SPEC):
+            for step in tl.static_range(1, SPEC.WORLD_SIZE):
+                there = (me + step) % SPEC.WORLD_SIZE * shard
+                store_whole(y_ptr, chunk.base + there + first, tiles[step - 1], shard - first, SPEC)
+        elif status == 0:
             for step in tl.static_range(1, SPEC.WORLD_SIZE):
                 there = (me + step) % SPEC.WORLD_SIZE * shard
                 limit = _end(tensors, chunk, there + shard, SPEC)
@@ -223,7 +251,7 @@ def all_reduce_two_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
+    start = enter(group, call)
     me = rank_of(group)
     words = packed_words(x_ptr, numel)
     clear_idle(group, start, 1, SPEC)
@@ -241,4 +269,4 @@ def all_reduce_two_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl
             total = reduce_words(parts, SPEC)
             store_everywhere(copies, here + first, total, limit, WORLD_SIZE, SPEC.BLOCK, SPEC.ALIGNED)
         status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
-    leave(group, start, owner, call, 1, status)
+    leave(group, start, call, 1, status)

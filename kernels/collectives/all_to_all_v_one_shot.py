@@ -47,8 +47,8 @@ def all_to_all_v_one_shot(
     if SPEC.LL:  # in flight together with the epoch
         unnumbered = whole_call((x_ptr, y_ptr, numel), group, call, number, number, SPEC)
         tile = _tile_for(x_ptr, numel, send_counts, buffer, unnumbered, 1, unnumbered.own, SPEC)
-    start, owner = enter(group, call)
-    whole = whole_call((x_ptr, y_ptr, numel), group, call, start, owner, SPEC)
+    start = enter(group, call)
+    whole = whole_call((x_ptr, y_ptr, numel), group, call, start, SPEC)
     chunks = tl.zeros([], tl.int64) + 1
     status = 0
     if SPEC.LL:
@@ -72,7 +72,7 @@ def all_to_all_v_one_shot(
             if number < chunks:
                 chunks, status = _meet(x_ptr, numel, send_counts, recv_counts, buffer, chunks, ahead, SPEC)
             number += 1
-    leave(group, start, owner, call, chunks, status)
+    leave(group, start, call, chunks, status)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from tricomm.kernels.primitives import enter, leave
 @triton.jit(do_not_specialize=["call"])
 def barrier(group, call: tl.int64, SPEC: tl.constexpr):
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
+    start = enter(group, call)
     clear_idle(group, start, 1, SPEC)
     status = primitives.barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
-    leave(group, start, owner, call, 1, status)
+    leave(group, start, call, 1, status)

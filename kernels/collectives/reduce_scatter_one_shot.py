@@ -60,7 +60,7 @@ def _take(tensors, chunk, status, SPEC: tl.constexpr):
 def reduce_scatter_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, table, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
+    start = enter(group, call)
     row = rank_of(group) * numel
     clear_idle(group, start, 1, SPEC)
     status = barrier(group, start, call, 0, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
@@ -73,4 +73,4 @@ def reduce_scatter_one_shot_zero_copy(x_ptr, y_ptr, group, numel: tl.int64, call
                 parts = parts + (load_words(inputs[r] + row, first, numel, SPEC.BLOCK, SPEC.ALIGNED),)
             store_words(y_ptr, first, reduce_words(parts, SPEC), numel, SPEC.BLOCK, SPEC.ALIGNED)
         status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC.LANES, SPEC.PTX)
-    leave(group, start, owner, call, 1, status)
+    leave(group, start, call, 1, status)

@@ -1,7 +1,7 @@
-"""LL: wait until words have arrived, and until they are safe to use; announce the start and the end of a launch.
+"""LL: wait until words have arrived, and until they are safe to use; announce the start of a launch.
 
 One loop polls everything at once: the words of a tile, from several ranks; this block's header from every peer; and the
-busy word, which shows another launch of this communicator. All loads of a round are in flight together, and one
+block's epoch word, which shows another launch of this communicator. All loads of a round are in flight together, and one
 reduction over the block gives the state:
 
     0: all has arrived   1: something is late   2: aborted   3: another launch   4: a peer made another call
@@ -20,18 +20,17 @@ from tricomm.kernels.device.halves import halves, joined
 from tricomm.kernels.device.planes import no_tile
 from tricomm.kernels.group import control_of, table_of
 from tricomm.kernels.primitives import (
-    ARRIVALS,
-    BUSY,
-    ENDED,
-    EPOCH,
+    EPOCHS,
     LOW,
+    RUNS,
     STARTED,
     acquire,
-    advance,
+    kept_words,
     look,
     pause,
     report_mismatch,
     report_overlap,
+    running,
     signal,
 )
 from tricomm.kernels.wide_words import plane_words, see_wide
@@ -42,13 +41,13 @@ SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 
 
 @triton.jit
-def headers_and_busy(chunk, place, mask, SPEC: tl.constexpr):
+def headers_and_epoch(chunk, place, mask, SPEC: tl.constexpr):
     """int64: words of one's own group table and headers, which may be written at the same time; 0 outside of `mask`.
 
     Acquires: a later call may push plain data over what the peers have read before they sent these headers. So it is
     the last load of a round, which no other one waits for.
     """
-    at = table_of(chunk.group) + tl.where(mask, place, BUSY)
+    at = table_of(chunk.group) + tl.where(mask, place, EPOCHS)
     return tl.where(mask, acquire(at, mask, SPEC.PTX), 0)
 
 
@@ -64,15 +63,16 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
     relaxed one of 128 bits, see `wide_words.py`.
     """
     BLOCK: tl.constexpr = SPEC.PLANE
-    # Lanes for the headers, and one for the busy word. A tile on a GPU has no fewer, and then one reduction is enough.
+    # Lanes for the headers, and one for the epoch word. A tile on a GPU has no fewer, and then one reduction is enough.
     META: tl.constexpr = BLOCK if BLOCK >= 2 * SOURCES else 2 * SOURCES
     flag, call = chunk.epoch.to(tl.int32), chunk.call
     source = tl.arange(0, META)
     awaited = (source < SPEC.WORLD_SIZE) & (source != chunk.me)
-    busy = source == SOURCES
+    own = source == SOURCES
+    runs = ((call >> 32) | RUNS).to(tl.int32)
     row = (chunk.epoch & 1) * SPEC.WORLD_SIZE + source
     # One lane a word, not all threads: the reduction brings them together.
-    place = tl.where(busy, BUSY, HEADERS // 8 + row * MAX_BLOCKS + tl.program_id(0))
+    place = tl.where(own, EPOCHS, HEADERS // 8 + row * MAX_BLOCKS) + tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     words = ()
     for _ in tl.static_range(COUNT):
@@ -103,14 +103,15 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
                 payload = payload + ((joined((low, high), SPEC.PTX),),)
         words = payload
         if MEET:
-            said = headers_and_busy(chunk, place, awaited | busy, SPEC)
-            unseen = (said >> 32).to(tl.int32) != flag
+            said = headers_and_epoch(chunk, place, awaited | own, SPEC)
+            upper = (said >> 32).to(tl.int32)
+            unseen = upper != flag
         if SPEC.PTX:
             late = (late != 0).to(tl.int32)
         outcome = late | look(chunk.group, spins, late, SPEC.PTX)
         if MEET:
             wrong = said.to(tl.int32) != call.to(tl.int32)
-            foreign = busy & (((said != 0) & (said != call)) | ((chunk.owner != 0) & (chunk.owner != call)))
+            foreign = own & (upper != 0) & (upper != runs)
             met = tl.where(foreign, 3, tl.where(unseen, awaited.to(tl.int32), tl.where(awaited & wrong, 4, 0)))
             if META == BLOCK:
                 code = tl.max(tl.maximum(outcome, met), axis=0)
@@ -123,7 +124,7 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
     if code == 4:
         report_mismatch(chunk.group, source, awaited & (((said >> 32) & LOW) == chunk.epoch), said, call)
     if code == 3:
-        report_overlap(chunk.group)
+        report_overlap(chunk.group, own)
     # The next stores may go where the tile was loaded, with its words in another order. With several warps the
     # reduction contains a barrier; in a single warp with one word a lane, each lane stores where it has loaded.
     if (SPEC.LANES == 32) & (BLOCK > 32):
@@ -132,44 +133,14 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
 
 
 @triton.jit
-def announce(group, epoch, call, LANES: tl.constexpr, PTX: tl.constexpr):
-    """Announce that this launch runs: to the host, and in the busy word to another launch of this communicator.
+def announce(group, epoch, seen, call, LANES: tl.constexpr, PTX: tl.constexpr):
+    """Announce that this launch runs: to the host, and in its epoch words to another launch of this communicator, which
+    is reported if it has done so before. `epoch` and `seen` are the results of `read_epoch`.
 
-    The busy word gets a strong store, because other threads may read it now: only the storing thread's read counts.
+    The words get strong stores, because other threads may read them now: only the storing thread's read counts.
     """
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)
-    lane = tl.arange(0, LANES)
-    signal(table_of(group) + BUSY + lane * 0, call + lane * 0, lane == 0, False, PTX)
-
-
-@triton.jit
-def arrive(group, LANES: tl.constexpr):
-    """The first half of `finish`, early: returns how many blocks of this launch have arrived before (int32 [LANES], in
-    lane 0), for `depart`. Once a block, after its last read of mailboxes, headers, epoch and busy word.
-
-    It returns a tile, because all threads would wait for a scalar: so the atomic completes while the block continues.
-    """
-    lane = tl.arange(0, LANES)
-    before = tl.zeros([LANES], tl.int64)
-    tl.debug_barrier()  # all threads have read before one of them stores
-    if tl.num_programs(0) > 1:
-        # acq_rel: the last arrival is ordered after the reads of all other blocks.
-        at = table_of(group) + ARRIVALS + lane * 0
-        before = tl.atomic_add(at, before + 1, mask=lane == 0, sem="acq_rel", scope="gpu")
-    return before.to(tl.int32)
-
-
-@triton.jit
-def depart(group, epoch, chunks, before, LANES: tl.constexpr):
-    """End of a launch whose blocks have called `arrive`: the one that came last, and only it, advances the epoch."""
-    lane = tl.arange(0, LANES)
-    tl.debug_barrier()  # one thread has acquired; the barrier orders the stores of all threads after that
-    last = (lane == 0) & (before == tl.num_programs(0) - 1)
-    table = table_of(group) + lane * 0
-    zeros = tl.zeros([LANES], tl.int64)
-    tl.store(table + ARRIVALS, zeros, mask=last)
-    tl.store(table + BUSY, zeros, mask=last)
-    later = zeros + advance(epoch, chunks)
-    tl.store(table + EPOCH, later, mask=last)
-    tl.store(control_of(group) + ENDED + lane * 0, later, mask=last)
+    lane, kept = kept_words(LANES)
+    report_overlap(group, kept & (seen != epoch))
+    signal(table_of(group) + EPOCHS + lane, running(epoch, call) + lane * 0, kept, False, PTX)

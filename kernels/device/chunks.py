@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.arrival import announce, depart
+from tricomm.kernels.device.arrival import announce
 from tricomm.kernels.device.dependent_launch import wait_for_launches
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.push import open_epoch, synchronize
@@ -30,7 +30,6 @@ class Chunk(NamedTuple):
     count    its words
     own      the first word of this block's first tile
     stride   words from one tile of this block to the next
-    owner    the busy word that the launch has read
     """
 
     group: Any
@@ -41,7 +40,6 @@ class Chunk(NamedTuple):
     count: Any
     own: Any
     stride: Any
-    owner: Any
 
 
 @triton.jit
@@ -51,11 +49,11 @@ def packed_words(x_ptr, numel):
 
 
 @triton.jit
-def whole_call(tensors, group, call, start, owner, SPEC: tl.constexpr):
+def whole_call(tensors, group, call, start, SPEC: tl.constexpr):
     """All of a call's words as one chunk; `start` is the call's first epoch."""
     words = packed_words(tensors[0], tensors[2])
     own = tl.program_id(0).to(tl.int64) * SPEC.TILE
-    return Chunk(group, rank_of(group), call, start, words * 0, words, own, tl.num_programs(0) * SPEC.TILE, owner)
+    return Chunk(group, rank_of(group), call, start, words * 0, words, own, tl.num_programs(0) * SPEC.TILE)
 
 
 @triton.jit
@@ -64,7 +62,7 @@ def nth(whole, number, chunk_words):
     base = number * chunk_words
     count = tl.minimum(whole.count - base, chunk_words)
     epoch = advance(whole.epoch, number)
-    return Chunk(whole.group, whole.me, whole.call, epoch, base, count, whole.own, whole.stride, whole.owner)
+    return Chunk(whole.group, whole.me, whole.call, epoch, base, count, whole.own, whole.stride)
 
 
 @triton.jit
@@ -94,7 +92,6 @@ def unknown(whole, SPEC: tl.constexpr):
             whole.count,
             whole.own + nothing,
             whole.stride + nothing,
-            whole.owner,
         )
     else:
         again = whole
@@ -118,14 +115,11 @@ def run_ll(
 
     `tensors` is (x_ptr, y_ptr, numel) and the further arguments of these functions; `chunk_words` the most words of a
     chunk. LOAD does not use the epoch, so its loads are in flight together with the epoch's, and a call's first push
-    waits for memory once. For rows, TAKE(tensors, chunk, status, last, before, SPEC) calls `arrive` in the `last`
-    chunk, after it has read all of it, and returns (status, the result of `arrive`), so that the block continues while
-    that atomic is in flight.
+    waits for memory once.
     """
     wait_for_launches(SPEC)
-    start, owner = read_epoch(group)
-    before = tl.zeros([SPEC.LANES], tl.int32)
-    unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), owner, SPEC)
+    start, seen = read_epoch(group, SPEC.LANES)
+    unnumbered = whole_call(tensors, group, call, tl.zeros([], tl.int64), SPEC)
     chunks = tl.full([], 1, tl.int64)
     if (unnumbered.count > chunk_words) | (unnumbered.count == 0):  # a division, which takes long
         chunks = tl.cdiv(unnumbered.count, chunk_words)
@@ -133,21 +127,14 @@ def run_ll(
     number = tl.zeros([], tl.int64)
     while (number < chunks) & (status == 0):
         tiles = LOAD(tensors, nth(unnumbered, number, chunk_words), SPEC)
-        chunk = nth(whole_call(tensors, group, call, start, owner, SPEC), number, chunk_words)
+        chunk = nth(whole_call(tensors, group, call, start, SPEC), number, chunk_words)
         open_epoch(chunk, PARTS, SPEC)
         PUSH(tensors, chunk, tiles, SPEC)
         if number == 0:
-            announce(group, start, call, SPEC.LANES, SPEC.PTX)
+            announce(group, start, seen, call, SPEC.LANES, SPEC.PTX)
         number += 1
-        if SPEC.HIDDEN:
-            status, before = TAKE(tensors, chunk, status, number == chunks, before, SPEC)
-        else:
-            status = TAKE(tensors, chunk, status, SPEC)
-    if SPEC.HIDDEN:
-        if status == 0:
-            depart(group, start, chunks, before, SPEC.LANES)
-    else:
-        finish(group, start, chunks, status)
+        status = TAKE(tensors, chunk, status, SPEC)
+    finish(group, start, chunks, status)
 
 
 @triton.jit
@@ -155,10 +142,10 @@ def run_loaded(LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chu
     """`run_chunks` of BODY(tensors, chunk, tile, SPEC), where `tile` is the result of LOAD(tensors, chunk, SPEC). The
     first chunk's load is in flight together with the epoch's."""
     wait_for_launches(SPEC)
-    owner = tl.zeros([], tl.int64)
-    tile = LOAD(tensors, nth(whole_call(tensors, group, call, owner, owner, SPEC), owner, chunk_words), SPEC)
-    start, owner = enter(group, call)
-    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    nought = tl.zeros([], tl.int64)
+    tile = LOAD(tensors, nth(whole_call(tensors, group, call, nought, SPEC), nought, chunk_words), SPEC)
+    start = enter(group, call)
+    whole = whole_call(tensors, group, call, start, SPEC)
     chunks = tl.cdiv(whole.count, chunk_words)
     status = 0
     number = tl.zeros([], tl.int64)
@@ -169,7 +156,7 @@ def run_loaded(LOAD: tl.constexpr, BODY: tl.constexpr, tensors, group, call, chu
         more = (number < chunks) & (status == 0)
         if more:
             tile = LOAD(tensors, nth(whole, number, chunk_words), SPEC)
-    leave(group, start, owner, call, chunks, status)
+    leave(group, start, call, chunks, status)
 
 
 @triton.jit
@@ -179,15 +166,15 @@ def run_chunks(BODY: tl.constexpr, tensors, group, call, chunk_words, SPEC: tl.c
     `tensors` is (x_ptr, y_ptr, numel) and whatever else BODY takes; `chunk_words` the most words of a chunk.
     """
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
-    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    start = enter(group, call)
+    whole = whole_call(tensors, group, call, start, SPEC)
     chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE)
     status = 0
     number = tl.zeros([], tl.int64)
     while (number < chunks) & (status == 0):
         status = BODY(tensors, nth(whole, number, chunk_words), SPEC)
         number += 1
-    leave(group, start, owner, call, chunks, status)
+    leave(group, start, call, chunks, status)
 
 
 @triton.jit
@@ -218,8 +205,8 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
     barrier.
     """
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
-    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    start = enter(group, call)
+    whole = whole_call(tensors, group, call, start, SPEC)
     chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE)
     status = 0
     number = tl.zeros([], tl.int64)
@@ -233,7 +220,7 @@ def run_pushed(PUSH: tl.constexpr, TAKE: tl.constexpr, tensors, group, call, chu
         if number < chunks:
             status = synchronize(ahead, 0, SPEC)
         number += 1
-    leave(group, start, owner, call, chunks, status)
+    leave(group, start, call, chunks, status)
 
 
 @triton.jit
@@ -255,8 +242,8 @@ def run_two_hops(
     after its own first barrier or headers.
     """
     wait_for_launches(SPEC)
-    start, owner = enter(group, call)
-    whole = whole_call(tensors, group, call, start, owner, SPEC)
+    start = enter(group, call)
+    whole = whole_call(tensors, group, call, start, SPEC)
     chunks, chunk_words = alike(whole.count, chunk_words, SPEC.TILE * SPEC.WORLD_SIZE)
     status = 0
     number = tl.zeros([], tl.int64)
@@ -276,4 +263,4 @@ def run_two_hops(
         elif number == chunks:
             status = synchronize(behind, 1, SPEC)
         number += 1
-    leave(group, start, owner, call, chunks, status)
+    leave(group, start, call, chunks, status)

@@ -83,6 +83,38 @@ def store_planes_if(y_ptr, start, tile, left, numel, ALIGNED, SPEC: tl.constexpr
 
 
 @triton.jit
+def whole_planes(start, left, numel, like, ALIGNED, SPEC: tl.constexpr):
+    """True if the tile at word `start`, with `left` words to the end of its run, is loaded from like[0:numel] and
+    stored to it as whole words."""
+    if SPEC.WIDE:
+        whole = _whole_words(like, start, left, numel, SPEC)
+    else:
+        whole = (start + SPEC.PLANE) * (64 // like.dtype.element_ty.primitive_bitwidth) <= numel
+    return whole & ALIGNED
+
+
+@triton.jit
+def load_whole(x_ptr, start, left, SPEC: tl.constexpr):
+    """`load_planes` of a tile for which `whole_planes` is true."""
+    if SPEC.WIDE:
+        tile = load_three(x_ptr.to(tl.pointer_type(tl.int64)) + start, left, False, SPEC)
+    else:
+        wide = tl.multiple_of(x_ptr.to(tl.pointer_type(tl.int64)) + start, 16)
+        tile = (tl.load(wide + tl.arange(0, SPEC.PLANE)),)
+    return tile
+
+
+@triton.jit
+def store_whole(y_ptr, start, tile, left, SPEC: tl.constexpr):
+    """`store_planes` of a tile for which `whole_planes` is true."""
+    if SPEC.WIDE:
+        store_three(y_ptr.to(tl.pointer_type(tl.int64)) + start, tile, left, False, SPEC)
+    else:
+        wide = tl.multiple_of(y_ptr.to(tl.pointer_type(tl.int64)) + start, 16)
+        tl.store(wide + tl.arange(0, SPEC.PLANE), tile[0])
+
+
+@triton.jit
 def put_planes(pointer, tile, flag, left, SPEC: tl.constexpr):
     """Push a tile with `flag` to its place at `pointer` (int64*, 16-byte aligned) in a mailbox, `ll_buffer`."""
     if SPEC.WIDE:
@@ -134,8 +166,8 @@ def _whole_words(like, start, left, numel, SPEC: tl.constexpr):
 @triton.jit
 def _load_three(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
     """Planes by words of 64 bits, all three in flight at once; element by element if they are not whole words."""
-    if _whole_words(x_ptr, start, left, numel, SPEC) & ALIGNED:
-        tile = load_three(x_ptr.to(tl.pointer_type(tl.int64)) + start, left, False, SPEC)
+    if whole_planes(start, left, numel, x_ptr, ALIGNED, SPEC):
+        tile = load_whole(x_ptr, start, left, SPEC)
     else:
         PACK: tl.constexpr = 64 // x_ptr.dtype.element_ty.primitive_bitwidth
         tile = ()
@@ -191,8 +223,8 @@ def store_three(pointer, tile, left, ALL: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _store_three(y_ptr, start, tile, left, numel, ALIGNED, SPEC: tl.constexpr):
-    if _whole_words(y_ptr, start, left, numel, SPEC) & ALIGNED:
-        store_three(y_ptr.to(tl.pointer_type(tl.int64)) + start, tile, left, False, SPEC)
+    if whole_planes(start, left, numel, y_ptr, ALIGNED, SPEC):
+        store_whole(y_ptr, start, tile, left, SPEC)
     else:
         PACK: tl.constexpr = 64 // y_ptr.dtype.element_ty.primitive_bitwidth
         for k in tl.static_range(SPEC.PLANES):

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from tricomm.kernels.device.arrival import arrive
 from tricomm.kernels.device.mailbox import flagged_bytes, ll_buffer, ll_place
 from tricomm.kernels.device.packing import load_elements, raw_pointer
 from tricomm.kernels.device.planes import load_three, plane_length, plane_start, put_planes, store_three
@@ -150,14 +149,6 @@ def places(chunk, place, SPEC: tl.constexpr):
             at = first + g * tile_words(SPEC) + r * (flagged_bytes(chunk.group, SPEC) // 8)
             pointers = pointers + (tl.multiple_of(at, 16),)
     return pointers
-
-
-@triton.jit
-def arrive_if(chunk, now, before, SPEC: tl.constexpr):
-    """`arrive` if `now`: this block has read all that it reads of the call's last chunk."""
-    if now:
-        before = arrive(chunk.group, SPEC.LANES)
-    return before
 
 
 @triton.jit

@@ -24,7 +24,7 @@ _BEHIND = "        status = barrier(group, start, call, 1, SPEC.WORLD_SIZE, SPEC
 _READ = "load_words(inputs[r], first, numel"
 _PIECE = "base = part * piece"
 _ACK = "(number << 32) + lane * 0, lane == 0, True, SPEC.PTX)"
-_LEFT = "            status = synchronize(behind, 1, SPEC)\n        number += 1\n    leave(group, start, owner, call, "
+_LEFT = "            status = synchronize(behind, 1, SPEC)\n        number += 1\n    leave(group, start, call, "
 
 MISTAKES = {
     "chunks rounded down": (

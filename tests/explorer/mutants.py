@@ -42,7 +42,7 @@ _MEET = "            status = synchronize(ahead, 0, SPEC)\n"
 _NEXT = "        number += 1\n"
 _FIRST = "            status = synchronize(ahead, 0, SPEC)\n        elif"
 _SECOND = "status = synchronize(behind, 1, SPEC)"
-_STRIDE = "own, tl.num_programs(0) * SPEC.TILE, owner)"
+_STRIDE = "own, tl.num_programs(0) * SPEC.TILE)"
 _SECOND_HALF = "simple_buffer(chunk, peer_ahead(group, step, WORLD_SIZE), me, SPEC) + half"
 _TAKEN = "buffers = buffers + (simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half"
 _TAKEN_LAST = "buffer = simple_buffer(chunk, table_of(chunk.group), source, SPEC) + half\n        words"
@@ -123,7 +123,7 @@ REAL = (
     Mutant(
         "K11", "rank 0's grid is smaller", "grids that differ between ranks: FlashInfer `_grid_change_worker`",
         (
-            Edit(CHUNKS, _STRIDE, "own, (tl.num_programs(0) - (rank_of(group) == 0)) * SPEC.TILE, owner)"),
+            Edit(CHUNKS, _STRIDE, "own, (tl.num_programs(0) - (rank_of(group) == 0)) * SPEC.TILE)"),
             Edit(CHUNKS, "(number <= chunks) & (status == 0):",
                  "(number <= chunks) & (status == 0) & (whole.own < whole.stride):"),
         ),
@@ -151,10 +151,9 @@ REAL = (
         (S,), RACE, "no flag tells rank",
     ),
     Mutant(
-        "K15", "epoch moved on without order", "K01 for epochs: the last block does not know that others have read it",
-        (Edit(PRIMITIVES, 'tl.atomic_add(table + ARRIVALS, 1, sem="acq_rel", scope="gpu")',
-              'tl.atomic_add(table + ARRIVALS, 1, sem="relaxed", scope="gpu")'),),
-        (S,), RACE, "make it sem='release'", blocks=2,
+        "K15", "all blocks read the first one's epoch", "it may have ended, and moved its epoch on, before they begin",
+        (Edit(PRIMITIVES, "    return tl.load(words + tl.program_id(0), volatile", "    return tl.load(words, volatile"),),
+        (S,), RACE, blocks=2,
     ),
     Mutant(
         "K16", "one stage instead of two", "epochs without a second buffer: vllm#8404, ROCm/aiter#3514",
@@ -224,7 +223,7 @@ REAL = (
     ),
     Mutant(
         "K27", "grid-wide wait, grid larger than the device", "a block waits for one that has no place to run",
-        (Edit(PRIMITIVES, "    return tl.load(table + EPOCH),", f"{_GRID_WAIT}    return tl.load(table + EPOCH),"),),
+        (Edit(PRIMITIVES, "    return tl.load(words + tl", f"{_GRID_WAIT}    return tl.load(words + tl"),),
         (S,), DEADLOCK, world_size=1, blocks=2, residency=1,
     ),
     Mutant(

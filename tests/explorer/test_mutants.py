@@ -157,7 +157,7 @@ def results_are_not_compared(patch: pytest.MonkeyPatch) -> None:
 
 
 NEEDED_FOR: dict[Callable[[pytest.MonkeyPatch], None], str] = {
-    every_flag_releases_and_acquires: "K01 K02 K15",
+    every_flag_releases_and_acquires: "K01 K02",
     every_scope_is_the_system: "K03 K25",
     a_block_is_one_thread: "K33a K33b",
     reads_are_forgotten: "K16 M17",

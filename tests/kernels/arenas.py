@@ -56,13 +56,13 @@ class Rank:
         table[layout.CONTROL] = base + rank * self.stride + self.plan.nbytes
         for word, value in self.plan.constants.items():
             table[word] = value
-        table[layout.EPOCH] = epoch
+        table[layout.EPOCHS : layout.EPOCHS + layout.MAX_BLOCKS] = epoch
         for peer in range(world_size):
             table[layout.PEERS + peer] = base + peer * self.stride
 
     @property
     def epoch(self) -> int:
-        return int(self.arena[layout.EPOCH])
+        return int(self.arena[layout.EPOCHS]) & 0xFFFFFFFF  # without the number of a call that runs
 
     @property
     def status(self) -> int:

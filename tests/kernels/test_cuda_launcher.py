@@ -60,7 +60,7 @@ def group_parameters(world_size):
     peers = GROUP[layout.PEERS :][:world_size].tolist()
     partners = [1, 0, 3, 2, 5] if world_size == 8 else []
     partners += [peers[partner] for partner in partners]
-    return [GROUP.data_ptr(), *GROUP[: layout.EPOCH].tolist(), *peers[1:], peers[0], *peers, *partners]
+    return [GROUP.data_ptr(), *GROUP[: layout.CONSTANTS].tolist(), *peers[1:], peers[0], *peers, *partners]
 
 
 @KERNELS

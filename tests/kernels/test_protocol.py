@@ -237,7 +237,7 @@ def test_the_abort_word_ends_every_wait(name):
 
 def overlapping(rank, world_size, tell, where):
     me = Rank(rank, where)
-    me.arena[layout.BUSY] = 12345  # as another launch of this communicator would have left it while it runs
+    me.arena[layout.EPOCHS] |= 12345 << 32  # as another launch of this communicator leaves it while it runs
     wait_for_all(me)
     me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
     return me.status
@@ -249,9 +249,10 @@ def test_a_launch_that_overlaps_another_one_is_reported():
 
 
 def overlapping_and_alone(rank, world_size, tell, where, status, abort):
-    """Another launch has left its busy word, and no peer ever comes: what the status word says in the end."""
+    """Another launch has left its number in its epoch word, and no peer ever comes: what the status word says in the end."""
     me = Rank(rank, where)
-    me.arena[layout.BUSY], me.control[layout.STATUS], me.control[layout.ABORT] = 12345, status, abort
+    me.arena[layout.EPOCHS] |= 12345 << 32
+    me.control[layout.STATUS], me.control[layout.ABORT] = status, abort
     interpreter.substitute(primitives.pause, _give_up_after(me, 5.0, triton_adapter.yield_to_others))
     me.run(NAMES["all_reduce_one_shot_ll"], torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
     return me.status

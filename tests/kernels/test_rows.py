@@ -137,7 +137,7 @@ def calls(comm, way):
 
 
 ONE_SHOT, TWO_SHOT = (f"kernels/collectives/all_reduce_rows_{name}.py" for name in ("one_shot", "two_shot"))
-ARRIVAL, ROWS = "kernels/device/arrival.py", "kernels/device/rows.py"
+PRIMITIVES, ROWS = "kernels/primitives.py", "kernels/device/rows.py"
 MUTANTS = {
     "the epilogue runs before the last tile has come": (
         ONE_SHOT,
@@ -155,19 +155,16 @@ MUTANTS = {
         "return SPEC.FIRSTS[n] + lane, lane < SPEC.LENGTHS[n] - 1",
     ),
     "rows lie over each other in the mailbox": (ONE_SHOT, "this * SPEC.PITCH + i * SPEC.TILE", "i * SPEC.TILE"),
-    "blocks arrive in no order": (
-        ARRIVAL,
-        'before + 1, mask=lane == 0, sem="acq_rel"',
-        'before + 1, mask=lane == 0, sem="relaxed"',
+    "the first block moves all epochs on": (
+        PRIMITIVES,
+        "lacks = tl.where(block == 0, tl.num_programs(0), MAX_BLOCKS)",
+        "lacks = tl.where(block == 0, 0, MAX_BLOCKS)",
     ),
-    "the first block that arrives moves the epoch on": (ARRIVAL, "(before == tl.num_programs(0) - 1)", "(before == 0)"),
-    "arrivals of rows are not counted from 0 again": (
-        ARRIVAL,
-        "    tl.store(table + ARRIVALS, zeros, mask=last)\n",
-        "",
+    "all blocks read the first one's epoch": (
+        PRIMITIVES,
+        "return tl.load(words + tl.program_id(0), volatile",
+        "return tl.load(words, volatile",
     ),
-    "a block without rows does not arrive": (ONE_SHOT, "last & (row >= count) & (status == 0)", "last & (row < 0)"),
-    "a block arrives with its first row": (ONE_SHOT, "last & (row + stride >= count)", "last & (row < stride)"),
 }
 
 

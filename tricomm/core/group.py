@@ -195,7 +195,8 @@ class Group:
     def begin(self) -> None:
         """Write what kernels expect before the first call into zeroed memory and the control words: tables, and message
         counters. Called again after a resume. No kernel may run before every rank has done it."""
-        self.words[[layout.STARTED, layout.ENDED]] = 0, self.options._tuning.first_epoch
+        self.words[layout.STARTED] = 0
+        self.words[layout.ENDED : layout.CONTROL_WORDS] = self.options._tuning.first_epoch
         self.table, self.argument = self._write_table() if self.routes.no_kernels is None else _NO_TABLE
         if self.gpu is not None:  # the first kernel may run on another stream than these copies
             self.gpu.synchronize()

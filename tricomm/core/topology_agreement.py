@@ -162,7 +162,8 @@ def group_table(
     `bases` are the addresses of all ranks' arenas here, `control` is the address of the control page for the kernels.
     """
     values = [0] * (layout.HEADERS // 8)
-    values[layout.RANK], values[layout.CONTROL], values[layout.EPOCH] = rank, control, first_epoch
+    values[layout.RANK], values[layout.CONTROL] = rank, control
+    values[layout.EPOCHS :] = [first_epoch] * layout.MAX_BLOCKS
     for word, value in memory.constants.items():
         values[word] = value
     values[layout.PEERS : layout.PEERS + len(bases)] = bases

@@ -58,7 +58,8 @@ def has_compact_form(kernel: registry.Kernel, device: str, world_size: int) -> b
 GPU_WARPS = 8
 GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
 WORDS_PER_WARP = 32  # at least: every thread has a part of each tile, because all of them poll together
-LL_TILE, LL_BLOCKS = 128, 32  # words: one a thread, so that a store of a warp fills whole sectors
+LL_BLOCKS = 32
+_MANY_RANKS = 8  # the tiles for all of them are in flight at once: half as large ones are enough bytes
 CPU_TILE = 8192  # the interpreter pays per operation, not per element
 
 
@@ -102,18 +103,20 @@ def shape_of(
     if kernel.pairwise:
         return _shape_of_message(facts, kernel, facts.layout.slot_words(kernel.protocol), words)
     widest = facts.layout.largest_tile(kernel.algorithm, kernel.protocol)
+    warps = GPU_WARPS
     if facts.device == "cpu":
         tile = min(CPU_TILE, max(16, 1 << (max(words, 1) - 1).bit_length()))
         blocks = 1
     else:
+        tile = GPU_TILE
         share = words if kernel.shards is None else -(-words // (kernel.shards or facts.world_size))
         if kernel.protocol != "simple":
-            tile = _short_tile(share, WORDS_PER_WARP if kernel.protocol == "ll" and kernel.shards == 0 else LL_TILE)
+            tile = _short_tile(kernel, share, facts.world_size)
             blocks = min(LL_BLOCKS, max(1, -(-share // tile_words(kernel.protocol, tile))))
         else:
-            tile = GPU_TILE
+            if kernel.shards == 0 and facts.world_size >= _MANY_RANKS:
+                tile, warps = GPU_TILE // 2, GPU_WARPS // 2
             blocks = _wide_grid(facts, kernel, share, min(facts.tile or tile, widest))
-    warps = GPU_WARPS
     if row is not None:
         tile, blocks, warps = row.tile or tile, row.blocks or blocks, row.warps or warps
     tile = _tile(facts, kernel, tile, widest, registers_of(facts, row))
@@ -155,13 +158,16 @@ def usable_tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, bound
     return facts.tile
 
 
-def _short_tile(words: int, enough: int) -> int:
-    """Words of an LL tile: all of the message, until `enough` words make several blocks worth while.
+def _short_tile(kernel: registry.Kernel, words: int, world_size: int) -> int:
+    """Words of an LL tile: those of one warp, which needs no barrier to leave a poll, and polls few words a round; more
+    of them if LL_BLOCKS blocks have several tiles each.
 
-    For two shots one word a thread of one warp is enough: modelled, 64 KiB on 8 H100 take 3.7 us, with four warps 4.1.
+    Not for two shots of many ranks, whose tiles are polled together: modelled, 1 MiB on 8 H100 takes 9.0 us by tiles of
+    one warp under `ll128`, by tiles of four warps 13.5.
     """
-    tile = max(WORDS_PER_WARP, min(enough, 1 << (max(words, 1) - 1).bit_length()))
-    while tile < GPU_TILE and words > LL_BLOCKS * tile:
+    tile = WORDS_PER_WARP * kernel.words_per_thread
+    grows = kernel.shards is None or world_size < _MANY_RANKS
+    while grows and tile < GPU_TILE and words > LL_BLOCKS * tile_words(kernel.protocol, tile):
         tile *= 2
     return tile
 

@@ -44,7 +44,7 @@ class Control:
         self.dead, self.closed, self.beats = set(), set(), 0
         self.quiet, self.ticks = set(), 0  # ranks without heartbeats, and the CPU time of all
         for page in self.pages:
-            page[layout.ENDED] = 5
+            page[layout.ENDED : layout.CONTROL_WORDS] = 5
 
     def own(self):
         return Peer(self, 0)
@@ -84,7 +84,7 @@ def message(control, peer):
 def test_a_dead_rank_in_a_collective_is_noticed_at_once_if_other_calls_are_queued_after_it():
     control = Control()
     control.pages[0][layout.STARTED] = 5  # runs: its end is not later
-    control.pages[1][layout.ENDED] = 6
+    control.pages[1][layout.ENDED : layout.CONTROL_WORDS] = 6
     control.dead = {2}
     message(control, 1)
     fault, seconds = after(control, 3.0)
@@ -129,7 +129,7 @@ def test_a_receive_from_any_rank_fails_if_a_peer_died_or_all_have_left():
 def test_cpu_time_is_a_sign_of_life_and_a_stop_after_it_is_named_within_the_limit():
     control = Control()
     control.pages[0][layout.STARTED] = 5
-    control.pages[1][layout.ENDED] = 6
+    control.pages[1][layout.ENDED : layout.CONTROL_WORDS] = 6
     control.quiet = {2}
     assert after(control, 200.0, works=lambda seconds: True) is None
     assert after(control, 200.0, works=lambda seconds: seconds % 3.0 < 0.01) is None, "it waits for a disk"
@@ -149,7 +149,7 @@ def test_a_completed_message_waits_for_no_peer():
 def test_a_late_rank_is_named_and_its_wait_is_counted():
     control = Control()
     control.pages[0][layout.STARTED] = 5
-    control.pages[1][layout.ENDED] = 6
+    control.pages[1][layout.ENDED : layout.CONTROL_WORDS] = 6
     monitor = Monitor(control, 3.0, 30.0)
     looks = 0
     while monitor.fault is None and looks < 200:

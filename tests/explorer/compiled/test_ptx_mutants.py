@@ -85,7 +85,7 @@ class Group:
 FORBIDDEN = (
     Group(S, "signal", _ALL, 4, "st.release"),
     Group(S, "acquire", _ALL, 4, "ld.acquire"),
-    Group(S, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
+    Group(S, "enter", ("barrier",), 1, "removed", innermost=True),
     # Of the two pushes the first goes to the own mailbox, which the block reads behind a barrier.
     Group(L, "push_to_all", ("scope", "strength", "width"), 3, "st.relaxed", sizes=(520, 300), harmless=(3, 0)),
     Group(L, "poll_planes", ("strength", "width"), 2, "v2.b64"),
@@ -98,7 +98,7 @@ FORBIDDEN = (
     * WIDE,
     # The first is of `synchronize`, which this kernel calls at an epoch that clears.
     Group(L, "acquire", ("scope", "strength", "width", "sequence"), 3, "ld.acquire", harmless=(3, 0)),
-    Group(L, "finish", ("order", "scope", "atomicity"), 5, "atom", blocks=2),
+    Group(L, "announce", ("scope", "strength", "width"), 3, "st.relaxed"),
     Group(T, "signal", _ALL, 8, "st.release"),
     Group(T, "acquire", _ALL, 8, "ld.acquire"),
     # The reduction over the fingerprints after the acquire has barriers as well.

@@ -60,7 +60,8 @@ _TORN = """\
         tl.store(half + 2, high.to(tl.int32), mask=mask)
         tl.store(half + 3, (high >> 32).to(tl.int32), mask=mask)
 """
-_MOVE_ON = "            tl.store(table + EPOCH, advance(epoch, chunks))\n"
+_MOVE_ON = "        later = advance(epoch, chunks) + lane * 0\n"
+_KEPT = "    lacks = tl.where(block == 0, tl.num_programs(0), MAX_BLOCKS)\n"
 
 _BEHIND_CLEARING = "        tl.debug_barrier()\n"
 _REST = "(not takes), status, SPEC)\n    more"
@@ -139,18 +140,18 @@ OWN = (
         (S,), RACE, sizes=(1100,), tile=512,
     ),
     Mutant(
-        "M14", "arrivals not reset", "from the second call on no block is the last one",
-        (Edit(PRIMITIVES, "                tl.store(table + ARRIVALS, 0)\n", ""),),
-        (S,), frozenset({"race", "exception"}), blocks=2,
+        "M14", "words of blocks that a launch lacks stay behind", "a launch with more blocks reads two epochs",
+        (Edit(PRIMITIVES, _KEPT, "    lacks = MAX_BLOCKS\n"),),
+        (S,), frozenset({"leftover"}), blocks=2,
     ),
     Mutant(
-        "M15", "the first block moves the epoch on", "others of its launch have not read it yet",
-        (Edit(PRIMITIVES, 'scope="gpu") == tl.num_programs(0) - 1', 'scope="gpu") == 0'),),
+        "M15", "the first block moves all epochs on", "others of its launch have not read theirs yet",
+        (Edit(PRIMITIVES, _KEPT, _KEPT.replace("tl.num_programs(0)", "0")),),
         (B,), RACE, blocks=2,
     ),
     Mutant(
-        "M16", "busy word not reset", "the next launch takes this one for a second stream: pytorch#189228",
-        (Edit(PRIMITIVES, "            tl.store(table + BUSY, 0)\n", ""),),
+        "M16", "the call's number stays", "the next launch takes this one for a second stream: pytorch#189228",
+        (Edit(PRIMITIVES, "EPOCHS + lane, later, mask=kept)", "EPOCHS + lane, later | (1 << 62), mask=kept)"),),
         (B,), frozenset({"exception", "leftover"}),
     ),
     Mutant(
@@ -246,12 +247,6 @@ OWN = (
         "M32", "LL: the flag loses its top bit", "a counter of 31 bits where 32 are meant",
         (Edit(PRIMITIVES, "low = (words & LOW) | (flag << 32)", "low = (words & LOW) | ((flag & 0x7FFFFFFF) << 32)"),),
         (L,), DEADLOCK, first_epoch=2**31 - 2,
-    ),
-    Mutant(
-        "M33", "no block barrier behind the last arrival", "other threads store before one of them has acquired",
-        (Edit(PRIMITIVES, "            tl.debug_barrier()  # holds the block's other threads until one of them has "
-              "acquired\n", ""),),
-        (S,), RACE, "put tl.debug_barrier() after the acquire", blocks=2,
     ),
     Mutant(
         "M34", "two-shot: shard pushed to the peer's own buffer", "two ranks write to one buffer",

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from tricomm.errors import ResourceError
 from tricomm.gpu import Gpu
@@ -15,7 +16,8 @@ from tricomm.kernels import layout
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.cuda.cuda_driver import load_driver
 
-_STARTED, _ENDED, _STATUS = layout.STARTED, layout.ENDED, layout.STATUS
+_STARTED, _STATUS = layout.STARTED, layout.STATUS
+_ENDED = slice(layout.ENDED, layout.CONTROL_WORDS)  # a word for each block
 _MOST_LOADING = 600.0  # seconds: a compiler that takes longer does not end
 _MESSAGE, _MESSAGE_ENDED = layout.MESSAGE, layout.MESSAGE_ENDED
 
@@ -44,7 +46,7 @@ class InFlight:
 
     def forget(self) -> None:
         """Release the memory."""
-        self._words, self._peers = np.zeros(layout.LOADING + 1, np.int64), {}
+        self._words, self._peers = np.zeros(layout.CONTROL_WORDS, np.int64), {}
         self._flags = memoryview(self._words)  # type: ignore[arg-type]
         self.describers.clear()
 
@@ -67,7 +69,7 @@ class InFlight:
         """Whether it runs something, or a kernel has reported something. Costs nearly nothing."""
         flags = self._flags
         return bool(
-            flags[_STARTED] == flags[_ENDED]
+            self.in_epoch()
             or flags[_MESSAGE] != flags[_MESSAGE_ENDED]
             or flags[_STATUS]
             or self._user_calls
@@ -105,8 +107,9 @@ class InFlight:
         return next(iter(list(self._user_calls)), None)  # calls end in other threads
 
     def in_epoch(self) -> bool:
-        """Whether a collective's kernel runs."""
-        return self._started != 0 and self._started == int(self._words[_ENDED])
+        """Whether a collective's kernel runs: a block has not ended what the launch has started."""
+        started = self._started
+        return started != 0 and bool((self._words[_ENDED] == started).any())
 
     @property
     def _started(self) -> int:
@@ -125,7 +128,7 @@ class InFlight:
     def unfinished(self) -> list[int]:
         """Ranks that have not done their part in the running call. Nothing is known about a user's own kernel."""
         if self.in_epoch():
-            return [r for r, words in self._peers.items() if not _past(words[_ENDED], self._started)]
+            return [r for r, words in self._peers.items() if not _past(words[_ENDED], self._started).all()]
         peer = int(self._words[layout.MESSAGE_PEER]) if self.message() is not None else -1
         return [r for r in self._peers if peer in (-1, r)]
 
@@ -157,13 +160,15 @@ class InFlight:
         return bool(event.query())
 
 
-def _past(ended: int, started: int) -> bool:
-    """True if a rank whose last call ended before epoch `ended` has finished epoch `started`.
+def _past(ended: NDArray[np.int64], started: int) -> NDArray[np.bool_]:
+    """For each block of a rank: True if its last call, which ended before its epoch in `ended`, has finished epoch
+    `started`.
 
     Not the same as `ended != started`: a peer may be killed in the call before the one that this rank is in. Epochs
     wrap at 2^32, and ranks are never far apart.
     """
-    return 0 < (int(ended) - started) % layout.EPOCH_LIMIT < layout.EPOCH_LIMIT // 2
+    since = (ended - started) % layout.EPOCH_LIMIT
+    return (0 < since) & (since < layout.EPOCH_LIMIT // 2)
 
 
 def _entered(theirs: int, started: int) -> bool:
