@@ -15,9 +15,10 @@ Run: python -m devtools.mailbox_model (seconds; exits with 1 if a verdict is not
 
 from __future__ import annotations
 
-from devtools.mailbox_model import dependent_launches, messages, plain_data, words_with_flags
+from devtools.mailbox_model import dependent_launches, epochs, messages, plain_data, words_with_flags
 from devtools.mailbox_model.explore import Case
 
 
 def cases() -> list[Case]:
-    return [*words_with_flags.cases(), *messages.cases(), *plain_data.cases(), *dependent_launches.cases()]
+    some = [*words_with_flags.cases(), *epochs.cases(), *messages.cases()]
+    return [*some, *plain_data.cases(), *dependent_launches.cases()]

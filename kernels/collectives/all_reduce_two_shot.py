@@ -126,8 +126,8 @@ def _shards(tensors, chunk, first, SPEC: tl.constexpr):
 
 @triton.jit
 def _all_whole(tensors, like, chunk, first, SPEC: tl.constexpr):
-    """True if `whole_planes` is true of the tile at word `first` of each shard of `like`, because it is of the last one:
-    one branch for all of them."""
+    """True if `whole_planes` is true of the tile at word `first` of every shard of `like`, because it is of the last
+    one: one branch for all of them."""
     shard = shard_words(chunk.count, SPEC.WORLD_SIZE)
     last = (SPEC.WORLD_SIZE - 1) * shard
     limit = _end(tensors, chunk, last + shard, SPEC)

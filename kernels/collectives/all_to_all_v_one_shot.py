@@ -45,7 +45,7 @@ def all_to_all_v_one_shot(
     number = tl.zeros([], tl.int64)
     wait_for_launches(SPEC)
     if SPEC.LL:  # in flight together with the epoch
-        unnumbered = whole_call((x_ptr, y_ptr, numel), group, call, number, number, SPEC)
+        unnumbered = whole_call((x_ptr, y_ptr, numel), group, call, number, SPEC)
         tile = _tile_for(x_ptr, numel, send_counts, buffer, unnumbered, 1, unnumbered.own, SPEC)
     start = enter(group, call)
     whole = whole_call((x_ptr, y_ptr, numel), group, call, start, SPEC)

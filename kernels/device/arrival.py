@@ -1,8 +1,8 @@
 """LL: wait until words have arrived, and until they are safe to use; announce the start of a launch.
 
 One loop polls everything at once: the words of a tile, from several ranks; this block's header from every peer; and the
-block's epoch word, which shows another launch of this communicator. All loads of a round are in flight together, and one
-reduction over the block gives the state:
+block's epoch word, which shows another launch of this communicator. All loads of a round are in flight together, and
+one reduction over the block gives the state:
 
     0: all has arrived   1: something is late   2: aborted   3: another launch   4: a peer made another call
 

@@ -152,7 +152,7 @@ REAL = (
     ),
     Mutant(
         "K15", "all blocks read the first one's epoch", "it may have ended, and moved its epoch on, before they begin",
-        (Edit(PRIMITIVES, "    return tl.load(words + tl.program_id(0), volatile", "    return tl.load(words, volatile"),),
+        (Edit(PRIMITIVES, "return tl.load(words + tl.program_id(0), volatile", "return tl.load(words, volatile"),),
         (S,), RACE, blocks=2,
     ),
     Mutant(

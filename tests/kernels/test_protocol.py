@@ -249,7 +249,7 @@ def test_a_launch_that_overlaps_another_one_is_reported():
 
 
 def overlapping_and_alone(rank, world_size, tell, where, status, abort):
-    """Another launch has left its number in its epoch word, and no peer ever comes: what the status word says in the end."""
+    """Another launch has left its number in an epoch word, and no peer ever comes: what the status word says."""
     me = Rank(rank, where)
     me.arena[layout.EPOCHS] |= 12345 << 32
     me.control[layout.STATUS], me.control[layout.ABORT] = status, abort

@@ -98,7 +98,7 @@ FORBIDDEN = (
     * WIDE,
     # The first is of `synchronize`, which this kernel calls at an epoch that clears.
     Group(L, "acquire", ("scope", "strength", "width", "sequence"), 3, "ld.acquire", harmless=(3, 0)),
-    Group(L, "announce", ("scope", "strength", "width"), 3, "st.relaxed"),
+    Group(L, "announce", ("strength", "width"), 2, "st.relaxed"),
     Group(T, "signal", _ALL, 8, "st.release"),
     Group(T, "acquire", _ALL, 8, "ld.acquire"),
     # The reduction over the fingerprints after the acquire has barriers as well.
