@@ -35,10 +35,10 @@ def counted(rank: int, n: int, epoch: int, grid: int, broken: str = "") -> Launc
 def cases() -> Iterator[Case]:
     for grids in ((2, 2, 2), (1, 2, 1, 2)):
         yield Case(f"epochs by block, grids {grids}", SAFE, calls(2, *[partial(counted, grid=g) for g in grids]))
-    for broken, grids in (
-        ("the first block writes all words", (2, 2)),
-        ("all read the first one's word", (2, 2)),
-        ("no words of blocks that it lacks", (1, 2)),
+    for broken, first in (
+        ("the first block writes all words", 2),
+        ("all read the first one's word", 2),
+        ("no words of blocks that it lacks", 1),
     ):
-        ranks = calls(2, *[partial(counted, grid=g, broken=broken) for g in grids])
+        ranks = calls(2, *[partial(counted, grid=grid, broken=broken) for grid in (first, 2)])
         yield Case(f"epochs by block; {broken}", WRONG, ranks)
