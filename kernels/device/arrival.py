@@ -42,12 +42,13 @@ SOURCES = tl.constexpr(layout.MAX_WORLD_SIZE)
 
 @triton.jit
 def headers_and_epoch(chunk, place, mask, SPEC: tl.constexpr):
-    """int64: words of one's own group table and headers, which may be written at the same time; 0 outside of `mask`.
+    """int64: words of one's own group table and headers, which may be written at the same time; 0 outside of `mask`,
+    where this block's epoch word is read, because another block may end while this one polls.
 
     Acquires: a later call may push plain data over what the peers have read before they sent these headers. So it is
     the last load of a round, which no other one waits for.
     """
-    at = table_of(chunk.group) + tl.where(mask, place, EPOCHS)
+    at = table_of(chunk.group) + tl.where(mask, place, EPOCHS + tl.program_id(0))
     return tl.where(mask, acquire(at, mask, SPEC.PTX), 0)
 
 
