@@ -333,8 +333,7 @@ def barrier(
 @triton.jit
 def advance(epoch, chunks):
     """The epoch `chunks` after `epoch`. 0 means 'never written', so 2^32 - 1 is followed by 2. Not by 1: the mailbox is
-    chosen by the epoch's parity, which must go on alternating.
-    """
+    chosen by the epoch's parity, which must go on alternating."""
     later = epoch + chunks
     return tl.where(later >= LIMIT, later - (LIMIT - 2), later)
 
@@ -351,9 +350,8 @@ def kept_words(LANES: tl.constexpr = MAX_BLOCKS):
 
 @triton.jit
 def read_epoch(group, LANES: tl.constexpr = MAX_BLOCKS):
-    """(epoch, seen): the first epoch of a launch, and the words that this block keeps. No other block of the launch
-    changes these words. Nothing waits for these loads here: the code up to their first use runs while they are in
-    flight."""
+    """(epoch, seen): the first epoch of a launch, and the words that this block keeps, which no other block of the
+    launch changes. The code up to their first use runs while these loads are in flight."""
     words = table_of(group) + EPOCHS
     lane, kept = kept_words(LANES)
     seen = tl.load(words + lane, mask=kept, other=0, volatile=True)
@@ -368,8 +366,7 @@ def running(epoch, call):
 
 @triton.jit
 def enter(group, call):
-    """Start of a launch: its first epoch. Another launch that runs is reported here already, because possibly neither
-    of the two ends."""
+    """Start of a launch: its first epoch. Another launch that runs is reported here already: neither may ever end."""
     epoch, seen = read_epoch(group)
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)
@@ -383,11 +380,8 @@ def enter(group, call):
 
 @triton.jit
 def leave(group, epoch, call, chunks, status):
-    """`finish`, for a launch that has not read its epoch words since its start.
-
-    A launch that overlaps another one of the same communicator sees the other's words at its start, or here if the
-    other one came later. It reports that in the status word; neither launch's output is defined then.
-    """
+    """`finish`, for a launch that has not read its epoch words since its start: another launch of this communicator
+    that has begun since then is reported here. Neither launch's output is defined then."""
     lane, kept = kept_words()
     seen = tl.load(table_of(group) + EPOCHS + lane, mask=kept, other=0, volatile=True)
     finish(group, epoch, chunks, status)
@@ -397,8 +391,7 @@ def leave(group, epoch, call, chunks, status):
 
 @triton.jit
 def finish(group, epoch, chunks, status):
-    """End of a launch for this block: advance the epoch words that it keeps, for the next launch and for the host.
-    Nothing waits for it."""
+    """End of a launch for this block: advance the epoch words that it keeps, for the next launch and for the host."""
     tl.debug_barrier()  # the block's other threads have read the words that are stored
     if status == 0:
         lane, kept = kept_words()
