@@ -1,6 +1,6 @@
 """The layout of a rank's arena: the tables at its head, and the division of the rest. The same on all ranks.
 
-    byte 0      group table   64-bit words: the own rank, the peers' addresses, the epoch
+    byte 0      group table   64-bit words: the own rank, the peers' addresses, each block's epoch
     1024        headers       [phase][parity][source][block], one 64-bit word each
     ll          LL mailbox    [parity][source], `ll_buffer` bytes each; two words of 64 bits for 8 bytes of payload
     wide        mailbox of `ll128`: [parity][source], `wide_buffer` bytes each; 16 bytes for 12 bytes of payload

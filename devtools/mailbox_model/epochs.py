@@ -2,6 +2,7 @@
 
 Each block reads its own word when it begins, and writes the next epoch to it when it ends; the first block also to the
 words of blocks that the launch lacks. No block waits for another one of its rank: one may end before another begins.
+In a dependent launch each block waits before it reads its word.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
+from devtools.mailbox_model.dependent_launches import BEGIN, SIGNAL, WAIT
 from devtools.mailbox_model.explore import SAFE, WRONG, Case, Launch, Op, Slot, calls
 from devtools.mailbox_model.words_with_flags import merged
 
@@ -32,9 +34,20 @@ def counted(rank: int, n: int, epoch: int, grid: int, broken: str = "") -> Launc
     return blocks
 
 
+def dependent(rank: int, n: int, epoch: int, grid: int, early: bool = False) -> Launch:
+    """`counted` as a dependent launch; `early`: a block reads its epoch before the wait."""
+    blocks = counted(rank, n, epoch, grid)
+    for ops in blocks:
+        ops[:] = [BEGIN, *ops[:early], WAIT, SIGNAL, *ops[early:]]
+    return blocks
+
+
 def cases() -> Iterator[Case]:
     for grids in ((2, 2, 2), (1, 2, 1, 2)):
         yield Case(f"epochs by block, grids {grids}", SAFE, calls(2, *[partial(counted, grid=g) for g in grids]))
+    for early, want in ((False, SAFE), (True, WRONG)):
+        ranks = calls(2, *[partial(dependent, grid=grid, early=early) for grid in (1, 2, 2)])
+        yield Case(f"epochs by block, dependent launches{'; read before the wait' * early}", want, ranks)
     for broken, first in (
         ("the first block writes all words", 2),
         ("all read the first one's word", 2),

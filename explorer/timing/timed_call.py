@@ -1,7 +1,7 @@
 """One call of a shipped kernel, compiled, on all ranks: arenas as a communicator lays them out, and one block a rank.
 
 The blocks of a grid do the same work: each has its own tiles and headers, and its share of the links. So only block 0
-of each rank is executed, as the last one to arrive at the kernel's end, which has the longest path.
+of each rank is executed, which does most: it also keeps the epochs of blocks that the grid lacks.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ Waits     as in `all_reduce_one_shot`: polls for tiles of a row from all ranks, 
           headers: the peer made the same call (its fingerprint covers rows, hidden size and epilogue) and has left
           the epoch before the last. The epilogue runs when all words of the row have arrived from all ranks.
 Reuse     two mailboxes, by the epoch's parity, as in `all_reduce_one_shot`: a peer's block writes epoch e + 2 over e
-          after it has seen this block's header of e + 1, sent after this block has polled all its rows of e. A block
-          arrives at the launch's end when it has polled its last row: the epilogue reads no mailbox.
+          after it has seen this block's header of e + 1, sent after this block has polled all its rows of e. The
+          epilogue reads no mailbox.
 Source    one-shot Lamport all-reduce with fused RMSNorm of TensorRT-LLM and FlashInfer; here with flags in the data.
 """
 

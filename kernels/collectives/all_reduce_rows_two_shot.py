@@ -23,8 +23,7 @@ Waits     header, polled with the words of the first hop: the peer made the same
           last. Words of each hop: the flag is this epoch, and flag and payload are one access. Each phase has its half
           of each buffer. The epilogue runs when the sums of all shards have arrived.
 Reuse     as in `all_reduce_two_shot`: a peer writes e + 2 only after it has seen this block's header of e + 1, sent
-          after this block has polled both halves of e. A block arrives at the launch's end when it has polled its
-          last row: the epilogue reads no mailbox.
+          after this block has polled both halves of e. The epilogue reads no mailbox.
 Source    reduce-scatter plus all-gather; FlashInfer's two-shot fusion also gathers sums.
 """
 

@@ -225,7 +225,8 @@ def idle_words(rank, world_size, tell, url):
         for _ in range(100):
             comm.all_reduce(of(rank))
         comm.synchronize()
-        return int(comm._group.words[layout.STARTED]) + 1 == int(comm._group.words[layout.ENDED])
+        words = comm._group.words
+        return bool((words[layout.ENDED : layout.CONTROL_WORDS] == words[layout.STARTED] + 1).all())
 
 
 def test_host_writes_have_arrived_when_a_call_has_run(url):

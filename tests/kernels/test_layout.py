@@ -6,6 +6,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
 from tricomm.kernels.collectives import registry
 from tricomm.options import Options
+from tricomm.store import page
 
 ARENAS = [size << 10 for size in (128, 256, 1000, 4096, 1 << 14, 1 << 16, 3 << 15, 1 << 20)]
 PLANS = [
@@ -26,6 +27,13 @@ def test_parts_of_an_arena_are_adjacent():
         assert plan.queue_states + ranks * plan.queues * layout.QUEUE_STATE <= plan.slots
         assert plan.slots + ranks * plan.queues * layout.SLOTS * plan.slot <= plan.nbytes
         assert all(place % 128 == 0 for place in (plan.ll, plan.wide, plan.simple, plan.queue_states, plan.slots))
+
+
+def test_words_of_the_group_table_and_of_the_control_page_are_apart():
+    assert layout.QUEUES < layout.PEERS and layout.PEERS + layout.MAX_WORLD_SIZE <= layout.QUAD
+    assert layout.MULTICAST < layout.EPOCHS and layout.EPOCHS + layout.MAX_BLOCKS <= layout.HEADERS // 8
+    assert layout.LOADING < layout.RECV_SOURCE and layout.CONTROL_WORDS <= page.WORDS
+    assert layout.RECV_SOURCE + layout.RECV_SOURCE_WORDS <= layout.ENDED
 
 
 def test_no_plan_is_larger_than_its_arena():

@@ -5,6 +5,7 @@ Results of every size and type: tests/core/test_collectives.py.
 Each negative control takes one protection out and must see the failure that the protection prevents.
 """
 
+import importlib
 import os
 import time
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from tests import ranks
+from tests.explorer.mutation import Edit, loaded
 from tests.kernels import arenas
 from tests.kernels.arenas import DATA_KERNELS, Block, Rank, poisoned
 from tests.marks import odd, some
@@ -267,3 +269,43 @@ def test_a_launch_that_overlaps_another_one_is_reported_before_it_waits(status, 
     with block(2) as where, ranks.start(1, overlapping_and_alone, where, status, abort) as started:
         (outcome,) = started.results()
     assert outcome.value == said
+
+
+_ENTERS = "    report_overlap(group, kept & (seen != epoch))\n"
+_LEAVES = "    if status == 0:\n        report_overlap(group, kept & (seen != running(epoch, call)))\n"
+_POLLS = "foreign = own & (upper != 0) & (upper != runs)"
+# (kernel, whether the other launch was there before, the edit that takes the check away)
+CHECKS = {
+    "enter": ("simple", True, Edit("kernels/primitives.py", _ENTERS, "")),
+    "announce": ("ll", True, Edit("kernels/device/arrival.py", _ENTERS, "")),
+    "poll": ("ll", False, Edit("kernels/device/arrival.py", _POLLS, _POLLS.replace("upper != 0", "upper == runs"))),
+    "leave": ("simple", False, Edit("kernels/primitives.py", _LEAVES, "")),
+}
+
+
+def beside_another(rank, world_size, tell, where, name, shipped):
+    """Rank 0's epoch word holds another launch's number before the call, or from its first wait on: what it reports."""
+    protocol, before, edit = CHECKS[name]
+    with loaded([] if shipped else [edit]) as copy:
+        package = copy.__package__
+        me, code = Rank(rank, where), importlib.import_module(f"{package}.primitives")
+
+        def overlap(spins=0):
+            me.arena[layout.EPOCHS] = 12345 << 32 | me.epoch
+
+        if rank == 0:
+            interpreter.substitute(code.pause, _give_up_after(me, 20.0, triton_adapter.yield_to_others))
+            overlap() if before else interpreter.substitute(code.pause, overlap)
+        wait_for_all(me)
+        time.sleep(0.3 * rank)
+        kernel = importlib.import_module(f"{package}.collectives.registry").find("all_reduce", "one_shot", protocol)
+        me.run(kernel, torch.ones(8), poisoned(8, torch.float32), fingerprint=1)
+        return me.status
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_each_check_for_another_launch_is_needed(name):
+    with block(2) as where:
+        assert ranks.run(2, beside_another, where, name, True) == [layout.OVERLAP, 0]
+    with block(2) as where:
+        assert ranks.run(2, beside_another, where, name, False) == [0, 0]
