@@ -25,11 +25,11 @@ _SHAPE = LaunchShape(1, 8, 512)
 def test_a_call_has_one_hop_and_its_parts_sum_up() -> None:
     result = from_code.predict(_H100, _LL, 2, 4096)
     parts = dict(zip(PARTS, result.parts, strict=True))
-    assert result.shape == LaunchShape(4, 4, 128, dependent=True) and result.executed == 1.0
+    assert result.shape == LaunchShape(16, 1, 32, dependent=True) and result.executed == 1.0
     assert result.time_us == pytest.approx(result.boundary + sum(parts.values()))
     assert parts["start"] > 0 and parts["tail"] > 0 and parts["poll"] > 0
     assert _H100.hop < sum(parts.values()) < 10
-    # 4 KiB, four tiles, in one load a thread; each is on its way for L2's latency at least.
+    # 4 KiB, tiles of one warp, in one load a thread; each is on its way for L2's latency at least.
     assert result.in_flight == 4096 and 10 < result.allows_gbs < 64 * 1.755
 
 
