@@ -86,6 +86,7 @@ FORBIDDEN = (
     Group(S, "signal", _ALL, 4, "st.release"),
     Group(S, "acquire", _ALL, 4, "ld.acquire"),
     Group(S, "enter", ("barrier",), 1, "removed", innermost=True),
+    Group(S, "finish", ("barrier",), 1, "removed", innermost=True),
     # Of the two pushes the first goes to the own mailbox, which the block reads behind a barrier.
     Group(L, "push_to_all", ("scope", "strength", "width"), 3, "st.relaxed", sizes=(520, 300), harmless=(3, 0)),
     Group(L, "poll_planes", ("strength", "width"), 2, "v2.b64"),
@@ -135,6 +136,13 @@ def test_a_weaker_header_of_ll_is_noticed(weaker):
     with loaded([Edit("kernels/primitives.py", "st.relaxed.sys.global.b64", weaker)]):
         report = explore(L)
     assert {f.kind for f in report.findings} & {"race", "scope"}, report
+
+
+def test_a_poll_that_reads_another_blocks_epoch_is_noticed():
+    """In lanes without a header, under a mask that the interpreter heeds and the PTX does not."""
+    with loaded([Edit("kernels/device/arrival.py", "place, EPOCHS + tl.program_id(0))", "place, EPOCHS)")]):
+        report = explore(L, blocks=2)
+    assert "race" in {f.kind for f in report.findings}, report
 
 
 @pytest.mark.exhaustive
