@@ -140,7 +140,7 @@ OWN = (
         (S,), RACE, sizes=(1100,), tile=512,
     ),
     Mutant(
-        "M14", "words of blocks that a launch lacks stay behind", "a launch with more blocks reads two epochs",
+        "M14", "words of blocks that a launch lacks keep their epoch", "a launch with more blocks reads two epochs",
         (Edit(PRIMITIVES, _KEPT, "    lacks = MAX_BLOCKS\n"),),
         (S,), frozenset({"leftover"}), blocks=2,
     ),
