@@ -367,10 +367,11 @@ def running(epoch, call):
 @triton.jit
 def enter(group, call):
     """Start of a launch: its first epoch. Another launch that runs is reported here already: neither may ever end."""
-    epoch, seen = read_epoch(group)
+    # Other lanes than those of `finish`, whose addresses the compiler would keep in registers through the whole kernel.
+    epoch, seen = read_epoch(group, 2 * MAX_BLOCKS)
     if tl.program_id(0) == 0:
         tl.store(control_of(group) + STARTED, epoch)
-    lane, kept = kept_words()
+    lane, kept = kept_words(2 * MAX_BLOCKS)
     report_overlap(group, kept & (seen != epoch))
     # Threads load these words on their own: none may store them before all of them have read them.
     tl.debug_barrier()

@@ -21,6 +21,7 @@ _LARGE = frozenset(
     {
         "all_reduce_two_shot_ll",
         "all_reduce_hybrid_cube_mesh_two_shot_simple",
+        "all_gather_hybrid_cube_mesh_ll",
         "all_reduce_two_shot_zero_copy",
         "all_to_all_one_shot_ll",
         "all_reduce_multicast_simple",
