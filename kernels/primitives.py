@@ -350,8 +350,7 @@ def kept_words(LANES: tl.constexpr = MAX_BLOCKS):
 
 @triton.jit
 def read_epoch(group, LANES: tl.constexpr = MAX_BLOCKS):
-    """(epoch, seen): the first epoch of a launch, and the words that this block keeps, which no other block of the
-    launch changes. The code up to their first use runs while these loads are in flight."""
+    """(epoch, seen): the first epoch of a launch, and the words that this block keeps. Nothing waits for them here."""
     words = table_of(group) + EPOCHS
     lane, kept = kept_words(LANES)
     seen = tl.load(words + lane, mask=kept, other=0, volatile=True)
