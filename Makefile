@@ -15,7 +15,7 @@ vllm_WITHOUT := torchvision torchaudio torchcodec
 sglang_WHEELS := torch==2.13.0 triton==3.9.0 transformers==5.19.0 apache-tvm-ffi==0.1.11 aiohttp dill ipython msgspec orjson \
 	pillow psutil pybase64 pydantic pyzmq requests sentencepiece starlette
 sglang_BARE := sglang==0.5.23 torchvision==0.28.0
-frameworks_WHEELS := torch==2.13.0 triton==3.9.0 accelerate==1.15.0 lightning==2.6.6 torchtitan==0.3.0 deepspeed==0.19.8
+frameworks_WHEELS := torch==2.13.0 triton==3.9.0 transformers==5.19.0 accelerate==1.15.0 lightning==2.6.6 torchtitan==0.3.0 deepspeed==0.19.8
 
 # Beside the one that .venv has.
 TRITONS := 3.6.0 3.7.1 3.8.0

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         TricommError,
     )
     from tricomm.explorer import Finding, Report, check, checked, simulate
+    from tricomm.inductor.fusion_pass import compile_pass
     from tricomm.local_ranks import local
     from tricomm.metrics.counters import Statistics, stats
     from tricomm.metrics.flight_recorder import dump
@@ -40,6 +41,7 @@ else:  # imported on first use: the command line must not need torch, nor a GPU 
         "errors": "CollectiveMismatch CollectiveTimeout GroupAborted InvalidArgument PeerDied PeerStalled "
         "RendezvousError ResourceError TricommError",
         "explorer": "Finding Report check checked simulate",
+        "inductor.fusion_pass": "compile_pass",
         "local_ranks": "local",
         "metrics.counters": "Statistics stats",
         "metrics.flight_recorder": "dump",
@@ -86,6 +88,7 @@ __all__ = [
     "__version__",
     "check",
     "checked",
+    "compile_pass",
     "ddp_hook",
     "dump",
     "init",

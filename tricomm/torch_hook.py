@@ -22,8 +22,8 @@ from types import ModuleType
 
 def install() -> None:
     """Do now what the modules that have been imported need, and the rest when they are imported."""
-    _when("torch._dynamo", _keep_dynamo_out, "torch.compile traces into tricomm")
-    _when("torch", _register, "torch.distributed has no backend tricomm")
+    when("torch._dynamo", _keep_dynamo_out, "torch.compile traces into tricomm")
+    when("torch", _register, "torch.distributed has no backend tricomm")
 
 
 def _register() -> None:
@@ -38,7 +38,8 @@ def _keep_dynamo_out() -> None:
             add(room.name)
 
 
-def _when(module: str, act: Callable[[], None], otherwise: str) -> None:
+def when(module: str, act: Callable[[], None], otherwise: str) -> None:
+    """Call `act` after the import of `module`, or now. `otherwise` is what its failure means, for a warning."""
     if module in sys.modules:
         act()
     else:

@@ -7,6 +7,8 @@ reduce_scatter, and so on. Made with `Library`, because `@custom_op` costs 30 us
 
 from __future__ import annotations
 
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,8 +23,10 @@ from tricomm.c10d.work_handles import FinishedWork
 from tricomm.core.fused import fused_call, unfused
 from tricomm.core.fused.fused_call import Epilogue, FusedArguments, FusedCall, scale_shape
 from tricomm.errors import InvalidArgument
+from tricomm.torch_hook import when
 
 _lib = Library("tricomm", "DEF")
+_defined: list[str] = []
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 _OPS = {ours: getattr(c10d.ReduceOp, theirs) for theirs, ours in arguments.REDUCE_OPS.items()}
 
@@ -117,6 +121,7 @@ def define(schema: str, run: Any, fake: Any) -> None:
     """Add an operator to `torch.ops.tricomm`: `run` makes the call, `fake` its outputs in a trace."""
     _lib.define(schema, tags=_TAGS)
     name = schema.partition("(")[0]
+    _defined.append(name)
     _lib.impl(name, run, "CPU")
     _lib.impl(name, run, "CUDA")
     register_fake(f"tricomm::{name}", fake, lib=_lib)
@@ -147,18 +152,23 @@ define(
 #   checked -> the group's dispatcher -> the communicator's fused call, if that is the route
 #                                     -> all-reduce over messages or NCCL, then torch
 #
-# A group of another backend makes its own all-reduce, and torch does the rest.
+# A group of another backend makes its own all-reduce, and torch does the rest. `rms_norm` and its quantising forms have
+# no all_reduce: torch does the rest on x itself, with the bits of a fused call.
 
 
 def run_fused(group: Any, given: FusedArguments) -> FusedCall:
     """Make the call; its outputs are ready on a GPU in the current stream's order, on a CPU when this returns.
 
-    Every rank of `group` calls it. Raises `InvalidArgument` before anything is sent, or the group's fault.
+    Every rank of `group` calls it; None reduces nothing. Raises `InvalidArgument` before anything is sent, or the
+    group's fault.
     """
     if not isinstance(given.x, torch.Tensor):
         raise InvalidArgument(f"all_reduce_rms_norm x: a torch.Tensor is needed, found {type(given.x).__name__}")
     call = fused_call.checked(given, given.x.device)
-    if call.x.numel():
+    if call.x.numel() and group is None:
+        with torch.no_grad():
+            unfused.finish(call, call.x)
+    elif call.x.numel():
         (_over_tricomm if isinstance(group, TricommGroup) else _over_another)(group, call)
     return call
 
@@ -208,28 +218,31 @@ _FUSED = "Tensor x, Tensor? residual, Tensor weight, float eps, float weight_bia
 
 
 def _define_fused(suffix: str, more: tuple[str, ...], quantize: str | None, *results: str) -> None:
-    """Add `all_reduce_rms_norm{suffix}`, with the arguments `more`, which gives these `results` of a `FusedCall`."""
+    """Add `all_reduce_rms_norm{suffix}` and `rms_norm{suffix}`, with the arguments `more`, which give these `results`
+    of a `FusedCall`."""
 
-    def run(x: torch.Tensor, residual: torch.Tensor | None, *given: Any) -> Any:
-        weight, eps, bias, *rest, group = given
+    def run(group: Any, x: torch.Tensor, residual: torch.Tensor | None, *given: Any) -> Any:
+        weight, eps, bias, *rest = given
         options: dict[str, Any] = dict(zip(more, rest, strict=True))
         residual = None if residual is None else residual.contiguous()
-        asked = FusedArguments(x.contiguous(), residual, weight, eps, bias, quantize=quantize, **options)
-        call = run_fused(_reducing_group(group), asked)
+        asked = FusedArguments(x.contiguous(), residual, weight.contiguous(), eps, bias, quantize=quantize, **options)
+        call = run_fused(group, asked)
         return tuple(getattr(call, name).view(_form(name, x, call.epilogue)[0]) for name in results)
 
     def fake(x: torch.Tensor, *given: Any) -> Any:
-        layout = given[-2] if "scale_layout" in more else ""
+        layout = given[4 + more.index("scale_layout")] if "scale_layout" in more else ""
         epilogue = Epilogue(x.shape[-1], x.dtype, 0.0, quantize=quantize, scale_layout=layout)
         forms = [_form(name, x, epilogue) for name in results]
         return tuple(x.new_empty(shape, dtype=dtype) for shape, dtype in forms)
 
     further = "".join(f", {_TYPES[name]} {name}" for name in more)
+    returned = f"({', '.join(['Tensor'] * len(results))})"
     define(
-        f"all_reduce_rms_norm{suffix}({_FUSED}{further}, str group) -> ({', '.join(['Tensor'] * len(results))})",
-        run,
+        f"all_reduce_rms_norm{suffix}({_FUSED}{further}, str group) -> {returned}",
+        lambda *given: run(_reducing_group(given[-1]), *given[:-1]),
         fake,
     )
+    define(f"rms_norm{suffix}({_FUSED}{further}) -> {returned}", partial(run, None), fake)
 
 
 def _form(result: str, x: torch.Tensor, epilogue: Epilogue) -> tuple[tuple[int, ...], torch.dtype]:
@@ -252,6 +265,16 @@ _define_fused("", (), None, "norm_out", "residual_out")
 _define_fused("_fp8", ("scale",), "fp8", "quant_out", "residual_out")
 _define_fused("_fp8_per_token", (), "fp8_per_token", "quant_out", "scale_out", "residual_out")
 _define_fused("_nvfp4", ("scale", "scale_layout"), "nvfp4", "quant_out", "scale_out", "residual_out")
+
+
+def _realize_operands() -> None:
+    """Inductor writes the operands of these operators to memory, rounded, before anything else reads them. By itself it
+    does so from its second meeting with an operator on: bits would depend on what was compiled before."""
+    ops = [getattr(torch.ops.tricomm, name).default for name in _defined]
+    import_module("torch._inductor.lowering").add_needs_realized_inputs(ops)
+
+
+when("torch._inductor.lowering", _realize_operands, "compiled torch.ops.tricomm may read operands unrounded")
 
 
 # Gradients

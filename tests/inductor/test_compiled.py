@@ -1,0 +1,167 @@
+"""The pass in Inductor: with it and without it the same bits, on two and on four ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import tricomm
+from tests import ranks
+from tests.c10d.bodies.groups import default_group
+from tests.inductor.graphs import SPELLED, data, norm, same, summed
+
+FUSED = "all_reduce_rms_norm"
+ours = torch.ops.tricomm
+
+
+def layers(x, residual, weight):
+    """The end of layers, one after the other, in each form in which the pass finds them."""
+    residual = residual + summed(x)
+    y = norm(residual, weight)[0]
+    residual = residual + summed((y * 2).view(2, 2, -1)).view(4, -1)
+    y = norm(residual, weight)[0]
+    y, residual = norm(summed(y.relu()), weight, residual)
+    codes, scales, _ = ours.rms_norm_fp8_per_token(summed(y * y), None, weight, 1e-6, 1.0)
+    more = summed(codes.to(x.dtype) * scales.to(x.dtype)) + residual
+    codes, _ = ours.rms_norm_fp8(more, None, weight, 1e-6, 0.0, scales[0].clone())
+    return codes, scales, more, residual
+
+
+def users(x, residual, weight):
+    """What Inductor computes from a sum that it has not rounded."""
+    new = residual + summed(x)
+    return norm(new, weight)[0], new * 3
+
+
+def compiled(function, used, **changes):
+    from torch._inductor import config
+
+    changes = {"post_grad_custom_post_pass": used, "fx_graph_cache": False, **changes}
+
+    def run(*inputs):
+        torch._dynamo.reset()
+        with config.patch(changes), torch.no_grad():
+            return torch.compile(function, fullgraph=True)(*inputs)
+
+    return run
+
+
+def bits(rank, world_size, tell, url, dtype):
+    torch.set_num_threads(1)
+    with default_group(rank, world_size, url):
+        inputs = data(dtype, 37, rank)
+        used = tricomm.compile_pass()
+        right = same(compiled(layers, used)(*inputs), compiled(layers, None)(*inputs))
+    return right, dict(used.fused), used.left
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_bits_are_those_without_the_pass(url, world_size, dtype):
+    fused = {FUSED: 3, f"{FUSED}_fp8_per_token": 1, f"{FUSED}_fp8": 1}
+    assert ranks.run(world_size, bits, url, dtype, timeout=280) == [(True, fused, [])] * world_size
+
+
+def rounding(rank, world_size, tell, url):
+    """Bits with the pass as it is, without its check, and with Inductor told to round."""
+    from tricomm.inductor import chains
+
+    torch.set_num_threads(1)
+    found = []
+    with default_group(rank, world_size, url):
+        inputs = data(torch.bfloat16, 37, rank)
+        for check, changes in ((True, {}), (False, {}), (True, {"emulate_precision_casts": True})):
+            kept, chains._check_bits = chains._check_bits, chains._check_bits if check else lambda chain: None
+            used = tricomm.compile_pass()
+            with_it = compiled(users, used, **changes)(*inputs)
+            chains._check_bits = kept
+            found.append((used.fused.total(), same(with_it, compiled(users, None, **changes)(*inputs))))
+    return found
+
+
+def test_without_the_check_of_rounding_bits_change(url):
+    assert ranks.run(2, rounding, url, timeout=280) == [[(0, True), (1, False), (1, True)]] * 2
+
+
+class Block(nn.Module):
+    """The end of a layer with torch's own norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(37, eps=1e-6)
+
+    def forward(self, x, residual):
+        residual = residual + summed(x)
+        return self.norm(residual), residual
+
+
+def spelled(rank, world_size, tell, url):
+    """Without `exact`: the bits of the graph that has our norms, and no pass."""
+    torch.set_num_threads(1)
+    found = []
+    with default_group(rank, world_size, url):
+        x, residual, weight = data(torch.bfloat16, 37, rank)
+        block = Block().bfloat16()
+        block.norm.weight.data.copy_(weight)
+
+        def both(x, residual):
+            y, residual = block(x, residual)
+            residual = residual + summed(y)
+            return SPELLED["llama"][0](residual, weight), residual
+
+        def wanted(x, residual):
+            residual = residual + summed(x)
+            residual = residual + summed(norm(residual, weight)[0])
+            return norm(residual, weight)[0], residual
+
+        right = compiled(wanted, None)(x, residual)
+        for exact in (True, False):
+            used = tricomm.compile_pass(exact=exact)
+            result = compiled(both, used)(x, residual)
+            found.append((used.fused.total(), len(used.left), exact or same(result, right)))
+    return found
+
+
+def test_norms_of_torch_get_the_bits_of_ours(url):
+    assert ranks.run(2, spelled, url, timeout=280) == [[(0, 2, True), (2, 0, True)]] * 2
+
+
+def training(rank, world_size, tell, url):
+    """A graph for training is left, and has its gradients."""
+    torch.set_num_threads(1)
+    with default_group(rank, world_size, url):
+        from torch._inductor import config
+
+        gradients, reasons = [], []
+        for used in (tricomm.compile_pass(exact=False), None):
+            torch._dynamo.reset()
+            inputs = [x.requires_grad_() for x in data(torch.float32, 37, rank)]
+            with config.patch(post_grad_custom_post_pass=used, fx_graph_cache=False):
+                torch.compile(lambda x, r, w: SPELLED["torch"][0](r + summed(x), w))(*inputs).sum().backward()
+            gradients.append([x.grad for x in inputs])
+            reasons += [left.reason for left in used.left] if used is not None else []
+    return same(*gradients), all("training" in reason for reason in reasons), len(reasons)
+
+
+def test_a_graph_for_training_is_left(url):
+    assert ranks.run(2, training, url, timeout=280) == [(True, True, 2)] * 2
+
+
+def cached(rank, world_size, tell, url, folder):
+    """A graph from Inductor's cache, in a process that has not compiled it."""
+    import os
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch.set_num_threads(1)
+    with default_group(rank, world_size, url):
+        used = tricomm.compile_pass()
+        inputs = data(torch.bfloat16, 37, rank)
+        wanted = norm(inputs[1] + summed(inputs[0]), inputs[2])
+        function = lambda x, r, w: norm(r + summed(x), w)  # noqa: E731
+        return same(compiled(function, used, fx_graph_cache=True)(*inputs), wanted), used.fused.total()
+
+
+def test_a_graph_from_the_cache_is_the_fused_one(url, tmp_path):
+    said = [ranks.run(1, cached, f"{url}{n}", str(tmp_path / "cache"), timeout=280)[0] for n in (1, 2)]
+    assert said == [(True, 1), (True, 0)]
