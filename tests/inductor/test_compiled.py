@@ -29,7 +29,7 @@ def layers(x, residual, weight):
 
 
 def users(x, residual, weight):
-    """What Inductor computes from a sum that it has not rounded."""
+    """Inductor computes the product from a sum that it has not rounded."""
     new = residual + summed(x)
     return norm(new, weight)[0], new * 3
 

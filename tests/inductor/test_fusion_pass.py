@@ -1,4 +1,4 @@
-"""What the pass fuses and what it leaves, on graphs that run as they are: without Inductor's code generation."""
+"""The pass on graphs that run as they are, without Inductor's code generation: it fuses them, or gives a reason."""
 
 from __future__ import annotations
 
@@ -111,14 +111,14 @@ def _result(call, inputs):
 
 
 def _tried(function, inputs, exact=True, **more):
-    """What the pass says of `function`, and whether the results are those of the graph without it."""
+    """The operators and reasons for `function`, and whether the results are the same without the pass."""
     used = tricomm.compile_pass(exact=exact)
     found = _result(compiled(function, used, **more), inputs)
     return _said(used), same(found, _result(compiled(function), inputs))
 
 
 def decisions(rank, world_size, tell, url):
-    """What the pass says in each case, and whether the results are those without it."""
+    """`_tried` in each case."""
     with default_group(rank, world_size, url):
         found = {name: _tried(function, data(), exact) for name, (function, exact, _) in CASES.items()}
         other = dist.new_group(backend="gloo")

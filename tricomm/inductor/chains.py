@@ -1,4 +1,4 @@
-"""The all-reduces of a graph with what follows them, and whether a fused call has the same results."""
+"""The all-reduces of a graph, the nodes after them, and whether a fused call has the same results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Chain(NamedTuple):
     """An all-reduce that a fused call can replace.
 
     x         input of the all-reduce
-    total     node of the sum, waited for
+    total     node of the sum that has arrived
     views     views of the sum, each of the one before
     add       the addition of the residual, if it is a node; else None
     residual  node, or None
@@ -48,7 +48,7 @@ class Chain(NamedTuple):
 
     @property
     def nodes(self) -> list[Node]:
-        """From the sum to what is normalised."""
+        """From the sum to the node that is normalised."""
         return [self.total, *self.views, *([] if self.add is None else [self.add])]
 
     @property
@@ -145,7 +145,7 @@ def _views(total: Node) -> Iterator[tuple[Node, ...]]:
 
 
 def _residual(add: Node, rows: Node) -> Node | None:
-    """What the node `add` adds to `rows`; None if it is not the addition of a residual."""
+    """The residual that the node `add` adds to `rows`; None if it is another node."""
     if add.target != _aten.add.Tensor or add.kwargs:
         return None
     other = add.args[1] if add.args[0] is rows else add.args[0]
@@ -214,7 +214,7 @@ def _is_call(node: Node) -> bool:
 
 
 def _after(node: Node) -> set[Node]:
-    """All that depends on `node`, which runs after it and so in another kernel than what runs before; and itself."""
+    """`node` and all nodes that depend on it: no kernel of theirs is one that runs before it."""
     found, left = {node}, [node]
     while left:
         new = [user for user in left.pop().users if user not in found]

@@ -47,7 +47,7 @@ class Left(NamedTuple):
 
 
 class FusionPass(_Base):  # type: ignore[misc]
-    """What `tricomm.compile_pass` returns.
+    """A pass that `tricomm.compile_pass` has made.
 
     exact   see `compile_pass`
     fused   how often each fused operator was put into a graph
