@@ -24,7 +24,7 @@ assert x.tolist() == [0, 1, 2, 3] and torch.ops.tricomm.all_reduce
 import sys, tricomm
 assert callable(tricomm.local) and callable(tricomm.wrap) and tricomm.c10d.group_over
 watches = [finder._module for finder in sys.meta_path if type(finder).__module__.startswith("tricomm")]
-assert watches in ([], ["torch._dynamo"])
+assert {*watches} <= {"torch._dynamo", "torch._inductor.lowering"} and len(watches) <= 2
 dist.destroy_process_group()
 """
 

@@ -63,6 +63,23 @@ def test_bits_are_those_without_the_pass(url, world_size, dtype):
     assert ranks.run(world_size, bits, url, dtype, timeout=280) == [(True, fused, [])] * world_size
 
 
+def twice(rank, world_size, tell, url, realized):
+    """Whether a second compilation, which knows the operators, gives the bits of the first."""
+    from torch._inductor import lowering
+
+    torch.set_num_threads(1)
+    with default_group(rank, world_size, url):
+        if not realized:
+            lowering.needs_realized_inputs.difference_update({ours.rms_norm.default})
+        inputs = data(torch.bfloat16, 37, rank)
+        return same(*(compiled(layers, None)(*inputs) for _ in range(2)))
+
+
+@pytest.mark.parametrize("realized", [True, False])
+def test_without_realized_operands_bits_depend_on_earlier_compilations(url, realized):
+    assert ranks.run(1, twice, url, realized, timeout=280) == [realized]
+
+
 def rounding(rank, world_size, tell, url):
     """Bits with the pass as it is, without its check, and with Inductor told to round."""
     from tricomm.inductor import chains

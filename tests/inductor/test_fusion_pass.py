@@ -216,7 +216,7 @@ def without(rank, world_size, tell, url, check):
         for function in CHECKS.values():
             before = sum(tricomm.stats()["gloo"].values())
             try:
-                _, right = _tried(function, data())
+                _, right = _tried(function, data(), exact=False)
             except RuntimeError:  # from lint: a node is used before it is computed
                 right = False
             calls = sum(tricomm.stats()["gloo"].values()) - before
