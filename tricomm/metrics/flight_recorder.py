@@ -101,7 +101,7 @@ class FlightRecorder:
 
     def place(self, numbers: list[bytes]) -> None:
         """The ranks of this group have these numbers in the job. They keep their own if some have the same one."""
-        if self.on and len(set(numbers)) == len(numbers):
+        if self.on and len(set(numbers)) == len(self.ranks):
             self.rank, self.ranks = int(numbers[self.ranks.index(self.rank)]), tuple(map(int, numbers))
 
     def entries(self) -> list[Entry]:
