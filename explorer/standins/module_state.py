@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from triton.runtime.jit import KernelInterface
 from tricomm.explorer.standins import cuda_device
 
 _CONTAINERS = (dict, list, set)
+_SHARED = {int, str, float, bool, type(None), ModuleType}
 _LIBRARIES = sys.stdlib_module_names | {"cuda", "numpy", "torch", "triton", "tricomm"}
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 
@@ -152,11 +154,21 @@ class ModuleState:
 
     def _save(self) -> None:
         if self._present is not None:
-            self._ranks[self._present] = [dict(vars(owner)) for owner in self._owners]
+            for own, owner in zip(self._ranks[self._present], self._owners, strict=True):
+                if not _same(own, vars(owner)):
+                    own.clear()
+                    own.update(vars(owner))
 
     def _put(self, values: list[dict[str, Any]], first: int = 0) -> None:
         for owner, names in zip(self._owners[first:], values[first:], strict=True):
-            _replace(owner, names)
+            if not _same(names, vars(owner)):
+                _replace(owner, names)
+
+
+def _same(names: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """True if both have the same objects by the same names. Nearly all of some thousand owners never change."""
+    same = len(names) == len(others) and all(map(operator.is_, names, others))
+    return same and all(map(operator.is_, names.values(), others.values()))
 
 
 def _has_variables(value: Any) -> bool:
@@ -179,8 +191,12 @@ def _replace(owner: Any, others: dict[str, Any]) -> None:
 
 def _own(names: dict[str, Any], copies: dict[int, Any]) -> dict[str, Any]:
     own = {}
-    for name, value in names.items():
-        own[name] = value if name.startswith("__") else _copied(value, copies)
+    for name, value in names.items():  # up to some ten thousands: calls for each would take most of the time
+        kind = value.__class__
+        if kind in _SHARED or name.startswith("__"):
+            own[name] = value
+        else:
+            own[name] = copies.get(id(value), value) if kind is FunctionType else _copied(value, copies)
     return own
 
 

@@ -124,7 +124,9 @@ class _Watch(TorchDispatchMode):
                 written = argument.alias_info is not None and argument.alias_info.is_write
                 only_written = written and name.rstrip("_") in ("copy", "fill", "zero", "uniform", "normal", "random")
                 for tensor in tree_leaves(value):
-                    if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and tensor.numel():
+                    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+                        continue  # no tensor over shared memory
+                    if tensor.device.type == "cpu" and tensor.numel():
                         self._tell(tensor, written, only_written)
         return func(*args, **kwargs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy as copy_of
 import importlib
 import sys
 
@@ -40,6 +41,17 @@ def places():
     assert torch.ones(3).is_cpu
 
 
+def kinds():
+    at = torch.tensor([[0, 1], [1, 0]])
+    assert torch.sparse_coo_tensor(at, torch.ones(2), (2, 2), check_invariants=True).to_dense().is_cpu
+    assert torch.empty(3, device="meta").device.type == "meta" and torch.empty(0, device="cuda").is_cuda
+    leaf = torch.ones(3, device="cuda", requires_grad=True)
+    (leaf * 2).sum().backward()
+    assert leaf.grad.is_cuda and torch.nn.Parameter(torch.ones(3)).is_cpu
+    assert torch.stack([torch.ones(1), torch.ones(1)]).is_cpu and torch.ones(4).split(2)[1].is_cpu
+    assert copy_of.deepcopy(torch.ones(1)).is_cpu and torch.ones(2).new_zeros(3).is_cpu
+
+
 def functions():
     rank = dist.get_rank()
     torch.rand(3, generator=torch.Generator(device="cuda").manual_seed(1), device="cuda")
@@ -58,9 +70,10 @@ def functions():
 
 
 @BOTH
-@pytest.mark.parametrize("program", [places, functions])
+@pytest.mark.parametrize("program", [places, kinds, functions])
 def test_it_finds_a_gpu(program, compiled):
-    tricomm.simulate(program, 2, compiled=compiled)
+    report = tricomm.check(program, 2, schedules=2, compiled=compiled)
+    assert report.ok, str(report)
 
 
 def test_torch_and_triton_are_as_before():
