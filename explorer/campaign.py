@@ -343,7 +343,8 @@ class Campaign:
 def _order(finding: Finding) -> list[Any]:
     """The accesses of a race in the order in which they came: by line, or by rank if both are of one line. Empty for
     two strong accesses, whose order does not matter."""
-    if len(finding.accesses) != 2 or all(access["sem"] for access in finding.accesses):
+    both = () if finding.kind == "deadlock" else finding.accesses  # those of a deadlock are the waits
+    if len(both) != 2 or all(access["sem"] for access in both):
         return []
     one_line = len(set(finding.where)) == 1
     return [(a["where"], *((a["rank"], a["owner"], a["kind"]) if one_line else ())) for a in finding.accesses]
