@@ -193,6 +193,7 @@ class Campaign:
         self._subject, self._plan = subject, plan
         self._contention = Contention(plan.preemptions) if plan.strategy == "exhaustive" else None
         self._steps_of_first, self._over = 100, False
+        self._most_spent = shrinking.STEPS if subject.compiled is None else shrinking.COMPILED_STEPS
         self._first: dict[int, list[torch.Tensor]] = {}
 
     def run(self, progress: Callable[[int, int], None] | None = None, since: Report | None = None) -> Report:
@@ -314,10 +315,9 @@ class Campaign:
                 continue
             known.add(finding.key)
             first = not report.findings
-            most = shrinking.STEPS if self._subject.compiled is None else shrinking.COMPILED_STEPS
             events = tuple(r.as_json() for r in outcome.records) if first else ()
             report.findings.append(finding.found_in(execution, number, events))  # as it is if the time ends
-            smaller = shrinking.shrink(self._again, finding, execution, most) if first else execution
+            smaller = shrinking.shrink(self._again, finding, execution, self._most_spent) if first else execution
             shown, again = self._again(smaller)
             finding = next((f for f in shown if f.key == finding.key), finding)
             events = tuple(r.as_json() for r in again.records) if first else ()
@@ -325,11 +325,13 @@ class Campaign:
 
     def _tell_effects(self, report: Report) -> None:
         """Find out whether timing alone reverses a race: run more schedules, without late stores."""
+        spent = 0
         for seed in range(_TRIES):
             races = {n: f for n, f in enumerate(report.findings) if _order(f) and f.effect not in (REAL, FORMAL)}
-            if not races:
+            if not races or spent > self._most_spent:
                 return
-            orders = [_order(f) for f in self._again(Execution(seed, self._plan.epochs[0]), RandomWalk(seed, 0.0))[0]]
+            findings, outcome = self._again(Execution(seed, self._plan.epochs[0]), RandomWalk(seed, 0.0))
+            orders, spent = [_order(f) for f in findings], spent + outcome.steps
             for number, finding in races.items():
                 if _order(finding)[::-1] in orders:
                     report.findings[number] = replace(finding, effect=REAL)

@@ -58,7 +58,7 @@ def _result(finding: Finding, file: str | None, root: Path) -> dict[str, Any]:
 def _place(where: str, root: Path) -> dict[str, Any] | None:
     """The location of "file:line"; None if that is unknown."""
     name, _, line = where.rpartition(":")
-    if not name or not line.isdecimal() or int(line) < 1:
+    if not name or name.startswith(("<", "--")) or not line.isdecimal() or int(line) < 1:
         return None
     file = Path(os.path.abspath(name))
     artifact = {"uri": file.as_uri()}

@@ -81,6 +81,22 @@ def test_two_lanes_of_one_warp_are_a_formal_race(size, formal):
     assert [result["level"] == "warning" for result in results if result["ruleId"] == "race"] == found
 
 
+@triton.jit
+def wait(words, rank):
+    """Nobody sets a flag."""
+    while tl.atomic_add(words, 0, sem="acquire", scope="sys") != 1:
+        pass
+
+
+@pytest.mark.parametrize("compiled", [None, "sm_90"])
+def test_two_waiters_of_a_deadlock_are_no_race(compiled):
+    def fn(comm):
+        comm.launch(wait, 1, words(comm).local, comm.rank)
+
+    (finding,) = tricomm.check(fn, 2, schedules=2, compiled=compiled).findings
+    assert (finding.kind, len(finding.accesses) >= 2, finding.effect) == ("deadlock", True, "")
+
+
 def test_without_more_schedules_no_race_is_said_to_be_real(monkeypatch):
     monkeypatch.setattr("tricomm.explorer.campaign._TRIES", 0)
     assert effect(two_writers) == ""

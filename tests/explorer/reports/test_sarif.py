@@ -107,7 +107,7 @@ def test_addresses_are_relative_to_the_repository_of_the_current_folder(tmp_path
 
 
 def test_a_finding_without_a_line_is_shown_at_the_file_of_the_function():
-    for where in ((), ("?",), ("x.py:",), ("x.py:0",)):
+    for where in ((), ("?",), ("x.py:",), ("x.py:0",), ("--args:1",), ("<string>:1",)):
         finding = Finding("leftover", (0, 1), where, "text.", "advice")
         ((shown,), (bare,)) = (valid(sarif.log([(finding, file)])) for file in ("/mine.py", None))
         assert lines(shown["locations"], sarif.log([])) == [("/mine.py", 1)] and shown["relatedLocations"] == []
