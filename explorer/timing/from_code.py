@@ -196,13 +196,12 @@ class Division:
 
 def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape) -> Division:
     plan = layout.plan(world_size, machines.ARENA_BYTES)
-    divided = 1 if kernel.shards is None else kernel.shards or world_size
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
-    words, payload = -(-elements // 2), layout.tile_words(kernel.protocol, tile)
-    blocks = max(1, min(shape.blocks, -(-words // (payload * divided))))
+    words, taken = -(-elements // 2), timed_call.words_of_tile(kernel, world_size, tile)
+    blocks = max(1, min(shape.blocks, -(-words // taken)))
     warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // kernel.words_per_thread)
     shape = replace(shape, blocks=blocks, warps=warps, tile=tile)
-    round_words = blocks * payload * divided
+    round_words = blocks * taken
     most = chunk = chunk_words(kernel, world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)
     if kernel.protocol == "simple" and not kernel.zero_copy:

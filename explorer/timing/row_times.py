@@ -83,7 +83,7 @@ def run(
             (x, y, x.numel(), CALL, more),
         )
 
-    return timed_call.executed(machine, arenas, bound.choice.blocks, launch)
+    return timed_call.executed(machine, arenas, timed_call.busy(rows, bound.choice.blocks), launch)
 
 
 def _bound(

@@ -6,6 +6,7 @@ of each rank is executed, which does most: it also keeps the epochs of blocks th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -190,13 +191,25 @@ def run(
             (arenas.inputs[rank], arenas.outputs[rank], elements, CALL, rows),
         )
 
-    return executed(machine, arenas, shape.blocks, launch)
+    return executed(machine, arenas, busy(words / words_of_tile(kernel, world_size, shape.tile), shape.blocks), launch)
+
+
+def words_of_tile(kernel: Kernel, world_size: int, tile: int) -> int:
+    """64-bit words of a row that a block moves at a time, with a tile of each shard."""
+    divided = 1 if kernel.shards is None else kernel.shards or world_size
+    return layout.tile_words(kernel.protocol, tile) * divided
+
+
+def busy(tiles: float, blocks: int) -> float:
+    """The mean number of blocks at work until block 0 ends. In its last round it may have the links' share of others
+    that have none of the `tiles` left."""
+    return max(1.0, tiles / max(1, math.ceil(tiles / blocks)))
 
 
 def executed(
-    machine: MachineSpec, arenas: TimedArenas, blocks: int, launch: Callable[[RecordingGpu, int], KernelLaunch]
+    machine: MachineSpec, arenas: TimedArenas, blocks: float, launch: Callable[[RecordingGpu, int], KernelLaunch]
 ) -> TimedCall:
-    """Execute block 0 of each rank's kernel, which `launch(gpu, rank)` launches with `blocks` blocks."""
+    """Execute block 0 of each rank's kernel, which `launch(gpu, rank)` launches. `blocks` share the links (`busy`)."""
     gpu, times = recorded_launch.gpu(machine.target), LATENCIES[machine.name]
     started = []
     for rank in range(len(arenas.arenas)):

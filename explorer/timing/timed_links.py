@@ -32,7 +32,7 @@ class RankQueues:
 
     machine: MachineSpec
     times: Latencies
-    blocks: int
+    blocks: float
     port_in: ByteQueue = field(init=False)
     port_out: ByteQueue = field(init=False)
     egress: ByteQueue = field(init=False)
