@@ -112,16 +112,10 @@ class CodeForecast:
 
 def _unlike(machine: MachineSpec) -> list[str]:
     """Comment lines about what the model does not cover on such GPUs."""
-    lines, compiled = [], machine.target
-    if LATENCIES[machine.name].boundary == 0:
-        lines.append(
-            "# launch is what a published time leaves beside the critical path; that of V100 leaves nothing, so it is "
-            f"0 for {machine.name}: not calibrated"
-        )
-    if machine.architecture != compiled:
-        are = "may be of any" if machine.architecture == "any" else f"are {machine.architecture}"
-        lines.append(f"# compiled for {compiled}, the oldest architecture that Triton has; {machine.name} {are}")
-    return lines
+    if machine.architecture == machine.target:
+        return []
+    are = "may be of any" if machine.architecture == "any" else f"are {machine.architecture}"
+    return [f"# compiled for {machine.target}, the oldest architecture that Triton has; {machine.name} {are}"]
 
 
 def _cells(row: CodeForecastRow | NcclRow) -> tuple[str, ...]:
