@@ -25,7 +25,8 @@ from tricomm.perf.cost_model.kernel_time import TimeShares
 from tricomm.perf.cost_model.machines import LATENCIES, MachineSpec
 from tricomm.policy import launch_shapes
 
-_MOST_ROUNDS, _MOST_CHUNKS = 4, 3  # executed at most
+# Executed at most. The first four rounds of small tiles are on their way at once; the fifth waits for the links.
+_MOST_ROUNDS, _MOST_CHUNKS = 8, 3
 _WIDE, _LONG = LaunchShape(64, 8, 512), 256 << 10
 
 

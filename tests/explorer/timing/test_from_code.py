@@ -70,11 +70,28 @@ def test_a_row_names_its_limit(kernel: registry.Kernel, nbytes: int, changes: di
 def test_a_long_message_is_extrapolated_from_its_executed_part() -> None:
     shape = LaunchShape(2, 8, 512)
     rounds = 2 * 4096  # bytes
-    exact = [from_code.predict(_H100, _LL, 2, n * rounds, shape) for n in (2, 4)]
+    exact = [from_code.predict(_H100, _LL, 2, n * rounds, shape) for n in (4, 8)]
     assert [each.executed for each in exact] == [1.0, 1.0]
     long = from_code.predict(_H100, _LL, 2, 64 * rounds, shape)
-    assert long.executed == 4 / 64
-    assert long.time_us == pytest.approx(exact[1].time_us + 30 * (exact[1].time_us - exact[0].time_us))
+    assert long.executed == 8 / 64
+    assert long.time_us == pytest.approx(exact[1].time_us + 14 * (exact[1].time_us - exact[0].time_us))
+
+
+def _over_exact(ranks: int, rounds: int) -> float:
+    """The extrapolated time of two shots of small tiles, over that of all their rounds."""
+    kernel, shape = registry.find("all_reduce", "two_shot", "ll"), LaunchShape(32, 1, 32)
+    elements = rounds * 32 * 2 * timed_call.words_of_tile(kernel, ranks, shape.tile)
+    exact = timed_call.run(_H100, kernel, ranks, elements, shape, layout.plan(ranks, machines.ARENA_BYTES), False)
+    return sum(from_code.predict(_H100, kernel, ranks, 4 * elements, shape).parts) / exact.time_us
+
+
+def test_small_tiles_go_on_as_they_do_when_the_links_are_busy() -> None:
+    assert _over_exact(8, 16) == pytest.approx(1, abs=0.03)
+
+
+def test_without_enough_rounds_small_tiles_seem_faster_than_the_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(from_code, "_MOST_ROUNDS", 4)
+    assert _over_exact(8, 16) < 0.7
 
 
 def _over_slow_links(tiles: int) -> tuple[float, float]:
@@ -98,7 +115,7 @@ def test_without_the_share_of_ended_blocks_a_last_round_takes_as_long_as_a_full_
 
 @pytest.mark.parametrize(
     ("algorithm", "protocol", "blocks", "error"),
-    [("two_shot", "simple", 1, 0.01), ("two_shot", "ll", 4, 0.01), ("one_shot", "ll", 1, 0.2)],
+    [("two_shot", "simple", 1, 0.01), ("two_shot", "ll", 1, 0.01), ("one_shot", "ll", 1, 0.2)],
 )
 def test_a_call_of_many_chunks_is_extrapolated_from_the_first_ones(
     monkeypatch: pytest.MonkeyPatch, algorithm: str, protocol: str, blocks: int, error: float
