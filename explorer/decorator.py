@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tricomm.communicator import Communicator
+from tricomm.errors import InvalidArgument
 from tricomm.explorer.campaign import check
-from tricomm.explorer.report.report import digest
+from tricomm.explorer.report.report import digest, nothing_examined
+from tricomm.explorer.simulation import runs_later
 
 _BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 
@@ -20,16 +22,18 @@ def checked(*, world_size: int, **settings: Any) -> Callable[[Callable[..., Any]
     `settings` are those of `check`. The function's first parameter is the communicator; the test has the others, for
     fixtures and `pytest.mark.parametrize`, which give all ranks the same objects. A function without a parameter that
     can be given by position is a program over torch's symmetric memory. The test raises `AssertionError` with the
-    report's text.
+    report's text, or because no kernel accessed symmetric memory, so that nothing was examined.
 
     Works with pytest, unittest and by itself.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:
         parameters = list(inspect.signature(body).parameters.values())
-        of_class = bool(parameters) and parameters[0].name == "self"
+        of_class = bool(parameters) and parameters[0].name in ("self", "cls")
         own, rest = parameters[:of_class], parameters[of_class:]
         program = not rest or rest[0].kind in _BY_NAME
+        if runs_later(body):  # the wrapper below is an ordinary function, of which `check` cannot see it
+            raise InvalidArgument(f"{body.__qualname__} is a generator or a coroutine: calling it runs nothing")
         file = inspect.unwrap(body).__code__.co_filename
         subject = {"file": file, "function": body.__qualname__, "sha256": digest(file)}
 
@@ -49,6 +53,8 @@ def checked(*, world_size: int, **settings: Any) -> Callable[[Callable[..., Any]
             report = check(run, world_size, **settings)
             if not report.ok:
                 raise AssertionError(str(report))
+            if not report.steps:
+                raise AssertionError(f"{body.__qualname__}: {nothing_examined(report)}")
 
         named: Any = test
         named.__signature__ = inspect.Signature(own + rest[not program :])

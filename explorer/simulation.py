@@ -87,7 +87,7 @@ def prepared(
         raise InvalidArgument(f"options={options!r}: tricomm.Options is needed")
     if not callable(fn) or hasattr(fn, "fn") and hasattr(fn, "params"):
         raise InvalidArgument(f"{_name(fn)}: a function of one communicator that launches kernels is needed")
-    if any(kind(fn) for kind in _LATER):
+    if runs_later(fn):
         raise InvalidArgument(f"{_name(fn)} is a generator or a coroutine: calling it runs nothing")
     if residency is not None and (isinstance(residency, bool) or not isinstance(residency, int) or residency < 1):
         raise InvalidArgument(f"residency={residency!r}: a number of blocks from 1 on, or None, is needed")
@@ -101,6 +101,11 @@ def prepared(
         assert options is not None
         launch_shapes.check_device("cpu", layout.plan(world_size, options.arena_bytes), options._tuning.tile)
     return Subject(fn, world_size, options, residency, most_steps, compiled, program)
+
+
+def runs_later(fn: Any) -> bool:
+    """True for a generator or a coroutine, of which a call runs nothing."""
+    return any(kind(fn) for kind in _LATER)
 
 
 def is_program(fn: Any) -> bool:

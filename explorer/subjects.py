@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -17,16 +18,20 @@ from typing import Any
 from tricomm.errors import InvalidArgument
 from tricomm.explorer import shipped
 from tricomm.explorer.report.report import Report, digest
+from tricomm.explorer.schedule.host_watchdog import OutOfTime, Watchdog
 from tricomm.explorer.standins.program import importing
 
 
-def from_file(name: str, stubs: Sequence[str] = (), program: bool = False) -> Callable[..., Any]:
+def from_file(
+    name: str, stubs: Sequence[str] = (), program: bool = False, ends: float = math.inf
+) -> Callable[..., Any]:
     """The function that "file.py:function" names. A `program`, as a function without arguments, uses torch.distributed
     itself; its file is imported as on a box with a GPU.
 
     A file of a package is imported as a part of it. If the package does not load, the file is imported without the
     `__init__` modules above it. `stubs` are modules to replace by `Stub`, such as those that need a GPU. Raises
-    `InvalidArgument` if the function does not exist or its file does not load.
+    `InvalidArgument` if the function does not exist, or its file does not load, or not until `ends`, a time of the
+    monotonic clock.
     """
     path, _, function = name.rpartition(":")
     file = Path(path).resolve()
@@ -36,8 +41,14 @@ def from_file(name: str, stubs: Sequence[str] = (), program: bool = False) -> Ca
         if not isinstance(sys.modules.get(stub, Stub(stub)), Stub):
             raise InvalidArgument(f"--stub {stub}: this module is there")
         sys.modules[stub] = Stub(stub)
-    with importing() if program or _is_program(file, function) else nullcontext():
-        module = _of_package(file) if (file.parent / "__init__.py").is_file() else _alone(file)
+    as_program = program or _is_program(file, function)
+    try:
+        with Watchdog(lambda: None, math.inf, ends), importing() if as_program else nullcontext():
+            module = _of_package(file) if (file.parent / "__init__.py").is_file() else _alone(file)
+    except OutOfTime:
+        raise InvalidArgument(
+            f"{file}: the budget has ended while it was imported; give more, or mend the file"
+        ) from None
     value = getattr(module, function, None)
     if not callable(value):
         there = [n for n, v in vars(module).items() if _defined(v, module.__name__)]

@@ -168,6 +168,15 @@ def save(reports: Sequence[Report], path: str | Path) -> None:
     Path(path).write_text(json.dumps(values, indent=1) + "\n")
 
 
+def nothing_examined(report: Report) -> str:
+    """Why a report without accesses shows nothing, and the remedy."""
+    return (
+        f"nothing was examined: in {report.ran} schedules of {report.world_size} rank(s) no kernel accessed symmetric "
+        "memory; call a collective, or launch a kernel over `comm.symmetric` or torch's symmetric memory, on 2 ranks "
+        "or more"
+    )
+
+
 def options_of(values: dict[str, Any]) -> Options:
     """The options that `asdict` gave these values of."""
     return Options(**{**values, "_tuning": Tuning(**values.get("_tuning", {}))})

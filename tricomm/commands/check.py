@@ -104,12 +104,13 @@ def _check_unused(asked: dict[str, str], options: dict[str, Any]) -> None:
 def _check(options: dict[str, Any]) -> bool:
     """Check a user's function, or shipped kernels, and print the reports. True if they have no findings."""
     from tricomm.errors import InvalidArgument
+    from tricomm.explorer.report.report import nothing_examined
     from tricomm.perf.parsing import parse_budget
 
     _check_paths(options)
     began = time.monotonic()
     budget = math.inf if options["budget"] is None else parse_budget(options["budget"])
-    reports, runs = [], _runs(options)
+    reports, runs = [], _runs(options, began + budget)
     schedules, count = next(runs)
     with _shown(schedules, count, options["as_json"], began, budget) as tell, warnings.catch_warnings():
         # Triton warns about a default of its next version; a check needs no change for it.
@@ -121,11 +122,7 @@ def _check(options: dict[str, Any]) -> bool:
                 break
             report = _kept(name, options, left, partial(run, partial(tell, number, name)))
             if report.ok and not report.steps:
-                raise InvalidArgument(
-                    f"{name}: nothing was examined: in {report.ran} schedules of {report.world_size} rank(s) no kernel "
-                    "accessed symmetric memory; call a collective, or launch a kernel over `comm.symmetric`, on 2 "
-                    "ranks or more"
-                )
+                raise InvalidArgument(f"{name}: {nothing_examined(report)}")
             reports.append(report)
             if not options["as_json"]:
                 click.echo("\r\033[K" * sys.stderr.isatty(), nl=False, err=True)  # over the bar
@@ -240,7 +237,7 @@ def _check_paths(options: dict[str, Any]) -> None:
         timeline.check_path(options["timeline"])
 
 
-def _runs(options: dict[str, Any]) -> Iterator[Any]:
+def _runs(options: dict[str, Any], ends: float) -> Iterator[Any]:
     """First (schedules of each campaign, or None; number of campaigns), then each campaign: (name, how to run it)."""
     from tricomm.errors import InvalidArgument
     from tricomm.explorer import campaign, shipped, subjects
@@ -261,7 +258,7 @@ def _runs(options: dict[str, Any]) -> Iterator[Any]:
     if options["function"] is not None:
         if selected or options["blocks"] is not None:
             raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
-        fn = subjects.from_file(options["function"], options["stubs"], options["arguments"] is not None)
+        fn = subjects.from_file(options["function"], options["stubs"], options["arguments"] is not None, ends)
         if options["arguments"] is not None or options["config"] is not None:
             if options["arguments"] is None and not is_program(fn):
                 raise InvalidArgument("--config chooses for autotuned kernels of a function that uses torch's memory")

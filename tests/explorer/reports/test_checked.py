@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 import tricomm
 from tests.explorer.small_kernels import two_writers
@@ -58,6 +59,7 @@ class TestOfClass:
 class Case(unittest.TestCase):
     @checked
     def test_case(self, comm):
+        comm.barrier()
         self.assertEqual(comm.world_size, 2)
 '''
 
@@ -107,6 +109,7 @@ def test_a_program_takes_its_arguments_by_name():
         x = torch.ones(count, device="cuda")
         dist.all_reduce(x)
         assert x.tolist() == [2.0] * count
+        symm_mem.rendezvous(symm_mem.empty(1, device="cuda"), dist.group.WORLD).barrier()
 
     assert list(inspect.signature(program).parameters) == ["count"]
     program(count=3)
@@ -127,3 +130,30 @@ def test_a_mistaken_use_is_refused():
         tricomm.checked(world_size=2, schedule=1)(lambda comm: None)()
     with pytest.raises(TypeError):
         tricomm.checked(lambda comm: None)
+
+
+def test_a_test_that_examines_nothing_does_not_pass():
+    async def later(comm):
+        raise AssertionError("never seen")
+
+    def each(comm):
+        yield
+
+    for body in (later, each):
+        with pytest.raises(InvalidArgument, match=f"{body.__name__} is a generator or a coroutine"):
+            tricomm.checked(world_size=2)(body)
+    with pytest.raises(AssertionError, match="nothing was examined: in 2 schedules of 2 rank"):
+        tricomm.checked(world_size=2, schedules=2)(lambda comm: None)()
+
+
+def test_a_class_method():
+    class Owner:
+        number = 3
+
+        @classmethod
+        @tricomm.checked(world_size=2, schedules=1)
+        def test_method(cls, comm, more):
+            comm.barrier()
+            assert (cls.number, more) == (3, 4)
+
+    Owner.test_method(more=4)
