@@ -18,6 +18,7 @@ from tricomm import kernels
 from tricomm.kernels.launch import (
     interpreted_wide,
     interpreter,
+    jit_dispatch,
     kernel_launch,
     memory_access,
     triton_adapter,
@@ -31,7 +32,15 @@ _HIDDEN = tuple(
     for path in (Path(m.__file__ or ""), Path(m.__file__ or "").resolve())
 ) + tuple(
     str(Path(m.__file__ or ""))
-    for m in (memory_access, triton_adapter, triton_shortcuts, interpreter, interpreted_wide, kernel_launch)
+    for m in (
+        memory_access,
+        triton_adapter,
+        triton_shortcuts,
+        interpreter,
+        interpreted_wide,
+        jit_dispatch,
+        kernel_launch,
+    )
 )
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _OWN = tuple(str(Path(__file__).parents[1] / folder) for folder in ("memory_model", "interpreted"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -196,8 +197,14 @@ def _importing(load: Callable[..., Any]) -> Callable[[ProgramHost], Callable[...
     return lambda host: load if isinstance(host, _Importing) else partial(host.modules.importing, load)
 
 
+def _exiting(end: Callable[[int], None], process: int) -> Callable[[ProgramHost], Callable[..., Any]]:
+    """A rank that ends itself ends not the check, which would look like one without findings. A forked child may."""
+    return lambda host: sys.exit if os.getpid() == process else end
+
+
 _PATCHES = Patches(
     lambda: {
+        (os, "_exit"): _exiting(os._exit, os.getpid()),
         (JITFunction, "run"): _launch,
         (Autotuner, "run"): _one_config,
         (builtins, "__import__"): _importing(builtins.__import__),

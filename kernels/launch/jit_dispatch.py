@@ -27,7 +27,7 @@ def compile_for(
     if (reason := compiler.refused()) is not None:
         raise ResourceError(reason)
     import triton
-    from triton.compiler import ASTSource
+    from triton.compiler import ASTSource, CompilationError
 
     target, backend, binder = _binder(kernel, capability)
     name = kernel.fn.__name__
@@ -48,7 +48,10 @@ def compile_for(
             source = ASTSource(kernel, signature, constants, hints)
             made = triton.compile(source, target=target, options=chosen.__dict__)
         except Exception as error:  # whatever a compiler may raise
-            text = f"Triton cannot compile {name} for sm_{capability}: {type(error).__name__}: {error}"
+            inner: BaseException = error
+            while isinstance(inner.__cause__, CompilationError):  # of a function that the kernel calls
+                inner = inner.__cause__
+            text = f"Triton cannot compile {name} for sm_{capability}: {type(inner).__name__}: {inner}"
             raise ResourceError(text) from error
         _compiled[key] = compiler.noted(made)
     return _compiled[key], list(bound.values()), list(signature.values())

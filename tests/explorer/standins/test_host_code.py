@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy as copy_of
 import importlib
+import os
 import sys
 
 import pytest
@@ -212,3 +213,32 @@ def test_an_error_that_ends_a_program_is_named_with_its_line():
     for program, said in ((leaves, "sys.exit(3)"), (lacks, "no_such_gpu_library")):
         (finding,) = tricomm.check(program, 2, schedules=1).findings
         assert said in finding.text and "test_host_code.py:" in finding.where[0]
+
+
+@triton.jit
+def misspelt(x):
+    tl.no_such_function(x)
+
+
+@triton.jit
+def calls_misspelt(x):
+    misspelt(x)
+
+
+def not_compilable():
+    calls_misspelt[(1,)](torch.ones(1, device="cuda"))
+
+
+def test_a_kernel_that_does_not_compile_is_named_with_launch_and_reason():
+    (finding,) = tricomm.check(not_compilable, 2, schedules=1).findings
+    launch = not_compilable.__code__.co_firstlineno + 1
+    assert finding.where == (f"{__file__}:{launch}",) and "no_such_function" in finding.text
+
+
+def leaves_at_once():
+    os._exit(0)
+
+
+def test_a_program_that_ends_its_process_does_not_end_the_check():
+    (finding,) = tricomm.check(leaves_at_once, 2, schedules=1).findings
+    assert finding.kind == "exception" and "it called sys.exit(0)" in finding.text
