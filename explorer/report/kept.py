@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +23,13 @@ from tricomm.explorer.report.report import Report, digest
 from tricomm.store import files
 
 _MOST_BYTES = 1 << 28
+_QUOTED = re.compile(rb"""["'](\w+)["']""")
 
 
 class Kept:
     """The report of what `identity` describes: a function of `file`, its arguments and options. It is void after a
-    change of a source that was loaded: of tricomm, of the package of `file`, or outside of the installed packages.
+    change of a source that was loaded: of tricomm, of the package of `file`, or outside of the installed packages; and
+    after a change of an environment variable whose name is in quotation marks in one of them.
     `warn` is told, once, of a file that cannot be read or written."""
 
     def __init__(self, identity: dict[str, Any], file: str | None, warn: Callable[[str], None]) -> None:
@@ -33,6 +38,7 @@ class Kept:
         name = hashlib.sha256(text.encode()).hexdigest()[:32]
         self._path = env.user_folder("XDG_CACHE_HOME", ".cache") / "checks" / f"{name}.json"
         self._file, self._warn, self._warned = file, warn, False
+        self._variables = env.beginning("")
         self._sources = self._loaded()  # now: the user may change a file while the schedules run
 
     def report(self) -> Report | None:
@@ -40,15 +46,19 @@ class Kept:
         try:
             if not self._path.exists():
                 return None
-            sources = dict(json.loads(files.read(self._path, _MOST_BYTES, shared=False))["sources"])
+            values = json.loads(files.read(self._path, _MOST_BYTES, shared=False))
+            sources = dict(values["sources"])
             changed = any(digest(file) != text for file, text in sources.items())
+            changed = changed or values.get("environment") != self._environment(sources)
             return None if changed else Report.load(self._path)
         except (OSError, ValueError, LookupError, TypeError, RecursionError, InvalidArgument) as error:
             self._tell(f"earlier schedules are not used: {self._path}: {error}")
             return None
 
     def keep(self, report: Report) -> None:
-        content = json.dumps({**report.as_json(), "sources": {**self._loaded(), **self._sources}}).encode()
+        sources = {**self._loaded(), **self._sources}
+        values = report.as_json() | {"sources": sources, "environment": self._environment(sources)}
+        content = json.dumps(values).encode()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             files.replace(self._path, content)
@@ -60,6 +70,17 @@ class Kept:
         loaded = {n: f for n, m in list(sys.modules.items()) if isinstance(f := getattr(m, "__file__", None), str)}
         packages = {"tricomm", *(name.partition(".")[0] for name, file in loaded.items() if file == self._file)}
         return {f: digest(f) for n, f in loaded.items() if n.partition(".")[0] in packages or is_users(f)}
+
+    def _environment(self, sources: Iterable[str]) -> str:
+        """A digest, because values may be secret, of the variables that the sources name."""
+        named: set[bytes] = set()
+        for file in sources:
+            try:
+                named.update(_QUOTED.findall(Path(file).read_bytes()))
+            except OSError:
+                continue  # it has no digest either
+        read = {name: value for name, value in self._variables.items() if os.fsencode(name) in named}
+        return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()
 
     def _tell(self, text: str) -> None:
         if not self._warned:

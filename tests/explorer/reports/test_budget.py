@@ -99,6 +99,12 @@ def test_a_schedule_that_never_ends_is_cut(tmp_path, monkeypatch, name):
     assert tricomm.check(lambda comm: comm.barrier(), 2, schedules=2).ok
 
 
+def test_an_import_that_never_ends_is_cut(tmp_path):
+    (tmp_path / "endless.py").write_text("while True:\n    pass\n")
+    done = check(f"{tmp_path / 'endless.py'}:program", "--budget", "1s", code=2)
+    assert "endless.py: the budget has ended while it was imported" in done.output.replace("\n", " ")
+
+
 def test_without_the_watchdog_a_schedule_is_not_cut(monkeypatch):
     monkeypatch.setattr(host_watchdog.signal, "pthread_kill", lambda thread, number: None)
 
@@ -148,6 +154,15 @@ def test_a_changed_source_discards_earlier_runs(mine, tmp_path):
     (tmp_path / "helper_of_mine.py").write_text("VALUE = 2\n")
     assert "earlier" not in right(mine, 2).output
     mine.write_text(mine.read_text() + "\n")
+    assert "earlier" not in right(mine, 2).output
+
+
+def test_a_changed_variable_that_a_source_names_discards_earlier_runs(mine, monkeypatch):
+    mine.write_text('import os\nSIZE = os.environ.get("SIZE_OF_MINE")\n' + USERS_FILE)
+    right(mine, 2)
+    monkeypatch.setenv("_".join(["NOT", "OF", "MINE"]), "3")  # this file is a source, too
+    assert "2 of them in earlier runs" in right(mine, 2).output
+    monkeypatch.setenv("SIZE_OF_MINE", "3")
     assert "earlier" not in right(mine, 2).output
 
 
