@@ -63,8 +63,8 @@ class Scheduler:
         self._timeout, self._host_context = interpreter_timeout, host_context
         self._engaged, self._launches, self._since = False, 0, 0
         self._gave_way: set[int] = set()
-        self._runs: Task | None = None  # has run since step `_since` while others could
-        self._rests: Task | None = None  # is not chosen until step `_since` + _ALONE_STEPS
+        self._ran: set[Task] = set()  # have run since step `_since` while others could
+        self._rest: set[Task] = set()  # are not chosen until step `_since` + _ALONE_STEPS
         self._main = greenlet.getcurrent()
 
     def add_host(self, rank: int, run: Callable[[], Any]) -> Task:
@@ -273,14 +273,16 @@ class Scheduler:
         return launch.running < self._residency or launch.has_begun(task.block)
 
     def _choose(self, ready: list[Task]) -> Task:
-        """The strategy's choice. A task that has run for long while others could have is suspended: it may wait for one
-        of them, in a loop that changes memory."""
+        """The strategy's choice. Tasks that have run for long while others could have are suspended: they may wait for
+        one of them, in a loop that changes memory."""
         if self.step - self._since >= _ALONE_STEPS:
-            self._rests, self._since = None if self._rests else self._runs, self.step
-        ready = [t for t in ready if t is not self._rests] or ready
+            self._rest, self._ran, self._since = set() if self._rest else self._ran, set(), self.step
+        ready = [t for t in ready if t not in self._rest] or ready
         chosen = self._strategy.choose(self.step, self.current, ready)
-        if self._rests is None and (chosen is not self._runs or len(ready) == 1):
-            self._runs, self._since = chosen, self.step
+        if not self._rest:
+            self._ran.add(chosen)
+            if self._ran.issuperset(ready):
+                self._ran, self._since = {chosen}, self.step
         self.choices.note(self.step, chosen.key, chosen is not default(self.current, ready))
         return chosen
 
