@@ -256,10 +256,10 @@ def test_a_signal_that_cannot_be_caught_is_a_warning(name, tmp_path):
 # On a GPU
 
 
-def on_gpu(calls, started, ended):
+def on_gpu(calls, started, ended, block_3=None):
     """(started, ended) of calls with these epochs before them, if the kernels' words say this."""
-    flags = [0] * 16
-    flags[layout.STARTED], flags[layout.ENDED] = started, ended
+    flags = [0] * layout.ENDED + [ended] * layout.MAX_BLOCKS
+    flags[layout.STARTED], flags[layout.ENDED + 3] = started, ended if block_3 is None else block_3
     record = Descriptor(0, 0, "all_reduce", "sum", "float32", "one_shot", "ll", 8, -1, 1, "eager").packed()
     entries = [full((number, record, 5, before)) for number, before in enumerate(calls, 1)]
     call_states.on_gpu(entries, flags)
@@ -280,6 +280,11 @@ def on_gpu(calls, started, ended):
 )
 def test_states_on_a_gpu_follow_from_epochs(calls, started, ended, states):
     assert on_gpu(calls, started, ended) == states
+
+
+def test_a_call_runs_until_its_last_block_has_ended():
+    assert on_gpu([1, 1, 1, 1], 3, 4, block_3=3) == "ccrs"
+    assert on_gpu([1, 1, 1, 1], 3, 4, block_3=4) == "cccs"
 
 
 def test_a_call_costs_no_more_than_its_entry():

@@ -53,8 +53,10 @@ def of_calls(site: SelectionFacts, request: Request, choose: Choose, most_bytes:
         raise InvalidArgument(f"{request.collective}: no kernel takes {dtype}")
     row = 1 if dtype is None else dtype.itemsize if epilogue is None else dtype.itemsize * epilogue.hidden
     for mode in _MODES:
-        for nbytes in _sizes(site, request, mode, _MOST_BYTES if most_bytes is None else most_bytes):
-            whole = 0 if dtype is None else max(row, nbytes // row * row)
+        sizes = _sizes(site, request, mode, _MOST_BYTES if most_bytes is None else most_bytes)
+        # Rounded up, too, because the first size of a table's row may be no multiple.
+        multiples = (max(row, n * row) for size in sizes for n in (size // row, -(-size // row)))
+        for whole in [0] if dtype is None else dict.fromkeys(multiples):
             sized = request.sized(dtype, 0 if dtype is None else whole // dtype.itemsize)
             choice = choose(sized, whole, mode)
             make = launch_plan.make_fused if choice.fused else launch_plan.make

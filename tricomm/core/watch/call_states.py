@@ -26,7 +26,9 @@ def on_gpu(entries: list[Entry], flags: Sequence[int]) -> None:
     call before it. So calls of several chunks, and graphs that were replayed, make later calls look further than they
     are. A call that NCCL makes has ended when a later call has.
     """
-    now, ended, in_flight = time.time_ns(), flags[layout.ENDED], flags[layout.STARTED] == flags[layout.ENDED]
+    now, started, blocks = time.time_ns(), flags[layout.STARTED], flags[layout.ENDED : layout.CONTROL_WORDS]
+    in_flight = started != 0 and started in blocks  # a block has not ended what the launch has started
+    ended = started if in_flight else blocks[0]
     calls = []
     for entry in sorted(entries, key=lambda entry: int(entry[NUMBER])):
         what = entry[WHAT].unpacked() if isinstance(entry[WHAT], PackedDescriptor) else entry[WHAT]
