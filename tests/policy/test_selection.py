@@ -281,18 +281,18 @@ def test_forced_wide_words_have_planes_that_span_all_threads():
     [
         ("all_reduce", {16 << 10: "one_shot/ll128", 96 << 10: "two_shot/ll", 256 << 10: "two_shot/ll128"},
          {16 << 10: "one_shot/ll", 64 << 10: "two_shot/ll", 256 << 10: "two_shot/ll"}),
-        ("all_gather", {4096: "one_shot/ll128", 192 << 10: "one_shot/ll128", 256 << 10: "one_shot/simple"},
-         {4096: "one_shot/ll", 128 << 10: "one_shot/ll", 192 << 10: "one_shot/simple"}),
-        ("reduce_scatter", {256 << 10: "one_shot/ll", 1 << 20: "one_shot/ll128", 2 << 20: "one_shot/simple"},
+        ("all_gather", {4096: "one_shot/ll128", 512 << 10: "one_shot/ll128", 768 << 10: "one_shot/simple"},
+         {4096: "one_shot/ll", 192 << 10: "one_shot/ll", 256 << 10: "one_shot/simple"}),
+        ("reduce_scatter", {256 << 10: "one_shot/ll", 2 << 20: "one_shot/ll128", 3 << 20: "one_shot/simple"},
          {256 << 10: "one_shot/ll", 512 << 10: "one_shot/ll", 1 << 20: "one_shot/simple"}),
-        ("all_to_all", {256 << 10: "one_shot/ll", 1 << 20: "one_shot/ll128", 2 << 20: "one_shot/simple"},
+        ("all_to_all", {256 << 10: "one_shot/ll", 2 << 20: "one_shot/ll128", 3 << 20: "one_shot/simple"},
          {256 << 10: "one_shot/ll", 512 << 10: "one_shot/ll", 768 << 10: "one_shot/simple"}),
         ("broadcast", {64 << 10: "one_shot/ll128", 128 << 10: "one_shot/ll128", 512 << 10: "two_shot/simple"},
          {64 << 10: "one_shot/ll", 128 << 10: "one_shot/simple", 512 << 10: "two_shot/simple"}),
     ],
 )  # fmt: skip
 def test_eight_hoppers_take_wide_words_where_they_are_modelled_faster_and_there_are_any(collective, wide, narrow):
-    """docs/performance.md has the times. Without wide words the next matching row decides."""
+    """devtools/notes/performance.md has the times. Without wide words the next matching row decides."""
     for reason, wanted in ((None, wide), ("no wide words", narrow)):
         with patch.object(wide_words, "why_not", lambda architecture, version=None, reason=reason: reason):
             results = {n: choose(site(world_size=8), collective, n) for n in wanted}
