@@ -123,9 +123,9 @@ def test_kernels_wait_from_sm_90_on(architecture: str, waits: int) -> None:
 @pytest.mark.parametrize(
     ("architecture", "most", "said"),
     [
-        ("sm_90", 2, "; a dependent launch"),
+        ("sm_90", 4, "; a dependent launch"),
         ("sm_90", 1, "; no dependent launch: 1 blocks are over half of the 1 that this group may have"),
-        ("sm_80", 2, "; no dependent launch: it needs a GPU of sm_90"),
+        ("sm_80", 4, "; no dependent launch: it needs a GPU of sm_90"),
     ],
 )
 def test_explain_reports_it(architecture: str, most: int, said: str) -> None:
