@@ -49,15 +49,24 @@ def direct(rank, world_size, tell, url, folder, fault):
         comm.all_reduce(ONES.clone())
         comm.all_gather(ONES)
         comm.barrier()
+        ranks.together(url, rank, range(world_size))  # a fault may be heard by a rank that is still in its last call
         outcome = attempt(lambda: fault(comm))
     return outcome
 
 
+def late(comm, rank):
+    """A rank that hears of the fault before its own call records none, so the wrong call comes after the others."""
+    if comm.rank == rank:
+        time.sleep(0.7)
+
+
 def another_size(comm):
+    late(comm, 1)
     comm.all_reduce(torch.ones(16 if comm.rank == 1 else 8))
 
 
 def another_call(comm):
+    late(comm, 2)
     comm.broadcast(ONES.clone(), 0) if comm.rank == 2 else comm.all_reduce(ONES.clone())
 
 
@@ -104,6 +113,7 @@ def through_torch(rank, world_size, tell, url, folder, route, fault):
     with default_group(rank, world_size, url, route, timeout=30.0):
         dist.all_reduce(ONES.clone())
         dist.all_reduce(ONES.clone(), async_op=True).wait()
+        ranks.together(url, rank, range(world_size))
         outcome = attempt(lambda: fault(rank))
         dist.barrier() if route == "gloo" else None
     return outcome
@@ -218,6 +228,7 @@ def with_a_dead_rank(rank, world_size, tell, url, folder):
     dumping(folder)
     with communicator(rank, world_size, url) as comm:
         comm.barrier()
+        ranks.together(url, rank, range(world_size))
         if rank == 2:
             os._exit(0)
         outcome = attempt(comm.barrier)
