@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tricomm
+from tests.core import compiles
 from tests.core.bodies.common_bodies import communicator
 from tests.core.gpu.conftest import MINE, device_of, over
 from tests.fake_cuda import OnFakeGpu
@@ -13,23 +14,14 @@ from tricomm import Options
 from tricomm.core import machine_code
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.kernels.launch import compiler, cuda_launcher
+from tricomm.kernels.launch import cuda_launcher
 from tricomm.options import with_environment
 
 
 @pytest.fixture
 def compiled(monkeypatch):
     """The names of the kernels that are compiled from here on; the caches are empty."""
-    for known in ("_compiled", "_loaded"):
-        monkeypatch.setattr(cuda_launcher, known, {})
-    names, compile_kernel = [], compiler.compile_kernel
-
-    def compile_it(kernel, *variant):
-        names.append(kernel.fn.__name__)
-        return compile_kernel(kernel, *variant)
-
-    monkeypatch.setattr(compiler, "compile_kernel", compile_it)
-    return names
+    return compiles.counted(monkeypatch)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 
+from tests.core import compiles
 from tests.kernels.fake_launch import FakeGpu, Result
 from tricomm.core import cubins, machine_code
 from tricomm.core.cubins import Metadata
@@ -244,15 +245,7 @@ def test_code_that_the_user_alters_is_not_replaced_by_prebuilt_code(change, buil
 def refuses_prebuilt_code(built, monkeypatch, refused=""):
     """A barrier on a driver that refuses its first module; return the names of the compiled kernels."""
     monkeypatch.setenv(cubins.VARIABLE, built)
-    for known in ("_compiled", "_loaded"):
-        monkeypatch.setattr(cuda_launcher, known, {})
-    names, compile_kernel = [], compiler.compile_kernel
-
-    def compile_it(kernel, *variant):
-        names.append(kernel.fn.__name__)
-        return compile_kernel(kernel, *variant)
-
-    monkeypatch.setattr(compiler, "compile_kernel", compile_it)
+    names = compiles.counted(monkeypatch)
     failures = {("cuModuleLoadData", 1): Result.CUDA_ERROR_NOT_SUPPORTED}
     return names, lambda: launched(partial(machine_code.get, refused=refused), failures)
 
