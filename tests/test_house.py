@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -98,3 +99,14 @@ def test_a_broken_rule_is_named(
     tmp_path: Path, rule: Callable[[house_rules.Sources], list[str]], files: dict[str, str], complaint: str
 ) -> None:
     assert rule(_tree(tmp_path, files)) == [complaint]
+
+
+def test_no_product_code_loads_a_pickle() -> None:
+    """The flight recorder writes one, because torch's analyser reads no other format."""
+    loads = re.compile(r"\bpickle\.(load|loads|Unpickler)\b|from pickle import|weights_only=False")
+    files = [
+        file for room in ("tricomm", "kernels", "store", "perf", "explorer") for file in (ROOT / room).rglob("*.py")
+    ]
+    assert len(files) > 300
+    assert [file.name for file in files if loads.search(file.read_text())] == []
+    assert loads.search("pickle.loads(data)") and not loads.search("pickle.dumps(data)")

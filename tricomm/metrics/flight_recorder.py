@@ -188,7 +188,7 @@ def _write(rank: int, prefix: str | Path | None) -> Path:
         if os.path.isdir(given):
             path = Path(given, f"{_NAME}{rank}")
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, pickle.dumps(content))
+        files.replace(path, pickle.dumps(content))  # torch's format; nothing here loads a dump
     except (OSError, ValueError) as error:  # ValueError: a zero byte
         raise ResourceError(
             f"{path} cannot be written ({first_line(error)}): TORCH_FR_DUMP_TEMP_FILE, or dump(prefix), names another"
