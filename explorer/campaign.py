@@ -226,7 +226,7 @@ class Campaign:
             report.complete = self._contention is None or self._over
 
     def _go_on(self, report: Report, since: Report) -> None:
-        """Have `report` begin where `since` has ended, with those of its findings that are found again."""
+        """Have `report` begin where `since` has ended, and keep each of its findings that is found again."""
         other = [name for name in _SAME if getattr(report, name) != getattr(since, name)]
         if other or self._contention is not None:
             why = f"another {' and '.join(other)}" if other else f'strategy="{self._plan.strategy}" begins anew'
@@ -345,7 +345,7 @@ class Campaign:
 def _order(finding: Finding) -> list[Any]:
     """The accesses of a race in the order in which they came: by line, or by rank if both are of one line. Empty for
     two strong accesses, whose order does not matter."""
-    both = () if finding.kind == "deadlock" else finding.accesses  # those of a deadlock are the waits
+    both = () if finding.kind == "deadlock" else finding.accesses  # a deadlock's are waits
     if len(both) != 2 or all(access["sem"] for access in both):
         return []
     one_line = len(set(finding.where)) == 1

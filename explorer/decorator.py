@@ -19,12 +19,12 @@ _BY_NAME = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD)
 def checked(*, world_size: int, **settings: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Turn a function of a communicator into a test that passes if `check` finds nothing in it.
 
-    `settings` are those of `check`. The function's first parameter is the communicator; the test has the others, for
-    fixtures and `pytest.mark.parametrize`, which give all ranks the same objects. A function without a parameter that
-    can be given by position is a program over torch's symmetric memory. The test raises `AssertionError` with the
-    report's text, or because no kernel accessed symmetric memory, so that nothing was examined.
+    `settings` are further arguments of `check`. The function's first parameter is the communicator; the test has the
+    others, for fixtures and `pytest.mark.parametrize`, which give all ranks the same objects. A function without a
+    parameter that can be given by position is a program over torch's symmetric memory. The test raises `AssertionError`
+    with the report's text, or because no kernel accessed symmetric memory, so that nothing was examined.
 
-    Works with pytest, unittest and by itself.
+    The test runs under pytest and unittest, or as a plain call.
     """
 
     def decorate(body: Callable[..., Any]) -> Callable[..., None]:

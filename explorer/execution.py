@@ -341,8 +341,8 @@ def _own_mistake(error: Exception) -> bool:
 
 
 def note(error: BaseException, rank: int, program: bool = False) -> None:
-    """Add the rank and the user's line to an error that the rank raised. The message of a refusal itself has the line
-    of a `program`, because it says what in it is not simulated."""
+    """Add the rank and the user's line to an error that the rank raised. The refusal of an
+    unsupported call of a `program` has the line already."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         if program and isinstance(error, InvalidArgument) and not re.search(r"\.py:\d", error.args[0]):
             error.args = (f"{_line(error)}: {error.args[0]}",)

@@ -232,7 +232,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
     # Facts and statistics
 
     def stats(self) -> Statistics:
-        """Calls, bytes and times by kernel and size, and how long this rank waited for each peer. Asks no other rank.
+        """Calls, bytes and times by kernel and size, and this rank's waiting time for each peer. Asks no other rank.
         Only the calls that `time_calls` selects are timed.
         """
         self._activity.collect()

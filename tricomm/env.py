@@ -159,7 +159,7 @@ def recorded_calls(unset: int) -> int:
 
 
 def dump_prefix() -> str:
-    """What torch puts before the rank in the path of a dump; by default a file of its cache."""
+    """The path of a dump without the rank, from torch's variables; by default in torch's cache."""
     value = _first("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
     if value is not None:
         return os.environ[value]

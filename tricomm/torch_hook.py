@@ -39,7 +39,7 @@ def _keep_dynamo_out() -> None:
 
 
 def when(module: str, act: Callable[[], None], otherwise: str) -> None:
-    """Call `act` after the import of `module`, or now. `otherwise` is what its failure means, for a warning."""
+    """Call `act` after the import of `module`, or now. `otherwise`: the consequence of a failure, for the warning."""
     if module in sys.modules:
         act()
     else:

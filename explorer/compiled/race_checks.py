@@ -301,7 +301,7 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
 
 
 def _at(event: Event) -> str:
-    """The line of the kernel, and that of the helper function where the access is."""
+    """The kernel's line, and the helper function's line if the access is in one."""
     file, line, _ = event.site.chain[0] if event.site.chain else ("", 0, "")
     inner = f"{Path(file).name}:{line}"
     return event.site.short if not file or inner == event.site.short else f"{event.site.short} > {inner}"

@@ -27,7 +27,7 @@ _QUOTED = re.compile(rb"""["'](\w+)["']""")
 
 
 class Kept:
-    """The report of what `identity` describes: a function of `file`, its arguments and options. It is void after a
+    """The report of a campaign. `identity`: the function of `file`, its arguments and options. It is void after a
     change of a source that was loaded: of tricomm, of the package of `file`, or outside of the installed packages; and
     after a change of an environment variable whose name is in quotation marks in one of them.
     `warn` is told, once, of a file that cannot be read or written."""

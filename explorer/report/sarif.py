@@ -36,7 +36,7 @@ def log(findings: Iterable[tuple[Finding, str | None]]) -> dict[str, Any]:
 
 def _result(finding: Finding, file: str | None, root: Path) -> dict[str, Any]:
     """A finding at its last line, which completes it, or at the top of `file` if it has none. All lines are related
-    locations, with the ranks and functions that came there."""
+    locations, with their ranks and call chains."""
     accesses = zip_longest(finding.where, finding.ranks[: len(finding.where)], finding.accesses)
     related = [
         {**place, "id": number, "message": {"text": f"rank {rank}: {(access or {}).get('chain') or where}"}}

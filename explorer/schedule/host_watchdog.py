@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 _SIGNAL = signal.SIGRTMAX if hasattr(signal, "SIGRTMAX") else signal.SIGUSR2
-_GRACE = 0.25  # seconds in which an execution ends by itself at its next step
+_GRACE = 0.25  # seconds for an execution to reach its next step, where it ends
 _AGAIN = 1.0  # between two signals, if code swallows the first
 
 

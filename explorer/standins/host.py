@@ -20,7 +20,7 @@ class Board:
     """The values that the host code of ranks exchanges, and its waits for them.
 
     `turns` lets other ranks run. `met(rank, step, after)` is called when a rank gives its values of exchange `step`,
-    and when it has those of the others.
+    and when it has the other ranks' values.
     """
 
     def __init__(self, turns: Turns, met: Callable[[int, int, bool], None]) -> None:

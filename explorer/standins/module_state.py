@@ -93,7 +93,7 @@ class ModuleState:
         self._owners: list[Any] = []  # modules, classes and objects
         self._outside: list[dict[str, Any]] = []  # the variables of each, before the execution
         self._known: set[int] = set()
-        self._packages: set[str] = set()  # of modules that have been looked at
+        self._packages: set[str] = set()  # of the modules examined so far
         self._ranks: dict[int, list[dict[str, Any]]] = {}
         self._copies: dict[int, dict[int, Any]] = {}
         self._present: int | None = None

@@ -85,7 +85,7 @@ class Standins:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Inside, a program's code uses the stand-ins. Raises `InvalidArgument` if another thread checks a program:
-        its environment and modules are those of the process."""
+        both would change this process's environment and modules."""
         if not _running.acquire(blocking=False):
             raise InvalidArgument("another thread of this process checks a program; check one after the other")
         with ExitStack() as stack:
@@ -112,7 +112,7 @@ class _Importing:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, `torch.cuda` and Triton's driver are those of a box with a GPU."""
+    """Inside, `torch.cuda` and Triton's driver behave as on a machine with a GPU."""
     host: Any = _Importing()
     with _PATCHES.installed(lambda: host), cuda_device.CudaOnCpu(lambda: host):
         yield

@@ -41,7 +41,7 @@ class Allocation:
 
 class MemoryHandle:
     """As `_SymmetricMemory`: one tensor's memory on all ranks, and its signal pads. `offset`: the first byte of the
-    tensor, for `get_remote_tensor` and `multicast_ptr`; other addresses are those of the whole memory."""
+    tensor, for `get_remote_tensor` and `multicast_ptr`; other addresses begin at the memory's first byte."""
 
     def __init__(self, host: ProgramHost, memory: Allocation, pads: Allocation, offset: int, group_name: str) -> None:
         self._host, self._memory, self._pads = host, memory, pads

@@ -15,8 +15,8 @@ class Patches(Generic[_T]):
     """`table` gives, for each (owner, name), the function that a rank's host code finds there, made from `_T`.
 
     Executions may run in several threads at once: the first one changes the owners, the last one restores them.
-    Outside of host code every function is the owner's. In place of a class stands one that calls the function, and
-    whose instances are those of the classes that `stands_for` its name; in place of a property, another property.
+    Outside of host code every function is the owner's. A class is replaced by one that calls the function
+    and of which objects with its name as `stands_for` are instances; a property is replaced by a property.
     """
 
     def __init__(self, table: Callable[[], Mapping[tuple[Any, str], Callable[[_T], Any]]]) -> None:

@@ -54,7 +54,7 @@ def refused() -> str | None:
 
 
 def altered() -> str | None:
-    """Why the machine code of this process is not that of the kernels' sources; None if it is."""
+    """Why this process's machine code differs from what the kernels' sources give; None if it does not."""
     import triton
 
     if triton.knobs.compilation.override:
@@ -87,8 +87,8 @@ def key_of(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: b
 
     Of the parts of the key of Triton's own cache: the sources of the kernel and of all functions that it calls, types,
     constants, options, and the variables that Triton's compiler reads. Triton's version stands for the compiler's
-    files and for ptxas, which Triton brings, so that none of them has to be there; another ptxas that a variable names
-    is asked for its version.
+    files and the ptxas in its wheel, so the key needs none of these files. For another ptxas, named by a variable, the
+    key has the version that it prints.
     """
     import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars

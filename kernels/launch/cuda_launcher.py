@@ -205,7 +205,7 @@ def make_launcher(
 def driver_call(
     bindings: Any, function: Any, shape: tuple[int, ...], stream: int, parameters: int, dependent: bool
 ) -> Callable[[], Any]:
-    """A call of the driver that launches `function` on `stream`, prepared: it builds nothing anew in each launch.
+    """A call of the driver that launches `function` on `stream`, with its arguments built in advance.
 
     `shape`: grid and block (three numbers each) and bytes of dynamic shared memory. `dependent`: the kernel may begin
     before the one before it has ended, and waits for that end itself (programmatic dependent launch).

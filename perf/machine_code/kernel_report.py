@@ -324,8 +324,8 @@ def check(report: KernelReport) -> list[str]:
 
 
 def _least_bits(variant: Variant) -> int:
-    """The least bits of a bulk access, usually 128. In planes of wide words, and in tiles of rows that many threads
-    share, a thread has one 64-bit word of a tensor. The switch reduces integers one by one. Quantised codes of a
+    """The least bits of a bulk access, usually 128. A thread has one 64-bit word of a tensor in planes of wide
+    words, and in row tiles with a word for each thread. The switch reduces integers one by one. Quantised codes of a
     word's elements, and scales, are narrower than the word."""
     if variant.form:
         return _NARROWEST.get(row_calls.parse(variant.form).quantize, 64)

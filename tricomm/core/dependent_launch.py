@@ -2,7 +2,7 @@
 
 A kernel that begins early takes room on the GPU while the one before it still runs. A group's kernels have the room of
 `Options.max_blocks` blocks, on which calls of other groups and streams rely. So a kernel is a dependent launch if it
-has at most half as many blocks, as short calls do: two such kernels fit into that room, and a third begins after the
+has at most half of these blocks, as in short calls: two such kernels fit into that room, and a third begins after the
 first has ended, because a kernel signals after its own wait (`devtools/mailbox_model/residency.py`).
 """
 
