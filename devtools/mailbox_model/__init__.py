@@ -9,16 +9,16 @@ never completes, so a lost word is a state in which no rank can move.
 
 Each rule of the kernels is also dropped, and then the model must fail. A protocol changes here first, then in the
 kernels. Memory is sequentially consistent here; the explorer checks the order of accesses. Whether kernels that overlap
-have room on a GPU is a model of its own (`residency.py`).
+have room on a GPU (`residency.py`) and how survivors agree on a smaller group (`shrink.py`) are separate models.
 Run: python -m devtools.mailbox_model (seconds; exits with 1 if a verdict is not the expected one).
 """
 
 from __future__ import annotations
 
-from devtools.mailbox_model import dependent_launches, epochs, messages, plain_data, words_with_flags
+from devtools.mailbox_model import dependent_launches, epochs, late_stores, messages, plain_data, words_with_flags
 from devtools.mailbox_model.explore import Case
 
 
 def cases() -> list[Case]:
     some = [*words_with_flags.cases(), *epochs.cases(), *messages.cases()]
-    return [*some, *plain_data.cases(), *dependent_launches.cases()]
+    return [*some, *plain_data.cases(), *dependent_launches.cases(), *late_stores.cases()]

@@ -4,7 +4,7 @@ import pytest
 
 from devtools import mailbox_model
 from devtools.mailbox_model import __main__ as command
-from devtools.mailbox_model import residency
+from devtools.mailbox_model import residency, shrink
 from devtools.mailbox_model.explore import LOSES, SAFE, WRONG, Case, barrier, calls, explore, poll, push, read
 
 CASES = mailbox_model.cases()
@@ -18,6 +18,11 @@ def test_kernels_that_overlap_have_room(want, find):
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_each_case_has_the_expected_verdict(case):
     assert explore(case.ranks, case.want)[0] == case.want
+
+
+@pytest.mark.parametrize(("want", "find"), [pytest.param(*case[1:], id=case[0]) for case in shrink.cases()])
+def test_all_survivors_have_the_smaller_group_or_all_raise(want, find):
+    assert find(want)[0] == want
 
 
 def test_the_names_of_the_cases_are_unique():
@@ -60,6 +65,7 @@ def test_the_command_fails_if_a_verdict_is_not_the_expected_one(monkeypatch, cap
     for cases, status in (([wrong._replace(want=LOSES)], 0), ([wrong], 1)):
         monkeypatch.setattr(command, "cases", lambda cases=cases: cases)
         monkeypatch.setattr(command.residency, "cases", tuple)
+        monkeypatch.setattr(command.shrink, "cases", tuple)
         with pytest.raises(SystemExit) as end:
             command.main()
         assert end.value.code == status
