@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from tricomm import errors
-from tricomm.deadline import poll
+from tricomm.deadline import Deadline, poll
 from tricomm.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.store import process
 from tricomm.store.host_words import HostWords
@@ -99,6 +99,7 @@ class ControlPage:
         self._lock = threading.RLock()  # a signal handler may raise a fault while this thread does
         self._exchanging = threading.Lock()
         self.doing: Callable[[int], str] = _nothing  # what may be keeping a rank from an exchange
+        self.limit: Deadline | None = None  # of all exchanges, while the ranks set up a smaller group
         self.device_words = self._pages[rank].device_address
         self.host_words = HostWords(members[rank].segment.buffer, self.device_words)
 
@@ -108,7 +109,7 @@ class ControlPage:
         return () if self._slots else tuple(r for r in range(self.world_size) if r != self.rank)
 
     def pid(self, rank: int) -> int:
-        return self._member(rank).pid
+        return self.member(rank).pid
 
     def stopped(self, rank: int) -> bool:
         """True if the rank's process is known to be stopped; False if it is in another PID namespace."""
@@ -172,15 +173,18 @@ class ControlPage:
         if len(payload) > MESSAGE_BYTES:
             raise InvalidArgument(f"{what}: {len(payload)} bytes to exchange; at most {MESSAGE_BYTES} are possible")
         with self._exchanging:
+            timeout = timeout if self.limit is None else min(timeout, self.limit.left)
             self._step += 1
-            mine = ExchangeMessage(self._step, what, _DONE + payload if error is None else _FAILED + _packed(error))
+            mine = ExchangeMessage(
+                self._step, what, _DONE + payload if error is None else _FAILED + packed_error(error)
+            )
             self.own()
             with self._slots(timeout) if self._slots else nullcontext(PageSlots(self.page, self.rank)) as slots:
                 answers = self._gather(slots, mine, timeout, abort_on_fault)
         failed = {rank: answer[1:] for rank, answer in enumerate(answers) if answer[:1] == _FAILED}
         if failed:
             reasons = [f"rank {rank}: {text[_KIND_BYTES:].decode(errors='ignore')}" for rank, text in failed.items()]
-            raise _kind(next(iter(failed.values())))(f"{what}: {'; '.join(reasons)}") from error
+            raise error_kind(next(iter(failed.values())))(f"{what}: {'; '.join(reasons)}") from error
         return [answer[1:] for answer in answers]
 
     def agree(self, error: BaseException | None, what: str, timeout: float, abort_on_fault: bool = False) -> None:
@@ -207,7 +211,9 @@ class ControlPage:
         exchange is then the end of this stage of a set-up."""
         for rank, theirs in PageSlots(self.page, self.rank).posted(self.peers, self._step + 1):
             if theirs.step == self._step + 1 and theirs.payload[:1] == _FAILED:
-                raise _kind(theirs.payload[1:])(f"rank {self.rank} stopped waiting, because rank {rank} has failed")
+                raise error_kind(theirs.payload[1:])(
+                    f"rank {self.rank} stopped waiting, because rank {rank} has failed"
+                )
 
     def close(self) -> None:
         """Tell the peers, and release all memory; a forked child only releases. Idempotent.
@@ -253,7 +259,7 @@ class ControlPage:
             if lost := [rank for rank in late if rank in gone]:
                 text = f"{self._prefix(mine.what)}: {'; '.join(gone[rank] for rank in lost)}"
                 fault = self.page(lost[0]).fault()
-                raise (PeerDied if fault is None else _kind(fault.kind.encode()))(text)
+                raise (PeerDied if fault is None else error_kind(fault.kind.encode()))(text)
             return not late
 
         if not poll(complete, timeout, *slots.pauses, clock=self._host):
@@ -267,7 +273,7 @@ class ControlPage:
         """Raise this rank's own fault, if it has one; the other ranks' faults cannot be seen."""
         fault = self.page(self.rank).fault()
         if fault is not None:
-            raise _kind(fault.kind.encode())(fault.text)
+            raise error_kind(fault.kind.encode())(fault.text)
 
     def _refuse_diverged(self, slots: Slots, missing: list[int], mine: ExchangeMessage) -> None:
         for rank in missing:
@@ -310,7 +316,8 @@ class ControlPage:
     def _prefix(self, what: str) -> str:
         return f"group {self.group}, rank {self.rank} of {self.world_size}: {what}"
 
-    def _member(self, rank: int) -> RankSegment:
+    def member(self, rank: int) -> RankSegment:
+        """`rank`'s process and its segment."""
         self._check(rank)
         return self._members[rank]
 
@@ -337,12 +344,12 @@ def _nothing(rank: int) -> str:
     return ""
 
 
-def _packed(error: BaseException) -> bytes:
+def packed_error(error: BaseException) -> bytes:
     kind = type(error).__name__ if isinstance(error, TricommError) else TricommError.__name__
     text = str(error) if isinstance(error, TricommError) else f"{type(error).__name__}: {error}"
     return kind.encode().ljust(_KIND_BYTES, b"\0") + text.encode(errors="replace")[: MESSAGE_BYTES - _KIND_BYTES]
 
 
-def _kind(answer: bytes) -> type[TricommError]:
+def error_kind(answer: bytes) -> type[TricommError]:
     kind = getattr(errors, answer[:_KIND_BYTES].rstrip(b"\0").decode(errors="ignore"), None)
     return kind if isinstance(kind, type) and issubclass(kind, TricommError) else TricommError

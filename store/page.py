@@ -1,6 +1,7 @@
 """One rank's page of the control segment: its layout, and why a reader never sees half a record.
 
-    page 0   identity (written once, before any rank attaches); state, heartbeat (one word each); fault
+    page 0   identity (written once, before any rank attaches); state, heartbeat (one word each); fault; this rank's
+             part in a shrink: a word and a record (`tricomm.store.shrink`)
     page 1   512 words shared between this rank and its kernels; peers read them
     page 2   one word for each of the last 8 calls (sequence number, number of its descriptor), and then the last call's
              word again
@@ -32,10 +33,11 @@ from tricomm.store.records import ExchangeMessage
 PAGE_BYTES = 4096
 NBYTES = 10 * PAGE_BYTES
 MESSAGE_BYTES = 1024  # after a byte that says whether they are an error
+SHRINK_BYTES = 1500
 RING = 8
 WORDS = 512
 
-_MAGIC = b"TRICTRL\x04"
+_MAGIC = b"TRICTRL\x05"
 _IDENTITY = struct.Struct("<8sii16sQQ")
 _FAULT = struct.Struct("<32siq")
 _DESCRIPTOR = struct.Struct("<Q24s72s16s32s16sqqq16sq")  # the number last: the rest is the same in all calls
@@ -43,8 +45,9 @@ _NUMBERED = struct.Struct(f"<II{_DESCRIPTOR.size - 8}sq")  # a frame and a descr
 _MESSAGE = struct.Struct("<Q64s")
 _FRAME = struct.Struct("<II")  # length, CRC
 _NUMBER = struct.Struct("<q")
-_STATE, _HEARTBEAT, _FAULTED = 16, 17, 18  # word numbers in page 0
+_STATE, _HEARTBEAT, _FAULTED, _STEP = 16, 17, 18, 19  # word numbers in page 0
 _FAULT_AT, _FAULT_TEXT = 256, 2048
+_SHRINK_AT = 2560
 _DEVICE_AT, _RING_AT, _SLOTS_AT, _MESSAGES_AT, _PLACES_AT = (n * PAGE_BYTES for n in (1, 2, 3, 5, 6))
 _RING = _RING_AT // 8  # word number
 _ENTRY = PAGE_BYTES // RING
@@ -230,6 +233,23 @@ class Page:
             return None
         kind, culprit, sequence = _FAULT.unpack_from(data)
         return Fault(_text(kind), culprit, sequence, data[_FAULT.size :].decode(errors="ignore"))
+
+    @property
+    def step(self) -> int:
+        """The number of this rank's call of shrink, and how far it has come; 0 before the first."""
+        return self._words[_STEP]
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._words[_STEP] = step
+
+    def put_shrink(self, record: bytes) -> None:
+        """What this rank's call of shrink asks for, at most `SHRINK_BYTES`."""
+        self._put(_SHRINK_AT, record)
+
+    def shrink(self) -> bytes | None:
+        """That record; None if there is none, or if it is being written."""
+        return self._take(_SHRINK_AT, SHRINK_BYTES, tries=1)
 
     def post(self, message: ExchangeMessage) -> None:
         head = _MESSAGE.pack(message.step, message.what.encode()[:64])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -186,3 +186,18 @@ def members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArg
     if not chosen or not whole or len(set(chosen)) < len(chosen):
         return (), InvalidArgument(f"split: ranks={ranks!r}: different ranks from 0 to {world_size - 1} are needed")
     return chosen, None
+
+
+def excluded(exclude: object, rank: int, world_size: int) -> frozenset[int] | None:
+    """The ranks that `shrink` on `rank` leaves out; None for those that have ended. Raises `InvalidArgument`."""
+    if exclude is None:
+        return None
+    chosen = tuple(exclude) if isinstance(exclude, Collection) and not isinstance(exclude, str | bytes) else (None,)
+    whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
+    if not whole or len(set(chosen)) < len(chosen):
+        raise InvalidArgument(f"shrink: exclude={exclude!r}: different ranks from 0 to {world_size - 1} are needed")
+    if rank in chosen:
+        raise InvalidArgument(
+            f"shrink: exclude={exclude!r}: this is rank {rank}; one that is left out does not call it"
+        )
+    return frozenset(chosen)

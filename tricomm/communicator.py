@@ -26,6 +26,7 @@ from tricomm.core.calls.fused_calls import FusedCalls, FusedMethods
 from tricomm.core.calls.memory_methods import MemoryMethods
 from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.prepared_calls import PreparedCalls
+from tricomm.core.calls.recovery_methods import RecoveryMethods
 from tricomm.core.calls.tuning_methods import TuningMethods
 from tricomm.core.entry_guard import entry, guarded, set_up
 from tricomm.core.faults import Faults
@@ -45,6 +46,7 @@ from tricomm.policy.backend_choice import GroupFacts, Router
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.control import ControlPage, PackedDescriptor, RankState
 from tricomm.store.rendezvous import check_rank, open_store
+from tricomm.store.shrink import Shrink
 from tricomm.topology.model import Topology
 
 
@@ -101,7 +103,7 @@ _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
 _kept: list[Communicator] = []  # closed, but a kernel may still use their memory
 
 
-class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
+class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, TuningMethods):
     """Ranks of one node that share memory and run collectives over it; on GPUs, with NCCL as the fallback.
 
     `store` is any `torch.distributed` Store; after the rendezvous only `split`, and groups that share no memory, use
@@ -137,9 +139,9 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
         comm._meet(store, terms)
         return comm
 
-    def _meet(self, store: Store, terms: Terms) -> None:
+    def _meet(self, store: Store, terms: Terms, shrink: Shrink | None = None) -> None:
         def make(undo: ExitStack) -> None:
-            shared = bootstrap.join(undo, store, terms)
+            shared = bootstrap.join(undo, store, terms) if shrink is None else bootstrap.rejoin(undo, shrink, terms)
             group = Group(shared, terms.device, terms.timeout, terms.options, PROCESSES)
             self._assemble(undo, group, store, terms.router)
             if self._gpu is None:  # a GPU may still run kernels
@@ -148,6 +150,9 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, TuningMethods):
             # Every rank has the communicator, or none.
             numbers = shared.control.exchange(group.recorder.job_rank(), "the communicator", terms.timeout)
             group.recorder.place(numbers)
+            if shrink is not None:
+                shrink.decide()
+            shared.control.limit = None
 
         set_up(make)
 

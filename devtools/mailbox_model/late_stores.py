@@ -1,7 +1,7 @@
 """Stores of a group that was given up, while its survivors already use the smaller group.
 
-A call of three ranks is cut: rank 1 ended or stopped in it, and its stores may arrive at any time, as those of a peer
-that wakes up. A survivor's kernel has left before the survivor makes the new group, so its own stores are over. In the
+A call of three ranks is cut: rank 1 ended or stopped in it, and its stores may arrive at any time: a stopped peer may
+wake up. A survivor's kernel has left before the survivor makes the new group, so its own stores are over. In the
 new group rank 2 is rank 1. The old call's words have their epoch as header and another payload, so that a poll that
 takes one for a new word reads a wrong one.
 """
@@ -30,7 +30,7 @@ _FRESH = 10  # added to the owner's number: other memory
 
 
 def old_stores(rank: int) -> list[Op]:
-    """What `rank` wrote in the old group's call of epoch 2, which was its last one."""
+    """The stores of `rank` in the last call of the old group, of epoch 2."""
     return [*push(rank, others(rank, 3), 2, "a", -2), *push(rank, others(rank, 3), 2, ["h00"])]
 
 
@@ -43,7 +43,7 @@ def new_call(rank: int, n: int, epoch: int, fresh: bool, first: int) -> list[Blo
 
 def _place(slot: tuple[int, int, int, str], fresh: bool) -> tuple[int, int, int, str]:
     owner, *rest = slot
-    # In the old memory the slots of the new rank 1 as an owner are those of the old rank 2, which it was.
+    # In the old memory, the new rank 1 owns the slots that it had as the old rank 2.
     return (owner + _FRESH if fresh else 2 * owner, *rest)  # type: ignore[return-value]
 
 

@@ -33,6 +33,7 @@ from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake, refuse
 from tricomm.store.rendezvous import open_store
+from tricomm.store.shrink import Shrink
 from tricomm.store.store_control import open_store_control
 from tricomm.topology.model import Topology
 
@@ -202,15 +203,30 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
         control, names = open_store_control(store, rank, world_size, limit, agreed)
         undo.push(partial(_leave, control))
         nodes = len(set(names))
+    return _share(undo, control, terms, why, nodes)
+
+
+def rejoin(undo: ExitStack, shrink: Shrink, terms: Terms) -> Shared:
+    """As `join`, for the ranks that are left of a group and have agreed on a smaller one."""
+    undo.push(partial(_leave, control := shrink.connect()))
+    control.agree(None, "shrink", terms.rendezvous_timeout)
+    return _share(undo, control, terms)
+
+
+def _share(undo: ExitStack, control: ControlPage, terms: Terms, why: str | None = None, nodes: int = 1) -> Shared:
+    """Share memory among ranks that have met, unless there is a reason `why` they share none."""
+    device, options, world_size = terms.device, terms.options, terms.world_size
+    native, missing = fallback(device, options)
     topology: Topology | None = None
     arena: Arena = NoArena(world_size)
     if why is None and world_size > layout.MAX_WORLD_SIZE:
         why = f"the kernels take up to {layout.MAX_WORLD_SIZE} ranks, here are {world_size}"
     if why is None:
-        topology = topology_agreement.agree(control, options, device, terms.timeout)
-        reach = topology_agreement.reach(topology, rank)
+        limit = terms.timeout if control.limit is None else control.limit.left
+        topology = topology_agreement.agree(control, options, device, limit)
+        reach = topology_agreement.reach(topology, terms.rank)
         try:
-            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, terms.timeout, reach, True)).close)
+            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, limit, reach, True)).close)
         except ResourceError as error:  # the same on all ranks, with everything undone
             if native is None:
                 raise

@@ -127,6 +127,7 @@ class Group:
     words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
     closed             whether it has been closed, or this process is a forked child
     suspended          whether its memory has been freed
+    recovering         the lock of `shrink`
     refusing           whether calls are refused: it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device
     handles            the number of symmetric handles that were made
@@ -157,6 +158,7 @@ class Group:
         self.gpu: Gpu | None = runtime.gpu(device)
         self.simulated = self.gpu is None
         self.pid, self.forks = os.getpid(), forks()
+        self.recovering = CallLock()
         self.closed = self.suspended = self.refusing = False
         _groups.add(self)
         self.owned: dict[int, Arena] = {}

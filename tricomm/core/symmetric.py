@@ -134,9 +134,9 @@ class Symmetric:
                 "this registered tensor has other memory now (.data, set_ or resize_) than what the peers reach: close "
                 "the handle on all ranks, and register it again"
             )
+        if self._arena.closed:
+            raise GroupAborted("this symmetric memory is closed with its communicator")
         if self._arena.suspended:
-            if self._arena.closed:
-                raise GroupAborted("this symmetric memory is closed with its communicator")
             raise InvalidArgument("this symmetric memory is suspended with its communicator: resume() comes first")
 
 

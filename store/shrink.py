@@ -1,0 +1,383 @@
+"""How the ranks that are left of a group make a smaller one: through its control pages and sockets, without a Store.
+
+    each rank that is left writes what it asks for into its page, and waits until all have done so
+    the lowest of them, the leader, invites them: their calls by number, and the new group's nonce
+    they pass new control segments over sockets, whose names are in their pages, and set up the group over these
+    each rank is READY; the leader writes PREPARED, looks at all again, and writes DECIDED
+
+Once the leader has DECIDED all of them have the new group; if it never does, all raise. A rank that gives up writes
+WITHDRAWN first and then looks at the leader. `devtools/mailbox_model/shrink.py` visits every order of these steps. No
+memory of the old group is used again, so nothing that a rank left out still writes can reach the new one.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import struct
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from tricomm.deadline import Deadline, poll
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, ResourceError, TricommError
+from tricomm.store.control import ControlPage, Fault, RankSegment, RankState, error_kind, packed_error
+from tricomm.store.descriptors import DescriptorSocket, Sender, Unreachable
+from tricomm.store.page import NBYTES, Page
+from tricomm.store.records import NAME_BYTES, NONCE_BYTES
+from tricomm.store.segments import Segment
+
+MOST_RANKS = 64
+_HEAD = struct.Struct(f"<I?Q{NAME_BYTES}s{NONCE_BYTES}s")
+_ERROR_BYTES = 600
+_PHASES = 8
+_PAUSES = 5e-5, 2e-3
+_SEEN_SECONDS = 1e-4  # a store of this rank is seen by all, and only then are theirs read
+_DOUBT_SECONDS = 2.0  # the leader is between two lines of this file
+
+
+class Phase(enum.IntEnum):
+    """How far a rank's call of shrink has come."""
+
+    WITHDRAWN = 0
+    PROPOSED = 1
+    INVITED = 2
+    READY = 3
+    PREPARED = 4
+    DECIDED = 5
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A rank's latest call of shrink, as its page shows it.
+
+    number   of the call on that rank, from 1
+    exclude  the ranks that it leaves out; None: those that have ended or closed the group
+    over     by rank, how many of its calls were over when this one began
+    socket   the name of the socket at which it takes descriptors
+    nonce    of the new group, from the leader
+    invited  by rank, the number of the call that the leader invites; 0 for a rank that is left out; () before that
+    error    why its latest call that failed has failed, as `packed_error`
+    """
+
+    number: int
+    exclude: frozenset[int] | None
+    over: tuple[int, ...]
+    socket: bytes = bytes(NAME_BYTES)
+    nonce: bytes = bytes(NONCE_BYTES)
+    invited: tuple[int, ...] = ()
+    error: bytes = b""
+
+    def pack(self) -> bytes:
+        bits = sum(1 << rank for rank in self.exclude or ())
+        head = _HEAD.pack(self.number, self.exclude is not None, bits, self.socket, self.nonce)
+        numbers = [*self.over, *(self.invited or [0] * len(self.over))]
+        return head + struct.pack(f"<{len(numbers)}I", *numbers) + self.error[:_ERROR_BYTES]
+
+    @classmethod
+    def unpack(cls, data: bytes, world_size: int) -> Proposal:
+        number, named, bits, socket, nonce = _HEAD.unpack_from(data)
+        numbers = struct.unpack_from(f"<{2 * world_size}I", data, _HEAD.size)
+        exclude = frozenset(rank for rank in range(world_size) if bits >> rank & 1) if named else None
+        invited = numbers[world_size:] if any(numbers[world_size:]) else ()
+        return cls(number, exclude, numbers[:world_size], socket, nonce, invited, data[_HEAD.size + 8 * world_size :])
+
+    def asks(self) -> str:
+        """The ranks that it leaves out, in words."""
+        return "those that have ended" if self.exclude is None else str(sorted(self.exclude))
+
+
+class Shrink:
+    """One rank's call of shrink: `agree`, `connect`, `decide`, in this order, and `give_up` if a step raises; `close`
+    in any case. `control` is the old group's page, and `exclude` as in `Proposal`.
+
+    `members` are the old numbers of the new group's ranks, in order, once they have agreed.
+    """
+
+    def __init__(self, control: ControlPage, exclude: frozenset[int] | None, deadline: Deadline) -> None:
+        self.deadline = deadline
+        self.members: tuple[int, ...] = ()
+        self._control, self._rank, self._exclude = control, control.rank, exclude
+        self._socket = DescriptorSocket()
+        self._segments: list[Segment] = []
+        _, before = self._read(self._rank)
+        number, error = (0, b"") if before is None else (before.number, before.error)
+        self._mine = Proposal(number + 1, exclude, self._over(), error=error)
+        self._names: list[bytes] = []
+        self._late: list[int] = []
+
+    def agree(self) -> None:
+        """Wait until all ranks that are left ask for the same. Raises the same error on all of them if one gives up:
+        `InvalidArgument` if they leave out different ranks, `PeerDied` if one has ended, `CollectiveTimeout` that names
+        those that did not come; and `GroupAborted` if the others have gone on without this rank."""
+        poll(self._last_ended, min(_DOUBT_SECONDS, self.deadline.left), *_PAUSES)
+        self._mine = replace(self._mine, over=self._over())
+        if len(self._control.peers):
+            self._socket.bind()
+        self._post(Phase.PROPOSED, socket=self._socket.name)
+        if not poll(self._agreed, self.deadline.left, *_PAUSES):
+            raise self._timeout(f"rank(s) {self._late} did not call shrink, although their processes run")
+
+    def connect(self) -> ControlPage:
+        """Pass new control segments among the members, over sockets. Raises as `DescriptorSocket.exchange`, and the
+        same error as a member that has given up."""
+        control, members = self._control, self.members
+        rank, size, nonce = members.index(self._rank), len(members), self._mine.nonce
+        own = Segment.create("tricomm-control", NBYTES, shared=False)
+        self._segments.append(own)
+        me = control.member(self._rank)
+        page = Page(own.buffer, own.address)
+        page.identify(rank, size, nonce, me.pid, me.start_time)
+        page.state = RankState.CONNECTING
+        made: dict[int, RankSegment] = {rank: replace(me, segment=own)}
+
+        def take(theirs: int, held: list[int]) -> None:
+            member = control.member(members[theirs])
+            segment = Segment.attach(held, NBYTES, readonly=True)
+            self._segments.append(segment)
+            Page(segment.buffer, segment.address).check(theirs, size, nonce, member.pid, member.start_time)
+            made[theirs] = replace(member, segment=segment)
+
+        try:
+            sender = Sender(rank, size, nonce, "shrink")
+            self._socket.exchange(sender, self._names, [own.fd], take, self.deadline, self._look_at_members)
+            own.close_fd()
+            new = ControlPage(rank, nonce, [made[r] for r in range(size)])
+            new.limit = self.deadline
+            new.beat()
+            new.set_state(RankState.READY)
+        except BaseException as error:  # those that have this page wait for this rank there
+            named = self._named(error)
+            page.put_fault(Fault(type(named).__name__, rank, 0, str(named)))
+            page.state = RankState.CLOSED
+            if isinstance(error, Unreachable):
+                raise named from error
+            raise
+        self._segments.clear()
+        return new
+
+    def decide(self) -> None:
+        """The last step, once this rank has all that it needs: returns on all members or raises on all.
+
+        Only a leader that is stopped between its last two steps, for longer than this rank waits, could decide later
+        than this rank raises; the others then see that this rank has left the new group.
+        """
+        self._post(Phase.READY)
+        try:
+            if not poll(self._lead if self._leads else self._follow, self.deadline.left, *_PAUSES):
+                raise self._timeout(f"rank(s) {self._late} did not finish the set-up")
+        except TricommError as error:
+            if not self.give_up(error):
+                raise
+        self._control.own().step = self._step(Phase.DECIDED)
+
+    def give_up(self, error: BaseException) -> bool:
+        """Tell the others that this call has failed. True if that is too late, because the group is decided."""
+        own, ready = self._control.own(), self._control.own().step >= self._step(Phase.READY)
+        if own.step == self._step(Phase.DECIDED):
+            return True
+        self._pair()
+        self._post(Phase.WITHDRAWN, error=packed_error(self._named(error)))
+        if self._leads or not ready:
+            return False
+        time.sleep(_SEEN_SECONDS)
+        poll(lambda: self._leader_ended() or self._leader() != Phase.PREPARED, _DOUBT_SECONDS, *_PAUSES)
+        decided = self._leader() == Phase.DECIDED
+        if decided:
+            own.step = self._step(Phase.READY)
+        return decided
+
+    def close(self) -> None:
+        """Release what `connect` has not handed over. Idempotent."""
+        self._socket.abandon()
+        while self._segments:
+            self._segments.pop().close()
+
+    # The ranks agree
+
+    def _pair(self) -> None:
+        """Count this call with the calls of others that gave up before it came; it does not await their next ones."""
+        over = list(self._mine.over)
+        for peer in self._control.peers:
+            phase, theirs = self._read(peer)
+            if theirs is not None and phase == Phase.WITHDRAWN and theirs.over[self._rank] == self._mine.number - 1:
+                over[peer] = min(over[peer], theirs.number - 1)
+        self._mine = replace(self._mine, over=tuple(over))
+
+    def _over(self) -> tuple[int, ...]:
+        steps = [divmod(self._control.page(rank).step, _PHASES) for rank in range(self._control.world_size)]
+        return tuple(number if phase == Phase.WITHDRAWN else number - 1 for number, phase in steps)
+
+    def _last_ended(self) -> bool:
+        """Whether the calls that failed together with the last one of this rank are over on the other ranks."""
+        for peer in self._control.peers:
+            phase, theirs = self._read(peer)
+            if theirs is None or phase in (Phase.WITHDRAWN, Phase.DECIDED) or peer in (self._exclude or ()):
+                continue
+            if theirs.over[self._rank] < self._mine.number - 1 and not self._gone(peer):
+                return False
+        return True
+
+    def _agreed(self) -> bool:
+        control, rank = self._control, self._rank
+        gone = {peer for peer in control.peers if self._gone(peer)}  # before their pages are read
+        out = gone if self._exclude is None else self._exclude
+        standing: dict[int, tuple[Phase, Proposal]] = {}
+        for peer in control.peers:
+            phase, theirs = self._read(peer)
+            if theirs is None:
+                continue
+            self._refuse(peer, phase, theirs, out)
+            if phase != Phase.WITHDRAWN and peer not in out:
+                standing[peer] = phase, theirs
+        left = [peer for peer in range(control.world_size) if peer not in out]
+        if lost := [peer for peer in left if peer in gone]:
+            raise PeerDied("; ".join(self._ended(peer) for peer in lost))
+        self._late = [peer for peer in left if peer != rank and peer not in standing]
+        if self._late:
+            return False
+        sockets = {rank: self._mine.socket} | {peer: theirs.socket for peer, (_, theirs) in standing.items()}
+        if left[0] == rank:
+            numbers = {rank: self._mine.number} | {peer: theirs.number for peer, (_, theirs) in standing.items()}
+            invited = tuple(numbers.get(peer, 0) for peer in range(control.world_size))
+            self._accept(invited, secrets.token_bytes(NONCE_BYTES), sockets)
+            self._post(Phase.INVITED)
+            return True
+        phase, leader = standing[left[0]]
+        invited = leader.invited
+        if phase < Phase.INVITED or not invited or invited[rank] != self._mine.number:
+            return False
+        if {peer for peer, number in enumerate(invited) if number} != set(left):  # the leader has not seen an end yet
+            return False
+        self._accept(invited, leader.nonce, sockets)
+        return True
+
+    def _accept(self, invited: tuple[int, ...], nonce: bytes, sockets: dict[int, bytes]) -> None:
+        self.members = tuple(peer for peer, number in enumerate(invited) if number)
+        self._mine = replace(self._mine, invited=invited, nonce=nonce)
+        self._names = [sockets[peer] for peer in self.members]
+
+    def _refuse(self, peer: int, phase: Phase, theirs: Proposal, out: Iterable[int]) -> None:
+        """Raise if what `peer` has written means that this call cannot succeed."""
+        mine = self._mine
+        awaited = theirs.over[self._rank] == mine.number - 1  # that call was meant to meet this one
+        if phase == Phase.DECIDED:
+            kept = [rank for rank, number in enumerate(theirs.invited) if number]
+            raise GroupAborted(f"rank(s) {kept} have gone on as a smaller group, without this rank")
+        if phase == Phase.WITHDRAWN:
+            refused = awaited and error_kind(theirs.error) is InvalidArgument  # it has seen this one's page first
+            if refused if peer in out else awaited or theirs.number > mine.over[peer]:
+                self._raise_as(peer, theirs)
+        elif (peer not in out or awaited) and not self._gone(peer) and self._differ(theirs):
+            raise InvalidArgument(
+                f"rank {self._rank} leaves out {mine.asks()}, rank {peer} leaves out {theirs.asks()}: give all ranks "
+                "that are left the same"
+            )
+
+    def _differ(self, theirs: Proposal) -> bool:
+        both = self._exclude, theirs.exclude
+        if None in both:  # the one that names ranks may name only those that have ended
+            return any(not self._gone(rank) for ranks in both if ranks is not None for rank in ranks)
+        return both[0] != both[1]
+
+    # The members set up the group
+
+    def _look_at_members(self) -> None:
+        """Raise if a member has given up, or has ended without being ready."""
+        for peer in self.members:
+            if peer == self._rank:
+                continue
+            ended = self._gone(peer)  # before its page is read
+            number, phase = divmod(self._control.page(peer).step, _PHASES)
+            if number != self._mine.invited[peer] or phase == Phase.WITHDRAWN:
+                _, theirs = self._read(peer)
+                if theirs is None:
+                    continue  # it is being written
+                self._raise_as(peer, theirs)
+            if ended and phase < Phase.READY:
+                raise PeerDied(self._ended(peer))
+
+    def _ready(self) -> bool:
+        self._late = [peer for peer in self.members if divmod(self._control.page(peer).step, _PHASES)[1] < Phase.READY]
+        return not self._late
+
+    def _lead(self) -> bool:
+        self._look_at_members()
+        if not self._ready():
+            return False
+        own = self._control.own()
+        own.step = self._step(Phase.PREPARED)
+        time.sleep(_SEEN_SECONDS)
+        try:
+            self._look_at_members()
+            still = self._ready()
+        except TricommError:
+            own.step = self._step(Phase.READY)
+            raise
+        own.step = self._step(Phase.DECIDED if still else Phase.READY)
+        return still
+
+    def _follow(self) -> bool:
+        ended = self._leader_ended()  # before its word is read
+        if self._leader() == Phase.DECIDED:
+            return True
+        if ended:
+            raise PeerDied(self._ended(self.members[0]))
+        self._look_at_members()
+        self._late = [self.members[0]]
+        return False
+
+    @property
+    def _leads(self) -> bool:
+        return self.members[:1] in ((), (self._rank,))
+
+    def _leader(self) -> int | None:
+        """The leader's phase; None if it is in another call."""
+        number, phase = divmod(self._control.page(self.members[0]).step, _PHASES)
+        return phase if number == self._mine.invited[self.members[0]] else None
+
+    def _leader_ended(self) -> bool:
+        return self._gone(self.members[0])
+
+    # Pages
+
+    def _named(self, error: BaseException) -> TricommError:
+        """`error` as the other ranks see it."""
+        if isinstance(error, TricommError) and not isinstance(error, Unreachable):
+            return error
+        kind = ResourceError if isinstance(error, Unreachable | OSError | MemoryError) else GroupAborted
+        return kind(f"rank {self._rank} was stopped by {type(error).__name__}: {error}")
+
+    def _step(self, phase: Phase) -> int:
+        return self._mine.number * _PHASES + phase
+
+    def _post(self, phase: Phase, socket: bytes | None = None, error: bytes | None = None) -> None:
+        """Write this rank's record, and then its word."""
+        mine = self._mine
+        self._mine = replace(mine, socket=socket or mine.socket, error=mine.error if error is None else error)
+        own = self._control.own()
+        own.put_shrink(self._mine.pack())
+        own.step = self._step(phase)
+
+    def _read(self, peer: int) -> tuple[Phase, Proposal | None]:
+        """A rank's phase and its record; no record if it is being written."""
+        page, world_size = self._control.page(peer), self._control.world_size
+        number, phase = divmod(page.step, _PHASES)
+        data = page.shrink() if number else None
+        theirs = Proposal.unpack(data, world_size) if data is not None else None
+        return Phase(phase), theirs if theirs is not None and theirs.number == number else None
+
+    def _gone(self, peer: int) -> bool:
+        return self._control.page(peer).state == RankState.CLOSED or not self._control.alive(peer)
+
+    def _ended(self, peer: int) -> str:
+        closed = self._control.page(peer).state == RankState.CLOSED
+        return f"rank {peer} {'closed the group' if closed else f'(pid {self._control.pid(peer)}) died'}"
+
+    def _raise_as(self, peer: int, theirs: Proposal) -> NoReturn:
+        text = theirs.error[32:].decode(errors="ignore")
+        raise error_kind(theirs.error)(text if text.startswith("rank ") else f"rank {peer}: {text}")
+
+    def _timeout(self, text: str) -> CollectiveTimeout:
+        return CollectiveTimeout(f"timeout after {self.deadline.waited:.1f} s: {text}")

@@ -1,0 +1,235 @@
+"""Shrink: a rank is killed, stopped or sent away, and the others go on as a smaller group, all of them or none."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+
+import tricomm
+from tests import ranks
+from tests.core.bodies.common_bodies import SMALL, attempt, leftovers, more_than
+from tricomm.store.page import Page
+from tricomm.store.shrink import _PHASES, Phase
+
+ELEMENTS = 1000
+
+
+def right(comm, turn=0):
+    """A call of all ranks, with a result that no other number of ranks gives."""
+    x = torch.arange(ELEMENTS, dtype=torch.float32) + comm.rank * (turn + 1)
+    want = comm.world_size * torch.arange(ELEMENTS, dtype=torch.float32)
+    want += (turn + 1) * sum(range(comm.world_size))
+    y = torch.full_like(x, torch.nan)
+    comm.all_reduce(x, out=y)
+    assert torch.equal(y, want), (comm, y[:4], want[:4])
+
+
+def until_fault(comm):
+    """Call until the group has a fault: its class, and when it was raised."""
+    turn = 0
+    try:
+        while True:
+            right(comm, turn := turn + 1)
+    except tricomm.TricommError as error:
+        return type(error).__name__, time.monotonic()
+
+
+def made(url, rank, world_size, **options):
+    comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**{**SMALL, **options}))
+    ranks.together(url, rank, range(world_size))
+    right(comm)
+    return comm
+
+
+def goes_on(rank, world_size, tell, url, exclude, options):
+    """After a fault: the fault, the group's new place, the time of its first result, and what is left over."""
+    before = leftovers()
+    comm = made(url, rank, world_size, **options)
+    tell(os.getpid())
+    kind, caught = until_fault(comm)
+    began = time.monotonic()
+    new = comm.shrink(None if rank in (exclude or ()) else exclude)
+    shrunk = time.monotonic() - began
+    right(new)
+    place = new.rank, new.world_size, new.options.arena_bytes, comm.world_size
+    first = time.monotonic()
+    refused = attempt(partial(right, comm))[:2], attempt(comm.shrink)[0], attempt(comm.barrier)[0]
+    for turn in range(20):
+        right(new, turn)
+    new.barrier()
+    new.close()
+    del comm, new
+    gc.collect()
+    return kind, place, caught, shrunk, first, refused, more_than(before)
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 0), (3, 2), (4, 1)])
+@pytest.mark.parametrize("named", [True, False])
+def test_survivors_of_a_killed_rank_go_on(world_size, victim, named, url):
+    with ranks.start(world_size, goes_on, url, [victim] if named else None, {}) as started:
+        pids = started.messages()
+        time.sleep(random.uniform(0, 0.2))
+        os.kill(pids[victim], signal.SIGKILL)
+        killed = time.monotonic()
+        left = [rank for rank in range(world_size) if rank != victim]
+        outcomes = started.results()
+        for place, rank in enumerate(left):
+            assert outcomes[rank].error is None, outcomes[rank]
+            kind, now, _, shrunk, first, refused, more = outcomes[rank].value
+            assert kind == "PeerDied" and now == (place, world_size - 1, SMALL["arena_bytes"], world_size)
+            assert shrunk < 1.0 + ranks.BUSY and first - killed < 3.0 + 2 * ranks.BUSY
+            assert refused[0][0] == refused[1] == refused[2] == "GroupAborted" and "closed" in refused[0][1]
+            assert more == {}
+
+
+def test_survivors_of_a_stopped_rank_go_on_and_it_is_told_when_it_wakes(url):
+    def stopped(outcome):
+        assert outcome.error == "GroupAborted", outcome
+        assert "have gone on as a smaller group, without this rank" in outcome.text
+
+    with ranks.start(3, goes_on, url, [1], {"stall_timeout": 0.6}) as started:
+        pids = started.messages()
+        os.kill(pids[1], signal.SIGSTOP)
+        try:
+            for rank in (0, 2):
+                kind, place, *_, refused, more = started.results([rank])[rank].value
+                assert kind == "PeerStalled" and place[:2] == (rank // 2, 2) and more == {}
+        finally:
+            os.kill(pids[1], signal.SIGCONT)
+        stopped(started.results([1])[1])
+
+
+@ranks.each(3)
+def test_a_rank_is_sent_away_by_request(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    handle = comm.symmetric((8,), torch.float32)
+    work = comm.all_reduce(torch.ones(4), async_op=True)
+    work.wait()
+    if rank == 1:
+        deadline = time.monotonic() + 20
+        kind = text = ""
+        while not kind or kind == "nothing":
+            assert time.monotonic() < deadline
+            kind, text, _ = attempt(comm.check)
+            time.sleep(0.01)
+        assert kind == "GroupAborted" and "ranks [0, 2] have gone on as a smaller group" in text, (kind, text)
+        kind, text, _ = attempt(lambda: comm.shrink([0]))
+        told = kind == "GroupAborted" and "without this rank" in text  # or the others have yet to finish
+        assert told or kind == "InvalidArgument" and "rank 0 leaves out [1]" in text, (kind, text)
+        comm.close()
+        return
+    new = comm.shrink({1})
+    right(new)
+    assert (new.rank, new.world_size) == (rank // 2, 2)
+    assert attempt(work.wait)[0] == "GroupAborted"
+    assert attempt(lambda: handle.local)[0] == attempt(lambda: comm.launch(None, 1, handle))[0] == "GroupAborted"
+    new.close()
+
+
+@ranks.each(2)
+def test_the_same_ranks_meet_again_after_a_fault_of_another_kind(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    kind, *_ = attempt(lambda: comm.all_reduce(torch.ones(3 + rank)))
+    assert kind == "CollectiveMismatch"
+    for exclude in ([], None, ()):
+        comm = comm.shrink(exclude)
+        right(comm)
+    assert (comm.rank, comm.world_size) == (rank, world_size)
+    comm.close()
+
+
+@ranks.each(4)
+def test_ranks_that_leave_out_different_ranks_are_all_told_and_keep_the_group(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    kind, text, _ = attempt(lambda: comm.shrink([2] if rank == 1 else [3] if rank == 0 else None))
+    assert kind == "InvalidArgument" and "leaves out" in text, (kind, text)
+    right(comm)
+    comm.close()
+
+
+@ranks.each(2)
+def test_wrong_arguments_are_refused_before_anything_is_said(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    for exclude in ([rank], [2], [-1], [True], [1 - rank, 1 - rank], "1", 1, [0.0], [None]):
+        assert attempt(lambda exclude=exclude: comm.shrink(exclude))[0] == "InvalidArgument", exclude
+    for timeout in (0, -1, "1", float("nan")):
+        assert attempt(lambda timeout=timeout: comm.shrink([], timeout))[0] == "InvalidArgument", timeout
+    right(comm)
+    comm.close()
+
+
+@ranks.each(3)
+def test_a_rank_that_does_not_come_is_named_and_the_others_can_call_again(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    if rank == 2:
+        time.sleep(1.5)
+    else:
+        kind, text, seconds = attempt(lambda: comm.shrink([], timeout=0.5))
+        assert kind == "CollectiveTimeout" and "rank(s) [2] did not call shrink" in text and seconds < 1 + ranks.BUSY
+        right_after = attempt(comm.check)
+        assert right_after[0] == "nothing"
+    comm = comm.shrink([], timeout=20)
+    right(comm)
+    comm.close()
+
+
+@ranks.each(2)
+def test_a_rank_that_comes_after_the_others_gave_up_is_told_at_once(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    time.sleep(1.5 * rank)
+    kind, text, seconds = attempt(lambda: comm.shrink([], timeout=0.5 if rank == 0 else 60))
+    assert kind == "CollectiveTimeout" and "rank(s) [1] did not call shrink" in text and seconds < 1 + ranks.BUSY
+    right(comm)
+    comm.close()
+
+
+def in_steps(rank, world_size, tell, url, victim, phase, exclude):
+    """The victim ends itself as its call of shrink reaches `phase`; the others tell what they got, then go on."""
+    comm = made(url, rank, world_size)
+    if rank == 3:
+        return comm.close()
+    if rank == victim:
+        fit = Page.step.fset
+
+        def step(page, value):
+            fit(page, value)
+            if value % _PHASES == phase:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Page.step = property(Page.step.fget, step)
+    try:
+        comm = comm.shrink(exclude, timeout=30)
+        first = "has it", [0, 0]
+        second = until_fault(comm)[0]
+    except tricomm.TricommError as error:
+        first, second = (type(error).__name__, str(error)), ""
+    comm = comm.shrink(timeout=30)
+    right(comm)
+    place = comm.rank, comm.world_size
+    comm.close()
+    return first, second, place
+
+
+@pytest.mark.parametrize("phase", [p for p in Phase if p != Phase.WITHDRAWN], ids=lambda phase: phase.name)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_in_a_step_of_shrink(victim, phase, url):
+    if victim and phase in (Phase.INVITED, Phase.PREPARED, Phase.DECIDED):
+        pytest.skip("steps of the leader alone")
+    exclude = [3]
+    with ranks.start(4, in_steps, url, victim, phase, exclude) as started:
+        outcomes = started.results([rank for rank in range(3) if rank != victim])
+    left = [rank for rank in range(3) if rank != victim]
+    got = [outcomes[rank].value for rank in left]
+    assert None not in got, outcomes
+    has = phase == Phase.DECIDED or (victim and phase == Phase.READY)
+    for place, (first, second, now) in enumerate(got):
+        assert now == (place, 2), got
+        assert (first[0], second) == ("has it", "PeerDied") if has else first[0] == "PeerDied", got
+        assert has or f"rank {victim} (pid" in first[1] or "died" in first[1], got

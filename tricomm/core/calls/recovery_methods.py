@@ -1,0 +1,112 @@
+"""How the ranks of a communicator go on after some of them are lost: its public method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Self
+
+from torch.distributed.distributed_c10d import Store
+
+from tricomm import arguments
+from tricomm.core import bootstrap
+from tricomm.core.entry_guard import guarded
+from tricomm.core.faults import Faults
+from tricomm.core.group import Group
+from tricomm.core.launcher import Launcher
+from tricomm.core.watch.monitor import Monitor
+from tricomm.deadline import Deadline
+from tricomm.errors import GroupAborted, InvalidArgument, TricommError
+from tricomm.options import seconds
+from tricomm.store.process import forks
+from tricomm.store.shrink import MOST_RANKS, Shrink
+
+
+class RecoveryMethods:
+    """The recovery of a group."""
+
+    _group: Group
+    _faults: Faults
+    _launcher: Launcher
+    _monitor: Monitor
+    _store: Store | None
+    _meet: Callable[..., None]
+    close: Callable[[], None]
+
+    @guarded
+    def shrink(self, exclude: Collection[int] | None = None, timeout: float | timedelta | None = None) -> Self:
+        """A communicator of the ranks that are left, in the same order; all of these call it, after a fault or before
+        ranks are taken away.
+
+        `exclude` has the ranks to leave out, the same on all ranks that are left; they may still run. None: those whose
+        processes have ended, or that have closed the group. It has this one's device, timeout and options, and the
+        topology of the ranks that are left. The store is not used, and kernels that this process has for
+        that number of ranks are not compiled again (`prepare`). Memory, symmetric handles and CUDA graphs are new.
+
+        On return this communicator is closed. Raises within `timeout` seconds (default: the communicator's), on all
+        ranks that are left, which may then call it again: `InvalidArgument` if they exclude different ranks, `PeerDied`
+        if another rank ends meanwhile, `CollectiveTimeout` that names those that do not come, `ResourceError`; until
+        the ranks agree, a group without a fault stays usable. A rank that was left out and still runs gets the
+        group's fault at its next call, and `GroupAborted` here.
+        """
+        group, lock = self._group, self._group.recovering
+        out = arguments.excluded(exclude, group.rank, group.world_size)
+        limit = group.timeout if timeout is None else seconds(timeout, "timeout")
+        deadline = Deadline(limit)
+        if lock.mine():
+            raise InvalidArgument(f"{group}: shrink inside another shrink of the same thread")
+        try:
+            if not lock.acquire(timeout=limit):
+                raise self._faults.late(limit, "another thread's shrink still runs")
+            self._check_shrinkable()
+            self._end_calls(deadline)
+            return self._shrunk(Shrink(group.control, out, deadline))
+        finally:
+            lock.release_all()
+
+    def _check_shrinkable(self) -> None:
+        group = self._group
+        if group.closed or forks() != group.forks:
+            self._faults.check_usable()
+        if self._store is None:
+            raise InvalidArgument("shrink: the ranks of one process end together; make a group of another size")
+        if not group.control.peers and group.world_size > 1 or group.world_size > MOST_RANKS:
+            raise InvalidArgument(
+                f"shrink: the ranks of one node, {MOST_RANKS} at most, agree through memory that they share; these "
+                "do not: make a new communicator over a store"
+            )
+        if (error := group.captured("shrink")) is not None:
+            raise error
+
+    def _end_calls(self, deadline: Deadline) -> None:
+        """Wait for this rank's calls, unless the group has a fault, which ends them."""
+        if self._monitor.fault is None:
+            try:
+                self._launcher.wait(deadline.left)
+            except TricommError:
+                if self._monitor.fault is None:
+                    raise
+
+    def _shrunk(self, shrink: Shrink) -> Self:
+        group = self._group
+        comm: Any = type(self).__new__(type(self))
+        try:
+            shrink.agree()
+            members = shrink.members
+            self._faults.abort(GroupAborted, f"ranks {list(members)} have gone on as a smaller group")
+            topology = group.options.topology.of(members) if group.options.topology is not None else None
+            options, rank = replace(group.options, topology=topology), members.index(group.rank)
+            left = max(shrink.deadline.left, 1e-3)
+            terms = bootstrap.terms(rank, len(members), group.device, group.timeout, options, left)
+            comm._meet(self._store, terms, shrink)
+        except BaseException as error:
+            shrink.give_up(error)
+            if isinstance(error, TricommError):
+                of = f" (the smaller group's ranks are {list(shrink.members)} of this one)" if shrink.members else ""
+                error.args = (f"{group}: shrink: {error}{of}",)
+            raise
+        finally:
+            shrink.close()
+        self.close()
+        return comm  # type: ignore[no-any-return]
