@@ -11,7 +11,7 @@
 
 LL buffers, wide ones and slots are powers of two, and a `simple` buffer is a multiple of one (`_simple_buffer`), so
 that a tile no larger than `Layout.largest_tile` divides its part of the buffer. Words with flags need little, because
-their messages are short: of a large arena LL gets a quarter at most, wide words an eighth, messages between two ranks
+their messages are short: of a large arena wide words get a quarter at most, LL an eighth, messages between two ranks
 a sixteenth, and `simple` the rest. Wide words cannot share the mailbox of LL words: the one's payload would be where
 the other has flags.
 """
@@ -220,6 +220,8 @@ def plan(world_size: int, arena_bytes: int) -> Layout:
     wide_buffer = ll_buffer // 2
     if 2 * (2 * ll_buffer + wide_buffer) > 4 * half:  # leave something for messages
         wide_buffer = ll_buffer // 4
+    elif ll_buffer > _GOOD_LL:  # calls by wide words are the longer ones
+        ll_buffer, wide_buffer = wide_buffer, ll_buffer
     wide = ll + 2 * world_size * ll_buffer
     simple = wide + 2 * world_size * wide_buffer
     if large:
