@@ -54,7 +54,7 @@ class _Calls(NamedTuple):
 _BOTH = ("sum", "avg")
 _WIDTHS = ("uint8", "bfloat16", "float32", "int64")
 ENGINES = {
-    "vllm": (_Calls("all_reduce"), _Calls("all_gather", _WIDTHS[1:3]), _Calls("reduce_scatter")),
+    "vllm": (_Calls("all_reduce"), _Calls("all_gather", _WIDTHS), _Calls("reduce_scatter")),
     "sglang": (_Calls("all_reduce"), _Calls(FUSED)),
     "ddp": (
         _Calls("all_reduce", ops=_BOTH), _Calls("reduce_scatter", ops=_BOTH), _Calls("all_gather", _WIDTHS),
