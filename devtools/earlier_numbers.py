@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -56,7 +57,9 @@ def _commit(revision: str, graphs: bool = False) -> dict[str, Any]:
         made = subprocess.run([*git, "add", "--detach", str(tree), revision], text=True, capture_output=True)
         if made.returncode:
             raise InvalidArgument(f"{revision} is no file, no checkout and no commit: {made.stderr.strip()}")
+        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return find(tree, graphs)
         finally:
+            signal.signal(signal.SIGTERM, before)
             subprocess.run([*git, "remove", "--force", str(tree)], check=True, capture_output=True)

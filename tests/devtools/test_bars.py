@@ -1,7 +1,9 @@
 """The command that prints the bars: bars that pass, columns of other checkouts, refusals. The numbers are fakes."""
 
 import json
+import signal
 import subprocess
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,22 +79,43 @@ def test_every_host_time_is_one_that_is_measured(monkeypatch: pytest.MonkeyPatch
     assert all(isinstance(value, float) and value > 0 for value in row["values"].values()), row
 
 
-def test_a_commit_runs_its_own_command_in_a_worktree_that_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(earlier_numbers, "_HERE", tmp_path)
-    (tmp_path / "devtools").mkdir()
-    numbers = f"import sys\nprint({json.dumps(_numbers(a=1.5))!r} if '--graphs' in sys.argv else '')\n"
-    (tmp_path / "devtools" / "bars.py").write_text(numbers)
-    (tmp_path / "devtools" / "graph_bars.py").touch()
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "One"]):
-        subprocess.run([*git, *command], check=True)
-    assert earlier_numbers.find(Path("HEAD"), graphs=True)["values"] == {"a": 1.5}
+@pytest.fixture
+def commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """Commits a `devtools.bars` of these lines to the repository in which `earlier_numbers` looks; git's command."""
+
+    def made(lines: str) -> list[str]:
+        monkeypatch.setattr(earlier_numbers, "_HERE", tmp_path)
+        (tmp_path / "devtools").mkdir()
+        (tmp_path / "devtools" / "bars.py").write_text(lines)
+        (tmp_path / "devtools" / "graph_bars.py").touch()
+        git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+        for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "One"]):
+            subprocess.run([*git, *command], check=True)
+        return git
+
+    return made
+
+
+def _worktrees(git: list[str]) -> int:
     kept = subprocess.run([*git, "worktree", "list"], check=True, text=True, capture_output=True).stdout
-    assert len(kept.splitlines()) == 1
+    return len(kept.splitlines())
+
+
+def test_a_commit_runs_its_own_command_in_a_worktree_that_is_removed(commit: Callable[[str], list[str]]) -> None:
+    git = commit(f"import sys\nprint({json.dumps(_numbers(a=1.5))!r} if '--graphs' in sys.argv else '')\n")
+    assert earlier_numbers.find(Path("HEAD"), graphs=True)["values"] == {"a": 1.5}
+    assert _worktrees(git) == 1
     with pytest.raises(InvalidArgument, match="HEAD~7 is no file, no checkout and no commit"):
         earlier_numbers.find(Path("HEAD~7"))
+
+
+def test_a_terminated_comparison_removes_its_worktree(commit: Callable[[str], list[str]]) -> None:
+    handler = signal.getsignal(signal.SIGTERM)
+    git = commit("import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(600)\n")
+    with pytest.raises(SystemExit) as ended:
+        earlier_numbers.find(Path("HEAD"))
+    assert ended.value.code == 128 + signal.SIGTERM and _worktrees(git) == 1
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
 def test_an_interrupted_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
