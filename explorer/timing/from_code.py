@@ -70,15 +70,20 @@ def policy_shape(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: 
 
 
 def predict(
-    machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, shape: LaunchShape | None = None
+    machine: MachineSpec,
+    kernel: Kernel,
+    world_size: int,
+    nbytes: int,
+    shape: LaunchShape | None = None,
+    arena_bytes: int | None = None,
 ) -> CodeTime:
-    """One call of `nbytes` of float32 input a rank, in a graph. `shape` None: the policy's."""
+    """One call of `nbytes` of float32 input a rank, in a graph. None: the policy's `shape`, the default arena."""
     shape = shape or policy_shape(machine, kernel, world_size, nbytes)
     kind = kernel.kind
     elements = _aligned(max(1, nbytes // 4 // kind.rows_in(world_size)))
     working_set = nbytes * (1 + kind.rows_out(world_size) / kind.rows_in(world_size))
     cold = working_set > LATENCIES[machine.name].l2_bytes
-    cut = _division(kernel, world_size, elements, shape)
+    cut = _division(kernel, world_size, elements, shape, arena_bytes)
 
     def call(chunks: int, rounds: float, plan: Layout) -> TimedCall:
         part = min(elements, _aligned(int(chunks * rounds * cut.round)))
@@ -195,8 +200,10 @@ class Division:
         return replace(self.plan, **{name: int(getattr(self.plan, name) * rounds / self.most) for name in names})
 
 
-def _division(kernel: Kernel, world_size: int, elements: int, shape: LaunchShape) -> Division:
-    plan = layout.plan(world_size, machines.ARENA_BYTES)
+def _division(
+    kernel: Kernel, world_size: int, elements: int, shape: LaunchShape, arena_bytes: int | None = None
+) -> Division:
+    plan = layout.plan(world_size, arena_bytes or machines.ARENA_BYTES)
     tile = shape.tile if kernel.zero_copy else min(shape.tile, plan.largest_tile(kernel.algorithm, kernel.protocol))
     words, taken = -(-elements // 2), timed_call.words_of_tile(kernel, world_size, tile)
     blocks = max(1, min(shape.blocks, -(-words // taken)))
@@ -238,10 +245,13 @@ def _call(
     return timed
 
 
-def tuned(machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int) -> CodeTime:
+def tuned(
+    machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, arena_bytes: int | None = None
+) -> CodeTime:
     """`predict` for the faster of two grids: the policy's, and for long messages a wide one that a tuner would find."""
     shapes = [policy_shape(machine, kernel, world_size, nbytes)]
     if nbytes > _LONG:
         shapes.append(_WIDE)
     shapes = [replace(shape, dependent=False) for shape in shapes]
-    return min((predict(machine, kernel, world_size, nbytes, shape) for shape in shapes), key=lambda each: each.time_us)
+    times = (predict(machine, kernel, world_size, nbytes, shape, arena_bytes) for shape in shapes)
+    return min(times, key=lambda each: each.time_us)
