@@ -56,7 +56,8 @@ def test_buffers_fill_nine_tenths_of_the_default_arena_and_have_tiles_of_2048_wo
     nbytes = Options().arena_bytes
     plan = layout.plan(world_size, nbytes)
     assert 2 * world_size * (plan.ll_buffer + plan.wide_buffer + plan.simple_buffer) >= 0.9 * nbytes
-    assert 8 * world_size * plan.ll_buffer <= nbytes  # a quarter: two buffers a rank
+    assert 8 * world_size * plan.wide_buffer <= nbytes  # a quarter: two buffers a rank
+    assert plan.ll_buffer == plan.wide_buffer // 2
     assert 3 / 4 * plan.wide_buffer >= 192 << 10  # of payload, in one chunk
     assert plan.largest_tile("two_shot", "simple") >= 2048
     assert plan.slot_words("simple") >= 1024
