@@ -263,7 +263,8 @@ def test_threads_do_not_grow_with_groups(url):
         assert tasks <= 3 and after[0] <= 3, (tasks, after)
 
 
-def idle_helpers(rank, world_size, tell, url):
+@ranks.each(2, True)
+def test_idle_helpers_hold_no_descriptors(rank, world_size, tell, url):
     """Whether a burst of asynchronous calls leaves no descriptor, although its helpers stay."""
     with default_group(rank, world_size, url):
         groups = [dist.new_group() for _ in range(4)]
@@ -275,10 +276,6 @@ def idle_helpers(rank, world_size, tell, url):
                 work.wait()
         let_go = poll(lambda: len(os.listdir("/proc/self/fd")) <= before, 20.0, 0.01)
         return let_go and bool(threads._helpers)
-
-
-def test_idle_helpers_hold_no_descriptors(url):
-    assert ranks.run(2, idle_helpers, url) == [True, True]
 
 
 @pytest.mark.parametrize("how, ends", [("hooked", True), ("unhooked", False)])

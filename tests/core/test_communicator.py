@@ -89,16 +89,13 @@ def one_life(rank, world_size, url):
             raise AssertionError("a closed communicator was usable")
 
 
-def life(rank, world_size, tell, url):
+@ranks.each(2, {})
+def test_close_use_after_close_and_again_over_the_same_store(rank, world_size, tell, url):
     """Close twice, use after close, make it again over the same store; no resources are left."""
     before = leftovers()
     for _ in range(5):
         one_life(rank, world_size, url)
     return more_than(before)
-
-
-def test_close_use_after_close_and_again_over_the_same_store(url):
-    assert ranks.run(2, life, url) == [{}, {}]
 
 
 def forked(rank, world_size, tell, url):

@@ -71,7 +71,8 @@ def test_a_rank_that_makes_another_call_is_named_within_two_seconds(url, record_
     assert kind == "CollectiveMismatch" and caught - began < within(2.0), text
 
 
-def two_streams(rank, world_size, tell, url):
+@ranks.each(2, [float(1 + 2 * n) for n in range(10)])
+def test_two_streams(rank, world_size, tell, url):
     """Calls on two streams are ordered by events."""
     with join(rank, world_size, url) as comm:
         streams = [torch.cuda.Stream() for _ in range(2)]
@@ -84,11 +85,8 @@ def two_streams(rank, world_size, tell, url):
         return [x[0].item() for x in xs]
 
 
-def test_two_streams(url):
-    assert ranks.run(2, two_streams, url) == [[float(1 + 2 * n) for n in range(10)]] * 2
-
-
-def two_communicators(rank, world_size, tell, url):
+@ranks.each(2, [2.0**6, 2.0**6], timeout=120)
+def test_two_communicators_in_another_order_on_each_rank(rank, world_size, tell, url):
     """Each rank launches them in another order: a graph and an eager call at the same time."""
     with join(rank, world_size, url, max_blocks=32) as comm, comm.split(range(world_size)) as second:
         streams = [torch.cuda.Stream() for _ in range(2)]
@@ -107,10 +105,6 @@ def two_communicators(rank, world_size, tell, url):
         comm.check()
         second.check()
         return [x[0].item() for x in xs]
-
-
-def test_two_communicators_in_another_order_on_each_rank(url):
-    assert ranks.run(2, two_communicators, url, timeout=120) == [[2.0**6, 2.0**6]] * 2
 
 
 def captures_too_early(rank, world_size, tell, url, message):

@@ -39,7 +39,8 @@ def captured(comm, x):
     return stream, graph
 
 
-def group_after_group(rank, world_size, tell, url):
+@ranks.each(2, [3.0] * 20, timeout=280)
+def test_groups_share_no_words(rank, world_size, tell, url):
     """A new group's control page may lie where an old one's was."""
     values = []
     for turn in range(20):
@@ -49,10 +50,6 @@ def group_after_group(rank, world_size, tell, url):
             comm.synchronize()
             values.append(x[0].item())
     return values
-
-
-def test_groups_share_no_words(url):
-    assert ranks.run(2, group_after_group, url, timeout=280) == [[3.0] * 20] * 2
 
 
 def test_groups_of_streams_share_no_words():
@@ -219,7 +216,8 @@ def test_the_memory_of_a_dead_peer_crashes_no_survivor(url):
     assert caught - killed < within(2.0), "the driver keeps a dead process's pidfd back until its context is gone"
 
 
-def idle_words(rank, world_size, tell, url):
+@ranks.each(2, True, timeout=120)
+def test_host_writes_have_arrived_when_a_call_has_run(rank, world_size, tell, url):
     """No call runs: the words by which the host sees a kernel come and go are equal to the last epoch."""
     with join(rank, world_size, url) as comm:
         for _ in range(100):
@@ -227,7 +225,3 @@ def idle_words(rank, world_size, tell, url):
         comm.synchronize()
         words = comm._group.words
         return bool((words[layout.ENDED : layout.CONTROL_WORDS] == words[layout.STARTED] + 1).all())
-
-
-def test_host_writes_have_arrived_when_a_call_has_run(url):
-    assert ranks.run(2, idle_words, url, timeout=120) == [True, True]

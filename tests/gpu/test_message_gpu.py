@@ -17,7 +17,8 @@ def join(rank, world_size, url, **options):
     return tricomm.init(url, rank, world_size, "cuda:0", options=chosen)
 
 
-def left_with_a_message(rank, world_size, tell, url):
+@ranks.each(2, True, timeout=60)
+def test_a_message_arrives_after_its_sender_has_left(rank, world_size, tell, url):
     """Rank 1 leaves before rank 0 has taken what it sent: it waits for that."""
     with join(rank, world_size, url) as comm:
         x = torch.arange(1000, device="cuda")
@@ -28,10 +29,6 @@ def left_with_a_message(rank, world_size, tell, url):
         y = torch.zeros_like(x)
         source = comm.recv(y)
         return source == 1 and torch.equal(y, x + 7)
-
-
-def test_a_message_arrives_after_its_sender_has_left(url):
-    assert ranks.run(2, left_with_a_message, url, timeout=60) == [True, True]
 
 
 def orphaned(rank, world_size, tell, url):

@@ -10,11 +10,8 @@ from tests.core.test_uneven import PROTOCOLS, lengths, sent
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_on_a_gpu_lengths_change_on_two_streams_and_stay_in_a_graph(url):
-    assert ranks.run(2, _on_a_gpu, url, timeout=200) == [[], []]
-
-
-def _on_a_gpu(rank, world_size, tell, url):
+@ranks.each(2, [], timeout=200)
+def test_on_a_gpu_lengths_change_on_two_streams_and_stay_in_a_graph(rank, world_size, tell, url):
     wrong = []
     with tricomm.init(url, rank, world_size, "cuda:0", options=tricomm.Options(timeout=60.0)) as comm:
 

@@ -80,7 +80,8 @@ def test_without_realized_operands_bits_depend_on_earlier_compilations(url, real
     assert ranks.run(1, twice, url, realized, timeout=280) == [realized]
 
 
-def rounding(rank, world_size, tell, url):
+@ranks.each(2, [(0, True), (1, False), (1, True)], timeout=280)
+def test_without_the_check_of_rounding_bits_change(rank, world_size, tell, url):
     """Bits with the pass as it is, without its check, and with Inductor told to round."""
     from tricomm.inductor import chains
 
@@ -97,10 +98,6 @@ def rounding(rank, world_size, tell, url):
     return found
 
 
-def test_without_the_check_of_rounding_bits_change(url):
-    assert ranks.run(2, rounding, url, timeout=280) == [[(0, True), (1, False), (1, True)]] * 2
-
-
 class Block(nn.Module):
     """The end of a layer with torch's own norm."""
 
@@ -113,7 +110,8 @@ class Block(nn.Module):
         return self.norm(residual), residual
 
 
-def spelled(rank, world_size, tell, url):
+@ranks.each(2, [(0, 2, True), (2, 0, True)], timeout=280)
+def test_norms_of_torch_get_the_bits_of_ours(rank, world_size, tell, url):
     """Without `exact`: the bits of the graph that has our norms, and no pass."""
     torch.set_num_threads(1)
     found = []
@@ -140,11 +138,8 @@ def spelled(rank, world_size, tell, url):
     return found
 
 
-def test_norms_of_torch_get_the_bits_of_ours(url):
-    assert ranks.run(2, spelled, url, timeout=280) == [[(0, 2, True), (2, 0, True)]] * 2
-
-
-def training(rank, world_size, tell, url):
+@ranks.each(2, (True, True, 2), timeout=280)
+def test_a_graph_for_training_is_left(rank, world_size, tell, url):
     """A graph for training is left, and has its gradients."""
     torch.set_num_threads(1)
     with default_group(rank, world_size, url):
@@ -159,10 +154,6 @@ def training(rank, world_size, tell, url):
             gradients.append([x.grad for x in inputs])
             reasons += [left.reason for left in used.left] if used is not None else []
     return same(*gradients), all("training" in reason for reason in reasons), len(reasons)
-
-
-def test_a_graph_for_training_is_left(url):
-    assert ranks.run(2, training, url, timeout=280) == [(True, True, 2)] * 2
 
 
 def cached(rank, world_size, tell, url, folder):

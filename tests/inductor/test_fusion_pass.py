@@ -161,7 +161,8 @@ def test_groups_and_graphs(found, name, wanted):
     assert right and len(said) == 1 and wanted in said[0]
 
 
-def spelled(rank, world_size, tell, url):
+@ranks.each(2, [], timeout=200)
+def test_norms_spelled_in_torch(rank, world_size, tell, url):
     """A norm that is spelled in torch gets the bits of ours, in each type and for odd rows."""
     wrong = []
     with default_group(rank, world_size, url):
@@ -174,10 +175,6 @@ def spelled(rank, world_size, tell, url):
                 if _said(used) != [FUSED] or not same(found, wanted):
                     wrong.append((name, dtype, _said(used)))
     return wrong
-
-
-def test_norms_spelled_in_torch(url):
-    assert ranks.run(2, spelled, url, timeout=200) == [[], []]
 
 
 def programs(rank, world_size, tell, url, seeds):
@@ -232,7 +229,9 @@ def test_without_a_check_the_graph_is_wrong_or_reduces_twice(url, check, wanted)
     assert ranks.run(1, without, url, check) == [wanted]
 
 
-def diverging(rank, world_size, tell, url, route):
+@pytest.mark.parametrize("route", ROUTES)
+@ranks.each(2, True)
+def test_ranks_of_which_one_has_the_pass_raise(rank, world_size, tell, url, route):
     """Only rank 0 has the pass."""
     with default_group(rank, world_size, url, route):
         inputs = data(hidden=32, rank=rank)
@@ -242,11 +241,6 @@ def diverging(rank, world_size, tell, url, route):
         except CollectiveMismatch as error:
             return FUSED in str(error)
     return "no error"
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_ranks_of_which_one_has_the_pass_raise(route, url):
-    assert ranks.run(2, diverging, url, route) == [True, True]
 
 
 def test_the_pass_is_pickled_and_has_a_key_of_its_settings():

@@ -65,16 +65,13 @@ def test_an_invalid_variable_on_one_rank_is_reported_on_all(route, name, value, 
     assert x == y == [2.0, 2.0]
 
 
-def token_of_bytes(rank, world_size, tell, url, token, node):
-    os.environb[b"TRICOMM_TOKEN"], os.environb[b"TRICOMM_NODE_ID"] = token, node
+@ranks.each(2, [2.0, 2.0])
+def test_a_token_and_a_name_of_a_node_are_bytes(rank, world_size, tell, url):
+    os.environb[b"TRICOMM_TOKEN"], os.environb[b"TRICOMM_NODE_ID"] = b"\xffsecret\xfe", b"n\xf6de"
     with communicator(rank, world_size, url, timeout=5.0) as comm:
         x = torch.ones(2)
         comm.all_reduce(x)
         return x.tolist()
-
-
-def test_a_token_and_a_name_of_a_node_are_bytes(url):
-    assert ranks.run(2, token_of_bytes, url, b"\xffsecret\xfe", b"n\xf6de") == [[2.0, 2.0]] * 2
 
 
 def elsewhere(rank, world_size, tell, url, route):

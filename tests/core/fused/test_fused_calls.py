@@ -120,7 +120,8 @@ def test_a_wrapped_group_and_ranks_with_different_arguments(route, url):
             assert "eps 1e-05" in text and "eps 2e-05" in text
 
 
-def flashinfer(rank, world_size, tell, url):
+@ranks.each(2, True, timeout=100)
+def test_workspaces_of_process_groups(rank, world_size, tell, url):
     """Workspaces over the default group and over a part of it, destroyed independently."""
     with default_group(rank, world_size, url, backend="gloo") as world:
         pair = dist.new_group([0, 1])
@@ -142,7 +143,3 @@ def flashinfer(rank, world_size, tell, url):
         dist.barrier(world)
     refused(lambda: facade.create_allreduce_fusion_workspace("auto", 2, rank, 4, 32, torch.half), "init_process_group")
     return all(results)
-
-
-def test_workspaces_of_process_groups(url):
-    assert ranks.run(2, flashinfer, url, timeout=100) == [True, True]

@@ -16,6 +16,7 @@ from tricomm.explorer.compiled.compiled_runtime import checked_options
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import OPS, reduction
 from tricomm.options import Options
+from tricomm.perf.bench import collective_calls
 
 COUNT = 193  # elements a row: odd, and no multiple of a vector
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -93,54 +94,37 @@ def special(dtype: torch.dtype, count: int, seed: int) -> torch.Tensor:
 
 def body(case: Case) -> Callable[[Any], list[torch.Tensor]]:
     """A rank function: makes some calls and returns this rank's results."""
-    kernel = case.kernel
-    calls = 1 if kernel.needs_cube else 2
-    forced = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
 
     def run(comm: Any) -> list[torch.Tensor]:
-        size, rank, made = comm.world_size, comm.rank, []
-        for call in range(calls):
-            rows = size if kernel.kind.rows_in(size) > 1 else 1
-            x = special(case.dtype, rows * COUNT, 1000 * call + rank).reshape(rows * COUNT)
-            made.append(_call(comm, case, x, forced))
-        return made
+        return [_call(comm, case, number) for number in range(1 if case.kernel.needs_cube else 2)]
 
     return run
 
 
-def _call(comm: Any, case: Case, x: torch.Tensor, forced: dict[str, str]) -> torch.Tensor:
+def _call(comm: Any, case: Case, number: int) -> torch.Tensor:
     kernel, size, rank = case.kernel, comm.world_size, comm.rank
-    name, collective = kernel.collective, getattr(comm, kernel.collective, None)
-    if kernel.zero_copy:
-        handle = comm.symmetric((len(x),), case.dtype)
-        handle.local.copy_(x)
-        comm.barrier()
-        # In place the result is written to the handle, as two_shot does; otherwise to a tensor.
-        count = len(x) // kernel.kind.rows_in(size)
-        out = None if kernel.in_place else torch.empty(kernel.kind.rows_out(size) * count, dtype=x.dtype)
-        collective(handle, **forced, **({"op": case.op} if case.op else {}), out=out)
-        return (handle.local if out is None else out).clone()
+    name = kernel.collective
+    data = special(case.dtype, kernel.kind.rows_in(size) * COUNT, 1000 * number + rank)
     if name == "send":
-        protocol = {"protocol": kernel.protocol}
-        y = torch.zeros_like(x)
+        y = torch.zeros_like(data)
         if rank % 2 == 0 and rank + 1 < size:
-            comm.send(x, rank + 1, **protocol)
+            comm.send(data, rank + 1, protocol=kernel.protocol)
         elif rank % 2:
-            comm.recv(y, rank - 1, **protocol)
+            comm.recv(y, rank - 1, protocol=kernel.protocol)
         return y
-    if name == "barrier":
-        comm.barrier()
-        return x
     if name == "all_to_all_v":
         splits = [(rank + r) % size * 17 for r in range(size)]
         y = torch.zeros(sum(splits), dtype=case.dtype)
-        collective(x[: sum(splits)], splits, splits, y, **forced)
-        return y
-    arguments: dict[str, Any] = {**forced, **({"op": case.op} if case.op else {})}
-    if name in ("broadcast", "reduce", "gather", "scatter"):
-        arguments["dst" if name in ("reduce", "gather") else "src"] = size - 1
-    result = collective(x, **arguments)
-    return (x if result is None else result).clone()
+        forced = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
+        return comm.all_to_all_v(data[: sum(splits)], splits, splits, y, **forced)
+    x, y = collective_calls.tensors(comm, name, COUNT, case.dtype, kernel)
+    collective_calls.local(x).copy_(data)
+    if kernel.zero_copy:
+        comm.barrier()
+    elif name == "all_reduce":
+        y = x  # in place
+    result = collective_calls.call(comm, name, size - 1, x, y, kernel, case.op)
+    return (collective_calls.local(x) if result is None else result).clone()
 
 
 def options_of(case: Case) -> Options:

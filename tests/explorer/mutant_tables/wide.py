@@ -1,8 +1,9 @@
-"""The table of mutants, sixth part: words of 16 bytes with a flag inside, `ll128` (`kernels/wide_words.py`)."""
+"""The table of mutants, sixth part: words of 16 bytes with a flag inside, `ll128` (`kernels/wide_words.py`); rows."""
 
 from tests.explorer import bodies
-from tests.explorer.mutant_tables.names import ARRIVAL, DEADLOCK, MAILBOX, PUSH, RACE, TWO_SHOT, L
+from tests.explorer.mutant_tables.names import ARRIVAL, CHUNKS, DEADLOCK, MAILBOX, PUSH, RACE, TWO_SHOT, L
 from tests.explorer.mutation import Edit, Mutant
+from tricomm.kernels.collective_specs import FUSED
 
 W = ("all_reduce", "one_shot", "ll128")
 T = ("all_reduce", "two_shot", "ll128")
@@ -97,5 +98,10 @@ WIDE = (
                  "ll_buffer(chunk, table_of(group), source, first, SPEC)"),
         ),
         (T,), RACE,
+    ),
+    Mutant(
+        "R06", "rows: one epoch, whatever the chunks", "the next call takes this one's epochs again",
+        (Edit(CHUNKS, "finish(group, start, chunks, status)", "finish(group, start, 1, status)"),),
+        ((next(iter(FUSED)), "one_shot", "ll128"),), RACE, blocks=2, tile=32, sizes=(1, 1, 1),
     ),
 )  # fmt: skip

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import tricomm
-from tests.explorer.sources.cases import CASES, KRAKEN
-from tests.explorer.sources.mutants import MUTANTS
+from tests.explorer.sources.cases import CASES, KRAKEN, MUTANTS
 from tricomm.explorer import subjects
 
 FOLDER = os.environ.get("TRICOMM_PUBLIC_KERNELS") or None

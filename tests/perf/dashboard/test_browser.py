@@ -2,7 +2,6 @@
 in the data that must not run. Screenshots go to `screenshots/`."""
 
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.perf.dashboard import dashboard_data
+from tests.perf.dashboard.conftest import serving
 from tests.perf.dashboard.test_jobs import job_file
 from tricomm.perf.dashboard import collect, live, render, serve
 from tricomm.perf.dashboard.source import Source
@@ -356,9 +356,7 @@ def test_a_served_page_is_renewed(page: Page, tmp_path: Path, monkeypatch: pytes
     path = dashboard_data.written(tmp_path / "history.sqlite", [])
     source = Source(path, print)
     pages, data = lambda: render.page(source.packed(), 0.3).encode(), lambda: source.packed().encode()
-    with serve.Server(0, pages, data, source.metrics) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    with serving(serve.Server(0, pages, data, source.metrics)) as server:
         try:
             page.open(server.url)
             assert page.run("return document.querySelector('#empty').checkVisibility()")
@@ -375,5 +373,3 @@ def test_a_served_page_is_renewed(page: Page, tmp_path: Path, monkeypatch: pytes
             assert "(simulated)" in page.text("#jobs") and set(page.requests()) == {f"{server.url}data"}
         finally:
             page.driver.get("about:blank")
-            server.shutdown()
-            thread.join(timeout=10)

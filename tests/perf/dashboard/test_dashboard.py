@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.perf.dashboard import dashboard_data
+from tests.perf.dashboard.conftest import serving
 from tests.perf.dashboard.test_jobs import job_file
 from tricomm.cli import cli
 from tricomm.errors import ResourceError
@@ -97,12 +97,8 @@ def server() -> Iterator[serve.Server]:
     def broken() -> bytes:
         raise ResourceError("no client <here>")
 
-    with serve.Server(0, lambda: b"<p>page</p>", lambda: b"data", broken) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
+    with serving(serve.Server(0, lambda: b"<p>page</p>", lambda: b"data", broken)) as server:
         yield server
-        server.shutdown()
-        thread.join(timeout=10)
 
 
 def _get(url: str, host: str | None = None) -> tuple[int, str]:

@@ -4,24 +4,19 @@ import socket
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 
+from tests.perf.dashboard.conftest import serving
 from tricomm.perf.dashboard import serve
 
 _BIG = b"x" * (32 << 20)  # more than the buffers of a connection take
 
 
-@contextmanager
-def _served(connections: int = 4, seconds: float = 1.0) -> Iterator[serve.Server]:
-    with serve.Server(0, lambda: _BIG, lambda: b"data", bytes, connections=connections, seconds=seconds) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join(timeout=10)
+def _served(connections: int = 4, seconds: float = 1.0) -> AbstractContextManager[serve.Server]:
+    return serving(serve.Server(0, lambda: _BIG, lambda: b"data", bytes, connections=connections, seconds=seconds))
 
 
 def _connect(server: serve.Server, stack: ExitStack, text: bytes = b"") -> socket.socket:
@@ -123,8 +118,8 @@ def test_a_client_beyond_the_limit_gets_an_error() -> None:
         go.wait(60)
         return b"page"
 
-    with serve.Server(0, page, lambda: b"data", bytes, connections=2, seconds=5.0) as server, ExitStack() as stack:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    made = serve.Server(0, page, lambda: b"data", bytes, connections=2, seconds=5.0)
+    with serving(made) as server, ExitStack() as stack:
         busy = [_connect(server, stack, _ASKS_FOR_THE_PAGE) for _ in range(2)]
         _until(lambda: len(at_work) == 2)
         refused = _connect(server, stack, b"GET /data HTTP/1.0\r\nHost: 127.0.0.1:1\r\n\r\n")
@@ -134,7 +129,6 @@ def test_a_client_beyond_the_limit_gets_an_error() -> None:
             assert client.recv(12) == b"HTTP/1.0 200"
         _until(lambda: _threads(server) == 0)
         assert _data(server) == "data"
-        server.shutdown()
 
 
 @pytest.mark.parametrize(
