@@ -27,10 +27,16 @@ class Fake:
 
 def run(strategy, lengths) -> list[int]:
     """The order in which tasks of the given `lengths` take their steps."""
-    tasks = [Fake(rank, n) for rank, n in enumerate(lengths)]
+    return ordered(strategy, [Fake(rank, n) for rank, n in enumerate(lengths)])
+
+
+def ordered(strategy, tasks, chosen=lambda step, task, usual: None) -> list[int]:
+    """The same for `tasks`; `chosen` is told of each choice, and of the one that `default` makes."""
     current, order = None, []
     while ready := [t for t in tasks if t.steps]:
+        usual = default(current, ready)
         current = strategy.choose(len(order), current, ready)
+        chosen(len(order), current, usual)
         current.steps -= 1
         order.append(current.rank)
     return order
@@ -190,13 +196,7 @@ def test_the_bounded_search_preempts_before_strong_accesses_only():
 
     search, seen = BoundedSearch(2), []
     while search.begin():
-        tasks = [Plain(0, 2), Plain(1, 2)]
-        current, order = None, []
-        while ready := [t for t in tasks if t.steps]:
-            current = search.choose(0, current, ready)
-            current.steps -= 1
-            order.append(current.rank)
-        seen.append(order)
+        seen.append(ordered(search, [Plain(0, 2), Plain(1, 2)]))
         search.end()
     assert sorted(seen) == [[0, 0, 1, 1], [1, 1, 0, 0]]
 
@@ -227,16 +227,12 @@ def test_priorities_run_one_task_until_it_drops():
 
 def test_choices_repeat_a_schedule():
     for seed in range(10):
-        walk, choices = RandomWalk(seed), []
-        tasks = [Fake(rank, 6) for rank in range(3)]
-        current, order = None, []
-        while ready := [t for t in tasks if t.steps]:
-            chosen = walk.choose(len(order), current, ready)
-            if chosen is not default(current, ready):
-                choices.append((len(order), chosen.key))
-            current = chosen
-            current.steps -= 1
-            order.append(current.rank)
+        choices = []
+
+        def note(step, task, usual, choices=choices):
+            choices += [] if task is usual else [(step, task.key)]
+
+        order = ordered(RandomWalk(seed), [Fake(rank, 6) for rank in range(3)], note)
         assert run(Given(choices), (6, 6, 6)) == order
 
 

@@ -9,16 +9,12 @@ import pytest
 from tests.explorer.ptx.arithmetic import float_model as model
 from tests.explorer.ptx.arithmetic.arithmetic_cases import check, instruction, run
 from tests.explorer.ptx.arithmetic.float_model import KINDS, NAN, float_rows, flushed, negative, value
-from tests.explorer.ptx.arithmetic.test_arithmetic_float import HALVES, joined, of_both
+from tests.explorer.ptx.arithmetic.test_arithmetic_float import HALVES, joined, of_both, saturated
 
 
 @pytest.mark.parametrize("kind", HALVES)
 def test_clamping(kind):
     form = KINDS[kind]
-    one = form.bias << form.digits
-
-    def saturated(bits):
-        return 0 if value(bits, form) == NAN or negative(bits, form) else min(bits, one)
 
     def rectified(bits):
         return 0 if negative(bits, form) and value(bits, form) != NAN else bits
@@ -27,8 +23,8 @@ def test_clamping(kind):
     names, pairs = dict.fromkeys("dabc", "b16"), dict.fromkeys("dabc", "b32")
     check(f"fma.rn.relu.{kind} d, a, b, c", three, lambda *x: rectified(model.fused(*x, form)), **names)
     if kind == "f16":
-        check("add.sat.f16 d, a, b", two, lambda a, b: saturated(model.add(a, b, form)), **names)
-        both = of_both(lambda a, b: saturated(model.multiply(a, b, form)))
+        check("add.sat.f16 d, a, b", two, lambda a, b: saturated(model.add(a, b, form), form), **names)
+        both = of_both(lambda a, b: saturated(model.multiply(a, b, form), form))
         check("mul.sat.f16x2 d, a, b", joined(two), both, **pairs)
 
         def flush(a, b):
