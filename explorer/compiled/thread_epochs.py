@@ -98,13 +98,17 @@ class Epochs:
     def note(self, team: Team, pieces: Array, slots: Array, times: Array, record: Any, kind: Any) -> None:
         """`record` and `kind` are numbers, or arrays with one for each piece."""
         self.used = True
-        rows = self.row[pieces]
+        if len(pieces) == 1 and not self.row[at := pieces[0]] and (not self.time[at] or self.slot[at] == slots[0]):
+            self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces] = slots, times, record, kind
+            return
+        rows, before = self.row[pieces], self.time[pieces]
         repeated, single = _repeated(pieces), rows == 0
         alone = single & ~repeated
-        alone &= self.time[pieces] <= self._clocks.known(team, slots, self.slot[pieces])
-        if self._strong:
-            ranks = self._clocks.rank
-            alone &= (self.time[pieces] == 0) | (ranks[slots] == ranks[self.slot[pieces]])
+        if before.any():
+            alone &= before <= self._clocks.known(team, slots, self.slot[pieces])
+            if self._strong:
+                ranks = self._clocks.rank
+                alone &= (before == 0) | (ranks[slots] == ranks[self.slot[pieces]])
         if alone.all():
             self.slot[pieces], self.time[pieces], self.record[pieces], self.kind[pieces] = slots, times, record, kind
             return
