@@ -186,6 +186,14 @@ def _plan(
     return CampaignPlan(schedules, strategy, preemptions, seed, tuple(faults), identical, keep_going, epochs)
 
 
+class Interrupted(KeyboardInterrupt):
+    """An interrupt of a campaign, with the report of the schedules that had ended."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self.report = report
+
+
 class Campaign:
     """The schedules of one call of `check`."""
 
@@ -206,6 +214,10 @@ class Campaign:
             self._tell_effects(report)
         except OutOfTime as error:
             report.ended = f"the budget ended in schedule {report.ran}, {error}"
+        except KeyboardInterrupt:
+            report.ended = f"interrupted in schedule {report.ran}"
+            report.seconds += time.monotonic() - began
+            raise Interrupted(report) from None
         report.seconds += time.monotonic() - began
         return report
 
@@ -330,7 +342,8 @@ class Campaign:
             races = {n: f for n, f in enumerate(report.findings) if _order(f) and f.effect not in (REAL, FORMAL)}
             if not races or spent > self._most_spent:
                 return
-            findings, outcome = self._again(Execution(seed, self._plan.epochs[0]), RandomWalk(seed, 0.0))
+            walk = RandomWalk(seed, hosts_first=seed % 2 == 0)  # host code of one rank may come long after another's
+            findings, outcome = self._again(Execution(seed, self._plan.epochs[0]), walk)
             orders, spent = [_order(f) for f in findings], spent + outcome.steps
             for number, finding in races.items():
                 if _order(finding)[::-1] in orders:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,12 +36,12 @@ from tricomm.explorer.schedule.scheduler import Ended, Scheduler
 from tricomm.explorer.schedule.strategies import Strategy
 from tricomm.explorer.schedule.tasks import Launch, State
 from tricomm.explorer.standins.module_state import importable
-from tricomm.explorer.standins.program import Standins
+from tricomm.explorer.standins.program import SEEN, Standins
 from tricomm.explorer.world.host_state import Hosts
 from tricomm.explorer.world.oracle import Oracle
+from tricomm.explorer.world.patches import Patches
 from tricomm.explorer.world.world import World
 
-_SHOWN = 90  # the architecture that an interpreted program sees
 _NAMED = (PeerDied, PeerStalled, CollectiveTimeout, GroupAborted)
 
 
@@ -81,7 +84,7 @@ class Ranks:
         if subject.compiled is not None:
             self._ranks = self._compiled(subject.compiled)
         if subject.program:
-            architecture = _SHOWN if self._ranks is None else self._ranks.capability
+            architecture = SEEN if self._ranks is None else self._ranks.capability
             self._standins = Standins(subject.fn, architecture, self._memory, self._scheduler, self._met)
         self._world = World(
             size,
@@ -104,6 +107,7 @@ class Ranks:
     @contextmanager
     def _installed(self) -> Iterator[None]:
         with ExitStack() as stack:
+            stack.enter_context(_EXITS.installed(self._scheduler.in_host))
             stack.enter_context(importable(getattr(self._subject.fn, "function", self._subject.fn)))
             if self._standins is not None:
                 stack.enter_context(self._standins.installed())
@@ -132,7 +136,7 @@ class Ranks:
             except OutOfTime as error:
                 poll = scheduler.current.last_poll if scheduler.current is not None else None
                 where = poll.site.where if poll is not None and _line(error) == "?" else _line(error)
-                raise OutOfTime(f"after {scheduler.step} steps, at {where}") from None
+                raise OutOfTime(f"after {scheduler.step} steps{f', at {where}' * (where != '?')}") from None
             except Blocked as error:
                 raise self._blocked(error) from None
             except Ended as error:
@@ -218,6 +222,8 @@ class Ranks:
 
     def _before_step(self) -> None:
         step = self._scheduler.step
+        if self._watchdog.interrupted:
+            self._scheduler.end(KeyboardInterrupt())
         if self._watchdog.out_of_time():
             self._scheduler.end(OutOfTime())
         if self._detector is not None:
@@ -302,18 +308,26 @@ class Ranks:
         assert self._detector is not None and self._oracle is not None
         for rank, error in self._errors.items():
             if not isinstance(error, TricommError) or isinstance(error, BadAddress):
-                return [_raised(rank, error)]
+                return [self._raised(rank, error)]
         if self._deadlock is not None:
             return [self._deadlock]
         faulty = any(h.state is State.STOPPED for h in self._scheduler.hosts)
         for rank, error in self._errors.items():
             if not isinstance(error, OutOfBounds) and not (faulty and isinstance(error, _NAMED)):
-                return [_raised(rank, error)]  # the errors of the other ranks are most likely a consequence
+                return [self._raised(rank, error)]  # the errors of the other ranks are most likely a consequence
         findings = self._oracle.findings()
         if not self._errors and not faulty and not findings and not self._detector.findings:
             self._detector.leftovers([r for r in self._memory if r.kind == "arena"])
             findings = list(self._detector.findings)
         return findings
+
+    def _raised(self, rank: int, error: Exception) -> Finding:
+        kind = "wrong_result" if isinstance(error, AssertionError) else "exception"
+        text = f"rank {rank} raised {type(error).__name__}: {error}"
+        advice = "see the line"
+        if not self._subject.program and not self._scheduler.step:
+            advice += _mistaken(getattr(self._subject.fn, "function", self._subject.fn))
+        return Finding(kind, (rank,), (_line(error),), text, advice)
 
 
 def _machine(
@@ -335,6 +349,28 @@ def _machine(
     return Machine(memory, detector, delays, contention, patience), delays
 
 
+def _mistaken(function: Callable[..., Any]) -> str:
+    """A hint for a function that fails before its first access because its first parameter is no communicator."""
+    try:
+        names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    except ValueError:
+        return ""
+    if not names or names[0].startswith("comm"):
+        return ""
+    return (
+        f"; {names[0]} was a tricomm.Communicator, as the first argument is without --args: give a function of tensors "
+        "--args, and have @tricomm.checked's fixtures after it, or after a * in a program over torch's symmetric memory"
+    )
+
+
+def _exiting(end: Callable[[int], None], process: int) -> Callable[[int], Callable[[int], Any]]:
+    """A rank that ends itself ends not the check, which would look like one without findings. A forked child may."""
+    return lambda rank: sys.exit if os.getpid() == process else end
+
+
+_EXITS = Patches(lambda: {(os, "_exit"): _exiting(os._exit, os.getpid())})
+
+
 def _own_mistake(error: Exception) -> bool:
     """True for an error that is not the library's, and for an address that no access can have."""
     return not isinstance(error, TricommError) or isinstance(error, OutOfBounds | BadAddress)
@@ -345,7 +381,8 @@ def note(error: BaseException, rank: int, program: bool = False) -> None:
     unsupported call of a `program` has the line already."""
     if len(error.args) == 1 and isinstance(error.args[0], str):
         if program and isinstance(error, InvalidArgument) and not re.search(r"\.py:\d", error.args[0]):
-            error.args = (f"{_line(error)}: {error.args[0]}",)
+            where = _line(error)
+            error.args = (error.args[0] if where == "?" else f"{where}: {error.args[0]}",)
         if not re.search(rf"\brank {rank}\b", error.args[0]):
             error.args = (f"rank {rank}: {error.args[0]}",)
     error.add_note(f"on rank {rank}, at {_line(error)}")
@@ -360,9 +397,3 @@ def _line(error: BaseException) -> str:
         if source_lines.is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{line}"
     return "?"
-
-
-def _raised(rank: int, error: Exception) -> Finding:
-    kind = "wrong_result" if isinstance(error, AssertionError) else "exception"
-    text = f"rank {rank} raised {type(error).__name__}: {error}"
-    return Finding(kind, (rank,), (_line(error),), text, "see the line")

@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from triton.runtime.jit import KernelInterface
+
 from tricomm.communicator import Communicator
 from tricomm.errors import CollectiveTimeout, InvalidArgument
 from tricomm.explorer.compiled import compiled_runtime
@@ -85,15 +87,15 @@ def prepared(
         raise InvalidArgument(f"world_size={world_size!r}: 1 to {layout.MAX_WORLD_SIZE} ranks are possible")
     if not isinstance(options, Options) and not (options is None and compiled is not None):
         raise InvalidArgument(f"options={options!r}: tricomm.Options is needed")
-    if not callable(fn) or hasattr(fn, "fn") and hasattr(fn, "params"):
-        raise InvalidArgument(f"{_name(fn)}: a function of one communicator that launches kernels is needed")
+    if not callable(fn) or is_kernel(fn):
+        raise InvalidArgument(f"{name_of(fn)}: a function of one communicator that launches kernels is needed")
     if runs_later(fn):
-        raise InvalidArgument(f"{_name(fn)} is a generator or a coroutine: calling it runs nothing")
+        raise InvalidArgument(f"{name_of(fn)} is a generator or a coroutine: calling it runs nothing")
     if residency is not None and (isinstance(residency, bool) or not isinstance(residency, int) or residency < 1):
         raise InvalidArgument(f"residency={residency!r}: a number of blocks from 1 on, or None, is needed")
     program = is_program(fn)
-    if not program and (reason := _misfit(fn, None)) is not None:
-        raise InvalidArgument(f"{_name(fn)} cannot be called with one communicator, nor without: {reason}")
+    if not program and (reason := misfit(fn, None)) is not None:
+        raise InvalidArgument(f"{name_of(fn)} cannot be called with one communicator, nor without: {reason}")
     if compiled is not None:
         compiled_runtime.capability_of(compiled)
         options = compiled_runtime.checked_options(world_size, options)
@@ -111,9 +113,9 @@ def runs_later(fn: Any) -> bool:
 def is_program(fn: Any) -> bool:
     """True for a function without arguments, or with defaults that are not None: it uses torch's process groups and
     symmetric memory itself."""
-    if _misfit(fn) is not None:
+    if misfit(fn) is not None:
         return False
-    if _misfit(fn, None) is not None:
+    if misfit(fn, None) is not None:
         return True
     try:
         first = next(iter(inspect.signature(fn).parameters.values()))
@@ -130,10 +132,15 @@ def architecture_of(fn: Any, compiled: str | None = None) -> str | None:
     return _OF_PROGRAMS if callable(fn) and is_program(fn) else None
 
 
-def _misfit(fn: Any, *args: Any) -> str | None:
+def is_kernel(fn: Any) -> bool:
+    """True for a kernel of Triton, also an autotuned one."""
+    return isinstance(fn, KernelInterface)
+
+
+def misfit(fn: Any, *args: Any, **kwargs: Any) -> str | None:
     """Why `fn` cannot be called with these arguments; None if it can, or is a built-in without a signature."""
     try:
-        inspect.signature(fn).bind(*args)
+        inspect.signature(fn).bind(*args, **kwargs)
     except TypeError as error:
         return str(error)
     except ValueError:
@@ -141,7 +148,7 @@ def _misfit(fn: Any, *args: Any) -> str | None:
     return None
 
 
-def _name(fn: Any) -> str:
+def name_of(fn: Any) -> str:
     code = getattr(fn, "__code__", None)
     where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
     return f"{getattr(fn, '__qualname__', fn)}{where}"

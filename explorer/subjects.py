@@ -15,18 +15,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, TricommError
 from tricomm.explorer import shipped
+from tricomm.explorer.compiled.compiled_runtime import capability_of
 from tricomm.explorer.report.report import Report, digest
 from tricomm.explorer.schedule.host_watchdog import OutOfTime, Watchdog
-from tricomm.explorer.standins.program import importing
+from tricomm.explorer.simulation import INTERPRETED, is_kernel, misfit, name_of
+from tricomm.explorer.standins.program import SEEN, importing
 
 
 def from_file(
-    name: str, stubs: Sequence[str] = (), program: bool = False, ends: float = math.inf
+    name: str, stubs: Sequence[str] = (), program: bool = False, ends: float = math.inf, compiled: str | None = None
 ) -> Callable[..., Any]:
     """The function that "file.py:function" names. A `program`, as a function without arguments, uses torch.distributed
-    itself; its file is imported as on a box with a GPU.
+    itself; its file is imported as on a box with a GPU of architecture `compiled`.
 
     A file of a package is imported as a part of it. If the package does not load, the file is imported without the
     `__init__` modules above it. `stubs` are modules to replace by `Stub`, such as those that need a GPU. Raises
@@ -42,14 +44,17 @@ def from_file(
             raise InvalidArgument(f"--stub {stub}: this module is there")
         sys.modules[stub] = Stub(stub)
     as_program = program or _is_program(file, function)
+    sees = capability_of(compiled) if compiled not in (None, INTERPRETED) else SEEN
     try:
-        with Watchdog(lambda: None, math.inf, ends), importing() if as_program else nullcontext():
+        with Watchdog(lambda: None, math.inf, ends), importing(sees) if as_program else nullcontext():
             module = _of_package(file) if (file.parent / "__init__.py").is_file() else _alone(file)
     except OutOfTime:
         raise InvalidArgument(
             f"{file}: the budget has ended while it was imported; give more, or mend the file"
         ) from None
     value = getattr(module, function, None)
+    if is_kernel(value):
+        raise InvalidArgument(f"{name} is a kernel: name a function that allocates its memory and launches it")
     if not callable(value):
         there = [n for n, v in vars(module).items() if _defined(v, module.__name__)]
         raise InvalidArgument(f"{file} has no function {function!r}; it has {', '.join(there) or 'none'}")
@@ -112,16 +117,36 @@ def with_arguments(
         import torch.distributed as dist
         from torch.distributed import _symmetric_memory as symm_mem
 
-        names = {"torch": torch, "dist": dist, "symm_mem": symm_mem, "_function": function}
+        names = {
+            "torch": torch,
+            "dist": dist,
+            "symm_mem": symm_mem,
+            "_function": lambda *args, **kwargs: (args, kwargs),
+        }
         names |= {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
         namespace = {**getattr(inspect.unwrap(function), "__globals__", {}), **names}
-        return [eval(code, namespace) for _ in range(calls)]
+        return [_called(function, code, namespace, arguments) for _ in range(calls)]
 
     path = str(Path(file).resolve())
     subject: dict[str, Any] = {"file": path, "function": own, "sha256": digest(path), "arguments": arguments}
     subject |= {"calls": calls, "stubs": list(stubs), "config": config}
     program.subject, program.function, program.config = subject, function, config  # type: ignore[attr-defined]
     return program
+
+
+def _called(function: Callable[..., Any], code: Any, namespace: dict[str, Any], arguments: str) -> Any:
+    """Call `function` with the arguments that `code` gives. Raises `InvalidArgument` if these fail or do not fit."""
+    try:
+        args, kwargs = eval(code, namespace)
+    except TricommError:
+        raise
+    except Exception as error:
+        raise InvalidArgument(f"--args {arguments!r}: {type(error).__name__}: {error}") from error
+    if (reason := misfit(function, *args, **kwargs)) is not None:
+        raise InvalidArgument(
+            f"--args {arguments!r}: {reason}; {name_of(function)} takes {inspect.signature(function)}"
+        )
+    return function(*args, **kwargs)
 
 
 def _alone(file: Path) -> ModuleType:
@@ -199,7 +224,7 @@ def of_report(report: Report) -> Callable[..., Any]:
             "Python, tricomm.explorer.replay(report, fn)"
         )
     name = f"{subject['file']}:{function}"
-    found = from_file(name, subject.get("stubs", ()), "arguments" in subject)
+    found = from_file(name, subject.get("stubs", ()), "arguments" in subject, compiled=report.compiled)
     if "arguments" not in subject:
         return found
     calls, config = int(subject["calls"]), int(subject.get("config", 0))

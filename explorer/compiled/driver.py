@@ -17,6 +17,7 @@ from typing import Any
 
 from tricomm.explorer.compiled.module_table import KernelLaunch, table_of
 from tricomm.explorer.compiled.stream_queues import Mark, Node, StreamQueue, Streams
+from tricomm.explorer.memory_model import source_lines
 from tricomm.explorer.ptx.analysis import limits
 
 _STATIC_SHARED = 48 * 1024
@@ -226,7 +227,10 @@ class SimulatedDriver:
             return _only(CudaResult.CUDA_ERROR_INVALID_VALUE)
         parameters = _parameters(loaded.layout, pointers)
         rank = self.streams.rank
-        queue.launch(KernelLaunch(rank, loaded, parameters, grid, threads, shared, stream, self._held, dependent))
+        caller = source_lines.of_host()
+        queue.launch(
+            KernelLaunch(rank, loaded, parameters, grid, threads, shared, stream, self._held, dependent, caller)
+        )
         return _OK
 
     # Streams, events and graphs. Host code waits outside of the driver, because other tasks have to run meanwhile.

@@ -164,11 +164,11 @@ class Launches:
     def _maker(self, launch: KernelLaunch, kernel: PtxKernel, block: int, threads: int, number: int) -> Maker:
         if self._detector is None:
             team = Team(0, launch.rank, np.arange(threads), [], np.zeros(0, np.int32), threads)
-            return Maker(team, block, number, kernel)
+            return Maker(team, block, number, kernel, caller=launch.caller)
         token = launch.after or Token(np.zeros((2, 1), np.int32), np.zeros(1, np.int32))
         self._detector.words.learn(launch.rank, block, token.words)
         team = self._detector.clocks.team(launch.rank, threads, token.threads)
-        return Maker(team, block, number, kernel, bool(launch.before), launch.stream)
+        return Maker(team, block, number, kernel, bool(launch.before), launch.stream, launch.caller)
 
     def _over(self, running: Running) -> None:
         launch, error = running.launch, running.task_launch.error

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.memory_model.source_lines import NOWHERE, Site
 from tricomm.explorer.ptx.instructions import PtxKernel
 from tricomm.explorer.ptx.text.parser import parse
 from tricomm.explorer.ptx.units import grid
@@ -48,6 +49,7 @@ class KernelLaunch:
     stream      the handle that it was launched on
     tensors     the arguments, which live as long as it runs
     after, end  tokens of `Ordering`: at its begin, and at its end, which the executor sets
+    caller      the user's line
     dependent   begins when the kernels `before` it on the stream, or along a graph's edges, have signalled
     signalled   each of its blocks has signalled or ended
     handed      the token of a launch that depends on this one, at its begin
@@ -62,6 +64,7 @@ class KernelLaunch:
     stream: int
     tensors: tuple[Any, ...] = ()
     dependent: bool = False
+    caller: Site = NOWHERE
     after: Any = None
     end: Any = None
     before: tuple[KernelLaunch, ...] = ()

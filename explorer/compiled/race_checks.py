@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from tricomm.explorer.compiled.events import Elements, Event
+from tricomm.explorer.compiled.events import Elements, Event, site_of
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, both_include, distinct
 from tricomm.explorer.compiled.thread_epochs import UnorderedPair
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
@@ -17,16 +17,19 @@ from tricomm.explorer.compiled.thread_teams import Team
 from tricomm.explorer.compiled.unused_loads import UnusedLoads
 from tricomm.explorer.compiled.word_rule import WordRule
 from tricomm.explorer.memory_model.access_kinds import scope_of
+from tricomm.explorer.memory_model.source_lines import NOWHERE, Site
 from tricomm.explorer.ptx.access import ThreadAccess
+from tricomm.explorer.ptx.instructions import Instruction
 from tricomm.explorer.ptx.unit_view import WARP
 from tricomm.explorer.report import diagnosis
-from tricomm.explorer.report.findings import FORMAL, Finding
+from tricomm.explorer.report.findings import CACHED, FORMAL, REORDERED, Finding
 
 
 @dataclass(slots=True)
 class Maker:
     """The origin of accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1).
-    `dependent`: the launch may begin before the one before it on its `stream` has ended."""
+    `dependent`: the launch may begin before the one before it on its `stream` has ended. `caller`: the user's line that
+    launches a kernel of the stand-ins."""
 
     team: Team
     block: int = -1
@@ -34,10 +37,14 @@ class Maker:
     kernel: Any = None
     dependent: bool = False
     stream: int | None = None
+    caller: Site = NOWHERE
 
     @property
     def rank(self) -> int:
         return self.team.rank
+
+    def site(self, instruction: Instruction) -> Site:
+        return site_of(instruction, self.kernel.name).called_at(self.caller)
 
 
 class RaceChecks:
@@ -161,6 +168,10 @@ class RaceChecks:
         one, other = (int(self._clocks.thread[s]) // WARP for s in (clash.slot, slot))
         if first.team == second.team and one == other >= 0 and first.instruction is not second.instruction:
             return replace(finding, effect=FORMAL)
+        if finding.effect == REORDERED and finding.kind == "race" and pair and clash.written:
+            write, read = pair
+            if read.team == second.team and self._clocks.released_by_launch(write.team, clash.slot, clash.time):
+                return replace(finding, effect=CACHED)
         return finding
 
     def thread(self, slot: int) -> str:
@@ -275,12 +286,9 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
             "warp have no order either"
         )
     if flags is None:
-        return "race", _flag_needed(first, second, clash)
+        return "race", diagnosis.flag_needed(clash.written, first.record(), second.record())
     write, read = flags
-    flag = (
-        f"the flag stored at {_at(write)} ({write.sem}, .{write.scope}) and read at {_at(read)} "
-        f"({read.sem}, .{read.scope})"
-    )
+    flag = diagnosis.flag_of((_at(write), write.sem, write.scope), (_at(read), read.sem, read.scope))
     wrong = []  # between launches the end of one is a fence, and a relaxed flag is enough
     if write.sem not in ("release", "acq_rel") and write.team == first.team:
         wrong.append(f"the store at {_at(write)} is {write.sem}: make it sem='release' (.release)")
@@ -290,10 +298,7 @@ def _missing(first: Event, second: Event, clash: UnorderedPair, flags: Pair | No
         return "race", f"{flag} {diagnosis.WOULD_ORDER}, but " + " and ".join(wrong)
     scopes = SCOPES[write.scope or "gpu"], SCOPES[read.scope or "gpu"]
     if not both_include(scopes, (write.rank, write.team), (read.rank, read.team)):
-        return (
-            "scope",
-            f"{flag} {diagnosis.WOULD_ORDER} if its scope reached both ranks: say scope='sys' (.sys) at both ends",
-        )
+        return "scope", f"{flag} {diagnosis.TOO_NARROW}"
     return "race", (
         f"{flag} orders only the threads that store and read it: a block barrier (tl.debug_barrier()) is needed "
         "between the block's accesses and the release, and between the acquire and the block's accesses"
@@ -309,10 +314,3 @@ def _at(event: Event) -> str:
 
 def _through_switch(event: Event) -> bool:
     return event.instruction is not None and event.instruction.opcode == "multimem"
-
-
-def _flag_needed(first: Event, second: Event, clash: UnorderedPair) -> str:
-    a, b = (f"rank {first.rank}", f"rank {second.rank}")
-    if first.rank == second.rank:
-        a, b = f"{a}, block {first.block},", f"{b}, block {second.block},"
-    return diagnosis.flag_needed(clash.written, second.kind, a, b)

@@ -112,6 +112,12 @@ class Clocks:
         ordered: bool = self.known(team, np.array([slot]), np.array([other]))[0] >= time
         return ordered
 
+    def released_by_launch(self, team: int, slot: int, time: int) -> bool:
+        """True if each relaxed write of team number `team` releases that time of a thread: it is before the launch."""
+        messages = (message for message in self.messages if message is not None and message.block == team)
+        parts = (part for message in messages for part in message.parts if part.slot == 0)
+        return any(slot < part.known.shape[1] and part.known[0, slot] >= time for part in parts)
+
     def row(self, team: Team, thread: int = 0) -> Array:
         """A copy of a thread's clock. The thread's time advances, so the copy does not cover its later accesses."""
         slot = team.slots[thread]

@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from tricomm.explorer.compiled.events import Elements, Event, site_of
+from tricomm.explorer.compiled.events import Elements, Event
 from tricomm.explorer.compiled.race_checks import Maker, RaceChecks
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array, Clocks, distinct
 from tricomm.explorer.compiled.thread_shadow import ThreadShadow
@@ -196,7 +196,7 @@ class ThreadDetector:
             access.kind,
             access.sem,
             access.scope,
-            site_of(access.instruction, maker.kernel.name),
+            maker.site(access.instruction),
             None if place is None else place.region,
             offset,
             len(access.threads) * access.elements,

@@ -8,7 +8,7 @@ from random import Random
 
 import numpy as np
 
-from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate, site_of, values_at
+from tricomm.explorer.compiled.events import Elements, in_shared_memory, locate, values_at
 from tricomm.explorer.compiled.race_checks import Maker
 from tricomm.explorer.compiled.thread_clocks import SCOPES, Array
 from tricomm.explorer.compiled.thread_detector import ThreadDetector
@@ -111,7 +111,7 @@ class UnitMachine:
         self.scheduler.turns += 1
         if until():
             return
-        task.waits = site_of(instruction, crew.maker.kernel.name)
+        task.waits = crew.maker.site(instruction)
         while not until():
             crew.waiting[task] = until
             self.scheduler.park()
@@ -198,7 +198,7 @@ class UnitMachine:
                 self._arrive(held)
         writes = access.writes and (changed is None or bool(changed.any()))
         if self.contention is not None:
-            site = site_of(access.instruction, crew.maker.kernel.name)
+            site = crew.maker.site(access.instruction)
             strong = writes or access.sem in ("release", "acq_rel")
             seen = b"" if old is None else old.tobytes()
             self.contention.done(task, places, strong, site, seen, access.itemsize)  # type: ignore[arg-type]
@@ -300,7 +300,7 @@ class UnitMachine:
         seen = np.concatenate([values[place.lanes, place.numbers] for place in places])
         addresses = _addresses(places, access)
         look = Access(access.kind, np.zeros(0, bool), addresses, access.itemsize, access.sem, access.scope, _nothing)
-        site = site_of(access.instruction, crew.maker.kernel.name)
+        site = crew.maker.site(access.instruction)
         rounds = self._patience if access.sem is not None else _PATIENCE
         if task.rank in self.scheduler.aborted:
             rounds = _ABORTED
@@ -339,7 +339,7 @@ class UnitMachine:
         )
         if self.detector is not None:
             self.detector.out_of_bounds(crew.maker, access, text)
-        raise OutOfBounds(f"{site_of(access.instruction, crew.maker.kernel.name).where}: {text}")
+        raise OutOfBounds(f"{crew.maker.site(access.instruction).where}: {text}")
 
 
 def _before(task: Task, access: ThreadAccess, places: list[Elements]) -> Array | None:

@@ -69,7 +69,7 @@ class Machine:
         return bool(due)
 
     def _shared(self, task: Task, access: Access, places: list[Place]) -> None:
-        site = source_lines.current()
+        site = _site(task)
         if access.kind == "store" and access.sem is None and allowed.is_ll(site):
             access.sem, access.scope = "relaxed", "sys"
         task.sync = access.sem is not None and (
@@ -146,7 +146,7 @@ class Machine:
         assert task.launch is not None
         access.perform(None)
         if self.detector is not None and len(task.launch.blocks) > 1:
-            self.detector.access(task, access, places, source_lines.current(), access.writes)
+            self.detector.access(task, access, places, _site(task), access.writes)
 
     def _control(self, task: Task, access: Access, place: Place) -> None:
         access.perform(None)
@@ -155,7 +155,7 @@ class Machine:
 
     def _outside(self, task: Task, access: Access, address: int) -> None:
         assert task.launch is not None
-        site = source_lines.current()
+        site = _site(task)
         near = self.memory.nearest(address, task.launch.private, task.rank)
         what = "reads" if access.kind == "load" else "writes"
         text = f"rank {task.rank}, block {task.block} {what} {access.itemsize} bytes at {address:#x}: {near}"
@@ -166,6 +166,12 @@ class Machine:
 
 def _constant(place: Place) -> bool:
     return place.region.constant(int(place.offsets.min()), int(place.offsets.max()))
+
+
+def _site(task: Task) -> Site:
+    """The site of the access that is being made."""
+    assert task.launch is not None and task.launch.host is not None
+    return source_lines.current().called_at(task.launch.host.host_site)
 
 
 def _some(place: Place, lanes: Array) -> Place:

@@ -78,6 +78,12 @@ class Site:
         chain = " > ".join(f"{Path(f).name}:{line} {function}" for f, line, function in reversed(self.chain)) or "?"
         return f"{chain}; {self.machine}" if self.machine else chain
 
+    def called_at(self, caller: Site) -> Site:
+        """The same place, which is reported at the line of `caller` if it is in a kernel that is not the user's."""
+        if not caller.chain or not self.chain or is_users(self.chain[-1][0]):
+            return self
+        return Site(self.chain + caller.chain, self.machine)
+
     @property
     def function(self) -> tuple[str, str]:
         """(file, name) of the innermost device function."""

@@ -9,6 +9,7 @@ from tricomm.explorer.memory_model.shadow import Clash
 from tricomm.explorer.report.findings import REORDERED, Finding, Record
 
 WOULD_ORDER = "would order them"  # of a flag in the advice: it came between the two in time
+TOO_NARROW = f"{WOULD_ORDER} if its scope reached both ranks: say scope='sys' (.sys) at both ends"
 
 
 def race(thread: Thread, clash: Clash, first: Record, second: Record) -> Finding:
@@ -48,17 +49,20 @@ def _missing(thread: Thread, clash: Clash, first: Record, second: Record) -> tup
         return "scope", _wider(first, second)
     join = next((j for j in thread.joins if j.seen[slot] >= time), None)
     if join is None or time > thread.now[SEEN][slot]:
-        return "race", flag_needed(clash.written, second.kind, f"rank {first.rank}", f"rank {second.rank}")
+        return "race", flag_needed(clash.written, first, second)
     part = next((p for p in join.parts if p.slot == slot), join.parts[-1])
-    flag = (
-        f"the flag stored at {part.site.short} ({part.sem}, .{part.scope}) and read at {join.site.short} "
-        f"({join.sem}, .{join.scope})"
-    )
+    flag = flag_of((part.site.short, part.sem, part.scope), (join.site.short, join.sem, join.scope))
     if time <= thread.now[THREAD][slot]:
         return "race", _block_barrier(thread, slot, time, flag, part, join)
     if time <= thread.now[ANY][slot]:
-        return "scope", f"{flag} {WOULD_ORDER} if its scope reached both ranks: say scope='sys' at both ends"
+        return "scope", f"{flag} {TOO_NARROW}"
     return "race", f"{flag} {WOULD_ORDER}, but {_weak(part, join)}"
+
+
+def flag_of(stored: tuple[str, str | None, str | None], read: tuple[str, str | None, str | None]) -> str:
+    """Names a flag by line, semantics and scope of its store and of its load."""
+    (at, sem, scope), (where, read_sem, read_scope) = stored, read
+    return f"the flag stored at {at} ({sem}, .{scope}) and read at {where} ({read_sem}, .{read_scope})"
 
 
 def _block_barrier(thread: Thread, slot: int, time: int, flag: str, part: Part, join: Joined) -> str:
@@ -91,9 +95,17 @@ def _wider(first: Record, second: Record) -> str:
     )
 
 
-def flag_needed(written: bool, kind: str, a: str, b: str) -> str:
-    """Advice for an access of `kind` by `b` that is not ordered after one by `a`, which has `written`, or read."""
-    if written and kind == "load":
+def flag_needed(written: bool, first: Record, second: Record) -> str:
+    """Advice for an access that is not ordered after the `first` one, which has `written`, or read."""
+    a, b = f"rank {first.rank}", f"rank {second.rank}"
+    if first.rank == second.rank:
+        a, b = f"{a}, block {first.block},", f"{b}, block {second.block},"
+    elif -1 in (first.block, second.block):  # host code
+        return (
+            f"no flag tells {b} that {a} has {'written' if written else 'read'}: put a barrier of both ranks between "
+            "the two, such as the memory handle's barrier() or a collective of the group"
+        )
+    if written and second.kind == "load":
         return (
             f"no flag tells {b} that {a} has written: let {a} release one after its store (tl.debug_barrier(), then a "
             f"store with sem='release', scope='sys') and {b} acquire it before its load"

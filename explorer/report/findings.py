@@ -28,6 +28,7 @@ KINDS = {
 REAL = "real: either one comes first, by timing alone"
 REORDERED = "by reordering: a flag keeps this order, unless the hardware delays or reorders the two"
 FORMAL = "formal: one warp makes both, in this order unless it diverges"
+CACHED = "formal: the first one ended before the flag's kernel began; only a cache may hold an older value"
 MOST_FINDINGS = 20
 MOST_PATIENCE = 64
 _LIMIT = 1 << 63
@@ -111,7 +112,7 @@ class Finding:
     where     file:line of each, in the file of the kernel (or of the function, for host code).
     text      the event, with blocks, addresses and values.
     advice    the ordering that is missing, and a way to establish it.
-    effect    of a race: REAL, REORDERED or FORMAL; "" if neither is known.
+    effect    of a race: REAL, REORDERED, FORMAL or CACHED; "" if none is known.
     seed      of the schedule that showed it.
     schedule  its number in the campaign.
     """

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tricomm.explorer.report.findings import FORMAL, KINDS, Finding
+from tricomm.explorer.report.findings import CACHED, FORMAL, KINDS, Finding
 
 _SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _ROOT = "SRCROOT"
@@ -47,7 +47,7 @@ def _result(finding: Finding, file: str | None, root: Path) -> dict[str, Any]:
     return {
         "ruleId": finding.kind,
         "ruleIndex": list(KINDS).index(finding.kind),
-        "level": "warning" if finding.effect == FORMAL else "error",
+        "level": "warning" if finding.effect in (FORMAL, CACHED) else "error",
         "message": {"text": ". ".join(filter(None, (finding.text.removesuffix("."), finding.advice, finding.effect)))},
         "locations": [{"physicalLocation": main["physicalLocation"]}] if main is not None else [],
         "relatedLocations": related,

@@ -72,6 +72,8 @@ class BoundedSearch:
             search.end()
     """
 
+    hosts_first = True
+
     def __init__(self, preemptions: int) -> None:
         self._most = preemptions
         self._path: list[_Fork] = []

@@ -33,7 +33,7 @@ def deadlock(
     over = [str(h.rank) for h in hosts if h.state is State.DONE and h.rank not in left]
     text = f"{why}: " + "; ".join(w["text"] for w in waiters)
     if over:
-        text += f"; over already: rank{'s' * (len(over) > 1)} {', '.join(over)}"
+        text += f"; rank{'s' * (len(over) > 1)} {', '.join(over)} {'have' if len(over) > 1 else 'has'} returned"
     return Finding(
         "deadlock",
         tuple(w["rank"] for w in waiters),

@@ -34,22 +34,32 @@ class Watchdog:
         self._progress, self._seconds, self._ends = progress, seconds, ends
         self._over = threading.Event()
         self._lock = threading.Lock()
-        self._before: Any = None
+        self._before: dict[int, Any] = {}
+        self.interrupted = False  # by SIGINT; code may have swallowed the exception
         self._thread = threading.Thread(target=self._watch, name="tricomm-watchdog", daemon=True)
         self._usable = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> Watchdog:
         if self._usable:
-            self._before = signal.signal(_SIGNAL, self._raise)
+            self._before[_SIGNAL] = signal.signal(_SIGNAL, self._raise)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
             self._thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._usable:
             with self._lock:  # from here on no signal is sent
                 self._over.set()
             self._thread.join()
-            signal.signal(_SIGNAL, self._before)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+        if self.interrupted and kind is not KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.interrupted = True
+        raise KeyboardInterrupt
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if not self._over.is_set():

@@ -249,10 +249,12 @@ class Scheduler:
 
     def _next(self) -> Task | None:
         while True:
-            host = next((h for h in self.hosts if h.state is State.READY), None)
-            if host is not None:
-                return host
+            hosts = [h for h in self.hosts if h.state is State.READY]
+            if hosts and self._strategy.hosts_first:
+                return hosts[0]
             ready = self._ready()
+            if hosts and (chosen := self._strategy.choose(self.step, self.current, hosts + ready)).is_host:
+                return chosen
             if ready:
                 return self._choose(ready)
             if all(h.state in (State.DONE, State.STOPPED) for h in self.hosts):

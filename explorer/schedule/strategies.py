@@ -12,7 +12,10 @@ NAMES = ("random", "pct", "exhaustive")
 
 
 class Strategy(Protocol):
-    """Chooses the task that runs next."""
+    """Chooses the task that runs next: among blocks, because host code runs first, and among both if not
+    `hosts_first`."""
+
+    hosts_first: bool
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
         """One of `ready` (in rank and block order, never empty). `current` is the last task; it may be blocked."""
@@ -47,8 +50,8 @@ class Choices:
 class RandomWalk:
     """At every step a block with uniform probability; the block that ran last is kept with probability `keep`."""
 
-    def __init__(self, seed: int, keep: float = 0.0) -> None:
-        self._random, self._keep = Random(seed), keep
+    def __init__(self, seed: int, keep: float = 0.0, hosts_first: bool = True) -> None:
+        self._random, self._keep, self.hosts_first = Random(seed), keep, hosts_first
 
     def choose(self, step: int, current: Task | None, ready: list[Task]) -> Task:
         if current in ready and self._random.random() < self._keep:
@@ -62,6 +65,8 @@ class Priorities:
 
     Finds a bug that needs `depth` ordered events with probability at least 1 / (tasks * steps ** (depth - 1)).
     """
+
+    hosts_first = True
 
     def __init__(self, seed: int, depth: int, steps: int) -> None:
         self._random = Random(seed)
@@ -83,6 +88,8 @@ class Priorities:
 
 class Given:
     """The choices of a list of (step, task). At steps without a possible choice the last task continues."""
+
+    hosts_first = True
 
     def __init__(self, choices: Iterable[tuple[int, str]]) -> None:
         self._choices: dict[int, list[str]] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import torch
@@ -64,12 +63,11 @@ class ProgramHost:
         self.streams: dict[int, Any] = {}  # torch's streams for symmetric memory, by priority
         ranks = {"RANK": comm.rank, "LOCAL_RANK": comm.rank, "WORLD_SIZE": comm.world_size}
         ranks["LOCAL_WORLD_SIZE"] = comm.world_size
-        self.environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        self.environment |= {name: str(value) for name, value in ranks.items()}
+        variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        variables |= {name: str(value) for name, value in ranks.items()}
+        self.environment = {os.fsencode(name): os.fsencode(value) for name, value in variables.items()}
         self._board = board
         self._exchanges: dict[str, int] = {}  # by group
-        self._sent: dict[Any, Iterator[int]] = {}
-        self._taken: dict[Any, Iterator[int]] = {}
 
     @contextmanager
     def library(self) -> Iterator[None]:
@@ -106,18 +104,3 @@ class ProgramHost:
             said = ", ".join(f"rank {rank} has {given[rank][0]}" for rank in (ranks[0], others[0]))
             raise CollectiveMismatch(f"torch.distributed: the ranks do not make the same call: {said}")
         return [given[rank][1] for rank in ranks]
-
-    def post(self, to: tuple[str, int, int], value: Any) -> None:
-        """Send `value` to (group, rank, tag)."""
-        given = self._board.values((self.rank, *to, next(self._sent.setdefault(to, count()))))
-        given[self.rank] = value
-        self._board.met(self.rank, given, after=False)
-
-    def take(self, source: tuple[str, int, int]) -> Any:
-        """The next value of (group, rank, tag) to this rank."""
-        group, rank, tag = source
-        number = next(self._taken.setdefault(source, count()))
-        given = self._board.values((rank, group, self.rank, tag, number))
-        self._board.until(self.rank, lambda: bool(given))
-        self._board.met(self.rank, given, after=True)
-        return given[rank]

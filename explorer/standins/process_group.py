@@ -32,21 +32,12 @@ _REDUCE: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class _Done(dist.Work):  # type: ignore[misc]
-    """The work of a call; `wait` does what is left to do."""
-
-    def __init__(self, left: Callable[[], None] = lambda: None) -> None:
-        super().__init__()
-        self._left = left
+    """The work of a call, which is over when the call returns."""
 
     def wait(self, timeout: Any = None) -> bool:
-        left, self._left = self._left, lambda: None
-        left()
         return True
 
-    def is_completed(self) -> bool:
-        return True
-
-    synchronize = wait
+    is_completed = synchronize = wait
 
 
 class SimulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
@@ -67,14 +58,11 @@ class SimulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
     def _all(self, what: str, tensors: Any, sized: bool = True) -> list[Any]:
         """Every rank's copy of `tensors`. Ranks that make another call, or bring other sizes, are refused by name."""
         with self._host.library():
-            copies = self._read(tensors)
+            if self._host.comm.gpu is not None:
+                self._host.comm.gpu.stream().synchronize()
+            copies = [t.detach().clone() for t in tensors]
             sizes = ", ".join(f"{t.dtype} {list(t.shape)}".replace("torch.", "") for t in copies) if sized else "..."
             return self._host.exchange(f"{what}({sizes})", copies, self.ranks, self.key)
-
-    def _read(self, tensors: Any) -> list[torch.Tensor]:
-        if self._host.comm.gpu is not None:
-            self._host.comm.gpu.stream().synchronize()
-        return [t.detach().clone() for t in tensors]
 
     def barrier(self, opts: Any = None) -> Any:
         self._all("barrier", ())
@@ -150,26 +138,6 @@ class SimulatedGroup(dist.ProcessGroup):  # type: ignore[misc]
     # The names from torch 2.13 on
     all_gather_single, reduce_scatter_single, all_to_all_single = _allgather_base, _reduce_scatter_base, alltoall_base
 
-    def send(self, tensors: Any, to: int, tag: int = 0) -> Any:
-        with self._host.library():
-            self._host.post((self.key, self.ranks[to], tag), self._read(_listed(tensors)))
-        return _Done()
-
-    def recv(self, tensors: Any, source: int, tag: int = 0) -> Any:
-        return _Done(lambda: self._receive(tensors, self.ranks[source], tag))
-
-    def _receive(self, tensors: Any, source: int, tag: int) -> None:
-        with self._host.library():
-            self._read(())
-            given = self._host.take((self.key, source, tag))
-        for tensor, value in zip(_listed(tensors), given, strict=True):
-            self._write(tensor, value)
-
-    def _start_coalescing(self, device: Any) -> None: ...
-
-    def _end_coalescing(self, device: Any) -> Any:
-        return _Done()
-
     def _write(self, output: torch.Tensor, value: torch.Tensor) -> None:
         with self._host.library():
             if output.numel() != value.numel():
@@ -184,8 +152,9 @@ def _refusing(name: str) -> Callable[..., Any]:
     return refuse
 
 
+_REFUSED = ("send", "recv", "recv_anysource", "monitored_barrier", "split_group", "merge_remote_group")
 for _name in dir(dist.ProcessGroup):
-    if "coalesced" in _name or _name in ("recv_anysource", "monitored_barrier", "split_group", "merge_remote_group"):
+    if "coalesc" in _name or _name in _REFUSED:
         if _name not in vars(SimulatedGroup):
             setattr(SimulatedGroup, _name, _refusing(_name))
 
@@ -303,33 +272,25 @@ def _operator(host: ProgramHost) -> Callable[..., Any]:
     return call
 
 
-def _all_reduced(group: SimulatedGroup, x: torch.Tensor, op: str) -> torch.Tensor:
-    group.allreduce(y := x.clone(), getattr(dist.ReduceOp, op.upper()))
-    return y
+def _filled(output: torch.Tensor, call: Callable[..., Any], *given: Any) -> torch.Tensor:
+    call(output, *given)
+    return output
 
 
-def _broadcast(group: SimulatedGroup, x: torch.Tensor, root: int) -> torch.Tensor:
-    group.broadcast(y := x.clone(), root)
-    return y
-
-
-def _all_gathered(group: SimulatedGroup, x: torch.Tensor, size: int) -> torch.Tensor:
-    group._allgather_base(y := x.new_empty((len(x) * size, *x.shape[1:])), x)
-    return y
-
-
-def _reduce_scattered(group: SimulatedGroup, x: torch.Tensor, op: str, size: int) -> torch.Tensor:
-    y = x.new_empty((len(x) // size, *x.shape[1:]))
-    group._reduce_scatter_base(y, x, getattr(dist.ReduceOp, op.upper()))
-    return y
+def _op(name: str) -> Any:
+    return getattr(dist.ReduceOp, name.upper())
 
 
 _FUNCTIONAL: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(("wait_tensor", "_wrap_tensor_autograd"), lambda group, x: x),
-    "all_reduce": _all_reduced,
-    "broadcast": _broadcast,
-    "all_gather_into_tensor": _all_gathered,
-    "reduce_scatter_tensor": _reduce_scattered,
+    "all_reduce": lambda group, x, op: _filled(x.clone(), group.allreduce, _op(op)),
+    "broadcast": lambda group, x, root: _filled(x.clone(), group.broadcast, root),
+    "all_gather_into_tensor": lambda group, x, size: _filled(
+        x.new_empty((len(x) * size, *x.shape[1:])), group._allgather_base, x
+    ),
+    "reduce_scatter_tensor": lambda group, x, op, size: _filled(
+        x.new_empty((len(x) // size, *x.shape[1:])), group._reduce_scatter_base, x, _op(op)
+    ),
 }
 
 

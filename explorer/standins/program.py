@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import importlib
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -29,6 +28,7 @@ from tricomm.explorer.standins.symmetric_memory import SymmetricMemories
 from tricomm.explorer.world.patches import Patches
 from tricomm.explorer.world.world import Turns
 
+SEEN = 90  # the architecture that an interpreted program sees
 _running = threading.Lock()
 
 
@@ -69,7 +69,7 @@ class Standins:
     @contextmanager
     def of(self, rank: int) -> Iterator[None]:
         """Around the host code of a rank: torch's tables, the environment and the modules' globals are the rank's."""
-        tables, environment, host = _tables(), dict(os.environ), self._hosts.get(rank)
+        tables, environment, host = _tables(), dict(_VARIABLES), self._hosts.get(rank)
         if host is not None:
             _put_tables((host.group, host.workspaces, host.streams))
             _environment(host.environment)
@@ -78,16 +78,18 @@ class Standins:
             yield
         finally:
             if rank in self._hosts:
-                self._hosts[rank].environment = dict(os.environ)
+                self._hosts[rank].environment = dict(_VARIABLES)
             _put_tables(tables)
             _environment(environment)
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, a program's code uses the stand-ins. Raises `InvalidArgument` if another thread checks a program:
-        both would change this process's environment and modules."""
+        """Inside, a program's code uses the stand-ins. Raises `InvalidArgument` inside of another such check, or if
+        another thread has one: both would change this process's environment and modules."""
         if not _running.acquire(blocking=False):
-            raise InvalidArgument("another thread of this process checks a program; check one after the other")
+            raise InvalidArgument(
+                "this process checks a program already, in another thread or around this call: check them one by one"
+            )
         with ExitStack() as stack:
             stack.callback(_running.release)
             stack.callback(self._modules.leave)
@@ -104,16 +106,19 @@ class Standins:
 class _Importing:
     """The host code of a program's file while it is imported: on the first of its GPUs, without a group."""
 
-    rank, world_size, architecture, default_device = 0, 1, 90, None
+    rank, world_size, default_device = 0, 1, None
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
 
     def __getattr__(self, name: str) -> Any:
         raise InvalidArgument("this call is made while the file is imported; make it in the function that is checked")
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def importing(architecture: int) -> Iterator[None]:
     """Inside, `torch.cuda` and Triton's driver behave as on a machine with a GPU."""
-    host: Any = _Importing()
+    host: Any = _Importing(architecture)
     with _PATCHES.installed(lambda: host), cuda_device.CudaOnCpu(lambda: host):
         yield
 
@@ -126,11 +131,14 @@ def _put_tables(tables: tuple[Any, ...]) -> None:
     c10d._world.default_pg, symm_mem._group_name_to_workspace_tensor, symm_mem._backend_streams = tables
 
 
-def _environment(values: Mapping[str, str]) -> None:
-    now = dict(os.environ)
-    for name in now.keys() - values.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in values.items() if now.get(name) != value})
+_VARIABLES: dict[bytes, bytes] = vars(os.environ)["_data"]  # a copy of `os.environ` would decode each, at every turn
+
+
+def _environment(values: Mapping[bytes, bytes]) -> None:
+    if values != _VARIABLES:
+        for name in _VARIABLES.keys() - values.keys():
+            del os.environb[name]
+        os.environb.update({name: value for name, value in values.items() if _VARIABLES.get(name) != value})
 
 
 def _launch(host: ProgramHost) -> Callable[..., None]:
@@ -197,14 +205,8 @@ def _importing(load: Callable[..., Any]) -> Callable[[ProgramHost], Callable[...
     return lambda host: load if isinstance(host, _Importing) else partial(host.modules.importing, load)
 
 
-def _exiting(end: Callable[[int], None], process: int) -> Callable[[ProgramHost], Callable[..., Any]]:
-    """A rank that ends itself ends not the check, which would look like one without findings. A forked child may."""
-    return lambda host: sys.exit if os.getpid() == process else end
-
-
 _PATCHES = Patches(
     lambda: {
-        (os, "_exit"): _exiting(os._exit, os.getpid()),
         (JITFunction, "run"): _launch,
         (Autotuner, "run"): _one_config,
         (builtins, "__import__"): _importing(builtins.__import__),

@@ -140,9 +140,14 @@ class SymmetricMemories:
             )
         base = memory.local.data_ptr()
         if (base, group.key) not in self._pads:
-            said = f"symmetric memory {self._allocated.index(memory)}: {memory.dtype} {list(memory.shape)}"
-            self._host.exchange(f"rendezvous({said.replace('torch.', '')})", None, group.ranks, group.key)
-            self._pads[base, group.key] = self._allocate((_SymmetricMemory.signal_pad_size // 4,), torch.int32)
+            said = f"symmetric memory {self._allocated.index(memory)}"
+            shape = f"{memory.dtype} {list(memory.shape)}".replace("torch.", "")
+            self._host.exchange(f"rendezvous({said}: {shape})", None, group.ranks, group.key)
+            pads = self._allocate((_SymmetricMemory.signal_pad_size // 4,), torch.int32)
+            handle: Any = pads.arena  # a `SimulatedHandle`
+            for region in handle.regions:
+                region.name = f"rank {region.rank}'s signal pad of {said}"
+            self._pads[base, group.key] = pads
         return MemoryHandle(self._host, memory, self._pads[base, group.key], address - base, name)
 
     def holds(self, tensor: torch.Tensor) -> bool:

@@ -194,7 +194,7 @@ class SimulatedHandle(LocalArena):
     def __init__(self, arena: LocalArena, world: World, regions: list[Region]) -> None:
         assert arena._blocks is not None
         super().__init__(arena.rank, arena.nbytes, arena._blocks)
-        self._world, self._regions = world, regions
+        self._world, self.regions = world, regions
         self.drain: Callable[[], None] = lambda: None
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class SimulatedHandle(LocalArena):
             try:
                 self.drain()
             finally:
-                self._world.closed(self.rank, self._regions, blocks)
+                self._world.closed(self.rank, self.regions, blocks)
 
 
 class _Segment:

@@ -123,7 +123,7 @@ def test_a_deadlock_is_found_without_a_timeout():
 
     with pytest.raises(CollectiveTimeout, match="rank 1") as caught:
         tricomm.simulate(fn, 2)
-    assert "waits at" in caught.value.__notes__[-1] and "over already: rank 1" in caught.value.__notes__[-1]
+    assert "waits at" in caught.value.__notes__[-1] and "rank 1 has returned" in caught.value.__notes__[-1]
     with pytest.raises(CollectiveTimeout, match=r"expected 5, found 0"):
         tricomm.simulate(lambda comm: comm.launch(k.waits, 1, words(comm).local, 5), 2)
     with pytest.raises(CollectiveTimeout, match="symmetric"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -138,6 +139,7 @@ def _check(options: dict[str, Any]) -> bool:
 def _kept(name: str, options: dict[str, Any], left: float, run: Callable[..., Report]) -> Report:
     """Run a campaign; with a budget after the schedules of earlier runs, and for `left` seconds."""
     from tricomm.errors import InvalidArgument
+    from tricomm.explorer import campaign
     from tricomm.explorer.report.kept import Kept
 
     if options["budget"] is None:
@@ -147,7 +149,13 @@ def _kept(name: str, options: dict[str, Any], left: float, run: Callable[..., Re
     file = options["function"] and str(Path(options["function"].rpartition(":")[0]).resolve())
     identity = {"name": name, "file": file} | {k: v for k, v in options.items() if k not in _NOT_OF_IDENTITY}
     kept = Kept(identity, file, lambda text: click.echo(text, err=True))
-    report = run(budget=left, since=None if options["again"] else kept.report())
+    try:
+        report = run(budget=left, since=None if options["again"] else kept.report())
+    except campaign.Interrupted as interrupt:
+        if interrupt.report.ran > interrupt.report.earlier:
+            kept.keep(interrupt.report)
+            click.echo(f"{name}: {interrupt.report}", err=True)
+        raise
     if report.ended and report.ran == report.earlier:
         if report.ok:
             raise InvalidArgument(f"{name}: no schedule has ended: {report.ended}. Give a longer --budget")
@@ -169,6 +177,8 @@ def _shown(
 
     def text() -> str:
         number, name, ran, findings = state
+        if not name:
+            return f"the first schedule has run for {time.monotonic() - began:.0f} s; --budget would end it"
         what = f"{name}: {ran}{f' of {schedules}' if schedules else ''} schedules, {findings} findings"
         passed = time.monotonic() - began
         whole = f"kernel {number + 1} of {count}; {passed / 60:.0f} min; " if count > 1 else ""
@@ -233,6 +243,14 @@ def _check_paths(options: dict[str, Any]) -> None:
         path = options[name]
         if path is not None and not path.parent.is_dir():
             raise InvalidArgument(f"--{name} {path}: the folder {path.parent} does not exist")
+        try:
+            if path is not None and not os.path.lexists(path):
+                path.touch(exist_ok=False)
+                path.unlink()
+            elif path is not None and path.is_file():
+                path.open("a").close()
+        except OSError as error:
+            raise InvalidArgument(f"--{name} {path}: it cannot be written: {error.strerror}") from None
     if options["timeline"] is not None:
         timeline.check_path(options["timeline"])
 
@@ -258,7 +276,8 @@ def _runs(options: dict[str, Any], ends: float) -> Iterator[Any]:
     if options["function"] is not None:
         if selected or options["blocks"] is not None:
             raise InvalidArgument("--collective, --algorithm, --protocol and --blocks are for the shipped kernels")
-        fn = subjects.from_file(options["function"], options["stubs"], options["arguments"] is not None, ends)
+        with_args = options["arguments"] is not None
+        fn = subjects.from_file(options["function"], options["stubs"], with_args, ends, options["compiled"])
         if options["arguments"] is not None or options["config"] is not None:
             if options["arguments"] is None and not is_program(fn):
                 raise InvalidArgument("--config chooses for autotuned kernels of a function that uses torch's memory")

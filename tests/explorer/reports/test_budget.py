@@ -1,9 +1,11 @@
 """`--budget`: a check ends in time, also in the middle of a schedule, and the next one continues."""
 
 import json
+import signal
 import stat
 import time
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -144,6 +146,39 @@ def test_a_second_run_continues(mine):
     assert "earlier" not in right(mine, 5, "--again").output
     assert "earlier" not in right(mine, 5, "--seed", 1).output
     assert "earlier" not in check(f"{mine}:right", "--schedules", 5).output
+
+
+INTERRUPTED = """
+import os
+import signal
+from pathlib import Path
+
+CALLS = []
+
+
+def program(comm):
+    CALLS.append(comm.rank)
+    if len(CALLS) == 8 and Path(__file__).with_name("stop").exists():  # in the fourth schedule
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except BaseException:
+            if RAISED:
+                raise
+    comm.barrier()
+"""
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_an_interrupt_keeps_the_schedules_that_have_ended(tmp_path, raised):
+    (tmp_path / "mine.py").write_text(INTERRUPTED.replace("RAISED", str(raised)))
+    (tmp_path / "stop").touch()
+    asked = f"{tmp_path / 'mine.py'}:program", "--schedules", 6, "--budget", "100s"
+    done = CliRunner().invoke(cli, ["check", *map(str, asked), "--world-size", "2"], standalone_mode=False)
+    assert isinstance(done.exception, click.Abort) and "3 schedules (random)" in done.output, done.output
+    assert "; interrupted in schedule 3" in done.output
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    (tmp_path / "stop").unlink()
+    assert "no finding in 6 schedules" in (output := check(*asked).output) and ", 3 of them in earlier runs" in output
 
 
 def test_a_changed_source_discards_earlier_runs(mine, tmp_path):

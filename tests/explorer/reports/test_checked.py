@@ -132,6 +132,15 @@ def test_a_mistaken_use_is_refused():
         tricomm.checked(lambda comm: None)
 
 
+def test_a_fixture_in_the_place_of_the_communicator_is_told_what_it_was_given():
+    @tricomm.checked(world_size=2, schedules=1)
+    def test(tmp_path):
+        return tmp_path / "x"
+
+    with pytest.raises(AssertionError, match="tmp_path was a tricomm.Communicator, as the first argument is"):
+        test()
+
+
 def test_a_test_that_examines_nothing_does_not_pass():
     async def later(comm):
         raise AssertionError("never seen")

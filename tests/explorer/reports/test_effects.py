@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
 
@@ -13,9 +15,10 @@ from tests.explorer.standins import all_reduces
 from tests.explorer.test_check import two_writers, words
 from tricomm.explorer import subjects
 from tricomm.explorer.report import sarif
-from tricomm.explorer.report.findings import FORMAL, REAL, REORDERED
+from tricomm.explorer.report.findings import CACHED, FORMAL, REAL, REORDERED
 from tricomm.explorer.report.report import Report
 from tricomm.explorer.schedule import host_watchdog
+from tricomm.explorer.schedule.strategies import RandomWalk as walk
 
 
 @triton.jit
@@ -38,6 +41,46 @@ def turn(words, SIZE: tl.constexpr):
     at = tl.arange(0, SIZE)
     tl.store(words + at, at.to(tl.int64))
     tl.store(words + SIZE + at, tl.load(words + SIZE - 1 - at))
+
+
+@triton.jit
+def after_a_flag(words, out, rank, FLAG: tl.constexpr):
+    """Rank 1 loads from rank 0, with FLAG after a relaxed flag of rank 0's kernel."""
+    if rank == 0:
+        tl.atomic_xchg(words[1], 1, sem="relaxed", scope="sys")
+    else:
+        if FLAG:
+            while tl.atomic_add(words[1], 0, sem="relaxed", scope="sys") == 0:
+                pass
+        tl.debug_barrier()
+        tl.store(out, tl.load(words[0] + 2))
+
+
+def filled(flag):
+    """Host code of rank 0 writes what a kernel of rank 1 loads."""
+
+    def fn(comm):
+        memory, out = words(comm), torch.zeros(1, dtype=torch.int64)
+        if comm.rank == 0:
+            memory.local[2:].fill_(7)
+        comm.launch(after_a_flag, 1, memory.peers, out, comm.rank, FLAG=flag)
+
+    return fn
+
+
+@triton.jit
+def read(theirs, out):
+    tl.store(out, tl.load(theirs))
+
+
+def fills_and_reads():
+    """A program without a barrier between a rank's write and the other one's kernel."""
+    memory = symm_mem.empty(4, dtype=torch.int64, device="cuda")
+    handle = symm_mem.rendezvous(memory, dist.group.WORLD)
+    memory.fill_(dist.get_rank())
+    read[(1,)](
+        handle.get_buffer(1 - dist.get_rank(), (4,), torch.int64), torch.zeros(1, dtype=torch.int64, device="cuda")
+    )
 
 
 def handed(sem, scope):
@@ -67,6 +110,23 @@ def test_a_flag_that_is_too_weak_keeps_the_order_in_time(compiled, sem, scope):
     report = tricomm.check(handed(sem, scope), 2, schedules=4, compiled=compiled)
     effects = [f.effect for f in report.findings]
     assert REORDERED in effects and set(effects) <= {REORDERED, ""}, report
+
+
+@pytest.mark.parametrize("compiled", [None, "sm_90"])
+def test_host_code_may_write_after_the_kernel_of_another_rank_has_read(compiled):
+    assert effect(filled(False), compiled) == REAL
+    assert effect(fills_and_reads, compiled or "none") == REAL
+
+
+def test_without_walks_in_which_kernels_run_before_host_code_the_other_order_is_hidden(monkeypatch):
+    monkeypatch.setattr("tricomm.explorer.campaign.RandomWalk", lambda seed, keep=0.0, hosts_first=True: walk(seed))
+    assert effect(fills_and_reads) == ""
+
+
+def test_a_relaxed_flag_after_the_end_of_the_writer_is_a_formal_race():
+    report = tricomm.check(filled(True), 2, schedules=4, compiled="sm_90")
+    (finding,) = [f for f in report.findings if f.kind == "race"]
+    assert finding.effect == CACHED and "is relaxed: make it sem='acquire'" in finding.advice, report
 
 
 @pytest.mark.parametrize(("size", "formal"), [(32, True), (64, False)])

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 import triton
 import triton.language as tl
 from click.testing import CliRunner
@@ -82,10 +84,47 @@ def test_arguments_that_do_not_fit_are_named(package):
             "has no configuration 2; it has 0 to 1",
         ),
         ((f"{__file__}:of_a_communicator", "--config", 1), "--config chooses for autotuned kernels"),
+        ((f"{__file__}:chosen", "--args", "1.0"), "--args '1.0': too many positional arguments; chosen ("),
+        ((f"{__file__}:of_a_communicator", "--args", "1.0, more=2"), "got an unexpected keyword argument 'more'"),
+        ((f"{__file__}:of_a_communicator", "--args", "unknown"), "--args 'unknown': NameError"),
+        (
+            (f"{__file__}:of_a_communicator", "--args", "symm_mem.empty('x')"),
+            """--args "symm_mem.empty('x')": TypeError""",
+        ),
+        ((f"{__file__}:block_size", "--args", "1.0"), "block_size is a kernel: name a function that allocates"),
+        ((f"{__file__}:block_size",), "block_size is a kernel: name a function that allocates"),
     ):
         assert said in run(*arguments, code=2)
     with pytest.raises(InvalidArgument, match="no function 'none'; it has .*one_shot"):
         subjects.from_file(f"{package}:none", ("gpu_only",))
+
+
+def of_a_tensor(t):
+    symm_mem.rendezvous(t, dist.group.WORLD)
+
+
+def of_communicators(comm):
+    raise ValueError("of its own")
+
+
+def test_a_function_of_tensors_without_args_is_told_what_it_was_given():
+    asked = f"{__file__}:of_a_tensor"
+    assert "t was a tricomm.Communicator, as the first argument is without --args" in run(asked, code=1)
+    assert "not made by symmetric memory's `empty`" in run(asked, "--args", "torch.ones(1, device='cuda')", code=1)
+    assert "was a tricomm.Communicator" not in run(f"{__file__}:of_communicators", code=1)
+
+
+@pytest.mark.parametrize("option", ["--report", "--timeline"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path, option, monkeypatch):
+    monkeypatch.setattr(subjects, "from_file", lambda *asked: pytest.fail("imported"))
+    there, name = tmp_path / "there.html", f"{__file__}:of_a_communicator"
+    there.write_text("before")
+    with pytest.raises(pytest.fail.Exception, match="imported"):
+        CliRunner().invoke(cli, ["check", name, option, str(there)], catch_exceptions=False)
+    assert there.read_text() == "before"
+    for file in ("x" * 300 + ".html", "none/x.html"):
+        assert f"{option} {tmp_path / file}: " in run(name, option, tmp_path / file, code=2)
+    assert list(tmp_path.iterdir()) == [there]
 
 
 @pytest.mark.parametrize(("config", "block"), [(0, 128), (1, 64)])

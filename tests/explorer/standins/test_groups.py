@@ -44,23 +44,10 @@ def exchanges():
     assert share.item() == sum(range(n)) + n * r
 
 
-def messages():
-    r, n = dist.get_rank(), dist.get_world_size()
-    got, sent = torch.full((1,), -1.0, device="cuda"), full(1, r)
-    ring = [dist.P2POp(dist.irecv, got, (r - 1) % n), dist.P2POp(dist.isend, sent, (r + 1) % n)]
-    for work in dist.batch_isend_irecv(ring):
-        work.wait()
-    assert got.item() == (r - 1) % n
-    if r == 0:
-        for value in (5, 6):
-            dist.send(full(1, value), 1, tag=value)
-    if r == 1:
-        for value in (6, 5):
-            dist.recv(got, 0, tag=value)
-            assert got.item() == value
-    objects = [r]
-    dist.broadcast_object_list(objects, 2)
-    assert objects == [2]
+def objects():
+    given = [dist.get_rank()]
+    dist.broadcast_object_list(given, 2)
+    assert given == [2]
 
 
 def methods():
@@ -102,7 +89,7 @@ def subgroups():
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @BOTH
-@pytest.mark.parametrize("program", [exchanges, messages, methods, subgroups])
+@pytest.mark.parametrize("program", [exchanges, objects, methods, subgroups])
 def test_a_call_is_exact(program, compiled):
     tricomm.simulate(program, 4, compiled=compiled)
 
@@ -123,25 +110,6 @@ def test_a_group_of_some_ranks_orders_their_accesses_alone():
     assert tricomm.check(lambda: program(False), 3, schedules=4).findings[0].kind == "race"
 
 
-def test_a_message_orders_earlier_accesses():
-    def program(ordered):
-        rank = dist.get_rank()
-        handle = symm_mem.rendezvous(symm_mem.empty(4, dtype=torch.int32, device="cuda").fill_(rank), dist.group.WORLD)
-        token = torch.zeros(1, device="cuda")
-        dist.barrier()
-        if rank == 0:
-            handle.get_buffer(1, (4,), torch.int32).fill_(7)
-            dist.send(token, 1)
-        else:
-            work = dist.irecv(token, 0)
-            work.wait() if ordered else None
-            handle.get_buffer(1, (4,), torch.int32).tolist()
-            work.wait()
-
-    assert tricomm.check(lambda: program(True), 2, schedules=4).ok
-    assert tricomm.check(lambda: program(False), 2, schedules=4).findings[0].kind == "race"
-
-
 def some_ranks_memory():
     pair = dist.new_group([0, 1])
     memory = symm_mem.empty(4, device="cuda")
@@ -156,6 +124,7 @@ REFUSED = {
         [torch.ones(1, device="cuda")], "sum", "0"
     ),
     "recv_anysource of torch's process group": lambda: dist.recv(torch.ones(1, device="cuda")),
+    "send of torch's process group": lambda: dist.send(torch.ones(1, device="cuda"), 0),
     "BAND is not simulated": lambda: dist.all_reduce(torch.ones(1, device="cuda"), dist.ReduceOp.BAND),
 }
 
@@ -187,14 +156,9 @@ def test_ranks_that_call_different_things_are_named():
     def rows():
         dist.all_to_all_single(torch.ones(3, device="cuda"), torch.ones(2, device="cuda"), [2, 1], [1, 1])
 
-    def nobody_sends():
-        dist.recv(torch.ones(1, device="cuda"), 1 - dist.get_rank())
-
     assert "rank 0 has new_group([0]), rank 1 has new_group([1])" in finding(groups).text
     assert "rank 0 has all_gather(float32 [2]), rank 1 has all_gather(float32 [3])" in finding(sizes).text
     assert "all_to_all_single: [1, 1] rows arrive" in finding(rows).text
-    waits = finding(nobody_sends)
-    assert waits.kind == "deadlock" and "test_groups.py" in waits.text
 
 
 @BOTH

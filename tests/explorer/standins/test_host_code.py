@@ -160,6 +160,9 @@ def test_a_file_is_imported_with_a_gpu_only_for_a_program(tmp_path):
     file.write_text("import torch\nthere = torch.cuda.is_available()\ndef body(comm): ...\ndef program(): ...\n")
     assert not subjects.from_file(f"{file}:body").__globals__["there"]
     assert subjects.from_file(f"{file}:program").__globals__["there"]
+    file.write_text("import torch\nhas = torch.cuda.get_device_capability()\ndef program(): ...\n")
+    for compiled, has in ((None, (9, 0)), ("none", (9, 0)), ("sm_80", (8, 0))):
+        assert subjects.from_file(f"{file}:program", compiled=compiled).__globals__["has"] == has
     file.write_text("import torch.distributed as dist\ndist.init_process_group('nccl')\ndef program(): ...\n")
     with pytest.raises(InvalidArgument, match="while the file is imported; make it in the function that is checked"):
         subjects.from_file(f"{file}:program")
@@ -239,6 +242,14 @@ def leaves_at_once():
     os._exit(0)
 
 
-def test_a_program_that_ends_its_process_does_not_end_the_check():
-    (finding,) = tricomm.check(leaves_at_once, 2, schedules=1).findings
+@pytest.mark.parametrize("function", [leaves_at_once, lambda comm: leaves_at_once()])
+def test_a_function_that_ends_its_process_does_not_end_the_check(function):
+    before = os._exit
+    (finding,) = tricomm.check(function, 2, schedules=1).findings
     assert finding.kind == "exception" and "it called sys.exit(0)" in finding.text
+    assert os._exit is before
+
+
+def test_a_check_of_a_program_inside_of_another_one_is_refused():
+    with pytest.raises(InvalidArgument, match="this process checks a program already, in another thread or around"):
+        tricomm.check(lambda: tricomm.check(not_compilable, 2, schedules=1), 2, schedules=1)

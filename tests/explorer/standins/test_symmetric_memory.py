@@ -260,7 +260,7 @@ def state():
 
 
 @pytest.mark.parametrize("compiled", ["none", None])
-def test_a_signal_without_a_wait_is_left_over(compiled):
+def test_a_signal_without_a_wait_is_left_over_and_named_by_its_call(compiled):
     def program(taken):
         rank = dist.get_rank()
         handle = symm_mem.rendezvous(symm_mem.empty(4, device="cuda"), dist.group.WORLD)
@@ -271,4 +271,21 @@ def test_a_signal_without_a_wait_is_left_over(compiled):
 
     assert tricomm.check(lambda: program(True), 2, schedules=4, compiled=compiled).ok
     (finding,) = tricomm.check(lambda: program(False), 2, schedules=4, compiled=compiled).findings
-    assert finding.kind == "leftover" and "symmetric memory 1 (int32 [2304]) byte 28" in finding.text
+    assert finding.kind == "leftover" and "'s signal pad of symmetric memory 0 byte 28" in finding.text
+    put = next(
+        n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if ".put_signal(1 - rank, 3)" in text
+    )
+    assert finding.where == (f"{__file__}:{put}",) and "signal_kernels.py:" in finding.text
+
+
+@pytest.mark.parametrize("compiled", ["none", None])
+def test_a_barrier_that_a_rank_leaves_out_is_a_deadlock_at_its_call(compiled):
+    def program():
+        handle = symm_mem.rendezvous(symm_mem.empty(4, device="cuda"), dist.group.WORLD)
+        if dist.get_rank() == 0:
+            handle.barrier()
+
+    (finding,) = tricomm.check(program, 2, schedules=2, compiled=compiled).findings
+    barrier = program.__code__.co_firstlineno + 3
+    assert finding.kind == "deadlock" and finding.where[0] == f"{__file__}:{barrier}"
+    assert "rank 0's signal pad of symmetric memory 0 byte 4" in finding.text
