@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import math
+import re
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import torch
@@ -35,7 +39,8 @@ def prepare(
     blocks = (*kernel_launch.grid_size(grid, constexprs), 1, 1)[:3]
     known = {p.name for p in triton_adapter.parameters(kernel)}
     options = specialized(known, constexprs, compiled=True)
-    compiled, values, types = jit_dispatch.compile_for(kernel, args, options, driver.capability)
+    with _refusing_libraries(kernel):
+        compiled, values, types = jit_dispatch.compile_for(kernel, args, options, driver.capability)
     metadata = compiled.metadata
     if metadata.num_ctas != 1:
         raise InvalidArgument(
@@ -65,6 +70,27 @@ def prepare(
             raise ResourceError(f"cuLaunchKernel of {metadata.name} on {driver.name} failed: {result.name}")
 
     return run
+
+
+@contextmanager
+def _refusing_libraries(kernel: Any) -> Iterator[None]:
+    """Raises `InvalidArgument` in place of Triton's error about a function of a device library, such as NVSHMEM's. Of
+    that error Triton prints the whole PTX."""
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed):
+            yield
+    except ResourceError as error:
+        missing = re.search(r"Unresolved extern function '(\w+)'", str(error))
+        if missing is None:
+            raise
+        printed = io.StringIO()
+        raise InvalidArgument(
+            f"kernel {kernel.__name__} calls {missing[1]}, a function of a device library: not simulated; replace the "
+            "call by loads, stores and atomics on the peers' addresses"
+        ) from None
+    finally:
+        sys.stdout.write(printed.getvalue())
 
 
 def _function(driver: SimulatedDriver, compiled: Any) -> int:

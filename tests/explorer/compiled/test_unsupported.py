@@ -8,6 +8,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.language import core
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import tricomm
@@ -16,6 +17,31 @@ from tricomm.errors import InvalidArgument
 from tricomm.explorer.ptx.units import grid
 
 SIZE = 64
+
+
+@core.extern
+def library_rank(_semantic=None):
+    made = {(): ("library_rank", core.dtype("int32"))}
+    return core.extern_elementwise("", "", [], made, is_pure=False, _semantic=_semantic)
+
+
+@triton.jit
+def calls_a_library(out):
+    tl.static_print("compiled")
+    tl.store(out, library_rank())
+
+
+def calls():
+    calls_a_library[(1,)](torch.zeros(1, dtype=torch.int32, device="cuda"))
+
+
+def test_a_function_of_a_device_library_is_refused_with_line_and_name(capsys):
+    launch = calls.__code__.co_firstlineno + 1
+    with pytest.raises(
+        InvalidArgument, match=rf"py:{launch}: kernel calls_a_library calls library_rank, a function of a"
+    ):
+        tricomm.simulate(calls, 1)
+    assert "codegen error" not in capsys.readouterr().out
 
 
 @triton.jit
