@@ -4,8 +4,9 @@
 
 None of their code is in this project. Each case is one command: `tricomm check FILE:FUNCTION --args ARGUMENTS`.
 
-Not among them: Triton-distributed, whose kernels need its own compiler, and Helion, whose examples compile C++ for CUDA
-when they are imported. `tests/explorer/public` has kernels in their shape.
+Not among them: Triton-distributed, whose kernels need its own compiler; Helion, whose examples compile C++ for CUDA
+when they are imported; Iris, which needs an AMD GPU; torch's own examples, which call NVSHMEM. `tests/explorer/public`
+has kernels in their shape.
 """
 
 import re
