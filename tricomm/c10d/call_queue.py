@@ -27,7 +27,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -80,6 +80,11 @@ class Line:
     def key(self) -> int:
         """64 bits of the name, the same on all ranks; 0 for the main line."""
         return int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=8).digest()) if self.name else 0
+
+    @property
+    def following(self) -> int:
+        """The number of the next call, unless another thread makes one meanwhile."""
+        return self._number + len(self._calls) + 1
 
     def submit(self, call: _QueuedCall, here: bool) -> None:
         """Run `call` in its turn, in this thread if `here` and if it is the next one. Raises `ResourceError` if no
@@ -205,9 +210,11 @@ class CallQueue:
         interrupted: Callable[[BaseException], None] = lambda error: None,
         here: bool = False,
         made: Any = None,
+        shown: Callable[[int, str], AbstractContextManager[None]] | None = None,
     ) -> PendingWork:
         """Run `action` in its turn; returns a handle, which is finished if the caller waits. `here`: in this thread if
-        its turn has come; helper threads always do that. `made`: the calls to record, or None.
+        its turn has come; helper threads always do that. `made`: the calls to record, or None. `shown` opens
+        their event, from their number and their line, for as long as this method runs.
 
         `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
         """
@@ -218,18 +225,19 @@ class CallQueue:
         work = PendingWork(CallId(self, origin), what, result, interrupted)
         self.pending.add(work)
         entry: Entry = []
-        if made is not None:  # its number is this one unless another thread makes a call meanwhile
-            entry = [line._number + len(line._calls) + 1, made, time.time_ns(), 0, 0, line.name, None, None]
+        if made is not None:
+            entry = [line.following, made, time.time_ns(), 0, 0, line.name, None, None]
             self.recorder.add(entry)
-        try:
-            line.submit(_QueuedCall(action, work, entry), not async_op and (here or threads.is_helper()))
-        except Exception:
-            self.pending.discard(work)
-            if entry:
-                entry[NUMBER] = 0
-            raise
-        if not async_op:
-            work.wait()
+        with nullcontext() if shown is None else shown(line.following, line.name):
+            try:
+                line.submit(_QueuedCall(action, work, entry), not async_op and (here or threads.is_helper()))
+            except Exception:
+                self.pending.discard(work)
+                if entry:
+                    entry[NUMBER] = 0
+                raise
+            if not async_op:
+                work.wait()
         return work
 
     def _line(self, origin: Origin) -> Line:

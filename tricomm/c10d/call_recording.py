@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from tricomm.c10d.capabilities import GroupConfig
+from tricomm.c10d.group_calls import GroupCall
+from tricomm.communicator import Communicator
+from tricomm.core import launcher
+from tricomm.core.launch_plan import Request
+from tricomm.core.planner import UNKNOWN
+from tricomm.metrics.call_trace import CallTrace
+from tricomm.metrics.counters import GLOO, KERNELS
 from tricomm.metrics.flight_document import ANY, ENDED, NUMBER, WHAT, Entry, Made, begun
 from tricomm.metrics.flight_recorder import FlightRecorder, off
+from tricomm.policy.backend_choice import Router
 
 
 class GroupRecorders:
@@ -22,6 +31,9 @@ class GroupRecorders:
         self._by_device = {
             kind: FlightRecorder(f"{config.name}:{kind}", config.ranks, rank, timeout) for kind in devices
         }
+        for recorder in self._by_device.values():
+            recorder.group = config.name  # as torch names it
+        self.trace = CallTrace(self.of("cpu"))  # of the calls on a CPU; CUDA's are shown where they are launched
         self._places: Counter[tuple[str, int, int]] = Counter()  # of messages, by kind, peer and tag
 
     def of(self, kind: str) -> FlightRecorder:
@@ -37,6 +49,14 @@ class GroupRecorders:
         entry = begun(self._following(what, made.root, tag), made)
         recorder.add(entry)
         return entry
+
+    def shown(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> AbstractContextManager[None]:
+        """The event, for a profiler, of a message that is posted in this block; torch's own backends show theirs."""
+        if x.device.type != "cpu" or not self.trace.on:
+            return nullcontext()
+        made = Made(what, f"tag {tag}", x.dtype, x.numel(), ANY if peer is None else peer)
+        number = self._places[what, made.root, tag] + 1 if self.of("cpu").on else 0
+        return self.trace.shown(made, lambda: {"Route": GLOO}, x, number)
 
     def arrived(self, entry: Entry, source: int, tag: int) -> None:
         """Complete the `entry` of a message that has been sent, or received from `source`."""
@@ -67,3 +87,15 @@ def native(recorder: FlightRecorder, number: int, batch: list[Any]) -> None:
     if recorder.on:
         for place, call in enumerate(batch):
             recorder.add((number + place, call.made, time.time_ns(), None))
+
+
+def decided(call: GroupCall, router: Router, comm: Communicator | None) -> dict[str, Any]:
+    """The route of a call, and its kernel if `comm` runs it, for a profiler."""
+    route = router.choice(*call.facts)
+    if route.backend != KERNELS or comm is None:
+        return {"Route": route.backend, "Reason": route.reason}
+    epilogue = None if call.fused is None else call.fused.epilogue
+    request = Request(call.collective, None if call.op == "none" else call.op, epilogue=epilogue)
+    nbytes = UNKNOWN if call.nbytes is None else call.nbytes
+    choice = comm._internal.planner.choice(request.sized(call.dtype, call.count), nbytes, "eager")
+    return launcher.decided(choice, "eager")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from tricomm.c10d import message_collectives
 from tricomm.c10d.call_guard import NOTHING_SENT, comes_from_handler
 from tricomm.c10d.call_queue import CallQueue, Turn
+from tricomm.c10d.call_recording import GroupRecorders
 from tricomm.c10d.call_records import CallContext, CallRecords
 from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
 from tricomm.c10d.fallback_backends import Backends
@@ -24,7 +26,6 @@ from tricomm.c10d.group_calls import GroupCall
 from tricomm.core.entry_guard import name_refusal
 from tricomm.errors import GroupAborted, InvalidArgument, TricommError
 from tricomm.metrics.counters import GLOO, count_fallback
-from tricomm.metrics.flight_recorder import FlightRecorder
 
 
 class Owner(Protocol):
@@ -35,6 +36,7 @@ class Owner(Protocol):
     run_by_kernels  runs a call by the kernels if they cover it; returns whether they do
     check_usable    raises if the group is closed or lost
     interrupted     gives the group up
+    decided         the route of a call, and its kernel, for a profiler
     """
 
     @property
@@ -42,16 +44,18 @@ class Owner(Protocol):
     def run_by_kernels(self, call: GroupCall) -> bool: ...
     def check_usable(self, what: str) -> None: ...
     def interrupted(self, error: BaseException) -> None: ...
+    def decided(self, call: GroupCall) -> dict[str, Any]: ...
 
 
 class CpuCalls:
     """Runs the CPU calls of a group."""
 
     def __init__(
-        self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, recorder: FlightRecorder
+        self, config: GroupConfig, agreed: GroupCapabilities, backends: Backends, recorders: GroupRecorders
     ) -> None:
         self._config, self._agreed, self._backends = config, agreed, backends
         self._text = str(config)
+        recorder, self._trace = recorders.of("cpu"), recorders.trace
         self._queue = CallQueue(config.name, config.ranks, self._text, recorder)
         self._recording = recorder.on
         self._records = CallRecords(config.world_size, str(config))
@@ -72,9 +76,12 @@ class CpuCalls:
 
         here = not owner.has_cpu_kernels
         made: Any = None
-        if self._recording:
+        shown: Any = None
+        if self._recording or self._trace.on:
             made = batch[0].made if len(batch) == 1 else [call.made for call in batch]
-        return self._queue.run(action, self._text, result, batch[0].async_op, owner.interrupted, here, made)
+            if self._trace.on:
+                shown = partial(self._trace.shown, made, partial(owner.decided, batch[0]), batch[0].x)
+        return self._queue.run(action, self._text, result, batch[0].async_op, owner.interrupted, here, made, shown)
 
     def between_calls(self, step: Callable[[], None], what: str, owner: Owner) -> None:
         """Run `step` in its turn among the program's calls; raises `InvalidArgument` in a callback of a future."""

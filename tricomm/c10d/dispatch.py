@@ -106,7 +106,7 @@ class Dispatcher:
         self._config, self._agreed, self._backends, self._options = config, agreed, backends, options
         self.fast_path = FastPath()
         self.recorders = GroupRecorders(config, backends.devices)
-        self._cpu = CpuCalls(config, agreed, backends, self.recorders.of("cpu"))
+        self._cpu = CpuCalls(config, agreed, backends, self.recorders)
         self._native = 0  # calls of a group without a communicator, by NCCL
         self._streams: dict[torch.device, GroupStream] = {}
         self._comms: dict[torch.device, Communicator] = {}
@@ -247,6 +247,10 @@ class Dispatcher:
             return False
         _by_kernels(self._comms[call.device], call.flatten())
         return True
+
+    def decided(self, call: GroupCall) -> dict[str, Any]:
+        """As `call_recording.decided`."""
+        return call_recording.decided(call, self.router(call.device), self._comms.get(call.device))
 
     # CUDA
 

@@ -314,11 +314,7 @@ class TricommGroup(AnsweringGroup):
             return getattr(self._block.entered(backend), name)(*args)
 
         self._made += 1
-        if torch.autograd.profiler._is_profiler_enabled:  # it sees no c10d events of a Python group
-            with torch.autograd.profiler.record_function(f"tricomm::{batch[0].collective}"):
-                work = self._dispatcher.run(batch, native)
-        else:
-            work = self._dispatcher.run(batch, native)
+        work = self._dispatcher.run(batch, native)
         self._block.add(work)
         if work is not None and in_backward():  # NCCL has no handle for a synchronous call
             raise_in_backward(work)
@@ -369,15 +365,17 @@ class TricommGroup(AnsweringGroup):
 
     @sends
     def _sent(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> Any:
-        if self._point_to_point is not None and x.device.type == "cpu":
-            work: Any = getattr(self._point_to_point, what)(x, peer, tag)
-            work.entry = self._dispatcher.recorders.message(what, x, peer, tag)
-        else:
-            # A native backend on the CPU is a wrapped group's Gloo, which lacks some types.
-            given = [as_bytes(x.view(-1)) if x.device.type == "cpu" else x]
-            backend = self._block.entered(self._backend_for(x.device))
-            work = backend.recv_anysource(given, tag) if peer is None else getattr(backend, what)(given, peer, tag)
-            self._dispatcher.recorders.message(what, x, peer, tag)
+        recorders = self._dispatcher.recorders
+        with recorders.shown(what, x, peer, tag):
+            if self._point_to_point is not None and x.device.type == "cpu":
+                work: Any = getattr(self._point_to_point, what)(x, peer, tag)
+                work.entry = recorders.message(what, x, peer, tag)
+            else:
+                # A native backend on the CPU is a wrapped group's Gloo, which lacks some types.
+                given = [as_bytes(x.view(-1)) if x.device.type == "cpu" else x]
+                backend = self._block.entered(self._backend_for(x.device))
+                work = backend.recv_anysource(given, tag) if peer is None else getattr(backend, what)(given, peer, tag)
+                recorders.message(what, x, peer, tag)
         self._block.add(work)
         return work
 

@@ -10,6 +10,7 @@ from time import time_ns
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 from tricomm.core.entry_guard import Guard
 from tricomm.core.faults import Faults
@@ -23,11 +24,27 @@ from tricomm.errors import GroupAborted, InvalidArgument, TricommError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.launch.kernel_launch import Again, Rows
-from tricomm.metrics.flight_document import Entry
+from tricomm.metrics.call_trace import CallTrace
+from tricomm.metrics.flight_document import Entry, Made
+from tricomm.policy.selection import Choice
 from tricomm.store.control import PackedDescriptor
 
 _ENDED = layout.ENDED
 LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has messages to take, NCCL's end
+
+
+def decided(choice: Choice, mode: str) -> dict[str, Any]:
+    """The kernel of a call, and the row of a table that decided (-1: the caller), as a profiler shows them."""
+    return {
+        "Mode": mode,
+        "Route": choice.route,
+        "Algorithm": choice.counted_as,
+        "Protocol": choice.protocol,
+        "Blocks": choice.blocks,
+        "Table": choice.table,
+        "Table row": -1 if choice.row is None else choice.row,
+        "Reason": choice.reason,
+    }
 
 
 def _settle(living: weakref.ref[Group], entries: list[Entry]) -> None:
@@ -42,6 +59,7 @@ class Launcher:
     guard      of all public calls
     sequence   number of the latest collective; the ranks' calls of one number are one call
     captured   whether a CUDA graph holds a call of this group
+    trace      shows the calls to a profiler
     several    whether calls were made on several streams: from then on an event follows each eager call, which may keep
                a dependent launch from beginning early
     """
@@ -55,6 +73,8 @@ class Launcher:
         self._gpu, self._simulated = group.gpu, group.simulated
         self._announce = group.control.announcer()
         recorder = group.recorder
+        self.trace = CallTrace(recorder)
+        self._shows = self.trace.by_default
         self._record: Any = recorder.numbered if recorder.on else None
         self._records = len(recorder.numbered)
         recorder.settle = call_states.on_cpu if self._simulated else partial(_settle, weakref.ref(group))
@@ -97,7 +117,16 @@ class Launcher:
                 self._faults.raise_lost(lost)
             try:
                 number = sequence & 0x7FFFFFFF
-                if again is None:
+                if profiler._is_profiler_enabled or self._shows:
+                    self._show(
+                        partial(plan.run, x, y, plan.numel, number << 32 | plan.fingerprint, rows)
+                        if again is None
+                        else partial(again, addresses, number, stream),
+                        plan,
+                        x,
+                        rows,
+                    )
+                elif again is None:
                     plan.run(x, y, plan.numel, number << 32 | plan.fingerprint, rows)
                 else:
                     again(addresses, number, stream)
@@ -115,6 +144,17 @@ class Launcher:
             self._faults.check()
             if record is not None:
                 record[sequence % self._records] = *entry, time_ns(), (x.shape, y.shape)
+
+    def _show(self, launch: Callable[[], None], plan: LaunchPlan, x: torch.Tensor, rows: Rows) -> None:
+        """Launch a collective in the scope of its event, as operators of torch do: so its kernel is linked to it."""
+        what: Any = plan.record
+        how, tensor = partial(decided, plan.choice, plan.mode), None if plan.choice.collective == "barrier" else x
+        if plan.choice.collective == "all_to_all_v":
+            row = x[0].numel() if len(x) else 0
+            splits = [row * n for n in rows[0]], [row * n for n in rows[1]]
+            what = Made("all_to_all_v", "none", x.dtype, x.numel(), -1, (), splits)
+        with self.trace.shown(what, how, tensor, self.sequence):
+            launch()
 
     def run(self, kernel: Callable[[], None]) -> None:
         """Run a kernel that is no collective, with the lock held; if an exception ends it, the other ranks are told."""

@@ -33,7 +33,7 @@ _NAMES = dict.fromkeys(collective_specs.FUSED, "all_reduce") | {
     "all_to_all_v": "all_to_all",
     "all_reduce_sparse": "all_reduce",
 }
-_COALESCED = {
+COALESCED = {
     "all_reduce": "allreduce_coalesced",
     "all_gather": "all_gather_into_tensor_coalesced",
     "reduce_scatter": "reduce_scatter_tensor_coalesced",
@@ -114,24 +114,21 @@ def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
     number, what, created, started, ended, more, shapes, stack = entry
     if isinstance(what, PackedDescriptor):
         what = what.unpacked()
-    how = ""
+    made, how = calls_of(what, len(recorder.ranks), shapes), ""
     if isinstance(what, Descriptor):
         how = f"{what.algorithm}/{what.protocol}, grid {what.grid}, {what.mode}"
-        made = [_of_descriptor(what, shapes, len(recorder.ranks))]
-    else:
-        made = [Made(*each) for each in (what if isinstance(what, list) else [what])]
     first, message = made[0], made[0].collective in collective_specs.MESSAGES
     name = _NAMES.get(first.collective, first.collective)
     stream = _Stream(recorder.name, "tricomm", recorder.ranks)
     if message:
         stream, name = _message(recorder, first)
     elif len(made) > 1:
-        name = _COALESCED.get(name, name)
+        name = COALESCED.get(name, name)
         how = f"{len(made)} calls"
     if not isinstance(what, Descriptor) and not message and more:
         stream = stream._replace(name=f"{recorder.name}/{more.removesuffix('/')}", text="calls of a callback")
-    sizes = [_sizes(each, len(recorder.ranks)) for each in made]
-    dtypes = [_torch_name(each.dtype) for each in made if each.dtype is not None]
+    elements = [sizes(each, len(recorder.ranks)) for each in made]
+    dtypes = [torch_name(each.dtype) for each in made if each.dtype is not None]
     call = {
         "process_group": (stream.name, stream.text),
         "collective_seq_id": number,
@@ -144,8 +141,8 @@ def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
         "state": "completed" if ended else "started" if started else "scheduled",
         "retired": bool(ended),
         "timeout_ms": int(recorder.timeout * 1e3),
-        "input_sizes": [given for given, _ in sizes],
-        "output_sizes": [taken for _, taken in sizes],
+        "input_sizes": [given for given, _ in elements],
+        "output_sizes": [taken for _, taken in elements],
         "input_dtypes": dtypes,
         "output_dtypes": dtypes,
         "thread_id": "",
@@ -161,6 +158,15 @@ def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
     return stream, call
 
 
+def calls_of(what: Any, world_size: int, shapes: Any = None) -> list[Made]:
+    """The calls of an entry, from its fields `WHAT` and `SHAPES`."""
+    if isinstance(what, PackedDescriptor):
+        what = what.unpacked()
+    if isinstance(what, Descriptor):
+        return [_of_descriptor(what, shapes, world_size)]
+    return [Made(*each) for each in (what if isinstance(what, list) else [what])]
+
+
 def _of_descriptor(what: Descriptor, shapes: Any, world_size: int) -> Made:
     splits, rows = None, 1
     if what.collective == "all_to_all_v" and shapes is not None:
@@ -171,7 +177,7 @@ def _of_descriptor(what: Descriptor, shapes: Any, world_size: int) -> Made:
     return Made(what.collective, what.op, dtype, what.count * rows, what.root, (), splits)
 
 
-def _sizes(made: Made, world_size: int) -> tuple[list[int], list[int]]:
+def sizes(made: Made, world_size: int) -> tuple[list[int], list[int]]:
     """Sizes of input and output; of one that only the root has, as if every rank had it."""
     if made.sizes:
         return list(made.sizes), list(made.sizes)
@@ -199,6 +205,6 @@ def _message(recorder: Recorded, made: Made) -> tuple[_Stream, str]:
 
 
 @cache
-def _torch_name(dtype: torch.dtype) -> str:
+def torch_name(dtype: torch.dtype) -> str:
     """As C++ names it, such as "BFloat16"."""
     return torch.empty(0, dtype=dtype, device="cpu").type().removeprefix("torch.").removesuffix("Tensor")

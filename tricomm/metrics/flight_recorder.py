@@ -59,6 +59,7 @@ class FlightRecorder:
     """The last `calls` calls of one group (None: the environment's number; 0: none).
 
     name, ranks  of the group; the ranks as the job numbers them, in the group's order
+    group        the name by which the program knows the group
     rank         this one's, in the job: the dump's file is named after it
     timeout      of a call, in seconds
     on           whether calls are recorded
@@ -68,6 +69,7 @@ class FlightRecorder:
 
     def __init__(self, name: str, ranks: Sequence[int], rank: int, timeout: float, calls: int | None = None) -> None:
         self.name, self.ranks, self.rank, self.timeout = name, tuple(ranks), rank, timeout
+        self.group = name
         self.settle: Callable[[list[Entry]], None] = _nothing
         self._kept = _recorded_calls() if calls is None else calls
         self._more = max(1, self._kept // 4)
@@ -101,7 +103,7 @@ class FlightRecorder:
 
     def place(self, numbers: list[bytes]) -> None:
         """The ranks of this group have these numbers in the job. They keep their own if some have the same one."""
-        if self.on and len(set(numbers)) == len(self.ranks):
+        if len(set(numbers)) == len(self.ranks):
             self.rank, self.ranks = int(numbers[self.ranks.index(self.rank)]), tuple(map(int, numbers))
 
     def entries(self) -> list[Entry]:
@@ -131,7 +133,7 @@ class FlightRecorder:
                 self._said = f"{_WORDS}{_write(self.rank, None)}." if _dumps_on_fault() else ""
             except Exception as error:  # a job does not end because of its recorder
                 self._said = ""
-                _warn("dump", f"the last calls could not be dumped: {error}")
+                warn_once("dump", f"the last calls could not be dumped: {error}")
         return self._said or ""
 
     def name_in(self, error: BaseException) -> None:
@@ -233,7 +235,7 @@ def _recorded_calls() -> int:
         wrong = f"TORCH_FR_BUFFER_SIZE={calls}: {_MOST_CALLS} calls at most are kept"
     except InvalidArgument as error:
         wrong = str(error)
-    _warn("size", f"{wrong}; the last {_CALLS} are")
+    warn_once("size", f"{wrong}; the last {_CALLS} are")
     return _CALLS
 
 
@@ -241,11 +243,11 @@ def _dumps_on_fault() -> bool:
     try:
         return env.dumps_on_fault()
     except InvalidArgument as error:
-        _warn("fault", f"{error}; it counts as on")
+        warn_once("fault", f"{error}; it counts as on")
         return True
 
 
-def _warn(about: str, text: str) -> None:
+def warn_once(about: str, text: str) -> None:
     """Log `text`; only the first one about a thing."""
     if about not in _warned:
         _warned.add(about)
@@ -294,7 +296,7 @@ def _dump_for_signal() -> None:
     try:
         dump()
     except Exception as error:
-        _warn("dump", f"the last calls could not be dumped: {error}")
+        warn_once("dump", f"the last calls could not be dumped: {error}")
 
 
 def _listen() -> None:
@@ -307,7 +309,7 @@ def _listen() -> None:
         number = int(name) if name.isdigit() else signal.Signals[f"SIG{name.upper().removeprefix('SIG')}"].value
         _listener = _SignalListener(number)
     except (KeyError, ValueError, OSError, ResourceError) as error:  # ValueError also outside of the main thread
-        _warn("signal", f"TRICOMM_DUMP_SIGNAL={name!r} does not dump: {type(error).__name__}: {error}")
+        warn_once("signal", f"TRICOMM_DUMP_SIGNAL={name!r} does not dump: {type(error).__name__}: {error}")
 
 
 def _after_fork() -> None:

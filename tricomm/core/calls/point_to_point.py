@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from tricomm.core.calls.collectives import Tensor, check_root
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
-from tricomm.core.launcher import Launcher
+from tricomm.core.launcher import Launcher, decided
 from tricomm.core.planner import Planner
 from tricomm.core.watch.monitor import Monitor
 from tricomm.core.work import Work
@@ -35,6 +37,7 @@ from tricomm.metrics.counters import KERNELS, Activity, Tally, weight
 from tricomm.metrics.flight_document import ENDED, NUMBER, WHAT, Entry, begun
 from tricomm.policy import selection
 from tricomm.policy.backend_choice import BackendChoice
+from tricomm.policy.selection import Choice
 from tricomm.store.control import Descriptor, Fault
 
 _TAGS = 1 << 32
@@ -48,6 +51,7 @@ class Half:
     facts: int  # fingerprint of the facts that both halves share, except for the tag
     numel: int  # raw elements
     record: Descriptor  # without the numbers of a message
+    choice: Choice
     tally: Tally
     weight: int  # of a message, in the tally
 
@@ -144,8 +148,13 @@ class PointToPoint:
             self._sent[peer, tag] += kind == "send"
             record = replace(half.record, sequence=number, fingerprint=self._sent[peer, tag])
             self.group.control.own().announce_message(record)
-            entry = self._recorded(record, peer, tag)
-            self.launcher.run(lambda: half.run(x, x, half.numel, number << 32 | half.facts))
+            place = self._place(record, peer, tag)
+            entry = self._recorded(record, place)
+
+            trace = self.launcher.trace
+            how = partial(decided, half.choice, "eager")
+            with trace.shown(record, how, x, place) if trace.on else nullcontext():
+                self.launcher.run(lambda: half.run(x, x, half.numel, number << 32 | half.facts))
             if entry is not None and self._gpu is None:
                 entry[ENDED] = time.time_ns()
             half.tally.total += half.weight
@@ -153,13 +162,17 @@ class PointToPoint:
                 self.received(peer, tag)
             return number, entry
 
-    def _recorded(self, message: Descriptor, peer: int, tag: int) -> Entry | None:
-        """The flight recorder's entry of a message: by its place among those to or from `peer` with `tag`, if known."""
+    def _place(self, message: Descriptor, peer: int, tag: int) -> int:
+        """The place of a message among those to or from `peer` with `tag`, if known; else its number."""
+        if message.collective == "send":
+            return self._sent[peer, tag]
+        return self._received[peer, tag] + 1 if peer >= 0 else message.sequence
+
+    def _recorded(self, message: Descriptor, place: int) -> Entry | None:
+        """The flight recorder's entry of a message."""
         recorder = self.group.recorder
         if not recorder.on:
             return None
-        sent = message.collective == "send"
-        place = self._sent[peer, tag] if sent else self._received[peer, tag] + 1 if peer >= 0 else message.sequence
         entry = begun(place, message)
         recorder.add(entry)
         return entry
@@ -204,7 +217,7 @@ class PointToPoint:
         tally = self._activity.tally(kind, choice.algorithm, choice.protocol, nbytes)
         shape = dtype.name, "one_shot", choice.protocol, x.numel(), peer, grid, "eager"
         record = Descriptor(0, 0, kind, f"tag {tag}", *shape)
-        return Half(run, facts, x.numel() * dtype.lanes, record, tally, weight(nbytes))
+        return Half(run, facts, x.numel() * dtype.lanes, record, choice, tally, weight(nbytes))
 
     def unread(self) -> list[int]:
         """The ranks that have not received all that this rank has sent."""
