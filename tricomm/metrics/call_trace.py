@@ -6,12 +6,12 @@ copies the keys to the kernel's event for `record_param_comms` only. C++ alone c
 backends do, for the calls that they make.
 
 The profiler keeps the keys if `record_shapes=True`. It sees the threads that did not start it if
-`profile_all_threads=True`.
+`profile_all_threads=True`, without the keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -39,7 +39,7 @@ _NAMES = dict.fromkeys((*collective_specs.FUSED, "all_reduce", "all_reduce_spars
 
 
 class CallTrace:
-    """Shows the calls of the group of `recorder`; those of a group without a name are shown by another part.
+    """Shows the calls of the group of `recorder`; if that has no name, another part shows them.
 
     by_default  whether calls are shown although no profiler is active: TRICOMM_NVTX asks for ranges
     """
@@ -55,7 +55,7 @@ class CallTrace:
 
     @contextmanager
     def shown(
-        self, what: Any, how: Callable[[], Mapping[str, Any]], x: torch.Tensor | None, number: int, line: str = ""
+        self, what: Any, how: Callable[[], dict[str, Any]], x: torch.Tensor | None, number: int, line: str = ""
     ) -> Iterator[None]:
         """The event of the call `number` (0: not known), for as long as this block runs. `what` and `line` are as in an
         entry of the flight recorder, `how` gives more keys, `x` is the input. Costs no call if it fails."""
@@ -68,7 +68,7 @@ class CallTrace:
             yield
 
     def _open(
-        self, events: ExitStack, what: Any, how: Mapping[str, Any], x: torch.Tensor | None, number: int, line: str
+        self, events: ExitStack, what: Any, how: dict[str, Any], x: torch.Tensor | None, number: int, line: str
     ) -> None:
         recorder = self._recorder
         calls = flight_document.calls_of(what, len(recorder.ranks))
@@ -82,7 +82,8 @@ class CallTrace:
             domain = _domain()
             if domain is not None:
                 nbytes = facts["In msg nelems"] * (calls[0].dtype or torch.uint8).itemsize
-                text = f"{name} {nbytes} bytes {facts.get('Algorithm', facts.get('Route', ''))}"
+                by = "/".join(facts[key] for key in ("Algorithm", "Protocol") if key in facts)
+                text = f"{name} {nbytes} bytes {by or facts.get('Route', '')}".rstrip()
                 domain.push_range(domain.get_event_attributes(message=text, payload=number))
                 events.callback(domain.pop_range)
 
