@@ -34,6 +34,7 @@ class Specialization:
     SHARDS       equal parts of a row: one a rank if two shots reduce it
     OPERANDS     Triton's types of the epilogue's operands besides the row
     EPILOGUE     the device function that takes a reduced row, and PREPARE, which runs before the row is there
+    PROLOGUE     the device function that makes the rows that are sent; None: they are those of the input
     WEIGHT, BIASED, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether
                  something is added to it, whether there is a residual, whether the norm is written, the quantisation,
                  and whether its scales are in tiles
@@ -56,6 +57,7 @@ class Specialization:
     OPERANDS: tuple[str, ...] = ()
     EPILOGUE: Any = None
     PREPARE: Any = None
+    PROLOGUE: Any = None
     WEIGHT: str = ""
     BIASED: bool = False
     RESIDUAL: bool = False
@@ -212,7 +214,7 @@ class CompiledSpecialization:
     def cache_key(self) -> str:
         """Its key in Triton's cache. It includes the source of functions, for which Triton looks only among the names
         of the kernel's module."""
-        functions = (self.plain.EPILOGUE, self.plain.PREPARE)
+        functions = (self.plain.EPILOGUE, self.plain.PREPARE, self.plain.PROLOGUE)
         return repr(self) + "".join(function.cache_key for function in functions if function is not None)
 
     def __getattr__(self, name: str) -> tl.constexpr:

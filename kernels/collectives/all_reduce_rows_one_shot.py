@@ -33,7 +33,7 @@ from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.planes import reduce_planes
 from tricomm.kernels.device.push import meet_ahead
-from tricomm.kernels.device.rows import Row, fresh, load_row, of_step, places, put_tile, rows_of
+from tricomm.kernels.device.rows import Row, fresh, of_step, own_row, places, put_tile, rows_of
 from tricomm.kernels.group import peer_ahead
 
 
@@ -47,7 +47,7 @@ def all_reduce_rows_one_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int6
 @triton.jit
 def _load(tensors, chunk, SPEC: tl.constexpr):
     first, count, own, stride = rows_of(chunk, SPEC)
-    return load_row(tensors[0], first + tl.minimum(own, count - 1), SPEC)
+    return own_row(tensors[0], tensors[3], first + tl.minimum(own, count - 1), SPEC)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
     row += stride
     while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
         this = fresh(row, SPEC.PTX)
-        _push_row(chunk, this, load_row(tensors[0], first + this, SPEC), SPEC)
+        _push_row(chunk, this, own_row(tensors[0], tensors[3], first + this, SPEC), SPEC)
         row += stride
 
 

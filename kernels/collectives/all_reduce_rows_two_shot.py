@@ -37,7 +37,7 @@ from tricomm.kernels.device.chunks import run_ll
 from tricomm.kernels.device.mailbox import buffer_words
 from tricomm.kernels.device.planes import reduce_planes
 from tricomm.kernels.device.push import meet_ahead
-from tricomm.kernels.device.rows import Row, fresh, load_tile_at, of_step, places, put_tile, rows_of
+from tricomm.kernels.device.rows import Row, fresh, of_step, own_tile, places, put_tile, rows_of
 from tricomm.kernels.group import peer_ahead
 
 
@@ -49,13 +49,13 @@ def all_reduce_rows_two_shot(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int6
 
 
 @triton.jit
-def _shards(x_ptr, number, me, SPEC: tl.constexpr):
+def _shards(x_ptr, operands, number, me, SPEC: tl.constexpr):
     """Row `number`, shard by shard from this rank's own on, step by step."""
     tiles = ()
     for ahead in tl.static_range(SPEC.WORLD_SIZE):
         for k in tl.static_range(SPEC.STEPS):
             start, left = _of_shard(_ahead(me, ahead, SPEC), k, SPEC)
-            tiles = tiles + (load_tile_at(x_ptr, number, start, left, SPEC.WHOLE, SPEC),)
+            tiles = tiles + (own_tile(x_ptr, operands, number, start, left, SPEC.WHOLE, SPEC),)
     return tiles
 
 
@@ -83,7 +83,7 @@ def _ahead(me, STEP: tl.constexpr, SPEC: tl.constexpr):
 @triton.jit
 def _load(tensors, chunk, SPEC: tl.constexpr):
     first, count, own, stride = rows_of(chunk, SPEC)
-    return _shards(tensors[0], first + tl.minimum(own, count - 1), chunk.me, SPEC)
+    return _shards(tensors[0], tensors[3], first + tl.minimum(own, count - 1), chunk.me, SPEC)
 
 
 @triton.jit
@@ -94,7 +94,7 @@ def _push(tensors, chunk, tiles, SPEC: tl.constexpr):
     row += stride
     while row < count:  # not one loop: a compiler takes minutes over tiles that are handed on in it
         this = fresh(row, SPEC.PTX)
-        _push_row(chunk, this, _shards(tensors[0], first + this, chunk.me, SPEC), SPEC)
+        _push_row(chunk, this, _shards(tensors[0], tensors[3], first + this, chunk.me, SPEC), SPEC)
         row += stride
 
 

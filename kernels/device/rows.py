@@ -21,7 +21,7 @@ from tricomm.kernels.device.packing import load_elements, raw_pointer
 from tricomm.kernels.device.planes import load_three, plane_length, plane_start, put_planes, store_three
 from tricomm.kernels.group import table_of
 from tricomm.kernels.primitives import store_ll
-from tricomm.kernels.reduction import element
+from tricomm.kernels.reduction import element, raw_bits
 
 
 class Row(NamedTuple):
@@ -167,12 +167,39 @@ def of_step(tiles, g: tl.constexpr, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_row(x_ptr, number, SPEC: tl.constexpr):
-    """All of a row's tiles, which are in flight at once."""
+def own_row(x_ptr, operands, number, SPEC: tl.constexpr):
+    """All tiles of a row that is sent, which are in flight at once."""
     tiles = ()
     for i in tl.static_range(SPEC.ROW_TILES):
-        tiles = tiles + (load_tile(x_ptr, number, i, SPEC),)
+        tile = own_tile(x_ptr, operands, number, SPEC.STARTS[i], SPEC.LEFTS[i], SPEC.LEFTS[i] >= SPEC.TILE, SPEC)
+        tiles = tiles + (tile,)
     return tiles
+
+
+@triton.jit
+def own_tile(x_ptr, operands, number, start, left, ALL: tl.constexpr, SPEC: tl.constexpr):
+    """A tile of a row that is sent: of the input, as `load_tile_at`, or made by the prologue."""
+    if SPEC.PROLOGUE is None:
+        tile = load_tile_at(x_ptr, number, start, left, ALL, SPEC)
+    else:
+        tile = ()
+        for k in tl.static_range(SPEC.PLANES):
+            first = start + plane_start(left, k, SPEC)
+            tile = tile + (_made(number, operands, first, plane_length(left, k, SPEC), SPEC),)
+    return tile
+
+
+@triton.jit
+def _made(number, operands, first, length, SPEC: tl.constexpr):
+    """The plane at word `first` of row `number`, `length` words, by the prologue: its fp32 values, each rounded to the
+    type; zeros where there is no word."""
+    lane = tl.arange(0, SPEC.PLANE * SPEC.PACK)
+    # Both are even numbers of words, so that an access has 16 bytes.
+    columns = tl.multiple_of(tl.zeros([], tl.int32) + first * SPEC.PACK, 8) + lane
+    inside = lane < tl.multiple_of(tl.zeros([], tl.int32) + length * SPEC.PACK, 8)
+    values = SPEC.PROLOGUE(number, columns, inside, operands, SPEC).to(tl.float32)
+    bits = raw_bits(tl.where(inside, values, 0.0), SPEC.ELEMENT, SPEC.BITS) << (lane % SPEC.PACK * SPEC.BITS)
+    return tl.sum(tl.reshape(bits, [SPEC.PLANE, SPEC.PACK]), axis=1)
 
 
 @triton.jit

@@ -214,7 +214,7 @@ def make_fused(
 def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
     if isinstance(epilogue, UserEpilogue):
         functions = {"EPILOGUE": epilogue.function, "PREPARE": epilogue.prepare}
-        return functions | {"OPERANDS": epilogue.operands}
+        return functions | {"PROLOGUE": epilogue.prologue, "OPERANDS": epilogue.operands}
     return {
         "EPILOGUE": device.rms_norm,
         "PREPARE": device.prepare_rms_norm,

@@ -11,6 +11,7 @@ import torch
 
 from devtools import null_launch
 from tests.core.fused import fused_reference as reference
+from tests.core.fused import test_prologue as prologues
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.gpu.test_host_path import ONE_OF_EACH, Operations, asked, kept_and_used
 from tricomm import GroupAborted
@@ -196,3 +197,24 @@ def test_a_repeated_call_leaves_no_object_and_allocates_no_memory_of_torch(monke
             operations.seen.clear()
             run()
         assert operations.seen == []
+
+
+def test_rows_are_made_again_when_a_graph_replays(comm, world):
+    """Of the operands as they are then; in a capture nothing new is compiled."""
+
+    def call(operands, out):
+        comm.all_reduce_rows(torch.empty_like(out), prologues.written, out, *operands, prologue=prologues.split_k)
+
+    made, operands = prologues.split_k_case(0, 2, 48, torch.bfloat16)
+    out = torch.full((2, 48), 77, dtype=torch.bfloat16)
+    with world.capture(world.new_stream(torch.device("cuda", MINE))), pytest.raises(InvalidArgument, match="run this"):
+        call(operands, out)
+    call(operands, out)
+    assert torch.equal(out, made.bfloat16())
+    with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
+        call(operands, out)
+    for seed in (5, 6):
+        made, (parts, _, _) = prologues.split_k_case(seed, 2, 48, torch.bfloat16)
+        operands[0].copy_(parts)
+        graph[0]()
+        assert torch.equal(out, made.bfloat16())

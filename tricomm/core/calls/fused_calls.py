@@ -227,11 +227,19 @@ class FusedCalls:
     # Users' epilogues
 
     def run_rows(
-        self, x: torch.Tensor, epilogue: Any, operands: Sequence[Any], prepare: Any, forced: tuple[Any, Any]
+        self,
+        x: torch.Tensor,
+        epilogue: Any,
+        operands: Sequence[Any],
+        prepare: Any,
+        prologue: Any,
+        forced: tuple[Any, Any],
     ) -> None:
         """Make a call of `Communicator.all_reduce_rows`; `forced` are its algorithm and its protocol."""
         x = self._faults.checked(x, _ROWS)
-        for name, function in (("epilogue", epilogue), ("prepare", prepare)):
+        for name, function in (("epilogue", epilogue), ("prepare", prepare), ("prologue", prologue)):
+            if function is None and name == "prologue":
+                continue
             if not triton_adapter.is_kernel(function):
                 raise InvalidArgument(f"{_ROWS}: {name} is no plain @triton.jit function: {type(function).__name__}")
         if not x.dim() or x.dtype not in fused_call.DTYPES:
@@ -239,7 +247,7 @@ class FusedCalls:
         kinds = tuple(self._kind(n, value) for n, value in enumerate(operands))
         source = arguments.allocated(_ROWS, x.detach().contiguous)
         tensors = [source, *(value for value in operands if isinstance(value, torch.Tensor))]
-        own = UserEpilogue(x.shape[-1], epilogue, prepare, kinds)
+        own = UserEpilogue(x.shape[-1], epilogue, prepare, kinds, prologue)
         if source.numel():
             request = Request("all_reduce", "sum", *forced, epilogue=own)
             aligned = not any(t.data_ptr() % 16 for t in tensors)
@@ -359,6 +367,7 @@ class FusedMethods:
         epilogue: Any,
         *operands: Any,
         prepare: Any = None,
+        prologue: Any = None,
         algorithm: str | None = None,
         protocol: str | None = None,
         async_op: Literal[False] = False,
@@ -367,8 +376,10 @@ class FusedMethods:
 
         `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors
         among `operands`, which are contiguous tensors on this device, and numbers. `x` is not changed. `hidden` is a
-        multiple of 8 up to 16384. All ranks pass the same function, and operands of the same types. Returns None.
-        Raises `InvalidArgument` for arguments that do not fit.
+        multiple of 8 up to 16384. With `prologue(number, columns, inside, operands, SPEC)`, a `@triton.jit` function,
+        `x` is not read either: it has the shape and the type of the rows, and the function gives a rank's row `number`
+        at `columns`. All ranks pass the same functions, and operands of the same types. Returns None. Raises
+        `InvalidArgument` for arguments that do not fit.
         """
-        self._fused.run_rows(x, epilogue, operands, prepare or nothing, (algorithm, protocol))
+        self._fused.run_rows(x, epilogue, operands, prepare or nothing, prologue, (algorithm, protocol))
         return self._launcher.finish(None, async_op)

@@ -87,12 +87,15 @@ class UserEpilogue(NamedTuple):
     function   `@triton.jit` function of (row, operands, SPEC)
     prepare    `@triton.jit` function of (number, operands, SPEC), which runs before the row has arrived
     operands   Triton's types of the operands
+    prologue   `@triton.jit` function of (number, columns, inside, operands, SPEC), which makes the rows; None: they are
+               those of x
     """
 
     hidden: int
     function: Any
     prepare: Any
     operands: tuple[str, ...]
+    prologue: Any = None
 
     @property
     def quantize(self) -> str | None:
@@ -107,12 +110,13 @@ class UserEpilogue(NamedTuple):
     @property
     def facts(self) -> tuple[Any, ...]:
         """See `Epilogue.facts`. Functions go by name, because the text of an interpreted one contains its address."""
-        names = tuple(f"{f.fn.__module__}:{f.fn.__qualname__}" for f in (self.function, self.prepare))
-        return (self.hidden, *names, self.operands)
+        functions = [f for f in (self.function, self.prepare, self.prologue) if f is not None]
+        return (self.hidden, *(f"{f.fn.__module__}:{f.fn.__qualname__}" for f in functions), self.operands)
 
     def text(self) -> str:
         """In words, for the record that the peers read."""
-        return f"{self.hidden},{self.function.fn.__qualname__}"
+        functions = [f for f in (self.prologue, self.function) if f is not None]
+        return ",".join([f"{self.hidden}", *(f.fn.__qualname__ for f in functions)])
 
 
 class FusedCall(NamedTuple):
