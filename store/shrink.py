@@ -142,6 +142,7 @@ class Shrink:
         try:
             sender = Sender(rank, size, nonce, "shrink")
             self._socket.exchange(sender, self._names, [own.fd], take, self.deadline, self._look_at_members)
+            self._socket.close()
             own.close_fd()
             new = ControlPage(rank, nonce, [made[r] for r in range(size)])
             new.limit = self.deadline
@@ -224,10 +225,12 @@ class Shrink:
         gone = {peer for peer in control.peers if self._gone(peer)}  # before their pages are read
         out = gone if self._exclude is None else self._exclude
         standing: dict[int, tuple[Phase, Proposal]] = {}
+        self._socket.peers.clear()
         for peer in control.peers:
             phase, theirs = self._read(peer)
             if theirs is None:
                 continue
+            self._socket.peers.append(theirs.socket)  # removed in `close` if its process was killed
             self._refuse(peer, phase, theirs, out)
             if phase != Phase.WITHDRAWN and peer not in out:
                 standing[peer] = phase, theirs

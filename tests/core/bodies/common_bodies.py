@@ -46,6 +46,19 @@ def attempt(call):
     return "nothing", "", time.monotonic() - began
 
 
+def right(comm, turn=0):
+    """Calls of all ranks, with results that no other number of ranks and no other turn gives."""
+    x = torch.arange(1000, dtype=torch.float32) + comm.rank * (turn + 1)
+    want = comm.world_size * torch.arange(1000, dtype=torch.float32)
+    want += (turn + 1) * sum(range(comm.world_size))
+    y = torch.full_like(x, torch.nan)
+    comm.all_reduce(x, out=y, algorithm=("one_shot", "two_shot")[turn // 2 % 2], protocol=("ll", "simple")[turn % 2])
+    assert torch.equal(y, want), (comm, y[:4], want[:4])
+    rows = comm.all_gather(x[:7])
+    want = torch.cat([torch.arange(7, dtype=torch.float32) + rank * (turn + 1) for rank in range(comm.world_size)])
+    assert torch.equal(rows, want), (comm, rows, want)
+
+
 def leftovers() -> dict[str, set[str]]:
     """The resources that a group could leave in this process."""
     with open("/proc/self/maps") as maps:

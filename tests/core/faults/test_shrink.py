@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import statistics
 import time
 from functools import partial
 
@@ -14,21 +15,10 @@ import torch
 
 import tricomm
 from tests import ranks
-from tests.core.bodies.common_bodies import SMALL, attempt, leftovers, more_than
+from tests.core.bodies.common_bodies import OWN, SMALL, attempt, leftovers, more_than, right
+from tests.soak import kills
 from tricomm.store.page import Page
 from tricomm.store.shrink import _PHASES, Phase
-
-ELEMENTS = 1000
-
-
-def right(comm, turn=0):
-    """A call of all ranks, with a result that no other number of ranks gives."""
-    x = torch.arange(ELEMENTS, dtype=torch.float32) + comm.rank * (turn + 1)
-    want = comm.world_size * torch.arange(ELEMENTS, dtype=torch.float32)
-    want += (turn + 1) * sum(range(comm.world_size))
-    y = torch.full_like(x, torch.nan)
-    comm.all_reduce(x, out=y)
-    assert torch.equal(y, want), (comm, y[:4], want[:4])
 
 
 def until_fault(comm):
@@ -67,7 +57,7 @@ def goes_on(rank, world_size, tell, url, exclude, options):
     new.close()
     del comm, new
     gc.collect()
-    return kind, place, caught, shrunk, first, refused, more_than(before)
+    return kind, place, caught, shrunk, first, refused, more_than(before, *OWN)
 
 
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 0), (3, 2), (4, 1)])
@@ -225,6 +215,7 @@ def test_a_rank_that_dies_in_a_step_of_shrink(victim, phase, url):
     exclude = [3]
     with ranks.start(4, in_steps, url, victim, phase, exclude) as started:
         outcomes = started.results([rank for rank in range(3) if rank != victim])
+        assert os.listdir(os.environ["TRICOMM_SOCKET_DIR"]) == []  # not even the socket of the killed rank
     left = [rank for rank in range(3) if rank != victim]
     got = [outcomes[rank].value for rank in left]
     assert None not in got, outcomes
@@ -233,3 +224,40 @@ def test_a_rank_that_dies_in_a_step_of_shrink(victim, phase, url):
         assert now == (place, 2), got
         assert (first[0], second) == ("has it", "PeerDied") if has else first[0] == "PeerDied", got
         assert has or f"rank {victim} (pid" in first[1] or "died" in first[1], got
+
+
+def late(rank, world_size, tell, url, calls):
+    """Rank 1 is stopped in a call and continues while the others call in the smaller group."""
+    comm = made(url, rank, world_size, stall_timeout=0.6)
+    tell(os.getpid())
+    kind, _ = until_fault(comm)
+    if rank == 1:
+        return kind
+    comm = comm.shrink([1])
+    tell("shrunk")
+    for turn in range(calls):
+        right(comm, turn)
+    comm.close()
+    return kind
+
+
+def test_late_stores_of_a_rank_that_wakes_do_not_reach_the_smaller_group(url):
+    with ranks.start(3, late, url, 60) as started:
+        pids = started.messages()
+        time.sleep(random.uniform(0, 0.05))
+        os.kill(pids[1], signal.SIGSTOP)
+        assert [started.message(rank) for rank in (0, 2)] == ["shrunk"] * 2
+        os.kill(pids[1], signal.SIGCONT)
+        outcomes = started.results()
+    assert [outcome.error for outcome in outcomes] == [None] * 3, outcomes
+    assert [outcome.value for outcome in outcomes] == ["PeerStalled"] * 3, outcomes
+
+
+def test_ranks_are_killed_one_after_another_until_one_is_left():
+    seed = random.randrange(1 << 32)
+    try:
+        found = kills.run(30, seed)
+    except BaseException as error:
+        error.add_note(f"python -m tests.soak.kills 30 {seed}")
+        raise
+    assert statistics.median(found.seconds) < 1.0 + ranks.BUSY, found.text()
