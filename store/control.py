@@ -207,13 +207,16 @@ class ControlPage:
                 raise InvalidArgument(f"{what}: rank 0 has {first}, rank {rank} has {other}; give all ranks the same")
 
     def give_up_if_refused(self) -> None:
-        """Raise an error of the same class if another rank has already entered the next exchange with an error. That
-        exchange is then the end of this stage of a set-up."""
+        """Raise an error of the same class if another rank has already entered the next exchange with an error, or has
+        left. That exchange is then the end of this stage of a set-up."""
         for rank, theirs in PageSlots(self.page, self.rank).posted(self.peers, self._step + 1):
             if theirs.step == self._step + 1 and theirs.payload[:1] == _FAILED:
                 raise error_kind(theirs.payload[1:])(
                     f"rank {self.rank} stopped waiting, because rank {rank} has failed"
                 )
+        for rank in self.peers:
+            if self.page(rank).state == RankState.CLOSED and (fault := self.page(rank).fault()) is not None:
+                raise error_kind(fault.kind.encode())(fault.text)
 
     def close(self) -> None:
         """Tell the peers, and release all memory; a forked child only releases. Idempotent.

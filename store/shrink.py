@@ -148,6 +148,8 @@ class Shrink:
             new.limit = self.deadline
             new.beat()
             new.set_state(RankState.READY)
+            self._segments.clear()
+            return new
         except BaseException as error:  # those that have this page wait for this rank there
             named = self._named(error)
             page.put_fault(Fault(type(named).__name__, rank, 0, str(named)))
@@ -155,8 +157,6 @@ class Shrink:
             if isinstance(error, Unreachable):
                 raise named from error
             raise
-        self._segments.clear()
-        return new
 
     def decide(self) -> None:
         """The last step, once this rank has all that it needs: returns on all members or raises on all.

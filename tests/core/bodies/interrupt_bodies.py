@@ -222,6 +222,41 @@ def constructor(rank, world_size, tell, folder, every):
     return got, more_than(before, *OWN)
 
 
+def shrinking(rank, world_size, tell, folder, every):
+    """Interrupt rank 0 at every `every`th line of `shrink`; what each rank got there, or in the call after it."""
+    folder, got = Path(folder), []
+    comm = communicator(rank, folder, "first")
+    with Walk() as seen:
+        made = comm.shrink([])
+    lines = list(dict.fromkeys(seen.lines))[2::every]
+    if rank == 0:
+        (folder / "count").write_text(str(len(lines)))
+    made.barrier()
+    made.close()
+    count = int((folder / "count").read_text())
+    before = leftovers()
+    for number in range(count):
+        comm, made, caught, text = communicator(rank, folder, number), None, "nothing", ""
+        walk = Walk(KeyboardInterrupt, lines[number]) if rank == 0 else nullcontext()
+        with walk:
+            try:
+                made = comm.shrink([], timeout=6.0)
+                made.barrier()
+            except BaseException as error:
+                caught, text = type(error).__name__, str(error)
+        heard = time.monotonic()
+        close(made)
+        comm.close()
+        raised = walk.raised if rank == 0 else None
+        where = f"{os.path.relpath(lines[number][0], HOME)}:{lines[number][1]}" if rank == 0 else ""
+        got.append((caught, text, raised, heard, where))
+        together(folder, rank, number)
+        del made, comm
+    del walk, seen
+    gc.collect()  # an exception and its frames may hold each other
+    return got, more_than(before, *OWN)
+
+
 def closing(rank, world_size, tell, every):
     """Interrupt `close` at every `every`th line: the communicator is closed all the same."""
     got = []

@@ -207,11 +207,11 @@ def in_steps(rank, world_size, tell, url, victim, phase, exclude):
     return first, second, place
 
 
-@pytest.mark.parametrize("phase", [p for p in Phase if p != Phase.WITHDRAWN], ids=lambda phase: phase.name)
-@pytest.mark.parametrize("victim", [0, 2])
+LED = [(0, phase) for phase in Phase if phase != Phase.WITHDRAWN]
+
+
+@pytest.mark.parametrize(("victim", "phase"), [*LED, (2, Phase.PROPOSED), (2, Phase.READY)])
 def test_a_rank_that_dies_in_a_step_of_shrink(victim, phase, url):
-    if victim and phase in (Phase.INVITED, Phase.PREPARED, Phase.DECIDED):
-        pytest.skip("steps of the leader alone")
     exclude = [3]
     with ranks.start(4, in_steps, url, victim, phase, exclude) as started:
         outcomes = started.results([rank for rank in range(3) if rank != victim])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Self
@@ -91,22 +92,32 @@ class RecoveryMethods:
     def _shrunk(self, shrink: Shrink) -> Self:
         group = self._group
         comm: Any = type(self).__new__(type(self))
+        made: list[Any] = []
         try:
-            shrink.agree()
-            members = shrink.members
-            self._faults.abort(GroupAborted, f"ranks {list(members)} have gone on as a smaller group")
-            topology = group.options.topology.of(members) if group.options.topology is not None else None
-            options, rank = replace(group.options, topology=topology), members.index(group.rank)
-            left = max(shrink.deadline.left, 1e-3)
-            terms = bootstrap.terms(rank, len(members), group.device, group.timeout, options, left)
-            comm._meet(self._store, terms, shrink)
+            try:
+                shrink.agree()
+                members = shrink.members
+                self._faults.abort(GroupAborted, f"ranks {list(members)} have gone on as a smaller group")
+                topology = group.options.topology.of(members) if group.options.topology is not None else None
+                options, rank = replace(group.options, topology=topology), members.index(group.rank)
+                left = max(shrink.deadline.left, 1e-3)
+                terms = bootstrap.terms(rank, len(members), group.device, group.timeout, options, left)
+                made.append(comm._meet(self._store, terms, shrink) or comm)
+            except BaseException as error:
+                with suppress(GroupAborted):  # another thread has closed this one
+                    shrink.give_up(error)
+                if isinstance(error, TricommError):
+                    of = (
+                        f" (the smaller group's ranks are {list(shrink.members)} of this one)" if shrink.members else ""
+                    )
+                    error.args = (f"{group}: shrink: {error}{of}",)
+                raise
+            finally:
+                shrink.close()
+            self.close()
+            return comm  # type: ignore[no-any-return]
         except BaseException as error:
-            shrink.give_up(error)
-            if isinstance(error, TricommError):
-                of = f" (the smaller group's ranks are {list(shrink.members)} of this one)" if shrink.members else ""
-                error.args = (f"{group}: shrink: {error}{of}",)
+            if made:  # the others have it already
+                comm._faults.interrupted(error)
+                comm.close()
             raise
-        finally:
-            shrink.close()
-        self.close()
-        return comm  # type: ignore[no-any-return]
