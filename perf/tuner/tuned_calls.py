@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,23 +14,13 @@ from tricomm.perf.bench.request import Case
 from tricomm.perf.tuner.points import Point
 
 
-class TunedCall(Protocol):
-    """The same call on every rank, any number of times."""
-
-    def run(self) -> Any:
-        """Make the call, and don't wait for it."""
-
-    def wrong(self, number: int) -> int:
-        """Wrong elements on this rank, of a call on the data of that number."""
-
-
 def prepared(comm: Communicator, point: Point) -> TunedCall:
     """The tensors of a point are made once, by all ranks together."""
     return FusedRows(comm, point) if point.epilogue else PlainCall(comm, point)
 
 
 class PlainCall:
-    """The call of a plain collective."""
+    """A plain collective. `run` does not wait; `wrong` counts this rank's wrong elements of a call on numbered data."""
 
     def __init__(self, comm: Communicator, point: Point) -> None:
         self._comm, self._collective = comm, point.collective
@@ -69,6 +59,9 @@ class FusedRows:
         self.run()
         self._comm.synchronize()
         return self._made.wrong(self._comm, number)
+
+
+TunedCall = PlainCall | FusedRows
 
 
 def _count(point: Point, world_size: int) -> int:
