@@ -17,13 +17,14 @@ from tricomm.errors import ResourceError, TricommError
 ADDRESS, PORT = "127.0.0.1", 8377
 RENEW = 5.0  # seconds
 _BUSY = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-_KINDS = {"/": "text/html; charset=utf-8", "/data": "text/plain", "/metrics": "text/plain; version=0.0.4"}
+_PAGE = "text/html; charset=utf-8"
+_KINDS = {"/": _PAGE, "/data": "text/plain", "/metrics": "text/plain; version=0.0.4", "/calls": _PAGE}
 
 
 class Server(ThreadingTCPServer):
     """Answers `connections` clients at once; each has `seconds` to send its request and `seconds` to take the answer.
 
-    `page`, `data` and `metrics` make the answers to /, /data and /metrics. With every connection in use, a new client
+    `makers` make the answers to /, /data, /metrics and /calls. With every connection in use, a new client
     replaces the one that has kept its thread waiting longest. Raises `ResourceError` if it cannot listen on `port`.
     """
 

@@ -26,8 +26,11 @@ _WAYS = ("html", "serve", "changes", "prometheus", "trace", "grafana")
 @click.option("--prometheus", is_flag=True, help="Print the metrics of live jobs; --serve has them at /metrics.")
 @click.option("--trace", type=OutputFile(), help="Write the timed calls of jobs there, for ui.perfetto.dev.")
 @click.option("--grafana", is_flag=True, help="Print the dashboard for Grafana, to be imported there.")
+@click.option("--calls", help="Directory or prefix of all ranks' dumps: --html or --serve shows each call.")
 @click.option("--history", type=_FILE, help="The history [default: history.sqlite in the XDG data directory].")
-def dashboard(port: int | None, since: str | None, as_json: bool, history: Path | None, **ways: Any) -> None:
+def dashboard(
+    port: int | None, since: str | None, as_json: bool, calls: str | None, history: Path | None, **ways: Any
+) -> None:
     """Show what was measured (the history of tricomm bench) and what live jobs do.
 
     A job is live here when it was started with TRICOMM_STATS=SECONDS; TRICOMM_STATS_EVERY=100 times each hundredth
@@ -36,6 +39,7 @@ def dashboard(port: int | None, since: str | None, as_json: bool, history: Path 
     \b
     tricomm dashboard --html page.html
     tricomm dashboard --serve --port 9000
+    tricomm dashboard --calls /dumps --html calls.html
     tricomm dashboard --changes --since monday
     TRICOMM_STATS=5 TRICOMM_STATS_EVERY=100 torchrun --nproc-per-node 8 train.py
     tricomm dashboard --prometheus > /var/lib/node_exporter/tricomm.prom
@@ -48,11 +52,13 @@ def dashboard(port: int | None, since: str | None, as_json: bool, history: Path 
         raise click.UsageError("--port is for --serve")
     if (since is not None or as_json) and not ways["changes"]:
         raise click.UsageError("--since and --json are for --changes")
+    if calls is not None and chosen[0] not in ("html", "serve"):
+        raise click.UsageError("--calls is for --html and --serve")
     with errors_told("dashboard"):
         if ways["changes"]:
             _changes(history, since, as_json)
         else:
-            _run(chosen[0], ways, port, history)
+            _run(chosen[0], ways | {"calls": calls}, port, history)
 
 
 def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None) -> None:
@@ -71,14 +77,21 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
         lacking = "" if calls else "; jobs time their calls with TRICOMM_STATS=5 TRICOMM_STATS_EVERY=1"
         click.echo(f"{calls} timed calls written to {ways['trace']}{lacking}")
     elif way == "html":
-        page = render.page(source.packed())
+        page = render.page(source.packed()) if ways["calls"] is None else usage(lambda: _calls(ways["calls"]))
         try:
             ways["html"].write_text(page, encoding="utf-8")
         except OSError as error:
             raise click.UsageError(f"--html {ways['html']}: {error.strerror}") from None
         click.echo(f"{len(page) / 1e6:.1f} MB written to {ways['html']}")
     else:
-        _serve(source, port)
+        _serve(source, port, ways["calls"])
+
+
+def _calls(prefix: str | None) -> str:
+    from tricomm import env
+    from tricomm.perf.dashboard import call_page, dumps
+
+    return call_page.html(*dumps.read(env.dump_prefix() if prefix is None else prefix))
 
 
 def _changes(history: Path | None, since: str | None, as_json: bool) -> None:
@@ -102,7 +115,7 @@ def _changes(history: Path | None, since: str | None, as_json: bool) -> None:
         sys.exit(FAILED if verdict.slower else UNJUDGED)
 
 
-def _serve(source: Any, port: int | None) -> None:
+def _serve(source: Any, port: int | None, calls: str | None) -> None:
     from tricomm.perf.dashboard import render, serve
 
     wanted = serve.PORT if port is None else port
@@ -112,7 +125,7 @@ def _serve(source: Any, port: int | None) -> None:
         return render.page(data, serve.RENEW).encode()
 
     pages, data = lambda: page(source.packed()), lambda: source.packed().encode()
-    with serve.Server(wanted, pages, data, source.metrics) as server:
+    with serve.Server(wanted, pages, data, source.metrics, lambda: _calls(calls).encode()) as server:
         render.page("")  # raises now, and not at the first request, if Plotly is missing
         click.echo(f"{server.url} until you press Ctrl-C")
         server.serve_forever()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tricomm.kernels import collective_specs
+from tricomm.store import process
 from tricomm.store.control import Descriptor, PackedDescriptor
 
 VERSION = "2.10"  # of the format that torch 2.13 writes
@@ -90,7 +91,7 @@ class _Stream(NamedTuple):
 
 def document(recorders: Sequence[Recorded]) -> dict[str, Any]:
     """The dump of one rank's recorders."""
-    configs, dumped = dict[str, Any](), list[dict[str, Any]]()
+    written, configs, dumped = time.time_ns(), dict[str, Any](), list[dict[str, Any]]()
     for recorder in recorders:
         streams: dict[_Stream, list[dict[str, Any]]] = {_Stream(recorder.name, "tricomm", recorder.ranks): []}
         for entry in recorder.entries():
@@ -106,7 +107,15 @@ def document(recorders: Sequence[Recorded]) -> dict[str, Any]:
             dumped += calls
     for number, call in enumerate(dumped):
         call["record_id"] = call["op_id"] = number
-    return {"version": VERSION, "comm_lib_version": "tricomm", "pg_config": configs, "pg_status": {}, "entries": dumped}
+    return {
+        "version": VERSION,
+        "comm_lib_version": "tricomm",
+        "pg_config": configs,
+        "pg_status": {},
+        "entries": dumped,
+        "written_ns": written,
+        "boot": process.boot_id().hex(),  # processes of one boot have one clock
+    }
 
 
 def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
@@ -127,6 +136,7 @@ def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
         how = f"{len(made)} calls"
     if not isinstance(what, Descriptor) and not message and more:
         stream = stream._replace(name=f"{recorder.name}/{more.removesuffix('/')}", text="calls of a callback")
+    root = f"root {first.root}" if first.root >= 0 and not message else ""
     elements = [sizes(each, len(recorder.ranks)) for each in made]
     dtypes = [torch_name(each.dtype) for each in made if each.dtype is not None]
     call = {
@@ -144,10 +154,10 @@ def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
         "input_sizes": [given for given, _ in elements],
         "output_sizes": [taken for _, taken in elements],
         "input_dtypes": dtypes,
-        "output_dtypes": dtypes,
+        "output_dtypes": dtypes.copy(),
         "thread_id": "",
         "thread_name": "",
-        "tricomm": {"op": first.op, "root": first.root, "how": how},
+        "tricomm": " ".join(filter(None, (first.op.replace("none", ""), root, how))),
     }
     if started and ended:
         call["duration_ms"] = (ended - started) / 1e6

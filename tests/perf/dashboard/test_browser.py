@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.perf.dashboard import dashboard_data
+from tests.perf.dashboard import dashboard_data, test_calls
 from tests.perf.dashboard.conftest import serving
 from tests.perf.dashboard.test_jobs import job_file
-from tricomm.perf.dashboard import collect, live, render, serve
+from tricomm.perf.dashboard import call_page, collect, dumps, live, render, serve
 from tricomm.perf.dashboard.source import Source
 from tricomm.perf.history.database import Entry
 
@@ -313,6 +313,21 @@ def test_live_jobs_have_rates_waits_and_a_straggler(page: Page, tmp_path: Path) 
     assert waits["z"][0] == [0.0, 0.1, 0.1, 0.1, 0.1, 4.5, 0.1, 0.1] and waits["z"][5] == [0.0] * 8
 
 
+@pytest.mark.parametrize("width", [1400, 390])
+def test_single_calls_are_opened_by_keyboard(page: Page, tmp_path: Path, width: int) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    recorders = [test_calls.Recorder(rank, {1: test_calls.MADE}, name="<b>g</b>") for rank in range(3)]
+    test_calls.written(tmp_path, {recorder.rank: recorder.dumped() for recorder in recorders})
+    (tmp_path / "calls.html").write_text(call_page.html(*dumps.read(str(tmp_path))), encoding="utf-8")
+    page.open((tmp_path / "calls.html").as_uri(), width)
+    page.driver.switch_to.active_element.send_keys(Keys.TAB, Keys.ENTER)
+    opened = page.run("return [...document.querySelectorAll('details[open] tbody th')].map((cell) => cell.textContent)")
+    assert opened == ["0", "1", "2"] and page.text("h2") == "<b>g</b>, ranks 0, 1, 2"
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+    assert width < 500 or page.run(_COLLISIONS)[1] == []  # a narrow window scrolls its tables
+
+
 def test_an_empty_history_names_the_command_to_run(page: Page, tmp_path: Path) -> None:
     page.open(_file(tmp_path, []))
     assert page.run("return document.querySelector('#empty').checkVisibility()")
@@ -356,7 +371,7 @@ def test_a_served_page_is_renewed(page: Page, tmp_path: Path, monkeypatch: pytes
     path = dashboard_data.written(tmp_path / "history.sqlite", [])
     source = Source(path, print)
     pages, data = lambda: render.page(source.packed(), 0.3).encode(), lambda: source.packed().encode()
-    with serving(serve.Server(0, pages, data, source.metrics)) as server:
+    with serving(serve.Server(0, pages, data, source.metrics, bytes)) as server:
         try:
             page.open(server.url)
             assert page.run("return document.querySelector('#empty').checkVisibility()")

@@ -97,7 +97,7 @@ def server() -> Iterator[serve.Server]:
     def broken() -> bytes:
         raise ResourceError("no client <here>")
 
-    with serving(serve.Server(0, lambda: b"<p>page</p>", lambda: b"data", broken)) as server:
+    with serving(serve.Server(0, lambda: b"<p>page</p>", lambda: b"data", broken, bytes)) as server:
         yield server
 
 
@@ -130,7 +130,7 @@ def test_a_busy_port_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ResourceError, match=f"port {port} on 127.0.0.1: Address already in use; --port"):
-            serve.Server(port, bytes, bytes, bytes)
+            serve.Server(port, bytes, bytes, bytes, bytes)
         done = _dashboard("--serve", "--port", str(port))
     assert done.exit_code == 3 and f"port {port}" in done.output
 

@@ -16,7 +16,8 @@ _BIG = b"x" * (32 << 20)  # more than the buffers of a connection take
 
 
 def _served(connections: int = 4, seconds: float = 1.0) -> AbstractContextManager[serve.Server]:
-    return serving(serve.Server(0, lambda: _BIG, lambda: b"data", bytes, connections=connections, seconds=seconds))
+    makers = (lambda: _BIG, lambda: b"data", bytes, bytes)
+    return serving(serve.Server(0, *makers, connections=connections, seconds=seconds))
 
 
 def _connect(server: serve.Server, stack: ExitStack, text: bytes = b"") -> socket.socket:
@@ -118,7 +119,7 @@ def test_a_client_beyond_the_limit_gets_an_error() -> None:
         go.wait(60)
         return b"page"
 
-    made = serve.Server(0, page, lambda: b"data", bytes, connections=2, seconds=5.0)
+    made = serve.Server(0, page, lambda: b"data", bytes, bytes, connections=2, seconds=5.0)
     with serving(made) as server, ExitStack() as stack:
         busy = [_connect(server, stack, _ASKS_FOR_THE_PAGE) for _ in range(2)]
         _until(lambda: len(at_work) == 2)
