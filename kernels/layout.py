@@ -127,8 +127,8 @@ class Layout:
         """64-bit payload words of the part of a buffer that one phase of this kernel has."""
         if protocol in ("ll", "ll128"):
             return tile_words(protocol, self.largest_tile(algorithm, protocol))
-        one_hop = algorithm == "one_shot" or (algorithm == "multicast" and collective != "all_reduce")
-        return self.simple_buffer // (8 if one_hop else 16)
+        whole = algorithm in ("multicast", "hybrid_cube_mesh") and collective != "all_reduce"
+        return self.simple_buffer // (8 if whole or algorithm == "one_shot" else 16)
 
     def slot_words(self, protocol: str) -> int:
         """64-bit payload words that a slot of messages holds."""

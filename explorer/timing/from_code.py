@@ -210,19 +210,11 @@ def _division(
     warps = min(shape.warps, tile // launch_shapes.WORDS_PER_WARP // kernel.words_per_thread)
     shape = replace(shape, blocks=blocks, warps=warps, tile=tile)
     round_words = blocks * taken
-    most = chunk = chunk_words(kernel, world_size, plan)
+    most = chunk = kernel.chunk_words(world_size, plan)
     chunks = 1 if kernel.zero_copy else -(-words // chunk)
     if kernel.protocol == "simple" and not kernel.zero_copy:
         chunks, chunk = layout.alike(words, most, tile * (world_size if kernel.shards == 0 else 1))
     return Division(shape, plan, 2 * round_words, chunks, chunk / round_words, most / round_words)
-
-
-def chunk_words(kernel: Kernel, world_size: int, plan: Layout) -> int:
-    """64-bit words of a row that one epoch takes at most."""
-    part = plan.buffer_words(kernel.algorithm, kernel.protocol, kernel.collective)
-    if kernel.staged:
-        return part * world_size
-    return part * (1 if kernel.shards is None else kernel.shards or world_size)
 
 
 @lru_cache(4096)

@@ -13,6 +13,7 @@ from tricomm import gone
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collective_specs import Collective
+from tricomm.kernels.layout import Layout
 
 Cost = Callable[[int], Fraction]
 _LL, _LL128 = Fraction(2), Fraction(4, 3)  # bytes of words per byte of payload
@@ -139,6 +140,12 @@ class Kernel:
         """The number of shards of a message, 0 for one per rank; None if it is not divided."""
         divided = "two_shot" in self.algorithm or (self.multicast and self.collective == "all_reduce")
         return None if not divided else 4 if self.needs_cube else 0
+
+    def chunk_words(self, world_size: int, plan: Layout) -> int:
+        """64-bit words of a row that one epoch takes at most, if the kernel divides a call into chunks."""
+        part = plan.buffer_words(self.algorithm, self.protocol, self.collective)
+        shards = 1 if self.shards is None else self.shards or world_size
+        return part * (world_size if self.staged else shards)
 
 
 def _none(world_size: int) -> Fraction:

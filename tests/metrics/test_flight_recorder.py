@@ -16,6 +16,7 @@ from tests.metrics.test_flight_analysis import analysed, loaded
 from tricomm.core.watch import call_states
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
 from tricomm.metrics import flight_recorder
 from tricomm.metrics.flight_document import ENDED, STARTED, Made, begun, full
 from tricomm.metrics.flight_recorder import FlightRecorder
@@ -182,24 +183,30 @@ def test_a_closed_group_is_still_dumped_until_there_is_another_of_its_name(recor
     assert numbers(flight_recorder.dump()[0]) == [] and again.on
 
 
-def _apart(recorder, folder):
-    """The calls in which the analyser finds fault with two ranks that have made 130 and 133, of which 40 are kept."""
-    for rank, calls in enumerate((130, 133)):
+def _apart(folder, *calls, messages=0):
+    """The calls in which the analyser finds fault with two ranks that have made so many, of which 40 are kept; each is
+    followed by `messages`."""
+    for rank, last in enumerate(calls):
         made = FlightRecorder("g", (0, 1), rank, 9.0, 40)
-        for number in range(1, calls + 1):
+        for number in range(1, last + 1):
             barrier_at(made, number)
+            for _ in range(messages):
+                made.add(begun(number, Made("recv" if rank else "send", "tag 0", torch.float32, 8, 1 - rank)))
         flight_recorder.dump(folder)
         made.close()
-    return [found.collective_seq_id for found in analysed(folder, "--prefix", "comm_lib_trace_rank_")]
+    return sorted({found.collective_seq_id for found in analysed(folder, "--prefix", "comm_lib_trace_rank_")})
 
 
-def test_ranks_that_are_apart_differ_in_their_last_calls_alone(recorder, tmp_path):
-    assert _apart(recorder, tmp_path) == [131, 132, 133]
+@pytest.mark.parametrize(("calls", "messages"), [((130, 133), 0), ((129, 131), 1)])
+@pytest.mark.usefixtures("recorder")
+def test_ranks_that_are_apart_differ_in_their_last_calls_alone(calls, messages, tmp_path):
+    assert _apart(tmp_path, *calls, messages=messages) == list(range(calls[0] + 1, calls[1] + 1))
 
 
-def test_without_a_common_start_the_analyser_blames_a_rank_for_the_first_calls(recorder, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("recorder")
+def test_without_a_common_start_the_analyser_blames_a_rank_for_the_first_calls(tmp_path, monkeypatch):
     monkeypatch.setattr(FlightRecorder, "first", lambda self, numbers: 0)
-    assert _apart(recorder, tmp_path)[0] < 130
+    assert _apart(tmp_path, 130, 133)[0] < 130
 
 
 SIGNALLED = """
@@ -248,6 +255,22 @@ def test_the_handler_does_it_if_the_program_has_the_pipe_of_signals(tmp_path):
     assert "True" in _signalled(tmp_path, before, after)
 
 
+def test_signals_that_come_during_a_dump_do_not_nest(tmp_path):
+    after = """
+begun = []
+def replace(path, content):
+    begun.append(path)
+    if len(begun) < 50:
+        os.kill(os.getpid(), signal.SIGUSR2)
+flight_recorder.files.replace = replace
+os.kill(os.getpid(), signal.SIGUSR2)
+print("dumps:", len(begun), flight_recorder._listener._dumping)
+"""
+    assert "dumps: 1 False" in _signalled(tmp_path, after=after)
+    without = "flight_recorder._SignalListener._dumping = property(lambda self: False, lambda self, value: None)"
+    assert "dumps: 50 False" in _signalled(tmp_path, without, after)
+
+
 @pytest.mark.parametrize("name", ["NONE", "KILL", "0"])
 def test_a_signal_that_cannot_be_caught_is_a_warning(name, tmp_path):
     assert "TRICOMM_DUMP_SIGNAL" in _signalled(tmp_path, name=name)
@@ -256,13 +279,19 @@ def test_a_signal_that_cannot_be_caught_is_a_warning(name, tmp_path):
 # On a GPU
 
 
-def on_gpu(calls, started, ended, block_3=None):
-    """(started, ended) of calls with these epochs before them, if the kernels' words say this."""
+PLAN = layout.plan(2, 1 << 16)
+CHUNK = 2 * registry.find("all_reduce", "one_shot", "ll").chunk_words(2, PLAN)
+
+
+def on_gpu(calls, started, ended, block_3=None, chunks=()):
+    """(started, ended) of calls with these epochs before them and numbers of chunks, if the kernels' words say this."""
     flags = [0] * layout.ENDED + [ended] * layout.MAX_BLOCKS
     flags[layout.STARTED], flags[layout.ENDED + 3] = started, ended if block_3 is None else block_3
-    record = Descriptor(0, 0, "all_reduce", "sum", "float32", "one_shot", "ll", 8, -1, 1, "eager").packed()
-    entries = [full((number, record, 5, before)) for number, before in enumerate(calls, 1)]
-    call_states.on_gpu(entries, flags)
+    whats = ("all_reduce", "sum", "float32", "one_shot", "ll")
+    counts = [chunk * CHUNK for chunk in (*chunks, *[1] * len(calls))]
+    records = [Descriptor(0, 0, *whats, count, -1, 1, "eager").packed() for count in counts]
+    entries = [full((number, records[number - 1], 5, before)) for number, before in enumerate(calls, 1)]
+    call_states.on_gpu(entries, flags, PLAN, 2)
     return "".join("c" if e[ENDED] else "r" if e[STARTED] else "s" for e in entries)
 
 
@@ -275,11 +304,24 @@ def on_gpu(calls, started, ended, block_3=None):
         ([1, 1, 1, 1], 2, 3, "ccss"),  # the third one waits for another kernel of its stream
         ([1, 2, 9, 9], 10, 10, "cccr"),  # the second one was of seven chunks
         ([1, 2, 2], 4, 4, "ccr"),  # of several chunks: the last one has not ended while a kernel runs
-        ([(1 << 32) - 1, (1 << 32) - 1, 2], 3, 3, "ccr"),  # epochs wrap
+        ([(1 << 32) - 1, (1 << 32) - 1, 3], 4, 4, "ccr"),  # epochs wrap
     ],
 )
 def test_states_on_a_gpu_follow_from_epochs(calls, started, ended, states):
     assert on_gpu(calls, started, ended) == states
+
+
+def test_calls_after_one_of_several_chunks_do_not_look_further():
+    words = ((1, 1), (1, 8), (8, 8), (8, 9))
+    assert [on_gpu([1] * 4, *started_and_ended, chunks=[7]) for started_and_ended in words] == [
+        "rsss",
+        "csss",
+        "crss",
+        "ccss",
+    ]
+    assert on_gpu([1] * 4, 2, 2, chunks=[1, 7]) == "crss" and on_gpu([1] * 4, 2, 9, chunks=[1, 7]) == "ccss"
+    last = (1 << 32) - 1
+    assert on_gpu([last] * 3, 3, 3, chunks=[2, 3]) == "crs"  # after the last epoch comes 2
 
 
 def test_a_call_runs_until_its_last_block_has_ended():

@@ -49,7 +49,7 @@ def decided(choice: Choice, mode: str) -> dict[str, Any]:
 
 def _settle(living: weakref.ref[Group], entries: list[Entry]) -> None:
     if (group := living()) is not None:
-        call_states.on_gpu(entries, group.flags)
+        call_states.on_gpu(entries, group.flags, group.layout, group.world_size)
 
 
 class Launcher:

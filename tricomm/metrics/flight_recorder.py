@@ -72,9 +72,8 @@ class FlightRecorder:
         self.group = name
         self.settle: Callable[[list[Entry]], None] = _nothing
         self._kept = _recorded_calls() if calls is None else calls
-        self._more = max(1, self._kept // 4)
         self.on = self._kept > 0
-        self._size = self._kept + self._more
+        self._size = self._kept + max(1, self._kept // 4)
         self.numbered: Any = [None] * self._size * self.on
         self._others: Any = [None] * self._size * self.on
         self._following = itertools.count().__next__
@@ -113,11 +112,12 @@ class FlightRecorder:
         return [entry for entry in entries if entry[NUMBER]]
 
     def first(self, numbers: list[int]) -> int:
-        """The first call to dump of those with these ascending numbers, which are the last ones of a group. If earlier
+        """The first call to dump of those with these ascending numbers, which are the last ones of a stream. If earlier
         ones have been overwritten, a round number: ranks that are a few calls apart then begin with the same one."""
-        if not numbers or numbers[0] == 1 or len(numbers) < self._kept:
+        if not numbers or numbers[0] == 1:
             return 0
-        return -(-numbers[0] // self._more) * self._more
+        step = 1 << max(0, (len(numbers) // 5).bit_length() - 1)  # a stream may have any part of the ring
+        return -(-numbers[0] // step) * step
 
     def withdraw(self, after: int) -> None:
         """Forget the calls with a number above `after`: they were refused before anything was sent."""
@@ -266,7 +266,7 @@ class _SignalListener:
     """
 
     def __init__(self, number: int) -> None:
-        self._number, self._came, self._handled = number, 0, 0
+        self._number, self._came, self._handled, self._dumping = number, 0, 0, False
         self._before = signal.signal(number, self._handle)
         readable, writable = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(writable, False)
@@ -287,7 +287,12 @@ class _SignalListener:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
-        _dump_for_signal()
+        if not self._dumping:  # signals that come faster than dumps are written would nest without end
+            self._dumping = True
+            try:
+                _dump_for_signal()
+            finally:
+                self._dumping = False
         if callable(self._before):
             self._before(number, frame)
 

@@ -123,7 +123,7 @@ def test_a_call_of_many_chunks_is_extrapolated_from_the_first_ones(
     monkeypatch.setattr(machines, "ARENA_BYTES", 1 << 20)
     kernel, shape = registry.find("all_reduce", algorithm, protocol), LaunchShape(blocks, 8, 512)
     plan = layout.plan(2, 1 << 20)
-    elements = 11 * from_code.chunk_words(kernel, 2, plan)  # five chunks and a half
+    elements = 11 * kernel.chunk_words(2, plan)  # five chunks and a half
     result = from_code.predict(_H100, kernel, 2, 4 * elements, shape)
     exact = timed_call.run(_H100, kernel, 2, elements, shape, plan, False)
     assert (result.chunks, exact.epochs) == (6, 6) and result.executed < 0.7
@@ -136,13 +136,13 @@ def test_a_call_of_many_chunks_is_extrapolated_from_the_first_ones(
 @pytest.mark.parametrize("kernel", registry.MULTICAST, ids=lambda kernel: kernel.name)
 def test_chunks_through_a_switch_are_counted_as_the_kernel_makes_them(monkeypatch, kernel) -> None:
     monkeypatch.setattr(machines, "ARENA_BYTES", 1 << 20)
-    words = 5 * from_code.chunk_words(kernel, 2, layout.plan(2, 1 << 20)) // 2
+    words = 5 * kernel.chunk_words(2, layout.plan(2, 1 << 20)) // 2
     result = from_code.predict(_H100, kernel, 2, 8 * words * kernel.kind.rows_in(2), LaunchShape(2, 8, 512))
     assert result.chunks == 3
 
 
 def test_a_kernel_that_divides_a_call_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(from_code, "chunk_words", lambda kernel, world_size, plan: 4096)
+    monkeypatch.setattr(registry.Kernel, "chunk_words", lambda kernel, world_size, plan: 4096)
     with pytest.raises(from_code.UnknownChunks, match="all_reduce_one_shot_ll: .* took 1 epochs and not 2"):
         from_code.predict(_H100, _LL, 2, 8 * 8192, _SHAPE)
 

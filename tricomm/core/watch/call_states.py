@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from tricomm.kernels import layout
+import torch
+
+from tricomm.kernels import collective_specs, layout
+from tricomm.kernels.collectives import registry
+from tricomm.kernels.layout import Layout
 from tricomm.metrics.counters import NCCL
 from tricomm.metrics.flight_document import CREATED, ENDED, MORE, NUMBER, STARTED, WHAT, Entry
 from tricomm.store.control import Descriptor, PackedDescriptor
@@ -19,11 +23,12 @@ def on_cpu(entries: list[Entry]) -> None:
         entry[STARTED] = entry[CREATED]
 
 
-def on_gpu(entries: list[Entry], flags: Sequence[int]) -> None:
+def on_gpu(entries: list[Entry], flags: Sequence[int], plan: Layout, world_size: int) -> None:
     """Read the words that the kernels write. No call of CUDA, because the thread that waits may hold its locks.
 
-    A call takes at least one epoch, counted from the epoch that had ended when it was launched, or from the end of the
-    call before it. So calls of several chunks, and graphs that were replayed, make later calls look further than they
+    A call takes the epochs of its chunks, from the epoch that had ended when it was launched, or from the end of the
+    call before it. Two kinds of epochs are not known: those of a graph that is replayed while calls wait for it, and
+    all but one of an `all_to_all_v`. The calls after them, until one is launched later, can look further than they
     are. A call that NCCL makes has ended when a later call has.
     """
     now, started, blocks = time.time_ns(), flags[layout.STARTED], flags[layout.ENDED : layout.CONTROL_WORDS]
@@ -36,19 +41,35 @@ def on_gpu(entries: list[Entry], flags: Sequence[int]) -> None:
             entry[STARTED] = entry[CREATED] if what.sequence <= flags[layout.MESSAGE] else 0
             entry[ENDED] = now if what.sequence <= flags[layout.MESSAGE_ENDED] else 0
         elif not isinstance(what, Descriptor) or what.mode == "eager":  # of a captured call nothing is known
-            calls.append((entry, isinstance(what, Descriptor) and what.algorithm != NCCL))
+            by_kernel = isinstance(what, Descriptor) and what.algorithm != NCCL
+            calls.append((entry, _epochs(what, plan, world_size) if by_kernel else 0))
     passed, until = 0, None
-    for place, (entry, by_kernel) in enumerate(calls):
-        if by_kernel:
+    for place, (entry, epochs) in enumerate(calls):
+        if epochs:
             before = entry[MORE]
-            until = before + 1 if until is None or (before - until) % layout.EPOCH_LIMIT < _HALF else until + 1
+            begin = before if until is None or (before - until) % layout.EPOCH_LIMIT < _HALF else until
+            until = begin + epochs
+            if until >= layout.EPOCH_LIMIT:  # as `primitives.advance`
+                until -= layout.EPOCH_LIMIT - 2
             if (ended - until) % layout.EPOCH_LIMIT >= _HALF:
                 break
             passed = place + 1
-    kernels = [place for place, (_, by_kernel) in enumerate(calls) if by_kernel]
+    kernels = [place for place, (_, epochs) in enumerate(calls) if epochs]
     if in_flight and kernels:
         passed = min(passed, kernels[-1])
         running = next(place for place in kernels if place >= passed)
         calls[running][0][STARTED] = now
     for entry, _ in calls[:passed]:
         entry[STARTED] = entry[ENDED] = now
+
+
+def _epochs(what: Descriptor, plan: Layout, world_size: int) -> int:
+    """The epochs that a call takes; the least of a call of uneven rows, or of rows with an epilogue."""
+    collective = "all_reduce" if what.collective in collective_specs.FUSED else what.collective
+    in_place = "handle" in what.op  # of symmetric memory, which no mailbox divides
+    if what.dtype == "none" or collective == "all_to_all_v" or in_place:
+        return 1
+    kernel = registry.find(collective, what.algorithm, what.protocol)
+    itemsize: int = getattr(torch, what.dtype).itemsize
+    words = -(-what.count * itemsize // 8)
+    return max(1, -(-words // kernel.chunk_words(world_size, plan)))
