@@ -56,7 +56,11 @@ def bits(rank, world_size, tell, url, dtype):
     return right, dict(used.fused), used.left
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(dtype, marks=pytest.mark.exhaustive) for dtype in (torch.float32, torch.float16))],
+    ids=str,
+)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_bits_are_those_without_the_pass(url, world_size, dtype):
     fused = {FUSED: 3, f"{FUSED}_fp8_per_token": 1, f"{FUSED}_fp8": 1}

@@ -50,6 +50,13 @@ def _writes_between(graph):
         graph.call_function(torch.ops.aten.mul_.Tensor, (residual, 2))
 
 
+def _without_aliases(graph):
+    """As Inductor does before it calls passes."""
+    for node in [node for node in graph.nodes if node.target == torch.ops.aten.alias.default]:
+        node.replace_all_uses_with(node.args[0])
+        graph.erase_node(node)
+
+
 def _quantized(suffix, *more):
     """`more`: how the static scale is used, if there is one."""
 
@@ -127,6 +134,8 @@ def decisions(rank, world_size, tell, url):
             found[name] = _tried(lambda x, r, w: norm(r + funcol.all_reduce(x, "sum", group), w), data())  # noqa: B023
         found["training"] = _tried(CASES["residual added"][0], data(), is_inference=False)
         found["nvfp4"] = _tried(_quantized("_nvfp4", True, "swizzled_128x4"), data(hidden=48))
+        as_halves = lambda x, r, w: norm(summed(x).view(torch.float16), w.half())  # noqa: E731
+        found["bits as another type"] = _tried(as_halves, data(), change=_without_aliases)
         used = tricomm.compile_pass()
         compiled(CASES["residual added"][0], used, change=_writes_between)(*data())
         found["written"] = _said(used), True
@@ -154,6 +163,7 @@ def test_a_graph_is_fused_or_left_with_the_reason(found, name):
         ("another backend", "another backend"),
         ("training", "training"),
         ("written", "changes a tensor"),
+        ("bits as another type", "no norm that is known"),
     ],
 )
 def test_groups_and_graphs(found, name, wanted):

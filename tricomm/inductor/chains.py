@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,12 @@ from tricomm.inductor.norms import Norm, value
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
 _ALL_REDUCE = (_functional.all_reduce.default, torch.ops.tricomm.all_reduce.default)
-_VIEWS = ("aten.reshape", "aten.view", "aten._unsafe_view", "aten.unsqueeze", "aten.squeeze")
+# Not aten.view.dtype: another type's sum and norm are others.
+_VIEWS = (
+    *(_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default),
+    *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
+)
+_READ_EXACTLY = (*_VIEWS, _aten.embedding.default, operator.getitem)
 _IN_MEMORY = ("tricomm", "_c10d_functional")  # Inductor writes the operands and the results of these operators
 
 
@@ -140,7 +146,7 @@ def _views(total: Node) -> Iterator[tuple[Node, ...]]:
         yield path
         node = path[-1] if path else total
         for user in node.users:
-            if str(user.target).startswith(_VIEWS) and _same(value(user).shape[-1:], value(total).shape[-1:]):
+            if user.target in _VIEWS and _same(value(user).shape[-1:], value(total).shape[-1:]):
                 paths.append((*path, user))
 
 
@@ -201,9 +207,7 @@ def _check_bits(chain: Chain) -> None:
 
 def _in_memory(node: Any) -> bool:
     """Whether every kernel that reads `node` reads it from memory, thus rounded to its type."""
-    while isinstance(node, Node) and str(node.target).startswith(
-        (*_VIEWS, "aten.embedding", "<built-in function getitem")
-    ):
+    while isinstance(node, Node) and node.target in _READ_EXACTLY:
         node = node.args[0]
     return isinstance(node, Node) and (node.op in ("placeholder", "get_attr") or _is_call(node))
 
