@@ -1,5 +1,6 @@
 """`tricomm.check` of small kernels: mistakes that it must report, and right kernels that it must pass."""
 
+import gc
 import os
 import re
 import subprocess
@@ -45,6 +46,21 @@ def words(comm, count=16):
 
 def two_writers(comm):
     comm.launch(k.two_writers, 1, words(comm).peers, comm.rank, WORLD_SIZE=comm.world_size)
+
+
+def test_the_garbage_collector_leaves_older_objects_alone_during_a_campaign():
+    frozen = []
+
+    def fn(comm):
+        frozen.append(gc.get_freeze_count())
+        comm.barrier()
+
+    gc.unfreeze()  # of `conftest.py`
+    try:
+        tricomm.check(fn, 1, schedules=1)
+        assert frozen[0] > 0 and gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
 
 
 def test_a_write_after_write_names_both_lines_and_ranks_and_the_missing_order():
