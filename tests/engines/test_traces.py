@@ -7,8 +7,13 @@ rows of kernels and launches in Kineto's format are added to the real trace: no 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +24,6 @@ from torch.profiler import profile, schedule
 
 from tests import ranks
 from tests.c10d.bodies.groups import default_group
-from tests.core.bodies.common_bodies import communicator
 
 pytestmark = pytest.mark.engines
 WEIGHTS = 2 * (64 * 64 + 64)
@@ -134,17 +138,26 @@ def test_perfettos_trace_processor(trace):
     processor.close()
 
 
-def ranges(rank, world_size, tell, url):
-    import os
-
-    import nvtx
-
-    os.environ["TRICOMM_NVTX"] = "1"
-    with communicator(rank, world_size, url) as comm:
-        x = comm.all_reduce(torch.ones(8))
-        domain = nvtx.get_domain("tricomm")  # without a tool that listens, one that does nothing
-        return x.tolist(), comm._launcher.trace.by_default, isinstance(domain, nvtx._lib.Domain | nvtx._lib.DummyDomain)
+ONE_RANK = """
+import sys
+import torch
+import tricomm
+with tricomm.init(sys.argv[1], 0, 1, "cpu") as comm:
+    comm.all_reduce(torch.ones(8))
+    comm.all_gather(torch.ones(4))
+"""
 
 
-def test_ranges_by_the_real_package(url):
-    assert ranks.run(2, ranges, url) == [([2.0] * 8, True, True)] * 2
+@pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
+def test_a_tool_gets_the_ranges_of_the_real_nvtx(url, tmp_path):
+    listener = Path(__file__).parent / "bodies" / "nvtx_listener.c"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "listener.so", listener], check=True)
+    variables = os.environ | {"TRICOMM_NVTX": "1", "NVTX_INJECTION64_PATH": str(tmp_path / "listener.so")}
+    command = [sys.executable, "-c", ONE_RANK, url]
+    said = subprocess.run(command, env=variables, check=True, capture_output=True, text=True, timeout=120).stdout
+    assert said.splitlines() == [
+        "push tricomm: all_reduce 32 bytes one_shot/ll, 1",
+        "pop tricomm",
+        "push tricomm: all_gather 16 bytes one_shot/ll, 2",
+        "pop tricomm",
+    ]

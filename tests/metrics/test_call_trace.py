@@ -250,6 +250,16 @@ def test_an_exception_ends_the_event(tmp_path):
     assert [event["args"]["Seq"] for event in (first, outer, inner, last)] == [1, 2, 3, 2]
 
 
+def test_text_with_quotation_marks_is_kept(tmp_path):
+    with alone(tmp_path) as comm, profile(record_shapes=True) as prof:
+        made = ("all_reduce", "sum", torch.float32, 8, -1)
+        with comm._launcher.trace.shown(made, lambda: {"Reason": 'say "a"\nor \\'}, ONES, 1):
+            pass
+        with call_trace._RecordFunctionFast("tricomm:without", [], {"Reason": 'say "a"'}):
+            pass
+    assert [event["args"]["Reason"] for event in shown(prof, tmp_path)] == ["say 'a'or /", "None"]
+
+
 def test_calls_of_several_threads(tmp_path):
     def calls():
         for _ in range(3):

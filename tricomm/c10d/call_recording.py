@@ -21,6 +21,8 @@ from tricomm.metrics.flight_document import ANY, ENDED, NUMBER, WHAT, Entry, Mad
 from tricomm.metrics.flight_recorder import FlightRecorder, off
 from tricomm.policy.backend_choice import Router
 
+_NOTHING = nullcontext()
+
 
 class GroupRecorders:
     """The recorders of one group by type of device. Calls on a CPU are recorded in their queue, those of CUDA where
@@ -52,8 +54,8 @@ class GroupRecorders:
 
     def shown(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> AbstractContextManager[None]:
         """The event, for a profiler, of a message that is posted in this block; torch's own backends show theirs."""
-        if x.device.type != "cpu" or not self.trace.on:
-            return nullcontext()
+        if not self.trace.on or x.device.type != "cpu":
+            return _NOTHING
         made = Made(what, f"tag {tag}", x.dtype, x.numel(), ANY if peer is None else peer)
         number = self._places[what, made.root, tag] + 1 if self.of("cpu").on else 0
         return self.trace.shown(made, lambda: {"Route": GLOO}, x, number)

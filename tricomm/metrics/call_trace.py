@@ -77,7 +77,9 @@ class CallTrace:
         if number:
             facts["Seq"] = number
         name = calls[0].collective
-        events.enter_context(_RecordFunctionFast(f"tricomm:{name}", [] if x is None else [x], facts))
+        # Kineto writes None instead of a text with quotation marks.
+        keys = {key: value.replace('"', "'") if isinstance(value, str) else value for key, value in facts.items()}
+        events.enter_context(_RecordFunctionFast(f"tricomm:{name}", [] if x is None else [x], keys))
         if self.by_default or _profiler_type() == ActiveProfilerType.NVTX:
             domain = _domain()
             if domain is not None:

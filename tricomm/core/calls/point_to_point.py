@@ -41,6 +41,7 @@ from tricomm.policy.selection import Choice
 from tricomm.store.control import Descriptor, Fault
 
 _TAGS = 1 << 32
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +153,7 @@ class PointToPoint:
             entry = self._recorded(record, place)
 
             trace = self.launcher.trace
-            how = partial(decided, half.choice, "eager")
-            with trace.shown(record, how, x, place) if trace.on else nullcontext():
+            with trace.shown(record, partial(decided, half.choice, "eager"), x, place) if trace.on else _NOTHING:
                 self.launcher.run(lambda: half.run(x, x, half.numel, number << 32 | half.facts))
             if entry is not None and self._gpu is None:
                 entry[ENDED] = time.time_ns()
