@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -163,10 +164,7 @@ def walk(rank, world_size, tell, folder, name, kind, every, unguarded=False):
         close(made)
         lines = list(dict.fromkeys(seen.lines))
         lines = lines[sum(map(ord, name)) % every :: every]
-        if rank == 0:
-            (folder / "count").write_text(str(len(lines)))
-        comm.barrier()
-        count = int((folder / "count").read_text())
+        count = agreed(rank, folder, comm, lines)
     before = leftovers()
     for number in range(count):
         comm = communicator(rank, folder, number)
@@ -193,31 +191,16 @@ def constructor(rank, world_size, tell, folder, every):
         first = make("first")
     first.close()
     lines = list(dict.fromkeys(seen.lines))[2::every]
-    if rank == 0:
-        (folder / "count").write_text(str(len(lines)))
     with make("count of lines") as comm:
-        comm.barrier()
-        count = int((folder / "count").read_text())  # rank 1 may have run fewer lines
+        count = agreed(rank, folder, comm, lines)
     before = leftovers()
     for number in range(count):
-        caught, text, made = "nothing", "", None
-        walk = Walk(KeyboardInterrupt, lines[number]) if rank == 0 else nullcontext()
-        with walk:
-            try:
-                made = make(number, timeout=4.0)  # an interrupt before the rendezvous makes it fail
-                made.barrier()
-            except BaseException as error:
-                caught, text = type(error).__name__, str(error)
-        heard = time.monotonic()
-        close(made)
-        raised = walk.raised if rank == 0 else None
-        where = (os.path.relpath(lines[number][0], HOME), lines[number][1]) if rank == 0 else ("", 0)
-        got.append((caught, text, raised, heard, *where))
+        line = lines[number] if rank == 0 else None
+        got.append(made_at(line, partial(make, number, timeout=4.0)))  # fails if interrupted before the rendezvous
         together(folder, rank, number)
         with make(f"after {number}") as comm:  # both ranks still work
             comm.barrier()
-        del made
-    del comm, walk, first, seen
+    del comm, first, seen
     gc.collect()  # an exception and its frames may hold each other
     return got, more_than(before, *OWN)
 
@@ -229,32 +212,44 @@ def shrinking(rank, world_size, tell, folder, every):
     with Walk() as seen:
         made = comm.shrink([])
     lines = list(dict.fromkeys(seen.lines))[2::every]
-    if rank == 0:
-        (folder / "count").write_text(str(len(lines)))
-    made.barrier()
+    count = agreed(rank, folder, made, lines)
     made.close()
-    count = int((folder / "count").read_text())
     before = leftovers()
     for number in range(count):
-        comm, made, caught, text = communicator(rank, folder, number), None, "nothing", ""
-        walk = Walk(KeyboardInterrupt, lines[number]) if rank == 0 else nullcontext()
-        with walk:
-            try:
-                made = comm.shrink([], timeout=6.0)
-                made.barrier()
-            except BaseException as error:
-                caught, text = type(error).__name__, str(error)
-        heard = time.monotonic()
-        close(made)
-        comm.close()
-        raised = walk.raised if rank == 0 else None
-        where = f"{os.path.relpath(lines[number][0], HOME)}:{lines[number][1]}" if rank == 0 else ""
-        got.append((caught, text, raised, heard, where))
+        with communicator(rank, folder, number) as comm:
+            line = lines[number] if rank == 0 else None
+            got.append(made_at(line, partial(comm.shrink, [], timeout=6.0)))
         together(folder, rank, number)
-        del made, comm
-    del walk, seen
+        del comm
+    del seen
     gc.collect()  # an exception and its frames may hold each other
     return got, more_than(before, *OWN)
+
+
+def agreed(rank, folder, comm, lines):
+    """How many lines rank 0 has; rank 1 may have run fewer."""
+    if rank == 0:
+        (folder / "count").write_text(str(len(lines)))
+    comm.barrier()
+    return int((folder / "count").read_text())
+
+
+def made_at(line, make):
+    """Make a communicator and a call on it, interrupted at that `line`: what came of it, when the interrupt was raised
+    and when it was over, and the line."""
+    caught, text, made = "nothing", "", None
+    walk = nullcontext() if line is None else Walk(KeyboardInterrupt, line)
+    with walk:
+        try:
+            made = make()
+            made.barrier()
+        except BaseException as error:
+            caught, text = type(error).__name__, str(error)
+    heard = time.monotonic()
+    close(made)
+    if line is None:
+        return caught, text, None, heard, ""
+    return caught, text, walk.raised, heard, f"{os.path.relpath(line[0], HOME)}:{line[1]}"
 
 
 def closing(rank, world_size, tell, every):

@@ -115,10 +115,9 @@ def check_set_up(every, tmp_path, timeout=90.0):
     (mine, left), (others, left_there) = ranks.run(2, bodies.constructor, str(tmp_path), every, timeout=timeout)
     assert left == left_there == {}
     told = 0
-    for (caught, _, raised, _, file, line), (theirs, text, _, heard, *_) in zip(mine, others, strict=True):
-        if raised is None or not file.startswith(("store", "core/group", "core/bootstrap", "policy/user_tables")):
+    for (caught, _, raised, _, where), (theirs, text, _, heard, _) in zip(mine, others, strict=True):
+        if raised is None or not where.startswith(("store", "core/group", "core/bootstrap", "policy/user_tables")):
             continue  # not run by every call, or before the rendezvous, when the peers do not know this rank yet
-        where = f"{file}:{line}"
         assert caught == "KeyboardInterrupt", where
         if "did not come" not in text:
             told += 1
