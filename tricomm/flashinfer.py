@@ -8,15 +8,15 @@
 
 It also runs on CPUs. Differences: `workspace.backend` is "tricomm"; arguments that tune FlashInfer's own kernels
 (`launch_with_pdl`, `trigger_completion_at_end`, `fp32_acc`: sums are always in fp32) change nothing; a buffer for
-scales may be larger than needed. MoE patterns (6, 7, 12) and per-token-group patterns (8, 9) are refused by name, as is
-the layout SWIZZLED_8x4. Names and meanings are those of FlashInfer 0.7.2.
+scales may be larger than needed; the sum of experts' rows is rounded once. Per-token-group patterns (8, 9) are refused
+by name, as is the layout SWIZZLED_8x4. Names and meanings are those of FlashInfer 0.7.2.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from tricomm.communicator import Communicator
 from tricomm.core.bootstrap import pick_device
-from tricomm.core.fused.fused_call import DTYPES, NVFP4_BLOCK, scale_shape
+from tricomm.core.fused import fused_call
+from tricomm.core.fused.expert_rows import ExpertRows
+from tricomm.core.fused.fused_call import DTYPES, NVFP4_BLOCK, FusedArguments, scale_shape
 from tricomm.errors import InvalidArgument
 
 __all__ = [
@@ -76,6 +78,9 @@ _FORMS: dict[int, tuple[str | None, bool]] = {
     _Pattern.kARResidualRMSNormOutFP4Quant: ("nvfp4", True),
     _Pattern.kARResidualRMSNormDynamicFP8Quant: ("fp8_per_token", False),
     _Pattern.kARResidualRMSNormOutDynamicFP8Quant: ("fp8_per_token", True),
+    _Pattern.kMoEReductionARResidualRMSNorm: (None, True),  # nvfp4, if there is a quant_out
+    _Pattern.kMoEFinalizeARResidualRMSNorm: (None, True),
+    _Pattern.kMoEFinalizeARResidualRMSNormFP8Quant: ("fp8", False),
 }
 _SUPPORTED = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 _LAYOUTS = {QuantizationSFLayout.SWIZZLED_128x4: "swizzled_128x4", QuantizationSFLayout.LINEAR: "linear"}
@@ -247,8 +252,10 @@ def allreduce_fusion(
     Outputs that are None are allocated. Returns `quant_out` of a quantising pattern, `norm_out` of
     kARResidualRMSNorm, `output` of kAllReduce. `use_oneshot` forces one shot or two. The arithmetic is that of
     `Communicator.all_reduce_rms_norm` and its quantising form: `scale_factor` divides for FP8 and multiplies for
-    NVFP4; `norm_out` is not written by a pattern without `Out`. Raises `InvalidArgument` (a `ValueError`) for a pattern
-    that is not covered, a workspace that is too small or destroyed, and tensors that do not fit; or the group's fault.
+    NVFP4; `norm_out` is not written by a quantising pattern without `Out`. The MoE patterns have the rows of
+    `residual_in`; scales of kMoEReductionARResidualRMSNorm are expert by expert, and a `quant_out` makes it NVFP4.
+    Raises `InvalidArgument` (a `ValueError`) for a pattern that is not covered, a workspace that is too small or
+    destroyed, and tensors that do not fit; or the group's fault.
     """
     if not isinstance(workspace, AllReduceFusionWorkspace):
         raise InvalidArgument(
@@ -258,6 +265,20 @@ def allreduce_fusion(
         name = _NAMES.get(pattern, "unknown") if isinstance(pattern, int) else "no number"
         covered = ", ".join(str(number) for number in (_Pattern.kAllReduce, *_FORMS))
         raise InvalidArgument(f"allreduce_fusion: pattern {pattern!r} ({name}) is not covered; there is {covered}")
+    if pattern != _Pattern.kAllReduce and (residual_in is None or rms_gamma is None):
+        raise InvalidArgument(f"allreduce_fusion: {_NAMES[pattern]} needs residual_in and rms_gamma")
+    experts = None
+    if pattern == _Pattern.kMoEReductionARResidualRMSNorm:
+        rows, scales = moe_reduction_active_experts_token_input, moe_reduction_scale_input
+        experts = _reduced(residual_in, rows, scales, moe_reduction_token_input, moe_reduction_device_num_experts)
+    elif pattern in (_Pattern.kMoEFinalizeARResidualRMSNorm, _Pattern.kMoEFinalizeARResidualRMSNormFP8Quant):
+        experts = _finalized(input, expanded_idx_to_permuted_idx, expert_scale_factor, shared_expert_output)
+    if experts is not None:
+        if output is not None or (pattern == _Pattern.kMoEFinalizeARResidualRMSNorm and quant_out is not None):
+            name = "output" if output is not None else "quant_out"
+            raise InvalidArgument(f"allreduce_fusion: {_NAMES[pattern]} writes no {name}; leave it out")
+        assert residual_in is not None, "it was looked at"
+        input = residual_in
     if not isinstance(input, torch.Tensor) or input.dim() != 2:
         raise InvalidArgument("allreduce_fusion: input has to be a tensor of [tokens, hidden]")
     if not input.is_contiguous():
@@ -274,18 +295,17 @@ def allreduce_fusion(
         out = torch.empty_like(input) if output is None else output
         comm.all_reduce(input, out=None if out is input else out, algorithm=algorithm)
         return out
-    if residual_in is None or rms_gamma is None:
-        raise InvalidArgument(f"allreduce_fusion: {_NAMES[pattern]} needs residual_in and rms_gamma")
     quantize, writes_norm = _FORMS[pattern]
-    options: dict[str, Any] = {"weight_bias": weight_bias, "residual_out": residual_out, "algorithm": algorithm}
-    if quantize is None:
-        norm: torch.Tensor = comm.all_reduce_rms_norm(
-            input, residual_in, rms_gamma, rms_eps, norm_out=norm_out, **options
-        )[0]
+    if pattern == _Pattern.kMoEReductionARResidualRMSNorm and quant_out is not None:
+        quantize, writes_norm = "nvfp4", norm_out is not None
+    options: dict[str, Any] = {"weight_bias": weight_bias, "residual_out": residual_out}
+    rows_of = input, residual_in, rms_gamma, rms_eps
+    if quantize is None and experts is None:
+        norm: torch.Tensor = comm.all_reduce_rms_norm(*rows_of, norm_out=norm_out, algorithm=algorithm, **options)[0]
         return norm
     if writes_norm:
         options["norm_out"] = torch.empty_like(input) if norm_out is None else norm_out
-    if quantize != "fp8_per_token":
+    if quantize in ("fp8", "nvfp4"):
         if scale_factor is None:
             raise InvalidArgument(f"allreduce_fusion: {_NAMES[pattern]} needs a scale_factor")
         options["scale"] = scale_factor.float() if isinstance(scale_factor, torch.Tensor) else scale_factor
@@ -295,12 +315,48 @@ def allreduce_fusion(
         scale_out = _first_bytes(scale_out, math.prod(scale_shape(tokens, hidden, layout)), hidden)
     elif quantize == "fp8_per_token":
         scale_out = _first_scales(scale_out, tokens)
-    if quantize != "fp8":
+    if quantize in ("nvfp4", "fp8_per_token"):
         options["scale_out"] = scale_out
-    codes: torch.Tensor = comm.all_reduce_rms_norm_quantized(
-        input, residual_in, rms_gamma, rms_eps, quantize=quantize, quant_out=quant_out, **options
-    ).codes
+    options |= {"quantize": quantize, "quant_out": quant_out}
+    if experts is not None:
+        comm._internal.faults.check_usable()
+        call = fused_call.checked(FusedArguments(*rows_of, **options), comm.device, experts)
+        comm._internal.run_fused(call, algorithm)
+        given: Any = options["norm_out"] if writes_norm else quant_out
+        result: Any = call.quant_out if given is None else given
+        return cast(torch.Tensor, result)
+    codes: torch.Tensor = comm.all_reduce_rms_norm_quantized(*rows_of, algorithm=algorithm, **options).codes
     return codes
+
+
+def _finalized(rows: Any, index: Any, weight: Any, shared: Any) -> ExpertRows:
+    """What the finalize patterns sum: `index[token, k]` is a row of the experts' output."""
+    for name, tensor in (("input", rows), ("expanded_idx_to_permuted_idx", index)):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2:
+            raise InvalidArgument(f"allreduce_fusion: a MoE finalize pattern needs {name}, a tensor of two dimensions")
+    return ExpertRows(rows, index, weight, shared, index.shape[1])
+
+
+def _reduced(residual: Any, rows: Any, scales: Any, tokens: Any, experts: Any) -> ExpertRows:
+    """What kMoEReductionARResidualRMSNorm sums: row and scale of an expert and a token are expert by expert."""
+    given = {
+        "residual_in": residual,
+        "moe_reduction_active_experts_token_input": rows,
+        "moe_reduction_scale_input": scales,
+        "moe_reduction_token_input": tokens,
+    }
+    for name, tensor in given.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous() or not tensor.dim():
+            raise InvalidArgument(f"allreduce_fusion: kMoEReductionARResidualRMSNorm needs {name}, a contiguous tensor")
+    hidden, count = residual.shape[-1], residual.shape[0]
+    fits = not isinstance(experts, bool) and isinstance(experts, int) and experts >= 0
+    if not fits or rows.numel() != experts * residual.numel() or scales.numel() != experts * count:
+        raise InvalidArgument(
+            f"allreduce_fusion: moe_reduction_device_num_experts={experts!r}, rows of shape {tuple(rows.shape)}, "
+            f"scales of shape {tuple(scales.shape)}: [experts * tokens, hidden] and [experts, tokens] are needed for a "
+            f"residual of shape {tuple(residual.shape)}"
+        )
+    return ExpertRows(rows.view(-1, hidden), None, scales.view(experts, count), tokens, experts)
 
 
 def _layout(code: int | None) -> str:

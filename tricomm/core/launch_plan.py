@@ -15,6 +15,7 @@ from tricomm.core.symmetric import OwnRows, Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.device import epilogue as device
+from tricomm.kernels.device.expert_rows import expert_rows
 from tricomm.kernels.dtypes import reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, WIDE, extras
 from tricomm.kernels.launch.kernel_launch import BoundKernel, as_integers
@@ -218,6 +219,7 @@ def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
     return {
         "EPILOGUE": device.rms_norm,
         "PREPARE": device.prepare_rms_norm,
+        "PROLOGUE": expert_rows if epilogue.experts else None,
         "WEIGHT": arguments.DTYPES[epilogue.weight].element,
         "BIASED": epilogue.weight_bias != 0,
         "RESIDUAL": epilogue.residual,
@@ -234,6 +236,8 @@ def wide(call: FusedCall) -> list[torch.Tensor]:
     tensors = [call.x, call.residual, call.weight, call.residual_out, call.norm_out, call.quant_out]
     if call.epilogue.quantize == "nvfp4":
         tensors.append(call.scale_out)
+    if call.experts is not None:
+        tensors += [call.experts.rows, call.experts.shared]
     return [t for t in tensors if t is not None]
 
 
@@ -248,11 +252,11 @@ def operand_types(epilogue: Epilogue, bits: int) -> tuple[str, ...]:
     types = ["fp32", "fp32", f"*i{8 * epilogue.weight.itemsize}{WIDE}"]
     types += [row] * (epilogue.residual + epilogue.norm)
     by_form = {"": [], "fp8": ["*fp32", code], "fp8_per_token": [code, "*fp32"], "nvfp4": ["*fp32", code, code]}
-    return (*types, *by_form[epilogue.quantize or ""])
+    return (*types, *by_form[epilogue.quantize or ""], *epilogue.experts)
 
 
 def operands(call: FusedCall) -> tuple[Any, ...]:
-    """The arguments of the device's `rms_norm` besides rows and sums, in its order."""
+    """The arguments of the device's `rms_norm` besides rows and sums, in its order; then those of `expert_rows`."""
     epilogue, bits = call.epilogue, 8 * call.x.itemsize
     rows = [_bits(t, bits) for t in (call.residual, call.norm_out) if t is not None]
     values: list[Any] = [epilogue.eps, epilogue.weight_bias, _bits(call.weight, 8 * call.weight.itemsize), *rows]
@@ -262,6 +266,8 @@ def operands(call: FusedCall) -> tuple[Any, ...]:
         values.append(_bits(call.quant_out, 8))
     if call.scale_out is not None:
         values.append(call.scale_out if epilogue.quantize == "fp8_per_token" else _bits(call.scale_out, 8))
+    if call.experts is not None:
+        values += call.experts.operands(len(call.x))
     return tuple(values)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from devtools import null_launch
 from tests.core.fused import fused_reference as reference
+from tests.core.fused import test_expert_rows as experts
 from tests.core.fused import test_prologue as prologues
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.gpu.test_host_path import ONE_OF_EACH, Operations, asked, kept_and_used
@@ -218,3 +219,18 @@ def test_rows_are_made_again_when_a_graph_replays(comm, world):
         operands[0].copy_(parts)
         graph[0]()
         assert torch.equal(out, made.bfloat16())
+
+
+def test_expert_rows_are_summed_again_when_a_graph_replays(comm, world):
+    given, (_, residual, weight, _, residual_out) = experts.drawn(comm, HIDDEN, torch.bfloat16), tensors()
+    residual, residual_out = (t[:1].repeat(experts.TOKENS, 1) for t in (residual, residual_out))
+    workspace = experts.workspace_of(comm, HIDDEN, torch.bfloat16)
+    call = lambda: experts.moe(comm, workspace, 7, given, residual, weight, residual_out=residual_out)  # noqa: E731
+    call()
+    with world.capture(world.new_stream(torch.device("cuda", MINE))) as graph:
+        kept = call()
+    given[0].copy_(torch.arange(len(given[0]))[:, None] - 5.0)
+    graph[0]()
+    total = experts.summed(*given).double() + residual.double()
+    assert torch.equal(residual_out, total.bfloat16())
+    assert reference.within_an_ulp(kept, reference.norm_of(residual_out.double(), weight, experts.EPS))

@@ -218,9 +218,10 @@ class FusedCalls:
         if plan.choice.fused:
             self._launcher.launch(plan, call.x, call.residual_out, (launch_plan.operands(call),))
             return self._planner.planned(request, call.x.dtype, call.x.numel(), aligned)
-        total = unfused.total_of(call)
-        self._launcher.launch(plan, call.x, total)
         with torch.no_grad():
+            x = call.x if call.experts is None else call.experts.summed(call.x)
+            total = unfused.total_of(call)
+            self._launcher.launch(plan, x, total)
             unfused.finish(call, total)
         return ()
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tricomm import arguments
+from tricomm.core.fused.expert_rows import ExpertRows
 from tricomm.errors import InvalidArgument
 
 FUSED = "all_reduce_rms_norm"
@@ -45,6 +46,7 @@ class Epilogue(NamedTuple):
     norm           whether the norm itself is written
     quantize       one of `QUANTIZATIONS`, or None
     scale_layout   of the block scales of nvfp4: one of `SCALE_LAYOUTS`; "" otherwise
+    experts        Triton's types of the operands of `ExpertRows` that make the rows; none if x has them
     """
 
     hidden: int
@@ -55,6 +57,7 @@ class Epilogue(NamedTuple):
     norm: bool = True
     quantize: str | None = None
     scale_layout: str = ""
+    experts: tuple[str, ...] = ()
 
     @property
     def own(self) -> bool:
@@ -77,6 +80,8 @@ class Epilogue(NamedTuple):
             parts.append(self.quantize + ("+norm" if self.norm else ""))
         if self.scale_layout:
             parts.append(self.scale_layout.removeprefix("swizzled_"))
+        if self.experts:
+            parts.append("experts")
         return ",".join(parts)
 
 
@@ -133,6 +138,7 @@ class FusedCall(NamedTuple):
                    swizzled_128x4: [rows up to a multiple of 128, hidden / 16 up to a multiple of 4], in tiles of 512
                    bytes; the scale of (row, block) is byte (row % 32) * 16 + row // 32 % 4 * 4 + block % 4 of tile
                    (row // 128, block // 4); padding is left unchanged. None otherwise
+    experts        the tensors that the rows are made of, or None; then x has only their shape and type
     """
 
     epilogue: Epilogue
@@ -144,6 +150,7 @@ class FusedCall(NamedTuple):
     scale: torch.Tensor | None = None
     quant_out: torch.Tensor | None = None
     scale_out: torch.Tensor | None = None
+    experts: ExpertRows | None = None
 
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -171,8 +178,8 @@ class FusedArguments(NamedTuple):
     scale_out: Any = None
 
 
-def checked(given: FusedArguments, device: torch.device) -> FusedCall:
-    """The call, in rows.
+def checked(given: FusedArguments, device: torch.device, experts: ExpertRows | None = None) -> FusedCall:
+    """The call, in rows; with `experts` of x's shape and type, which is not read.
 
     Raises `InvalidArgument` for tensors of other types, shapes, devices or strides than `FusedCall` says, for outputs
     that overlap in other ways, and for impossible numbers.
@@ -192,6 +199,9 @@ def checked(given: FusedArguments, device: torch.device) -> FusedCall:
         _check(given.residual, "residual", device, shape, same)
     residual_out = _output(given.residual_out, "residual_out", x, shape, same)
     norm_out = _output(given.norm_out, "norm_out", x, shape, same) if epilogue.norm else None
+    if experts is not None:
+        experts.check(FUSED, x.view(rows, hidden))
+        epilogue = epilogue._replace(experts=experts.types)
     call = FusedCall(
         epilogue._replace(weight=given.weight.dtype),
         x.view(rows, hidden),
@@ -200,6 +210,7 @@ def checked(given: FusedArguments, device: torch.device) -> FusedCall:
         residual_out.view(rows, hidden),
         None if norm_out is None else norm_out.view(rows, hidden),
         *_quantized(given, epilogue, x, rows),
+        experts,
     )
     _check_apart(call)
     return call
@@ -342,7 +353,8 @@ def _check_apart(call: FusedCall) -> None:
     """Refuse outputs that overlap inputs or other outputs, except for the pairs that `FusedCall` allows."""
     same = {("residual_out", "residual"), ("residual_out", "x"), ("norm_out", "x")}
     names = ("residual_out", "norm_out", "quant_out", "scale_out", "x", "residual", "weight", "scale")
-    spans = [(name, t.data_ptr(), t.nbytes) for name in names if (t := getattr(call, name)) is not None and t.nbytes]
+    tensors = {name: getattr(call, name) for name in names} | (call.experts.tensors if call.experts else {})
+    spans = [(name, t.data_ptr(), t.nbytes) for name, t in tensors.items() if t is not None and t.nbytes]
     for place, (name, start, nbytes) in enumerate(spans):
         if not name.endswith("_out"):
             break
