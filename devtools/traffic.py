@@ -75,6 +75,9 @@ class Moved:
         return units.least(self.collective, self.world_size) * self.nbytes
 
 
+_WHOLE = 4 * 128  # elements of a shard of codes without padding: a block in each plane
+
+
 class Counter:
     """An observer that counts accesses to `peers`, (first address, bytes) of each arena, headers separately.
 
@@ -107,14 +110,15 @@ def count(
     Eight ranks run the kernels for a cube mesh only. Rank 0 sends a message to rank 1, which is counted for rank 0.
     Fused calls have two rows of bfloat16, and are counted once for each of `quantized`.
 
-    `nbytes` must be a multiple of 16 W for the formulas to be exact. Raises `RankFailed`.
+    `nbytes` must be a multiple of 16 W for the formulas to be exact; quantised calls have more, whole blocks. Raises
+    `RankFailed`.
     """
     for rank, message in run_workers(
         "devtools.traffic:rank_main", world_size, {"nbytes": nbytes, "quantized": quantized}, timeout
     ):
         message.pop("event")
         message["links"] = tuple(message["links"])
-        yield Moved(world_size=world_size, rank=rank, nbytes=nbytes, **message)
+        yield Moved(world_size=world_size, rank=rank, **{"nbytes": nbytes} | message)
 
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
@@ -125,13 +129,15 @@ def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, d
         arenas = comm._internal.group.peer_ranges
         ranges = [(first, 0 if r == rank else nbytes) for r, (first, nbytes) in enumerate(arenas)]
         x = torch.arange(count, dtype=torch.float32)
-        for kernel in (*registry.KERNELS, *registry.MULTICAST):
+        for kernel in (*registry.KERNELS, *registry.MULTICAST, *registry.WIRE):
             if kernel.collective == "barrier" or kernel.needs_cube != (world_size == registry.CUBE_RANKS):
                 continue
             row = count // kernel.kind.rows_in(world_size)
+            if kernel.wire:
+                row = -(-count // (_WHOLE * world_size)) * _WHOLE * world_size
             tensors = collective_calls.tensors(comm, kernel.collective, row, torch.float32, kernel)
             call = partial(collective_calls.call, comm, kernel.collective, 0, *tensors, kernel)
-            _count(comm, ranges, emit, kernel, call)
+            _count(comm, ranges, partial(emit, nbytes=4 * row) if kernel.wire else emit, kernel, call)
         for quantize in data["quantized"] if world_size < registry.CUBE_RANKS else ():
             form = RowForm(data["nbytes"] // 4, quantize)
             for kernel in registry.of(FUSED, world_size):

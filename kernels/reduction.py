@@ -91,13 +91,13 @@ def finish(totals, SPEC: tl.constexpr):
         result = totals[0]
     elif BITS == 64:
         if SPEC.OP == "avg":
-            result = _divide(_wide(totals[0], ELEMENT), SPEC.WORLD_SIZE).to(tl.int64, bitcast=True)
+            result = divide(_wide(totals[0], ELEMENT), SPEC.WORLD_SIZE).to(tl.int64, bitcast=True)
     else:
         result = tl.zeros(totals[0].shape, tl.int64)
         for j in tl.static_range(64 // BITS):
             value = _half(totals[j // 2], j % 2, HALF)
             if SPEC.OP == "avg":
-                value = _divide(value, SPEC.WORLD_SIZE)
+                value = divide(value, SPEC.WORLD_SIZE)
             result |= raw_bits(value, ELEMENT, BITS) << (BITS * j)
     return result
 
@@ -225,7 +225,7 @@ def _arithmetic(a, b, OP: tl.constexpr):
 
 
 @triton.jit
-def _divide(total, WORLD_SIZE: tl.constexpr):
+def divide(total, WORLD_SIZE: tl.constexpr):
     if total.dtype.is_int():
         mean = total // WORLD_SIZE
     elif total.dtype == tl.float32:

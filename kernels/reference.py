@@ -18,8 +18,12 @@ def expected(
     rank: int = 0,
     root: int = -1,
     quads: Sequence[Sequence[int]] = (),
+    wire: str = "",
 ) -> torch.Tensor:
-    """The output of `rank` for all ranks' flat inputs, as the kernels promise it; `quads` of a cube mesh."""
+    """The output of `rank` for all ranks' flat inputs, as the kernels promise it; `quads` of a cube mesh; `wire` of an
+    all-reduce that is quantised on the links."""
+    if wire:
+        return quantised(wire, op, parts)
     if collective in ("all_gather", "gather"):
         return torch.cat(parts)
     if collective == "broadcast":
@@ -49,6 +53,34 @@ def reduced(op: str, parts: list[torch.Tensor], quads: Sequence[Sequence[int]] =
         whole = not (dtype.is_floating_point or dtype.is_complex)
         total = torch.div(total, count, rounding_mode="trunc") if whole else total / count
     return (total.clamp(-448, 448) if dtype == torch.float8_e4m3fn else total).to(dtype)
+
+
+def quantised(wire: str, op: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum or the average of flat `parts` by `all_reduce(wire=)`."""
+    if parts[0].is_complex():
+        return torch.view_as_complex(
+            quantised(wire, op, [torch.view_as_real(x).reshape(-1) for x in parts]).view(-1, 2)
+        )
+    codes = wire.removesuffix("_gather")
+    given = [part.float() if wire != codes else coded(part.float(), codes) for part in parts]
+    total = functools.reduce(torch.add, given)
+    return coded(total / len(parts) if op == "avg" else total, codes).to(parts[0].dtype)
+
+
+def coded(values: torch.Tensor, codes: str) -> torch.Tensor:
+    """The fp32 numbers that are left of flat fp32 `values` after one leg in `codes`, fp8 or int8."""
+    blocks = torch.nn.functional.pad(values, (0, -len(values) % 128)).view(-1, 128)
+    finite = blocks.isfinite()
+    most = torch.where(finite, blocks, 0.0).abs().amax(1, keepdim=True)
+    fraction, exponent = torch.frexp(most / 127 if codes == "int8" else most)
+    if codes == "int8":  # rounded up to eight bits
+        scale = torch.ldexp(torch.ceil(fraction * 256) / 256, exponent)
+    else:  # 448 is 0.875 * 2^9
+        scale = torch.ldexp(torch.ones_like(most), exponent - torch.where(fraction > 0.875, 8, 9))
+    scale = torch.where(most > 0, scale, 0.0).clamp(min=2.0**-126)
+    scaled = torch.where(finite, blocks, torch.nan) * (1 / scale)
+    rounded = scaled.round() + 0.0 if codes == "int8" else scaled.to(torch.float8_e4m3fn).float()
+    return (rounded * scale).view(-1)[: len(values)]
 
 
 def _two(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ class Specialization:
     COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
     DEPENDENT    a dependent launch (`device/dependent_launch.py`)
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
+    WIRE, GATHER the codes of an all-reduce that quantises on the links (`device/wire.py`), fp8 or int8, else empty;
+                 whether it quantises the second leg alone
 
     Of an all-reduce of rows with an epilogue (`device/rows.py`):
     HIDDEN       elements of a row, a multiple of 8
@@ -52,6 +54,8 @@ class Specialization:
     DEPENDENT: bool = False
     ELEMENT: str = ""
     OP: str = ""
+    WIRE: str = ""
+    GATHER: bool = False
     HIDDEN: int = 0
     SHARDS: int = 1
     OPERANDS: tuple[str, ...] = ()
@@ -67,8 +71,8 @@ class Specialization:
 
     @cached_property
     def PLANES(self) -> int:
-        """Runs of words that a tile consists of (`device/planes.py`)."""
-        return 3 if self.WIDE else 1
+        """Runs of words that a tile consists of (`device/planes.py`, `device/wire.py`)."""
+        return self.BITS // 8 if self.WIRE else 3 if self.WIDE else 1
 
     @cached_property
     def PLANE(self) -> int:
@@ -109,12 +113,34 @@ class Specialization:
         """The 32-bit type that narrower elements accumulate in."""
         return "float32" if "float" in self.ELEMENT else "int32"
 
-    # Rows with an epilogue
-
     @cached_property
     def PACK(self) -> int:
         """Elements of a word."""
         return 64 // self.BITS
+
+    # Quantised on the links
+
+    @cached_property
+    def SHARED(self) -> int:
+        """Words of the 128 elements that share a scale."""
+        return 128 // self.PACK
+
+    @cached_property
+    def BLOCKS(self) -> int:
+        """Scales of a plane."""
+        return self.BLOCK // self.SHARED
+
+    @cached_property
+    def ROOM(self) -> int:
+        """Words of a tile of codes in a mailbox, with its scales of 16 bits: a multiple of 16 bytes."""
+        return self.BLOCK + max(2, self.PLANES * self.BLOCKS // 4)
+
+    @cached_property
+    def FIRST_ROOM(self) -> int:
+        """Words of a tile of the first leg."""
+        return self.TILE if self.GATHER else self.ROOM
+
+    # Rows with an epilogue
 
     @cached_property
     def ROW(self) -> int:

@@ -28,6 +28,7 @@ class ObservedCall:
     op: str
     root: int
     quads: Sequence[Sequence[int]] = ()  # the quads, if it runs over a hybrid cube mesh
+    wire: str = ""  # how it is quantised on the links
     inputs: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -54,11 +55,11 @@ class Oracle:
         # A replay has its capture's call number; a fused kernel's output is not the sum alone.
         if request.collective in _NOT_SHOWN or plan.mode == "graph" or choice.fused:
             return plan
-        cube = registry.find(request.collective, choice.algorithm, choice.protocol, choice.zero_copy).needs_cube
-        by_quads = quads(topology, self._world_size) if cube else ()
+        kernel = registry.find(request.collective, choice.algorithm, choice.protocol, choice.zero_copy)
+        by_quads = quads(topology, self._world_size) if kernel.needs_cube else ()
 
         def run(x: torch.Tensor, y: torch.Tensor, count: int, call: int, rows: Rows = ()) -> None:
-            made = ObservedCall(request.collective, request.op or "none", request.root, by_quads)
+            made = ObservedCall(request.collective, request.op or "none", request.root, by_quads, kernel.wire)
             shown = self._calls.setdefault(call >> 32, made)
             gets = request.root < 0 or request.collective in _FEWER or request.root == rank
 
@@ -91,7 +92,7 @@ class Oracle:
                 wrong.append(Finding("rank_mismatch", (one, apart[0]), (), text, advice))
             parts = [call.inputs[r] for r in range(self._world_size)]
             for rank, y in sorted(call.outputs.items()):
-                exact = reference.expected(call.collective, call.op, parts, rank, call.root, call.quads)
+                exact = reference.expected(call.collective, call.op, parts, rank, call.root, call.quads, call.wire)
                 if not same_values(y, exact):
                     text = f"{name}: rank {rank}'s result is wrong; {difference(exact, y)}"
                     wrong.append(Finding("wrong_result", (rank,), (), text, _LAST_WRITE))

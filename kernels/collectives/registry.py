@@ -18,6 +18,8 @@ from tricomm.kernels.layout import Layout
 Cost = Callable[[int], Fraction]
 _LL, _LL128 = Fraction(2), Fraction(4, 3)  # bytes of words per byte of payload
 CUBE_RANKS = 8
+_FIRST_FP8 = 89  # conversions to and from e4m3
+_QUANTIZED = ("float16", "bfloat16", "float32")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Kernel:
     `written` and `read` are functions of the world size: the bytes of the busiest rank to and from peers, per byte of
     its input (per byte of the message if there is a root). Headers are not counted; the type has 32 bits or more.
     `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`, with NVLS: the bytes of
-    the busier direction of a GPU's links, which differ from the bytes of the accesses.
+    the busier direction of a GPU's links, which differ from the bytes of the accesses. `wire`: how it quantises on the
+    links, one of `WIRES`; its costs are those of 32-bit elements then.
     """
 
     collective: str
@@ -39,6 +42,7 @@ class Kernel:
     barriers: int
     zero_copy: bool = False
     switched: Cost | None = None
+    wire: str = ""
 
     @property
     def name(self) -> str:
@@ -52,14 +56,21 @@ class Kernel:
     def function(self) -> Any:
         """The device code: `all_reduce_one_shot` of `all_reduce_one_shot.py`. Imported on first use."""
         collective = "all_reduce_rows" if self.collective in collective_specs.FUSED else self.collective
-        file = collective if self.pairwise or collective == "barrier" else f"{collective}_{self.algorithm}"
+        algorithm = "two_shot_quantized" if self.wire else self.algorithm
+        file = collective if self.pairwise or collective == "barrier" else f"{collective}_{algorithm}"
         module = import_module(f"tricomm.kernels.collectives.{file}")
         return getattr(module, f"{file}_zero_copy" if self.zero_copy else file)
 
     @property
     def fixed(self) -> dict[str, Any]:
         """The constexprs of the kernel's specialization that follow from its name."""
-        return {"LL": self.protocol != "simple", "WIDE": self.wide, "SWITCH": self.multicast}
+        values = {"LL": self.protocol != "simple", "WIDE": self.wide, "SWITCH": self.multicast}
+        return values | ({"WIRE": self.codes, "GATHER": self.wire != self.codes} if self.wire else {})
+
+    @property
+    def codes(self) -> str:
+        """The codes that it sends, fp8 or int8; empty if it does not quantise."""
+        return self.wire.removesuffix("_gather")
 
     @property
     def kind(self) -> Collective:
@@ -81,9 +92,9 @@ class Kernel:
         switch, which has its own order.
 
         In rank order each element is accumulated from rank 0 on and rounded once, by `reduction.py`, so its
-        bits depend on nothing else.
+        bits depend on nothing else. Of a quantised call they depend on the other elements of its block.
         """
-        return not (self.reduces and (self.needs_cube or self.multicast))
+        return not (self.reduces and (self.needs_cube or self.multicast or self.wire))
 
     @property
     def multicast(self) -> bool:
@@ -106,6 +117,10 @@ class Kernel:
         """None if this Triton compiles it for `architecture` (90 for sm_90), else the reason."""
         if self.wide:
             return wide_words.why_not(architecture)
+        if self.codes == "fp8" and architecture < _FIRST_FP8:
+            return (
+                f"sm_{architecture} has no e4m3 conversions; sm_{_FIRST_FP8} or newer works, and wire=int8 everywhere"
+            )
         return multimem.why_not(architecture) if self.multicast else None
 
     def why_not_ranks(self, world_size: int) -> str | None:
@@ -118,6 +133,8 @@ class Kernel:
 
     def why_not_reduced(self, element: str, op: str) -> str | None:
         """None if it reduces `element` by `op`, as `dtypes.reduction` names them, else the reason."""
+        if self.wire:
+            return why_not_wire(element, op)
         return multimem.why_not_reduced(element, op) if self.reduces and self.multicast else None
 
     @property
@@ -146,6 +163,18 @@ class Kernel:
         part = plan.buffer_words(self.algorithm, self.protocol, self.collective)
         shards = 1 if self.shards is None else self.shards or world_size
         return part * (world_size if self.staged else shards)
+
+
+def why_not_wire(element: str, op: str) -> str | None:
+    """None if an all-reduce of `element` by `op` can be quantised on the links, else the reason."""
+    if element not in _QUANTIZED:
+        return f"{element} is not quantised; {', '.join(_QUANTIZED)} are"
+    return None if op in ("sum", "avg") else f"op {op!r} is not quantised; sum and avg are"
+
+
+def wire_of(algorithm: str | None) -> str:
+    """The member of `WIRES` whose kernel is named `algorithm`; empty if there is none."""
+    return next((kernel.wire for kernel in WIRE if kernel.algorithm == algorithm), "")
 
 
 def _none(world_size: int) -> Fraction:
@@ -182,6 +211,11 @@ def _fixed(value: Fraction) -> Cost:
 
 def _times(factor: Fraction, cost: Cost) -> Cost:
     return lambda world_size: factor * cost(world_size)
+
+
+def algorithm_of(wire: str) -> str:
+    """The name of the algorithm that quantises by `wire`, one of `WIRES`."""
+    return f"two_shot_{wire}"
 
 
 def _flagged(collective: str, algorithm: str, cost: Cost, hops: int) -> tuple[Kernel, Kernel]:
@@ -243,6 +277,14 @@ MULTICAST_ZERO_COPY = (
     Kernel("all_reduce", "multicast", "simple", _rows, _rows, 5, 2, zero_copy=True, switched=_switched),
 )
 
+# Quantised on the links: 8 bits an element and 16 bits a block of 128, in place of 32 bits an element.
+_CODES = Fraction(130, 512)
+WIRE = tuple(
+    Kernel("all_reduce", algorithm_of(wire), "simple", _times(part, _shards), _none, 2, 2, wire=wire)
+    for wire, part in (("fp8", _CODES), ("int8", _CODES), ("fp8_gather", (1 + _CODES) / 2))
+)
+WIRES = tuple(kernel.wire for kernel in WIRE)
+
 # With an epilogue of rows: RMSNorm, optionally quantised, or a user's function.
 FUSED = tuple(
     kernel
@@ -258,16 +300,16 @@ MESSAGES = (
     Kernel("recv", "one_shot", "simple", _none, _none, 1, 0),
 )
 
-ALL = (*KERNELS, *ZERO_COPY, *MULTICAST, *MULTICAST_ZERO_COPY, *MESSAGES)
+ALL = (*KERNELS, *ZERO_COPY, *MULTICAST, *MULTICAST_ZERO_COPY, *WIRE, *MESSAGES)
 
 _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*ALL, *FUSED)}
 
 
-def of(collective: str, world_size: int, multicast: bool = False) -> list[Kernel]:
+def of(collective: str, world_size: int, multicast: bool = False, wire: bool = False) -> list[Kernel]:
     """The kernels of `collective` for `world_size` ranks. Cube-mesh kernels need eight, NVLS kernels `multicast`
-    memory."""
+    memory. `wire`: those that quantise on the links, too, which nobody gets without asking."""
     cube = world_size == CUBE_RANKS
-    known = (*KERNELS, *(MULTICAST if multicast else ()), *FUSED, *MESSAGES)
+    known = (*KERNELS, *(MULTICAST if multicast else ()), *FUSED, *MESSAGES, *(WIRE if wire else ()))
     return [k for k in known if k.collective == collective and (cube or not k.needs_cube)]
 
 

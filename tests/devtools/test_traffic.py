@@ -10,7 +10,7 @@ from tricomm.kernels.collectives import registry
 
 
 def kernels(cube: bool) -> dict[str, registry.Kernel]:
-    shipped = (*registry.KERNELS, *registry.MULTICAST)
+    shipped = (*registry.KERNELS, *registry.MULTICAST, *registry.WIRE)
     return {k.name: k for k in shipped if k.collective != "barrier" and k.needs_cube == cube}
 
 

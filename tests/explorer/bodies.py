@@ -47,6 +47,16 @@ def floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> 
         yield _call(comm, mutant.keys[0], parts)
 
 
+def quantised(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
+    """Quantised calls; numbers and scales differ in every call, rank and block."""
+    for number in range(calls):
+        size = mutant.sizes[number % len(mutant.sizes)]
+        draws = [torch.Generator().manual_seed(100 * number + r) for r in range(comm.world_size)]
+        parts = [(torch.randn(size, generator=draw) * (number + 1)).to(mutant.dtype) for draw in draws]
+        wire = registry.wire_of(mutant.keys[0][1])
+        yield comm.all_reduce(parts[comm.rank].clone(), wire=wire), reference.quantised(wire, "sum", parts)
+
+
 def cube_floats(comm: Communicator, mutant: Mutant, pads: ModuleType, calls: int) -> Iterator[Pair]:
     """Numbers of the mutant's type whose sum tells in which order a quad was added, and whether it was rounded."""
     numbers = (2.0, 1e8, 0.5, -1e8, 1.0, 3.0, 5.0, 7.0)

@@ -26,6 +26,7 @@ from tests.explorer.mutant_tables.names import (
 from tests.explorer.mutant_tables.overlap import OVERLAPS
 from tests.explorer.mutant_tables.own import OWN
 from tests.explorer.mutant_tables.push import PUSHES
+from tests.explorer.mutant_tables.quantised import QUANTISED
 from tests.explorer.mutant_tables.wide import WIDE
 from tests.explorer.mutation import Edit, Mutant
 
@@ -264,4 +265,6 @@ REAL = (
     ),
 )  # fmt: skip
 
-MUTANTS = {mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES, *WIDE, *SWITCHED)}
+MUTANTS = {
+    mutant.name: mutant for mutant in (*REAL, *OWN, *PUSHES, *OVERLAPS, *CUBES, *MESSAGES, *WIDE, *SWITCHED, *QUANTISED)
+}

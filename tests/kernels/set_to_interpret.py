@@ -15,6 +15,7 @@ import tricomm
 from tests import ranks
 from tests.c10d.bodies.groups import default_group
 from tests.core.bodies.user_kernel import rotate
+from tricomm.kernels import reference
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler, triton_adapter
 
@@ -47,8 +48,8 @@ def _collectives(comm):
         if kernel.collective == "all_reduce" and not kernel.zero_copy and not kernel.needs_cube:
             y = x.to(torch.bfloat16)
             comm.all_reduce(y, algorithm=kernel.algorithm, protocol=kernel.protocol)
-            parts = [(torch.arange(100.0) * (r + 1)).to(torch.bfloat16).float() for r in range(comm.world_size)]
-            right.append(torch.equal(y, sum(parts[1:], parts[0]).to(torch.bfloat16)))
+            parts = [(torch.arange(100.0) * (r + 1)).to(torch.bfloat16) for r in range(comm.world_size)]
+            right.append(torch.equal(y, reference.expected("all_reduce", "sum", parts, wire=kernel.wire)))
     rows = comm.all_gather(x[:3])
     right.append(torch.equal(rows.view(comm.world_size, 3)[comm.rank], x[:3]))
     w = comm.symmetric((15,), torch.int32)
