@@ -144,6 +144,11 @@ def batch_invariant() -> bool:
     return flag("TRICOMM_BATCH_INVARIANT")
 
 
+def wire() -> str | None:
+    """How the user wants the groups of this process to quantise on the links; None: not at all."""
+    return text("TRICOMM_WIRE")
+
+
 def logs_routing() -> bool:
     """True if rank 0 is to print each distinct route of a call. Raises `InvalidArgument` for another log."""
     value = text("TRICOMM_LOG")

@@ -11,6 +11,7 @@ from typing import Any, Self
 from tricomm import env, gone
 from tricomm.errors import InvalidArgument
 from tricomm.kernels import layout
+from tricomm.kernels.collectives.registry import WIRES
 from tricomm.policy.launch_shapes import BESIDE_BLOCKS
 from tricomm.topology.model import Topology
 
@@ -59,6 +60,9 @@ class Options:
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
                    algorithm, protocol, chunk, grid or graph. A call without that promise is refused. Also for all
                    groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/torch-distributed.md#batch-invariance)
+    wire           fp8, int8 or fp8_gather: all_reduces that take less time so, by a cost model, are quantised on the
+                   links, as with `all_reduce(wire=)`, at the earliest from 1 MiB on; None: only calls that ask. Also
+                   for all groups of a process: TRICOMM_WIRE
 
     Raises `InvalidArgument` for a value out of range, and for an option that is gone (`tricomm.gone`).
     """
@@ -74,6 +78,7 @@ class Options:
     share_device: bool = False
     compile_after_set_up: bool = True
     batch_invariant: bool = False
+    wire: str | None = None
     _tuning: Tuning = Tuning()
 
     def __new__(cls, *args: Any, **settings: Any) -> Self:
@@ -96,6 +101,13 @@ class Options:
         for name in switches:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidArgument(f"Options.{name}={getattr(self, name)!r}: True or False is needed")
+        if self.wire is not None:
+            check_wire(self.wire, "Options.wire")
+            if self.batch_invariant:
+                raise InvalidArgument(
+                    f"Options.wire={self.wire!r} (TRICOMM_WIRE) in a batch-invariant group: a quantised sum depends on "
+                    "the other elements of its block; choose one of the two"
+                )
         for name in ("timeout", "stall_timeout"):
             object.__setattr__(self, name, seconds(getattr(self, name), f"Options.{name}"))
         _whole("Options.arena_bytes", self.arena_bytes, layout.MIN_ARENA, 1 << 40)
@@ -103,6 +115,12 @@ class Options:
             _whole("Options.max_blocks", self.max_blocks, 1, layout.MAX_BLOCKS)
         elif self.beside_compute:
             object.__setattr__(self, "max_blocks", BESIDE_BLOCKS)
+
+
+def check_wire(wire: object, name: str) -> None:
+    """Raises `InvalidArgument` for a `wire` that there is not."""
+    if wire not in WIRES:
+        raise InvalidArgument(f"{name}={wire!r}: {', '.join(WIRES)} or None is needed")
 
 
 def digest_of(options: Options, arena: layout.Layout, device: str) -> int:
@@ -121,6 +139,10 @@ def with_environment(options: Options | None) -> Options:
     env.logs_routing()  # a router reads it when it must not fail any more
     if not env.compile_after_set_up():
         options = replace(options, compile_after_set_up=False)
+    wire = env.wire()
+    if wire is not None and options.wire is None:
+        check_wire(wire, "TRICOMM_WIRE")
+        options = replace(options, wire=wire)
     return replace(options, batch_invariant=True) if env.batch_invariant() else options
 
 

@@ -28,7 +28,7 @@ from tricomm.errors import TricommError
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics import publish
 from tricomm.metrics.counters import Activity
-from tricomm.options import Options
+from tricomm.options import Options, with_environment
 from tricomm.perf.history import database
 from tricomm.perf.system import info
 from tricomm.policy import user_tables
@@ -239,6 +239,7 @@ def _variables() -> Iterator[ProbeResult]:
         "TRICOMM_P2P_DISABLE": env.peer_access_disabled,
         "TRICOMM_SHARE_DEVICE": env.share_device,
         "TRICOMM_BATCH_INVARIANT": env.batch_invariant,
+        "TRICOMM_WIRE": lambda: with_environment(None),
         "TRICOMM_COMPILE_AFTER_SET_UP": env.compile_after_set_up,
         cubins.VARIABLE: cubins.check,
         "TRICOMM_CUDA_VMM": env.gpu_memory,

@@ -20,6 +20,7 @@ from tricomm.core.symmetric import Symmetric
 from tricomm.core.watch.monitor import Monitor
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch.compiler import Compile
 from tricomm.kernels.launch.kernel_launch import BoundKernel
 from tricomm.metrics.counters import NCCL, Activity, weight
@@ -64,13 +65,19 @@ class Planner:
             reachable=group.reachable, tuned=tuned.rows if tuned is not None else (),
             tuned_name=tuned.name if tuned is not None else "",
             batch_invariant=group.options.batch_invariant, beside=group.options.beside_compute,
+            wire=group.options.wire or "",
             no_dependent_launch=group.no_dependent_launch,
             no_multicast=selection.why_not_multicast(group.device_class, group.arena.no_multicast),
         )  # fmt: skip
+        if self.site.wire:
+            selection.check_wire(self.site)
         switch = not (self.site.no_multicast or self.site.batch_invariant or self.site.beside)
         self._adapted = router is not None
         self.router = router or Router(group.routes, group.name, group.rank)
-        self.router.facts = replace(self.router.facts, reachable=group.reachable, switch=switch and self.router.alone)
+        wire = self.site.wire if selection.wire_from(self.site) is not None else ""
+        self.router.facts = replace(
+            self.router.facts, reachable=group.reachable, switch=switch and self.router.alone, wire=wire
+        )
         self.plans: dict[tuple[Request, torch.dtype | None, int, bool, bool], LaunchPlan] = {}
         self.prepared: dict[Any, Any] = {}
         self.nccl: nccl.Nccl | None = None
@@ -219,7 +226,15 @@ def choose(site: SelectionFacts, request: Request, nbytes: int, mode: str) -> Ch
             return fused
         why = fused
     if request.op is not None and request.dtype in arguments.DTYPES:  # a switch does not reduce every type by every op
-        site = selection.for_reduction(site, request.collective, arguments.DTYPES[request.dtype], request.op)
+        dtype = arguments.DTYPES[request.dtype]
+        site = selection.for_reduction(site, request.collective, dtype, request.op)
+        wire = registry.wire_of(request.algorithm)
+        if wire and not selection.quantises(dtype, request.op):
+            kind = f"{dtype.name} by {request.op}"
+            raise InvalidArgument(
+                f"{request.collective}: wire={wire!r} quantises sums and averages of fp16, bf16 and fp32, not {kind}; "
+                "leave wire out"
+            )
     choice = selection.choose(
         site, request.collective, nbytes, request.algorithm, request.protocol, mode, request.fitting,
         _bits(request.dtype),

@@ -41,6 +41,7 @@ class GroupFacts:
     reachable   whether every rank's memory is mapped on every other; if not, only a cube mesh's kernels can run
     batch_invariant    whether reductions must be batch-invariant
     switch      whether calls may go through NVLS (`kernels/multimem.py`), and run alone
+    wire        how long sums are quantised on the links; empty: not. Then the kernels take any size of them
     most_bytes  the largest input that the kernels run; None: `tables/nccl_threshold.json` says
     """
 
@@ -53,6 +54,7 @@ class GroupFacts:
     reachable: bool = True
     batch_invariant: bool = False
     switch: bool = False
+    wire: str = ""
     most_bytes: int | None = None
 
     @property
@@ -171,7 +173,10 @@ def threshold_of(facts: GroupFacts, collective: str, dtype: torch.dtype | None, 
     if facts.most_bytes is not None:
         return facts.most_bytes
     kind = arguments.DTYPES.get(dtype) if dtype is not None else None
-    adds = kind is not None and op in kind.ops and multimem.why_not_reduced(*reduction(kind, op)) is None
+    defined = reduction(kind, op) if kind is not None and op in kind.ops else None
+    if facts.wire and collective == "all_reduce" and defined and registry.why_not_wire(*defined) is None:
+        return None
+    adds = defined is not None and multimem.why_not_reduced(*defined) is None
     device = "switch" if facts.switch and facts.device == "cuda" and adds else facts.device
     return nccl_threshold(device, collective, facts.world_size)
 

@@ -46,6 +46,8 @@ def has_compact_form(kernel: registry.Kernel, device: str, world_size: int) -> b
     """
     if device == "cpu":
         return True
+    if kernel.wire:
+        return False
     older = not device.startswith("sm_") or int(device.removeprefix("sm_")) < 90
     if kernel.wide or kernel.name in _LARGE or (older and kernel.name in _LARGE_BEFORE_90):
         return False
@@ -64,6 +66,7 @@ _MANY_RANKS = 8  # the tiles for all of them are in flight at once: half as larg
 # Words. A switch returns one tile for all ranks, so longer shards take whole tiles: modelled, 3 to 9 % faster than half
 # ones. Handles keep half ones: whole ones take from 6 % less to 2 % more.
 _LONG_SHARD = 2 * MAX_BLOCKS * GPU_TILE
+LEAST_WIRE_TILE = 64  # words of codes: those of a block of 128 elements in each of four planes
 CPU_TILE = 8192  # the interpreter pays per operation, not per element
 
 
@@ -132,10 +135,10 @@ def shape_of(
 
 def _tile(facts: SelectionFacts, kernel: registry.Kernel, tile: int, widest: int, registers: int) -> int:
     """`usable_tile`: `widest` words divide the kernel's buffers."""
-    least, why = 1, divided(facts)
+    least, why = LEAST_WIRE_TILE if kernel.wire else 1, divided(facts)
     if facts.device != "cpu":
         # A plane of wide words is half of their tile, as accesses through a switch are, and has to span all threads.
-        least = kernel.words_per_thread * WORDS_PER_WARP
+        least = max(least, kernel.words_per_thread * WORDS_PER_WARP)
         if registers < MOST_REGISTERS and kernel.protocol != "simple" and LARGEST_LL_WARPS * WORDS_PER_WARP < widest:
             widest, why = LARGEST_LL_WARPS * WORDS_PER_WARP, f"fit into {registers} registers a thread"
     return usable_tile(facts, kernel, tile, (least, widest), why)

@@ -16,13 +16,24 @@ from tricomm.errors import InvalidArgument
 from tricomm.kernels import collective_specs, multimem, wide_words
 from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import Dtype, reduction
-from tricomm.policy.launch_shapes import COMPACT_REGISTERS, MOST_REGISTERS, has_compact_form, registers_of, shape_of
+from tricomm.policy.launch_shapes import (
+    COMPACT_REGISTERS,
+    LEAST_WIRE_TILE,
+    MOST_REGISTERS,
+    has_compact_form,
+    registers_of,
+    shape_of,
+)
 from tricomm.policy.selection_facts import SelectionFacts
 from tricomm.policy.tuning_tables import ShippedTable, TableRow, read_table, shipped
 
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
 _SEVERAL = "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
 _NO_SUM = "batch-invariant: nothing is reduced"
+_OPTION = "wire"  # in place of a table, with row -1
+# Bytes from which a quantised all-reduce takes less time than another one: modelled, for bf16 on 4 and 8 ranks.
+_WIRE_FROM = {"sm_90": 2 << 20, "sm_100": 4 << 20}
+_WIRE_FROM_ELSEWHERE = 1 << 20
 _SAME_LINKS = {"sm_103": "sm_100"}  # B300 has the links of B200
 
 
@@ -97,7 +108,11 @@ def choose(
         known = [registry.find(collective, name, "simple", zero_copy=True) for name in zero_copy]
     else:
         has_wide_words(facts, collective, forced=protocol == "ll128")
-        known = registry.of(collective, registry.CUBE_RANKS, multicast=True)
+        known = [
+            k
+            for k in registry.of(collective, registry.CUBE_RANKS, multicast=True, wire=True)
+            if not k.wire or k.wire == facts.wire or k.algorithm == algorithm
+        ]
     fits = _usable(facts, f"{collective}{' over symmetric memory' if zero_copy else ''}", known, algorithm, protocol)
     candidates = [
         (name, number, row, k)
@@ -106,14 +121,18 @@ def choose(
         if (k.algorithm, k.protocol) == (row.algorithm, row.protocol)
         if registers_of(facts, row) == MOST_REGISTERS or has_compact_form(k, facts.device, facts.world_size)
     ]
+    if facts.wire:
+        candidates = _wired(facts, fits, nbytes, candidates)
     table, number, row, kernel = candidates[0] if candidates else ("none", -1, None, fits[0])
     second = next((k for _, _, _, k in candidates[1:] if k != kernel), None)
-    words = -(-nbytes // 8)
+    words = -(-nbytes // (bits if kernel.wire else 8))  # of codes: a tile has as many, whatever the elements
     registers = registers_of(facts, row)
     shape = shape_of(facts, kernel, -(-words // kind.rows_in(facts.world_size)), row)
     forced = [f"{n}={v}" for n, v in (("algorithm", algorithm), ("protocol", protocol)) if v is not None]
     if forced:
         reason = f"{' and '.join(forced)} forced by the caller"
+    elif table == _OPTION:
+        reason = f"Options(wire={facts.wire!r}) or TRICOMM_WIRE: quantised on the links, {row.sizes if row else ''}"
     elif row is None:
         reason = f"no table has a row for {collective} on these devices, so the first kernel is taken"
     else:
@@ -129,6 +148,36 @@ def choose(
     return Choice(*names, *shape, reason, table, place, then, bool(zero_copy), registers=registers)
 
 
+_Candidate = tuple[str, int, TableRow, registry.Kernel]
+
+
+def _wired(
+    facts: SelectionFacts, fits: list[registry.Kernel], nbytes: int, candidates: list[_Candidate]
+) -> list[_Candidate]:
+    """`candidates` of a group that quantises what takes less time so: first those that do, by the user's table or by
+    one rule."""
+    rows, least = [each for each in candidates if each[3].wire], wire_from(facts)
+    for kernel in fits if least is not None and nbytes >= least else ():
+        if kernel.wire and not any(row.algorithm == kernel.algorithm for row in facts.tuned):
+            names = (kernel.algorithm, kernel.protocol)
+            rule = TableRow(kernel.collective, facts.world_size, None, *names, min_bytes=least or 0)
+            rows.append((_OPTION, -1, rule, kernel))
+    return rows + [each for each in candidates if not each[3].wire]
+
+
+def wire_from(facts: SelectionFacts) -> int | None:
+    """Bytes of input from which the calls of a group with `facts.wire` are quantised; None: none is.
+
+    With one leg quantised, a call needs twice as many, and is slower than through a switch.
+    """
+    if not facts.wire:
+        return None
+    least = _WIRE_FROM.get(_SAME_LINKS.get(facts.device, facts.device), _WIRE_FROM_ELSEWHERE)
+    if not facts.wire.endswith("_gather"):
+        return least
+    return 2 * least if facts.no_multicast else None
+
+
 def why_not_multicast(device: str, reason: str) -> str:
     """Why calls on `device` ("cpu", "sm_90", "cuda") cannot use NVLS (multimem); empty if they can. `reason` is why
     the memory has no multicast address; empty if it has one."""
@@ -140,7 +189,10 @@ def why_not_multicast(device: str, reason: str) -> str:
 
 
 def for_reduction(facts: SelectionFacts, collective: str, dtype: Dtype, op: str) -> SelectionFacts:
-    """The facts of a call of `collective` on `dtype` by `op`: the switch has not every operation for every type."""
+    """The facts of a call of `collective` on `dtype` by `op`: not every operation on every type is the switch's, or is
+    quantised."""
+    if facts.wire and not quantises(dtype, op):
+        facts = replace(facts, wire="")
     if facts.no_multicast or not collective_specs.find(collective).reduces or op not in dtype.ops:
         return facts
     return replace(facts, no_multicast=multimem.why_not_reduced(*reduction(dtype, op)) or "")
@@ -187,13 +239,40 @@ def _why_not(facts: SelectionFacts, kernel: registry.Kernel) -> str:
         return f"needs NVLS (multimem), and here {facts.no_multicast}"
     if kernel.wide and not has_wide_words(facts, kernel.collective, forced=False):
         return "needs 16-byte words with a flag"
+    if kernel.wire and (reason := why_not_wire(facts, kernel)):
+        return f"cannot quantise: {reason}"
     if facts.beside and not has_compact_form(kernel, facts.device, facts.world_size):
         ranks = f"{facts.world_size} ranks on {facts.device}"
         return f"takes more than {COMPACT_REGISTERS} registers a thread with {ranks} (Options.beside_compute)"
     if facts.batch_invariant and not kernel.rank_order:
+        if kernel.wire:
+            return "makes elements of a block depend on each other, and the group is batch-invariant"
         how = "in the switch's order" if kernel.multicast else "the sums of two quads"
         return f"adds {how}, and a batch-invariant group (TRICOMM_BATCH_INVARIANT) reduces in rank order"
     return ""
+
+
+def check_wire(facts: SelectionFacts) -> None:
+    """Raises `InvalidArgument` if these devices do not quantise as `facts.wire` says."""
+    kernel = registry.find("all_reduce", registry.algorithm_of(facts.wire), "simple")
+    if (reason := why_not_wire(facts, kernel)) is not None:
+        raise InvalidArgument(f"Options.wire={facts.wire!r} (TRICOMM_WIRE): {reason}")
+
+
+def quantises(dtype: Dtype, op: str) -> bool:
+    """Whether an all-reduce of `dtype` by `op` can be quantised on the links."""
+    return op in dtype.ops and registry.why_not_wire(*reduction(dtype, op)) is None
+
+
+def why_not_wire(facts: SelectionFacts, kernel: registry.Kernel) -> str | None:
+    """Why these devices and this memory do not run a `kernel` that quantises; None if they do."""
+    if facts.layout.largest_tile(kernel.algorithm, kernel.protocol) < LEAST_WIRE_TILE:
+        return f"Options.arena_bytes={facts.layout.nbytes} leaves tiles without room for a block of 128 elements"
+    if facts.device == "cpu":
+        return None
+    if facts.device == "cuda":
+        return _SEVERAL if kernel.codes == "fp8" else None
+    return kernel.why_not_compiled(int(facts.device.removeprefix("sm_")))
 
 
 def has_wide_words(facts: SelectionFacts, collective: str, forced: bool) -> bool:

@@ -16,6 +16,7 @@ from tests.core.bodies.common_bodies import SMALL, attempt, communicator
 
 SENSELESS = [
     ("communicator", "TRICOMM_BATCH_INVARIANT", "perhaps"),
+    ("communicator", "TRICOMM_WIRE", "e5m2"),
     ("communicator", "TRICOMM_STATS", "soon"),
     ("communicator", "TRICOMM_STATS_EVERY", "x"),
     ("communicator", "TRICOMM_LOG", "bogus"),

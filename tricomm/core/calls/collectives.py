@@ -21,6 +21,8 @@ from tricomm.core.symmetric import Symmetric
 from tricomm.core.work import or_work
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
+from tricomm.kernels.collectives import registry
+from tricomm.options import check_wire
 
 Tensor = torch.Tensor | Symmetric
 
@@ -48,14 +50,20 @@ class Collectives:
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
+        wire: str | None = None,
         async_op: Literal[False] = False,
     ) -> torch.Tensor:
         """Reduce `x` over all ranks, element by element, in rank order; every rank gets the same bits.
 
         In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max, prod, band, bor or bxor, or a
         `ReduceOp`. Types narrower than 32 bits are accumulated in 32 and rounded once.
+
+        `wire` quantises a sum or an average of fp16, bf16 or fp32 on the links, in blocks of 128 elements with a scale:
+        fp8 (e4m3), int8, or fp8_gather (only the second leg, which loses less). docs/algorithms.md has the bounds.
         """
         try:
+            if wire is not None:
+                algorithm = quantised(wire, algorithm)
             if out is x:
                 out = None
             return self._run(("all_reduce", op, algorithm, protocol, -1, out is None), x, out, async_op)
@@ -249,6 +257,14 @@ class Collectives:
     def barrier(self, *, async_op: Literal[False] = False) -> None:
         """Return None when every rank has entered the barrier; with `async_op=True` return a `Work` at once."""
         return self._calls.barrier(async_op=async_op)
+
+
+def quantised(wire: Any, algorithm: Any) -> str:
+    """The algorithm of an all-reduce with this `wire`; raises `InvalidArgument` if there is none."""
+    check_wire(wire, "wire")
+    if algorithm is not None:
+        raise InvalidArgument(f"wire={wire!r} with algorithm={algorithm!r}: wire names the kernel; give one of them")
+    return registry.algorithm_of(wire)
 
 
 def check_root(root: Any, world_size: int, what: str) -> None:
