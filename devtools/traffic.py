@@ -118,7 +118,8 @@ def count(
     ):
         message.pop("event")
         message["links"] = tuple(message["links"])
-        yield Moved(world_size=world_size, rank=rank, **{"nbytes": nbytes} | message)
+        message.setdefault("nbytes", nbytes)
+        yield Moved(world_size=world_size, rank=rank, **message)
 
 
 def rank_main(emit: Callable[..., None], rank: int, world_size: int, url: str, data: Any) -> None:
