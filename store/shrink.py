@@ -107,6 +107,12 @@ class Shrink:
         self._names: list[bytes] = []
         self._late: list[int] = []
 
+    @property
+    def origin(self) -> str:
+        """The old group and the ranks that are left out of it, in words."""
+        out = [rank for rank in range(self._control.world_size) if rank not in self.members]
+        return f"group {self._control.group} {f'without rank(s) {out}' if out else 'again'}"
+
     def agree(self) -> None:
         """Wait until all ranks that are left ask for the same. Raises the same error on all of them if one gives up:
         `InvalidArgument` if they leave out different ranks, `PeerDied` if one has ended, `CollectiveTimeout` that names

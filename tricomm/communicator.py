@@ -139,7 +139,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
         comm._meet(store, terms)
         return comm
 
-    def _meet(self, store: Store, terms: Terms, shrink: Shrink | None = None) -> None:
+    def _meet(self, store: Store, terms: Terms, shrink: Shrink | None = None, number: int = 0) -> None:
         def make(undo: ExitStack) -> None:
             shared = bootstrap.join(undo, store, terms) if shrink is None else bootstrap.rejoin(undo, shrink, terms)
             group = Group(shared, terms.device, terms.timeout, terms.options, PROCESSES)
@@ -148,7 +148,8 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
                 release = partial(self._group.drop, self._monitor.stop)
                 weakref.finalize(self, self._monitor.abandon, release).atexit = False
             # Every rank has the communicator, or none.
-            numbers = shared.control.exchange(group.recorder.job_rank(), "the communicator", terms.timeout)
+            mine = group.recorder.job_rank() if shrink is None else str(number).encode()
+            numbers = shared.control.exchange(mine, "the communicator", terms.timeout)
             group.recorder.place(numbers)
             if shrink is not None:
                 shrink.decide()
@@ -187,7 +188,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
         undo.callback(monitor.stop)
         undo.callback(_live.discard, self)
         activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
-        activity.held = group.memory
+        activity.held, activity.origin = group.memory, group.origin
         publish.add(activity)
         faults = Faults(group, monitor)
         launcher = Launcher(group, faults, monitor)

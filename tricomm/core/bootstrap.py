@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -69,7 +69,7 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """The memory and the facts that the ranks of a group share, and `Terms.recorder`; the group takes over the control
-    page and the arena."""
+    page and the arena. `origin`: the group that these ranks are left of, in words; empty for a new one."""
 
     control: ControlPage
     arena: Arena
@@ -77,6 +77,7 @@ class Shared:
     topology: Topology | None
     routes: backend_choice.GroupFacts
     recorder: FlightRecorder | None = None
+    origin: str = ""
 
 
 class NoArena(Arena):
@@ -210,7 +211,7 @@ def rejoin(undo: ExitStack, shrink: Shrink, terms: Terms) -> Shared:
     """As `join`, for the ranks that are left of a group and have agreed on a smaller one."""
     undo.push(partial(_leave, control := shrink.connect()))
     control.agree(None, "shrink", terms.rendezvous_timeout)
-    return _share(undo, control, terms)
+    return replace(_share(undo, control, terms), origin=shrink.origin)
 
 
 def _share(undo: ExitStack, control: ControlPage, terms: Terms, why: str | None = None, nodes: int = 1) -> Shared:

@@ -119,6 +119,7 @@ class Group:
     rank, world_size   this rank's number, and how many there are
     name               the group's, the same on all ranks
     device, gpu        of this rank's tensors; `gpu` is None if the kernels are interpreted on a CPU
+    origin             the group that its ranks are left of, in words; empty for a new one
     simulated          whether the kernels are interpreted: no time measured then says anything about a GPU
     table              int64 tensor that users' kernels read everything from: ranks, addresses, sizes
     argument           the same for the shipped kernels: `layout.group_argument`
@@ -154,6 +155,7 @@ class Group:
         self.control, self.arena, self.layout = control, shared.arena, shared.layout
         self.topology, self.routes = shared.topology or options.topology, shared.routes
         self.recorder = shared.recorder or runtime.recorder(control, timeout)
+        self.origin = self.recorder.origin = shared.origin
         topology_agreement.check(options, self.world_size)
         self.gpu: Gpu | None = runtime.gpu(device)
         self.simulated = self.gpu is None

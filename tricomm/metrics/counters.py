@@ -177,7 +177,7 @@ class HeldMemory:
 class Statistics:
     """A communicator's statistics so far. `waited` is, by peer, how many seconds this rank was in calls that the peer
     had not entered, sampled by the monitor every 20 ms: shorter delays are missing. `memory` is the device memory that
-    it holds now."""
+    it holds now, `origin` after `shrink` the group that its ranks are left of."""
 
     group: str
     rank: int
@@ -188,10 +188,11 @@ class Statistics:
     waited: dict[int, float]
     spans: tuple[Span, ...] = ()
     memory: HeldMemory = HeldMemory()
+    origin: str = ""
 
     def __str__(self) -> str:
         """The group, a line for each of the kernels and sizes with the most bytes, and the waits."""
-        where = f"{self.device}{', simulated' * self.simulated}"
+        where = f"{self.device}{', simulated' * self.simulated}{f', {self.origin}' if self.origin else ''}"
         lines = [
             f"group {self.group}, rank {self.rank} of {self.world_size} on {where}: {self.memory.nbytes:,} bytes held"
         ]
@@ -310,6 +311,7 @@ class Activity:
         self.group, self.rank, self.world_size, self.device = group, rank, world_size, device
         self.clock: Clock | None = None
         self.held: Callable[[], HeldMemory] = HeldMemory
+        self.origin = ""
         self._gpu, self._waited = gpu, waited
         self._tallies: dict[Key, Tally] = {}
         self._lock = threading.Lock()
@@ -363,7 +365,7 @@ class Activity:
         calls = tuple(_calls(key, tally) for key, tally in known if tally.total)
         waited = dict(list(self._waited.items()))
         facts = (self.group, self.rank, self.world_size, str(self.device), self.device.type != "cuda")
-        return Statistics(*facts, calls, waited, spans, self.held())
+        return Statistics(*facts, calls, waited, spans, self.held(), self.origin)
 
 
 def _calls(key: Key, tally: Tally) -> Calls:

@@ -76,6 +76,7 @@ class Recorded(Protocol):
     ranks: tuple[int, ...]
     rank: int
     timeout: float
+    origin: str
 
     def entries(self) -> list[Entry]: ...
     def first(self, numbers: list[int]) -> int: ...
@@ -89,11 +90,15 @@ class _Stream(NamedTuple):
     ranks: tuple[int, ...]
 
 
+def _stream(recorder: Recorded) -> _Stream:
+    return _Stream(recorder.name, ", ".join(filter(None, ("tricomm", recorder.origin))), recorder.ranks)
+
+
 def document(recorders: Sequence[Recorded]) -> dict[str, Any]:
     """The dump of one rank's recorders."""
     written, configs, dumped = time.time_ns(), dict[str, Any](), list[dict[str, Any]]()
     for recorder in recorders:
-        streams: dict[_Stream, list[dict[str, Any]]] = {_Stream(recorder.name, "tricomm", recorder.ranks): []}
+        streams: dict[_Stream, list[dict[str, Any]]] = {_stream(recorder): []}
         for entry in recorder.entries():
             stream, call = _dumped(recorder, entry)
             streams.setdefault(stream, []).append(call)
@@ -128,7 +133,7 @@ def _dumped(recorder: Recorded, entry: Entry) -> tuple[_Stream, dict[str, Any]]:
         how = f"{what.algorithm}/{what.protocol}, grid {what.grid}, {what.mode}"
     first, message = made[0], made[0].collective in collective_specs.MESSAGES
     name = _NAMES.get(first.collective, first.collective)
-    stream = _Stream(recorder.name, "tricomm", recorder.ranks)
+    stream = _stream(recorder)
     if message:
         stream, name = _message(recorder, first)
     elif len(made) > 1:

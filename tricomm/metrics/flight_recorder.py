@@ -62,6 +62,7 @@ class FlightRecorder:
     group        the name by which the program knows the group
     rank         this one's, in the job: the dump's file is named after it
     timeout      of a call, in seconds
+    origin       after `shrink` the group that its ranks are left of
     on           whether calls are recorded
     numbered     entries of a communicator's calls, each at its number modulo the length
     settle       completes the entries for a dump: their numbers and times, as far as only the maker of the calls knows
@@ -71,6 +72,7 @@ class FlightRecorder:
         self.name, self.ranks, self.rank, self.timeout = name, tuple(ranks), rank, timeout
         self.group = name
         self.settle: Callable[[list[Entry]], None] = _nothing
+        self.origin = ""
         self._kept = _recorded_calls() if calls is None else calls
         self.on = self._kept > 0
         self._size = self._kept + max(1, self._kept // 4)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import signal
 import statistics
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -141,6 +143,22 @@ def test_ranks_that_leave_out_different_ranks_are_all_told_and_keep_the_group(ra
     kind, text, _ = attempt(lambda: comm.shrink([2] if rank == 1 else [3] if rank == 0 else None))
     assert kind == "InvalidArgument" and "leaves out" in text, (kind, text)
     right(comm)
+    comm.close()
+
+
+@ranks.each(3)
+def test_statistics_and_dumps_say_what_a_group_is_left_of(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    if rank == 1:
+        return comm.close()
+    for said in ("without rank(s) [1]", "again"):
+        text = f"group {comm.group} {said}"
+        comm = comm.shrink()
+        right(comm)
+        assert comm.stats().origin == text and f"simulated, {text}: " in str(comm.stats()), str(comm.stats())
+        [path] = tricomm.dump(Path(url.removeprefix("file://")).parent / f"dump{rank}-")
+        dumped = pickle.loads(path.read_bytes())["pg_config"].values()
+        assert {"tricomm", f"tricomm, {text}"} <= {config["desc"] for config in dumped}, dumped
     comm.close()
 
 

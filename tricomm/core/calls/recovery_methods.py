@@ -102,7 +102,7 @@ class RecoveryMethods:
                 options, rank = replace(group.options, topology=topology), members.index(group.rank)
                 left = max(shrink.deadline.left, 1e-3)
                 terms = bootstrap.terms(rank, len(members), group.device, group.timeout, options, left)
-                made.append(comm._meet(self._store, terms, shrink) or comm)
+                made.append(comm._meet(self._store, terms, shrink, group.recorder.rank) or comm)
             except BaseException as error:
                 with suppress(GroupAborted):  # another thread has closed this one
                     shrink.give_up(error)
