@@ -105,7 +105,7 @@ def test_a_rank_is_sent_away_by_request(rank, world_size, tell, url):
     work = comm.all_reduce(torch.ones(4), async_op=True)
     work.wait()
     if rank == 1:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         kind = text = ""
         while not kind or kind == "nothing":
             assert time.monotonic() < deadline
@@ -114,7 +114,7 @@ def test_a_rank_is_sent_away_by_request(rank, world_size, tell, url):
         assert kind == "GroupAborted" and "ranks [0, 2] have gone on as a smaller group" in text, (kind, text)
         kind, text, _ = attempt(lambda: comm.shrink([0]))
         told = kind == "GroupAborted" and "without this rank" in text  # or the others have yet to finish
-        assert told or kind == "InvalidArgument" and "rank 0 leaves out [1]" in text, (kind, text)
+        assert told or kind == "InvalidArgument" and "leaves out [1]" in text, (kind, text)
         comm.close()
         return
     new = comm.shrink({1})
