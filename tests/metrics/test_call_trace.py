@@ -1,32 +1,42 @@
-"""torch's profiler shows every call once, by the keys of NCCL's events, and costs no call; NVTX ranges."""
+"""torch's profiler shows every call once, by the keys of NCCL's events, and costs no call."""
 
 from __future__ import annotations
 
 import json
 import logging
-import sys
+import os
 import threading
-from contextlib import contextmanager, suppress
-from types import SimpleNamespace
+from contextlib import suppress
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._profiler import ActiveProfilerType
 from torch.profiler import profile, schedule
 
 from tests import ranks
 from tests.c10d.bodies.groups import default_group
-from tests.core.bodies.common_bodies import communicator
-from tricomm.metrics import call_trace, flight_recorder
+from tests.core.bodies.common_bodies import alone, communicator
+from tricomm.metrics import call_trace
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 ONES = torch.ones(8)
 # Of torch's csrc/profiler/util.h; the ranks' stride is there if they have one.
 NCCL_KEYS = {
-    "Collective name", "In msg nelems", "Out msg nelems", "dtype", "Group size", "Process Group Name",
-    "Process Group Description", "Process Group Ranks", "Seq", "Rank", "In split size", "Out split size",
-    "Global rank start", "Global rank stride",
-}  # fmt: skip
+    "Collective name",
+    "In msg nelems",
+    "Out msg nelems",
+    "dtype",
+    "Group size",
+    "Process Group Name",
+    "Process Group Description",
+    "Process Group Ranks",
+    "Seq",
+    "Rank",
+    "In split size",
+    "Out split size",
+    "Global rank start",
+    "Global rank stride",
+}
 OUR_KEYS = {"Route", "Algorithm", "Protocol", "Blocks", "Table", "Table row", "Reason", "Mode"}
 
 
@@ -42,21 +52,6 @@ def sized(events):
     """Name, elements in and out, type, number, and splits."""
     keys = ("Collective name", "In msg nelems", "Out msg nelems", "dtype", "Seq", "In split size", "Out split size")
     return [tuple(event["args"][key] for key in keys) for event in events]
-
-
-@contextmanager
-def alone(tmp_path):
-    with communicator(0, 1, f"file://{tmp_path}/alone") as comm:
-        yield comm
-
-
-@pytest.fixture(autouse=True)
-def forgotten(monkeypatch):
-    """No warning has been logged, and no NVTX domain is known."""
-    monkeypatch.setattr(flight_recorder, "_warned", set())
-    call_trace._domain.cache_clear()
-    yield
-    call_trace._domain.cache_clear()
 
 
 # The keys
@@ -111,6 +106,28 @@ def test_calls_of_a_communicator_have_the_keys_of_nccls_events_and_ours(url, tmp
     sent, received, from_any = mine[7]["args"], theirs[7]["args"], theirs[8]["args"]
     assert (sent["Rank"], sent["Dst Rank"], received["Rank"], received["Src Rank"]) == (1, 1, 0, 0)
     assert "Src Rank" not in from_any and from_any["Op"] == "tag 5"
+
+
+def in_a_part_of_a_job(rank, world_size, tell, url, folder):
+    os.environ.update(TORCH_FR_BUFFER_SIZE="0", RANK=str(rank + 4))
+    with communicator(rank, world_size, url) as comm:
+        half = comm.split([2, 1])
+        events = []
+        if half is not None:
+            with profile(record_shapes=True) as prof:
+                half.barrier()
+                half.send(ONES, 1) if rank == 2 else half.recv(ONES.clone(), 0)
+            (folder / str(rank)).mkdir()
+            events = [event["args"] for event in shown(prof, folder / str(rank))]
+            half.close()
+        return events
+
+
+def test_ranks_are_those_of_the_job_with_the_flight_recorder_off_too(url, tmp_path):
+    none, received, sent = ranks.run(3, in_a_part_of_a_job, url, tmp_path)
+    assert none == [] and [facts["Process Group Ranks"] for facts in sent + received] == ["[6, 5]"] * 4
+    assert [facts["Rank"] for facts in (sent[0], received[0])] == [0, 1] and "Global rank stride" not in sent[0]
+    assert (sent[1]["Dst Rank"], received[1]["Src Rank"]) == (5, 6)
 
 
 def over_c10d(rank, world_size, tell, url, folder, route):
@@ -250,6 +267,16 @@ def test_an_exception_ends_the_event(tmp_path):
     assert [event["args"]["Seq"] for event in (first, outer, inner, last)] == [1, 2, 3, 2]
 
 
+def test_a_call_of_a_callback_has_the_name_of_its_line(tmp_path):
+    with alone(tmp_path) as comm, profile(record_shapes=True) as prof:
+        made = [("all_gather", "none", torch.float32, 8, -1), ("all_gather", "none", torch.float32, 2, -1)]
+        with comm._launcher.trace.shown(made, dict, None, 3, "2/1/"):
+            pass
+    (event,) = shown(prof, tmp_path)
+    assert event["args"]["Process Group Name"] == f"{comm.group}/2/1"
+    assert sized([event]) == [("all_gather_into_tensor_coalesced", 10, 10, "Float", 3, "[]", "[]")]
+
+
 def test_text_with_quotation_marks_is_kept(tmp_path):
     with alone(tmp_path) as comm, profile(record_shapes=True) as prof:
         made = ("all_reduce", "sum", torch.float32, 8, -1)
@@ -323,77 +350,3 @@ def compiled(rank, world_size, tell, url, folder):
 def test_a_compiled_call_is_shown(url, tmp_path):
     wanted = [4.0] * 8, [("allreduce", 8, 8, "Float", 1, "[]", "[]")]
     assert ranks.run(2, compiled, url, tmp_path) == [wanted] * 2
-
-
-# NVTX
-
-
-@pytest.fixture
-def nvtx(monkeypatch):
-    """A fake of the package, which keeps the ranges of its domains; `open` is how many are open."""
-    fake = SimpleNamespace(ranges=[], open=0)
-
-    def push(attributes):
-        fake.ranges.append(attributes)
-        fake.open += 1
-
-    def pop():
-        fake.open -= 1
-
-    def get_domain(name):
-        return SimpleNamespace(
-            get_event_attributes=lambda message, payload: (name, message, payload), push_range=push, pop_range=pop
-        )
-
-    monkeypatch.setitem(sys.modules, "nvtx", SimpleNamespace(get_domain=get_domain))
-    return fake
-
-
-def test_ranges_have_the_call_its_bytes_its_algorithm_and_its_number(nvtx, tmp_path, monkeypatch):
-    monkeypatch.setenv("TRICOMM_NVTX", "1")
-    with alone(tmp_path) as comm:
-        comm.all_reduce(ONES.clone())
-        comm.all_reduce(ONES.clone())
-        comm.barrier()
-        with pytest.raises(KeyError), comm._launcher.trace.shown(("send", "tag 1", torch.int64, 3, 0), dict, ONES, 0):
-            assert nvtx.open == 1
-            raise KeyError
-    assert nvtx.ranges == [
-        ("tricomm", "all_reduce 32 bytes one_shot/ll", 1),
-        ("tricomm", "all_reduce 32 bytes one_shot/ll", 2),
-        ("tricomm", "barrier 0 bytes one_shot/simple", 3),
-        ("tricomm", "send 24 bytes", 0),
-    ]
-    assert nvtx.open == 0
-
-
-def test_emit_nvtx_makes_ranges_and_another_profiler_does_not(nvtx, tmp_path, monkeypatch):
-    with alone(tmp_path) as comm:
-        comm.all_reduce(ONES.clone())
-        with profile():
-            comm.all_reduce(ONES.clone())
-            assert nvtx.ranges == []
-            monkeypatch.setattr(call_trace, "_profiler_type", lambda: ActiveProfilerType.NVTX)
-            comm.all_reduce(ONES.clone())
-    assert nvtx.ranges == [("tricomm", "all_reduce 32 bytes one_shot/ll", 3)]
-
-
-@pytest.mark.parametrize(
-    "value, said",
-    [
-        ("1", "calls have no NVTX ranges (import of nvtx halted; None in sys.modules); pip install 'tricomm[nvtx]'"),
-        (
-            "maybe",
-            "TRICOMM_NVTX='maybe' is neither on (1, on, true, yes) nor off (0, false, no, off); it counts as off",
-        ),
-    ],
-)
-def test_a_missing_package_or_a_wrong_value_is_one_warning(value, said, tmp_path, monkeypatch, caplog):
-    monkeypatch.setenv("TRICOMM_NVTX", value)
-    monkeypatch.setitem(sys.modules, "nvtx", None)
-    with caplog.at_level(logging.WARNING):
-        for place in ("a", "b"):
-            (tmp_path / place).mkdir()
-            with alone(tmp_path / place) as comm:
-                assert torch.equal(comm.all_reduce(ONES.clone()), ONES)
-    assert [record.message for record in caplog.records] == [said]

@@ -28,6 +28,13 @@ def communicator(rank, world_size, url, **options):
         yield comm
 
 
+@contextmanager
+def alone(folder):
+    """A communicator of this process alone."""
+    with communicator(0, 1, f"file://{folder}/alone") as comm:
+        yield comm
+
+
 def over(runtime, store, rank, world_size, options):
     """A communicator on the CPU's memory, whose kernels `runtime` launches."""
     plan, cpu, seconds = layout.plan(world_size, options.arena_bytes), torch.device("cpu"), options.timeout
