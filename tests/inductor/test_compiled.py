@@ -34,6 +34,17 @@ def users(x, residual, weight):
     return norm(new, weight)[0], new * 3
 
 
+def others(x, residual, weight):
+    """Without the copy that an all-reduce makes of `y`, Inductor computes the last product together with `other`, from
+    a value that it has not rounded."""
+    first = x.relu() + residual
+    y = norm(first, weight)[0]
+    total = summed(y)
+    new = norm(total, weight)[1]
+    other = (y + residual).relu() + first
+    return norm(other, weight, first)[1], norm(new, weight, total)[0], (new + other) * 2
+
+
 def compiled(function, used, **changes):
     from torch._inductor import config
 
@@ -84,22 +95,36 @@ def test_without_realized_operands_bits_depend_on_earlier_compilations(url, real
     assert ranks.run(1, twice, url, realized, timeout=280) == [realized]
 
 
-@ranks.each(2, [(0, True), (1, False), (1, True)], timeout=280)
-def test_without_the_check_of_rounding_bits_change(rank, world_size, tell, url):
-    """Bits with the pass as it is, without its check, and with Inductor told to round."""
+def rounding(rank, world_size, tell, url, function, check, modes):
+    """For (whether `check` is made, whether Inductor is told to round) of `modes`: what the pass has fused, and whether
+    the bits are those without it."""
     from tricomm.inductor import chains
 
     torch.set_num_threads(1)
     found = []
     with default_group(rank, world_size, url):
         inputs = data(torch.bfloat16, 37, rank)
-        for check, changes in ((True, {}), (False, {}), (True, {"emulate_precision_casts": True})):
-            kept, chains._check_bits = chains._check_bits, chains._check_bits if check else lambda chain: None
+        rounds = {mode: {"emulate_precision_casts": mode} for _, mode in modes}
+        wanted = {mode: compiled(function, None, **changes)(*inputs) for mode, changes in rounds.items()}
+        whole = getattr(chains, check)
+        for checks, mode in modes:
+            setattr(chains, check, whole if checks else lambda *given: None)
             used = tricomm.compile_pass()
-            with_it = compiled(users, used, **changes)(*inputs)
-            chains._check_bits = kept
-            found.append((used.fused.total(), same(with_it, compiled(users, None, **changes)(*inputs))))
-    return found
+            found.append((used.fused, same(compiled(function, used, **rounds[mode])(*inputs), wanted[mode])))
+    return [(fused.total(), right) for fused, right in found]
+
+
+def test_without_the_check_of_rounding_bits_change(url):
+    modes = (True, False), (False, False), (True, True)
+    assert (
+        ranks.run(2, rounding, url, users, "_check_bits", modes, timeout=280)
+        == [[(0, True), (1, False), (1, True)]] * 2
+    )
+
+
+def test_without_the_check_of_other_kernels_their_bits_change(url):
+    modes = (True, False), (False, False)
+    assert ranks.run(1, rounding, url, others, "_check_others", modes, timeout=280) == [[(0, True), (1, False)]]
 
 
 class Block(nn.Module):
@@ -114,11 +139,10 @@ class Block(nn.Module):
         return self.norm(residual), residual
 
 
-@ranks.each(2, [(0, 2, True), (2, 0, True)], timeout=280)
+@ranks.each(2, (True, 2, []), timeout=280)
 def test_norms_of_torch_get_the_bits_of_ours(rank, world_size, tell, url):
-    """Without `exact`: the bits of the graph that has our norms, and no pass."""
+    """Without `exact`."""
     torch.set_num_threads(1)
-    found = []
     with default_group(rank, world_size, url):
         x, residual, weight = data(torch.bfloat16, 37, rank)
         block = Block().bfloat16()
@@ -129,17 +153,11 @@ def test_norms_of_torch_get_the_bits_of_ours(rank, world_size, tell, url):
             residual = residual + summed(y)
             return SPELLED["llama"][0](residual, weight), residual
 
-        def wanted(x, residual):
-            residual = residual + summed(x)
-            residual = residual + summed(norm(residual, weight)[0])
-            return norm(residual, weight)[0], residual
-
-        right = compiled(wanted, None)(x, residual)
-        for exact in (True, False):
-            used = tricomm.compile_pass(exact=exact)
-            result = compiled(both, used)(x, residual)
-            found.append((used.fused.total(), len(used.left), exact or same(result, right)))
-    return found
+        first = residual + summed(x)
+        last = first + summed(norm(first, weight)[0])
+        used = tricomm.compile_pass(exact=False)
+        right = same(compiled(both, used)(x, residual), (norm(last, weight)[0], last))
+    return right, used.fused.total(), used.left
 
 
 @ranks.each(2, (True, True, 2), timeout=280)

@@ -192,9 +192,12 @@ def _check_bits(chain: Chain) -> None:
             "its norm is spelled in torch, so Inductor chooses the order of its sum and what is rounded before; use "
             "torch.ops.tricomm.rms_norm, or pass exact=False"
         )
-    if chain.add is None or config.emulate_precision_casts:
+    if config.emulate_precision_casts:
         return
     remedy = "set torch._inductor.config.emulate_precision_casts, or pass exact=False"
+    _check_others(chain, remedy)
+    if chain.add is None:
+        return
     if chain.residual is not None and not _in_memory(chain.residual):
         raise NotFused(f"Inductor may add the residual {chain.residual.name} before it is rounded; {remedy}")
     if value(chain.add).dtype == torch.float32:
@@ -203,6 +206,40 @@ def _check_bits(chain: Chain) -> None:
     for user in chain.add.users:
         if not (user in after or user.op == "output" or user.target == _aten.copy_.default or _is_call(user)):
             raise NotFused(f"Inductor may compute {user.name} from {chain.add.name} before it is rounded; {remedy}")
+
+
+def _check_others(chain: Chain, remedy: str) -> None:
+    """Other kernels are computed from each other's values in registers, or from rounded ones in memory. Inductor may
+    choose otherwise if they can run before and after the call, because the kernels next to it are others."""
+    before, after = _before(chain), {node for made in chain.nodes for node in _after(made)}
+    for node in chain.total.graph.nodes:
+        if node in before or node in after or not _is_generated(node):
+            continue
+        for other in (*node.all_input_nodes, *node.users):
+            if _is_generated(other):
+                raise NotFused(
+                    f"Inductor may round {node.name} and {other.name}, which do not wait, otherwise; {remedy}"
+                )
+
+
+def _before(chain: Chain) -> set[Node]:
+    """The all-reduce, and all nodes that the fused call depends on."""
+    found = set[Node]()
+    left = [chain.total, *(node for node in (chain.residual, *chain.norm.tail) if isinstance(node, Node))]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += node.all_input_nodes
+    return found
+
+
+def _is_generated(node: Node) -> bool:
+    """Whether Inductor may generate the code that computes this node, of floating point."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target in _READ_EXACTLY or _is_call(node):
+        return False
+    made = value(node)
+    return node.target != _aten.copy_.default and isinstance(made, torch.Tensor) and made.is_floating_point()
 
 
 def _in_memory(node: Any) -> bool:
