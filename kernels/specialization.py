@@ -37,6 +37,7 @@ class Specialization:
     OPERANDS     Triton's types of the epilogue's operands besides the row
     EPILOGUE     the device function that takes a reduced row, and PREPARE, which runs before the row is there
     PROLOGUE     the device function that makes the rows that are sent; None: they are those of the input
+    TOP_K        rows that `device/expert_rows.py` adds for one; 0: their number is known at run time
     WEIGHT, BIASED, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether
                  something is added to it, whether there is a residual, whether the norm is written, the quantisation,
                  and whether its scales are in tiles
@@ -62,6 +63,7 @@ class Specialization:
     EPILOGUE: Any = None
     PREPARE: Any = None
     PROLOGUE: Any = None
+    TOP_K: int = 0
     WEIGHT: str = ""
     BIASED: bool = False
     RESIDUAL: bool = False

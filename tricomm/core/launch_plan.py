@@ -173,6 +173,7 @@ def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) ->
 
 
 ROWS = "all_reduce_rows"
+_MOST_AT_ONCE = 8  # experts' rows whose loads a kernel's code unrolls for each tile
 
 
 def choose_fused(site: SelectionFacts, request: Request, mode: str) -> Choice | str:
@@ -220,6 +221,7 @@ def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:
         "EPILOGUE": device.rms_norm,
         "PREPARE": device.prepare_rms_norm,
         "PROLOGUE": expert_rows if epilogue.experts else None,
+        "TOP_K": epilogue.top_k if epilogue.top_k <= _MOST_AT_ONCE else 0,
         "WEIGHT": arguments.DTYPES[epilogue.weight].element,
         "BIASED": epilogue.weight_bias != 0,
         "RESIDUAL": epilogue.residual,

@@ -47,6 +47,7 @@ class Epilogue(NamedTuple):
     quantize       one of `QUANTIZATIONS`, or None
     scale_layout   of the block scales of nvfp4: one of `SCALE_LAYOUTS`; "" otherwise
     experts        Triton's types of the operands of `ExpertRows` that make the rows; none if x has them
+    top_k          their `top_k`
     """
 
     hidden: int
@@ -58,6 +59,7 @@ class Epilogue(NamedTuple):
     quantize: str | None = None
     scale_layout: str = ""
     experts: tuple[str, ...] = ()
+    top_k: int = 0
 
     @property
     def own(self) -> bool:
@@ -201,7 +203,7 @@ def checked(given: FusedArguments, device: torch.device, experts: ExpertRows | N
     norm_out = _output(given.norm_out, "norm_out", x, shape, same) if epilogue.norm else None
     if experts is not None:
         experts.check(FUSED, x.view(rows, hidden))
-        epilogue = epilogue._replace(experts=experts.types)
+        epilogue = epilogue._replace(experts=experts.types, top_k=experts.top_k)
     call = FusedCall(
         epilogue._replace(weight=given.weight.dtype),
         x.view(rows, hidden),
