@@ -37,7 +37,7 @@ class Recorder:
 
     def __init__(self, rank: int, calls: dict[int, Made], ranks: tuple[int, ...] = (0, 1, 2), name: str = "g") -> None:
         self.name, self.ranks, self.rank, self.timeout = name, ranks, rank, 60.0
-        self.late, self.running, self.calls = 0, False, calls
+        self.late, self.running, self.calls, self.origin = 0, False, calls, ""
 
     def entries(self) -> list[Entry]:
         entries = [begun(number, made) for number, made in self.calls.items()]
