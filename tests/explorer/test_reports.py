@@ -277,7 +277,7 @@ def test_functions_and_partials_are_offered_and_kernels_are_not(tmp_path):
     done = command(f"{example}:rong")
     assert done.exit_code == 2 and "it has ring, racy\n" in done.output
     done = command(f"{example}:shift")
-    assert done.exit_code == 2 and "shift: a function of one communicator that launches kernels" in done.output
+    assert done.exit_code == 2 and "shift is a kernel: name a function that allocates its memory" in done.output
 
 
 @pytest.mark.parametrize(
