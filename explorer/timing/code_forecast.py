@@ -12,7 +12,7 @@ from tricomm.explorer.timing.warp_clock import PARTS
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.perf import parsing, text_table, units
 from tricomm.perf.cost_model import forecast as counted
-from tricomm.perf.cost_model import kernel_time, machines, published
+from tricomm.perf.cost_model import kernel_time, published
 from tricomm.perf.cost_model.forecast import AskedCall, NcclRow
 from tricomm.perf.cost_model.kernel_time import Checked, TimeShares
 from tricomm.perf.cost_model.machines import LATENCIES, MACHINES, MachineSpec
@@ -176,14 +176,13 @@ def check(rows: tuple[PublishedTime, ...] = published.MEASUREMENTS) -> list[Chec
 
     If a published kernel sends only a share of our bytes (`PublishedTime.share`), the links are as much faster here.
     """
-    checked, arena = [], 2 * machines.ARENA_BYTES  # others' buffers take these calls in fewer chunks
+    checked = []
     for row in rows:
         machine = MACHINES[row.gpu]
         links = replace(machine, kernels=machine.kernels / row.share)
-        call = (links, row.kernel, row.world_size, row.nbytes)
-        shape = row.grid and LaunchShape(row.grid.blocks, row.grid.warps, 2 * row.grid.threads)
-        code = from_code.predict(*call, shape, arena) if shape else from_code.tuned(*call, arena)
-        checked.append(Checked(row, code.time_us + row.more_us + (machine.eager if row.mode == "eager" else 0.0)))
+        shape = LaunchShape(row.grid.blocks, row.grid.warps, 2 * row.grid.threads) if row.grid else None
+        time = from_code.tuned(links, row.kernel, row.world_size, row.nbytes, shape).time_us
+        checked.append(Checked(row, time + row.more_us + (machine.eager if row.mode == "eager" else 0.0)))
     return checked
 
 

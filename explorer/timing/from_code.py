@@ -238,12 +238,12 @@ def _call(
 
 
 def tuned(
-    machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, arena_bytes: int | None = None
+    machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, shape: LaunchShape | None = None
 ) -> CodeTime:
-    """`predict` for the faster of two grids: the policy's, and for long messages a wide one that a tuner would find."""
-    shapes = [policy_shape(machine, kernel, world_size, nbytes)]
-    if nbytes > _LONG:
+    """`predict` for a published call, on `shape`. None: the faster of two grids, the policy's, and for long messages a
+    wide one that a tuner would find. The buffers are twice ours, because others' take these calls in fewer chunks."""
+    shapes = [shape or replace(policy_shape(machine, kernel, world_size, nbytes), dependent=False)]
+    if shape is None and nbytes > _LONG:
         shapes.append(_WIDE)
-    shapes = [replace(shape, dependent=False) for shape in shapes]
-    times = (predict(machine, kernel, world_size, nbytes, shape, arena_bytes) for shape in shapes)
+    times = (predict(machine, kernel, world_size, nbytes, each, 2 * machines.ARENA_BYTES) for each in shapes)
     return min(times, key=lambda each: each.time_us)
