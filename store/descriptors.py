@@ -219,7 +219,7 @@ class DescriptorSocket:
         self, sender: Sender, count: int, token: bytes | None, received: Callable[[int, list[int]], bool]
     ) -> bool:
         """Read a message and hand its descriptors to `received`; False if there is no message."""
-        held = OwnedDescriptors()
+        held, found = OwnedDescriptors(), True
         try:
             data, extra, flags = _read(self._sockets[0], held)
             rank = _authentic(data, extra, sender, token)
@@ -233,7 +233,7 @@ class DescriptorSocket:
             if not received(rank, held):
                 raise _Refused("again")
         except BlockingIOError:
-            return False
+            found = False  # a `return` here, and an interrupt in `finally`: CPython 3.11 never frees the error's frames
         except OSError as error:
             raise ResourceError(f"no descriptors can be received: {error.strerror}") from error
         except _Refused as refusal:
@@ -241,7 +241,7 @@ class DescriptorSocket:
         finally:
             while held:
                 os.close(held.pop())
-        return True
+        return found
 
 
 class OwnedDescriptors(list[int]):
