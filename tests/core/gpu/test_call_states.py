@@ -80,6 +80,24 @@ def epochs(comm):
     return wrong
 
 
+def quantized_epochs(comm):
+    """(counted, taken) of calls that are quantised on the links."""
+    group, found = comm._group, []
+    for kernel in registry.WIRE:
+        elements = 20 * kernel.chunk_words(comm.world_size, group.layout)
+        before = int(group.flags[layout.ENDED])
+        made(comm, kernel, elements, torch.bfloat16)
+        last = [*comm._planner.plans.values()][-1].record.unpacked()
+        counted = call_states._epochs(last, group.layout, comm.world_size)
+        found.append((counted, int(group.flags[layout.ENDED]) - before))
+    return found
+
+
+def test_the_epochs_of_a_quantised_call_are_at_least_those_that_are_counted():
+    found = tricomm.simulate(quantized_epochs, world_size=2, options=tricomm.Options(arena_bytes=64 * 1024))
+    assert found[0] and all(1 < counted <= taken for counted, taken in found[0])
+
+
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_the_epochs_of_a_call_are_those_that_its_kernel_takes(world_size):
     options = tricomm.Options(arena_bytes=64 * 1024 if world_size < 8 else 256 * 1024)

@@ -27,9 +27,9 @@ def on_gpu(entries: list[Entry], flags: Sequence[int], plan: Layout, world_size:
     """Read the words that the kernels write. No call of CUDA, because the thread that waits may hold its locks.
 
     A call takes the epochs of its chunks, from the epoch that had ended when it was launched, or from the end of the
-    call before it. Two kinds of epochs are not known: those of a graph that is replayed while calls wait for it, and
-    all but one of an `all_to_all_v`. The calls after them, until one is launched later, can look further than they
-    are. A call that NCCL makes has ended when a later call has.
+    call before it. Some epochs are not known: those of a graph that is replayed while calls wait for it, and those over
+    the least number of a call that is fused, quantised or an `all_to_all_v`. The calls after them, until one is
+    launched later, can look further than they are. A call that NCCL makes has ended when a later call has.
     """
     now, started, blocks = time.time_ns(), flags[layout.STARTED], flags[layout.ENDED : layout.CONTROL_WORDS]
     in_flight = started != 0 and started in blocks  # a block has not ended what the launch has started
@@ -64,12 +64,13 @@ def on_gpu(entries: list[Entry], flags: Sequence[int], plan: Layout, world_size:
 
 
 def _epochs(what: Descriptor, plan: Layout, world_size: int) -> int:
-    """The epochs that a call takes; the least of a call of uneven rows, or of rows with an epilogue."""
+    """The epochs that a call takes; the least of a call of uneven rows, of rows with an epilogue, or of codes."""
     collective = "all_reduce" if what.collective in collective_specs.FUSED else what.collective
     in_place = "handle" in what.op  # of symmetric memory, which no mailbox divides
     if what.dtype == "none" or collective == "all_to_all_v" or in_place:
         return 1
     kernel = registry.find(collective, what.algorithm, what.protocol)
-    itemsize: int = getattr(torch, what.dtype).itemsize
+    coded = bool(kernel.wire) and kernel.wire == kernel.codes  # scales, next to the codes, are not counted
+    itemsize: int = 1 if coded else getattr(torch, what.dtype).itemsize
     words = -(-what.count * itemsize // 8)
     return max(1, -(-words // kernel.chunk_words(world_size, plan)))
