@@ -195,8 +195,8 @@ def _made(number, operands, first, length, SPEC: tl.constexpr):
     type; zeros where there is no word."""
     lane = tl.arange(0, SPEC.PLANE * SPEC.PACK)
     # Both are even numbers of words, so that an access has 16 bytes.
-    columns = tl.multiple_of(tl.zeros([], tl.int32) + first * SPEC.PACK, 8) + lane
-    inside = lane < tl.multiple_of(tl.zeros([], tl.int32) + length * SPEC.PACK, 8)
+    columns = tl.multiple_of(tl.zeros([], tl.int32) + first * SPEC.PACK, 2 * SPEC.PACK) + lane
+    inside = lane < tl.multiple_of(tl.zeros([], tl.int32) + length * SPEC.PACK, 2 * SPEC.PACK)
     values = SPEC.PROLOGUE(number, columns, inside, operands, SPEC).to(tl.float32)
     bits = raw_bits(tl.where(inside, values, 0.0), SPEC.ELEMENT, SPEC.BITS) << (lane % SPEC.PACK * SPEC.BITS)
     return tl.sum(tl.reshape(bits, [SPEC.PLANE, SPEC.PACK]), axis=1)

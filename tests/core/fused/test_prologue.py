@@ -187,12 +187,12 @@ def test_ranks_with_different_prologues_are_told(others):
     tricomm.simulate(body, 2)
 
 
-def compiled_for(prologue):
+def compiled_for(prologue, algorithm="one_shot", bits=16, operands=("*bf16:16", "*fp32:16", "i64", "i64"), **more):
     values = {"WORLD_SIZE": 2, "BLOCK": 64, "LANES": 32, "PTX": True, "LL": True, "DEPENDENT": True, "num_warps": 1}
     values |= {"ELEMENT": "bfloat16", "OP": "sum", "HIDDEN": 512, "ALIGNED": True, "EPILOGUE": written}
-    values |= {"PREPARE": nothing, "PROLOGUE": prologue, "OPERANDS": ("*bf16:16", "*fp32:16", "i64", "i64")}
-    kernel = registry.find("all_reduce_rows", "one_shot", "ll")
-    text: str = compiler.compile_kernel(kernel.function, values, 16, True, 90).asm["ptx"]
+    values |= {"PREPARE": nothing, "PROLOGUE": prologue, "OPERANDS": operands}
+    kernel = registry.find("all_reduce_rows", algorithm, "ll")
+    text: str = compiler.compile_kernel(kernel.function, values | more, bits, True, 90).asm["ptx"]
     return text
 
 
@@ -283,3 +283,11 @@ def test_without_the_wait_for_earlier_kernels_the_function_reads_too_early():
     assert report().ok
     with changed("no wait", chains.without_wait, "all_reduce_rows_one_shot"):
         assert "no_wait" in {finding.kind for finding in report().findings}
+
+
+def test_no_access_has_more_than_the_four_elements_at_which_shards_of_fp32_begin():
+    """Of narrower operands neither: a wider access would be misaligned, and read past the end of a row."""
+    more = {"ELEMENT": "float32", "SHARDS": 2, "HIDDEN": 1000, "BLOCK": 256}
+    text = compiled_for(dequantized, "two_shot", 32, ("*bf16:16", "*i8:16", "*fp32"), **more)
+    codes = re.findall(r"\bld\.global\.(\S+)", text)
+    assert "b32" in codes and not {"v2.b32", "v4.b32", "b64", "v2.b64"} & set(codes), codes
