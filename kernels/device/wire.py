@@ -211,11 +211,11 @@ def put_codes(buffers, codes, scales, plane, COUNT: tl.constexpr, SPEC: tl.const
     """Store a tile of codes and its scales (their bits, int32) at each of COUNT pointers (int64*, 16-byte aligned)."""
     lane, block = tl.arange(0, SPEC.BLOCK), tl.arange(0, SPEC.BLOCKS)
     for n in tl.static_range(COUNT):
-        at = tl.multiple_of(buffers[n], 16)
+        at = tl.multiple_of(buffers[n] + lane, 16)  # on `buffers[n]`, an argument, the hint would be lost
         if plane == SPEC.BLOCK:
-            tl.store(at + lane, codes)
+            tl.store(at, codes)
         else:
-            tl.store(at + lane, codes, mask=lane < plane)
+            tl.store(at, codes, mask=lane < plane)
         upper = (buffers[n] + SPEC.BLOCK).to(tl.pointer_type(tl.int16))
         for k in tl.static_range(SPEC.PLANES):
             bits = (scales[k] >> 16).to(tl.int16)
@@ -230,11 +230,11 @@ def get_codes(buffers, plane, COUNT: tl.constexpr, SPEC: tl.constexpr):
     if plane == SPEC.BLOCK:
         codes = ()
         for n in tl.static_range(COUNT):
-            codes = codes + (tl.load(tl.multiple_of(buffers[n], 16) + lane),)
+            codes = codes + (tl.load(tl.multiple_of(buffers[n] + lane, 16)),)
     else:
         codes = ()
         for n in tl.static_range(COUNT):
-            codes = codes + (tl.load(tl.multiple_of(buffers[n], 16) + lane, mask=lane < plane, other=0),)
+            codes = codes + (tl.load(tl.multiple_of(buffers[n] + lane, 16), mask=lane < plane, other=0),)
     scales = ()
     for n in tl.static_range(COUNT):
         upper = (buffers[n] + SPEC.BLOCK).to(tl.pointer_type(tl.int16))
