@@ -104,6 +104,7 @@ def test_a_rank_is_sent_away_by_request(rank, world_size, tell, url):
     handle = comm.symmetric((8,), torch.float32)
     work = comm.all_reduce(torch.ones(4), async_op=True)
     work.wait()
+    ranks.together(url, rank, range(world_size))
     if rank == 1:
         deadline = time.monotonic() + 60
         kind = text = ""
