@@ -82,7 +82,9 @@ def _run(way: str, ways: dict[str, Any], port: int | None, history: Path | None)
             ways["html"].write_text(page, encoding="utf-8")
         except OSError as error:
             raise click.UsageError(f"--html {ways['html']}: {error.strerror}") from None
-        click.echo(f"{len(page) / 1e6:.1f} MB written to {ways['html']}")
+        nbytes = len(page.encode())
+        size = f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:.1f} kB"
+        click.echo(f"{size} written to {ways['html']}")
     else:
         _serve(source, port, ways["calls"])
 

@@ -330,6 +330,8 @@ def test_the_command_writes_the_page_and_names_mistakes(tmp_path: Path) -> None:
     written(tmp_path / "dumps", {0: Recorder(0, {1: MADE}, (0,)).dumped()})
     done = run("--calls", f"{tmp_path}/dumps", "--html", f"{tmp_path}/calls.html")
     assert done.exit_code == 0 and "1 all_reduce 8 Float sum" in (tmp_path / "calls.html").read_text()
+    nbytes = (tmp_path / "calls.html").stat().st_size
+    assert f"{nbytes / 1e3:.1f} kB written to" in done.output and nbytes > 1000
     for arguments, text in [
         (("--calls", "/nowhere/rank_", "--html", f"{tmp_path}/x.html"), "no dumps at /nowhere/rank_"),
         (("--calls", "/nowhere", "--changes"), "--calls is for --html and --serve"),
