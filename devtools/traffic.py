@@ -110,8 +110,8 @@ def count(
     Eight ranks run the kernels for a cube mesh only. Rank 0 sends a message to rank 1, which is counted for rank 0.
     Fused calls have two rows of bfloat16, and are counted once for each of `quantized`.
 
-    `nbytes` must be a multiple of 16 W for the formulas to be exact; quantised calls have more, whole blocks. Raises
-    `RankFailed`.
+    `nbytes` must be a multiple of 16 W for the formulas to be exact; quantised calls are rounded up to whole blocks.
+    Raises `RankFailed`.
     """
     for rank, message in run_workers(
         "devtools.traffic:rank_main", world_size, {"nbytes": nbytes, "quantized": quantized}, timeout

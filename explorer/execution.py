@@ -358,13 +358,14 @@ def _mistaken(function: Callable[..., Any]) -> str:
     if not names or names[0].startswith("comm"):
         return ""
     return (
-        f"; {names[0]} was a tricomm.Communicator, as the first argument is without --args: give a function of tensors "
-        "--args, and have @tricomm.checked's fixtures after it, or after a * in a program over torch's symmetric memory"
+        f"; {names[0]} was a tricomm.Communicator, as the first argument is without --args: for a function of tensors "
+        "pass --args. Fixtures of @tricomm.checked come after the communicator, or after a * in a program over torch's "
+        "symmetric memory"
     )
 
 
 def _exiting(end: Callable[[int], None], process: int) -> Callable[[int], Callable[[int], Any]]:
-    """A rank that ends itself ends not the check, which would look like one without findings. A forked child may."""
+    """`os._exit` of a rank ends that rank, not the check, which would look clean; of a forked child, the child."""
     return lambda rank: sys.exit if os.getpid() == process else end
 
 

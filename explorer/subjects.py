@@ -50,7 +50,7 @@ def from_file(
             module = _of_package(file) if (file.parent / "__init__.py").is_file() else _alone(file)
     except OutOfTime:
         raise InvalidArgument(
-            f"{file}: the budget has ended while it was imported; give more, or mend the file"
+            f"{file}: the budget has ended while it was imported; give more, or make its import faster"
         ) from None
     value = getattr(module, function, None)
     if is_kernel(value):
@@ -135,7 +135,7 @@ def with_arguments(
 
 
 def _called(function: Callable[..., Any], code: Any, namespace: dict[str, Any], arguments: str) -> Any:
-    """Call `function` with the arguments that `code` gives. Raises `InvalidArgument` if these fail or do not fit."""
+    """Call `function` with the arguments that `code` gives. Raises `InvalidArgument` if it fails or they do not fit."""
     try:
         args, kwargs = eval(code, namespace)
     except TricommError:

@@ -121,7 +121,7 @@ class Layout:
         if protocol in ("ll", "ll128"):
             return (self.ll_buffer if protocol == "ll" else self.wide_buffer) // (32 if "two_shot" in algorithm else 16)
         step = self.simple_buffer & -self.simple_buffer
-        if algorithm.startswith("two_shot_"):  # of codes, of which four words of a tensor make one
+        if algorithm.startswith("two_shot_"):  # words of codes, one for up to four words of a tensor
             return step // 64
         return step // (8 if algorithm == "one_shot" else 16)
 

@@ -20,8 +20,8 @@ def expected(
     quads: Sequence[Sequence[int]] = (),
     wire: str = "",
 ) -> torch.Tensor:
-    """The output of `rank` for all ranks' flat inputs, as the kernels promise it; `quads` of a cube mesh; `wire` of an
-    all-reduce that is quantised on the links."""
+    """The output of `rank` for all ranks' flat inputs, as the kernels promise it. `quads`: of a cube mesh; `wire`: how
+    an all-reduce is quantised on the links."""
     if wire:
         return quantised(wire, op, parts)
     if collective in ("all_gather", "gather"):
@@ -68,7 +68,7 @@ def quantised(wire: str, op: str, parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def coded(values: torch.Tensor, codes: str) -> torch.Tensor:
-    """The fp32 numbers that are left of flat fp32 `values` after one leg in `codes`, fp8 or int8."""
+    """Flat fp32 `values` after one leg in `codes`, fp8 or int8: quantised and dequantised."""
     blocks = torch.nn.functional.pad(values, (0, -len(values) % 128)).view(-1, 128)
     finite = blocks.isfinite()
     most = torch.where(finite, blocks, 0.0).abs().amax(1, keepdim=True)
@@ -86,7 +86,7 @@ def coded(values: torch.Tensor, codes: str) -> torch.Tensor:
 def _two(op: str, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if op in ("band", "bor", "bxor"):
         return a & b if op == "band" else a | b if op == "bor" else a ^ b
-    if op in ("min", "max"):  # of equal numbers, which may be zeros of two signs, torch gives any
+    if op in ("min", "max"):  # of zeros with different signs torch may give either
         negative = torch.signbit(a)
         equal = torch.where(negative, a, b) if op == "min" else torch.where(negative, b, a)
         return torch.where(a == b, equal, torch.minimum(a, b) if op == "min" else torch.maximum(a, b))

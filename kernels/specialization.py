@@ -28,16 +28,16 @@ class Specialization:
     COMPACT      for at most 128 registers a thread: ranks one after another where a loop has the tiles of all of them
     DEPENDENT    a dependent launch (`device/dependent_launch.py`)
     ELEMENT, OP  the type that a reduction reads each element as, and its operation (`dtypes.reduction`)
-    WIRE, GATHER the codes of an all-reduce that quantises on the links (`device/wire.py`), fp8 or int8, else empty;
-                 whether it quantises the second leg alone
+    WIRE, GATHER the codes of an all-reduce that quantises on the links (`device/wire.py`): fp8 or int8, else empty;
+                 whether it quantises only the second leg
 
     Of an all-reduce of rows with an epilogue (`device/rows.py`):
     HIDDEN       elements of a row, a multiple of 8
     SHARDS       equal parts of a row: one a rank if two shots reduce it
     OPERANDS     Triton's types of the epilogue's operands besides the row
     EPILOGUE     the device function that takes a reduced row, and PREPARE, which runs before the row is there
-    PROLOGUE     the device function that makes the rows that are sent; None: they are those of the input
-    TOP_K        rows that `device/expert_rows.py` adds for one; 0: their number is known at run time
+    PROLOGUE     the device function that makes the rows to send; None: the rows of the input are sent
+    TOP_K        rows that `device/expert_rows.py` sums for a token; 0: known only at run time
     WEIGHT, BIASED, RESIDUAL, NORM, QUANTIZE, SWIZZLED    of RMSNorm (`device/epilogue.py`): type of the weight, whether
                  something is added to it, whether there is a residual, whether the norm is written, the quantisation,
                  and whether its scales are in tiles

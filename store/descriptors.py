@@ -233,7 +233,7 @@ class DescriptorSocket:
             if not received(rank, held):
                 raise _Refused("again")
         except BlockingIOError:
-            found = False  # a `return` here, and an interrupt in `finally`: CPython 3.11 never frees the error's frames
+            found = False  # after `return` and an interrupt in `finally`, CPython 3.11 never frees the error's frames
         except OSError as error:
             raise ResourceError(f"no descriptors can be received: {error.strerror}") from error
         except _Refused as refusal:

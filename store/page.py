@@ -244,11 +244,11 @@ class Page:
         self._words[_STEP] = step
 
     def put_shrink(self, record: bytes) -> None:
-        """What this rank's call of shrink asks for, at most `SHRINK_BYTES`."""
+        """Publish the record of this rank's call of shrink, at most `SHRINK_BYTES`."""
         self._put(_SHRINK_AT, record)
 
     def shrink(self) -> bytes | None:
-        """That record; None if there is none, or if it is being written."""
+        """The record of `put_shrink`; None if there is none, or if it is being written."""
         return self._take(_SHRINK_AT, SHRINK_BYTES, tries=1)
 
     def post(self, message: ExchangeMessage) -> None:

@@ -1,13 +1,13 @@
 """How the ranks that are left of a group make a smaller one: through its control pages and sockets, without a Store.
 
-    each rank that is left writes what it asks for into its page, and waits until all have done so
+    each rank that is left writes its proposal into its page, and waits until all have done so
     the lowest of them, the leader, invites them: their calls by number, and the new group's nonce
     they pass new control segments over sockets, whose names are in their pages, and set up the group over these
-    each rank is READY; the leader writes PREPARED, looks at all again, and writes DECIDED
+    each rank is READY; the leader writes PREPARED, reads all pages again, and writes DECIDED
 
 Once the leader has DECIDED all of them have the new group; if it never does, all raise. A rank that gives up writes
-WITHDRAWN first and then looks at the leader. `devtools/mailbox_model/shrink.py` visits every order of these steps. No
-memory of the old group is used again, so nothing that a rank left out still writes can reach the new one.
+WITHDRAWN first and then reads the leader's page. `devtools/mailbox_model/shrink.py` visits every order of these steps.
+No memory of the old group is used again, so late stores of an excluded rank cannot reach the new one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _HEAD = struct.Struct(f"<I?Q{NAME_BYTES}s{NONCE_BYTES}s")
 _ERROR_BYTES = 600
 _PHASES = 8
 _PAUSES = 5e-5, 2e-3
-_SEEN_SECONDS = 1e-4  # a store of this rank is seen by all, and only then are theirs read
-_DOUBT_SECONDS = 2.0  # the leader is between two lines of this file
+_SEEN_SECONDS = 1e-4  # until all see a store of this rank; only then it reads theirs
+_DOUBT_SECONDS = 2.0  # for the leader to get from PREPARED to its next phase
 
 
 class Phase(enum.IntEnum):
@@ -58,7 +58,7 @@ class Proposal:
     socket   the name of the socket at which it takes descriptors
     nonce    of the new group, from the leader
     invited  by rank, the number of the call that the leader invites; 0 for a rank that is left out; () before that
-    error    why its latest call that failed has failed, as `packed_error`
+    error    of its latest call that failed, as `packed_error`
     """
 
     number: int
@@ -156,7 +156,7 @@ class Shrink:
             new.set_state(RankState.READY)
             self._segments.clear()
             return new
-        except BaseException as error:  # those that have this page wait for this rank there
+        except BaseException as error:  # members that hold this page wait for this rank on it
             named = self._named(error)
             page.put_fault(Fault(type(named).__name__, rank, 0, str(named)))
             page.state = RankState.CLOSED
@@ -167,8 +167,8 @@ class Shrink:
     def decide(self) -> None:
         """The last step, once this rank has all that it needs: returns on all members or raises on all.
 
-        Only a leader that is stopped between its last two steps, for longer than this rank waits, could decide later
-        than this rank raises; the others then see that this rank has left the new group.
+        One exception: a leader that is stopped between its last two steps for longer than this rank waits decides after
+        this rank has raised; the others then see that this rank has left the new group.
         """
         self._post(Phase.READY)
         try:
@@ -204,7 +204,7 @@ class Shrink:
     # The ranks agree
 
     def _pair(self) -> None:
-        """Count this call with the calls of others that gave up before it came; it does not await their next ones."""
+        """Match this call with peers' calls that gave up before it came; it is then no match of their next calls."""
         over = list(self._mine.over)
         for peer in self._control.peers:
             phase, theirs = self._read(peer)
@@ -268,20 +268,20 @@ class Shrink:
         self._names = [sockets[peer] for peer in self.members]
 
     def _refuse(self, peer: int, phase: Phase, theirs: Proposal, out: Iterable[int]) -> None:
-        """Raise if what `peer` has written means that this call cannot succeed."""
+        """Raise if this call cannot succeed, by the record of `peer`."""
         mine = self._mine
         awaited = theirs.over[self._rank] == mine.number - 1  # that call was meant to meet this one
         if phase == Phase.DECIDED:
             kept = [rank for rank, number in enumerate(theirs.invited) if number]
             raise GroupAborted(f"rank(s) {kept} have gone on as a smaller group, without this rank")
         if phase == Phase.WITHDRAWN:
-            refused = awaited and error_kind(theirs.error) is InvalidArgument  # it has seen this one's page first
+            refused = awaited and error_kind(theirs.error) is InvalidArgument  # it read this page first
             if refused if peer in out else awaited or theirs.number > mine.over[peer]:
                 self._raise_as(peer, theirs)
         elif (peer not in out or awaited) and not self._gone(peer) and self._differ(theirs):
             raise InvalidArgument(
-                f"rank {self._rank} leaves out {mine.asks()}, rank {peer} leaves out {theirs.asks()}: give all ranks "
-                "that are left the same"
+                f"rank {self._rank} leaves out {mine.asks()}, rank {peer} leaves out {theirs.asks()}: pass the same "
+                "`exclude` on all ranks that are left"
             )
 
     def _differ(self, theirs: Proposal) -> bool:

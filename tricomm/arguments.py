@@ -189,7 +189,7 @@ def members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArg
 
 
 def excluded(exclude: object, rank: int, world_size: int) -> frozenset[int] | None:
-    """The ranks that `shrink` on `rank` leaves out; None for those that have ended. Raises `InvalidArgument`."""
+    """The ranks that `shrink` on `rank` leaves out; None: those that have ended. Raises `InvalidArgument`."""
     if exclude is None:
         return None
     chosen = tuple(exclude) if isinstance(exclude, Collection) and not isinstance(exclude, str | bytes) else (None,)
@@ -198,6 +198,6 @@ def excluded(exclude: object, rank: int, world_size: int) -> frozenset[int] | No
         raise InvalidArgument(f"shrink: exclude={exclude!r}: different ranks from 0 to {world_size - 1} are needed")
     if rank in chosen:
         raise InvalidArgument(
-            f"shrink: exclude={exclude!r}: this is rank {rank}; one that is left out does not call it"
+            f"shrink: exclude={exclude!r}: this is rank {rank}, and an excluded rank does not call shrink"
         )
     return frozenset(chosen)

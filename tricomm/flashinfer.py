@@ -252,8 +252,8 @@ def allreduce_fusion(
     Outputs that are None are allocated. Returns `quant_out` of a quantising pattern, `norm_out` of
     kARResidualRMSNorm, `output` of kAllReduce. `use_oneshot` forces one shot or two. The arithmetic is that of
     `Communicator.all_reduce_rms_norm` and its quantising form: `scale_factor` divides for FP8 and multiplies for
-    NVFP4; `norm_out` is not written by a quantising pattern without `Out`. The MoE patterns have the rows of
-    `residual_in`; scales of kMoEReductionARResidualRMSNorm are expert by expert, and a `quant_out` makes it NVFP4.
+    NVFP4; `norm_out` is not written by a quantising pattern without `Out`. The MoE patterns make one row for each row
+    of `residual_in`. kMoEReductionARResidualRMSNorm takes scales expert by expert; with a `quant_out` it is NVFP4.
     Raises `InvalidArgument` (a `ValueError`) for a pattern that is not covered, a workspace that is too small or
     destroyed, and tensors that do not fit; or the group's fault.
     """
@@ -277,7 +277,7 @@ def allreduce_fusion(
         if output is not None or (pattern == _Pattern.kMoEFinalizeARResidualRMSNorm and quant_out is not None):
             name = "output" if output is not None else "quant_out"
             raise InvalidArgument(f"allreduce_fusion: {_NAMES[pattern]} writes no {name}; leave it out")
-        assert residual_in is not None, "it was looked at"
+        assert residual_in is not None, "checked above"
         input = residual_in
     if not isinstance(input, torch.Tensor) or input.dim() != 2:
         raise InvalidArgument("allreduce_fusion: input has to be a tensor of [tokens, hidden]")
@@ -330,7 +330,7 @@ def allreduce_fusion(
 
 
 def _finalized(rows: Any, index: Any, weight: Any, shared: Any) -> ExpertRows:
-    """What the finalize patterns sum: `index[token, k]` is a row of the experts' output."""
+    """The summands of the finalize patterns: `index[token, k]` is a row of the experts' output."""
     for name, tensor in (("input", rows), ("expanded_idx_to_permuted_idx", index)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2:
             raise InvalidArgument(f"allreduce_fusion: a MoE finalize pattern needs {name}, a tensor of two dimensions")
@@ -338,7 +338,7 @@ def _finalized(rows: Any, index: Any, weight: Any, shared: Any) -> ExpertRows:
 
 
 def _reduced(residual: Any, rows: Any, scales: Any, tokens: Any, experts: Any) -> ExpertRows:
-    """What kMoEReductionARResidualRMSNorm sums: row and scale of an expert and a token are expert by expert."""
+    """The summands of kMoEReductionARResidualRMSNorm: rows and scales are in the order expert, token."""
     given = {
         "residual_in": residual,
         "moe_reduction_active_experts_token_input": rows,

@@ -60,8 +60,8 @@ class Options:
     batch_invariant  whether the bits of a reduction depend on rank order alone: not on size, place in the tensor,
                    algorithm, protocol, chunk, grid or graph. A call without that promise is refused. Also for all
                    groups of a process: TRICOMM_BATCH_INVARIANT=1 (docs/torch-distributed.md#batch-invariance)
-    wire           fp8, int8 or fp8_gather: all_reduces that take less time so, by a cost model, are quantised on the
-                   links, as with `all_reduce(wire=)`, at the earliest from 1 MiB on; None: only calls that ask. Also
+    wire           fp8, int8 or fp8_gather: quantise an all_reduce on the links, as `all_reduce(wire=)` does, from the
+                   size on at which a cost model expects a gain (1 MiB or more); None: only calls with `wire=`. Also
                    for all groups of a process: TRICOMM_WIRE
 
     Raises `InvalidArgument` for a value out of range, and for an option that is gone (`tricomm.gone`).
@@ -118,7 +118,7 @@ class Options:
 
 
 def check_wire(wire: object, name: str) -> None:
-    """Raises `InvalidArgument` for a `wire` that there is not."""
+    """Raises `InvalidArgument` for an unknown `wire`."""
     if wire not in WIRES:
         raise InvalidArgument(f"{name}={wire!r}: {', '.join(WIRES)} or None is needed")
 

@@ -1,7 +1,7 @@
 """Stores of a group that was given up, while its survivors already use the smaller group.
 
-A call of three ranks is cut: rank 1 ended or stopped in it, and its stores may arrive at any time: a stopped peer may
-wake up. A survivor's kernel has left before the survivor makes the new group, so its own stores are over. In the
+A call of three ranks is cut: rank 1 ended or stopped in it. Its stores may arrive at any time, because a stopped peer
+may wake up. A survivor's kernel has left before the survivor makes the new group, so its own stores are over. In the
 new group rank 2 is rank 1. The old call's words have their epoch as header and another payload, so that a poll that
 takes one for a new word reads a wrong one.
 """

@@ -4,9 +4,10 @@ Each rank has a word that it alone writes and all read. The leader is the lowest
 store. A survivor sets up its part of the new group, writes READY, and waits for DECIDED. It may give up at any time,
 because its time is up or the set-up has failed; any one rank may die at any time. The rules:
 
-    the leader writes PREPARED when all are ready, looks at all again, and decides only if all still are
-    a rank that gives up writes WITHDRAWN and then looks at the leader: with DECIDED it has the group, PREPARED passes
-    a rank that has died is judged by a word that was read after its end was seen
+    the leader writes PREPARED when all are ready, reads all words again, and decides only if all still are
+    a rank that gives up writes WITHDRAWN and then reads the leader's word: at DECIDED it has the group, at PREPARED it
+    waits
+    the word of a rank that has died counts only if it was read after the death was seen
 
 A step reads or writes one word. A rank that is dead at the end may have had the group: its peers name it at their next
 call.

@@ -28,8 +28,8 @@ from tricomm.explorer.report.findings import CACHED, FORMAL, REORDERED, Finding
 @dataclass(slots=True)
 class Maker:
     """The origin of accesses: the threads `team` of a block of a launch of `kernel`, or host code (block -1).
-    `dependent`: the launch may begin before the one before it on its `stream` has ended. `caller`: the user's line that
-    launches a kernel of the stand-ins."""
+    `dependent`: the launch may begin before the one before it on its `stream` has ended. `caller`: the user's line
+    that led to the launch, for kernels that are not the user's."""
 
     team: Team
     block: int = -1

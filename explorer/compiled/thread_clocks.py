@@ -113,7 +113,7 @@ class Clocks:
         return ordered
 
     def released_by_launch(self, team: int, slot: int, time: int) -> bool:
-        """True if each relaxed write of team number `team` releases that time of a thread: it is before the launch."""
+        """True if that time of a thread is before the launch of team number `team`, whose writes then release it."""
         messages = (message for message in self.messages if message is not None and message.block == team)
         parts = (part for message in messages for part in message.parts if part.slot == 0)
         return any(slot < part.known.shape[1] and part.known[0, slot] >= time for part in parts)

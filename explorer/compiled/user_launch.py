@@ -74,8 +74,8 @@ def prepare(
 
 @contextmanager
 def _refusing_libraries(kernel: Any) -> Iterator[None]:
-    """Raises `InvalidArgument` in place of Triton's error about a function of a device library, such as NVSHMEM's. Of
-    that error Triton prints the whole PTX."""
+    """Raises `InvalidArgument` in place of Triton's error about a function of a device library, such as NVSHMEM's, and
+    drops the whole PTX that Triton prints with it."""
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):

@@ -35,7 +35,7 @@ class Watchdog:
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._before: dict[int, Any] = {}
-        self.interrupted = False  # by SIGINT; code may have swallowed the exception
+        self.interrupted = False  # by SIGINT; the user's code may have caught the exception
         self._thread = threading.Thread(target=self._watch, name="tricomm-watchdog", daemon=True)
         self._usable = threading.current_thread() is threading.main_thread()
 

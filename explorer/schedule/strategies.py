@@ -12,8 +12,8 @@ NAMES = ("random", "pct", "exhaustive")
 
 
 class Strategy(Protocol):
-    """Chooses the task that runs next: among blocks, because host code runs first, and among both if not
-    `hosts_first`."""
+    """Chooses the task that runs next. With `hosts_first`, ready host code runs first, and it chooses among blocks;
+    else it chooses among both."""
 
     hosts_first: bool
 

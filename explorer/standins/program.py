@@ -84,8 +84,8 @@ class Standins:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside, a program's code uses the stand-ins. Raises `InvalidArgument` inside of another such check, or if
-        another thread has one: both would change this process's environment and modules."""
+        """Inside, a program's code uses the stand-ins. Raises `InvalidArgument` if another check of a program runs, in
+        another thread or around this one: both would change this process's environment and modules."""
         if not _running.acquire(blocking=False):
             raise InvalidArgument(
                 "this process checks a program already, in another thread or around this call: check them one by one"
@@ -131,7 +131,7 @@ def _put_tables(tables: tuple[Any, ...]) -> None:
     c10d._world.default_pg, symm_mem._group_name_to_workspace_tensor, symm_mem._backend_streams = tables
 
 
-_VARIABLES: dict[bytes, bytes] = vars(os.environ)["_data"]  # a copy of `os.environ` would decode each, at every turn
+_VARIABLES: dict[bytes, bytes] = vars(os.environ)["_data"]  # copying `os.environ` would decode all at every turn
 
 
 def _environment(values: Mapping[bytes, bytes]) -> None:

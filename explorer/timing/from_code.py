@@ -77,7 +77,8 @@ def predict(
     shape: LaunchShape | None = None,
     arena_bytes: int | None = None,
 ) -> CodeTime:
-    """One call of `nbytes` of float32 input a rank, in a graph. None: the policy's `shape`, the default arena."""
+    """One call of `nbytes` of float32 input a rank, in a graph. A `shape` of None is the policy's, and
+    `arena_bytes` of None the default."""
     shape = shape or policy_shape(machine, kernel, world_size, nbytes)
     kind = kernel.kind
     elements = _aligned(max(1, nbytes // 4 // kind.rows_in(world_size)))
@@ -240,8 +241,8 @@ def _call(
 def tuned(
     machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, shape: LaunchShape | None = None
 ) -> CodeTime:
-    """`predict` for a published call, on `shape`. None: the faster of two grids, the policy's, and for long messages a
-    wide one that a tuner would find. The buffers are twice ours, because others' take these calls in fewer chunks."""
+    """`predict` for a published call, on `shape`. None: the faster of two grids: the policy's and, for long messages, a
+    wide one that a tuner would find. The buffers are twice ours: other libraries divide calls into fewer chunks."""
     shapes = [shape or replace(policy_shape(machine, kernel, world_size, nbytes), dependent=False)]
     if shape is None and nbytes > _LONG:
         shapes.append(_WIDE)

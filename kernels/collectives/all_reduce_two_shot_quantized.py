@@ -11,17 +11,17 @@ q is 8 bits an element and a scale of 16 bits for each block of 128 (`device/wir
 codes, too, and takes its own result from the codes that it sends. So every rank has the same bits, and they depend on
 the inputs in rank order alone, not on grid, chunks or arena. `fp8_gather` sends the first leg unquantised.
 
-Bytes     (N-1)/N n / itemsize * 130/128 written to peers per rank and leg: of 16-bit elements 0.51 of an unquantised
-          one, of fp32 a quarter. `fp8_gather`: n (N-1)/N in the first leg. Nothing is read from a peer.
-Hops      2 one-way pushes, each followed by a barrier; of C chunks C + 1 barriers, as in `all_reduce_two_shot`, simple.
+Bytes     (N-1)/N n / itemsize * 130/128 written to peers per rank and leg: 0.51 of an unquantised leg for 16-bit
+          elements, a quarter for fp32. `fp8_gather`: n (N-1)/N in the first leg. Nothing is read from a peer.
+Hops      2 one-way pushes, each followed by a barrier; C chunks: C + 1 barriers, as in `all_reduce_two_shot`, simple.
 Waits     header of phase 0 of chunk k, release to acquire at `.sys`: codes and scales of chunk k that block b of each
           peer pushed here are visible, and the results of chunk k - 1. Header of phase 1 of the last chunk: so are its
           results.
 Reuse     as in `all_reduce_two_shot`, simple: two mailboxes by the epoch's parity, half of each buffer for shards and
           half for results (`run_two_hops` in `device/chunks.py`). A scale is in the room of its tile, so that it is
           written, read and overwritten with it.
-Order     rank 0 .. N-1 in fp32, each part exactly what its codes say; an average is divided in fp32; one rounding to
-          codes a leg. The result is rounded to the element's type, which is exact for fp8 unless a half overflows.
+Order     rank 0 .. N-1 in fp32, each part exactly as its codes decode; an average is divided in fp32; each leg rounds
+          to codes once. The result is rounded to the element's type, which is exact for fp8 unless a half overflows.
 Source    reduce-scatter plus all-gather of FP8 as FlashInfer and vLLM's QuickReduce quantise them; unlike those, the
           owner's part and result are quantised, too.
 """
@@ -56,7 +56,7 @@ from tricomm.kernels.reduction import divide
 def all_reduce_two_shot_quantized(x_ptr, y_ptr, group, numel: tl.int64, call: tl.int64, SPEC: tl.constexpr):
     half = buffer_words(group, 2, SPEC)
     tensors = (x_ptr, y_ptr, numel, half)
-    tiles = (half.to(tl.uint64) // SPEC.FIRST_ROOM).to(tl.int64)  # a room of the first leg is not the smaller one
+    tiles = (half.to(tl.uint64) // SPEC.FIRST_ROOM).to(tl.int64)  # FIRST_ROOM is ROOM or more
     run_two_hops(_push, _reduce, _take, tensors, group, call, tiles * SPEC.TILE * SPEC.WORLD_SIZE, SPEC)
 
 
@@ -93,7 +93,7 @@ def _push(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _words(chunk, there, shard):
-    """Words of the shard that begins at word `there` of the chunk; the last ones may have fewer, or fewer than none."""
+    """Words of the shard that begins at word `there` of the chunk; the last shards are shorter, or negative."""
     return tl.minimum(chunk.count - there, shard)
 
 
@@ -133,7 +133,7 @@ def _reduce(tensors, chunk, SPEC: tl.constexpr):
 
 @triton.jit
 def _added(sums, values, r: tl.constexpr):
-    """`sums` of the ranks before `r`, and its `values`."""
+    """`sums` of the ranks before `r`, plus the `values` of `r`."""
     if r == 0:
         totals = values
     else:

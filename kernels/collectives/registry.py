@@ -30,7 +30,7 @@ class Kernel:
     its input (per byte of the message if there is a root). Headers are not counted; the type has 32 bits or more.
     `hops` counts dependent one-way messages, `barriers` the barriers among them. `switched`, with NVLS: the bytes of
     the busier direction of a GPU's links, which differ from the bytes of the accesses. `wire`: how it quantises on the
-    links, one of `WIRES`; its costs are those of 32-bit elements then.
+    links, one of `WIRES`; the costs of such a kernel are for 32-bit elements.
     """
 
     collective: str
@@ -69,7 +69,7 @@ class Kernel:
 
     @property
     def codes(self) -> str:
-        """The codes that it sends, fp8 or int8; empty if it does not quantise."""
+        """The type of the codes that it sends, fp8 or int8; empty if it does not quantise."""
         return self.wire.removesuffix("_gather")
 
     @property
@@ -92,7 +92,7 @@ class Kernel:
         switch, which has its own order.
 
         In rank order each element is accumulated from rank 0 on and rounded once, by `reduction.py`, so its
-        bits depend on nothing else. Of a quantised call they depend on the other elements of its block.
+        bits depend on nothing else. Those of a quantised call also depend on the rest of the block.
         """
         return not (self.reduces and (self.needs_cube or self.multicast or self.wire))
 
@@ -118,9 +118,7 @@ class Kernel:
         if self.wide:
             return wide_words.why_not(architecture)
         if self.codes == "fp8" and architecture < _FIRST_FP8:
-            return (
-                f"sm_{architecture} has no e4m3 conversions; sm_{_FIRST_FP8} or newer works, and wire=int8 everywhere"
-            )
+            return f"sm_{architecture} has no e4m3 conversions: use sm_{_FIRST_FP8} or newer, or wire=int8"
         return multimem.why_not(architecture) if self.multicast else None
 
     def why_not_ranks(self, world_size: int) -> str | None:
@@ -159,7 +157,7 @@ class Kernel:
         return None if not divided else 4 if self.needs_cube else 0
 
     def chunk_words(self, world_size: int, plan: Layout) -> int:
-        """64-bit words of a row that one epoch takes at most, if the kernel divides a call into chunks."""
+        """The most 64-bit words of a row that one epoch carries, if the kernel divides a call into chunks."""
         part = plan.buffer_words(self.algorithm, self.protocol, self.collective)
         shards = 1 if self.shards is None else self.shards or world_size
         return part * (world_size if self.staged else shards)
@@ -307,7 +305,7 @@ _BY_KEY = {(k.collective, k.algorithm, k.protocol, k.zero_copy): k for k in (*AL
 
 def of(collective: str, world_size: int, multicast: bool = False, wire: bool = False) -> list[Kernel]:
     """The kernels of `collective` for `world_size` ranks. Cube-mesh kernels need eight, NVLS kernels `multicast`
-    memory. `wire`: those that quantise on the links, too, which nobody gets without asking."""
+    memory. `wire` adds those that quantise on the links, which a call or an option has to request."""
     cube = world_size == CUBE_RANKS
     known = (*KERNELS, *(MULTICAST if multicast else ()), *FUSED, *MESSAGES, *(WIRE if wire else ()))
     return [k for k in known if k.collective == collective and (cube or not k.needs_cube)]

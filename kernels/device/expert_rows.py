@@ -28,7 +28,7 @@ def expert_rows(number, columns, inside, operands, SPEC: tl.constexpr):
 
 @triton.jit
 def _added(total, number, first, columns, inside, operands, COUNT: tl.constexpr, SPEC: tl.constexpr):
-    """`total` and the next COUNT rows, from the `first` one on, which are in flight together."""
+    """Add the next COUNT rows, from the `first` one on, to `total`; their loads are in flight together."""
     rows, places, weight, count = operands[-9], operands[-8], operands[-7], operands[-5]
     given, own, step, top_k = tl.zeros([], tl.int64) + operands[-4], operands[-3], operands[-2], operands[-1]
     parts, factors = (), ()
@@ -49,5 +49,5 @@ def _added(total, number, first, columns, inside, operands, COUNT: tl.constexpr,
 
 @triton.jit
 def _if(condition, columns, inside, SPEC: tl.constexpr):
-    """`inside` if a condition, a scalar, is true. The interpreter takes no scalar of comparisons in a mask."""
+    """`inside` if the scalar `condition` is true, else False. The interpreter refuses such a scalar in a mask."""
     return inside & (columns < tl.where(condition, SPEC.HIDDEN, 0))

@@ -168,7 +168,7 @@ def of_step(tiles, g: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def own_row(x_ptr, operands, number, SPEC: tl.constexpr):
-    """All tiles of a row that is sent, which are in flight at once."""
+    """All tiles of a row to send; their loads are in flight at once."""
     tiles = ()
     for i in tl.static_range(SPEC.ROW_TILES):
         tile = own_tile(x_ptr, operands, number, SPEC.STARTS[i], SPEC.LEFTS[i], SPEC.LEFTS[i] >= SPEC.TILE, SPEC)
@@ -178,7 +178,7 @@ def own_row(x_ptr, operands, number, SPEC: tl.constexpr):
 
 @triton.jit
 def own_tile(x_ptr, operands, number, start, left, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """A tile of a row that is sent: of the input, as `load_tile_at`, or made by the prologue."""
+    """A tile of a row to send: loaded from the input by `load_tile_at`, or made by the prologue."""
     if SPEC.PROLOGUE is None:
         tile = load_tile_at(x_ptr, number, start, left, ALL, SPEC)
     else:
@@ -191,10 +191,10 @@ def own_tile(x_ptr, operands, number, start, left, ALL: tl.constexpr, SPEC: tl.c
 
 @triton.jit
 def _made(number, operands, first, length, SPEC: tl.constexpr):
-    """The plane at word `first` of row `number`, `length` words, by the prologue: its fp32 values, each rounded to the
-    type; zeros where there is no word."""
+    """The plane of `length` words at word `first` of row `number`, made by the prologue: its fp32 values, each rounded
+    to the type; zeros after the last word."""
     lane = tl.arange(0, SPEC.PLANE * SPEC.PACK)
-    # Both are even numbers of words, so that an access has 16 bytes.
+    # `first` and `length` are even, so that an access has 16 bytes.
     columns = tl.multiple_of(tl.zeros([], tl.int32) + first * SPEC.PACK, 2 * SPEC.PACK) + lane
     inside = lane < tl.multiple_of(tl.zeros([], tl.int32) + length * SPEC.PACK, 2 * SPEC.PACK)
     values = SPEC.PROLOGUE(number, columns, inside, operands, SPEC).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Quantised tiles: 8 bits an element and a scale for each block of 128 elements, to halve what the links carry.
+"""Quantised tiles: 8 bits an element and a scale for each block of 128 elements, to halve the bytes on the links.
 
     elements   e0 ... e127 │ e128 ... e255 │ ...      of a message, from its first one on; the last block may be short
     scale      s0          │ s1            │          16 bits, the upper half of an fp32
@@ -9,13 +9,13 @@
     int8   value / scale, to nearest even. The scale is the largest finite magnitude / 127 (2^-126 or more), rounded up
            to 16 bits: so the product with a code is exact in fp32.
 
-An infinity or a NaN is coded as a NaN (e4m3 0x7F, int8 -128) and leaves the rest of its block as it is. A block of
-zeros has codes of zeros; int8 has no -0. The same bits on every architecture and under the interpreter: no operation
-here is rounded in another way on one of them.
+An infinity or a NaN is coded as a NaN (e4m3 0x7F, int8 -128) and does not change the rest of its block. A block of
+zeros has codes of zeros; int8 has no -0. The bits are the same on every architecture and under the interpreter, because
+no operation here rounds differently on one of them.
 
-A tile has PLANES planes of BLOCK words of a tensor, neighbouring runs, and as many words of codes as one plane: word i
-has the codes of word i of each plane. So no element changes its thread, and every access is 16 bytes wide. At the end
-of a run planes are shorter (`plane_of`), whole blocks. In a mailbox a tile takes ROOM words: codes, then scales.
+A tile is PLANES planes: neighbouring runs of BLOCK words of a tensor. Its codes have the size of one plane: word i has
+the codes of word i of each plane. So no element changes its thread, and every access is 16 bytes wide. At the end of a
+run planes are shorter, but whole blocks (`plane_of`). A tile takes ROOM words of a mailbox: codes, then scales.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tricomm.kernels.reduction import from_e4m3, raw_bits
 
 _INFINITE = tl.constexpr(0x7F800000)
 _LEAST = tl.constexpr(1 << 23)  # the least scale, 2^-126: its inverse is finite
-_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: added to a small number it leaves a whole one in the low bits
+_ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: the sum with a small number has the nearest integer in its low bits
 
-# Two numbers each instruction, from sm_89 on. A number beyond 448 cannot occur, and a NaN's code has no sign.
+# Two numbers an instruction, from sm_89 on. A number beyond 448 cannot occur, and a NaN's code has no sign.
 _TO_FP8 = tl.constexpr(
     "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3; "
     "mov.b32 $0, {a, b}; }"
@@ -89,7 +89,7 @@ def store_values(y_ptr, start, values, plane, limit, SPEC: tl.constexpr):
 
 @triton.jit
 def values_of(planes, SPEC: tl.constexpr):
-    """The eight fp32 tiles of a tile's planes: element j of each word of plane k is number k * PACK + j."""
+    """Eight fp32 tensors of a tile's planes: number k * PACK + j has element j of each word of plane k."""
     values = ()
     for k in tl.static_range(SPEC.PLANES):
         parts = halves(planes[k], SPEC.PTX)
@@ -100,8 +100,8 @@ def values_of(planes, SPEC: tl.constexpr):
 
 @triton.jit
 def quantize(values, SPEC: tl.constexpr):
-    """Of eight fp32 tiles: (words of codes; by plane the bits of each block's scale, int32; by plane each word's scale,
-    fp32)."""
+    """Quantise eight fp32 tensors: (words of codes; for each plane the bits of each block's scale, int32; for each
+    plane each word's scale, fp32)."""
     scaled, scales, by_word = (), (), ()
     for k in tl.static_range(SPEC.PLANES):
         most = tl.zeros([SPEC.BLOCK], tl.int32)
@@ -119,7 +119,7 @@ def quantize(values, SPEC: tl.constexpr):
 
 @triton.jit
 def dequantize(codes, by_word, SPEC: tl.constexpr):
-    """The inverse of `quantize`: eight fp32 tiles."""
+    """The inverse of `quantize`: eight fp32 tensors."""
     low, high = halves(codes, SPEC.PTX)
     numbers = _decoded(low, SPEC) + _decoded(high, SPEC)
     values = ()
@@ -130,7 +130,7 @@ def dequantize(codes, by_word, SPEC: tl.constexpr):
 
 @triton.jit
 def _scale(most, SPEC: tl.constexpr):
-    """(bits of the scale of blocks whose largest magnitude has the bits `most`, in int32; the scale's inverse)."""
+    """(bits of the scale, in int32; its inverse) of blocks whose largest magnitude has the bits `most`."""
     if SPEC.WIRE == "int8":
         exact = tl.div_rn(most.to(tl.float32, bitcast=True), tl.zeros(most.shape, tl.float32) + 127.0)
         scale = tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000, _LEAST)
@@ -144,14 +144,14 @@ def _scale(most, SPEC: tl.constexpr):
 
 @triton.jit
 def _spread(of_blocks, SPEC: tl.constexpr):
-    """For each word of a plane the number of its block."""
+    """For each word of a plane its block's element of `of_blocks`."""
     columns = tl.broadcast_to(tl.expand_dims(of_blocks, 1), [SPEC.BLOCKS, SPEC.SHARED])
     return tl.reshape(columns, [SPEC.BLOCK])
 
 
 @triton.jit
 def _finite(value):
-    """NaN for what is not finite."""
+    """`value`, with NaNs in place of infinities."""
     return tl.where((value.to(tl.int32, bitcast=True) & _INFINITE) == _INFINITE, float("nan"), value)
 
 
@@ -170,7 +170,7 @@ def _coded(scaled, AT: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def _whole(value):
-    """The int8 code of a number of 127 or less, in the low bits of an int32; of a NaN -128."""
+    """The int8 code of a number from -127 to 127, in the low bits of an int32; -128 for a NaN."""
     code = (value + _ROUNDING).to(tl.int32, bitcast=True) & 0xFF
     return tl.where(value == value, code, 0x80)
 
@@ -201,7 +201,7 @@ def _decoded(word, SPEC: tl.constexpr):
 
 @triton.jit
 def _number(word, ABOVE: tl.constexpr):
-    """The int8 code with ABOVE bits above it, in fp32."""
+    """The fp32 value of the int8 code in `word` that has ABOVE bits above it."""
     code = (word << ABOVE) >> 24
     return tl.where(code == -128, float("nan"), code.to(tl.float32))
 
@@ -224,8 +224,8 @@ def put_codes(buffers, codes, scales, plane, COUNT: tl.constexpr, SPEC: tl.const
 
 @triton.jit
 def get_codes(buffers, plane, COUNT: tl.constexpr, SPEC: tl.constexpr):
-    """The tiles at each of COUNT pointers (int64*, 16-byte aligned): (a tuple of words of codes, a tuple of the scales
-    of each word by plane). All are in flight at once."""
+    """The tiles at each of COUNT pointers (int64*, 16-byte aligned): (words of codes of each; for each a tuple of each
+    word's scales, by plane). All loads are in flight at once."""
     lane = tl.arange(0, SPEC.BLOCK)
     if plane == SPEC.BLOCK:
         codes = ()

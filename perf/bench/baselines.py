@@ -110,7 +110,7 @@ class Baselines:
         return how(ComparedCall(self._joined(), collective, dtype, count))
 
     def offered_fused(self, library: str) -> dict[str, Any]:
-        """Ways in which `library` makes an all_reduce_rms_norm, by name; those of `fused_bench.offered`."""
+        """The forms of an all_reduce_rms_norm by `library`, as `fused_bench.offered` names them."""
         if library != fused_bench.UNFUSED:
             refused = self.offered(library, "all_reduce")
             if "none" in refused:

@@ -234,7 +234,7 @@ def median_error(rows: list[Checked]) -> float:
 
 
 def biases(rows: list[Checked]) -> dict[int, float]:
-    """The median error, with its sign, of the rows of Hopper by decade of sizes; of decades with five rows or more."""
+    """The median signed error of the rows of Hopper, for each decade of sizes that has five rows or more."""
     decades: dict[int, list[float]] = {}
     for row in rows:
         if MACHINES[row.row.gpu].capability == 90:

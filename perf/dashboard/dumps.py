@@ -51,7 +51,7 @@ class RecordedCall:
 
     @property
     def agreed(self) -> str:
-        """The part of the text that all ranks have to agree on: no sizes of an all-to-all, no half of a message."""
+        """The part of the text that is equal on all ranks: without an all-to-all's sizes; of a message, nothing."""
         return "" if self.is_p2p else self.profiling_name if "all_to_all" in self.profiling_name else self.text
 
 
@@ -88,7 +88,7 @@ class GroupCalls:
     calls: dict[int, dict[int, RecordedCall]]
 
     def arrivals(self, number: int) -> list[tuple[int, int]]:
-        """Time and rank, in this order."""
+        """(time, rank) of the ranks that made the call, the first one first."""
         return sorted((call.time_created_ns, rank) for rank, call in self.calls[number].items())
 
     def problem(self, number: int) -> str:
@@ -116,7 +116,7 @@ def of(ranks: Iterable[int]) -> str:
 
 
 def read(prefix: str) -> tuple[list[GroupCalls], list[str]]:
-    """The groups in the files `prefix` + rank, or in those of a directory, and notes about what is left out.
+    """The groups in the files `prefix` + rank, or in those of a directory, and notes about files and calls left out.
 
     Raises `InvalidArgument` if there is no dump, or two of one rank.
     """

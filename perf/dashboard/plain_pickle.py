@@ -43,7 +43,7 @@ def decode(data: bytes) -> Any:
             elif name in ("MEMOIZE", "BINPUT", "LONG_BINPUT"):
                 memo[len(memo) if name == "MEMOIZE" else value] = stack[-1]
             elif name in ("BINGET", "LONG_BINGET"):
-                if not isinstance(memo[value], str):  # shared containers in shared containers never end
+                if not isinstance(memo[value], str):  # nested shared containers would unfold without end
                     raise ValueError("it has a container in two places")
                 stack.append(memo[value])
             elif name == "STOP":

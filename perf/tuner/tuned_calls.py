@@ -20,7 +20,7 @@ def prepared(comm: Communicator, point: Point) -> TunedCall:
 
 
 class PlainCall:
-    """A plain collective. `run` does not wait; `wrong` counts this rank's wrong elements of a call on numbered data."""
+    """A plain collective. `run` does not wait; `wrong` counts this rank's wrong elements, by the number of the data."""
 
     def __init__(self, comm: Communicator, point: Point) -> None:
         self._comm, self._collective = comm, point.collective

@@ -101,7 +101,7 @@ def raw_view(address: int, shape: Sequence[int], dtype: torch.dtype, device: tor
 
 
 def host_view(memory: object, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Tensor over a buffer of this process, which it keeps alive."""
+    """A tensor over a buffer of this process; the tensor keeps the buffer alive."""
     count = math.prod(shape)
     if not count:
         return torch.empty(tuple(shape), dtype=dtype, device="cpu")

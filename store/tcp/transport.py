@@ -342,7 +342,7 @@ class Transport:
                 waiting.wake()
 
     def _interrupted(self, error: BaseException) -> None:
-        """A call ends by `error`. If no wait has raised it, give the group up."""
+        """Give the group up because `error` ended a call, unless a wait has raised it and did so already."""
         if isinstance(error, ResourceError | CollectiveMismatch):
             self.fail(self.of_loss(error))
         elif not isinstance(error, TricommError):

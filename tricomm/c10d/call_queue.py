@@ -213,8 +213,8 @@ class CallQueue:
         shown: Callable[[int, str], AbstractContextManager[None]] | None = None,
     ) -> PendingWork:
         """Run `action` in its turn; returns a handle, which is finished if the caller waits. `here`: in this thread if
-        its turn has come; helper threads always do that. `made`: the calls to record, or None. `shown` opens
-        their event, from their number and their line, for as long as this method runs.
+        its turn has come; helper threads always do that. `made`: the calls to record, or None.
+        `shown(number, line)` opens the event of these calls in a profiler; it lasts as long as this method runs.
 
         `interrupted(error)` is called if a foreign exception (Ctrl-C above all) ends a wait for the call.
         """

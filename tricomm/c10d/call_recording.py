@@ -35,7 +35,7 @@ class GroupRecorders:
         }
         for recorder in self._by_device.values():
             recorder.group = config.name  # as torch names it
-        self.trace = CallTrace(self.of("cpu"))  # of the calls on a CPU; CUDA's are shown where they are launched
+        self.trace = CallTrace(self.of("cpu"))  # of the calls on a CPU; the launcher shows those on GPUs
         self._places: Counter[tuple[str, int, int]] = Counter()  # of messages, by kind, peer and tag
 
     def of(self, kind: str) -> FlightRecorder:
@@ -53,7 +53,7 @@ class GroupRecorders:
         return entry
 
     def shown(self, what: str, x: torch.Tensor, peer: int | None, tag: int) -> AbstractContextManager[None]:
-        """The event, for a profiler, of a message that is posted in this block; torch's own backends show theirs."""
+        """A profiler's event of a message that this block posts. torch's own backends open events for theirs."""
         if not self.trace.on or x.device.type != "cpu":
             return _NOTHING
         made = Made(what, f"tag {tag}", x.dtype, x.numel(), ANY if peer is None else peer)
@@ -92,7 +92,7 @@ def native(recorder: FlightRecorder, number: int, batch: list[Any]) -> None:
 
 
 def decided(call: GroupCall, router: Router, comm: Communicator | None) -> dict[str, Any]:
-    """The route of a call, and its kernel if `comm` runs it, for a profiler."""
+    """A profiler's keys of a call: its route, and its kernel if `comm` runs it."""
     route = router.choice(*call.facts)
     if route.backend != KERNELS or comm is None:
         return {"Route": route.backend, "Reason": route.reason}

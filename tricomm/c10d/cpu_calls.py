@@ -36,7 +36,7 @@ class Owner(Protocol):
     run_by_kernels  runs a call by the kernels if they cover it; returns whether they do
     check_usable    raises if the group is closed or lost
     interrupted     gives the group up
-    decided         the route of a call, and its kernel, for a profiler
+    decided         a profiler's keys of a call: its route, and its kernel
     """
 
     @property

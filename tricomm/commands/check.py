@@ -178,7 +178,7 @@ def _shown(
     def text() -> str:
         number, name, ran, findings = state
         if not name:
-            return f"the first schedule has run for {time.monotonic() - began:.0f} s; --budget would end it"
+            return f"the first schedule has run for {time.monotonic() - began:.0f} s; --budget 5m would end it"
         what = f"{name}: {ran}{f' of {schedules}' if schedules else ''} schedules, {findings} findings"
         passed = time.monotonic() - began
         whole = f"kernel {number + 1} of {count}; {passed / 60:.0f} min; " if count > 1 else ""

@@ -69,7 +69,7 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """The memory and the facts that the ranks of a group share, and `Terms.recorder`; the group takes over the control
-    page and the arena. `origin`: the group that these ranks are left of, in words; empty for a new one."""
+    page and the arena. `origin`: the group that was shrunk to these ranks, in words; empty for a new one."""
 
     control: ControlPage
     arena: Arena
@@ -208,14 +208,14 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
 
 
 def rejoin(undo: ExitStack, shrink: Shrink, terms: Terms) -> Shared:
-    """As `join`, for the ranks that are left of a group and have agreed on a smaller one."""
+    """As `join`, for ranks that have agreed to shrink their group."""
     undo.push(partial(_leave, control := shrink.connect()))
     control.agree(None, "shrink", terms.rendezvous_timeout)
     return replace(_share(undo, control, terms), origin=shrink.origin)
 
 
 def _share(undo: ExitStack, control: ControlPage, terms: Terms, why: str | None = None, nodes: int = 1) -> Shared:
-    """Share memory among ranks that have met, unless there is a reason `why` they share none."""
+    """Share memory among ranks that have met, unless `why` gives a reason against it."""
     device, options, world_size = terms.device, terms.options, terms.world_size
     native, missing = fallback(device, options)
     topology: Topology | None = None

@@ -119,7 +119,7 @@ class Group:
     rank, world_size   this rank's number, and how many there are
     name               the group's, the same on all ranks
     device, gpu        of this rank's tensors; `gpu` is None if the kernels are interpreted on a CPU
-    origin             the group that its ranks are left of, in words; empty for a new one
+    origin             the group that was shrunk to this one, in words; empty for a new one
     simulated          whether the kernels are interpreted: no time measured then says anything about a GPU
     table              int64 tensor that users' kernels read everything from: ranks, addresses, sizes
     argument           the same for the shipped kernels: `layout.group_argument`

@@ -34,7 +34,7 @@ LEAVE_SECONDS = 5.0  # for a kernel that has been told to leave, a peer that has
 
 
 def decided(choice: Choice, mode: str) -> dict[str, Any]:
-    """The kernel of a call, and the row of a table that decided (-1: the caller), as a profiler shows them."""
+    """A profiler's keys of a call: its kernel, and the row of a table that chose it (-1: the caller chose)."""
     return {
         "Mode": mode,
         "Route": choice.route,
@@ -146,7 +146,7 @@ class Launcher:
                 record[sequence % self._records] = *entry, time_ns(), (x.shape, y.shape)
 
     def _show(self, launch: Callable[[], None], plan: LaunchPlan, x: torch.Tensor, rows: Rows) -> None:
-        """Launch a collective in the scope of its event, as operators of torch do: so its kernel is linked to it."""
+        """Launch a collective while its event is open, as torch's operators do, so that a profiler links its kernel."""
         what: Any = plan.record
         how, tensor = partial(decided, plan.choice, plan.mode), None if plan.choice.collective == "barrier" else x
         if plan.choice.collective == "all_to_all_v":

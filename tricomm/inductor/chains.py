@@ -19,7 +19,7 @@ from tricomm.inductor.norms import Norm, value
 
 _aten, _functional = torch.ops.aten, torch.ops._c10d_functional
 _ALL_REDUCE = (_functional.all_reduce.default, torch.ops.tricomm.all_reduce.default)
-# Not aten.view.dtype: another type's sum and norm are others.
+# Not aten.view.dtype: with the type it changes the sum and the norm.
 _VIEWS = (
     *(_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default, _aten.unsqueeze.default),
     *(_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
@@ -209,8 +209,8 @@ def _check_bits(chain: Chain) -> None:
 
 
 def _check_others(chain: Chain, remedy: str) -> None:
-    """Other kernels are computed from each other's values in registers, or from rounded ones in memory. Inductor may
-    choose otherwise if they can run before and after the call, because the kernels next to it are others."""
+    """Inductor computes nodes from each other's values in registers, or from rounded values in memory. For nodes that
+    can run before or after the call, fusing may change its choice, because other kernels are next to the call."""
     before, after = _before(chain), {node for made in chain.nodes for node in _after(made)}
     for node in chain.total.graph.nodes:
         if node in before or node in after or not _is_generated(node):
@@ -218,7 +218,8 @@ def _check_others(chain: Chain, remedy: str) -> None:
         for other in (*node.all_input_nodes, *node.users):
             if _is_generated(other):
                 raise NotFused(
-                    f"Inductor may round {node.name} and {other.name}, which do not wait, otherwise; {remedy}"
+                    f"Inductor may round {node.name} and {other.name}, which can run before or after it, differently; "
+                    f"{remedy}"
                 )
 
 
@@ -235,7 +236,7 @@ def _before(chain: Chain) -> set[Node]:
 
 
 def _is_generated(node: Node) -> bool:
-    """Whether Inductor may generate the code that computes this node, of floating point."""
+    """Whether this node is of floating point and Inductor may generate the code that computes it."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target in _READ_EXACTLY or _is_call(node):
         return False
     made = value(node)

@@ -2,11 +2,11 @@
 
 A call is one event, of the thread that makes it, and the kernel is launched while it is open. So on a GPU Kineto links
 the kernel's own event to it by its correlation, as it does for an operator of torch (not run on hardware). Kineto
-copies the keys to the kernel's event for `record_param_comms` only. C++ alone can open that one, and torch's own
-backends do, for the calls that they make.
+copies the keys to the kernel's event for `record_param_comms` only. Only C++ can open that event; torch's own backends
+open it for their calls.
 
-The profiler keeps the keys if `record_shapes=True`. It sees the threads that did not start it if
-`profile_all_threads=True`, without the keys.
+The profiler keeps the keys if `record_shapes=True`. With `profile_all_threads=True` it also sees threads that did not
+start it, but without the keys.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NAMES = dict.fromkeys((*collective_specs.FUSED, "all_reduce", "all_reduce_spars
 class CallTrace:
     """Shows the calls of the group of `recorder`; if that has no name, another part shows them.
 
-    by_default  whether calls are shown although no profiler is active: TRICOMM_NVTX asks for ranges
+    by_default  whether calls are shown without an active profiler, because of TRICOMM_NVTX
     """
 
     def __init__(self, recorder: FlightRecorder) -> None:
@@ -58,7 +58,7 @@ class CallTrace:
         self, what: Any, how: Callable[[], dict[str, Any]], x: torch.Tensor | None, number: int, line: str = ""
     ) -> Iterator[None]:
         """The event of the call `number` (0: not known), for as long as this block runs. `what` and `line` are as in an
-        entry of the flight recorder, `how` gives more keys, `x` is the input. Costs no call if it fails."""
+        entry of the flight recorder, `how` gives more keys, `x` is the input. The call runs even if this fails."""
         with ExitStack() as events:
             if self._recorder.group:
                 try:

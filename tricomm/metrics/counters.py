@@ -177,7 +177,7 @@ class HeldMemory:
 class Statistics:
     """A communicator's statistics so far. `waited` is, by peer, how many seconds this rank was in calls that the peer
     had not entered, sampled by the monitor every 20 ms: shorter delays are missing. `memory` is the device memory that
-    it holds now, `origin` after `shrink` the group that its ranks are left of."""
+    it holds now, `origin` the group that was shrunk to it, if any."""
 
     group: str
     rank: int

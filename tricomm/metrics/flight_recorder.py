@@ -59,10 +59,10 @@ class FlightRecorder:
     """The last `calls` calls of one group (None: the environment's number; 0: none).
 
     name, ranks  of the group; the ranks as the job numbers them, in the group's order
-    group        the name by which the program knows the group
+    group        the name that the program uses for the group
     rank         this one's, in the job: the dump's file is named after it
     timeout      of a call, in seconds
-    origin       after `shrink` the group that its ranks are left of
+    origin       the group that was shrunk to this one, if any
     on           whether calls are recorded
     numbered     entries of a communicator's calls, each at its number modulo the length
     settle       completes the entries for a dump: their numbers and times, as far as only the maker of the calls knows
@@ -114,11 +114,11 @@ class FlightRecorder:
         return [entry for entry in entries if entry[NUMBER]]
 
     def first(self, numbers: list[int]) -> int:
-        """The first call to dump of those with these ascending numbers, which are the last ones of a stream. If earlier
-        ones have been overwritten, a round number: ranks that are a few calls apart then begin with the same one."""
+        """The number of the first call to dump, of the last calls of a stream, whose ascending `numbers` these are. If
+        earlier ones have been overwritten, a round number, so that ranks a few calls apart begin with the same call."""
         if not numbers or numbers[0] == 1:
             return 0
-        step = 1 << max(0, (len(numbers) // 5).bit_length() - 1)  # a stream may have any part of the ring
+        step = 1 << max(0, (len(numbers) // 5).bit_length() - 1)  # a stream may fill any part of the ring
         return -(-numbers[0] // step) * step
 
     def withdraw(self, after: int) -> None:

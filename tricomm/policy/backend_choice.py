@@ -41,7 +41,7 @@ class GroupFacts:
     reachable   whether every rank's memory is mapped on every other; if not, only a cube mesh's kernels can run
     batch_invariant    whether reductions must be batch-invariant
     switch      whether calls may go through NVLS (`kernels/multimem.py`), and run alone
-    wire        how long sums are quantised on the links; empty: not. Then the kernels take any size of them
+    wire        how long sums are quantised on the links, which then go to the kernels at any size; empty: not
     most_bytes  the largest input that the kernels run; None: `tables/nccl_threshold.json` says
     """
 

@@ -63,8 +63,8 @@ GPU_TILE = 512  # words: two a thread, so that every access is 16 bytes wide
 WORDS_PER_WARP = 32  # at least: every thread has a part of each tile, because all of them poll together
 LL_BLOCKS = 32
 _MANY_RANKS = 8  # the tiles for all of them are in flight at once: half as large ones are enough bytes
-# Words. A switch returns one tile for all ranks, so longer shards take whole tiles: modelled, 3 to 9 % faster than half
-# ones. Handles keep half ones: whole ones take from 6 % less to 2 % more.
+# Words. A switch returns one tile for all ranks, so longer shards take whole tiles: modelled 3 to 9 % faster than half
+# tiles. Handles keep half tiles, because whole ones take from 6 % less to 2 % more time.
 _LONG_SHARD = 2 * MAX_BLOCKS * GPU_TILE
 LEAST_WIRE_TILE = 64  # words of codes: those of a block of 128 elements in each of four planes
 CPU_TILE = 8192  # the interpreter pays per operation, not per element

@@ -30,7 +30,7 @@ from tricomm.policy.tuning_tables import ShippedTable, TableRow, read_table, shi
 _IN_ORDER = "batch-invariant: in rank order, rounded once, whatever the size, kernel, chunk and grid"
 _SEVERAL = "the ranks' GPUs are of several architectures, or some have a Triton before 3.9"
 _NO_SUM = "batch-invariant: nothing is reduced"
-_OPTION = "wire"  # in place of a table, with row -1
+_OPTION = "wire"  # in place of a table's name, with row -1
 # Bytes from which a quantised all-reduce takes less time than another one: modelled, for bf16 on 4 and 8 ranks.
 _WIRE_FROM = {"sm_90": 2 << 20, "sm_100": 4 << 20}
 _WIRE_FROM_ELSEWHERE = 1 << 20
@@ -154,8 +154,8 @@ _Candidate = tuple[str, int, TableRow, registry.Kernel]
 def _wired(
     facts: SelectionFacts, fits: list[registry.Kernel], nbytes: int, candidates: list[_Candidate]
 ) -> list[_Candidate]:
-    """`candidates` of a group that quantises what takes less time so: first those that do, by the user's table or by
-    one rule."""
+    """`candidates` of a group with `wire`: first the kernels that quantise, by rows of the user's table or by the rule
+    of `wire_from`."""
     rows, least = [each for each in candidates if each[3].wire], wire_from(facts)
     for kernel in fits if least is not None and nbytes >= least else ():
         if kernel.wire and not any(row.algorithm == kernel.algorithm for row in facts.tuned):
@@ -166,9 +166,9 @@ def _wired(
 
 
 def wire_from(facts: SelectionFacts) -> int | None:
-    """Bytes of input from which the calls of a group with `facts.wire` are quantised; None: none is.
+    """Bytes of input from which the calls of a group with `facts.wire` are quantised; None: no size is.
 
-    With one leg quantised, a call needs twice as many, and is slower than through a switch.
+    With only one leg quantised, calls gain from twice that size on, and are slower than through a switch.
     """
     if not facts.wire:
         return None
@@ -189,8 +189,8 @@ def why_not_multicast(device: str, reason: str) -> str:
 
 
 def for_reduction(facts: SelectionFacts, collective: str, dtype: Dtype, op: str) -> SelectionFacts:
-    """The facts of a call of `collective` on `dtype` by `op`: not every operation on every type is the switch's, or is
-    quantised."""
+    """The facts of a call of `collective` on `dtype` by `op`, because a switch reduces, and `wire` quantises, only some
+    types by some operations."""
     if facts.wire and not quantises(dtype, op):
         facts = replace(facts, wire="")
     if facts.no_multicast or not collective_specs.find(collective).reduces or op not in dtype.ops:

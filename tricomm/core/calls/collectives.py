@@ -58,8 +58,8 @@ class Collectives:
         In place, or into `out` (same shape and dtype). `op` is sum, avg, min, max, prod, band, bor or bxor, or a
         `ReduceOp`. Types narrower than 32 bits are accumulated in 32 and rounded once.
 
-        `wire` quantises a sum or an average of fp16, bf16 or fp32 on the links, in blocks of 128 elements with a scale:
-        fp8 (e4m3), int8, or fp8_gather (only the second leg, which loses less). docs/algorithms.md has the bounds.
+        `wire` quantises a sum or an average of fp16, bf16 or fp32 on the links, with one scale for each 128 elements:
+        fp8 (e4m3), int8, or fp8_gather (fp8 in the second leg alone: a smaller error). docs/algorithms.md has bounds.
         """
         try:
             if wire is not None:
@@ -263,7 +263,7 @@ def quantised(wire: Any, algorithm: Any) -> str:
     """The algorithm of an all-reduce with this `wire`; raises `InvalidArgument` if there is none."""
     check_wire(wire, "wire")
     if algorithm is not None:
-        raise InvalidArgument(f"wire={wire!r} with algorithm={algorithm!r}: wire names the kernel; give one of them")
+        raise InvalidArgument(f"wire={wire!r} with algorithm={algorithm!r}: wire chooses the kernel; give one of them")
     return registry.algorithm_of(wire)
 
 

@@ -377,10 +377,10 @@ class FusedMethods:
 
         `epilogue(row, operands, SPEC)` is a `@triton.jit` function (docs/fused.md); it writes its results to tensors
         among `operands`, which are contiguous tensors on this device, and numbers. `x` is not changed. `hidden` is a
-        multiple of 8 up to 16384. With `prologue(number, columns, inside, operands, SPEC)`, a `@triton.jit` function,
-        `x` is not read either: it has the shape and the type of the rows, and the function gives a rank's row `number`
-        at `columns`. All ranks pass the same functions, and operands of the same types. Returns None. Raises
-        `InvalidArgument` for arguments that do not fit.
+        multiple of 8 up to 16384. `prologue(number, columns, inside, operands, SPEC)`, also a `@triton.jit` function,
+        returns this rank's row `number` at `columns`; `x` is then not read and gives only shape and type. All ranks
+        pass the same functions, and operands of the same types. Returns None. Raises `InvalidArgument` for arguments
+        that do not fit.
         """
         self._fused.run_rows(x, epilogue, operands, prepare or nothing, prologue, (algorithm, protocol))
         return self._launcher.finish(None, async_op)

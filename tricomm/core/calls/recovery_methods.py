@@ -1,4 +1,4 @@
-"""How the ranks of a communicator go on after some of them are lost: its public method."""
+"""`Communicator.shrink`: a smaller group after the loss of some ranks."""
 
 from __future__ import annotations
 
@@ -37,19 +37,20 @@ class RecoveryMethods:
 
     @guarded
     def shrink(self, exclude: Collection[int] | None = None, timeout: float | timedelta | None = None) -> Self:
-        """A communicator of the ranks that are left, in the same order; all of these call it, after a fault or before
-        ranks are taken away.
+        """Make a communicator of the ranks that are left, in the same order. All of them call this, after a fault or
+        before ranks are taken away.
 
         `exclude` has the ranks to leave out, the same on all ranks that are left; they may still run. None: those whose
-        processes have ended, or that have closed the group. It has this one's device, timeout and options, and the
-        topology of the ranks that are left. The store is not used, and kernels that this process has for
-        that number of ranks are not compiled again (`prepare`). Memory, symmetric handles and CUDA graphs are new.
+        processes have ended, or that have closed the group. The new communicator has this one's device, timeout and
+        options, and the topology of its ranks. It does not use the store, and does not compile kernels again that this
+        process has for that number of ranks (`prepare`). Its memory is new; make symmetric handles and CUDA graphs
+        again.
 
         On return this communicator is closed. Raises within `timeout` seconds (default: the communicator's), on all
         ranks that are left, which may then call it again: `InvalidArgument` if they exclude different ranks, `PeerDied`
-        if another rank ends meanwhile, `CollectiveTimeout` that names those that do not come, `ResourceError`; until
-        the ranks agree, a group without a fault stays usable. A rank that was left out and still runs gets the
-        group's fault at its next call, and `GroupAborted` here.
+        if another rank ends meanwhile, `CollectiveTimeout` that names ranks that do not call it, `ResourceError`. A
+        group without a fault stays usable until the ranks agree. An excluded rank that still runs gets the group's
+        fault at its next call, and `GroupAborted` if it calls this.
         """
         group, lock = self._group, self._group.recovering
         out = arguments.excluded(exclude, group.rank, group.world_size)
@@ -74,8 +75,8 @@ class RecoveryMethods:
             raise InvalidArgument("shrink: the ranks of one process end together; make a group of another size")
         if not group.control.peers and group.world_size > 1 or group.world_size > MOST_RANKS:
             raise InvalidArgument(
-                f"shrink: the ranks of one node, {MOST_RANKS} at most, agree through memory that they share; these "
-                "do not: make a new communicator over a store"
+                f"shrink: only ranks that share memory can agree, {MOST_RANKS} at most, and these cannot: make a new "
+                "communicator over a store"
             )
         if (error := group.captured("shrink")) is not None:
             raise error

@@ -1,8 +1,8 @@
-"""Rows of an all_reduce_rms_norm that are made of the rows of experts: their operands, checked, and their sum in torch.
+"""all_reduce_rms_norm of rows that are sums of experts' rows: the operands, their checks, and the sum in torch.
 
     row[t] = sum over k of rows[place(t, k)] * weight[t, k], in the order of k, + shared[t]; in fp32, rounded once
 
-`places[t, k]` is the place; without them the rows of the k-th expert follow those of the one before, token by token.
+The place is `places[t, k]`. Without `places` the rows are in the order expert, token.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class ExpertRows(NamedTuple):
     top_k: int
 
     def operands(self, tokens: int) -> tuple[torch.Tensor | int, ...]:
-        """The last operands of the device's `expert_rows`, in its order. In place of a tensor that is not there stands
-        another one, which is not read."""
+        """The last operands of the device's `expert_rows`, in its order. It gets another tensor for a missing one, and
+        does not read it."""
         rows, places, weight, shared, top_k = self
         given = (places is not None) + 2 * (weight is not None) + 4 * (shared is not None)
         tensors = (rows, *(rows if t is None else t for t in (places, weight, shared)))
@@ -44,7 +44,7 @@ class ExpertRows(NamedTuple):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """Triton's types of `operands`, and so what the ranks compare."""
+        """Triton's types of `operands`. The ranks compare them."""
         values = self.operands(1)
         wide = (0, 3)
         return tuple(
@@ -54,12 +54,12 @@ class ExpertRows(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that there are, by name."""
+        """The given tensors, by name."""
         named = {"expert rows": self.rows, "places": self.places, "weight": self.weight, "shared": self.shared}
         return {name: t for name, t in named.items() if t is not None}
 
     def check(self, name: str, like: torch.Tensor) -> None:
-        """Raises `InvalidArgument` unless the tensors fit to a call of `name` over rows like those of `like`."""
+        """Raises `InvalidArgument` unless the tensors fit a call of `name` over rows like those of `like`."""
         tokens, hidden = like.shape
         by_token = (tokens, self.top_k) if self.places is not None else (self.top_k, tokens)
         floats = (torch.float32, torch.float16, torch.bfloat16)

@@ -46,7 +46,7 @@ class Epilogue(NamedTuple):
     norm           whether the norm itself is written
     quantize       one of `QUANTIZATIONS`, or None
     scale_layout   of the block scales of nvfp4: one of `SCALE_LAYOUTS`; "" otherwise
-    experts        Triton's types of the operands of `ExpertRows` that make the rows; none if x has them
+    experts        Triton's types of the operands of `ExpertRows`; empty if x has the rows
     top_k          their `top_k`
     """
 
@@ -140,7 +140,7 @@ class FusedCall(NamedTuple):
                    swizzled_128x4: [rows up to a multiple of 128, hidden / 16 up to a multiple of 4], in tiles of 512
                    bytes; the scale of (row, block) is byte (row % 32) * 16 + row // 32 % 4 * 4 + block % 4 of tile
                    (row // 128, block // 4); padding is left unchanged. None otherwise
-    experts        the tensors that the rows are made of, or None; then x has only their shape and type
+    experts        the tensors whose sums are the rows (x then gives only shape and type), or None
     """
 
     epilogue: Epilogue
@@ -181,7 +181,7 @@ class FusedArguments(NamedTuple):
 
 
 def checked(given: FusedArguments, device: torch.device, experts: ExpertRows | None = None) -> FusedCall:
-    """The call, in rows; with `experts` of x's shape and type, which is not read.
+    """The call, in rows. With `experts`, x is not read and gives only shape and type.
 
     Raises `InvalidArgument` for tensors of other types, shapes, devices or strides than `FusedCall` says, for outputs
     that overlap in other ways, and for impossible numbers.

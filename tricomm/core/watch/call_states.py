@@ -27,9 +27,9 @@ def on_gpu(entries: list[Entry], flags: Sequence[int], plan: Layout, world_size:
     """Read the words that the kernels write. No call of CUDA, because the thread that waits may hold its locks.
 
     A call takes the epochs of its chunks, from the epoch that had ended when it was launched, or from the end of the
-    call before it. Some epochs are not known: those of a graph that is replayed while calls wait for it, and those over
-    the least number of a call that is fused, quantised or an `all_to_all_v`. The calls after them, until one is
-    launched later, can look further than they are. A call that NCCL makes has ended when a later call has.
+    call before it. Not known are the epochs of a graph that is replayed while calls are queued after it, and of a fused
+    or quantised call or an `all_to_all_v` those beyond the least number. Calls queued after these can look further than
+    they are, until a later launch shows the epoch. A call that NCCL makes has ended when a later call has.
     """
     now, started, blocks = time.time_ns(), flags[layout.STARTED], flags[layout.ENDED : layout.CONTROL_WORDS]
     in_flight = started != 0 and started in blocks  # a block has not ended what the launch has started
@@ -64,7 +64,7 @@ def on_gpu(entries: list[Entry], flags: Sequence[int], plan: Layout, world_size:
 
 
 def _epochs(what: Descriptor, plan: Layout, world_size: int) -> int:
-    """The epochs that a call takes; the least of a call of uneven rows, of rows with an epilogue, or of codes."""
+    """The epochs that a call takes; of an `all_to_all_v`, a fused or a quantised call the least number."""
     collective = "all_reduce" if what.collective in collective_specs.FUSED else what.collective
     in_place = "handle" in what.op  # of symmetric memory, which no mailbox divides
     if what.dtype == "none" or collective == "all_to_all_v" or in_place:
