@@ -241,8 +241,9 @@ def _call(
 def tuned(
     machine: MachineSpec, kernel: Kernel, world_size: int, nbytes: int, shape: LaunchShape | None = None
 ) -> CodeTime:
-    """`predict` for a published call, on `shape`. None: the faster of two grids: the policy's and, for long messages, a
-    wide one that a tuner would find. The buffers are twice ours: other libraries divide calls into fewer chunks."""
+    """`predict` for a published call, with its `shape`. If that is None: the faster of the policy's grid and, for long
+    messages, a wide one that a tuner would find. The buffers are twice ours, because others divide calls into fewer
+    chunks."""
     shapes = [shape or replace(policy_shape(machine, kernel, world_size, nbytes), dependent=False)]
     if shape is None and nbytes > _LONG:
         shapes.append(_WIDE)

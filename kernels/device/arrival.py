@@ -135,8 +135,8 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
 
 @triton.jit
 def announce(group, epoch, seen, call, LANES: tl.constexpr, PTX: tl.constexpr):
-    """Announce that this launch runs: to the host, and in its epoch words to another launch of this communicator, which
-    is reported if it has done so before. `epoch` and `seen` are the results of `read_epoch`.
+    """Announce that this launch runs to the host and, in the epoch words, to the communicator's other launches. If one
+    of them has announced itself there before, report the overlap. `epoch` and `seen` are the results of `read_epoch`.
 
     The words get strong stores, because other threads may read them now: only the storing thread's read counts.
     """

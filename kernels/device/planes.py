@@ -204,7 +204,7 @@ def load_three(pointer, left, ALL: tl.constexpr, SPEC: tl.constexpr):
 
 @triton.jit
 def store_three(pointer, tile, left, ALL: tl.constexpr, SPEC: tl.constexpr):
-    """The inverse of `load_three`; the words may have any type, which is that of `pointer`."""
+    """The inverse of `load_three`, for words of the type of `pointer`, whichever that is."""
     lane = tl.arange(0, SPEC.PLANE)
     plane = plane_words(left, SPEC.PLANE)
     at = pointer + lane
