@@ -97,7 +97,7 @@ def _check_unused(asked: dict[str, str], options: dict[str, Any]) -> None:
     if "calls" in asked and options["arguments"] is None:
         raise click.UsageError("--calls is the number of calls with --args; give that, or leave it out")
     if "again" in asked and options["budget"] is None:
-        raise click.UsageError("--again drops the schedules that --budget has kept; give --budget, or leave it out")
+        raise click.UsageError("--again drops the schedules that --budget has kept; give --budget, or no --again")
     if "preemptions" in asked and options["strategy"] != "exhaustive":
         raise click.UsageError("--preemptions is the bound of --strategy exhaustive; give that, or leave it out")
 
