@@ -6,11 +6,16 @@ import gc
 import sys
 import tracemalloc
 
+import pytest
 import torch
 
 from devtools import null_launch
 from tests.core.gpu.conftest import MINE, device_of
 from tests.core.operations import Operations
+from tests.policy import test_wire as wires
+from tricomm.errors import InvalidArgument
+from tricomm.kernels import reference
+from tricomm.kernels.collectives import registry
 
 ONE_OF_EACH = {"_cuda_getDevice": 1, "_cuda_isCurrentStreamCapturing": 1, "_cuda_getCurrentRawStream": 1}
 
@@ -69,6 +74,32 @@ def test_a_captured_call_has_the_plan_of_its_mode_and_separate_memory(comm, worl
     numbers = [launch.words[-3] for launch in (eager, first, second)]
     assert [n & 0xFFFFFFFF for n in numbers] == [modes["eager"], modes["graph"], modes["graph"]]
     assert [n >> 32 for n in numbers] == [numbers[0] >> 32, (numbers[0] >> 32) + 1, (numbers[0] >> 32) + 2]
+
+
+@pytest.mark.parametrize("wire", registry.WIRES)
+def test_a_quantised_call_is_launched_and_replayed_as_others_are(comm, world, wire):
+    x, y = (torch.full((1000,), 77, dtype=torch.bfloat16) for _ in range(2))
+    call = lambda: comm.all_reduce(x, out=y, wire=wire)  # noqa: E731
+    capture = lambda: world.capture(world.new_stream(torch.device("cuda", MINE)))  # noqa: E731
+
+    def right(run, seed):
+        x.copy_(wires.numbers(seed, len(x), x.dtype))
+        y.fill_(77)
+        run()
+        return torch.equal(wires.bits(y), wires.bits(reference.quantised(wire, "sum", [x])))
+
+    with capture(), pytest.raises(InvalidArgument, match="run this call once before capture"):
+        call()
+    assert right(call, 0)
+    assert right(lambda: asked(world, call), 1) and asked(world, call) == ONE_OF_EACH
+    kernel = device_of(comm).launches[-1].function
+    with capture() as graph:
+        assert asked(world, call) == ONE_OF_EACH
+    assert len(graph) == 1 and device_of(comm).launches[-1].function == kernel and comm._launcher.captured
+    assert right(graph[0], 2) and right(call, 3) and right(graph[0], 4)
+    plans = {plan.mode: plan for plan in comm._planner.plans.values() if plan.numel == len(x)}
+    assert {plan.choice.algorithm for plan in plans.values()} == {registry.algorithm_of(wire)}
+    assert set(plans) == {"eager", "graph"}
 
 
 def kept_and_used(call, calls=100):
