@@ -16,6 +16,7 @@ from torch.distributed import HashStore, Store
 
 from tricomm.c10d import capabilities
 from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, TricommError
+from tricomm.options import Options
 from tricomm.store import process, records
 from tricomm.store.departures import NOBODY, Departure, Ending
 from tricomm.store.generation import Generation
@@ -106,10 +107,10 @@ def test_a_rank_with_invalid_settings_is_named_at_once():
     store = HashStore()
 
     def run(rank: int):
-        def settings() -> bool:
+        def settings() -> Options:
             if rank == 1:
                 raise InvalidArgument("TRICOMM_BATCH_INVARIANT='x' is neither on nor off")
-            return False
+            return Options()
 
         try:
             return capabilities.exchange_capabilities(store, rank, 3, 30.0, settings)
@@ -154,7 +155,7 @@ def test_a_forged_failure_is_ignored(monkeypatch):
 
 def old_record(switches: int) -> bytes:
     """A record of rank 1 that the token's holders once wrote, for another group."""
-    body = dataclasses.replace(capabilities._own_capabilities(), switches=switches)
+    body = dataclasses.replace(capabilities._own_capabilities(Options()), switches=switches)
     return StoreRecord(1, 3, b"o" * 16, body).pack(TOKEN)
 
 

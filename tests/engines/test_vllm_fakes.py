@@ -193,6 +193,15 @@ def test_a_limit_that_is_no_number_of_bytes_is_refused(monkeypatch, text):
         engine_group.max_bytes()
 
 
+def test_the_group_of_an_engine_quantises_by_the_variable(monkeypatch):
+    monkeypatch.setenv("TRICOMM_CPU", "kernels")
+    monkeypatch.setenv("TRICOMM_WIRE", "int8")
+    seat = engine_group.Seat(HashStore(), 0, 1, torch.device("cpu"), "tp:0")
+    group = engine_group.EngineGroup(seat, Engine("vLLM", LOG))
+    assert group.comm.options.wire == "int8", group.why_not
+    group.comm.close()
+
+
 def test_an_invalid_limit_on_one_rank_is_reported_on_all_at_once(monkeypatch):
     monkeypatch.setattr(
         engine_group, "max_bytes", lambda: _raising(InvalidArgument("no bytes"))() if who.rank else None

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from tricomm import env
 from tricomm.c10d.work_handles import limit_seconds
 from tricomm.errors import InvalidArgument, RendezvousError
+from tricomm.kernels.collectives.registry import WIRES
 from tricomm.kernels.launch import compiler, interpreter
 from tricomm.metrics import publish
 from tricomm.options import Options
@@ -29,6 +30,8 @@ from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
 
 _CPU_KERNELS, _CHECK, _CUDA_KERNELS, _CPU_POSSIBLE, _BATCH_INVARIANT = 1, 2, 4, 8, 16
+_WIRE_BIT = 5  # and those above: the place of `Options.wire` in `_WIRES`
+_WIRES = (None, *WIRES)
 # A job may make hundreds of groups, and interpreted kernels gain little from more: a 16 MiB all_reduce takes 7.8 s with
 # this and 5.3 s with 64 MiB (2 ranks, simulated).
 _CPU_ARENA_BYTES = 4 << 20
@@ -56,7 +59,7 @@ class GroupCapabilities:
 
     `members` are the ranks' processes; `no_kernels` is the reason why no kernel runs on a device type; `check` is
     TRICOMM_CHECK; `generation` has the store for all that the group writes; `batch_invariant`: whether reductions may
-    depend on rank order alone.
+    depend on rank order alone; `wire`: how sums are quantised on the links, None if they are not.
     """
 
     members: tuple[Capabilities, ...]
@@ -65,6 +68,7 @@ class GroupCapabilities:
     no_kernels: dict[str, str | None]
     generation: Generation[Capabilities] = field(compare=False)
     batch_invariant: bool = False
+    wire: str | None = None
 
 
 def exchange_capabilities(
@@ -72,14 +76,14 @@ def exchange_capabilities(
     rank: int,
     world_size: int,
     timeout: float,
-    batch_invariant: Callable[[], bool] = lambda: False,
+    settings: Callable[[], Options] = Options,
     known: Mapping[int, Capabilities] | None = None,
 ) -> GroupCapabilities:
     """Exchange capabilities, and agree on a generation of the group; every rank of the group calls it, with the same
-    `batch_invariant`. `known` are the processes of ranks that are known in advance.
+    `batch_invariant` and `wire` in its `settings`. `known` are the processes of ranks that are known in advance.
 
-    A rank with invalid settings must not keep the others waiting: `batch_invariant` reads them, and its error is raised
-    here and named to all ranks at once.
+    A rank with invalid settings must not keep the others waiting: `settings` reads them, and its error is raised here
+    and named to all ranks at once.
 
     Raises `RendezvousError` that names the ranks without a record after `timeout` seconds, or the rank with a wrong
     record and what is wrong with it; `PeerDied` if the process of a rank ends meanwhile. All ranks read the same
@@ -88,10 +92,10 @@ def exchange_capabilities(
     """
     generation = Generation(store, "capabilities", Capabilities, rank, world_size, timeout, known)
 
-    return _conclude(generation.agree(lambda: _own_capabilities(batch_invariant())), generation)
+    return _conclude(generation.agree(lambda: _own_capabilities(settings())), generation)
 
 
-def _own_capabilities(batch_invariant: bool = False) -> Capabilities:
+def _own_capabilities(settings: Options) -> Capabilities:
     # Settings that are read later must not fail then, on this rank alone.
     options_for(None, timedelta(0), "cpu")
     publish.interval()
@@ -100,7 +104,8 @@ def _own_capabilities(batch_invariant: bool = False) -> Capabilities:
     backend_choice.limits()
     switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * calls_are_compared()
     switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiler.refused() is None)
-    switches |= _CPU_POSSIBLE * (interpreter.supported() is None) | _BATCH_INVARIANT * batch_invariant
+    switches |= _CPU_POSSIBLE * (interpreter.supported() is None) | _BATCH_INVARIANT * settings.batch_invariant
+    switches |= _WIRES.index(settings.wire) << _WIRE_BIT
     pid = os.getpid()
     left = process.descriptors_left()
     return Capabilities(pid, process.start_time(pid) or 0, process.pid_namespace(), process.node_id(), switches, left)
@@ -137,7 +142,20 @@ def _conclude(said: list[Capabilities], generation: Generation[Capabilities]) ->
     cuda = None if common & _CUDA_KERNELS else cuda
     nodes = len({one.node for one in said})
     no_kernels = {"cpu": cpu, "cuda": cuda}
-    return GroupCapabilities(tuple(said), nodes, bool(common & _CHECK), no_kernels, generation, bool(invariant))
+    check, wire = bool(common & _CHECK), _common_wire(said)
+    return GroupCapabilities(tuple(said), nodes, check, no_kernels, generation, bool(invariant), wire)
+
+
+def _common_wire(said: list[Capabilities]) -> str | None:
+    """`Options.wire` of all ranks; raises `RendezvousError` if they differ in it."""
+    ranks: dict[int, list[int]] = {}
+    for rank, one in enumerate(said):
+        ranks.setdefault(one.switches >> _WIRE_BIT, []).append(rank)
+    names = dict(enumerate(_WIRES))
+    if len(ranks) > 1:
+        asked = ", ".join(f"rank(s) {some} ask for wire={names.get(place)!r}" for place, some in ranks.items())
+        raise RendezvousError(f"{asked}: set TRICOMM_WIRE, or Options.wire of pg_options, to the same on every rank")
+    return names[next(iter(ranks))]
 
 
 def torch_backend(device: str) -> str | None:

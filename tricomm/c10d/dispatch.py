@@ -209,7 +209,7 @@ class Dispatcher:
         store = PrefixStore(f"kernels/{device.type}", config.store)
         try:
             options = options_for(self._options, config.timeout, device.type)
-            options = replace(options, batch_invariant=self.batch_invariant)
+            options = replace(options, batch_invariant=self.batch_invariant, wire=self._agreed.wire)
             terms = bootstrap.terms(config.rank, config.world_size, device, config.timeout, options)
             recorder: FlightRecorder | None = off()  # the queue records a CPU's calls
             if device.type == "cuda":  # of several GPUs of this process, one each

@@ -170,12 +170,7 @@ def make(
     try:
         limit = seconds(config.timeout, "timeout")
         agreed = exchange_capabilities(
-            config.store,
-            config.rank,
-            config.world_size,
-            limit,
-            lambda: with_environment(options).batch_invariant,
-            known,
+            config.store, config.rank, config.world_size, limit, lambda: with_environment(options), known
         )
         backends = fallback_backends.make(config, agreed, options, native)
         return kind(replace(config, store=agreed.generation.store), agreed, backends, options)

@@ -24,7 +24,7 @@ from tricomm.core.fused.fused_call import FUSED, Epilogue
 from tricomm.core.launch_plan import Request
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.metrics.counters import KERNELS, NCCL
-from tricomm.options import Options
+from tricomm.options import Options, with_environment
 from tricomm.policy import backend_choice
 from tricomm.policy.backend_choice import GroupFacts, Router
 from tricomm.store.bounded_store import first_line
@@ -116,9 +116,9 @@ class EngineGroup:
     def _join(self, seat: Seat) -> tuple[Router, Communicator]:
         """Meet the other ranks; raises on all of them if one cannot use tricomm."""
 
-        def settings() -> bool:
+        def settings() -> Options:
             self._limit = max_bytes()
-            return env.batch_invariant()
+            return with_environment(None)
 
         store = PrefixStore(str(self._opened), seat.store)
         agreed = exchange_capabilities(store, seat.rank, seat.world_size, MEETING_SECONDS, settings)
@@ -130,7 +130,7 @@ class EngineGroup:
         most = _ANY_SIZE if invariant or self._engine.invariant else self._limit
         facts = GroupFacts(seat.device.type, seat.world_size, 1, None, NCCL, batch_invariant=invariant, most_bytes=most)
         router = Router(facts, seat.name, seat.rank, self._engine.name)
-        options = replace(options, batch_invariant=invariant or self._engine.invariant)
+        options = replace(options, batch_invariant=invariant or self._engine.invariant, wire=agreed.wire)
         terms = bootstrap.terms(seat.rank, seat.world_size, seat.device, None, options, MEETING_SECONDS)
         comm = Communicator._behind(PrefixStore("kernels", store), replace(terms, router=router))
         try:

@@ -19,12 +19,13 @@ OPS = ["SUM", "AVG", "MIN", "MAX", "PRODUCT", "BAND", "BOR", "BXOR"]
 
 
 @contextmanager
-def default_group(rank, world_size, url, route="gloo", backend="tricomm", timeout=60.0):
-    """`dist.init_process_group`, CPU tensors on `route`; destroyed in the end."""
+def default_group(rank, world_size, url, route="gloo", backend="tricomm", timeout=60.0, options=None):
+    """`dist.init_process_group` with these `tricomm.Options`, CPU tensors on `route`; destroyed in the end."""
     os.environ["TRICOMM_CPU"] = route
     os.environ["TRICOMM_ARENA_BYTES"] = str(256 * 1024)
+    limit = timedelta(seconds=timeout)
     dist.init_process_group(
-        backend, init_method=url, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        backend, init_method=url, rank=rank, world_size=world_size, timeout=limit, pg_options=options
     )
     try:
         yield dist.group.WORLD
