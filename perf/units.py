@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from tricomm.kernels import collective_specs
 from tricomm.kernels.collective_specs import COLLECTIVES, FUSED
-from tricomm.kernels.collectives.registry import Kernel
+from tricomm.kernels.collectives.registry import Kernel, quantized_cost
 
 BINARY = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 DATA_COLLECTIVES = tuple(name for name in COLLECTIVES if name != "barrier")
@@ -59,12 +59,14 @@ def text(nbytes: int) -> str:
     return next((f"{nbytes // unit} {name}" for unit, name in BINARY if nbytes and nbytes % unit == 0), f"{nbytes} B")
 
 
-def moved(kernel: Kernel, world_size: int) -> Fraction:
+def moved(kernel: Kernel, world_size: int, itemsize: int = 4) -> Fraction:
     """Bytes that the busiest rank writes to and reads from peers, without headers, per byte of input.
 
     The input is a rank's; it is the message if there is a root. If a switch adds and copies, the busier direction of
-    a GPU's links counts.
+    a GPU's links counts. `itemsize`, of real numbers, counts if the kernel quantises on the links.
     """
+    if kernel.wire:
+        return quantized_cost(kernel.wire, itemsize)(world_size)
     if kernel.switched is not None:
         return kernel.switched(world_size)
     return kernel.written(world_size) + kernel.read(world_size)

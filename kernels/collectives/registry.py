@@ -275,13 +275,20 @@ MULTICAST_ZERO_COPY = (
     Kernel("all_reduce", "multicast", "simple", _rows, _rows, 5, 2, zero_copy=True, switched=_switched),
 )
 
-# Quantised on the links: 8 bits an element and 16 bits a block of 128, in place of 32 bits an element.
-_CODES = Fraction(130, 512)
+WIRES = ("fp8", "int8", "fp8_gather")
+
+
+def quantized_cost(wire: str, itemsize: int = 4) -> Cost:
+    """`written` of the kernel that quantises by `wire`: 8 bits an element and 16 bits a block of 128, in both legs or
+    in the second one, in place of elements of `itemsize`."""
+    codes = Fraction(130, 128 * itemsize)
+    return _times((1 + codes) / 2 if wire.endswith("_gather") else codes, _shards)
+
+
+# Quantised on the links.
 WIRE = tuple(
-    Kernel("all_reduce", algorithm_of(wire), "simple", _times(part, _shards), _none, 2, 2, wire=wire)
-    for wire, part in (("fp8", _CODES), ("int8", _CODES), ("fp8_gather", (1 + _CODES) / 2))
+    Kernel("all_reduce", algorithm_of(wire), "simple", quantized_cost(wire), _none, 2, 2, wire=wire) for wire in WIRES
 )
-WIRES = tuple(kernel.wire for kernel in WIRE)
 
 # With an epilogue of rows: RMSNorm, optionally quantised, or a user's function.
 FUSED = tuple(

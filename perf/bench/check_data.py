@@ -50,12 +50,20 @@ def _spread(mixed: torch.Tensor, op: str, world_size: int, few: bool) -> torch.T
 
 
 def expected(
-    collective: str, op: str, world_size: int, call: int, count: int, rank: int = 0, dtype: torch.dtype = torch.int64
+    collective: str,
+    op: str,
+    world_size: int,
+    call: int,
+    count: int,
+    rank: int = 0,
+    dtype: torch.dtype = torch.int64,
+    wire: str = "",
 ) -> torch.Tensor:
-    """The exact result of call number `call` on `rank`, int64 (bool for bool)."""
-    wide = torch.bool if dtype == torch.bool else torch.int64
+    """The exact result of call number `call` on `rank`, int64 (bool for bool); of `dtype`, and rounded as documented,
+    if it is quantised by `wire`."""
+    wide = dtype if wire else torch.bool if dtype == torch.bool else torch.int64
     parts = [values(collective, op, world_size, r, call, count, dtype).to(wide) for r in range(world_size)]
-    return reference.expected(collective, op, parts, rank, root(world_size, call))
+    return reference.expected(collective, op, parts, rank, root(world_size, call), wire=wire)
 
 
 def options(collective: str, op: str, world_size: int, call: int, count: int) -> dict[str, Any]:

@@ -129,6 +129,7 @@ def _choice(bench: Bench, case: Case, row: BenchRow, mode: str, **form: Any) -> 
 
 def _of_kernel(row: BenchRow, choice: Choice, kernel: registry.Kernel, moves: str) -> BenchRow:
     """`row` with the facts of its kernel; `moves` is the collective whose least number of bytes counts."""
+    real = min(4, getattr(torch, row.measured.dtype).itemsize)  # of those that are quantised; complex64 is two numbers
     return row.changed(
         algorithm=choice.algorithm,
         protocol=choice.protocol,
@@ -136,7 +137,7 @@ def _of_kernel(row: BenchRow, choice: Choice, kernel: registry.Kernel, moves: st
         blocks=choice.blocks,
         warps=choice.warps,
         tile=choice.block,
-        moved_bytes=float(units.moved(kernel, row.ranks) * row.input_bytes),
+        moved_bytes=float(units.moved(kernel, row.ranks, real) * row.input_bytes),
         least_bytes=float(units.least(moves, row.ranks) * row.input_bytes),
         hops=kernel.hops,
         barriers=kernel.barriers,
@@ -195,7 +196,7 @@ def _in_place_or_not(bench: Bench, case: Case, row: BenchRow) -> BenchRow:
         check_data.poison(y)
         x.copy_(check_data.values(case.collective, op, comm.world_size, comm.rank, number, row.count, y.dtype))
         call(number)
-        return _wrong(comm, case.collective, op, number, row.count, y)
+        return _wrong(comm, case.collective, op, number, row.count, y, registry.wire_of(row.measured.algorithm))
 
     x.zero_()
     times = _timed(bench, lambda: call(0), row.measured.mode)
@@ -250,12 +251,14 @@ def _baseline(bench: Bench, case: Case, row: BenchRow, make: Make) -> BenchRow:
     return with_times(row, [times], _wrong(comm, case.collective, "sum", number, elements, result))
 
 
-def _wrong(comm: Communicator, collective: str, op: str, number: int, count: int, result: torch.Tensor | None) -> int:
-    """Wrong elements of this rank's result of a call that has been made."""
+def _wrong(
+    comm: Communicator, collective: str, op: str, number: int, count: int, result: torch.Tensor | None, wire: str = ""
+) -> int:
+    """Wrong elements of this rank's result of a call that has been made, quantised by `wire` unless that is empty."""
     comm.synchronize()
     if result is None or not check_data.gets(collective, comm.world_size, comm.rank, number):
         return 0
-    exact = check_data.expected(collective, op, comm.world_size, number, count, comm.rank, result.dtype)
+    exact = check_data.expected(collective, op, comm.world_size, number, count, comm.rank, result.dtype, wire)
     return check_data.wrong(result, exact)
 
 

@@ -21,7 +21,7 @@ from tricomm.perf.units import DATA_COLLECTIVES
 LIBRARIES = ("nccl", "gloo", "symm_mem", "flashinfer", "kraken")
 FUSED_DTYPES = ("float32", "float16", "bfloat16")
 MODES = ("eager", "graph", "kernel")
-_SHIPPED = (*registry.KERNELS, *registry.MULTICAST)
+_SHIPPED = (*registry.KERNELS, *registry.MULTICAST, *registry.WIRE)
 ALGORITHMS = tuple(dict.fromkeys(k.algorithm for k in _SHIPPED if k.collective in DATA_COLLECTIVES))
 PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collective in DATA_COLLECTIVES))
 
@@ -153,8 +153,10 @@ def left_out(
 
 def _shipped(collective: str, algorithms: str | None, world_size: int) -> list[Kernel]:
     ordered = env.batch_invariant()
-    switch = "multicast" in [name.strip() for name in (algorithms or "").split(",")]  # not of all: few boxes have one
-    return [k for k in registry.of(collective, world_size, switch) if k.rank_order or not ordered]
+    named = [name.strip() for name in (algorithms or "").split(",")]
+    switch = "multicast" in named  # not of all: few boxes have one
+    wire = any(registry.wire_of(name) for name in named)  # not of all: such a result is rounded to few bits
+    return [k for k in registry.of(collective, world_size, switch, wire) if k.rank_order or not ordered]
 
 
 def _why_not(
@@ -167,7 +169,7 @@ def _why_not(
 
     if such(shipped):
         return None
-    others = such(registry.of(collective, registry.CUBE_RANKS, multicast=True))
+    others = such(registry.of(collective, registry.CUBE_RANKS, multicast=True, wire=True))
     if not others:
         return f"{collective} has no such kernel; there is {', '.join(f'{k.algorithm}/{k.protocol}' for k in shipped)}"
     ranks = others[0].why_not_ranks(world_size)

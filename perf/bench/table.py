@@ -120,7 +120,8 @@ def _names(settings: Settings, ranks: int) -> Iterator[str]:
         if case.library != OURS:
             yield SEVERAL.get(case.library, case.library)
             continue
-        for k in registry.of(case.collective, ranks, multicast=True):
+        wire = registry.wire_of(case.algorithm)
+        for k in registry.of(case.collective, ranks, multicast=True, wire=bool(wire)):
             if case.algorithm in (None, k.algorithm) and case.protocol in (None, k.protocol):
                 yield f"{'unfused_' if case.collective == FUSED else ''}{k.algorithm}/{k.protocol}"
 

@@ -278,6 +278,25 @@ def test_combinations_without_a_kernel_are_named_and_the_others_measured() -> No
     assert "2 ranks, 1 kernel, 1 row" in done.stdout
 
 
+def test_quantised_kernels_are_measured_by_name_and_checked_exactly(tmp_path: Path) -> None:
+    lists = ("--nproc", "3", "--algorithm", "two_shot,two_shot_int8,two_shot_fp8,two_shot_fp8_gather")
+    more = ("--protocol", "simple", "--sizes", "12K", "--iters", "1", "--warmup", "0", "--dtype", "bfloat16,int32")
+    done = _bench(*lists, *more, "--op", "sum", "--json", str(tmp_path / "rows.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    assert "all_reduce two_shot_fp8/simple is not run: all_reduce: wire='fp8' quantises sums and averages of" in told
+    rows = json.loads((tmp_path / "rows.json").read_text())["results"]
+    moved = {(r["dtype"], r["algorithm"]): round(r["moved_bytes"] / r["least_bytes"], 4) for r in rows}
+    assert moved == {
+        ("bfloat16", "two_shot"): 1.0,
+        ("bfloat16", "two_shot_fp8"): 0.5078,
+        ("bfloat16", "two_shot_int8"): 0.5078,
+        ("bfloat16", "two_shot_fp8_gather"): 0.7539,
+        ("int32", "two_shot"): 1.0,
+    }
+    assert {row[place]["wrong"] for row in rows for place in ("in_place", "out_of_place")} == {0}
+
+
 def rank_without_wide_words(emit: Any, rank: int, *rest: Any) -> None:
     """A rank whose compiler has no 16-byte words, as on some GPUs."""
     from tricomm.errors import InvalidArgument

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.dtypes import DTYPES
 from tricomm.perf.bench import check_data
 
@@ -22,6 +23,15 @@ def test_inputs_and_results_are_exact(name: str, op: str, world_size: int) -> No
         assert torch.equal(back.to(whole.dtype), whole)
     if op == "avg":
         assert torch.equal(exact * world_size, torch.stack(parts).sum(0))
+
+
+@pytest.mark.parametrize("wire", registry.WIRES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_of_a_quantised_sum_the_rounded_one_is_right(wire: str, dtype: torch.dtype) -> None:
+    facts = ("all_reduce", "sum", 4, 5, 4096, 0, dtype)
+    exact, rounded = check_data.expected(*facts), check_data.expected(*facts, wire)
+    apart = (exact - rounded).abs()
+    assert rounded.dtype == dtype and 0 < apart.max() <= 8 and check_data.wrong(rounded, exact) > 100
 
 
 def test_ranks_calls_and_elements_differ() -> None:

@@ -27,6 +27,19 @@ def test_choices_that_are_not_requested_are_left_to_selection() -> None:
     assert request.cases(("all_reduce",), "two_shot", None, 2) == (Case("all_reduce", "two_shot", None),)
 
 
+def test_kernels_that_quantise_are_chosen_by_name_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = request.cases(("all_reduce",), "two_shot,two_shot_fp8", "all", 2)
+    assert [(case.algorithm, case.protocol) for case in chosen if case.algorithm != "two_shot"] == [
+        ("two_shot_fp8", "simple")
+    ]
+    assert not any(registry.wire_of(case.algorithm) for case in request.cases(("all_reduce",), "all", "all", 2))
+    ((name, why),) = request.left_out(("all_reduce", "all_gather"), "two_shot_int8", None, 2)
+    assert name == "all_gather two_shot_int8/any" and why.startswith("all_gather has no such kernel; there is one_shot")
+    monkeypatch.setenv("TRICOMM_BATCH_INVARIANT", "1")
+    with pytest.raises(InvalidArgument, match="no kernel fits algorithm two_shot_int8"):
+        request.cases(("all_reduce",), "two_shot_int8", None, 2)
+
+
 def test_a_kernel_that_is_not_shipped_is_refused_with_those_that_are() -> None:
     with pytest.raises(InvalidArgument, match="one_shot/ll, one_shot/ll128, one_shot/simple"):
         request.cases(("all_gather",), "two_shot", None, 2)
