@@ -212,6 +212,31 @@ def test_another_wire_on_one_rank_is_a_mismatch_on_all(theirs):
     tricomm.simulate(fn, 2)
 
 
+@pytest.mark.parametrize("wire", registry.WIRES)
+def test_explain_names_the_kernel_of_a_call_that_asks(wire):
+    def fn(comm):
+        found = comm.explain("all_reduce", 4000, torch.bfloat16, wire=wire)
+        comm.all_reduce(torch.ones(2000, dtype=torch.bfloat16), wire=wire)
+        counted = [(each.algorithm, each.protocol) for each in comm.stats().calls]
+        refused = []
+        for collective, more in (
+            ("all_gather", {}),
+            ("all_reduce_rms_norm", {"hidden": 8}),
+            ("all_reduce", {"dtype": torch.int32}),
+            ("all_reduce", {"algorithm": "two_shot"}),
+            ("all_reduce", {"wire": "fp4"}),
+        ):
+            with pytest.raises(InvalidArgument) as caught:
+                comm.explain(collective, 4096, **({"wire": wire} | more))
+            refused.append(str(caught.value))
+        return (found.algorithm, found.protocol), counted, found.reason, refused
+
+    for kernel, counted, reason, refused in tricomm.simulate(fn, 2):
+        assert [kernel] == counted and kernel == (registry.algorithm_of(wire), "simple") and "forced" in reason
+        assert all("only an all_reduce has it" in text for text in refused[:2])
+        assert "not int32 by sum" in refused[2] and "give one of them" in refused[3] and "wire='fp4'" in refused[4]
+
+
 # A group's option
 
 

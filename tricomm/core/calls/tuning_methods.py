@@ -11,6 +11,7 @@ import torch
 
 from tricomm import arguments, gone
 from tricomm.core import dependent_launch, kernel_forms, nccl
+from tricomm.core.calls.collectives import quantised
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_call
@@ -60,6 +61,7 @@ class TuningMethods:
         *,
         algorithm: str | None = None,
         protocol: str | None = None,
+        wire: str | None = None,
         mode: str = "eager",
         hidden: int | None = None,
         quantize: str | None = None,
@@ -68,7 +70,8 @@ class TuningMethods:
         """The backend and the kernel of a call with `nbytes` bytes of input, and why. Pure: asks no other rank.
 
         `nbytes` is one rank's input, the root's if there is one; `dtype` is float32 by default; `mode` is eager, or
-        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm. A symmetric handle
+        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm, and `wire` is that of an
+        all_reduce. A symmetric handle
         instead of `nbytes` means a call that reads it in place; `out` is the output if it is not that handle. Whether
         NCCL can be used is known only after the first call that needs it. Raises `InvalidArgument` for a bad argument.
         """
@@ -82,6 +85,12 @@ class TuningMethods:
         if not isinstance(dtype, torch.dtype | None):
             raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
         gone.refuse(f"algorithm={algorithm!r}")
+        if wire is not None:
+            if collective != "all_reduce":
+                raise InvalidArgument(
+                    f"explain: wire={wire!r} of {collective!r}: only an all_reduce has it; leave it out"
+                )
+            algorithm = quantised(wire, algorithm)
         name = arguments.operation(op)
         request = Request(collective, name, algorithm, protocol)
         if collective == FUSED:
