@@ -279,10 +279,11 @@ def allreduce_fusion(
             raise InvalidArgument(f"allreduce_fusion: {_NAMES[pattern]} writes no {name}; leave it out")
         assert residual_in is not None, "checked above"
         input = residual_in
+    name = "input" if experts is None else "residual_in"
     if not isinstance(input, torch.Tensor) or input.dim() != 2:
-        raise InvalidArgument("allreduce_fusion: input has to be a tensor of [tokens, hidden]")
+        raise InvalidArgument(f"allreduce_fusion: {name} has to be a tensor of [tokens, hidden]")
     if not input.is_contiguous():
-        raise InvalidArgument(f"allreduce_fusion: input has strides {input.stride()}; pass .contiguous()")
+        raise InvalidArgument(f"allreduce_fusion: {name} has strides {input.stride()}; pass .contiguous()")
     tokens, hidden = input.shape
     reason = workspace._why_not(workspace.world_size, tokens, hidden, input.dtype)
     if reason is not None:

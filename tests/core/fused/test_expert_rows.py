@@ -138,20 +138,24 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
         given = drawn(comm, 48, torch.bfloat16)
         rows, places, scale, shared = given
         _, residual, weight = reference.inputs(comm.rank, TOKENS, 48, torch.bfloat16)
+        both, spare = torch.zeros(TOKENS + 1, 48).bfloat16(), torch.zeros(TOKENS, 48).bfloat16()
+        both[1], weight = weight, both[1]
         for change, more, why in (
             ((None, places, scale, shared), {}, "needs input"),
             ((rows, None, scale, shared), {}, "needs expanded_idx_to_permuted_idx"),
             ((rows, places[0], scale, shared), {}, "needs expanded_idx_to_permuted_idx"),
-            ((rows, places.long(), scale, shared), {}, "places: torch.int64"),
-            ((rows, places[:2], scale, shared), {}, "places: torch.int32 of shape (2, 9)"),
+            ((rows, places.long(), scale, shared), {}, "expert places: torch.int64"),
+            ((rows, places[:2], scale, shared), {}, "expert places: torch.int32 of shape (2, 9)"),
             ((rows.half(), places, scale, shared), {}, "expert rows: torch.float16"),
             ((rows[:, :40].contiguous(), places, scale, shared), {}, "expert rows: torch.bfloat16 of shape (11, 40)"),
-            ((rows, places, scale[:, :2], shared), {}, "weight: torch.float32 of shape (3, 2)"),
-            ((rows, places, scale.double(), shared), {}, "weight: torch.float64"),
+            ((rows, places, scale[:, :2], shared), {}, "expert weight: torch.float32 of shape (3, 2)"),
+            ((rows, places, scale.double(), shared), {}, "expert weight: torch.float64"),
             ((rows, places, scale, shared[:1]), {}, "shared: torch.bfloat16 of shape (1, 48)"),
             (given, {"quant_out": rows}, "writes no quant_out"),
             (given, {"norm_out": shared}, "norm_out overlaps shared"),
             (given, {"residual_out": rows[2:5]}, "residual_out overlaps expert rows"),
+            (given, {"norm_out": both[1:]}, "norm_out overlaps weight"),
+            ((rows, places, spare[0, :27].view(3, 9), shared), {"norm_out": spare}, "norm_out overlaps expert weight"),
         ):
             with pytest.raises(InvalidArgument, match=re.escape(why)):
                 moe(comm, workspace, 7, change, residual, weight, **more)
@@ -159,6 +163,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
             moe(comm, workspace, 12, given, residual, weight)
         with pytest.raises(InvalidArgument, match="needs residual_in"):
             moe(comm, workspace, 7, given, None, weight)
+        with pytest.raises(InvalidArgument, match="residual_in has to be a tensor of"):
+            moe(comm, workspace, 7, given, residual[0], weight)
         return comm.all_reduce(torch.ones(3)).sum()
 
     assert tricomm.simulate(body, 2) == [6.0, 6.0]

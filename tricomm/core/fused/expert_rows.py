@@ -55,7 +55,12 @@ class ExpertRows(NamedTuple):
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The given tensors, by name."""
-        named = {"expert rows": self.rows, "places": self.places, "weight": self.weight, "shared": self.shared}
+        named = {
+            "expert rows": self.rows,
+            "expert places": self.places,
+            "expert weight": self.weight,  # a call has another weight, the norm's
+            "shared": self.shared,
+        }
         return {name: t for name, t in named.items() if t is not None}
 
     def check(self, name: str, like: torch.Tensor) -> None:
@@ -65,8 +70,8 @@ class ExpertRows(NamedTuple):
         floats = (torch.float32, torch.float16, torch.bfloat16)
         wanted = {
             "expert rows": ((len(self.rows) if self.rows.dim() else 0, hidden), (like.dtype,)),
-            "places": (by_token, (torch.int32,)),
-            "weight": (by_token, floats),
+            "expert places": (by_token, (torch.int32,)),
+            "expert weight": (by_token, floats),
             "shared": ((tokens, hidden), (like.dtype,)),
         }
         for what, tensor in self.tensors.items():
