@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from functools import partial
 from traceback import walk_tb
 from typing import Any
@@ -184,7 +185,7 @@ def members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArg
     chosen = tuple(ranks) if isinstance(ranks, Sequence) and not isinstance(ranks, str) else ()
     whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
     if not chosen or not whole or len(set(chosen)) < len(chosen):
-        return (), InvalidArgument(f"split: ranks={ranks!r}: different ranks from 0 to {world_size - 1} are needed")
+        return (), InvalidArgument(f"split: ranks={ranks!r}: different ints from 0 to {world_size - 1} are needed")
     return chosen, None
 
 
@@ -192,10 +193,13 @@ def excluded(exclude: object, rank: int, world_size: int) -> frozenset[int] | No
     """The ranks that `shrink` on `rank` leaves out; None: those that have ended. Raises `InvalidArgument`."""
     if exclude is None:
         return None
-    chosen = tuple(exclude) if isinstance(exclude, Collection) and not isinstance(exclude, str | bytes) else (None,)
+    chosen: tuple[Any, ...] = (None,)
+    if isinstance(exclude, Collection) and not isinstance(exclude, str | bytes):
+        with suppress(TypeError):  # an array without dimensions
+            chosen = tuple(exclude)
     whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
     if not whole or len(set(chosen)) < len(chosen):
-        raise InvalidArgument(f"shrink: exclude={exclude!r}: different ranks from 0 to {world_size - 1} are needed")
+        raise InvalidArgument(f"shrink: exclude={exclude!r}: different ints from 0 to {world_size - 1} are needed")
     if rank in chosen:
         raise InvalidArgument(
             f"shrink: exclude={exclude!r}: this is rank {rank}, and an excluded rank does not call shrink"

@@ -117,10 +117,10 @@ class Options:
             object.__setattr__(self, "max_blocks", BESIDE_BLOCKS)
 
 
-def check_wire(wire: object, name: str) -> None:
-    """Raises `InvalidArgument` for an unknown `wire`."""
+def check_wire(wire: object, name: str, off: str = "None") -> None:
+    """Raises `InvalidArgument` for an unknown `wire`; `off` says how to have none."""
     if wire not in WIRES:
-        raise InvalidArgument(f"{name}={wire!r}: {', '.join(WIRES)} or None is needed")
+        raise InvalidArgument(f"{name}={wire!r}: {', '.join(WIRES)} or {off} is needed")
 
 
 def digest_of(options: Options, arena: layout.Layout, device: str) -> int:
@@ -141,7 +141,7 @@ def with_environment(options: Options | None) -> Options:
         options = replace(options, compile_after_set_up=False)
     wire = env.wire()
     if wire is not None and options.wire is None:
-        check_wire(wire, "TRICOMM_WIRE")
+        check_wire(wire, "TRICOMM_WIRE", "no value")
         options = replace(options, wire=wire)
     return replace(options, batch_invariant=True) if env.batch_invariant() else options
 

@@ -188,6 +188,8 @@ def test_a_call_that_cannot_be_quantised_is_refused_and_the_group_goes_on(how, m
         with pytest.raises(InvalidArgument) as caught:
             comm.all_reduce(x, **({"wire": "fp8"} | how))
         assert message in str(caught.value)
+        with pytest.raises(InvalidArgument, match="all_gather: there is no two_shot_fp8 kernel"):
+            comm.all_gather(torch.ones(200), algorithm="two_shot_fp8")
         return comm.all_reduce(torch.ones(200), wire="fp8")
 
     assert all(torch.equal(y, torch.full((200,), 2.0)) for y in tricomm.simulate(fn, 2))
@@ -275,7 +277,7 @@ def test_the_environment_sets_it_for_every_group(monkeypatch):
     assert tricomm.simulate(lambda comm: comm.options.wire, 1) == ["int8"]
     assert tricomm.simulate(lambda comm: comm.options.wire, 1, options=Options(wire="fp8")) == ["fp8"]
     monkeypatch.setenv("TRICOMM_WIRE", "e5m2")
-    with pytest.raises(InvalidArgument, match="TRICOMM_WIRE='e5m2': fp8, int8, fp8_gather"):
+    with pytest.raises(InvalidArgument, match="TRICOMM_WIRE='e5m2': fp8, int8, fp8_gather or no value"):
         tricomm.simulate(lambda comm: None, 1)
 
 

@@ -229,7 +229,7 @@ def choose(site: SelectionFacts, request: Request, nbytes: int, mode: str) -> Ch
         dtype = arguments.DTYPES[request.dtype]
         site = selection.for_reduction(site, request.collective, dtype, request.op)
         wire = registry.wire_of(request.algorithm)
-        if wire and not selection.quantises(dtype, request.op):
+        if wire and request.collective == "all_reduce" and not selection.quantises(dtype, request.op):
             kind = f"{dtype.name} by {request.op}"
             raise InvalidArgument(
                 f"{request.collective}: wire={wire!r} quantises sums and averages of fp16, bf16 and fp32, not {kind}; "

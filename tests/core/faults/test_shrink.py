@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -169,7 +170,7 @@ def test_statistics_and_dumps_say_what_a_group_is_left_of(rank, world_size, tell
 @ranks.each(2)
 def test_wrong_arguments_are_refused_before_anything_is_said(rank, world_size, tell, url):
     comm = made(url, rank, world_size)
-    for exclude in ([rank], [2], [-1], [True], [1 - rank, 1 - rank], "1", 1, [0.0], [None]):
+    for exclude in ([rank], [2], [-1], [True], [1 - rank, 1 - rank], "1", 1, [0.0], [None], numpy.array(1)):
         assert attempt(lambda exclude=exclude: comm.shrink(exclude))[0] == "InvalidArgument", exclude
     for timeout in (0, -1, "1", float("nan")):
         assert attempt(lambda timeout=timeout: comm.shrink([], timeout))[0] == "InvalidArgument", timeout

@@ -50,7 +50,7 @@ class RecoveryMethods:
         ranks that are left, which may then call it again: `InvalidArgument` if they exclude different ranks, `PeerDied`
         if another rank ends meanwhile, `CollectiveTimeout` that names ranks that do not call it, `ResourceError`. A
         group without a fault stays usable until the ranks agree. An excluded rank that still runs gets the group's
-        fault at its next call, and `GroupAborted` if it calls this.
+        fault in its call or at its next one, and `GroupAborted` if it calls this.
         """
         group, lock = self._group, self._group.recovering
         out = arguments.excluded(exclude, group.rank, group.world_size)
