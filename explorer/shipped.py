@@ -18,6 +18,7 @@ from tricomm.kernels.collectives import registry
 from tricomm.kernels.collectives.registry import Kernel
 from tricomm.kernels.left_out import by_reason
 from tricomm.options import Options, tuned
+from tricomm.policy.launch_shapes import LEAST_WIRE_TILE
 
 # In 64-bit words, of a shard if the kernel has shards. With two blocks, the second one has work in every other call.
 # There are calls with full tiles, with a partial one, and with none.
@@ -77,7 +78,7 @@ def kernels(collective: str | None, algorithm: str | None, protocol: str | None)
     wanted = {name: value for name, value in wanted.items() if value not in (None, "all")}
     handles = (*registry.ZERO_COPY, *registry.MULTICAST_ZERO_COPY)
     sends = [k for k in registry.MESSAGES if k.collective == "send"]  # each with its recv
-    known = [*registry.KERNELS, *registry.MULTICAST, *handles, *registry.of(FUSED, 2), *sends]
+    known = [*registry.KERNELS, *registry.MULTICAST, *handles, *registry.of(FUSED, 2), *sends, *registry.WIRE]
     chosen = [k for k in known if all(getattr(k, n) in str(v).split(",") for n, v in wanted.items())]
     if not chosen:
         same = [k for k in known if k.collective in (wanted.get("collective") or k.collective).split(",")]
@@ -138,7 +139,7 @@ def options(
     """The smallest memory, and blocks and tiles so small that every path is taken: by `kernel`, or by any kernel."""
     memory = smallest(world_size) if compiled is None else checked_options(world_size, None)
     plan = layout.plan(world_size, memory.arena_bytes)
-    while kernel is not None and kernel.pairwise and plan.queues < _QUEUES:
+    while kernel is not None and _too_small(plan, kernel):
         memory = replace(memory, arena_bytes=memory.arena_bytes * 2)
         plan = layout.plan(world_size, memory.arena_bytes)
     if tile is None and kernel is not None and kernel.pairwise:
@@ -149,8 +150,17 @@ def options(
     return tuned(memory, blocks=blocks, tile=tile)
 
 
+def _too_small(plan: layout.Layout, kernel: Kernel) -> bool:
+    """True for an arena without the queues of a message's blocks, or without room for a block of codes."""
+    if kernel.pairwise:
+        return plan.queues < _QUEUES
+    return bool(kernel.wire) and plan.largest_tile(kernel.algorithm, kernel.protocol) < LEAST_WIRE_TILE
+
+
 def _most_of_tile(kernel: Kernel | None) -> int:
     """So long that three chunks (`sizes`) take few steps."""
+    if kernel is not None and kernel.wire:
+        return LEAST_WIRE_TILE
     if kernel is None or kernel.needs_cube:
         return TILE
     if kernel.collective == FUSED:

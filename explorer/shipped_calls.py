@@ -19,6 +19,7 @@ _QUANTIZED = {
     ("one_shot", "ll128"): "fp8",
     ("two_shot", "ll128"): None,
 }
+_CODES_A_WORD = 8
 _LOWER = (1 << 32) - 1
 _OTHER = {"ll": "simple", "simple": "ll"}
 
@@ -55,11 +56,13 @@ class ShippedCalls:
         if kernel.collective == FUSED:
             return self._normalised(kernel, number)
         kind, shards = kernel.kind, 1 if kernel.shards is None else kernel.shards or comm.world_size
-        count = max(int(size), 1) * shards
+        count = max(int(size), 1) * shards * (_CODES_A_WORD if kernel.wire else 1)
         if size < 1:
             x = torch.full((count * kind.rows_in(comm.world_size),), cancelling(number, comm.rank))
         else:
             x = numbers(number, comm.rank, count * kind.rows_in(comm.world_size))
+            if kernel.wire:  # few bits of each are left, so neighbours must differ in the first ones
+                x = (x * 40503 % 65521 - 32760).float()
         how: dict[str, Any] = {"algorithm": kernel.algorithm, "protocol": kernel.protocol}
         if kind.root:
             how[kind.root] = number % comm.world_size

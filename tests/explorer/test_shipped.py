@@ -58,7 +58,7 @@ def clean(kernel: Kernel, world_size: int = 3, **more: Any) -> tricomm.Report:
     world_size = registry.CUBE_RANKS if kernel.needs_cube else world_size
     sizes, blocks = more.pop("sizes", SIZES), more.pop("blocks", shipped.BLOCKS)
     tile = more.pop(
-        "tile", None if kernel.collective == shipped.FUSED else shipped.TILE
+        "tile", None if kernel.collective == shipped.FUSED or kernel.wire else shipped.TILE
     )  # the sizes are for this arena
     options = shipped.options(world_size, blocks, tile, kernel=kernel)
     options = tuned(options, first_epoch=more.pop("first_epoch", 1))
