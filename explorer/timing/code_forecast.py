@@ -101,6 +101,7 @@ class CodeForecast:
             "# limited by: the largest of latency (of one tile a block), bytes in flight (its further tiles), links, "
             "barriers",
             "# >: runs by default; *: the fastest of these kernels; NCCL's time is what its own tuner expects",
+            *counted.about_wire(row.kernel.algorithm for row in self.rows),
         ]
         for collective in dict.fromkeys(row.collective for row in self.rows):
             every: tuple[CodeForecastRow | NcclRow, ...] = (*self.rows, *self.nccl)
@@ -136,18 +137,21 @@ def _cells(row: CodeForecastRow | NcclRow) -> tuple[str, ...]:
     )
 
 
-def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM) -> CodeForecast:
-    """Every kernel of a comma list of collectives, from its code; an all_reduce_rms_norm has rows of `form`.
+def forecast(
+    gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM, wire: str = ""
+) -> CodeForecast:
+    """Every kernel of a comma list of collectives, from its code; `form` and `wire` as in `kernel_time`'s forecast.
 
     Raises `InvalidArgument` with the nearest names, `ResourceError` if nothing can be compiled here.
     """
     machine, wanted = kernel_time.find(gpu), parsing.parse_sizes(sizes)
     kernels = counted.names(collective)
-    calls = [call for name in kernels for call in counted.asked(machine, world_size, name, wanted, form, 4)]
+    counted.check_wire(machine, world_size, wire, kernels)
+    calls = [call for name in kernels for call in counted.asked(machine, world_size, name, wanted, form, 4, wire)]
     rows: list[CodeForecastRow] = []
     nccl: list[NcclRow] = []
     for call in calls:
-        chosen = counted.runs(machine, world_size, call, mode, form)
+        chosen = counted.runs(machine, world_size, call, mode, form, wire)
         rows += _at(machine, world_size, call, mode, form, chosen)
         nccl += counted.nccl_rows(machine, world_size, call, mode, chosen is None)
     return CodeForecast(machine, world_size, mode, rows, nccl, counted.missing(machine, world_size, calls))

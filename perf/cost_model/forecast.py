@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -34,7 +34,7 @@ _LEGEND = """\
 # >          runs if neither the call nor a tuned table names another; bfloat16 as float32
 # *          the fastest of these kernels by the model
 # vs NCCL    NCCL's time over this one's: 2.0x is twice as fast. NCCL's time is what its own tuner expects
-# busbw      in GB/s; limit: microseconds that the fewest bytes need on the links, the least for any kernel
+# busbw      in GB/s; limit: microseconds that the fewest bytes need on the links, unless they are quantised
 # waits      the part of the time for launch, hops and barriers
 # limited by the largest part of the time
 #"""
@@ -45,8 +45,8 @@ _ADVICE = {_WORTH: "", _CLOSE: "; bench --against nccl tells", _NOT_WORTH: "; le
 
 @dataclass(frozen=True)
 class ForecastRow:
-    """One kernel at one size: `size_bytes` as nccl-tests counts it, `limit_us` a lower bound for any kernel, `limit`
-    what limits this one (`limits`). `runs`: a call that leaves the choice open runs it."""
+    """One kernel at one size: `size_bytes` as nccl-tests counts it, `limit_us` a lower bound for any kernel that does
+    not quantise, `limit` what limits this one (`limits`). `runs`: a call that leaves the choice open runs it."""
 
     collective: str
     size_bytes: int
@@ -102,6 +102,7 @@ class Forecast:
             "#",
             *_LEGEND.splitlines(),
         ]
+        lines[-1:] = [*about_wire(row.algorithm for row in self.rows), "#"]
         for collective in dict.fromkeys(row.collective for row in self.rows):
             table = text_table.lines(_HEADER, self._cells(collective), right=_NUMBERS)
             lines += [f"# {collective}", *table, *self._verdict(collective), "#"]
@@ -167,6 +168,12 @@ def footer(reasons: dict[str, str]) -> list[str]:
     return ["#", *lines] if lines else []
 
 
+def about_wire(algorithms: Iterable[str]) -> list[str]:
+    """The line of the legend about kernels that quantise, if there are any."""
+    named = [name for name in dict.fromkeys(algorithms) if registry.wire_of(name)]
+    return [f"# {name}: of float32; as large a call of bfloat16 sends up to twice as much" for name in named]
+
+
 def marked(name: str, runs: bool, best: bool = False) -> str:
     """A cell of the column `kernel`, with the marks of the legend."""
     return f"{'>' if runs else ' '}{'*' if best else ' '} {name}"
@@ -179,18 +186,23 @@ def _cells(row: ForecastRow, nccl: NcclRow | None) -> tuple[str, ...]:
     return str(row.size_bytes), name, *times, f"{row.waits_us / row.time_us:.0%}", row.shares_us.text()
 
 
-def forecast(gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM) -> Forecast:
-    """The times of every kernel of a comma list of collectives; an all_reduce_rms_norm has rows of `form`.
+def forecast(
+    gpu: str, world_size: int, collective: str, sizes: str, mode: str, form: RowForm = _FORM, wire: str = ""
+) -> Forecast:
+    """The times of every kernel of a comma list of collectives; an all_reduce_rms_norm has rows of `form`, and an
+    all_reduce of a group with `Options(wire=wire)` has the kernel that quantises so.
 
-    Raises `InvalidArgument` with the nearest names, and for rows that no fused kernel takes.
+    Raises `InvalidArgument` with the nearest names, for rows that no fused kernel takes, and if such GPUs do not
+    quantise so.
     """
     machine = kernel_time.find(gpu)
+    check_wire(machine, world_size, wire, names(collective))
     wanted = parsing.parse_sizes(sizes)
-    calls = [call for name in names(collective) for call in asked(machine, world_size, name, wanted, form)]
+    calls = [call for name in names(collective) for call in asked(machine, world_size, name, wanted, form, wire=wire)]
     rows: list[ForecastRow] = []
     nccl: list[NcclRow] = []
     for call in calls:
-        chosen = runs(machine, world_size, call, mode, form)
+        chosen = runs(machine, world_size, call, mode, form, wire)
         rows += _at(machine, world_size, call, mode, chosen, form)
         nccl += nccl_rows(machine, world_size, call, mode, chosen is None)
     return Forecast(machine, world_size, mode, rows, nccl, missing(machine, world_size, calls))
@@ -204,9 +216,21 @@ def nccl_rows(machine: MachineSpec, world_size: int, call: AskedCall, mode: str,
         yield NcclRow(call.name, call.size_bytes, time.how, time.time_us, busbw, runs)
 
 
-def runs(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm) -> tuple[str, str] | None:
-    """The algorithm and protocol that a communicator with default options chooses for the call; None if it is none of
-    these kernels: NCCL's, or torch's, if such a box does not fuse the call."""
+def check_wire(machine: MachineSpec, world_size: int, wire: str, collectives: tuple[str, ...]) -> None:
+    """Raises `InvalidArgument` if no call of `collectives` on such GPUs is quantised by `wire`."""
+    if wire and "all_reduce" not in collectives:
+        raise InvalidArgument(
+            f"--wire {wire}: only all_reduce is quantised, and asked for is {', '.join(collectives)}; leave it out"
+        )
+    if wire:
+        selection.check_wire(replace(machines.facts(machine, world_size), wire=wire))
+
+
+def runs(
+    machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form: RowForm, wire: str = ""
+) -> tuple[str, str] | None:
+    """The algorithm and protocol that a communicator with default options, but for `wire`, chooses for the call; None
+    if it is none of these kernels: NCCL's, or torch's, if such a box does not fuse the call."""
     cube = machine.cube and world_size == registry.CUBE_RANKS
     site = machines.facts(machine, world_size, cube)
     if machine.architecture == "any":
@@ -217,7 +241,11 @@ def runs(machine: MachineSpec, world_size: int, call: AskedCall, mode: str, form
         except InvalidArgument:  # too many rows to be fused
             return None
         return kernel.algorithm, kernel.protocol
-    facts = GroupFacts("cuda", world_size, 1, None, NCCL, reachable=not cube, switch=bool(machine.multicast))
+    site = replace(site, wire=wire)
+    if selection.wire_from(site) is None:
+        wire = ""
+    switch = bool(machine.multicast)
+    facts = GroupFacts("cuda", world_size, 1, None, NCCL, reachable=not cube, switch=switch, wire=wire)
     op = "sum" if COLLECTIVES[call.collective].reduces else "none"
     if backend_choice.decide(facts, call.collective, torch.float32, op, call.nbytes).backend == NCCL:
         return None
@@ -255,11 +283,17 @@ class AskedCall:
 
 
 def asked(
-    machine: MachineSpec, world_size: int, name: str, sizes: tuple[int, ...], form: RowForm, itemsize: int = 1
+    machine: MachineSpec,
+    world_size: int,
+    name: str,
+    sizes: tuple[int, ...],
+    form: RowForm,
+    itemsize: int = 1,
+    wire: str = "",
 ) -> list[AskedCall]:
     """The calls of a collective at `sizes`, of elements of `itemsize`, with the kernels that such GPUs have."""
     if name != FUSED:
-        kernels = tuple(kernel_time.kernels(machine, name, world_size))
+        kernels = tuple(kernel_time.kernels(machine, name, world_size, wire))
         counts = [units.row_elements(name, size, itemsize, world_size) for size in sizes]
         return [
             AskedCall(

@@ -161,13 +161,13 @@ def _links(machine: MachineSpec, kernel: Kernel) -> float:
     return machine.kernels * (_CUBE_LINKS if kernel.needs_cube else 1.0)
 
 
-def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:
-    """The kernels that such GPUs can run, and that this Triton compiles for them. On a cube mesh, not all pairs are
-    linked, so only some kernels can.
+def kernels(machine: MachineSpec, collective: str, world_size: int, wire: str = "") -> list[Kernel]:
+    """The kernels that such GPUs can run, and that this Triton compiles for them; of those that quantise, the one that
+    does so by `wire`. On a cube mesh, not all pairs are linked, so only some kernels can.
 
     Raises `InvalidArgument` if there is none.
     """
-    usable = [k for k in _linked(machine, collective, world_size) if why_not(machine, k) is None]
+    usable = [k for k in _linked(machine, collective, world_size, wire) if why_not(machine, k) is None]
     if not usable:
         raise InvalidArgument(
             f"{collective}: 8 {machine.name} are a hybrid cube mesh, and no kernel of it goes around the links that "
@@ -176,9 +176,9 @@ def kernels(machine: MachineSpec, collective: str, world_size: int) -> list[Kern
     return usable
 
 
-def left_out(machine: MachineSpec, collective: str, world_size: int) -> dict[str, str]:
+def left_out(machine: MachineSpec, collective: str, world_size: int, wire: str = "") -> dict[str, str]:
     """By name, why `kernels` leaves out kernels that could use these links."""
-    linked = _linked(machine, collective, world_size)
+    linked = _linked(machine, collective, world_size, wire)
     return {k.name: reason for k in linked if (reason := why_not(machine, k)) is not None}
 
 
@@ -189,9 +189,10 @@ def why_not(machine: MachineSpec, kernel: Kernel) -> str | None:
     return kernel.why_not_compiled(machine.capability)
 
 
-def _linked(machine: MachineSpec, collective: str, world_size: int) -> list[Kernel]:
+def _linked(machine: MachineSpec, collective: str, world_size: int, wire: str) -> list[Kernel]:
     cube = machine.cube and world_size == registry.CUBE_RANKS
-    return [k for k in registry.of(collective, world_size, multicast=True) if k.needs_cube == cube]
+    known = registry.of(collective, world_size, multicast=True, wire=True)
+    return [k for k in known if k.needs_cube == cube and k.wire in ("", wire)]
 
 
 def limit(machine: MachineSpec, collective: str, world_size: int, nbytes: int) -> float:

@@ -19,6 +19,9 @@ from tricomm.commands.common import check_row_options, ends_at_once, given, usag
 @click.option("--sizes", default="1K:64M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
 @click.option("--hidden", type=click.IntRange(1), default=8192, show_default=True, help="Row of all_reduce_rms_norm.")
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
+@click.option(
+    "--wire", type=click.Choice(["fp8", "int8", "fp8_gather"]), help="Quantise all_reduce, as Options(wire=)."
+)
 @click.option("--mode", type=click.Choice(["graph", "eager"]), default="graph", show_default=True)
 @click.option(
     "--check", is_flag=True, help="Compare the model with published times; takes GPUs, ranks and sizes from them."
@@ -34,6 +37,7 @@ def predict(
     as_json: bool,
     hidden: int,
     quantize: str | None,
+    wire: str | None,
     **asked: Any,
 ) -> None:
     """Is it worth it on such a box? Predicts every kernel's time and NCCL's, and marks what would run.
@@ -71,5 +75,5 @@ def predict(
         return
     check_row_options(context, usage(lambda: forecast.names(asked["collective"])))
     form = RowForm(hidden, quantize or "")
-    predicted = usage(lambda: forecaster.forecast(**asked, form=form))
+    predicted = usage(lambda: forecaster.forecast(**asked, form=form, wire=wire or ""))
     click.echo(json.dumps(predicted.to_json(), indent=1) if as_json else "\n".join(predicted.lines()))

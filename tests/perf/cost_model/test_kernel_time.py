@@ -268,6 +268,23 @@ def test_the_marked_kernel_is_the_one_that_a_communicator_chooses() -> None:
         assert [row[2] for row in _lines(output) if row[1].startswith(">")] == [wanted]
 
 
+@pytest.mark.parametrize("wire", registry.WIRES)
+def test_a_quantised_call_is_predicted_if_it_is_asked_for(wire: str) -> None:
+    """It is marked where a group with that option runs it: `fp8_gather` not where a switch adds."""
+    name = registry.algorithm_of(wire)
+    assert name not in _predict("--sizes", "64M").output
+    for gpu, ranks in (("h100", 8), ("pcie4", 4)) if wire == "int8" else (("h100", 8),):
+        output = _predict("--gpu", gpu, "--world-size", str(ranks), "--sizes", "1K,64M", "--wire", wire).output
+        assert f"# {name}: of float32; as large a call of bfloat16 sends up to twice as much" in output
+        runs = [row[2] for row in _lines(output) if row[1].startswith(">")]
+        assert (runs[-1] == f"{name}/simple") == (wire != "fp8_gather") and name not in runs[0]
+    asked = ("--sizes", "64M", "--world-size", "8", "--json")
+    rows = {row["algorithm"]: row for row in json.loads(_predict(*asked, "--wire", wire).output)["results"]}
+    plain = kernel_time.predict(_H100, _TWO_SHOT, 8, 64 << 20)
+    part = 130 / 512 if wire != "fp8_gather" else (1 + 130 / 512) / 2
+    assert rows[name]["wire_us"] == pytest.approx(plain.wire * part)
+
+
 def test_nccls_model_is_below_most_published_times() -> None:
     errors = nccl_time.check()
     assert len(errors) > 30 and nccl_time.median_error() <= 0.22
@@ -340,6 +357,10 @@ def test_json_of_every_collective() -> None:
         (("--gpu", "abacus"), "gpu 'abacus' is unknown; there is"),
         (("--gpu", "v100", "--collective", "broadcast"), "broadcast: 8 v100 are a hybrid cube mesh"),
         (("--sizes", "0"), "size '0'"),
+        (("--wire", "fp4"), "'fp4' is not one of 'fp8', 'int8', 'fp8_gather'"),
+        (("--wire", "fp8", "--collective", "all_gather"), "--wire fp8: only all_reduce is quantised, and asked for is"),
+        (("--wire", "fp8", "--gpu", "a100"), "sm_80 has no e4m3 conversions: use sm_89 or newer, or wire=int8"),
+        (("--wire", "fp8", "--check"), "so --wire would not be looked at"),
         (("--check", "--gpu", "h100", "--json", "--sizes", "1K"), "so --gpu, --sizes would not be looked at"),
         (("--quantize", "fp8"), "--quantize: only rows of all_reduce_rms_norm have that, and asked for is all_reduce;"),
         (
