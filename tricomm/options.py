@@ -118,7 +118,7 @@ class Options:
 
 
 def check_wire(wire: object, name: str, off: str = "None") -> None:
-    """Raises `InvalidArgument` for an unknown `wire`; `off` says how to have none."""
+    """Raises `InvalidArgument` for an unknown `wire`; `off` names the setting without quantisation."""
     if wire not in WIRES:
         raise InvalidArgument(f"{name}={wire!r}: {', '.join(WIRES)} or {off} is needed")
 

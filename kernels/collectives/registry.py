@@ -279,8 +279,8 @@ WIRES = ("fp8", "int8", "fp8_gather")
 
 
 def quantized_cost(wire: str, itemsize: int = 4) -> Cost:
-    """`written` of the kernel that quantises by `wire`: 8 bits an element and 16 bits a block of 128, in both legs or
-    in the second one, in place of elements of `itemsize`."""
+    """`written` of the kernel that quantises by `wire`: elements of `itemsize` bytes become 8 bits each and 16 bits a
+    block of 128, in both legs or only in the second."""
     codes = Fraction(130, 128 * itemsize)
     return _times((1 + codes) / 2 if wire.endswith("_gather") else codes, _shards)
 

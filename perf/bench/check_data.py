@@ -59,8 +59,8 @@ def expected(
     dtype: torch.dtype = torch.int64,
     wire: str = "",
 ) -> torch.Tensor:
-    """The exact result of call number `call` on `rank`, int64 (bool for bool); of `dtype`, and rounded as documented,
-    if it is quantised by `wire`."""
+    """The exact result of call number `call` on `rank`, in int64 (bool for bool). If `wire` quantises it: in `dtype`,
+    rounded as documented."""
     wide = dtype if wire else torch.bool if dtype == torch.bool else torch.int64
     parts = [values(collective, op, world_size, r, call, count, dtype).to(wide) for r in range(world_size)]
     return reference.expected(collective, op, parts, rank, root(world_size, call), wire=wire)

@@ -154,8 +154,8 @@ def left_out(
 def _shipped(collective: str, algorithms: str | None, world_size: int) -> list[Kernel]:
     ordered = env.batch_invariant()
     named = [name.strip() for name in (algorithms or "").split(",")]
-    switch = "multicast" in named  # not of all: few boxes have one
-    wire = any(registry.wire_of(name) for name in named)  # not of all: such a result is rounded to few bits
+    switch = "multicast" in named  # `all` leaves it out: few boxes have one
+    wire = any(registry.wire_of(name) for name in named)  # `all` leaves them out: their results are rounded to few bits
     return [k for k in registry.of(collective, world_size, switch, wire) if k.rank_order or not ordered]
 
 
