@@ -156,6 +156,12 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent():
                 lambda: comm.all_reduce_rows(x, written, out, prologue=0),
                 "prologue is no plain @triton.jit function: int",
             ),
+            (
+                lambda: comm.all_reduce_rows(x, written, out, prologue=written),
+                "prologue takes 3 arguments, it is called with 5",
+            ),
+            (lambda: comm.all_reduce_rows(x, biased, out), "epilogue takes 5 arguments, it is called with 3"),
+            (lambda: comm.all_reduce_rows(x, written, out, prepare=biased), "prepare takes 5 arguments"),
             (lambda: comm.all_reduce_rows(x, written, out, x.t(), prologue=biased), "operand 1 is not contiguous"),
             (lambda: comm.all_reduce_rows(x, written, out, None, prologue=biased), "tensors and numbers fit"),
             (lambda: comm.all_reduce_rows(x.int(), written, out, prologue=biased), "fp16, bf16 or fp32"),

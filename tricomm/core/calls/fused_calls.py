@@ -238,11 +238,14 @@ class FusedCalls:
     ) -> None:
         """Make a call of `Communicator.all_reduce_rows`; `forced` are its algorithm and its protocol."""
         x = self._faults.checked(x, _ROWS)
-        for name, function in (("epilogue", epilogue), ("prepare", prepare), ("prologue", prologue)):
+        for name, function, count in (("epilogue", epilogue, 3), ("prepare", prepare, 3), ("prologue", prologue, 5)):
             if function is None and name == "prologue":
                 continue
             if not triton_adapter.is_kernel(function):
                 raise InvalidArgument(f"{_ROWS}: {name} is no plain @triton.jit function: {type(function).__name__}")
+            most, defaults = function.fn.__code__.co_argcount, len(function.fn.__defaults__ or ())
+            if not most - defaults <= count <= most:
+                raise InvalidArgument(f"{_ROWS}: {name} takes {most} arguments, it is called with {count}")
         if not x.dim() or x.dtype not in fused_call.DTYPES:
             raise InvalidArgument(f"{_ROWS}: rows of fp16, bf16 or fp32 are needed, found {x.dtype} {tuple(x.shape)}")
         kinds = tuple(self._kind(n, value) for n, value in enumerate(operands))
