@@ -209,17 +209,22 @@ def _number(word, ABOVE: tl.constexpr):
 @triton.jit
 def put_codes(buffers, codes, scales, plane, COUNT: tl.constexpr, SPEC: tl.constexpr):
     """Store a tile of codes and its scales (their bits, int32) at each of COUNT pointers (int64*, 16-byte aligned)."""
-    lane, block = tl.arange(0, SPEC.BLOCK), tl.arange(0, SPEC.BLOCKS)
+    lane = tl.arange(0, SPEC.BLOCK)
     for n in tl.static_range(COUNT):
         at = tl.multiple_of(buffers[n] + lane, 16)  # on `buffers[n]`, an argument, the hint would be lost
         if plane == SPEC.BLOCK:
             tl.store(at, codes)
         else:
             tl.store(at, codes, mask=lane < plane)
-        upper = (buffers[n] + SPEC.BLOCK).to(tl.pointer_type(tl.int16))
-        for k in tl.static_range(SPEC.PLANES):
-            bits = (scales[k] >> 16).to(tl.int16)
-            tl.store(upper + k * SPEC.BLOCKS + block, bits, mask=block * SPEC.SHARED < plane)
+        _put_scales(buffers[n] + SPEC.BLOCK, scales, plane, SPEC)
+
+
+@triton.jit
+def _put_scales(buffer, scales, plane, SPEC: tl.constexpr):
+    upper, block = buffer.to(tl.pointer_type(tl.int16)), tl.arange(0, SPEC.BLOCKS)
+    for k in tl.static_range(SPEC.PLANES):
+        bits = (scales[k] >> 16).to(tl.int16)
+        tl.store(upper + k * SPEC.BLOCKS + block, bits, mask=block * SPEC.SHARED < plane)
 
 
 @triton.jit
@@ -237,13 +242,18 @@ def get_codes(buffers, plane, COUNT: tl.constexpr, SPEC: tl.constexpr):
             codes = codes + (tl.load(tl.multiple_of(buffers[n] + lane, 16), mask=lane < plane, other=0),)
     scales = ()
     for n in tl.static_range(COUNT):
-        upper = (buffers[n] + SPEC.BLOCK).to(tl.pointer_type(tl.int16))
-        planes = ()
-        for k in tl.static_range(SPEC.PLANES):
-            bits = tl.load(upper + k * SPEC.BLOCKS + lane // SPEC.SHARED, mask=lane < plane, other=0)
-            planes = planes + ((bits.to(tl.int32) << 16).to(tl.float32, bitcast=True),)
-        scales = scales + (planes,)
+        scales = scales + (_get_scales(buffers[n] + SPEC.BLOCK, plane, SPEC),)
     return codes, scales
+
+
+@triton.jit
+def _get_scales(buffer, plane, SPEC: tl.constexpr):
+    upper, lane = buffer.to(tl.pointer_type(tl.int16)), tl.arange(0, SPEC.BLOCK)
+    scales = ()
+    for k in tl.static_range(SPEC.PLANES):
+        bits = tl.load(upper + k * SPEC.BLOCKS + lane // SPEC.SHARED, mask=lane < plane, other=0)
+        scales = scales + ((bits.to(tl.int32) << 16).to(tl.float32, bitcast=True),)
+    return scales
 
 
 @triton.jit

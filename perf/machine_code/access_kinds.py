@@ -7,7 +7,7 @@
     scalar   one word for the whole block (table entries, epoch), according to the TTGIR
     control  headers, polls of the control page, the clearing of an idle mailbox, lengths of rows: `primitives.py`,
              `mailbox.py`, `counts.py` and `arrival.py`, except `store_ll`, `get_ll` and `poll_planes`, whose accesses
-             are payload
+             are payload; the scales of quantised codes, 16 bits for each 128 elements
 
 Every other access counts as body, so that a new access is held to the bar until it is listed here.
 """
@@ -19,17 +19,19 @@ from functools import cache
 from pathlib import Path
 
 from tricomm.kernels import primitives
-from tricomm.kernels.device import arrival, chunks, counts, mailbox, message_queues, packing, plain_data
+from tricomm.kernels.device import arrival, chunks, counts, mailbox, message_queues, packing, plain_data, wire
 from tricomm.perf.machine_code.accesses import Line
 
-_SHARED = (primitives, arrival, chunks, mailbox, counts, packing, plain_data, message_queues)
+_SHARED = (primitives, arrival, chunks, mailbox, counts, packing, plain_data, message_queues, wire)
+_SCALES = ("wire._put_scales", "wire._get_scales")
 _PAYLOAD = ("primitives.store_ll", "primitives.get_ll", "arrival.poll_planes")
 
 
 def classify(line: Line, tiles: set[Line]) -> str:
     """body, tail, scalar or control: see the head of this file."""
     function = function_of(line)
-    if function.startswith(("mailbox.", "counts.", "primitives.", "arrival.")) and function not in _PAYLOAD:
+    control = function.startswith(("mailbox.", "counts.", "primitives.", "arrival.")) and function not in _PAYLOAD
+    if control or function in _SCALES:
         return "control"
     if line in _tail_lines():
         return "tail"

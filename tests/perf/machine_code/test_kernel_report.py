@@ -54,8 +54,10 @@ VARIANTS = [
     for variant in _widest("sm_90") + _of_each_kind("sm_80", 0.0) + _of_each_kind("sm_100", 1.0) + MISALIGNED
 ]
 QUICK = _of_each_kind("sm_90", 0.0)
-# Spills one word, in a form that no table chooses.
-SPILLING = "all_reduce_hybrid_cube_mesh_ll128-sm_90-float8_e4m3fn-misaligned"
+SPILLING = (
+    "all_reduce_hybrid_cube_mesh_ll128-sm_90-float8_e4m3fn-misaligned",  # one word, in a form that no table chooses
+    "all_reduce_two_shot_int8_simple-sm_90-bfloat16",  # 59 words at eight ranks; opt-in
+)
 
 
 def _long(number: int, variant: Variant) -> bool:
@@ -66,7 +68,7 @@ def _long(number: int, variant: Variant) -> bool:
 @pytest.mark.parametrize("variant", some(VARIANTS, lambda number, variant: variant in QUICK, _long), ids=_name)
 def test_each_kernel_meets_the_bars(variant: Variant) -> None:
     broken = kernel_report.check(kernel_report.examine(variant))
-    assert [bar.split(":")[0] for bar in broken] == ["spills"] * (_name(variant) == SPILLING), broken
+    assert [bar.split(":")[0] for bar in broken] == ["spills"] * (_name(variant) in SPILLING), broken
 
 
 @pytest.mark.soak
