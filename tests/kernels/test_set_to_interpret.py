@@ -14,6 +14,7 @@ import tricomm
 from tricomm.c10d import capabilities
 from tricomm.core import bootstrap
 from tricomm.kernels.launch import triton_adapter
+from tricomm.options import Options
 
 
 def _with_the_variable(*command: str) -> str:
@@ -50,7 +51,7 @@ def test_a_gpu_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(triton_adapter, "interpreted", lambda: True)
     with pytest.raises(tricomm.InvalidArgument, match="on a GPU: TRITON_INTERPRET is set"):
         tricomm.Communicator(HashStore(), 0, 1)
-    agreed = capabilities._conclude([capabilities._own_capabilities()], None)
+    agreed = capabilities._conclude([capabilities._own_capabilities(Options())], None)
     assert "TRITON_INTERPRET" in agreed.no_kernels["cuda"]
     monkeypatch.setattr(triton_adapter, "interpreted", lambda: False)
-    assert capabilities._conclude([capabilities._own_capabilities()], None).no_kernels["cuda"] is None
+    assert capabilities._conclude([capabilities._own_capabilities(Options())], None).no_kernels["cuda"] is None

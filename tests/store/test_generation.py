@@ -9,16 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 from tricomm.c10d.capabilities import _own_capabilities
 from tricomm.errors import InvalidArgument, PeerDied, RendezvousError, TricommError
+from tricomm.options import Options
 from tricomm.store import process
 from tricomm.store.bounded_store import BoundedStore, server_is_gone
 from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
+
+_OWN = partial(_own_capabilities, Options())
 
 
 class Plain(Store):
@@ -48,11 +52,11 @@ class Plain(Store):
 def child():
     """Start a process that sleeps; return its facts, as those of a rank, and the process."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as popen:
-        yield replace(_own_capabilities(), pid=popen.pid, start_time=process.start_time(popen.pid)), popen
+        yield replace(_own_capabilities(Options()), pid=popen.pid, start_time=process.start_time(popen.pid)), popen
         popen.kill()
 
 
-def agree(store, rank, timeout=10.0, own=_own_capabilities, known=None, world_size=2):
+def agree(store, rank, timeout=10.0, own=_OWN, known=None, world_size=2):
     one = Generation(store, "test", Capabilities, rank, world_size, timeout, known)
     one.agree(own)
     return one

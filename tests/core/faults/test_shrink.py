@@ -8,6 +8,7 @@ import pickle
 import random
 import signal
 import statistics
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -230,15 +231,23 @@ def in_steps(rank, world_size, tell, url, victim, phase, exclude):
     return first, second, place
 
 
+@pytest.fixture
+def sockets(monkeypatch):
+    """A directory for the sockets of this test alone, with a short path."""
+    with tempfile.TemporaryDirectory(prefix="tc") as folder:
+        monkeypatch.setenv("TRICOMM_SOCKET_DIR", folder)
+        yield folder
+
+
 LED = [(0, phase) for phase in Phase if phase != Phase.WITHDRAWN]
 
 
 @pytest.mark.parametrize(("victim", "phase"), [*LED, (2, Phase.PROPOSED), (2, Phase.READY)])
-def test_a_rank_that_dies_in_a_step_of_shrink(victim, phase, url):
+def test_a_rank_that_dies_in_a_step_of_shrink(victim, phase, url, sockets):
     exclude = [3]
     with ranks.start(4, in_steps, url, victim, phase, exclude) as started:
         outcomes = started.results([rank for rank in range(3) if rank != victim])
-        assert os.listdir(os.environ["TRICOMM_SOCKET_DIR"]) == []  # not even the socket of the killed rank
+        assert os.listdir(sockets) == []  # not even the socket of the killed rank
     left = [rank for rank in range(3) if rank != victim]
     got = [outcomes[rank].value for rank in left]
     assert None not in got, outcomes
