@@ -33,7 +33,7 @@ _HEAD = struct.Struct(f"<I?Q{NAME_BYTES}s{NONCE_BYTES}s")
 _ERROR_BYTES = 600
 _PHASES = 8
 _PAUSES = 5e-5, 2e-3
-_SEEN_SECONDS = 1e-4  # until all see a store of this rank; only then it reads theirs
+_SEEN_SECONDS = 1e-4  # for a store of this rank to reach all ranks, before it reads theirs
 _DOUBT_SECONDS = 2.0  # for the leader to get from PREPARED to its next phase
 
 

@@ -67,8 +67,9 @@ class TimeShares:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Microseconds of one call and their parts: `waits` for peers and launches (`barriers` among them), `wire`, and own
-    `memory`, which goes on meanwhile. `narrow`: the grid bounds the bandwidth of `wire`, not the links."""
+    """Microseconds of one call and their parts: `waits` for peers and launches, which include `barriers`; `wire`; and
+    accesses of this GPU's `memory`, which overlap `wire`. `narrow`: the grid bounds the bandwidth of `wire`,
+    not the links."""
 
     waits: float
     wire: float

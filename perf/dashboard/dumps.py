@@ -116,7 +116,7 @@ def of(ranks: Iterable[int]) -> str:
 
 
 def read(prefix: str) -> tuple[list[GroupCalls], list[str]]:
-    """The groups in the files `prefix` + rank, or in those of a directory, and notes about files and calls left out.
+    """Read the dumps `prefix` + rank, or all of a directory: the groups, and notes about files and calls left out.
 
     Raises `InvalidArgument` if there is no dump, or two of one rank.
     """

@@ -9,7 +9,7 @@ from typing import Any
 _Stack = list[Any]
 _VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"}
 _MARKED = {"TUPLE", "APPENDS", "SETITEMS"}
-# An operation takes its items, and changes the container below them or puts a new value there.
+# How many items an operation removes from the stack, before it changes the container below them or pushes a value.
 _TAKEN = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "SETITEM": 2}
 _NEW: dict[str, Callable[[_Stack], Any]] = {
     **dict.fromkeys(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_TUPLE"), tuple),

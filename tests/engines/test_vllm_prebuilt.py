@@ -29,7 +29,7 @@ CALLS = [("all_reduce",), *product(("all_gather", "reduce_scatter"), (0, -1))]
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
-    """What the planner is asked for by the adapter's calls: (request, whether the tensors are aligned)."""
+    """The requests that the adapter's calls make to the planner: (request, whether the tensors are aligned)."""
     group, _ = _pretending(Engine("vLLM", LOG))
     adapter = _made()(object(), torch.device("cpu"), unique_name="tp:0")
     adapter.tricomm, asked = group, {}

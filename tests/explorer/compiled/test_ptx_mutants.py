@@ -87,7 +87,7 @@ FORBIDDEN = (
     Group(S, "acquire", _ALL, 4, "ld.acquire"),
     Group(S, "enter", ("barrier",), 1, "removed", innermost=True),
     Group(S, "finish", ("barrier",), 1, "removed", innermost=True),
-    # Of the two pushes the first goes to the own mailbox, which the block reads behind a barrier.
+    # The first of the two pushes writes this rank's mailbox, which the block reads after a barrier.
     Group(L, "push_to_all", ("scope", "strength", "width"), 3, "st.relaxed", sizes=(520, 300), harmless=(3, 0)),
     Group(L, "poll_planes", ("strength", "width"), 2, "v2.b64"),
     # Each has a quarter of the words of two calls: most schedules pass over the moment between the two loads.
