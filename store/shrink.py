@@ -29,7 +29,7 @@ from tricomm.store.records import NAME_BYTES, NONCE_BYTES
 from tricomm.store.segments import Segment
 
 MOST_RANKS = 64
-_HEAD = struct.Struct(f"<I?Q{NAME_BYTES}s{NONCE_BYTES}s")
+_HEAD = struct.Struct(f"<I??Q{NAME_BYTES}s{NONCE_BYTES}s")
 _ERROR_BYTES = 600
 _PHASES = 8
 _PAUSES = 5e-5, 2e-3
@@ -59,6 +59,7 @@ class Proposal:
     nonce    of the new group, from the leader
     invited  by rank, the number of the call that the leader invites; 0 for a rank that is left out; () before that
     error    of its latest call that failed, as `packed_error`
+    again    it is a call of replace: new processes come for the ranks that it leaves out
     """
 
     number: int
@@ -68,34 +69,39 @@ class Proposal:
     nonce: bytes = bytes(NONCE_BYTES)
     invited: tuple[int, ...] = ()
     error: bytes = b""
+    again: bool = False
 
     def pack(self) -> bytes:
         bits = sum(1 << rank for rank in self.exclude or ())
-        head = _HEAD.pack(self.number, self.exclude is not None, bits, self.socket, self.nonce)
+        head = _HEAD.pack(self.number, self.exclude is not None, self.again, bits, self.socket, self.nonce)
         numbers = [*self.over, *(self.invited or [0] * len(self.over))]
         return head + struct.pack(f"<{len(numbers)}I", *numbers) + self.error[:_ERROR_BYTES]
 
     @classmethod
     def unpack(cls, data: bytes, world_size: int) -> Proposal:
-        number, named, bits, socket, nonce = _HEAD.unpack_from(data)
+        number, named, again, bits, socket, nonce = _HEAD.unpack_from(data)
         numbers = struct.unpack_from(f"<{2 * world_size}I", data, _HEAD.size)
         exclude = frozenset(rank for rank in range(world_size) if bits >> rank & 1) if named else None
         invited = numbers[world_size:] if any(numbers[world_size:]) else ()
-        return cls(number, exclude, numbers[:world_size], socket, nonce, invited, data[_HEAD.size + 8 * world_size :])
+        error = data[_HEAD.size + 8 * world_size :]
+        return cls(number, exclude, numbers[:world_size], socket, nonce, invited, error, again)
 
     def asks(self) -> str:
         """The ranks that it leaves out, in words."""
-        return "those that have ended" if self.exclude is None else str(sorted(self.exclude))
+        ranks = "those that have ended" if self.exclude is None else sorted(self.exclude)
+        return f"{'replaces' if self.again else 'leaves out'} {ranks}"
 
 
 class Shrink:
     """One rank's call of shrink: `agree`, `connect`, `decide`, in this order, and `give_up` if a step raises; `close`
-    in any case. `control` is the old group's page, and `exclude` as in `Proposal`.
+    in any case. `control` is the old group's page, `exclude` and `again` as in `Proposal`; replace connects otherwise.
 
     `members` are the old numbers of the new group's ranks, in order, once they have agreed.
     """
 
-    def __init__(self, control: ControlPage, exclude: frozenset[int] | None, deadline: Deadline) -> None:
+    def __init__(
+        self, control: ControlPage, exclude: frozenset[int] | None, deadline: Deadline, again: bool = False
+    ) -> None:
         self.deadline = deadline
         self.members: tuple[int, ...] = ()
         self._control, self._rank, self._exclude = control, control.rank, exclude
@@ -103,7 +109,7 @@ class Shrink:
         self._segments: list[Segment] = []
         _, before = self._read(self._rank)
         number, error = (0, b"") if before is None else (before.number, before.error)
-        self._mine = Proposal(number + 1, exclude, self._over(), error=error)
+        self._mine = Proposal(number + 1, exclude, self._over(), error=error, again=again)
         self._names: list[bytes] = []
         self._late: list[int] = []
 
@@ -123,7 +129,8 @@ class Shrink:
             self._socket.bind()
         self._post(Phase.PROPOSED, socket=self._socket.name)
         if not poll(self._agreed, self.deadline.left, *_PAUSES):
-            raise self._timeout(f"rank(s) {self._late} did not call shrink, although their processes run")
+            what = "replace" if self._mine.again else "shrink"
+            raise self._timeout(f"rank(s) {self._late} did not call {what}, although their processes run")
 
     def connect(self) -> ControlPage:
         """Pass new control segments among the members, over sockets. Raises as `DescriptorSocket.exchange`, and the
@@ -147,7 +154,7 @@ class Shrink:
 
         try:
             sender = Sender(rank, size, nonce, "shrink")
-            self._socket.exchange(sender, self._names, [own.fd], take, self.deadline, self._look_at_members)
+            self._socket.exchange(sender, self._names, [own.fd], take, self.deadline, self.look_at_members)
             self._socket.close()
             own.close_fd()
             new = ControlPage(rank, nonce, [made[r] for r in range(size)])
@@ -280,19 +287,20 @@ class Shrink:
                 self._raise_as(peer, theirs)
         elif (peer not in out or awaited) and not self._gone(peer) and self._differ(theirs):
             raise InvalidArgument(
-                f"rank {self._rank} leaves out {mine.asks()}, rank {peer} leaves out {theirs.asks()}: pass the same "
-                "`exclude` on all ranks that are left"
+                f"rank {self._rank} {mine.asks()}, rank {peer} {theirs.asks()}: ask for the same on all of them"
             )
 
     def _differ(self, theirs: Proposal) -> bool:
-        both = self._exclude, theirs.exclude
-        if None in both:  # the one that names ranks may name only those that have ended
-            return any(not self._gone(rank) for ranks in both if ranks is not None for rank in ranks)
-        return both[0] != both[1]
+        mine = self._mine
+        if None in (mine.exclude, theirs.exclude) and mine.again is theirs.again:
+            # The one that names ranks may name only those that have ended.
+            named = (mine.exclude or frozenset()) | (theirs.exclude or frozenset())
+            return any(not self._gone(rank) for rank in named)
+        return (mine.exclude, mine.again) != (theirs.exclude, theirs.again)
 
     # The members set up the group
 
-    def _look_at_members(self) -> None:
+    def look_at_members(self) -> None:
         """Raise if a member has given up, or has ended without being ready."""
         for peer in self.members:
             if peer == self._rank:
@@ -312,14 +320,14 @@ class Shrink:
         return not self._late
 
     def _lead(self) -> bool:
-        self._look_at_members()
+        self.look_at_members()
         if not self._ready():
             return False
         own = self._control.own()
         own.step = self._step(Phase.PREPARED)
         time.sleep(_SEEN_SECONDS)
         try:
-            self._look_at_members()
+            self.look_at_members()
             still = self._ready()
         except TricommError:
             own.step = self._step(Phase.READY)
@@ -333,7 +341,7 @@ class Shrink:
             return True
         if ended:
             raise PeerDied(self._ended(self.members[0]))
-        self._look_at_members()
+        self.look_at_members()
         self._late = [self.members[0]]
         return False
 

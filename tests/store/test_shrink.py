@@ -106,8 +106,8 @@ def test_a_rank_that_is_left_out_and_wants_another_group_is_a_mismatch():
 
 
 def test_records_keep_all_that_they_say():
-    for exclude, invited in ((None, ()), (frozenset(), (3, 0)), (frozenset([1]), ())):
-        said = Proposal(7, exclude, (1, 2), b"s" * 8, b"n" * 16, invited, b"why")
+    for exclude, invited, again in ((None, (), True), (frozenset(), (3, 0), False), (frozenset([1]), (), True)):
+        said = Proposal(7, exclude, (1, 2), b"s" * 8, b"n" * 16, invited, b"why", again)
         assert Proposal.unpack(said.pack(), 2) == said
     long = Proposal(1, frozenset(range(64)), (1,) * 64, invited=(2,) * 64, error=b"x" * 5000)
     assert len(long.pack()) <= shrink_bytes() and Proposal.unpack(long.pack(), 64).exclude == frozenset(range(64))
@@ -153,7 +153,7 @@ class Moment:
 
 
 def one_look(self):
-    self._look_at_members()
+    self.look_at_members()
     if not self._ready():
         return False
     shrink.time.sleep(shrink._SEEN_SECONDS)
@@ -192,9 +192,9 @@ def test_without_a_wait_in_doubt_some_ranks_have_the_group(monkeypatch):
         ready = Shrink._ready
         # The leader has looked again just before rank 1 gives up.
         monkeypatch.setattr(Shrink, "_ready", lambda self: next(looks) > 0 and (ready(self) or looks.__next__() > 1))
-        look = Shrink._look_at_members
+        look = Shrink.look_at_members
         blind = lambda self: look(self) if self._control.own().step != self._step(Phase.PREPARED) else None  # noqa: E731
-        monkeypatch.setattr(Shrink, "_look_at_members", blind)
+        monkeypatch.setattr(Shrink, "look_at_members", blind)
         assert not half(moment.outcomes())
         monkeypatch.setattr(shrink, "_DOUBT_SECONDS", 0.0)
     with pages(3) as old:
