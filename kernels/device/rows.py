@@ -197,9 +197,25 @@ def _made(number, operands, first, length, SPEC: tl.constexpr):
     # `first` and `length` are even, so that an access has 16 bytes.
     columns = tl.multiple_of(tl.zeros([], tl.int32) + first * SPEC.PACK, 2 * SPEC.PACK) + lane
     inside = lane < tl.multiple_of(tl.zeros([], tl.int32) + length * SPEC.PACK, 2 * SPEC.PACK)
-    values = SPEC.PROLOGUE(number, columns, inside, operands, SPEC).to(tl.float32)
+    values = in_fp32(SPEC.PROLOGUE(number, columns, inside, operands, SPEC), columns)
     bits = raw_bits(tl.where(inside, values, 0.0), SPEC.ELEMENT, SPEC.BITS) << (lane % SPEC.PACK * SPEC.BITS)
     return tl.sum(tl.reshape(bits, [SPEC.PLANE, SPEC.PACK]), axis=1)
+
+
+@triton.jit
+def in_fp32(values, columns):
+    """`values`, a prologue's result at `columns`, in fp32."""
+    tl.static_assert(values.shape == columns.shape, "a prologue has to return a block in the shape of its columns")
+    return values.to(tl.float32)
+
+
+@triton.jit
+def try_functions(operands, SPEC: tl.constexpr):
+    """The functions that run before a row has arrived, on the first columns of row 0: a trial before a call."""
+    number, columns = tl.zeros([], tl.int64), tl.arange(0, SPEC.PLANE * SPEC.PACK)
+    SPEC.PREPARE(number, operands, SPEC)
+    if SPEC.PROLOGUE is not None:
+        in_fp32(SPEC.PROLOGUE(number, columns, columns < SPEC.HIDDEN, operands, SPEC), columns)
 
 
 @triton.jit

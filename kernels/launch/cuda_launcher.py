@@ -20,9 +20,10 @@ from functools import cache, cached_property, lru_cache, partial
 from typing import Any, Protocol
 
 import torch
+import triton
 
 from tricomm.cuda_bindings import load_bindings
-from tricomm.errors import ResourceError
+from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels.launch.compiler import Compile, compile_kernel, takes_counts, takes_data, takes_operands
 
 _SCRATCH = 2
@@ -291,9 +292,13 @@ def _compile(by: Compile, kernel: Any, *variant: Any) -> Any:
     except ResourceError:
         raise
     except Exception as error:  # whatever a compiler may raise
-        raise ResourceError(
-            f"Triton cannot compile {kernel.fn.__name__} for sm_{variant[-1]}: {type(error).__name__}: {error}"
-        ) from error
+        inner: BaseException = error
+        while isinstance(inner.__cause__, triton.CompilationError):  # of a function that the kernel calls
+            inner = inner.__cause__
+        text = f"Triton cannot compile {kernel.fn.__name__} for sm_{variant[-1]}: {type(inner).__name__}: {inner}"
+        if isinstance(error, triton.CompilationError):  # in a user's function, so on every rank
+            raise InvalidArgument(text) from error
+        raise ResourceError(text) from error
 
 
 def _function(compiled: Any, name: str, device: Device) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from tricomm import arguments
 from tricomm.core import dependent_launch
-from tricomm.core.fused.fused_call import FUSED, Epilogue, FusedCall, UserEpilogue
+from tricomm.core.fused.fused_call import FUSED, ROWS, Epilogue, FusedCall, UserEpilogue
 from tricomm.core.symmetric import OwnRows, Symmetric
 from tricomm.errors import InvalidArgument
 from tricomm.kernels.collectives import registry
@@ -172,7 +172,6 @@ def constexprs(site: SelectionFacts, choice: Choice, kernel: registry.Kernel) ->
     return values | more if gpu else values
 
 
-ROWS = "all_reduce_rows"
 _MOST_AT_ONCE = 8  # experts' rows whose loads a kernel's code unrolls for each tile
 
 
@@ -203,14 +202,21 @@ def make_fused(
     site: SelectionFacts, choice: Choice, request: Request, aligned: bool, mode: str, bind: Bind
 ) -> LaunchPlan:
     """The plan of `choice`; as `make`. `aligned`: the tensors of `wide` begin at multiples of 16 bytes."""
+    dtype = arguments.DTYPES[request.dtype]
+    kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
+    values = row_constexprs(site, choice, request, aligned)
+    fingerprint, record = announced(choice, "sum", dtype.name, request, mode)
+    run = bind(kernel.function, choice.blocks, values, dtype.bits, aligned, ())
+    return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)
+
+
+def row_constexprs(site: SelectionFacts, choice: Choice, request: Request, aligned: bool) -> dict[str, Any]:
+    """The constexprs of the fused kernel of `choice`."""
     epilogue, dtype = request.epilogue, arguments.DTYPES[request.dtype]
     assert epilogue is not None
     kernel = registry.find(choice.collective, choice.algorithm, choice.protocol)
     values = constexprs(site, choice, kernel) | row_shapes.constexprs(site, choice, epilogue.hidden, aligned)
-    values |= {"ELEMENT": dtype.element, "OP": "sum"} | _constants(epilogue, dtype.bits)
-    fingerprint, record = announced(choice, "sum", dtype.name, request, mode)
-    run = bind(kernel.function, choice.blocks, values, dtype.bits, aligned, ())
-    return LaunchPlan(choice, fingerprint, request.elements, record, run, mode)
+    return values | {"ELEMENT": dtype.element, "OP": "sum"} | _constants(epilogue, dtype.bits)
 
 
 def _constants(epilogue: Epilogue | UserEpilogue, bits: int) -> dict[str, Any]:

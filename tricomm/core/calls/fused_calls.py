@@ -19,8 +19,8 @@ from tricomm.core import launch_plan
 from tricomm.core.calls.prepared_calls import NEW, first_like, known_like
 from tricomm.core.entry_guard import Guard, entry, guarded
 from tricomm.core.faults import Faults
-from tricomm.core.fused import fused_call, unfused
-from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, FusedArguments, FusedCall, UserEpilogue
+from tricomm.core.fused import fused_call, row_functions, unfused
+from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, ROWS, FusedArguments, FusedCall, UserEpilogue
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, Request
 from tricomm.core.launcher import Launcher
@@ -31,7 +31,7 @@ from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.kernels.device.epilogue import nothing
-from tricomm.kernels.launch import jit_dispatch, triton_adapter
+from tricomm.kernels.launch import jit_dispatch
 from tricomm.kernels.launch.compiler import WIDE
 from tricomm.kernels.launch.kernel_launch import Again
 
@@ -40,7 +40,6 @@ X, RESIDUAL_OUT, WEIGHT, RESIDUAL, NORM_OUT, SCALE, QUANT_OUT, SCALE_OUT = range
 _OUTPUTS = (RESIDUAL_OUT, NORM_OUT, QUANT_OUT, SCALE_OUT)
 _MAY_BE = {(RESIDUAL_OUT, RESIDUAL), (RESIDUAL_OUT, X), (NORM_OUT, X)}  # the same memory
 _STATUS = layout.STATUS
-_ROWS = launch_plan.ROWS
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -237,36 +236,33 @@ class FusedCalls:
         forced: tuple[Any, Any],
     ) -> None:
         """Make a call of `Communicator.all_reduce_rows`; `forced` are its algorithm and its protocol."""
-        x = self._faults.checked(x, _ROWS)
-        for name, function, count in (("epilogue", epilogue, 3), ("prepare", prepare, 3), ("prologue", prologue, 5)):
-            if function is None and name == "prologue":
-                continue
-            if not triton_adapter.is_kernel(function):
-                raise InvalidArgument(f"{_ROWS}: {name} is no plain @triton.jit function: {type(function).__name__}")
-            most, defaults = function.fn.__code__.co_argcount, len(function.fn.__defaults__ or ())
-            if not most - defaults <= count <= most:
-                raise InvalidArgument(f"{_ROWS}: {name} takes {most} arguments, it is called with {count}")
+        x = self._faults.checked(x, ROWS)
+        row_functions.check_signatures(epilogue, prepare, prologue)
         if not x.dim() or x.dtype not in fused_call.DTYPES:
-            raise InvalidArgument(f"{_ROWS}: rows of fp16, bf16 or fp32 are needed, found {x.dtype} {tuple(x.shape)}")
+            raise InvalidArgument(f"{ROWS}: rows of fp16, bf16 or fp32 are needed, found {x.dtype} {tuple(x.shape)}")
         kinds = tuple(self._kind(n, value) for n, value in enumerate(operands))
-        source = arguments.allocated(_ROWS, x.detach().contiguous)
+        source = arguments.allocated(ROWS, x.detach().contiguous)
         tensors = [source, *(value for value in operands if isinstance(value, torch.Tensor))]
         own = UserEpilogue(x.shape[-1], epilogue, prepare, kinds, prologue)
         if source.numel():
             request = Request("all_reduce", "sum", *forced, epilogue=own)
-            aligned = not any(t.data_ptr() % 16 for t in tensors)
-            plan = self._planner.plan(request, source.dtype, source.numel(), aligned)
+            aligned, dtype = not any(t.data_ptr() % 16 for t in tensors), source.dtype
+            plan = self._planner.plan(request, dtype, source.numel(), aligned)
+            if self._gpu is None:
+                sized = request.sized(dtype, source.numel())
+                values = launch_plan.row_constexprs(self._planner.site, plan.choice, sized, aligned)
+                row_functions.attempt(own, values, operands, self._group.timeout)
             self._launcher.launch(plan, source, source, (tuple(operands),))
 
     def _kind(self, number: int, value: Any) -> str:
         """Triton's type of an operand."""
         if isinstance(value, torch.Tensor):
-            arguments.check_tensor(value, self._group.device, f"{_ROWS} operand {number}")
+            arguments.check_tensor(value, self._group.device, f"{ROWS} operand {number}")
             if not value.is_contiguous():
-                raise InvalidArgument(f"{_ROWS}: operand {number} is not contiguous; pass .contiguous()")
+                raise InvalidArgument(f"{ROWS}: operand {number} is not contiguous; pass .contiguous()")
             return f"{jit_dispatch.type_name(value)}{WIDE}"
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise InvalidArgument(f"{_ROWS}: operand {number} is {type(value).__name__}; tensors and numbers fit")
+            raise InvalidArgument(f"{ROWS}: operand {number} is {type(value).__name__}; tensors and numbers fit")
         return "i64" if isinstance(value, int) else "fp32"
 
 

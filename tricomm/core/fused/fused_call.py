@@ -27,7 +27,7 @@ from tricomm import arguments
 from tricomm.core.fused.expert_rows import ExpertRows
 from tricomm.errors import InvalidArgument
 
-FUSED = "all_reduce_rms_norm"
+FUSED, ROWS = "all_reduce_rms_norm", "all_reduce_rows"
 QUANTIZATIONS = ("fp8", "fp8_per_token", "nvfp4")
 SCALE_LAYOUTS = ("swizzled_128x4", "linear")
 NVFP4_BLOCK = 16  # elements that share a scale
