@@ -259,7 +259,8 @@ def code_of(
 ) -> Any:
     """The compiled form of a kernel, from now on the one that launches of it in this process take.
 
-    Made `by` that function if the process has none. Raises `ResourceError` if that fails.
+    Made `by` that function if the process has none. Raises `ResourceError` if that fails; `InvalidArgument` if Triton
+    does not take a function of rows.
     """
     variant = _variant(kernel, constexprs, bits, aligned, capability)
     if variant not in _compiled:
@@ -296,7 +297,7 @@ def _compile(by: Compile, kernel: Any, *variant: Any) -> Any:
         while isinstance(inner.__cause__, triton.CompilationError):  # of a function that the kernel calls
             inner = inner.__cause__
         text = f"Triton cannot compile {kernel.fn.__name__} for sm_{variant[-1]}: {type(inner).__name__}: {inner}"
-        if isinstance(error, triton.CompilationError):  # in a user's function, so on every rank
+        if takes_operands(kernel) and isinstance(error, triton.CompilationError):  # in a user's function: on all ranks
             raise InvalidArgument(text) from error
         raise ResourceError(text) from error
 
