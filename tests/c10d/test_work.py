@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -16,9 +17,10 @@ import torch.distributed as dist
 import tricomm
 from tests import ranks
 from tests.c10d.bodies.groups import ROUTES, default_group, of, poisoned, refused, same
-from tricomm.c10d import group_calls
+from tricomm.c10d import call_futures, group_calls
 from tricomm.c10d.work_handles import FinishedWork
 from tricomm.core.watch.monitor import Monitor
+from tricomm.errors import GroupAborted
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -234,3 +236,53 @@ def test_bad_input_is_refused_and_the_group_still_works(rank, world_size, tell, 
     refused(lambda: world.allreduce([ones(3)]), "destroyed", "new one", kind=tricomm.GroupAborted)
     refused(lambda: world.send([ones(3)], 0, 0), "destroyed", kind=tricomm.GroupAborted)
     return len(cases)
+
+
+def memory_of_a_failed_wait(calls, backward, monkeypatch):
+    """A tensor of the call that failed, and one of the function that waited, referred to weakly."""
+    monkeypatch.setattr("tricomm.c10d.work_handles.in_backward", lambda: backward)
+    monkeypatch.setattr("tricomm.c10d.work_handles._called_by_autograd", lambda: backward)
+    kept = []
+
+    def fails(turn):
+        inside = torch.ones(3)
+        kept.append(weakref.ref(inside))
+        raise GroupAborted(f"no: {inside.numel()}")
+
+    def waits():
+        waiting = torch.ones(3)
+        kept.append(weakref.ref(waiting))
+        work = calls.run(fails, "", [], True)
+        future = work.get_future()
+        for wait in (future.wait, future.value, work.wait):
+            with pytest.raises((GroupAborted, RuntimeError), match="no: 3"):
+                wait()
+
+    waits()
+    return kept
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_failed_future_keeps_no_frames(calls, backward, monkeypatch):
+    kept = memory_of_a_failed_wait(calls, backward, monkeypatch)
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None]
+
+
+def test_with_the_error_itself_it_would_keep_them(calls, monkeypatch):
+    monkeypatch.setattr(call_futures, "_without_frames", lambda error: error)
+    kept = memory_of_a_failed_wait(calls, False, monkeypatch)
+    gc.collect()
+    assert None not in [reference() for reference in kept]
+
+
+def test_an_error_that_cannot_be_copied_is_raised_all_the_same(calls):
+    class Odd(Exception):
+        def __init__(self, one, two):
+            super().__init__(f"{one} {two}")
+
+    future = calls.run(lambda turn: None, "", [], True).get_future()
+    child = future.then(lambda f: (_ for _ in ()).throw(Odd("not", "copied")))
+    for _ in range(2):
+        with pytest.raises(Odd, match="not copied"):
+            child.wait()

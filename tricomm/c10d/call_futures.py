@@ -6,6 +6,7 @@ was attached, or on the thread that runs it.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import threading
@@ -94,18 +95,42 @@ class _Modes:
             yield
 
 
+def _without_frames(error: BaseException) -> BaseException:
+    """A copy of `error` and of its causes, without tracebacks; `error` if its class cannot be copied."""
+    try:
+        made: BaseException = copy.copy(error)
+    except Exception:  # the constructor of a user's class takes something else than `args`
+        return error
+    if error.__cause__ is not None:
+        made.__cause__ = _without_frames(error.__cause__)
+    return made
+
+
 class _Failure:
-    """The value of a future that has failed. C++ code (DDP's reducer) shows it as text, Python code gets the error."""
+    """The value of a future that has failed. C++ code (DDP's reducer) shows it as text, Python code gets a copy of the
+    error.
+
+    The garbage collector does not see the references of a future. With a traceback the error would keep the frames of
+    the call and of its waiters for ever, because they refer to the future, and with them tensors and descriptors.
+    """
 
     def __init__(self, error: BaseException) -> None:
-        self.error = error
+        self._error = _without_frames(error)
 
     def __str__(self) -> str:
-        return f"{type(self.error).__name__}: {self.error}"
+        return f"{type(self._error).__name__}: {self._error}"
 
     def tell(self) -> None:
-        told(self.error)
-        raise self.error
+        told(self._error)
+        raise _without_frames(self._error)
+
+
+def settle(future: Future[Any], error: BaseException | None, result: Any) -> None:
+    """Complete torch's `future` with `result` or `error`."""
+    if error is not None:
+        future._set_unwrap_func(_Failure.tell)
+        result = _Failure(error)
+    Future.set_result(future, result)
 
 
 @dataclass(eq=False)
@@ -157,10 +182,7 @@ class CallFuture(Future[Any]):
 
     def settle(self, error: BaseException | None, result: Any) -> None:
         """Complete the future without running its callbacks."""
-        if error is not None:
-            self._set_unwrap_func(_Failure.tell)
-            result = _Failure(error)
-        super().set_result(result)
+        settle(self, error, result)
 
     def complete_by(self, call: Callable[[], Any]) -> None:
         """Complete the future with the result or the error of `call`."""

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Work
 from torch.autograd import graph
 from torch.futures import Future
 
-from tricomm.c10d.call_futures import CallFuture, CallId, collect_all
+from tricomm.c10d.call_futures import CallFuture, CallId, collect_all, settle
 from tricomm.errors import CollectiveTimeout
 from tricomm.store.tcp.waits import told
 
@@ -185,29 +185,22 @@ class PendingWork(Handle):
 
     def _for_reducer(self) -> _Promise:
         trigger: Any = Future()
-        return _Promise(_read_by_reducer(trigger), lambda: _settle(trigger, self._error, self._result))
+        return _Promise(_read_by_reducer(trigger), lambda: settle(trigger, self._error, self._result))
 
 
 def failed(error: BaseException) -> Any:
     """A future that has failed with `error`; for the reducer if a backward pass runs on this thread."""
     future: Any = Future()
     failing = _read_by_reducer(future) if in_backward() else future
-    _settle(future, error, [])
+    settle(future, error, [])
     return failing
-
-
-def _settle(future: Any, error: BaseException | None, result: list[Any]) -> None:
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)
 
 
 def _read_by_reducer(future: Any) -> Any:
     """`future`, as a future that fails in C++ if `future` fails.
 
-    `set_exception` only makes the exception the future's value, and the reducer takes that for its tensors. An error
-    that a callback of `then` raises becomes an error of the future in C++.
+    `settle` only makes the error the future's value, and the reducer takes that for its tensors. An error that a
+    callback of `then` raises becomes an error of the future in C++.
     """
     return future.then(lambda done: done.value())
 
