@@ -55,7 +55,7 @@ class Segment:
         _check_size(nbytes)
         with cls(nbytes)._being_made() as segment:
             # An interrupt may happen at any line: a descriptor has its owner before the next one.
-            segment._fds.append(_memfd(name))
+            segment._fds.append(memfd(name))
             os.fchmod(segment.fd, 0o600)
             _refuse_if_short(nbytes)
             os.posix_fallocate(segment.fd, 0, nbytes)
@@ -190,7 +190,8 @@ def _memory_groups(line: bytes) -> Iterator[tuple[str, str, str, bytes]]:
         yield "/".join([names[0], *parts[:depth]]), *names[1:]
 
 
-def _memfd(name: str) -> int:
+def memfd(name: str) -> int:
+    """A new memfd that takes seals, without memory yet."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)

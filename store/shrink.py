@@ -3,11 +3,11 @@
     each rank that is left writes its proposal into its page, and waits until all have done so
     the lowest of them, the leader, invites them: their calls by number, and the new group's nonce
     they pass new control segments over sockets, whose names are in their pages, and set up the group over these
-    each rank is READY; the leader writes PREPARED, reads all pages again, and writes DECIDED
+    each rank is READY; the leader votes for the group once all are, a READY rank that gives up votes against it
 
-Once the leader has DECIDED all of them have the new group; if it never does, all raise. A rank that gives up writes
-WITHDRAWN first and then reads the leader's page. `devtools/mailbox_model/shrink.py` visits every order of these steps.
-No memory of the old group is used again, so late stores of an excluded rank cannot reach the new one.
+The first vote counts (`ballot`): all have the new group, or all raise, even if a rank is killed or stopped between any
+two steps. `devtools/mailbox_model/shrink.py` visits every order of these steps. No memory of the old group is used
+again, so late stores of an excluded rank cannot reach the new one.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from __future__ import annotations
 import enum
 import secrets
 import struct
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from tricomm.deadline import Deadline, poll
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, ResourceError, TricommError
+from tricomm.store.ballot import Ballot
 from tricomm.store.control import ControlPage, Fault, RankSegment, RankState, error_kind, packed_error
 from tricomm.store.descriptors import DescriptorSocket, Sender, Unreachable
 from tricomm.store.page import NBYTES, Page
@@ -33,8 +33,6 @@ _HEAD = struct.Struct(f"<I??Q{NAME_BYTES}s{NONCE_BYTES}s")
 _ERROR_BYTES = 600
 _PHASES = 8
 _PAUSES = 5e-5, 2e-3
-_SEEN_SECONDS = 1e-4  # for a store of this rank to reach all ranks, before it reads theirs
-_DOUBT_SECONDS = 2.0  # for the leader to get from PREPARED to its next phase
 
 
 class Phase(enum.IntEnum):
@@ -44,8 +42,7 @@ class Phase(enum.IntEnum):
     PROPOSED = 1
     INVITED = 2
     READY = 3
-    PREPARED = 4
-    DECIDED = 5
+    DECIDED = 4
 
 
 @dataclass(frozen=True)
@@ -107,6 +104,7 @@ class Shrink:
         self._control, self._rank, self._exclude = control, control.rank, exclude
         self._socket = DescriptorSocket()
         self._segments: list[Segment] = []
+        self._ballot = Ballot()
         _, before = self._read(self._rank)
         number, error = (0, b"") if before is None else (before.number, before.error)
         self._mine = Proposal(number + 1, exclude, self._over(), error=error, again=again)
@@ -123,7 +121,7 @@ class Shrink:
         """Wait until all ranks that are left ask for the same. Raises the same error on all of them if one gives up:
         `InvalidArgument` if they leave out different ranks, `PeerDied` if one has ended, `CollectiveTimeout` that names
         those that did not come; and `GroupAborted` if the others have gone on without this rank."""
-        poll(self._last_ended, min(_DOUBT_SECONDS, self.deadline.left), *_PAUSES)
+        poll(self._last_ended, self.deadline.left, *_PAUSES)
         self._mine = replace(self._mine, over=self._over())
         if len(self._control.peers):
             self._socket.bind()
@@ -155,7 +153,6 @@ class Shrink:
         try:
             sender = Sender(rank, size, nonce, "shrink")
             self._socket.exchange(sender, self._names, [own.fd], take, self.deadline, self.look_at_members)
-            self._socket.close()
             own.close_fd()
             new = ControlPage(rank, nonce, [made[r] for r in range(size)])
             new.limit = self.deadline
@@ -172,11 +169,8 @@ class Shrink:
             raise
 
     def decide(self) -> None:
-        """The last step, once this rank has all that it needs: returns on all members or raises on all.
-
-        One exception: a leader that is stopped between its last two steps for longer than this rank waits decides after
-        this rank has raised; the others then see that this rank has left the new group.
-        """
+        """The last step, once this rank has all that it needs: returns on all members or raises on all."""
+        self._pass_ballot()
         self._post(Phase.READY)
         try:
             if not poll(self._lead if self._leads else self._follow, self.deadline.left, *_PAUSES):
@@ -193,11 +187,7 @@ class Shrink:
             return True
         self._pair()
         self._post(Phase.WITHDRAWN, error=packed_error(self._named(error)))
-        if self._leads or not ready:
-            return False
-        time.sleep(_SEEN_SECONDS)
-        poll(lambda: self._leader_ended() or self._leader() != Phase.PREPARED, _DOUBT_SECONDS, *_PAUSES)
-        decided = self._leader() == Phase.DECIDED
+        decided = ready and self._ballot.vote(False)
         if decided:
             own.step = self._step(Phase.READY)
         return decided
@@ -205,6 +195,7 @@ class Shrink:
     def close(self) -> None:
         """Release what `connect` has not handed over. Idempotent."""
         self._socket.abandon()
+        self._ballot.close()
         while self._segments:
             self._segments.pop().close()
 
@@ -319,43 +310,40 @@ class Shrink:
         self._late = [peer for peer in self.members if divmod(self._control.page(peer).step, _PHASES)[1] < Phase.READY]
         return not self._late
 
+    def _pass_ballot(self) -> None:
+        """Let all members have the leader's ballot. Raises as `connect`."""
+        self._ballot.make()
+
+        def take(theirs: int, held: list[int]) -> None:
+            if theirs == 0:
+                self._ballot.take(held)
+
+        sender = Sender(self.members.index(self._rank), len(self.members), self._mine.nonce, "shrink: ballot")
+        own = [self._ballot.fd]
+        try:
+            self._socket.exchange(sender, self._names, own, take, self.deadline, self.look_at_members)
+        except Unreachable as error:
+            raise self._named(error) from error
+        self._socket.close()
+
     def _lead(self) -> bool:
         self.look_at_members()
-        if not self._ready():
-            return False
-        own = self._control.own()
-        own.step = self._step(Phase.PREPARED)
-        time.sleep(_SEEN_SECONDS)
-        try:
-            self.look_at_members()
-            still = self._ready()
-        except TricommError:
-            own.step = self._step(Phase.READY)
-            raise
-        own.step = self._step(Phase.DECIDED if still else Phase.READY)
-        return still
+        return self._ready() and self._ballot.vote(True)
 
     def _follow(self) -> bool:
-        ended = self._leader_ended()  # before its word is read
-        if self._leader() == Phase.DECIDED:
+        leader = self.members[0]
+        ended = self._gone(leader)  # before its vote is read
+        if self._ballot.passed:
             return True
         if ended:
-            raise PeerDied(self._ended(self.members[0]))
+            raise PeerDied(self._ended(leader))
         self.look_at_members()
-        self._late = [self.members[0]]
+        self._late = [leader]
         return False
 
     @property
     def _leads(self) -> bool:
-        return self.members[:1] in ((), (self._rank,))
-
-    def _leader(self) -> int | None:
-        """The leader's phase; None if it is in another call."""
-        number, phase = divmod(self._control.page(self.members[0]).step, _PHASES)
-        return phase if number == self._mine.invited[self.members[0]] else None
-
-    def _leader_ended(self) -> bool:
-        return self._gone(self.members[0])
+        return self.members[0] == self._rank
 
     # Pages
 

@@ -1,16 +1,15 @@
 """How the survivors of a group agree that they have a smaller one: all have it, or all raise.
 
-Each rank has a word that it alone writes and all read. The leader is the lowest survivor; it alone decides, by one
-store. A survivor sets up its part of the new group, writes READY, and waits for DECIDED. It may give up at any time,
-because its time is up or the set-up has failed; any one rank may die at any time. The rules:
+Each rank has a word that it alone writes and all read, and all ranks vote on one ballot, on which the first vote
+counts. The leader is the lowest survivor. A survivor sets up its part of the new group, writes READY, and waits for the
+outcome. It may give up at any time, because its time is up or the set-up has failed; any one rank may die at any time,
+and any may be stopped for as long as the others wait. The rules:
 
-    the leader writes PREPARED when all are ready, reads all words again, and decides only if all still are
-    a rank that gives up writes WITHDRAWN and then reads the leader's word: at DECIDED it has the group, at PREPARED it
-    waits
-    the word of a rank that has died counts only if it was read after the death was seen
+    the leader votes for the group once all are READY, and has it if that is the outcome
+    a rank that gives up writes WITHDRAWN; after READY it votes against the group, and has it if that is too late
 
-A step reads or writes one word. A rank that is dead at the end may have had the group: its peers name it at their next
-call.
+A step reads or writes one word, or votes. A rank that is dead at the end may have had the group: its peers name it at
+their next call.
 """
 
 from __future__ import annotations
@@ -20,90 +19,60 @@ from functools import partial
 
 from devtools.every_order import SAFE, search
 
-HALF, STUCK = "some ranks have the group, others raise", "a rank waits for ever"
-SETTING_UP, READY, PREPARED, DECIDED, WITHDRAWN = range(5)
+HALF, WAITS = "some ranks have the group, others raise", "a rank waits for one that is stopped"
+SETTING_UP, READY, WITHDRAWN = range(3)
+OPEN, FOR, AGAINST = range(3)
 HAS, RAISED, DEAD = "has it", "raised", "dead"
 Place = tuple[str, int]  # the step, and the peer that it looks at
-State = tuple[tuple[Place, ...], tuple[int, ...]]
+State = tuple[tuple[Place, ...], tuple[int, ...], int]
 
 
 def explore(n: int, broken: str, want: str = SAFE) -> tuple[str, int]:
     """As `every_order.search`, of `n` survivors; `broken`: the rule that is dropped."""
-    return search(((("set up", 0),) * n, (SETTING_UP,) * n), partial(_moves, n, broken), want)
+    return search(((("set up", 0),) * n, (SETTING_UP,) * n, OPEN), partial(_moves, n, broken), want)
 
 
 def _moves(n: int, broken: str, state: State) -> Iterator[State | str]:
-    places, words = state
-    moved = False
+    places, _, _ = state
     for rank, (step, _) in enumerate(places):
         if step in (RAISED, DEAD):
             continue
         if DEAD not in (step for step, _ in places):  # one rank may die, even after it had the group
             yield _with(state, rank, (DEAD, 0))
-        for after in () if step == HAS else _steps(n, broken, state, rank):
-            moved = True
-            yield after
-    ends = {step for step, _ in places if step != DEAD}
-    if ends == {HAS, RAISED}:
+        if step != HAS:
+            after = [*_steps(n, broken, state, rank)]
+            yield from after
+            if not after:
+                yield WAITS
+    if {step for step, _ in places if step != DEAD} == {HAS, RAISED}:
         yield HALF
-    elif not moved and not ends <= {HAS, RAISED}:
-        yield STUCK
 
 
 def _steps(n: int, broken: str, state: State, rank: int) -> Iterator[State]:
-    places, words = state
+    places, words, votes = state
     step, peer = places[rank]
-    dead = [step == DEAD for step, _ in places]
     if step == "set up":
         yield _with(state, rank, ("wait", 1 if rank == 0 else 0), READY)
-        yield _with(state, rank, ("give up", 0))
-    elif step == "give up":
-        yield _with(state, rank, (RAISED, 0) if broken == "no look" or rank == 0 else ("in doubt", 0), WITHDRAWN)
-    elif rank == 0:
-        yield from _leader(n, broken, state)
+        yield _with(state, rank, (RAISED, 0), WITHDRAWN)
     elif step == "wait":
-        yield _with(state, rank, ("give up", 0))
-        if words[0] == DECIDED:
+        if broken != "no time limit" or places[0][0] == DEAD:
+            yield _with(state, rank, (RAISED if broken == "no vote" else "vote against", 0), WITHDRAWN)
+        if rank == 0:  # looks at one peer after another
+            if words[peer] == READY or broken == "unready":
+                yield _with(state, 0, ("wait", peer + 1) if peer + 1 < n else ("vote for", 0))
+        elif votes == FOR:
             yield _with(state, rank, (HAS, 0))
-        elif dead[0] and broken != "a dead leader's word is read first":
-            yield _with(state, rank, ("give up", 0))
-        elif broken == "a dead leader's word is read first":
-            yield _with(state, rank, ("is it dead", 0))
-    elif step == "is it dead":  # with a word that was read before
-        yield _with(state, rank, (RAISED, 0) if dead[0] else ("wait", 0), WITHDRAWN if dead[0] else None)
-    elif step == "in doubt":
-        if words[0] == DECIDED:
-            yield _with(state, rank, (HAS, 0))
-        elif words[0] != PREPARED or dead[0] or broken == "no wait in doubt":
-            yield _with(state, rank, (RAISED, 0))
-
-
-def _leader(n: int, broken: str, state: State) -> Iterator[State]:
-    places, words = state
-    step, peer = places[0]
-    here = words[peer] == READY if peer < n else True
-    if step == "wait":  # looks at one peer after another
-        yield _with(state, 0, ("give up", 0))
-        if broken == "unready":
-            here = here or words[peer] == SETTING_UP
-        if here:
-            done = ("decide", 0) if broken == "one look" else ("prepare", 0)
-            yield _with(state, 0, ("wait", peer + 1) if peer + 1 < n else done)
-    elif step == "prepare":
-        yield _with(state, 0, ("look again", 1), PREPARED)
-    elif step == "look again":
-        if here or broken == "unready":
-            yield _with(state, 0, ("look again", peer + 1) if peer + 1 < n else ("decide", 0))
-        else:
-            yield _with(state, 0, ("give up", 0))
     else:
-        yield _with(state, 0, (HAS, 0), DECIDED)
+        vote = FOR if step == "vote for" else AGAINST
+        after = vote if votes == OPEN or broken == "the last vote counts" else votes
+        has = vote == FOR if broken == "the outcome is not read" else after == FOR
+        yield _with(state, rank, (HAS if has else RAISED, 0), None, after)
 
 
-def _with(state: State, rank: int, place: Place, word: int | None = None) -> State:
-    places, words = state
+def _with(state: State, rank: int, place: Place, word: int | None = None, votes: int | None = None) -> State:
+    places, words, before = state
     after = words if word is None else (*words[:rank], word, *words[rank + 1 :])
-    return (*places[:rank], place, *places[rank + 1 :]), after
+    return (*places[:rank], place, *places[rank + 1 :]), after, before if votes is None else votes
 
 
 def cases() -> Iterator[tuple[str, str, Callable[[str], tuple[str, int]]]]:
@@ -111,10 +80,10 @@ def cases() -> Iterator[tuple[str, str, Callable[[str], tuple[str, int]]]]:
     yield "shrink: 2 survivors", SAFE, partial(explore, 2, "")
     yield "shrink: 3 survivors", SAFE, partial(explore, 3, "")
     for broken, name in {
-        "one look": "the leader decides without a second look",
-        "unready": "the leader decides before all are ready",
-        "no look": "a rank that gives up does not look at the leader",
-        "no wait in doubt": "a rank that gives up does not wait for a leader that prepares",
-        "a dead leader's word is read first": "the leader's word is read before its end is seen",
+        "unready": "the leader votes before all are ready",
+        "no vote": "a rank that gives up does not vote",
+        "the last vote counts": "a later vote changes the outcome",
+        "the outcome is not read": "a rank takes its own vote for the outcome",
     }.items():
         yield f"shrink: {name}", HALF, partial(explore, 3, broken)
+    yield "shrink: a rank does not give up before the leader has voted", WAITS, partial(explore, 3, "no time limit")

@@ -7,8 +7,7 @@ import itertools
 import os
 import threading
 import time
-from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from contextlib import ExitStack, closing, contextmanager
 
 import pytest
 import torch
@@ -18,13 +17,13 @@ from tests.store.cuda.fake_driver import FakeCuda
 from tests.store.store_ranks import in_threads, nothing_left, pages
 from tricomm.deadline import Deadline
 from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, ResourceError, TricommError
-from tricomm.store import shrink
 from tricomm.store.arenas.cuda_vmm import open_cuda_vmm
 from tricomm.store.arenas.posix_shm import open_posix_shm
+from tricomm.store.ballot import Ballot
 from tricomm.store.control import ControlPage
 from tricomm.store.descriptors import DescriptorSocket
 from tricomm.store.segments import Segment
-from tricomm.store.shrink import Phase, Proposal, Shrink
+from tricomm.store.shrink import Proposal, Shrink
 
 
 def shrunk(control, exclude, seconds=10.0, more=lambda made, undo: None, before_end=lambda: None):
@@ -123,42 +122,35 @@ def shrink_bytes():
 
 
 class Moment:
-    """Rank 1 gives up while rank 0, which has seen that all are ready, is about to decide."""
+    """Rank 1 gives up while rank 0, which has seen that all are ready, is about to vote (`first` is 1), or has voted
+    and not said so yet (`first` is 0)."""
 
-    def __init__(self, patch, old):
-        self.reached, self.over = threading.Event(), threading.Event()
-        pause = shrink.time.sleep
+    def __init__(self, patch, old, first):
+        self.old, self.voted = old, threading.Event()
+        self.turn = [threading.Event(), threading.Event()]
+        voting, follow = Ballot.vote, Shrink._follow
 
-        def sleep(seconds):
-            if threading.current_thread().name == "rank 0" and seconds == shrink._SEEN_SECONDS:
-                self.reached.set()
-                self.over.wait(5)
-            pause(seconds)
+        def vote(ballot, yes):
+            rank = 0 if yes else 1 if threading.current_thread().name == "rank 1" else 2
+            if rank == 0:
+                self.turn[1].set()  # it has looked at all ranks
+            if rank != first and rank < 2:
+                assert self.voted.wait(10)
+            passed = voting(ballot, yes)
+            if rank == first:
+                self.voted.set()
+            return passed
 
-        clock = SimpleNamespace(sleep=sleep)
-
-        def follow(part):
-            if part._rank == 1 and self.reached.wait(5):
-                threading.Timer(0.2, self.over.set).start()
+        def following(part):
+            if part._rank == 1 and self.turn[1].wait(10):
                 raise CollectiveTimeout("rank 1 has no time")
-            return followed(part)
+            return follow(part)
 
-        followed = Shrink._follow
-        patch.setattr(shrink, "time", clock)
-        patch.setattr(Shrink, "_follow", follow)
-        self.old = old
+        patch.setattr(Ballot, "vote", vote)
+        patch.setattr(Shrink, "_follow", following)
 
     def outcomes(self):
         return in_threads(3, lambda rank: shrunk(self.old[rank], frozenset()))
-
-
-def one_look(self):
-    self.look_at_members()
-    if not self._ready():
-        return False
-    shrink.time.sleep(shrink._SEEN_SECONDS)
-    self._control.own().step = self._step(Phase.DECIDED)
-    return True
 
 
 def half(outcomes):
@@ -166,10 +158,9 @@ def half(outcomes):
     return len({isinstance(outcome, ControlPage) for outcome in outcomes}) == 2
 
 
-def test_a_rank_that_gives_up_while_the_leader_decides(monkeypatch):
+def test_a_rank_that_gives_up_before_the_leader_votes(monkeypatch):
     with nothing_left(), pages(3) as old:
-        moment = Moment(monkeypatch, old)
-        outcomes = moment.outcomes()
+        outcomes = Moment(monkeypatch, old, first=1).outcomes()
         assert not all_or_none(outcomes) and {type(outcome) for outcome in outcomes} == {CollectiveTimeout}, outcomes
         outcomes.clear()  # an error refers to the frames of its rank
         monkeypatch.undo()
@@ -178,31 +169,33 @@ def test_a_rank_that_gives_up_while_the_leader_decides(monkeypatch):
         close(made)
 
 
-def test_without_a_second_look_some_ranks_have_the_group(monkeypatch):
-    with pages(3) as old:
-        moment = Moment(monkeypatch, old)
-        monkeypatch.setattr(Shrink, "_lead", one_look)
-        assert half(moment.outcomes())
+def test_a_rank_that_gives_up_after_the_leader_has_voted_has_the_group(monkeypatch):
+    with nothing_left(), pages(3) as old:
+        made = Moment(monkeypatch, old, first=0).outcomes()
+        assert all_or_none(made)
+        close(made)
 
 
-def test_without_a_wait_in_doubt_some_ranks_have_the_group(monkeypatch):
+@pytest.mark.parametrize("first", [0, 1])
+def test_without_a_first_vote_that_counts_some_ranks_have_the_group(first, monkeypatch):
     with pages(3) as old:
-        moment = Moment(monkeypatch, old)
-        looks = itertools.count()
-        ready = Shrink._ready
-        # The leader has looked again just before rank 1 gives up.
-        monkeypatch.setattr(Shrink, "_ready", lambda self: next(looks) > 0 and (ready(self) or looks.__next__() > 1))
-        look = Shrink.look_at_members
-        blind = lambda self: look(self) if self._control.own().step != self._step(Phase.PREPARED) else None  # noqa: E731
-        monkeypatch.setattr(Shrink, "look_at_members", blind)
-        assert not half(moment.outcomes())
-        monkeypatch.setattr(shrink, "_DOUBT_SECONDS", 0.0)
+        monkeypatch.setattr(Ballot, "vote", lambda ballot, yes: yes)
+        assert half(Moment(monkeypatch, old, first).outcomes())
+
+
+def test_without_a_vote_of_a_rank_that_gives_up_some_ranks_have_the_group(monkeypatch):
+    vote = Ballot.vote
     with pages(3) as old:
-        moment.old = old
-        moment.reached.clear()
-        moment.over.clear()
-        looks = itertools.count()
-        assert half(moment.outcomes())
+        monkeypatch.setattr(Ballot, "vote", lambda ballot, yes: yes and vote(ballot, True))
+        assert half(Moment(monkeypatch, old, first=1).outcomes())
+
+
+def test_the_first_vote_is_the_outcome_for_all():
+    for votes in itertools.product((True, False), repeat=3):
+        with closing(Ballot()) as ballot:
+            ballot.make()
+            assert not ballot.passed
+            assert [ballot.vote(yes) for yes in votes] == [votes[0]] * 3 and ballot.passed is votes[0]
 
 
 # Every call that the system may refuse

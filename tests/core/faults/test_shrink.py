@@ -21,6 +21,7 @@ import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import OWN, SMALL, attempt, leftovers, more_than, right
 from tests.soak import kills
+from tricomm.store.ballot import Ballot
 from tricomm.store.page import Page
 from tricomm.store.shrink import _PHASES, Phase
 
@@ -204,6 +205,20 @@ def test_a_rank_that_comes_after_the_others_gave_up_is_told_at_once(rank, world_
     comm.close()
 
 
+_vote = Ballot.vote
+
+
+def around_a_vote(before, after):
+    def vote(ballot, yes):
+        Ballot.vote = _vote
+        before()
+        passed = _vote(ballot, yes)
+        after()
+        return passed
+
+    Ballot.vote = vote
+
+
 def in_steps(rank, world_size, tell, url, victim, phase, exclude):
     """The victim ends itself as its call of shrink reaches `phase`; the others tell what they got, then go on."""
     comm = made(url, rank, world_size)
@@ -218,6 +233,8 @@ def in_steps(rank, world_size, tell, url, victim, phase, exclude):
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Page.step = property(Page.step.fget, step)
+        if phase == "voted":
+            around_a_vote(lambda: None, lambda: os.kill(os.getpid(), signal.SIGKILL))
     try:
         comm = comm.shrink(exclude, timeout=30)
         first = "has it", [0, 0]
@@ -242,7 +259,7 @@ def sockets(monkeypatch):
 LED = [(0, phase) for phase in Phase if phase != Phase.WITHDRAWN]
 
 
-@pytest.mark.parametrize(("victim", "phase"), [*LED, (2, Phase.PROPOSED), (2, Phase.READY)])
+@pytest.mark.parametrize(("victim", "phase"), [*LED, (0, "voted"), (2, Phase.PROPOSED), (2, Phase.READY)])
 def test_a_rank_that_dies_in_a_step_of_shrink(victim, phase, url, sockets):
     exclude = [3]
     with ranks.start(4, in_steps, url, victim, phase, exclude) as started:
@@ -251,11 +268,37 @@ def test_a_rank_that_dies_in_a_step_of_shrink(victim, phase, url, sockets):
     left = [rank for rank in range(3) if rank != victim]
     got = [outcomes[rank].value for rank in left]
     assert None not in got, outcomes
-    has = phase == Phase.DECIDED or (victim and phase == Phase.READY)
+    has = phase in (Phase.DECIDED, "voted") or (victim and phase == Phase.READY)
     for place, (first, second, now) in enumerate(got):
         assert now == (place, 2), got
         assert (first[0], second) == ("has it", "PeerDied") if has else first[0] == "PeerDied", got
         assert has or f"rank {victim} (pid" in first[1] or "died" in first[1], got
+
+
+def stopped_before_its_vote(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    if rank == 0:
+        around_a_vote(lambda: os.kill(os.getpid(), signal.SIGSTOP), lambda: None)
+    tell(os.getpid())
+    kind, text, seconds = attempt(lambda: comm.shrink([], timeout=3.0))
+    tell(kind)
+    comm = comm.shrink([], timeout=60)
+    right(comm)
+    comm.close()
+    return kind, text, seconds
+
+
+def test_no_rank_waits_for_a_leader_that_is_stopped_and_it_has_no_group_when_it_wakes(url):
+    with ranks.start(3, stopped_before_its_vote, url) as started:
+        pids = started.messages()
+        assert [started.message(rank) for rank in (1, 2)] == ["CollectiveTimeout"] * 2
+        os.kill(pids[0], signal.SIGCONT)
+        outcomes = started.results()
+    for rank in range(3):
+        assert outcomes[rank].error is None, outcomes[rank]
+        kind, text, seconds = outcomes[rank].value
+        assert kind == "CollectiveTimeout", (rank, text)
+        assert rank == 0 or "rank(s) [0] did not finish" in text and seconds < 3.5 + ranks.BUSY, text
 
 
 def late(rank, world_size, tell, url, calls):

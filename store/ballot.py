@@ -1,0 +1,58 @@
+"""A vote of processes with one outcome: the first vote counts, whatever happens to its voter, and all can read it.
+
+The votes are seals of a memfd. The kernel adds seals in one step, and refuses them after F_SEAL_SEAL: so the outcome
+depends on no order of stores and loads, on no clock, and on no process that still runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from tricomm.errors import ResourceError
+from tricomm.store.segments import memfd
+
+_YES, _NO = fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK
+
+
+class Ballot:
+    """One process's access to a vote, until `close`."""
+
+    def __init__(self) -> None:
+        """Nothing yet: see `make` and `take`."""
+        self._fds: list[int] = []  # the last one counts
+
+    def make(self) -> None:
+        """A new vote. Raises `ResourceError` if a descriptor is refused."""
+        try:
+            self._fds.append(memfd("tricomm-ballot"))
+        except OSError as error:
+            raise ResourceError(f"no descriptor for the vote of the ranks: {error.strerror}") from error
+
+    def take(self, descriptors: list[int]) -> None:
+        """Take part in the vote whose descriptor is the last of `descriptors`, which is taken out of the list, instead
+        of the one that `make` began."""
+        self._fds.append(descriptors.pop())
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to pass to others."""
+        return self._fds[-1]
+
+    def vote(self, yes: bool) -> bool:
+        """Vote unless there is a vote already; returns the outcome."""
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, (_YES if yes else _NO) | fcntl.F_SEAL_SEAL)
+        except PermissionError:  # sealed: not the first
+            pass
+        return self.passed
+
+    @property
+    def passed(self) -> bool:
+        """Whether the first vote is a yes; False if there is none yet."""
+        return bool(self._fds) and bool(fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _YES)
+
+    def close(self) -> None:
+        """Idempotent; the others can go on to vote."""
+        while self._fds:
+            os.close(self._fds.pop())
