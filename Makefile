@@ -62,9 +62,11 @@ test-all: test test-more  ## the same, and then the explorer, more variants and 
 
 # MORE="exhaustive and not explorer" leaves out what depends on kernels/ and explorer/ alone.
 MORE ?= exhaustive or explorer
+# The K-th of N shares of them: SHARE=1/3.
+SHARE ?= 1/1
 
 test-more: venv
-	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "($(MORE)) and not gpu and not soak and not browser and not engines"
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(SIDE_BY_SIDE) --share $(SHARE) -m "($(MORE)) and not gpu and not soak and not browser and not engines"
 
 browser: venv  ## the dashboard in chromium, with screenshots into screenshots/; skipped where there is none
 	@$(BIN)/python -m pytest -m browser

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import zlib
 
 import pytest
 
@@ -52,6 +53,10 @@ LONGEST = (
 SMOKE = ("explorer/test_check.py", "execution/test_shipped_all_reduce.py", "compiled/test_stream_races.py")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--share", default="1/1", metavar="K/N", help="run the K-th of N shares of the tests")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     named = any("explorer" in str(given) for given in config.args)
@@ -65,6 +70,11 @@ def pytest_collection_modifyitems(config, items):
         return next((n for name, n in places.items() if str(item.path).endswith(name)), len(places))
 
     items.sort(key=place)
+    which, shares = map(int, config.getoption("--share").split("/"))
+    kept = [item for item in items if zlib.crc32(item.nodeid.encode()) % shares == which % shares]
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
 
 
 @pytest.fixture(scope="module", autouse=True)
