@@ -102,7 +102,7 @@ def get_ll(group, pointer, room, flag, count, SOURCES: tl.constexpr, BLOCK: tl.c
         late = expected & False
         payload = ()
         for source in tl.static_range(SOURCES):
-            # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
+            # Without a mask, which would narrow the access: there is room for a whole tile, whatever is in it.
             seen = tl.load(tl.multiple_of(pointer + source * room, 16) + lane, volatile=True)
             late |= expected & (((seen >> 32) & LOW) != flag)
             low, high = tl.split(tl.reshape(seen, [BLOCK, 2]))

@@ -228,7 +228,7 @@ class Specialization:
 
     @cached_property
     def OWNED(self) -> int:
-        """Tiles of a mailbox that a block owns side by side."""
+        """The number of adjacent tiles of a mailbox that a block owns."""
         return self.STEPS if self.HIDDEN else 1
 
 

@@ -108,7 +108,7 @@ def see_wide(pointer, flag, BLOCK: tl.constexpr):
     """The present contents of a tile's place: (a tuple of three planes, int32 [BLOCK]: 1 if a word of them has another
     flag).
 
-    `flag` is int32, or a tile of it. Without a mask: a whole tile lies inside its room, whatever is in it.
+    `flag` is int32, or a tile of it. Without a mask: there is room for a whole tile, whatever is in it.
     """
     at = pointer + slots(BLOCK)
     first, low = load_wide(at)

@@ -33,7 +33,7 @@ os.register_at_fork(after_in_child=_child)
 
 
 def forks() -> int:
-    """How many forks lie between the import of this module and this process: a cheaper way to notice a fork than
+    """The number of forks since this module was imported. It tells a child from its parent, and costs less than
     `os.getpid()`, which is a system call."""
     return _forks
 

@@ -80,8 +80,8 @@ class Clocks:
     # Queries
 
     def known(self, team: Team, slots: Array, others: Array, apart: Array | None = None) -> Array:
-        """By pair: the time of thread `others[n]` that thread `slots[n]` of the team knows; if `apart[n]`, the one that
-        it knows through an alias fence."""
+        """For each n the latest time of thread `others[n]` that thread `slots[n]` of the team knows; if `apart[n]`,
+        through an alias fence."""
         if apart is not None and apart.any():
             return np.where(apart, self._known(team, slots, others, 1), self._known(team, slots, others, 0))
         return self._known(team, slots, others, 0)

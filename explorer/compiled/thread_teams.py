@@ -9,7 +9,7 @@ from tricomm.explorer.ptx.access import Array
 
 @dataclass(frozen=True, slots=True)
 class ReleasePart:
-    """A release pattern: the clock of thread `slot` (0: a launch) at its first operation, and its scope."""
+    """A release pattern of thread `slot` (0: a launch): its scope, and the clock at its first operation."""
 
     slot: int
     rank: int

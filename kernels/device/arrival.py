@@ -90,7 +90,7 @@ def poll_planes(chunk, pointers, lefts, COUNT: tl.constexpr, MEET: tl.constexpr,
                 late |= tl.where(lane < plane_words(lefts[n], BLOCK), old, 0)
                 payload = payload + (tile,)
             else:
-                # Without a mask, which would narrow the access: a whole tile lies inside its room, whatever is in it.
+                # Without a mask, which would narrow the access: there is room for a whole tile, whatever is in it.
                 at = pointers[n] + tl.arange(0, 2 * BLOCK)
                 seen = tl.load(at, volatile=True)
                 data, flags = halves(seen, SPEC.PTX)

@@ -62,7 +62,7 @@ def load_words(x_ptr, first, numel, BLOCK: tl.constexpr, ALIGNED):
 
 @triton.jit
 def store_words(y_ptr, first, words, numel, BLOCK: tl.constexpr, ALIGNED):
-    """The inverse of `load_words`: store the elements of `words` that lie inside y_ptr[0:numel]."""
+    """The inverse of `load_words`: store the elements of `words` that are in y_ptr[0:numel]."""
     BITS: tl.constexpr = y_ptr.dtype.element_ty.primitive_bitwidth
     PACK: tl.constexpr = 64 // BITS
     index = first + tl.arange(0, BLOCK)

@@ -223,7 +223,7 @@ def push_shards(x_ptr, numel, chunk, STAGED: tl.constexpr, SPEC: tl.constexpr):
             push_part(x_ptr, numel, chunk.base + to * shard, theirs, buffer_for(chunk, to, STAGED, SPEC), chunk, SPEC)
     else:
         behind = chunk.base + (SPEC.WORLD_SIZE - 1) * shard
-        last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard  # words of the shortest shard; they may be fewer than none
+        last = chunk.count - (SPEC.WORLD_SIZE - 1) * shard  # words of the shortest shard; negative if it is empty
         shards, buffers = (), ()
         for n in tl.static_range(SPEC.WORLD_SIZE):
             to = (me + n) % SPEC.WORLD_SIZE

@@ -69,7 +69,7 @@ def load_planes_if(x_ptr, start, left, numel, ALIGNED, SPEC: tl.constexpr):
 
 @triton.jit
 def store_planes(y_ptr, start, tile, left, numel, SPEC: tl.constexpr):
-    """The inverse of `load_planes`: what lies inside the run and y_ptr[0:numel]."""
+    """The inverse of `load_planes`: store the elements of the run that are in y_ptr[0:numel]."""
     store_planes_if(y_ptr, start, tile, left, numel, SPEC.ALIGNED, SPEC)
 
 

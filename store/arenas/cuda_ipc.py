@@ -54,7 +54,7 @@ def parse_record(data: bytes, rank: int, nbytes: int, most: int = GRANULE_BYTES)
     raises `RendezvousError` for anything else. Pure."""
     uuid, offset, handle = _FORMAT.parse(data, rank, nbytes)
     if offset >= most or offset % (_ALIGNMENT_BYTES if most == GRANULE_BYTES else _LEAST_ALIGNMENT_BYTES):
-        raise RendezvousError(f"rank {rank}'s block lies {offset} bytes into its allocation: not a place CUDA gives")
+        raise RendezvousError(f"rank {rank}'s block begins {offset} bytes into its allocation, where CUDA places none")
     return BlockRecord(rank, uuid, nbytes, offset, handle)
 
 

@@ -117,7 +117,7 @@ def _of_torch(
         handles.append(handle)
         offset = tensor.data_ptr() - int(handle.buffer_ptrs[handle.rank])
         if offset < 0 or offset + tensor.nbytes > int(handle.buffer_size):
-            raise ResourceError(f"the tensor does not lie in its segment of {handle.buffer_size} bytes")
+            raise ResourceError(f"the tensor is not in its segment of {handle.buffer_size} bytes")
         multicast, why = (0, no_multicast) if no_multicast else _of_the_switch(handle, tensor, offset)
         return _PLACE.pack(handle.rank, handle.world_size, offset, tensor.nbytes) + why.encode()[:_REASON_BYTES]
 
@@ -131,7 +131,7 @@ def _of_torch(
             )
         if offset != places[0][2]:
             raise InvalidArgument(
-                f"register: rank 0's tensor lies {places[0][2]} bytes into its segment, rank {rank}'s {offset}: "
+                f"register: rank 0's tensor begins {places[0][2]} bytes into its segment, rank {rank}'s {offset}: "
                 "allocate the same on all ranks, in the same order"
             )
     reasons = [data[_PLACE.size :].decode(errors="replace") for data in told]
@@ -182,7 +182,7 @@ def _file_behind(tensor: torch.Tensor) -> FilePart:
     inode = _shared_inode(storage.data_ptr()) if storage.is_shared() else None
     if inode is None:
         raise ResourceError(
-            "the tensor does not lie in shared memory: call x.share_memory_() first, with torch's sharing strategy "
+            "the tensor is not in shared memory: call x.share_memory_() first, with torch's sharing strategy "
             "file_descriptor, or use comm.symmetric()"
         )
     fd, size = storage._share_fd_cpu_()  # changes nothing: the memory is shared already

@@ -103,7 +103,7 @@ def parse_pieces(data: bytes, rank: int, nbytes: int) -> PiecesRecord:
     uuid, offset, *sizes, name = _FORMAT.parse(data, rank, nbytes)
     count = next((n for n, piece in enumerate(sizes) if not piece), MOST_PIECES)
     if not count or any(sizes[count:]) or sum(sizes) > _MOST or offset >= sizes[0] or offset + nbytes > sum(sizes):
-        raise RendezvousError(f"rank {rank}'s {nbytes} bytes do not lie in the allocations that it tells of")
+        raise RendezvousError(f"rank {rank}'s {nbytes} bytes are not in the allocations that it has sent")
     return PiecesRecord(rank, uuid, nbytes, offset, tuple(sizes[:count]), name)
 
 
@@ -127,7 +127,7 @@ class TensorPieces(Blocks):
         sizes: list[int] = []
         while at < self._address + self._nbytes:
             if len(sizes) == MOST_PIECES:
-                raise ResourceError(f"the memory lies in more than {MOST_PIECES} allocations; register parts of it")
+                raise ResourceError(f"the memory is in more than {MOST_PIECES} allocations; register parts of it")
             base, size = driver.mem_range(at)
             first = first or base
             self._handles.append(driver.retain_handle(at))
@@ -144,7 +144,7 @@ class TensorPieces(Blocks):
         peers = [parse_pieces(data, rank, self._nbytes) for rank, data in enumerate(records)]
         counts = [len(peer.sizes) for peer in peers]
         if len(set(counts)) > 1:
-            raise ResourceError(f"the memory lies in different numbers of allocations, by rank {counts}")
+            raise ResourceError(f"the memory is in different numbers of allocations, by rank {counts}")
         addresses = {self._control.rank: self._address}
 
         def take(rank: int, held: list[int]) -> None:

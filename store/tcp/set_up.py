@@ -85,7 +85,7 @@ class _Meeting:
     def __init__(self, rank: int, server: socket.socket, addresses: list[tuple[bytes, int, bytes]]) -> None:
         self._rank, self._server, self._keys = rank, server, [key for _, _, key in addresses]
         self._made: dict[int, socket.socket] = {}
-        self._lower: dict[int, socket.socket] = {}  # by rank: those that this rank has begun to connect to
+        self._lower: dict[int, socket.socket] = {}  # to lower ranks, begun here, by rank
         self._hellos: dict[socket.socket, bytearray] = {}  # what has come of each connection's hello
         self._begun: set[socket.socket] = set()  # connections that this rank has begun
         self._addresses = addresses

@@ -66,7 +66,7 @@ def test_collectives_read_and_write_the_registered_tensor_itself(url):
 
 WORDS = {
     "private": ("ResourceError", "rank 0", "share_memory_()", "comm.symmetric()"),
-    "one rank's is private": ("ResourceError", "rank 0: the tensor does not lie in shared memory"),
+    "one rank's is private": ("ResourceError", "rank 0: the tensor is not in shared memory"),
     "shape": ("InvalidArgument", "rank 0 has torch.float32 of shape [16], rank 1 has torch.float32 of shape [20]"),
     "dtype": ("InvalidArgument", "torch.int32", "torch.float32"),
     "alignment": ("InvalidArgument", "rank 1: register: the tensor begins 4 bytes past a multiple of 16"),
@@ -193,9 +193,9 @@ def of_torch(rank, world_size, tell, url):
 def test_torchs_pointers_are_those_of_segments(url):
     for same, offsets, order, outside, none in ranks.run(2, of_torch, url):
         assert same == [256, 256]
-        assert "rank 0's tensor lies 256 bytes into its segment, rank 1's 320" in offsets
+        assert "rank 0's tensor begins 256 bytes into its segment, rank 1's 320" in offsets
         assert "rank 0 of 2 is rank 1 of 2 in the given group" in order
-        assert "rank 1: the tensor does not lie in its segment" in outside
+        assert "rank 1: the tensor is not in its segment" in outside
         assert outside.startswith("ResourceError") and "no tensor of torch's symmetric memory" in none
 
 

@@ -134,7 +134,7 @@ def _in_rank_order(
 def _remedy(facts: GroupFacts, collective: str) -> str:
     """The change that lets the kernels run a reduction."""
     if facts.nodes > 1:
-        return "reduce in groups that lie inside a node"
+        return "reduce in groups inside a node"
     if facts.no_kernels is not None or not facts.reachable:
         return "run it where every rank's GPU reaches every other's memory"
     if collective == "reduce_scatter_v":

@@ -84,7 +84,7 @@ def of_devices(uuids: Sequence[bytes], cuda: TorchCuda | None = None, nvml: Nvml
         with nvml.session():
             machine = _Probe(distinct, cuda or TorchCuda(), nvml)
             topology, fabric, notes = machine.topology(), machine.fabric(), machine.notes
-    except Exception as error:  # of any kind: NVML may be of a version that was never tested
+    except Exception as error:  # an untested version of NVML may raise anything
         if len(distinct) > 1:
             return Discovery(None, _words(error))
         topology, fabric, notes = Topology(((0,),), ((True,),)), (), [_words(error)]

@@ -130,7 +130,7 @@ def _from_integer(form: Form) -> Rule | None:
 
 @function
 def odd_double(x: Any) -> Any:
-    """Integers as doubles that may be rounded again."""
+    """Integers as doubles. Rounding the result to a shorter type gives the nearest value: it is rounded to odd."""
     if x.dtype.itemsize < 8:
         return x.astype(np.float64)
     low = x & x.dtype.type(0xFFFFFFFF)

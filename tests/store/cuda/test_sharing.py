@@ -103,9 +103,14 @@ BAD += [(good, changed(good, rank=4), "rank 4") for good in ALL]
 BAD += [(good, changed(good, nbytes=NBYTES + 1), "size") for good in ALL]
 BAD += [(IPC, changed(IPC, offset=offset), "allocation") for offset in (2 << 20, 255)]
 BAD += [(VMM, changed(VMM, whole=whole), "not what CUDA gives") for whole in (NBYTES - 1, 1 << 60)]
-BAD += [(PIECES, changed(PIECES, offset=GRANULE), "do not lie"), (PIECES, changed(PIECES, sizes=()), "do not lie")]
-BAD += [(PIECES, changed(PIECES, sizes=sizes), "do not lie") for sizes in ((0, GRANULE), (1 << 63, 1 << 63))]
-BAD += [(PIECES, changed(PIECES, sizes=(64,), offset=0), "do not lie")]
+BAD += [
+    (PIECES, changed(PIECES, offset=GRANULE), "are not in the allocations"),
+    (PIECES, changed(PIECES, sizes=()), "are not in the allocations"),
+]
+BAD += [
+    (PIECES, changed(PIECES, sizes=sizes), "are not in the allocations") for sizes in ((0, GRANULE), (1 << 63, 1 << 63))
+]
+BAD += [(PIECES, changed(PIECES, sizes=(64,), offset=0), "are not in the allocations")]
 
 
 @pytest.mark.parametrize("good, record, words", BAD)
