@@ -6,17 +6,15 @@
     each rank is READY; the leader votes for the group once all are, a READY rank that gives up votes against it
 
 The first vote counts (`ballot`): all have the new group, or all raise, even if a rank is killed or stopped between any
-two steps. `devtools/mailbox_model/shrink.py` visits every order of these steps. No memory of the old group is used
-again, so late stores of an excluded rank cannot reach the new one.
+two steps. `devtools/mailbox_model` visits every order of these steps (`shrink`), and of repeated calls
+(`shrink_calls`). No memory of the old group is used again, so late stores of an excluded rank cannot reach the new one.
 """
 
 from __future__ import annotations
 
-import enum
 import secrets
-import struct
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NoReturn
 
 from tricomm.deadline import Deadline, poll
@@ -25,68 +23,12 @@ from tricomm.store.ballot import Ballot
 from tricomm.store.control import ControlPage, Fault, RankSegment, RankState, error_kind, packed_error
 from tricomm.store.descriptors import DescriptorSocket, Sender, Unreachable
 from tricomm.store.page import NBYTES, Page
-from tricomm.store.records import NAME_BYTES, NONCE_BYTES
+from tricomm.store.proposal import PHASES, Phase, Proposal
+from tricomm.store.records import NONCE_BYTES
 from tricomm.store.segments import Segment
 
 MOST_RANKS = 64
-_HEAD = struct.Struct(f"<I??Q{NAME_BYTES}s{NONCE_BYTES}s")
-_ERROR_BYTES = 600
-_PHASES = 8
 _PAUSES = 5e-5, 2e-3
-
-
-class Phase(enum.IntEnum):
-    """How far a rank's call of shrink has come."""
-
-    WITHDRAWN = 0
-    PROPOSED = 1
-    INVITED = 2
-    READY = 3
-    DECIDED = 4
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A rank's latest call of shrink, as its page shows it.
-
-    number   of the call on that rank, from 1
-    exclude  the ranks that it leaves out; None: those that have ended or closed the group
-    over     by rank, how many of its calls were over when this one began
-    socket   the name of the socket at which it takes descriptors
-    nonce    of the new group, from the leader
-    invited  by rank, the number of the call that the leader invites; 0 for a rank that is left out; () before that
-    error    of its latest call that failed, as `packed_error`
-    again    it is a call of replace: new processes come for the ranks that it leaves out
-    """
-
-    number: int
-    exclude: frozenset[int] | None
-    over: tuple[int, ...]
-    socket: bytes = bytes(NAME_BYTES)
-    nonce: bytes = bytes(NONCE_BYTES)
-    invited: tuple[int, ...] = ()
-    error: bytes = b""
-    again: bool = False
-
-    def pack(self) -> bytes:
-        bits = sum(1 << rank for rank in self.exclude or ())
-        head = _HEAD.pack(self.number, self.exclude is not None, self.again, bits, self.socket, self.nonce)
-        numbers = [*self.over, *(self.invited or [0] * len(self.over))]
-        return head + struct.pack(f"<{len(numbers)}I", *numbers) + self.error[:_ERROR_BYTES]
-
-    @classmethod
-    def unpack(cls, data: bytes, world_size: int) -> Proposal:
-        number, named, again, bits, socket, nonce = _HEAD.unpack_from(data)
-        numbers = struct.unpack_from(f"<{2 * world_size}I", data, _HEAD.size)
-        exclude = frozenset(rank for rank in range(world_size) if bits >> rank & 1) if named else None
-        invited = numbers[world_size:] if any(numbers[world_size:]) else ()
-        error = data[_HEAD.size + 8 * world_size :]
-        return cls(number, exclude, numbers[:world_size], socket, nonce, invited, error, again)
-
-    def asks(self) -> str:
-        """The ranks that it leaves out, in words."""
-        ranks = "those that have ended" if self.exclude is None else sorted(self.exclude)
-        return f"{'replaces' if self.again else 'leaves out'} {ranks}"
 
 
 class Shrink:
@@ -105,8 +47,8 @@ class Shrink:
         self._socket = DescriptorSocket()
         self._segments: list[Segment] = []
         self._ballot = Ballot()
-        _, before = self._read(self._rank)
-        number, error = (0, b"") if before is None else (before.number, before.error)
+        _, self._before = self._read(self._rank)
+        number, error = (0, b"") if self._before is None else (self._before.number, self._before.error)
         self._mine = Proposal(number + 1, exclude, self._over(), error=error, again=again)
         self._names: list[bytes] = []
         self._late: list[int] = []
@@ -211,36 +153,48 @@ class Shrink:
         self._mine = replace(self._mine, over=tuple(over))
 
     def _over(self) -> tuple[int, ...]:
-        steps = [divmod(self._control.page(rank).step, _PHASES) for rank in range(self._control.world_size)]
+        steps = [divmod(self._control.page(rank).step, PHASES) for rank in range(self._control.world_size)]
         return tuple(number if phase == Phase.WITHDRAWN else number - 1 for number, phase in steps)
 
     def _last_ended(self) -> bool:
         """Whether the calls that failed together with the last one of this rank are over on the other ranks."""
+        if self._before is None or self._before.hopeless(self._all_gone()):  # then no call failed together with it
+            return True
         for peer in self._control.peers:
             phase, theirs = self._read(peer)
-            if theirs is None or phase in (Phase.WITHDRAWN, Phase.DECIDED) or peer in (self._exclude or ()):
+            over = phase in (Phase.WITHDRAWN, Phase.DECIDED)
+            if over or peer in (self._exclude or ()) or self._gone(peer):
                 continue
-            if theirs.over[self._rank] < self._mine.number - 1 and not self._gone(peer):
+            if theirs is None or (
+                theirs.over[self._rank] < self._mine.number - 1 and self._rank not in (theirs.exclude or ())
+            ):
                 return False
         return True
 
     def _agreed(self) -> bool:
         control, rank = self._control, self._rank
-        gone = {peer for peer in control.peers if self._gone(peer)}  # before their pages are read
-        out = gone if self._exclude is None else self._exclude
-        standing: dict[int, tuple[Phase, Proposal]] = {}
-        self._socket.peers.clear()
+        out = self._all_gone() if self._exclude is None else self._exclude  # before the pages are read
+        said: dict[int, tuple[Phase, Proposal]] = {}
         for peer in control.peers:
             phase, theirs = self._read(peer)
             if theirs is None:
                 continue
-            self._socket.peers.append(theirs.socket)  # removed in `close` if its process was killed
+            if phase == Phase.DECIDED:
+                kept = [rank for rank, number in enumerate(theirs.invited) if number]
+                raise GroupAborted(f"rank(s) {kept} have gone on as a smaller group, without this rank")
+            said[peer] = phase, theirs
+        self._socket.peers = [theirs.socket for _, theirs in said.values()]  # `close` removes those of killed ranks
+        gone = self._all_gone()  # again: a peer whose page names other ranks may know of another end
+        if self._mine.hopeless(gone):
+            raise PeerDied("; ".join(self._ended(peer) for peer in sorted(gone - set(out))))
+        left = [peer for peer in range(control.world_size) if peer not in out]
+        standing: dict[int, tuple[Phase, Proposal]] = {}
+        for peer, (phase, theirs) in said.items():
+            if theirs.hopeless(gone - {peer}):
+                continue  # its next call may succeed
             self._refuse(peer, phase, theirs, out)
             if phase != Phase.WITHDRAWN and peer not in out:
                 standing[peer] = phase, theirs
-        left = [peer for peer in range(control.world_size) if peer not in out]
-        if lost := [peer for peer in left if peer in gone]:
-            raise PeerDied("; ".join(self._ended(peer) for peer in lost))
         self._late = [peer for peer in left if peer != rank and peer not in standing]
         if self._late:
             return False
@@ -269,9 +223,6 @@ class Shrink:
         """Raise if this call cannot succeed, by the record of `peer`."""
         mine = self._mine
         awaited = theirs.over[self._rank] == mine.number - 1  # that call was meant to meet this one
-        if phase == Phase.DECIDED:
-            kept = [rank for rank, number in enumerate(theirs.invited) if number]
-            raise GroupAborted(f"rank(s) {kept} have gone on as a smaller group, without this rank")
         if phase == Phase.WITHDRAWN:
             refused = awaited and error_kind(theirs.error) is InvalidArgument  # it read this page first
             if refused if peer in out else awaited or theirs.number > mine.over[peer]:
@@ -297,7 +248,7 @@ class Shrink:
             if peer == self._rank:
                 continue
             ended = self._gone(peer)  # before its page is read
-            number, phase = divmod(self._control.page(peer).step, _PHASES)
+            number, phase = divmod(self._control.page(peer).step, PHASES)
             if number != self._mine.invited[peer] or phase == Phase.WITHDRAWN:
                 _, theirs = self._read(peer)
                 if theirs is None:
@@ -307,7 +258,7 @@ class Shrink:
                 raise PeerDied(self._ended(peer))
 
     def _ready(self) -> bool:
-        self._late = [peer for peer in self.members if divmod(self._control.page(peer).step, _PHASES)[1] < Phase.READY]
+        self._late = [peer for peer in self.members if divmod(self._control.page(peer).step, PHASES)[1] < Phase.READY]
         return not self._late
 
     def _pass_ballot(self) -> None:
@@ -355,7 +306,7 @@ class Shrink:
         return kind(f"rank {self._rank} was stopped by {type(error).__name__}: {error}")
 
     def _step(self, phase: Phase) -> int:
-        return self._mine.number * _PHASES + phase
+        return self._mine.number * PHASES + phase
 
     def _post(self, phase: Phase, socket: bytes | None = None, error: bytes | None = None) -> None:
         """Write this rank's record, and then its word."""
@@ -368,10 +319,13 @@ class Shrink:
     def _read(self, peer: int) -> tuple[Phase, Proposal | None]:
         """A rank's phase and its record; no record if it is being written."""
         page, world_size = self._control.page(peer), self._control.world_size
-        number, phase = divmod(page.step, _PHASES)
+        number, phase = divmod(page.step, PHASES)
         data = page.shrink() if number else None
         theirs = Proposal.unpack(data, world_size) if data is not None else None
         return Phase(phase), theirs if theirs is not None and theirs.number == number else None
+
+    def _all_gone(self) -> set[int]:
+        return {peer for peer in self._control.peers if self._gone(peer)}
 
     def _gone(self, peer: int) -> bool:
         return self._control.page(peer).state == RankState.CLOSED or not self._control.alive(peer)

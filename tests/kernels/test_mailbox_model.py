@@ -4,7 +4,7 @@ import pytest
 
 from devtools import mailbox_model
 from devtools.mailbox_model import __main__ as command
-from devtools.mailbox_model import residency, shrink
+from devtools.mailbox_model import residency, shrink, shrink_calls
 from devtools.mailbox_model.explore import LOSES, SAFE, WRONG, Case, barrier, calls, explore, poll, push, read
 
 CASES = mailbox_model.cases()
@@ -22,6 +22,11 @@ def test_each_case_has_the_expected_verdict(case):
 
 @pytest.mark.parametrize(("want", "find"), [pytest.param(*case[1:], id=case[0]) for case in shrink.cases()])
 def test_all_survivors_have_the_smaller_group_or_all_raise(want, find):
+    assert find(want)[0] == want
+
+
+@pytest.mark.parametrize(("want", "find"), [pytest.param(*case[1:], id=case[0]) for case in shrink_calls.cases()])
+def test_one_death_makes_a_call_of_each_survivor_fail_once_at_most(want, find):
     assert find(want)[0] == want
 
 
@@ -66,6 +71,7 @@ def test_the_command_fails_if_a_verdict_is_not_the_expected_one(monkeypatch, cap
         monkeypatch.setattr(command, "cases", lambda cases=cases: cases)
         monkeypatch.setattr(command.residency, "cases", tuple)
         monkeypatch.setattr(command.shrink, "cases", tuple)
+        monkeypatch.setattr(command.shrink_calls, "cases", tuple)
         with pytest.raises(SystemExit) as end:
             command.main()
         assert end.value.code == status

@@ -23,7 +23,7 @@ from tests.core.bodies.common_bodies import OWN, SMALL, attempt, leftovers, more
 from tests.soak import kills
 from tricomm.store.ballot import Ballot
 from tricomm.store.page import Page
-from tricomm.store.shrink import _PHASES, Phase
+from tricomm.store.proposal import PHASES, Phase
 
 
 def until_fault(comm):
@@ -229,7 +229,7 @@ def in_steps(rank, world_size, tell, url, victim, phase, exclude):
 
         def step(page, value):
             fit(page, value)
-            if value % _PHASES == phase:
+            if value % PHASES == phase:
                 os.kill(os.getpid(), signal.SIGKILL)
 
         Page.step = property(Page.step.fget, step)
