@@ -6,7 +6,7 @@ leave out those that have ended, and the third one, alive, is invited and dies b
 
     a rank begins its next call when its peer has left the call that failed with its own
     a call that names too few ranks to succeed, because another has died, is none for a peer that knows of the death;
-    so it is not waited for after such a call
+    so no rank waits for it after such a call of its own
     a rank looks for a death after it has read its peer's page, and names it before any difference
 
 A step reads or writes one page, or looks whether the third rank has died. `shrink` is about what follows.

@@ -5,6 +5,7 @@ Not a GPU: order, not overlap. How NCCL itself groups messages has not run on ha
 
 from __future__ import annotations
 
+import itertools
 import time
 import types
 from datetime import timedelta
@@ -46,7 +47,11 @@ class FakeComm:
 
     def __init__(self):
         self.gpu, self.told = Gpu(DEVICE), []
-        faults, group = SimpleNamespace(interrupted=self.told.append), SimpleNamespace(recorder=flight_recorder.off())
+        faults = SimpleNamespace(
+            interrupted=self.told.append, check=self.check, known=lambda: self.fault is not None,
+            handles=itertools.count(1), completed=0,
+        )  # fmt: skip
+        group = SimpleNamespace(recorder=flight_recorder.off())
         self._internal = SimpleNamespace(faults=faults, group=group)
 
     def check(self):

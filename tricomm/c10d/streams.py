@@ -13,6 +13,7 @@ from tricomm import env
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.c10d.work_handles import FinishedWork, Handle, failed, limit_seconds
 from tricomm.communicator import Communicator
+from tricomm.core.work import Completion
 from tricomm.deadline import poll
 from tricomm.errors import CollectiveTimeout, TricommError
 from tricomm.gpu import Gpu
@@ -30,11 +31,12 @@ class CudaWork(Handle):
         self, what: str, result: list[Any], event: Any, future: Any, comm: Communicator, gpu: Gpu, limit: float | None
     ) -> None:
         super().__init__(result)
-        self._what, self._event, self._future = what, event, future
+        self._what, self._future = what, future
+        self._end = Completion(comm._internal.faults, event)
         self._comm, self._gpu, self._limit = comm, gpu, limit
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._event.wait(self._gpu.stream())
+        self._end.event.wait(self._gpu.stream())
         limit = limit_seconds(timeout)
         if limit is not None or self._what == "barrier" or env.flag("TRICOMM_BLOCKING_WAIT"):
             try:
@@ -44,21 +46,21 @@ class CudaWork(Handle):
             except BaseException as error:
                 self._comm._internal.faults.interrupted(error)
                 raise
-        self._comm.check()
+        self._end.check()
         return True
 
     def _on_host(self, limit: float | None) -> None:
-        if not poll(self._event.query, limit, _POLL, meanwhile=self._comm.check):
+        if not poll(self._end.passed, limit, _POLL, meanwhile=self._end.check):
             late = CollectiveTimeout(f"{self._what}: timeout after {limit:g} s of wait()")
             self._comm._internal.group.recorder.name_in(late)
             raise late
 
     def is_completed(self) -> bool:
-        return bool(self._event.query())
+        return self._end.passed()
 
     def exception(self) -> Any:
         try:
-            self._comm.check()
+            self._end.check()
         except Exception as error:
             return error
         return None

@@ -5,6 +5,7 @@ The monitor finds a fault; a fault costs the group and nothing else.
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -34,12 +35,17 @@ _STATUS, _ABORT = layout.STATUS, layout.ABORT
 
 
 class Faults:
-    """One group's faults. Methods of this class describe to the monitor what kernels report."""
+    """One group's faults. Methods of this class describe to the monitor what kernels report.
+
+    handles    the numbers of the calls' handles
+    completed  the calls of handles up to this number had completed before the group had a fault
+    """
 
     def __init__(self, group: Group, monitor: Monitor) -> None:
         self.group = group
         self.monitor = self._monitor = monitor
         self._counting = threading.Lock()
+        self.handles, self.completed = itertools.count(1), 0
         describers = monitor.in_flight.describers
         describers[layout.OVERLAP] = self._overlap
         describers[layout.SPLITS] = self._splits
@@ -77,10 +83,14 @@ class Faults:
             f"{self.group}: suspended, so its memory is freed: no call is possible before resume() on all ranks"
         )
 
+    def known(self) -> bool:
+        """Whether the group has a fault; costs two memory reads."""
+        flags = self.group.flags
+        return bool(flags[_STATUS] or flags[_ABORT] or self._monitor.fault is not None)
+
     def check(self) -> None:
         """Raise the group's fault if there is one; costs two memory reads if there is none."""
-        flags = self.group.flags
-        if flags[_STATUS] or flags[_ABORT] or self._monitor.fault is not None:
+        if self.known():
             self._monitor.diagnose()
             self.raise_fault()
 

@@ -18,35 +18,58 @@ _T = TypeVar("_T")
 _Result = TypeVar("_Result", covariant=True)
 
 
+class Completion:
+    """The end of a GPU call, as one of its handles sees it. A kernel that leaves because of a fault passes its event,
+    too, so the event alone does not say that the call has completed."""
+
+    def __init__(self, faults: Faults, event: torch.cuda.Event) -> None:
+        self.event = event
+        self._faults, self._number = faults, next(faults.handles)
+        self._completed = False
+
+    def passed(self) -> bool:
+        """Whether the call has run, or has left because of a fault."""
+        passed = self._completed or bool(self.event.query())
+        if passed and not self._faults.known():  # asked after the event: what ended before a fault has completed
+            self._completed = True
+        return passed
+
+    def check(self) -> None:
+        """Raise the group's fault, unless it came after the call had completed, as far as that is known."""
+        if not self._completed and self._number > self._faults.completed:
+            self._faults.check()
+
+
 class Work:
     """A collective in flight, returned with `async_op=True`. Dropping it is safe; the call continues."""
 
     def __init__(self, faults: Faults, guard: Guard, output: Any, event: torch.cuda.Event | None) -> None:
         self._faults, self._guard, self._gpu = faults, guard, faults.group.gpu
         self._output = output
-        self._event = event
+        self._end = None if event is None else Completion(faults, event)
         self._captured = self._gpu is not None and self._gpu.capturing()
 
     def is_completed(self) -> bool:
         """True once the call has run, or if it was captured: a replay has no handle. Never blocks."""
-        return self._event is None or self._captured or bool(self._event.query())
+        return self._end is None or self._captured or self._end.passed()
 
     @guarded
     def wait(self, timeout: float | None = None) -> Any:
         """Order the current stream after the call and return its output; on a CPU it has run already.
 
         With `timeout` (seconds) the host also waits: `CollectiveTimeout` if the call has not finished in time. Raises
-        the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) if there is one.
+        the group's fault (`PeerDied`, `PeerStalled`, `CollectiveMismatch`, ...) if there is one, except for a call that
+        had run before: `is_completed` has seen that, or `shrink` has waited for it.
         """
         return self._wait_for(timeout)
 
     def _wait_for(self, timeout: float | None) -> Any:
-        if self._event is not None and self._gpu is not None:
+        if self._end is not None and self._gpu is not None:
             if not self._captured or self._gpu.capturing():  # outside of its capture an event means nothing
-                self._event.wait(self._gpu.stream())
+                self._end.event.wait(self._gpu.stream())
             if timeout is not None:
                 self._wait_on_host(timeout)
-        self._faults.check()
+            self._end.check()
         return self._output
 
     def result(self) -> Any:

@@ -127,7 +127,7 @@ def test_a_rank_is_sent_away_by_request(rank, world_size, tell, url):
     new = comm.shrink({1})
     right(new)
     assert (new.rank, new.world_size) == (rank // 2, 2)
-    assert attempt(work.wait)[0] == "GroupAborted"
+    assert torch.equal(work.wait(), torch.full((4,), 3.0))  # it had run before
     assert attempt(lambda: handle.local)[0] == attempt(lambda: comm.launch(None, 1, handle))[0] == "GroupAborted"
     new.close()
 

@@ -12,9 +12,10 @@ from torch._C._distributed_c10d import HashStore
 from tests.core.bodies import right_device_bodies as bodies
 from tests.core.gpu.conftest import MINE
 from tests.kernels.fake_streams import FakeEvent, FakeStream
-from tricomm import InvalidArgument
+from tricomm import GroupAborted, InvalidArgument, PeerDied, TricommError
 from tricomm.c10d import dispatch, streams
 from tricomm.c10d.group_calls import GroupCall
+from tricomm.deadline import Deadline
 
 ORDERS = pytest.mark.parametrize("newest_first", [False, True])
 CALLS = {
@@ -114,6 +115,33 @@ def test_an_asynchronous_barrier_under_torch_returns_before_it_has_run(comm, wor
         work = own.run(lambda: dispatch._by_kernels(comm, call), [call], timedelta(seconds=60))
         assert not work.is_completed()
     assert work.wait() and work.is_completed()
+
+
+def outcome(work):
+    try:
+        return work.wait(timeout=5.0)
+    except TricommError as error:
+        return type(error)
+
+
+def test_a_call_that_had_run_before_a_fault_stays_completed(comm, world):
+    seen, unseen = (comm.all_reduce(torch.ones(8), async_op=True) for _ in range(2))
+    assert seen.is_completed()
+    with world.hold(False):
+        pending = comm.all_reduce(torch.ones(8), async_op=True)
+        assert not pending.is_completed()
+        comm._faults.abort(PeerDied, "rank 1 died")
+    assert pending.is_completed()  # its kernel has left
+    assert seen.wait() is seen.result() and outcome(unseen) is outcome(pending) is PeerDied
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_calls_that_shrink_has_waited_for_stay_completed(waited, comm, world):
+    work = comm.all_reduce(torch.ones(8), async_op=True)
+    if waited:
+        comm._end_calls(Deadline(5.0))
+    comm._faults.abort(GroupAborted, "a smaller group goes on")
+    assert outcome(work) is (work.result() if waited else GroupAborted)
 
 
 def test_the_handle_of_a_captured_call_is_complete_and_orders_within_the_capture_only(comm, world):

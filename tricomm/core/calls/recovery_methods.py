@@ -84,8 +84,10 @@ class RecoveryMethods:
     def _end_calls(self, deadline: Deadline) -> None:
         """Wait for this rank's calls, unless the group has a fault, which ends them."""
         if self._monitor.fault is None:
+            made = next(self._faults.handles)
             try:
                 self._launcher.wait(deadline.left)
+                self._faults.completed = made
             except TricommError:
                 if self._monitor.fault is None:
                     raise
