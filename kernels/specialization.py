@@ -12,6 +12,8 @@ import triton.language as tl
 from tricomm.kernels import multimem
 from tricomm.kernels.dtypes import DTYPES
 
+PER_GROUP = "fp8_per_"  # and the number of elements that share a scale
+
 
 @dataclass(frozen=True)
 class Specialization:
@@ -152,7 +154,7 @@ class Specialization:
     @cached_property
     def SHARD(self) -> int:
         """Words of a row's shard: each begins at 16 bytes, and with a block of elements that share a scale."""
-        unit = self.SCALED if self.QUANTIZE == "nvfp4" else 2
+        unit = max(2, self.SCALED)
         return -(-self.ROW // (unit * self.SHARDS)) * unit
 
     @cached_property
@@ -212,9 +214,14 @@ class Specialization:
         return list(zip(self.STARTS, most, strict=True))
 
     @cached_property
+    def GROUP(self) -> int:
+        """Elements that share a scale, if a row has several: 16 of nvfp4, N of fp8_per_N."""
+        return 16 if self.QUANTIZE == "nvfp4" else group_of(self.QUANTIZE)
+
+    @cached_property
     def SCALED(self) -> int:
-        """Words of 16 elements, which share one nvfp4 scale."""
-        return 16 * self.BITS // 64
+        """Words of them."""
+        return self.GROUP * self.BITS // 64
 
     @cached_property
     def EARLY(self) -> bool:
@@ -230,6 +237,12 @@ class Specialization:
     def OWNED(self) -> int:
         """The number of adjacent tiles of a mailbox that a block owns."""
         return self.STEPS if self.HIDDEN else 1
+
+
+def group_of(quantize: str | None) -> int:
+    """N of fp8_per_N, the elements that share a scale; 0 for another quantisation."""
+    number = (quantize or "").removeprefix(PER_GROUP)
+    return int(number) if number.isdecimal() else 0
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ PUBLIC = {
     "tricomm/core/calls/fused_calls.py:all_reduce_rms_norm",
     "tricomm/core/calls/fused_calls.py:all_reduce_rms_norm_quantized",
     "tricomm/core/calls/tuning_methods.py:explain",
-    "tricomm/flashinfer.py:create_allreduce_fusion_workspace",
-    "tricomm/flashinfer.py:allreduce_fusion",
+    "tricomm/flashinfer/workspace.py:create_allreduce_fusion_workspace",
+    "tricomm/flashinfer/fusion.py:allreduce_fusion",
 }
 
 Sources = dict[str, ast.Module]

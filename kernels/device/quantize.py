@@ -1,9 +1,12 @@
-"""Quantising a row of the rounded norm: FP8 e4m3 with a scale of the tensor or of the row, NVFP4 with scales of blocks.
+"""Quantising a row of the rounded norm: FP8 e4m3 with a scale of the tensor, of the row or of groups, NVFP4 with scales
+of blocks.
 
     fp8             e4m3 of norm * (1 / scale)
     fp8_per_token   scale_out = max(max(abs(norm)) / 448, 1 / (448 * 512)) of the row; e4m3 of norm / scale_out
     nvfp4           of 16 elements each, scale_out = e4m3 of scale * (max(abs(norm)) / 6); e2m1 of norm * (scale /
                     scale_out), or of 0 if that is 0; two a byte, the even element in its lower half
+    fp8_per_N       of N elements each, scale = max(max(abs(norm)) / 448, 1e-10), rounded up to a power of two, whose
+                    exponent is a byte of scale_out; e4m3 of norm / scale
 
 Codes are made by integer arithmetic: to nearest even, the largest number beyond the range, the same bits on every
 architecture and under the interpreter. A maximum ignores NaN, and an infinity makes the scale of its row infinite.
@@ -24,6 +27,8 @@ _INFINITE = tl.constexpr(0x7F800000)
 _SIXTH = tl.constexpr(0x3E2AAAAB)  # 1 / 6 in fp32
 _MOST_CODED = tl.constexpr(0x43E00000)  # 448
 _LEAST_SCALE = tl.constexpr(0x36924925)  # 1 / (448 * 512)
+_LEAST_OF_GROUP = tl.constexpr(0x2EDBE6FF)  # 1e-10
+_MANTISSA = tl.constexpr(0x7FFFFF)
 
 
 @triton.jit
@@ -41,6 +46,8 @@ def quantize_row(number, normed, operands, AT: tl.constexpr, SPEC: tl.constexpr)
         scale = tl.maximum(tl.div_rn(largest, _number(_MOST_CODED)), _number(_LEAST_SCALE))
         tl.store(operands[AT + 1] + number, scale)
         _store_fp8(operands[AT], number, normed, scale, True, SPEC)
+    elif SPEC.QUANTIZE != "nvfp4":
+        _store_groups(operands[AT], operands[AT + 1], operands[AT + 2], number, normed, SPEC)
     else:
         _store_nvfp4(operands[AT + 1], operands[AT + 2], number, normed, tl.load(operands[AT]), SPEC)
 
@@ -83,16 +90,56 @@ def _store_fp8(q_ptr, number, normed, scale, DIVIDE: tl.constexpr, SPEC: tl.cons
     for i in tl.static_range(SPEC.ROW_TILES):
         tile = ()
         for n in tl.static_range(i * SPEC.PLANES, (i + 1) * SPEC.PLANES):
-            codes = tl.zeros([SPEC.PLANE], tl.int32)
-            for j in tl.static_range(SPEC.PACK):
-                value = number_of(normed[n], j, SPEC.ELEMENT, SPEC.BITS)
-                if DIVIDE:
-                    value = tl.div_rn(value, scale)
-                else:
-                    value = value * scale
-                codes |= to_e4m3(value) << (8 * j)
-            tile = tile + (codes,)
+            tile = tile + (_fp8_codes(normed[n], scale, DIVIDE, SPEC),)
         store_tile(q_ptr, number, i, tile, 8, SPEC)
+
+
+@triton.jit
+def _fp8_codes(parts, scale, DIVIDE: tl.constexpr, SPEC: tl.constexpr):
+    """The codes of a plane's words, side by side."""
+    codes = tl.zeros([SPEC.PLANE], tl.int32)
+    for j in tl.static_range(SPEC.PACK):
+        value = number_of(parts, j, SPEC.ELEMENT, SPEC.BITS)
+        if DIVIDE:
+            value = tl.div_rn(value, scale)
+        else:
+            value = value * scale
+        codes |= to_e4m3(value) << (8 * j)
+    return codes
+
+
+@triton.jit
+def _store_groups(q_ptr, scales, rows, number, normed, SPEC: tl.constexpr):
+    """The exponents are in columns of four groups: a column has 32 bits for each row, and begins at a multiple of four
+    rows. The bytes after a row's last group are zero, and so are the rows after the last one, but for the last column,
+    whose memory ends with the rows."""
+    WORDS: tl.constexpr = SPEC.SCALED
+    GROUPS: tl.constexpr = SPEC.PLANE // WORDS
+    COLUMNS: tl.constexpr = SPEC.HIDDEN // SPEC.GROUP // 4
+    LEFT: tl.constexpr = SPEC.HIDDEN // SPEC.GROUP % 4
+    step = (rows + 3) // 4 * 4
+    exponents = raw_pointer(scales, 8) + number * 4
+    for i in tl.static_range(SPEC.ROW_TILES):
+        tile = ()
+        for n in tl.static_range(i * SPEC.PLANES, (i + 1) * SPEC.PLANES):
+            most = tl.max(tl.reshape(_most(normed[n], SPEC), [GROUPS, WORDS]), axis=1).to(tl.float32, bitcast=True)
+            bits = tl.maximum(tl.div_rn(most, _number(_MOST_CODED)), _number(_LEAST_OF_GROUP))
+            exponent = (bits.to(tl.int32, bitcast=True) + _MANTISSA) >> 23
+            group = SPEC.FIRSTS[n] // WORDS + tl.arange(0, GROUPS)
+            there = tl.arange(0, GROUPS) * WORDS < SPEC.LENGTHS[n]
+            tl.store(exponents + (group // 4) * step * 4 + group % 4, exponent.to(tl.int8), mask=there)
+            # A power of two: the product has the bits of the quotient. That of infinity is 0.
+            inverse = tl.where(exponent == 255, 0, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+            of_words = tl.reshape(tl.broadcast_to(tl.expand_dims(inverse, 1), [GROUPS, WORDS]), [SPEC.PLANE])
+            tile = tile + (_fp8_codes(normed[n], of_words, False, SPEC),)
+        store_tile(q_ptr, number, i, tile, 8, SPEC)
+    for k in tl.static_range(LEFT, 4 if LEFT else 0):
+        tl.store(exponents + COLUMNS * step * 4 + k, tl.zeros([], tl.int8))
+    if number == rows - 1:
+        for column in range(COLUMNS - (0 if LEFT else 1)):
+            for k in tl.static_range(1, 4):
+                if number + k < step:
+                    tl.store(raw_pointer(scales, 32) + column * step + number + k, 0)
 
 
 @triton.jit

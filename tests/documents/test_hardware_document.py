@@ -25,6 +25,7 @@ ELSEWHERE = {
     "copy_ in tricomm.core.calls.point_to_point.PointToPoint.recv",
     "copy_ in tricomm.core.fused.unfused.finish",
     "copy_ in tricomm.core.fused.unfused._fp8",
+    "copy_ in tricomm.core.fused.unfused._fp8_per_group",
     "copy_ in tricomm.core.fused.unfused._fp8_per_token",
     "copy_ in tricomm.core.fused.unfused._nvfp4",
     # filled by a kernel

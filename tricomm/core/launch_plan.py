@@ -20,6 +20,7 @@ from tricomm.kernels.dtypes import reduction
 from tricomm.kernels.launch.compiler import COMPILE_OPTIONS, WIDE, extras
 from tricomm.kernels.launch.kernel_launch import BoundKernel, as_integers
 from tricomm.kernels.layout import MAX_WORLD_SIZE
+from tricomm.kernels.specialization import group_of
 from tricomm.metrics.counters import Tally
 from tricomm.policy import row_shapes
 from tricomm.policy.launch_shapes import MOST_REGISTERS
@@ -260,7 +261,7 @@ def operand_types(epilogue: Epilogue, bits: int) -> tuple[str, ...]:
     types = ["fp32", "fp32", f"*i{8 * epilogue.weight.itemsize}{WIDE}"]
     types += [row] * (epilogue.residual + epilogue.norm)
     by_form = {"": [], "fp8": ["*fp32", code], "fp8_per_token": [code, "*fp32"], "nvfp4": ["*fp32", code, code]}
-    return (*types, *by_form[epilogue.quantize or ""], *epilogue.experts)
+    return (*types, *by_form.get(epilogue.quantize or "", [code, "*i8", "i64"]), *epilogue.experts)
 
 
 def operands(call: FusedCall) -> tuple[Any, ...]:
@@ -274,6 +275,8 @@ def operands(call: FusedCall) -> tuple[Any, ...]:
         values.append(_bits(call.quant_out, 8))
     if call.scale_out is not None:
         values.append(call.scale_out if epilogue.quantize == "fp8_per_token" else _bits(call.scale_out, 8))
+    if group_of(epilogue.quantize):
+        values.append(len(call.x))
     if call.experts is not None:
         values += call.experts.operands(len(call.x))
     return tuple(values)

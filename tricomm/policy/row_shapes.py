@@ -177,8 +177,10 @@ def _shape(
     # A forced tile may be longer than a row: a group has one for calls of all sizes.
     tile = usable_tile(facts, kernel, form.BLOCK, (shortest, widest), why)
     form = replace(form, BLOCK=tile)
-    if quantize == "nvfp4" and any(first % form.SCALED for first in form.FIRSTS):
-        return f"{name}: planes of a row of {hidden} begin inside blocks of 16 elements; ll does not divide them"
+    words = form.SCALED
+    if form.GROUP and (form.GROUP % form.PACK or form.PLANE % words or any(first % words for first in form.FIRSTS)):
+        why = "ll does not divide them" if quantize == "nvfp4" else "a power of two up to 128 fits most rows"
+        return f"{name}: planes of a row of {hidden} begin inside blocks of {form.GROUP} elements; {why}"
     if not gpu:
         return min(facts.blocks or blocks or 1, facts.max_blocks, MAX_BLOCKS), 8, tile
     warps = max(1, min(warps or 16, tile // least))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import warnings
@@ -12,7 +13,13 @@ import torch
 import tricomm
 import tricomm.flashinfer as facade
 from tests.core.fused import fused_reference as reference
+from tests.explorer.mutation import Edit, loaded
+from tests.marks import some
+from tricomm.core import launch_plan
+from tricomm.core.fused import fused_call
+from tricomm.core.fused.fused_call import FusedArguments
 from tricomm.errors import InvalidArgument
+from tricomm.explorer.memory_model.regions import OutOfBounds
 
 PATTERN = facade.AllReduceFusionPattern
 EPS = 1e-5
@@ -70,16 +77,138 @@ def test_every_pattern_that_is_covered(use_oneshot):
                 assert reference.rounded(values.view(3, 3, 16), blocks, reference.E2M1)
 
 
-NAMES = {
-    8: "kARResidualRMSNormPerTokenGroupFP8PackedQuant",
-    9: "kARResidualRMSNormOutPerTokenGroupFP8PackedQuant",
-    13: "unknown",
+def packed(tokens, groups, number=0x55555555):
+    """A `scale_out` of patterns 8 and 9, poisoned, and the int32 that follow each other in its memory."""
+    step, columns = -(-tokens // 4) * 4, -(-groups // 4)
+    words = torch.full((step * columns,), number, dtype=torch.int32)
+    return words.as_strided((tokens, columns), (1, step)), words
+
+
+@pytest.mark.parametrize("use_oneshot", [None, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "size", "dtype"),
+    some(
+        [
+            (5, 256, 16, torch.bfloat16),  # rows and bytes that are filled up
+            (8, 512, 128, torch.bfloat16),
+            (3, 48, 24, torch.float16),  # not in the fused kernel
+            (1, 320, 64, torch.float32),
+        ],
+        2,
+    ),
+)
+def test_scales_of_groups_are_packed_powers_of_two(tokens, hidden, size, dtype, use_oneshot):
+    groups = hidden // size
+
+    def body(comm):
+        x, residual, weight = reference.inputs(comm.rank, tokens, hidden, dtype)
+        weight[:size], weight[size : size + 2] = 0, 20  # a group of zeros, and another scale
+        workspace = workspace_of(comm, tokens, hidden, dtype)
+        common = {"residual_in": residual, "rms_gamma": weight, "rms_eps": EPS, "block_quant_group_size": size}
+        results = []
+        for number in (8, 9):
+            scales, words = packed(tokens, groups)
+            norm, new = torch.full_like(x, 77), torch.full_like(x, 77)
+            codes = torch.full_like(x, 77).to(torch.float8_e4m3fn)
+            more = {"scale_out": scales, "residual_out": new, "quant_out": codes, "norm_out": norm}
+            assert facade.allreduce_fusion(x, workspace, number, **common, **more, use_oneshot=use_oneshot) is codes
+            results.append((codes, words, norm, new))
+        assert (results[0][2] == 77).all()
+        plain = facade.allreduce_fusion(x, workspace, 1, residual_in=residual, rms_gamma=weight, rms_eps=EPS)
+        assert torch.equal(results[1][2], plain)
+        for a, b in zip(results[0], results[1], strict=True):
+            assert a is results[0][2] or torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        return results[1]
+
+    step = -(-tokens // 4) * 4
+    for codes, words, norm, new in tricomm.simulate(body, 2):
+        columns = words.view(-1, step).clone()
+        columns[-1, tokens:] = 0  # memory of the test, not of the tensor
+        assert (words.view(-1, step)[-1, tokens:] == 0x55555555).all() and not columns[:, tokens:].any()
+        exponents = torch.stack(list(columns[:, :tokens]), -1).view(torch.uint8).view(tokens, -1)
+        assert not exponents[:, groups:].any()
+        scale = 2.0 ** (exponents[:, :groups, None].double() - 127)
+        wide = norm.view(tokens, groups, size).double()
+        largest = wide.abs().amax(-1, keepdim=True)
+        assert ((largest <= 448 * scale) & ((largest > 224 * scale) | (largest == 0))).all()
+        assert (scale[:, 0] == 2.0**-33).all() and not wide[:, 0].any()  # the power of two above 1e-10
+        assert reference.rounded(codes.view(tokens, groups, size).double(), wide / scale, reference.E4M3)
+        assert torch.equal(new.double(), reference.summed(2, tokens, hidden, dtype))
+
+
+def grouped(comm):
+    """(codes, memory of the scales) of groups of numbers of all kinds, by each fused kernel and by torch."""
+    x, results = torch.zeros(6, 480), []
+    if comm.rank:
+        x = torch.randn(6, 480, generator=torch.Generator().manual_seed(1))
+        x[torch.arange(4), torch.arange(4) * 40] = torch.tensor([torch.inf, torch.nan, 0.0, 3e38])
+        x[4] *= 1e-30
+    for algorithm, protocol in (("one_shot", "ll"), ("two_shot", "ll"), (None, "simple")):
+        scales, words = packed(6, 30)
+        asked = FusedArguments(x.bfloat16(), None, torch.ones(480).bfloat16(), EPS, scale_out=scales)
+        call = fused_call.checked(asked, comm.device, group=16)
+        assert bool(comm._internal.run_fused(call, algorithm, protocol)) == (protocol == "ll")
+        results.append((call.quant_out.view(torch.uint8), words))
+    return results
+
+
+def wrong_groups(compiled=None):
+    """Of the two fused kernels, how many differ from torch or between the ranks."""
+    every = tricomm.simulate(grouped, 2, compiled=compiled)
+    exact = every[0][2]
+    return sum(not all(map(torch.equal, got, exact)) for results in every for got in results[:2])
+
+
+def test_all_kernels_give_the_same_bits_of_groups():
+    assert not wrong_groups()
+
+
+@pytest.mark.exhaustive
+def test_compiled_kernels_give_the_same_bits_of_groups():
+    assert not wrong_groups("sm_90")
+
+
+MUTANTS = {
+    "a scale is rounded down": ("+ _MANTISSA) >> 23", "+ 0) >> 23"),
+    "a scale may be less than 1e-10": ("_number(_LEAST_OF_GROUP))", "_number(1))"),
+    "a scale is of the next group": (
+        "+ tl.arange(0, GROUPS)\n            there",
+        "+ tl.arange(0, GROUPS) + 1\n            there",
+    ),
+    "bytes without a group are left": ("tl.static_range(LEFT, 4 if LEFT else 0)", "tl.static_range(4, 4)"),
+    "rows that fill a column are left": ("if number == rows - 1:", "if number == rows:"),
+    "memory after the last column is written": ("range(COLUMNS - (0 if LEFT else 1))", "range(COLUMNS + 1)"),
 }
+
+
+@pytest.mark.parametrize("name", some(MUTANTS, 6))
+def test_the_bits_of_groups_show_each_mistake(name, monkeypatch):
+    with loaded((Edit("kernels/device/quantize.py", *MUTANTS[name]),)):
+        changed = importlib.import_module(launch_plan.registry.__name__.split(".")[0] + ".device.epilogue")
+        monkeypatch.setattr(launch_plan, "device", changed)
+        if name.startswith("memory"):
+            with pytest.raises(OutOfBounds, match="past the end"):
+                wrong_groups()
+        else:
+            assert wrong_groups() == 4
+
+
 REFUSED = [
-    *[
-        ({"pattern": n}, rf"{n} \({k}\) is not covered; there is 0, 1, 2, 3, 4, 5, 10, 11, 6, 7, 12")
-        for n, k in NAMES.items()
-    ],
+    ({"pattern": 13}, r"13 \(unknown\) is not covered; there is 0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 6, 7, 12"),
+    ({"pattern": 8}, r"GroupFP8PackedQuant: block_quant_group_size=None: a divisor of hidden=48 is needed"),
+    ({"pattern": 9, "block_quant_group_size": 32}, "block_quant_group_size=32: a divisor of hidden=48"),
+    ({"pattern": 9, "block_quant_group_size": True}, "block_quant_group_size=True: a divisor of hidden=48"),
+    ({"pattern": 9, "block_quant_group_size": 16}, "PackedQuant needs a scale_out, int32 of packed exponents"),
+    (
+        {"pattern": 8, "block_quant_group_size": 8, "scale_out": torch.zeros(3, 2).int()},
+        r"scale_out: torch.int32 of shape \(3, 2\), strides \(2, 1\); int32 of shape \(3, 2\), strides \(1, 4\)",
+    ),
+    ({"pattern": 8, "block_quant_group_size": 8, "scale_out": packed(3, 2)[0]}, r"int32 of shape \(3, 2\), strides"),
+    (
+        {"pattern": 8, "block_quant_group_size": 8, "scale_out": packed(3, 6)[0].view(torch.float32)},
+        "scale_out: torch.float32 of shape",
+    ),
+    ({"pattern": 8, "block_quant_group_size": 8, "scale_out": 1}, "scale_out"),
     ({"residual_in": None}, "kARResidualRMSNorm needs residual_in"),
     ({"pattern": 2}, "kARResidualRMSNormFP8Quant needs a scale_factor"),
     ({"pattern": 3, "scale_factor": 1.0, "layout_code": 1}, "SWIZZLED_8x4"),

@@ -10,6 +10,8 @@
 `fp8_per_token`  scale_out = max(max(abs(norm)) / 448, 1 / (512 * 448)) of a row; e4m3 of norm / scale_out
 `nvfp4`          of 16 elements in a row each: scale_out = e4m3 of scale * (max(abs(norm)) * fp32(1 / 6)); e2m1 of
                  norm * (scale / scale_out), or of 0 if scale_out is 0; the even element in the lower half of a byte
+`fp8_per_N`      of N elements in a row each: scale = max(max(abs(norm)) / 448, 1e-10), rounded up to a power of two,
+                 whose exponent of fp32 is a byte of scale_out; e4m3 of norm / scale. FlashInfer's; no public argument
 
 The norm of fp32 is computed in fp64, all else in fp32, rounded to nearest even. A maximum ignores NaN; a NaN becomes
 NaN in e4m3 and 6 in e2m1, as in a GPU's conversions.
@@ -26,6 +28,7 @@ import torch
 from tricomm import arguments
 from tricomm.core.fused.expert_rows import ExpertRows
 from tricomm.errors import InvalidArgument
+from tricomm.kernels.specialization import PER_GROUP, group_of
 
 FUSED, ROWS = "all_reduce_rms_norm", "all_reduce_rows"
 QUANTIZATIONS = ("fp8", "fp8_per_token", "nvfp4")
@@ -44,7 +47,7 @@ class Epilogue(NamedTuple):
     weight_bias    added to the weight: 1.0 for Gemma
     residual       whether there is a residual
     norm           whether the norm itself is written
-    quantize       one of `QUANTIZATIONS`, or None
+    quantize       one of `QUANTIZATIONS`, fp8_per_N, or None
     scale_layout   of the block scales of nvfp4: one of `SCALE_LAYOUTS`; "" otherwise
     experts        Triton's types of the operands of `ExpertRows`; empty if x has the rows
     top_k          their `top_k`
@@ -135,11 +138,13 @@ class FusedCall(NamedTuple):
     residual_out   [rows, hidden], of x's type; may be `residual` itself, or x itself
     norm_out       [rows, hidden], of x's type; may be x itself; None if `Epilogue.norm` is not set
     scale          fp32, one element: static of fp8, global of nvfp4; None otherwise
-    quant_out      fp8: [rows, hidden] of float8_e4m3fn; nvfp4: [rows, hidden / 2] of uint8; None otherwise
+    quant_out      fp8*: [rows, hidden] of float8_e4m3fn; nvfp4: [rows, hidden / 2] of uint8; None otherwise
     scale_out      fp8_per_token: [rows, 1] of fp32. nvfp4: contiguous uint8, linear: [rows, hidden / 16];
                    swizzled_128x4: [rows up to a multiple of 128, hidden / 16 up to a multiple of 4], in tiles of 512
                    bytes; the scale of (row, block) is byte (row % 32) * 16 + row // 32 % 4 * 4 + block % 4 of tile
-                   (row // 128, block // 4); padding is left unchanged. None otherwise
+                   (row // 128, block // 4); padding is left unchanged. fp8_per_N: int32 in one dimension, with
+                   columns that begin at multiples of four rows: byte b of (row, column) is of block 4 * column + b;
+                   bytes without a block are 0, and so are rows that only fill a column. None otherwise
     experts        the tensors whose sums are the rows (x then gives only shape and type), or None
     """
 
@@ -180,8 +185,11 @@ class FusedArguments(NamedTuple):
     scale_out: Any = None
 
 
-def checked(given: FusedArguments, device: torch.device, experts: ExpertRows | None = None) -> FusedCall:
-    """The call, in rows. With `experts`, x is not read and gives only shape and type.
+def checked(
+    given: FusedArguments, device: torch.device, experts: ExpertRows | None = None, group: int = 0
+) -> FusedCall:
+    """The call, in rows. With `experts`, x is not read and gives only shape and type. `group`: elements that share a
+    scale, in place of `quantize`; `scale_out` is then int32 [rows, columns].
 
     Raises `InvalidArgument` for tensors of other types, shapes, devices or strides than `FusedCall` says, for outputs
     that overlap in other ways, and for impossible numbers.
@@ -195,7 +203,9 @@ def checked(given: FusedArguments, device: torch.device, experts: ExpertRows | N
     _check_contiguous(x, "x")
     shape, hidden, same = tuple(x.shape), x.shape[-1], (x.dtype,)
     rows = x.numel() // hidden
-    epilogue = _epilogue(given, hidden)
+    if group:
+        given = given._replace(quantize=f"{PER_GROUP}{group}")
+    epilogue = _epilogue(given, hidden, group)
     _check(given.weight, "weight", device, (hidden,), (x.dtype, torch.float32))
     if given.residual is not None:
         _check(given.residual, "residual", device, shape, same)
@@ -218,9 +228,9 @@ def checked(given: FusedArguments, device: torch.device, experts: ExpertRows | N
     return call
 
 
-def _epilogue(given: FusedArguments, hidden: int) -> Epilogue:
+def _epilogue(given: FusedArguments, hidden: int, group: int) -> Epilogue:
     quantize, layout = given.quantize, given.scale_layout
-    if quantize is not None and quantize not in QUANTIZATIONS:
+    if quantize is not None and quantize not in QUANTIZATIONS and not group:
         raise InvalidArgument(f"{FUSED}: quantize={quantize!r}; there is {', '.join(QUANTIZATIONS)}")
     if quantize == "nvfp4":
         layout = SCALE_LAYOUTS[0] if layout is None else layout
@@ -228,7 +238,7 @@ def _epilogue(given: FusedArguments, hidden: int) -> Epilogue:
             raise InvalidArgument(f"{FUSED}: scale_layout={layout!r}; there is {', '.join(SCALE_LAYOUTS)}")
     check_row(hidden, quantize)
     unused = {
-        "scale": quantize in (None, "fp8_per_token"),
+        "scale": group or quantize in (None, "fp8_per_token"),
         "scale_layout": quantize != "nvfp4",
         "quant_out": quantize is None,
         "scale_out": quantize in (None, "fp8"),
@@ -274,12 +284,29 @@ def _quantized(
         codes = _output(given.quant_out, "quant_out", x, tuple(x.shape), _FP8)
         scales = _output(given.scale_out, "scale_out", x, (*x.shape[:-1], 1), (torch.float32,))
         return None, codes.view(rows, hidden), scales.view(rows, 1)
+    if group := group_of(quantize):
+        codes = _output(given.quant_out, "quant_out", x, tuple(x.shape), _FP8)
+        return None, codes.view(rows, hidden), _columns(given.scale_out, x.device, rows, hidden, group)
     scale = _static(given.scale, x.device)
     if quantize == "fp8":
         return scale, _output(given.quant_out, "quant_out", x, tuple(x.shape), _FP8).view(rows, hidden), None
     codes = _bytes(given.quant_out, "quant_out", x, (*x.shape[:-1], hidden // 2), exact=True)
     scales = _bytes(given.scale_out, "scale_out", x, scale_shape(rows, hidden, epilogue.scale_layout), exact=False)
     return scale, codes.view(rows, hidden // 2), scales
+
+
+def _columns(scales: Any, device: torch.device, rows: int, hidden: int, group: int) -> torch.Tensor:
+    """The memory that `scales` spans, a tensor [rows, columns] whose columns begin at multiples of four rows."""
+    arguments.check_tensor(scales, device, f"{FUSED} scale_out")
+    shape, wanted = (rows, (hidden // group + 3) // 4), (1, (rows + 3) // 4 * 4)
+    strides = (right if size < 2 else found for size, right, found in zip(shape, wanted, scales.stride(), strict=False))
+    if scales.dtype != torch.int32 or tuple(scales.shape) != shape or tuple(strides) != wanted:
+        raise InvalidArgument(
+            f"{FUSED} scale_out: {scales.dtype} of shape {tuple(scales.shape)}, strides {scales.stride()}; int32 of "
+            f"shape {shape}, strides {wanted} is needed"
+        )
+    memory: torch.Tensor = scales.as_strided((rows + (shape[1] - 1) * wanted[1] if rows else 0,), (1,))
+    return memory
 
 
 def _static(scale: Any, device: torch.device) -> torch.Tensor:

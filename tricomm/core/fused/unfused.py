@@ -10,6 +10,7 @@ import torch
 
 from tricomm import arguments
 from tricomm.core.fused.fused_call import FP8_MAX, FUSED, LEAST_FP8_SCALE, NVFP4_BLOCK, Epilogue, FusedCall
+from tricomm.kernels.specialization import group_of
 
 _E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 _NAN_CODE = 7  # what a GPU converts a NaN to
@@ -40,7 +41,7 @@ def finish(call: FusedCall, total: torch.Tensor) -> None:
 def quantize(call: FusedCall, norm: torch.Tensor) -> None:
     """Fill codes and scales of `call`, if it has any, from its norm."""
     if call.quant_out is not None and call.epilogue.quantize is not None:
-        _QUANTIZED[call.epilogue.quantize](call, norm.float(), call.quant_out)
+        _QUANTIZED.get(call.epilogue.quantize, _fp8_per_group)(call, norm.float(), call.quant_out)
 
 
 def normalized(x: torch.Tensor, weight: torch.Tensor, epilogue: Epilogue) -> torch.Tensor:
@@ -105,6 +106,18 @@ def _nvfp4(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
         call.scale_out.copy_(scales)
     else:
         call.scale_out.view(-1)[swizzled(rows, hidden // NVFP4_BLOCK, norm.device)] = scales
+
+
+def _fp8_per_group(call: FusedCall, norm: torch.Tensor, out: torch.Tensor) -> None:
+    assert call.scale_out is not None and call.epilogue.quantize is not None, "checked before the call"
+    rows, hidden = norm.shape
+    groups = norm.view(rows, -1, group_of(call.epilogue.quantize))
+    scale = (_largest(groups) / _number(FP8_MAX, norm)).clamp_(min=1e-10)
+    exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23  # rounded up
+    out.copy_(_e4m3(groups / (exponent << 23).view(torch.float32)).view(rows, hidden))
+    exponents = torch.nn.functional.pad(exponent.view(rows, -1).to(torch.uint8), (0, -groups.shape[1] % 4))
+    columns = torch.nn.functional.pad(exponents.view(torch.int32).t(), (0, -rows % 4))
+    call.scale_out.copy_(columns.reshape(-1)[: len(call.scale_out)])
 
 
 _QUANTIZED = {"fp8": _fp8, "fp8_per_token": _fp8_per_token, "nvfp4": _nvfp4}
