@@ -24,7 +24,7 @@ from tricomm.policy.tuning_tables import TableRow, epilogue_name
 
 MOST_HIDDEN = 16384
 ROW_BLOCKS = 32  # as LL's
-MOST_FUSED = 2 << 20  # bytes: beyond that an all-reduce by other protocols and a norm take less time
+MOST_FUSED = SelectionFacts.most_fused
 _POLLED = 4096  # words of all ranks that a block's registers hold
 _WORDS_PER_THREAD = 16  # of a row, about: 4 warps for 2048 words
 _FEWER_WORDS = 8  # of codes before sm_90, where numbers that all threads share take their registers: 16 spill
@@ -64,8 +64,8 @@ def choose(
         return f"fused kernels are compiled for sm_{_FIRST_ARCHITECTURE} and newer, and the same for all ranks"
     if not facts.reachable:
         return "not every rank reaches every other one's memory here"
-    if forced == (None, None) and not facts.batch_invariant and facts.device != "cpu" and nbytes > MOST_FUSED:
-        return f"{nbytes} bytes; fused kernels take less time up to {MOST_FUSED}"
+    if forced == (None, None) and not facts.batch_invariant and facts.device != "cpu" and nbytes > facts.most_fused:
+        return f"{nbytes} bytes; fused kernels take less time up to {facts.most_fused}"
     wide = has_wide_words(facts, collective, forced=protocol == "ll128")
     fits, reasons, refused = [], [], []
     for kernel in registry.FUSED:

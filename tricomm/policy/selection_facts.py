@@ -27,3 +27,4 @@ class SelectionFacts:
     wire: str = ""  # how calls that gain by it are quantised on the links; empty: none is
     no_dependent_launch: str = "no group has agreed on it"  # why no kernel is a dependent launch
     no_multicast: str = "its memory has no multicast address"  # why not through the switch; empty if that is possible
+    most_fused: int = 2 << 20  # bytes of a fused call: beyond that an all-reduce and a norm take less time

@@ -9,8 +9,18 @@ import triton.language as tl
 import tricomm
 from tests import ranks
 from tests.core.fused.test_prologue import written
+from tricomm.core import launch_plan
 from tricomm.core.fused import row_functions
+from tricomm.core.fused.expert_rows import finalize_types
+from tricomm.core.fused.fused_call import Epilogue, UserEpilogue
+from tricomm.core.launch_plan import Request
 from tricomm.errors import GroupAborted, InvalidArgument
+from tricomm.kernels import layout
+from tricomm.kernels.device.epilogue import nothing
+from tricomm.policy.selection import Choice
+from tricomm.policy.selection_facts import SelectionFacts
+
+EPS = 1e-6
 
 
 @triton.jit
@@ -115,3 +125,19 @@ def test_without_the_trial_the_group_is_lost(monkeypatch):
             comm.all_reduce(x)
 
     tricomm.simulate(body, 2)
+
+
+@pytest.mark.parametrize("kind", ["own", "experts", "plain"])
+def test_calls_without_another_route_are_fused_whatever_their_size(kind):
+    """On a GPU a plain norm of more than 2 MiB is not."""
+    site = SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), 64)
+    plain = Epilogue(7168, torch.bfloat16, EPS)
+    epilogue = {
+        "own": UserEpilogue(7168, written, nothing, ()),
+        "experts": plain._replace(experts=finalize_types(torch.bfloat16), top_k=8),
+        "plain": plain,
+    }[kind]
+    for rows, fused in ((100, True), (256, kind != "plain"), (1 << 17, kind != "plain")):
+        request = Request("all_reduce", "sum", epilogue=epilogue).sized(torch.bfloat16, rows * 7168)
+        choice = launch_plan.choose_fused(site, request, "eager")
+        assert isinstance(choice, Choice) == fused, choice

@@ -99,3 +99,9 @@ class ExpertRows(NamedTuple):
         if self.shared is not None:
             total = total + self.shared.float()
         return total.to(like.dtype)
+
+
+def finalize_types(dtype: torch.dtype, weight: torch.dtype = torch.float32) -> tuple[str, ...]:
+    """`ExpertRows.types` of rows of `dtype` with places and weights."""
+    row = torch.empty((1, 1), dtype=dtype)
+    return ExpertRows(row, row.to(torch.int32), row.to(weight), row, 1).types
