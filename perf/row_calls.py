@@ -11,6 +11,7 @@ import torch
 
 from tricomm.core import launch_plan
 from tricomm.core.fused import fused_call
+from tricomm.core.fused.expert_rows import ExpertRows, finalize_types
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, Epilogue, FusedArguments, FusedCall
 from tricomm.core.launch_plan import Request
 from tricomm.errors import InvalidArgument
@@ -25,28 +26,31 @@ from tricomm.policy.tuning_tables import epilogue_name
 
 EPS = 1e-6
 _SCALES = {"fp8": 0.05, "nvfp4": 100.0}
-_NAME = re.compile(rf"(norm|{'|'.join(QUANTIZATIONS)})@(\d{{1,6}})")
+_NAME = re.compile(rf"(norm|{'|'.join(QUANTIZATIONS)})@(\d{{1,6}})(?:\+top(\d{{1,3}}))?")
 
 
 @dataclass(frozen=True, order=True)
 class RowForm:
-    """Rows of `hidden` elements that end in a residual and RMSNorm, and in `quantize` unless that is empty."""
+    """Rows of `hidden` elements that end in a residual and RMSNorm, and in `quantize` unless that is empty; `top_k`:
+    each is the weighted sum of so many experts' rows, and of a shared one, unless that is 0."""
 
     hidden: int = 8192
     quantize: str = ""
+    top_k: int = 0
 
     @property
     def name(self) -> str:
-        """`norm@8192`, `fp8@8192`."""
-        return epilogue_name(self.hidden, self.quantize)
+        """`norm@8192`, `fp8@8192`, `norm@8192+top8`."""
+        return epilogue_name(self.hidden, self.quantize) + (f"+top{self.top_k}" if self.top_k else "")
 
     def epilogue(self, weight: torch.dtype) -> Epilogue:
         """The epilogue with a weight of that type. Raises `InvalidArgument` for rows that a call refuses."""
         fused_call.check_row(self.hidden, self.quantize)
         layout = "swizzled_128x4" if self.quantize == "nvfp4" else ""
-        return Epilogue(
+        plain = Epilogue(
             self.hidden, weight, EPS, norm=not self.quantize, quantize=self.quantize or None, scale_layout=layout
         )
+        return plain if not self.top_k else plain._replace(experts=finalize_types(weight), top_k=self.top_k)
 
     def rows(self, nbytes: int, itemsize: int) -> int:
         """The rows of a call of `nbytes`: whole ones, at least one."""
@@ -59,11 +63,11 @@ def parse(name: str) -> RowForm:
     if match is None:
         known = ", ".join(("norm", *QUANTIZATIONS))
         raise InvalidArgument(f"{name!r}: rows are named like norm@8192: {known}, and elements of a row")
-    hidden, quantize = int(match[2]), "" if match[1] == "norm" else match[1]
+    hidden, quantize, top_k = int(match[2]), "" if match[1] == "norm" else match[1], int(match[3] or 0)
     fused_call.check_row(hidden, quantize)
     if hidden % 8 or not 8 <= hidden <= MOST_HIDDEN:
         raise InvalidArgument(f"{name}: fused kernels take rows of a multiple of 8 elements, up to {MOST_HIDDEN}")
-    return RowForm(hidden, quantize)
+    return RowForm(hidden, quantize, top_k)
 
 
 def parse_forms(hidden: str, quantize: str | None) -> tuple[RowForm, ...]:
@@ -172,4 +176,11 @@ def call(form: RowForm, rows: int, dtype: torch.dtype, new: Callable[[int], torc
     arguments = FusedArguments(
         x, residual, of(hidden, dtype), EPS, residual_out=total, quantize=form.quantize or None, **given
     )
-    return fused_call.checked(arguments, x.device)
+    experts = None
+    if form.top_k:
+        count = rows * form.top_k
+        summands, shared = (of(n * hidden, dtype).view(n, hidden) for n in (count, rows))
+        places, weight = (of(count, kind).view(rows, form.top_k) for kind in (torch.int32, torch.float32))
+        places.copy_(torch.arange(count).view(form.top_k, rows).t())  # a token's rows are far from each other
+        experts = ExpertRows(summands, places, weight.fill_(1.0), shared, form.top_k)
+    return fused_call.checked(arguments, x.device, experts)

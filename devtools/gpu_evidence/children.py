@@ -91,7 +91,7 @@ def bench(asked: Record, folder: Path, step: str) -> int:
     write = partial(append, Journal(folder).path)
     ranks, against = asked["ranks"], tuple(asked["against"].split(","))
     names = DATA_COLLECTIVES if asked["collectives"] == "all" else (asked["collectives"],)
-    cases = request.cases(names, None, None, ranks, ("bfloat16",), against, (8192, ""))
+    cases = request.cases(names, None, None, ranks, ("bfloat16",), against, (8192, "", 0))
     modes = tuple(asked["modes"].split(","))
     os.environ["TRICOMM_DEPENDENT_LAUNCH"] = str(int(asked.get("dependent", True)))
     settings = request.Settings(cases, parsing.parse_sizes(asked["sizes"]), modes=modes)

@@ -27,6 +27,7 @@ from tricomm.perf.row_calls import EPS, RowForm
 UNFUSED = "unfused"
 _OTHER = 100_003  # calls between the data of x and of the residual
 _PATTERNS = {"": 1, "fp8": 2, "nvfp4": 3, "fp8_per_token": 10}  # FlashInfer's numbers
+_EXPERTS = {"": 7, "fp8": 12}
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class FusedTensors:
         """The inputs of call `number`, and outputs that are no result."""
         for name, data in _data(comm.world_size, comm.rank, number, self.call).items():
             getattr(self.call, name).copy_(data)
+        _spread(self.call)
         _poison(self.call)
 
     def exact(self, comm: Communicator, number: int, device: torch.device) -> FusedCall:
@@ -81,6 +83,23 @@ def _call(case: Case, count: int, device: torch.device) -> FusedCall:
     return row_calls.call(form(case), count // case.hidden, getattr(torch, case.dtype), new)
 
 
+def _spread(call: FusedCall) -> None:
+    """Experts' rows that add up to x: x and -x in turn. No partial sum is rounded, and each row counts."""
+    if call.experts is None:
+        return
+    rows, _, _, shared, top_k = call.experts
+    signs = torch.ones(top_k, 1, 1, dtype=rows.dtype, device=rows.device)
+    signs[1::2] = -1
+    rows.view(top_k, *call.x.shape).copy_(call.x * signs)
+    if shared is not None:
+        shared.copy_(call.x if top_k % 2 == 0 else torch.zeros_like(call.x))
+
+
+def _rows(call: FusedCall) -> torch.Tensor:
+    """The rows that are reduced."""
+    return call.x if call.experts is None else call.experts.summed(call.x)
+
+
 def _poison(call: FusedCall) -> None:
     for out in (call.residual_out, call.norm_out, call.quant_out):
         if out is not None:
@@ -89,7 +108,7 @@ def _poison(call: FusedCall) -> None:
 
 def form(case: Case) -> RowForm:
     """The form of the rows of `case`."""
-    return RowForm(case.hidden, case.quantize)
+    return RowForm(case.hidden, case.quantize, case.top_k)
 
 
 def _data(world_size: int, rank: int, number: int, call: FusedCall) -> dict[str, torch.Tensor]:
@@ -143,7 +162,7 @@ def unfused_call(comm: Communicator, made: FusedTensors) -> Callable[[], Any]:
     """tricomm's all-reduce, by the kernel that it chooses, and torch's norm."""
 
     def run() -> None:
-        comm.all_reduce(made.call.x, out=made.total)
+        comm.all_reduce(_rows(made.call), out=made.total)
         _norm(made)
 
     return run
@@ -153,7 +172,7 @@ def _of_torch(comm: Communicator, case: Case, made: FusedTensors, join: Join) ->
     group = join()
 
     def run() -> None:
-        made.total.copy_(made.call.x)  # as a user's matrix product would have written it
+        made.total.copy_(_rows(made.call))  # as a user's matrix product would have written it
         dist.all_reduce(made.total, group=group)
         _norm(made)
 
@@ -177,6 +196,9 @@ def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, join: Join) 
     except ImportError as error:
         raise Unavailable(f"flashinfer: it is not installed here: {error}") from None
     call = made.call
+    patterns = _PATTERNS if call.experts is None else _EXPERTS
+    if case.quantize not in patterns:
+        raise Unavailable(f"flashinfer: it has no pattern for {form(case).name}")
     rows, hidden = call.x.shape
     workspace = flashinfer.create_allreduce_fusion_workspace(
         "auto", comm.world_size, comm.rank, rows, hidden, call.x.dtype, group=join()
@@ -184,7 +206,7 @@ def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, join: Join) 
     arguments = {
         "input": call.x,
         "workspace": workspace,
-        "pattern": _PATTERNS[case.quantize],
+        "pattern": patterns[case.quantize],
         "launch_with_pdl": True,
         "residual_in": call.residual,
         "residual_out": call.residual_out,
@@ -195,4 +217,8 @@ def _flashinfer(comm: Communicator, case: Case, made: FusedTensors, join: Join) 
         "rms_gamma": call.weight,
         "rms_eps": EPS,
     }
+    if call.experts is not None:
+        summands, places, weight, shared, _ = call.experts
+        arguments |= {"input": summands, "expanded_idx_to_permuted_idx": places, "expert_scale_factor": weight}
+        arguments["shared_expert_output"] = shared
     return lambda: flashinfer.allreduce_fusion(**arguments)

@@ -151,7 +151,8 @@ def _fused(bench: Bench, case: Case, size: int, mode: str) -> Iterator[Rows]:
     row = _row(bench, replace(case, collective="all_reduce"), elements * item, mode, "", "")
     row = row.changed(collective=FUSED, op=form.name, place="out_of_place", protocol="-")
     if case.library == OURS:
-        choice = _choice(bench, case, row, mode, hidden=case.hidden, quantize=case.quantize or None)
+        rows = {"hidden": case.hidden, "quantize": case.quantize or None, "top_k": case.top_k or None}
+        choice = _choice(bench, case, row, mode, **rows)
         if choice is None:
             return
         kernel = registry.find(FUSED if choice.fused else "all_reduce", choice.algorithm, choice.protocol)

@@ -30,8 +30,8 @@ PROTOCOLS = tuple(dict.fromkeys(k.protocol for k in registry.KERNELS if k.collec
 class Case:
     """One collective of one type by a certain kernel; None leaves the choice to selection.
 
-    `library` is tricomm, or the library that makes the call instead. `hidden` (elements of a row) and `quantize` are
-    those of an all_reduce_rms_norm.
+    `library` is tricomm, or the library that makes the call instead. `hidden` (elements of a row), `quantize` and
+    `top_k` (experts' rows that are summed for a row) are those of an all_reduce_rms_norm.
     """
 
     collective: str
@@ -41,6 +41,7 @@ class Case:
     library: str = OURS
     hidden: int = 0
     quantize: str = ""
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ def cases(
     world_size: int,
     dtypes: tuple[str, ...] = ("float32",),
     against: tuple[str, ...] = (),
-    row: tuple[int, str] = (0, ""),
+    row: tuple[int, str, int] = (0, "", 0),
 ) -> tuple[Case, ...]:
     """For every type: the shipped kernels of `collectives` in the comma lists (or `all`), then the libraries `against`.
 
-    `row` is (hidden, quantize) of an all_reduce_rms_norm, whose unfused form is always measured with it. None for a
-    list leaves that part to selection. Raises `InvalidArgument` if a collective has no such kernel, with the
+    `row` is (hidden, quantize, top_k) of an all_reduce_rms_norm, whose unfused form is always measured with it. None
+    for a list leaves that part to selection. Raises `InvalidArgument` if a collective has no such kernel, with the
     list of its kernels, and for rows that its call refuses.
     """
     allowed_algorithms = ALGORITHMS if algorithms is None else parse_names(algorithms, ALGORITHMS, "algorithm")
@@ -125,12 +126,12 @@ def cases(
                 f"there is {', '.join(f'{a}/{p}' for a, p in shipped)}"
             )
         forced = [(a if algorithms is not None else None, p if protocols is not None else None) for a, p in fits]
-        hidden, quantize = row if fused else (0, "")
-        fused_call.check_row(hidden, quantize)
+        rows = row if fused else (0, "", 0)
+        fused_call.check_row(*rows[:2])
         libraries = ("unfused", *against) if fused else against
         for dtype in dtypes:
-            chosen += [Case(collective, a, p, dtype, OURS, hidden, quantize) for a, p in forced]
-            chosen += [Case(collective, None, None, dtype, library, hidden, quantize) for library in libraries]
+            chosen += [Case(collective, a, p, dtype, OURS, *rows) for a, p in forced]
+            chosen += [Case(collective, None, None, dtype, library, *rows) for library in libraries]
     return tuple(dict.fromkeys(chosen))
 
 

@@ -32,6 +32,7 @@ _FILE = click.Path(dir_okay=False, allow_dash=True, path_type=Path)
 @click.option("-o", "--op", default="sum", show_default=True, help="Reduction: sum, avg, min, max, prod, ...")
 @click.option("--hidden", type=click.IntRange(1), default=8192, show_default=True, help="Row of all_reduce_rms_norm.")
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
+@click.option("--top-k", type=click.IntRange(1, 255), help="Of all_reduce_rms_norm: sum so many experts' rows first.")
 @click.option(
     "--mode",
     default="eager",
@@ -142,7 +143,7 @@ def _settings(options: dict[str, Any], world_size: int) -> tuple[Any, list[tuple
     collectives = parsing.parse_names(options["collective"], known, "collective")
     dtypes = plan.parse_dtypes(options["dtype"], options["op"], collectives)
     against = parsing.parse_names(options["against"], plan.LIBRARIES, "library") if options["against"] else ()
-    row = (options["hidden"], options["quantize"] or "")
+    row = (options["hidden"], options["quantize"] or "", options["top_k"] or 0)
     kernels = (options["algorithm"], options["protocol"], world_size)
     cases = plan.cases(collectives, *kernels, dtypes, against, row)
     steps = (options["minbytes"], options["maxbytes"], options["stepfactor"])

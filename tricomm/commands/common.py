@@ -122,7 +122,7 @@ def check_row_options(context: click.Context, collectives: Sequence[str]) -> Non
     from tricomm.core.fused.fused_call import FUSED
 
     asked = given(context)
-    rows = [asked[name] for name in ("hidden", "quantize") if name in asked]
+    rows = [asked[name] for name in ("hidden", "quantize", "top_k") if name in asked]
     if rows and FUSED not in collectives:
         raise click.UsageError(
             f"{' and '.join(rows)}: only rows of {FUSED} have that, and asked for is "

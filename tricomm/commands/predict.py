@@ -19,6 +19,7 @@ from tricomm.commands.common import check_row_options, ends_at_once, given, usag
 @click.option("--sizes", default="1K:64M:4", show_default=True, help="first:last:factor in bytes, or a comma list.")
 @click.option("--hidden", type=click.IntRange(1), default=8192, show_default=True, help="Row of all_reduce_rms_norm.")
 @click.option("--quantize", type=click.Choice(["fp8", "fp8_per_token", "nvfp4"]), help="Of all_reduce_rms_norm.")
+@click.option("--top-k", type=click.IntRange(1, 255), help="Of all_reduce_rms_norm: sum so many experts' rows first.")
 @click.option(
     "--wire", type=click.Choice(["fp8", "int8", "fp8_gather"]), help="Quantise all_reduce, as Options(wire=)."
 )
@@ -37,6 +38,7 @@ def predict(
     as_json: bool,
     hidden: int,
     quantize: str | None,
+    top_k: int | None,
     wire: str | None,
     **asked: Any,
 ) -> None:
@@ -74,6 +76,8 @@ def predict(
         click.echo(json.dumps(kernel_time.to_json(rows), indent=1) if as_json else "\n".join(checker.report(rows)))
         return
     check_row_options(context, usage(lambda: forecast.names(asked["collective"])))
-    form = RowForm(hidden, quantize or "")
+    if top_k is not None and not from_code:
+        raise click.UsageError("--top-k: the time of a sum of experts' rows is modelled from the code; add --from-code")
+    form = RowForm(hidden, quantize or "", top_k or 0)
     predicted = usage(lambda: forecaster.forecast(**asked, form=form, wire=wire or ""))
     click.echo(json.dumps(predicted.to_json(), indent=1) if as_json else "\n".join(predicted.lines()))

@@ -185,7 +185,9 @@ def choose_fused(site: SelectionFacts, request: Request, mode: str) -> Choice | 
     epilogue, dtype = request.epilogue, arguments.DTYPES.get(request.dtype) if request.dtype is not None else None
     if epilogue is None or dtype is None:
         return "there is no epilogue"
-    if epilogue.own or epilogue.experts:  # no other route, or one that sums the experts' rows one by one
+    if (
+        isinstance(epilogue, UserEpilogue) or epilogue.experts
+    ):  # no other route, or one that sums the experts' rows one by one
         site = replace(site, most_fused=sys.maxsize)
     choice = row_shapes.choose(
         site,

@@ -340,6 +340,13 @@ def test_explain_and_the_counters_name_the_kernel():
             comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype)
         with pytest.raises(InvalidArgument, match="quantize='x'"):
             comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype, hidden=32, quantize="x")
+        for top_k in (0, True, 2.0):
+            with pytest.raises(InvalidArgument, match=f"explain: top_k={top_k}: 1 or more experts' rows"):
+                comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype, hidden=32, top_k=top_k)
+            with pytest.raises(InvalidArgument, match="prepare: top_k"):
+                comm.prepare("all_reduce_rms_norm", x.dtype, hidden=32, top_k=top_k)
+        assert comm.explain("all_reduce_rms_norm", x.nbytes, x.dtype, hidden=32, top_k=8).fused
+        assert comm.prepare("all_reduce_rms_norm", x.dtype, hidden=32, top_k=8) == 0  # interpreted
         with pytest.raises(InvalidArgument, match="rows of 24 elements; nvfp4 needs a multiple of 16"):
             comm.explain("all_reduce_rms_norm", 24 * 4, x.dtype, hidden=24, quantize="nvfp4")
         return explained, comm.stats().calls

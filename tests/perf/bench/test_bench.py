@@ -234,6 +234,7 @@ def test_a_wrong_result_is_exit_code_4(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--csv", "/nowhere/rows.csv"], "No such file"),
         (["--json", "-", "--csv", "-"], "one of them can go to standard output"),
         (["--quantize", "fp8"], "--quantize: only rows of all_reduce_rms_norm have that, and asked for is all_reduce;"),
+        (["--top-k", "8"], "--top-k: only rows of all_reduce_rms_norm have that"),
         (["--collective", "all_gather", "--op", "max"], "op 'max': all_gather reduces nothing; leave it out"),
         (["--collective", "all_reduce_rms_norm", "--op", "max"], "all_reduce_rms_norm has sums alone"),
         (["--collective", "all", "--hidden", "64"], "--hidden: only rows of all_reduce_rms_norm have that"),

@@ -29,11 +29,21 @@ def test_the_command_measures_fused_and_unfused(monkeypatch, tmp_path):
     assert "# nccl: these ranks run on a CPU" in done.stdout
 
 
-@pytest.mark.parametrize("quantize", ["", pytest.param("fp8", marks=pytest.mark.exhaustive), "fp8_per_token", "nvfp4"])
-def test_a_wrong_element_is_counted(quantize, monkeypatch):
+@pytest.mark.parametrize(
+    ("quantize", "top_k"),
+    [
+        ("", 0),
+        pytest.param("fp8", 0, marks=pytest.mark.exhaustive),
+        ("fp8_per_token", 0),
+        ("nvfp4", 0),
+        ("", 2),
+        ("fp8", 3),
+    ],
+)
+def test_a_wrong_element_is_counted(quantize, top_k, monkeypatch):
     """tricomm's call, its unfused form, and FlashInfer's, for which tricomm's facade is used here."""
     monkeypatch.setitem(sys.modules, "flashinfer.comm", tricomm.flashinfer)
-    case = Case(NAME, None, None, "bfloat16", hidden=32, quantize=quantize)
+    case = Case(NAME, None, None, "bfloat16", hidden=32, quantize=quantize, top_k=top_k)
 
     def body(comm):
         made = fused_bench.tensors(comm, case, 3 * 32)
@@ -45,6 +55,13 @@ def test_a_wrong_element_is_counted(quantize, monkeypatch):
             before = made.wrong(comm, number)
             run()
             counts.append((before > 90, made.wrong(comm, number)))
+        if top_k:
+            assert made.call.experts.summed(made.call.x).equal(made.call.x)
+            made.call.experts.rows[3, 7] += 1  # a summand of row 0
+            runs[0]()
+            assert made.wrong(comm, 2) > 0
+            made.call.experts.rows[3, 7] -= 1
+            runs[2]()
         made.call.residual_out[1, 5] += 1
         codes = made.call.quant_out
         if codes is not None:
@@ -55,13 +72,16 @@ def test_a_wrong_element_is_counted(quantize, monkeypatch):
 
 
 def test_the_requested_algorithms_are_run():
-    cases = request.cases((NAME,), "all", "ll", 2, ("float16",), ("nccl",), (64, "fp8"))
+    cases = request.cases((NAME,), "all", "ll", 2, ("float16",), ("nccl",), (64, "fp8", 0))
     assert [(c.library, c.algorithm, c.protocol, c.hidden, c.quantize) for c in cases] == [
         ("tricomm", "one_shot", "ll", 64, "fp8"),
         ("tricomm", "two_shot", "ll", 64, "fp8"),
         ("unfused", None, None, 64, "fp8"),
         ("nccl", None, None, 64, "fp8"),
     ]
+    (experts,) = request.cases((NAME,), None, None, 2, row=(64, "fp8", 8))[:1]
+    form = fused_bench.form(experts)
+    assert form.name == "fp8@64+top8" and row_calls.parse(form.name) == form
     form = fused_bench.form(cases[0])
     assert form.name == "fp8@64" and row_calls.parse(form.name) == form
     assert [form.rows(size, 2) for size in (1, 128, 300)] == [1, 1, 2]

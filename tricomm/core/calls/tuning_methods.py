@@ -15,6 +15,7 @@ from tricomm.core.calls.collectives import quantised
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_call
+from tricomm.core.fused.expert_rows import finalize_types
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, SCALE_LAYOUTS, Epilogue
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import READ_IN_PLACE, Request
@@ -65,14 +66,15 @@ class TuningMethods:
         mode: str = "eager",
         hidden: int | None = None,
         quantize: str | None = None,
+        top_k: int | None = None,
         out: Symmetric | torch.Tensor | None = None,
     ) -> Choice:
         """The backend and the kernel of a call with `nbytes` bytes of input, and why. Pure: asks no other rank.
 
         `nbytes` is one rank's input, the root's if there is one; `dtype` is float32 by default; `mode` is eager, or
-        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm, and `wire` is that of an
-        all_reduce. A symmetric handle
-        instead of `nbytes` means a call that reads it in place; `out` is the output if it is not that handle. Whether
+        graph for a captured call; `hidden` and `quantize` are those of an all_reduce_rms_norm, with `top_k` of one
+        whose rows are sums of experts' rows, and `wire` is that of an all_reduce. A symmetric handle instead of
+        `nbytes` means a call that reads it in place; `out` is the output if it is not that handle. Whether
         NCCL can be used is known only after the first call that needs it. Raises `InvalidArgument` for a bad argument.
         """
         handle = nbytes if isinstance(nbytes, Symmetric) else None
@@ -95,7 +97,7 @@ class TuningMethods:
         request = Request(collective, name, algorithm, protocol)
         if collective == FUSED:
             collective, dtype = "all_reduce", torch.float32 if dtype is None else dtype
-            epilogue = _epilogue(hidden, quantize, dtype, nbytes)
+            epilogue = _epilogue("explain", hidden, quantize, top_k, dtype, nbytes)
             request = request._replace(collective=collective, epilogue=epilogue)
         form = collective_specs.find(collective)
         if handle is not None and request.collective in READ_IN_PLACE and request.epilogue is None:
@@ -145,13 +147,14 @@ class TuningMethods:
         most_bytes: int | None = None,
         hidden: int | None = None,
         quantize: str | None = None,
+        top_k: int | None = None,
     ) -> int:
         """Compile and load the kernels of calls, so that the first of these calls finds them. Returns how many there
         are; 0 on a CPU. Asks no other rank.
 
         The arguments are those of `explain`; the calls have up to `most_bytes` of input, or any number, and plain
-        tensors. Raises `InvalidArgument` for a call that no kernel takes; `ResourceError` if a kernel cannot be
-        compiled or loaded, and then the group is lost, as it is in a call.
+        tensors; weights of experts are of fp32 or of `dtype`. Raises `InvalidArgument` for a call that no kernel takes;
+        `ResourceError` if a kernel cannot be compiled or loaded, and then the group is lost, as it is in a call.
         """
         self._faults.check_usable()
         if not isinstance(dtype, torch.dtype | None):
@@ -163,7 +166,7 @@ class TuningMethods:
         request = Request(collective, arguments.operation(op))
         if collective == FUSED:
             dtype = torch.float32 if dtype is None else dtype
-            epilogue = _epilogue(hidden, quantize, dtype, 0)
+            epilogue = _epilogue("prepare", hidden, quantize, top_k, dtype, 0)
             request = request._replace(collective="all_reduce", epilogue=epilogue)
         form = collective_specs.find(request.collective)
         if form.name not in collective_specs.COLLECTIVES:
@@ -175,7 +178,11 @@ class TuningMethods:
         if (captured := self._group.captured("prepare")) is not None:
             raise captured
         planner = self._planner
-        found = kernel_forms.of_calls(planner.site, request, planner.choice, most_bytes)
+        requests = [request]
+        if isinstance(request.epilogue, Epilogue) and top_k and dtype is not None and dtype != torch.float32:
+            other = request.epilogue._replace(experts=finalize_types(dtype, dtype))
+            requests.append(request._replace(epilogue=other))
+        found = [f for r in requests for f in kernel_forms.of_calls(planner.site, r, planner.choice, most_bytes)]
         if self._group.simulated or self._group.routes.no_kernels is not None:
             return 0
         for each in found:
@@ -214,12 +221,17 @@ class TuningMethods:
         self._planner.forget()
 
 
-def _epilogue(hidden: int | None, quantize: str | None, dtype: torch.dtype, nbytes: int) -> Epilogue:
-    """The epilogue that `explain` is asked about; raises `InvalidArgument` for impossible rows."""
+def _epilogue(
+    method: str, hidden: int | None, quantize: str | None, top_k: int | None, dtype: torch.dtype, nbytes: int
+) -> Epilogue:
+    """The epilogue that `method` is asked about; raises `InvalidArgument` for impossible rows."""
     if isinstance(hidden, bool) or not isinstance(hidden, int) or hidden < 1 or nbytes % (hidden * dtype.itemsize):
-        raise InvalidArgument(f"explain: hidden={hidden!r}: {nbytes} bytes of {dtype} have to be whole rows of it")
+        raise InvalidArgument(f"{method}: hidden={hidden!r}: {nbytes} bytes of {dtype} have to be whole rows of it")
     if quantize is not None and quantize not in QUANTIZATIONS:
-        raise InvalidArgument(f"explain: quantize={quantize!r}; there is {', '.join(QUANTIZATIONS)}")
+        raise InvalidArgument(f"{method}: quantize={quantize!r}; there is {', '.join(QUANTIZATIONS)}")
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
+        raise InvalidArgument(f"{method}: top_k={top_k!r}: 1 or more experts' rows for each row, or None")
     fused_call.check_row(hidden, quantize)
     layout = SCALE_LAYOUTS[0] if quantize == "nvfp4" else ""
-    return Epilogue(hidden, dtype, 1e-6, norm=quantize is None, quantize=quantize, scale_layout=layout)
+    plain = Epilogue(hidden, dtype, 1e-6, norm=quantize is None, quantize=quantize, scale_layout=layout)
+    return plain if top_k is None else plain._replace(experts=finalize_types(dtype), top_k=top_k)
