@@ -185,9 +185,7 @@ def choose_fused(site: SelectionFacts, request: Request, mode: str) -> Choice | 
     epilogue, dtype = request.epilogue, arguments.DTYPES.get(request.dtype) if request.dtype is not None else None
     if epilogue is None or dtype is None:
         return "there is no epilogue"
-    if (
-        isinstance(epilogue, UserEpilogue) or epilogue.experts
-    ):  # no other route, or one that sums the experts' rows one by one
+    if isinstance(epilogue, UserEpilogue) or epilogue.experts:  # there is no other route, or torch sums row by row
         site = replace(site, most_fused=sys.maxsize)
     choice = row_shapes.choose(
         site,
