@@ -24,6 +24,7 @@ from tricomm.store import files
 from tricomm.store.bounded_store import BoundedThread, first_line
 from tricomm.store.records import MAX_WORLD_SIZE
 
+_LOOPBACK = "127.0.0.1"
 _RETRY_SECONDS = 0.02
 _GRACE_SECONDS = 0.25  # added to calls that have a limit; name look-ups have none
 _QUERY = ("rank", "world_size")
@@ -61,6 +62,13 @@ def open_store(url: str, rank: int | None, world_size: int | None, timeout: floa
     if agent:  # torchrun keeps one store across all restarts, which torch tells apart by this prefix
         store = PrefixStore(f"/worker/attempt_{env.text('TORCHELASTIC_RESTART_COUNT') or '0'}", store)
     return store, rank, world_size
+
+
+def store_of_this_machine(port: int, timeout: float) -> TCPStore:
+    """A store for processes of this machine, at a port of the loopback address. 0: this process hosts it, at a free
+    port. Raises `RendezvousError` within `timeout` + 1 seconds."""
+    open_it = _join if port else _host
+    return _bounded(_LOOPBACK, port, timeout + _GRACE_SECONDS, lambda: open_it(_LOOPBACK, port, 1, timeout))
 
 
 def _query(url: str, parts: SplitResult) -> dict[str, str]:
@@ -168,6 +176,7 @@ def _host(host: str, port: int, world_size: int, timeout: float) -> TCPStore:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen(1024)
+            port = listener.getsockname()[1]
         except OSError as error:
             raise RendezvousError(
                 f"rank 0 cannot host a store at {host}:{port} ({error.strerror}): take a free port on an address of "

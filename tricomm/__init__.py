@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tricomm import torch_hook as _torch_hook
 
 if TYPE_CHECKING:
-    from tricomm.c10d.group_creation import ddp_hook, resume, suspend, wrap
+    from tricomm.c10d.group_creation import ddp_hook, resume, shrink, suspend, wrap
     from tricomm.communicator import Communicator, init
     from tricomm.core.symmetric import Symmetric
     from tricomm.core.work import Work
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tricomm.policy.selection import Choice
 else:  # imported on first use: the command line must not need torch, nor a GPU machine greenlet
     _MODULES = {
-        "c10d.group_creation": "ddp_hook resume suspend wrap",
+        "c10d.group_creation": "ddp_hook resume shrink suspend wrap",
         "communicator": "Communicator init",
         "core.symmetric": "Symmetric",
         "core.work": "Work",
@@ -94,6 +94,7 @@ __all__ = [
     "init",
     "local",
     "resume",
+    "shrink",
     "simulate",
     "stats",
     "suspend",

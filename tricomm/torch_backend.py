@@ -25,6 +25,9 @@ def register() -> None:
     vars(torch.ops)["tricomm"] = _Operators("tricomm")
     both: Any = dist, distributed_c10d
     both[0].batch_isend_irecv = both[1].batch_isend_irecv = _together(dist.batch_isend_irecv)
+    if hasattr(dist, "shrink_group"):  # torch 2.10
+        both[0].shrink_group = both[1].shrink_group = _shrinking(dist.shrink_group)
+        both[1]._validate_shrink_backend_requirements = _refusing(both[1]._validate_shrink_backend_requirements)
 
 
 def _create(opts: Any, pg_options: Any) -> Any:
@@ -56,6 +59,36 @@ def _together(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], li
         return group.batch(ops, run) if _is_ours(group) else run(p2p_op_list)
 
     return batch_isend_irecv
+
+
+def _shrinking(run: Callable[..., Any]) -> Callable[..., Any]:
+    """`run`, torch's `shrink_group`, which shrinks one backend of a group: of tricomm's it would find NCCL."""
+
+    @functools.wraps(run)
+    def shrink_group(
+        ranks_to_exclude: list[int], group: Any = None, shrink_flags: int = 0, pg_options: Any = None
+    ) -> Any:
+        group = group or dist.group.WORLD
+        if not _is_ours(group):
+            return run(ranks_to_exclude, group, shrink_flags, pg_options)
+        return import_module("tricomm.c10d.group_creation").shrink_group(
+            group, ranks_to_exclude, shrink_flags, pg_options
+        )
+
+    return shrink_group
+
+
+def _refusing(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`run`, the step of torch's own `shrink_group` that looks for one backend. Code that has imported that function
+    before tricomm gets there."""
+
+    @functools.wraps(run)
+    def validate(group_info: Any) -> Any:
+        if _is_ours(group_info["process_group"]):
+            raise TypeError("this shrink_group was imported before tricomm: call tricomm.shrink(group, exclude)")
+        return run(group_info)
+
+    return validate
 
 
 def _is_ours(group: Any) -> bool:

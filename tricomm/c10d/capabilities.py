@@ -26,6 +26,7 @@ from tricomm.metrics import publish
 from tricomm.options import Options
 from tricomm.policy import backend_choice, selection
 from tricomm.store import process
+from tricomm.store.departures import USUAL, Rules
 from tricomm.store.generation import Generation
 from tricomm.store.records import Capabilities
 
@@ -78,6 +79,7 @@ def exchange_capabilities(
     timeout: float,
     settings: Callable[[], Options] = Options,
     known: Mapping[int, Capabilities] | None = None,
+    rules: Rules = USUAL,
 ) -> GroupCapabilities:
     """Exchange capabilities, and agree on a generation of the group; every rank of the group calls it, with the same
     `batch_invariant` and `wire` in its `settings`. `known` are the processes of ranks that are known in advance.
@@ -90,7 +92,7 @@ def exchange_capabilities(
     records, and these were written for this group and not before. So under TRICOMM_TOKEN a writer to the store that
     has no token can make the set-up of a group fail, but cannot change it.
     """
-    generation = Generation(store, "capabilities", Capabilities, rank, world_size, timeout, known)
+    generation = Generation(store, "capabilities", Capabilities, rank, world_size, timeout, known, rules)
 
     return _conclude(generation.agree(lambda: _own_capabilities(settings())), generation)
 

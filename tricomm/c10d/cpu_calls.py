@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from tricomm.c10d.capabilities import GroupCapabilities, GroupConfig
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.group_calls import GroupCall
 from tricomm.core.entry_guard import name_refusal
-from tricomm.errors import GroupAborted, InvalidArgument, TricommError
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, TricommError
 from tricomm.metrics.counters import GLOO, count_fallback
 
 
@@ -92,6 +93,20 @@ class CpuCalls:
             step()
 
         self._queue.run(run, f"{self._text}: {what}", [], False, owner.interrupted)
+
+    def drain(self, seconds: float, owner: Owner) -> None:
+        """Wait for the program's earlier calls. Raises `CollectiveTimeout` after `seconds`, `InvalidArgument` in a
+        callback of a future."""
+        with suppress(GroupAborted):  # the group is lost, and its calls have ended
+            work = self._queue.run(self._refuse_callback, self._text, [], True, owner.interrupted)
+            if not work.over.wait(seconds):
+                raise CollectiveTimeout(f"{self._text}: timeout after {seconds:g} s: earlier calls still run")
+            if isinstance(error := work.exception(), InvalidArgument):
+                raise error
+
+    def _refuse_callback(self, turn: Turn) -> None:
+        if turn.line.name:
+            raise InvalidArgument(f"{self._text}: shrink in a callback of a future; wait for the future first")
 
     def refuse(self, error: GroupAborted) -> None:
         """End the calls that have not begun with `error`: the group is given up."""

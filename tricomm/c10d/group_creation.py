@@ -1,9 +1,15 @@
-"""How groups are made (by `init_process_group`, by `wrap` over a framework's group, by DDP's hook) and suspended."""
+"""How groups are made (by `init_process_group`, by `wrap` over a framework's group, by DDP's hook), suspended, shrunk.
+
+The ranks that are left of a group agree over the control pages of its kernels' communicator, as for
+`Communicator.shrink`. The smaller group has another store, which its first rank hosts: the host of the old one may be
+among the lost ranks. Its connections, its NCCL and, at its first call, its kernels' memory are made anew.
+"""
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
@@ -13,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tricomm import arguments
 from tricomm.c10d import fallback_backends
 from tricomm.c10d.call_guard import is_refusal, sends
 from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
@@ -21,11 +28,16 @@ from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
 from tricomm.communicator import Communicator
 from tricomm.core.entry_guard import name_refusal
-from tricomm.errors import GroupAborted, InvalidArgument
+from tricomm.deadline import Deadline
+from tricomm.errors import GroupAborted, InvalidArgument, TricommError
 from tricomm.options import Options, seconds, with_environment
 from tricomm.store.bounded_store import first_line
+from tricomm.store.control import ControlPage
+from tricomm.store.departures import USUAL, Rules
 from tricomm.store.records import Capabilities
+from tricomm.store.rendezvous import store_of_this_machine
 
+log = logging.getLogger("tricomm")
 _wrapped: weakref.WeakKeyDictionary[Any, TricommGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -118,15 +130,158 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     store = c10d.PrefixStore(name, world.pg_map[group][1])
     config = GroupConfig(store, group.rank(), group.size(), timeout, ranks, name)
     wrapped = make(config, options, native=backends)
-    world.pg_map[wrapped] = ("tricomm", store)
-    world.pg_names[wrapped] = name
-    world.pg_group_ranks[wrapped] = dict(world.pg_group_ranks[group])
-    world.pg_backend_config[wrapped] = world.pg_backend_config[group]
-    world.pg_to_tag[wrapped] = f"tricomm:{name}"
-    world.tags_to_pg.setdefault(f"tricomm:{name}", []).append(wrapped)
-    c10d._register_process_group(name, wrapped)
+    _register(world, wrapped, name, ("tricomm", store), world.pg_backend_config[group])
     _wrapped[group] = wrapped
     return wrapped
+
+
+def _register(world: Any, group: Any, name: str, made_by: tuple[str, Any], backend_config: str) -> None:
+    """Let torch know `group`; `made_by`: the name of its backend, and the store for groups that are made out of it."""
+    world.pg_map[group] = made_by
+    world.pg_names[group] = name
+    world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group._config.ranks)}
+    world.pg_backend_config[group] = backend_config
+    world.pg_to_tag[group] = f"tricomm:{name}"
+    world.tags_to_pg.setdefault(f"tricomm:{name}", []).append(group)
+    c10d._register_process_group(name, group)
+
+
+def _unregister(world: Any, group: Any) -> None:
+    """Let torch forget `group`, as `dist.destroy_process_group` does."""
+    name, tag = world.pg_names.pop(group), world.pg_to_tag.pop(group, None)
+    for known in (world.pg_map, world.pg_group_ranks, world.pg_backend_config, world.pg_coalesce_state):
+        known.pop(group, None)
+    for tagged in (tag, ""):  # torch has its own groups under both
+        if group in world.tags_to_pg.get(tagged, ()):
+            world.tags_to_pg[tagged].remove(group)
+    c10d._unregister_process_group(name)
+
+
+def shrink(
+    group: Any = None, exclude: Collection[int] | None = None, timeout: float | timedelta | None = None
+) -> TricommGroup:
+    """A process group of the ranks of `group` (None: the default one) that are left, in the same order. All of them
+    call this, after a fault or before ranks are taken away; wait for your own calls first.
+
+    `exclude` has the ranks to leave out, by their numbers in `group`, the same on all ranks that are left; they may
+    still run. None: those whose processes have ended, or that have destroyed the group. The smaller group has the
+    timeout and the options of `group`, which is destroyed. Out of the default group it becomes the default group: its
+    ranks are numbered anew, and all other groups of this process are destroyed, as by `dist.shrink_group`. Make again
+    what was made over a destroyed group: DDP, FSDP, DeviceMesh, CUDA graphs.
+
+    Raises within `timeout` seconds (default: the group's), on all ranks that are left, which may then call it again, as
+    `Communicator.shrink` does; `InvalidArgument` if the ranks of `group` cannot agree: because it is not tricomm's or
+    wraps another group, or because its kernels share no memory.
+    """
+    old: Any = dist.group.WORLD if group is None else group
+    comm = _agreeing(old)
+    limit = seconds(old._config.timeout if timeout is None else timeout, "timeout")
+    deadline, made = Deadline(limit), list[tuple[TricommGroup, Any]]()
+    old._dispatcher._cpu.drain(limit, old._dispatcher)
+
+    def make(control: ControlPage, members: tuple[int, ...]) -> None:
+        made.append(_smaller(old, control, members, deadline))
+
+    try:
+        comm.shrink_into(exclude, max(deadline.left, 1e-3), make)
+    except BaseException:
+        for new, _ in made:
+            _end(new)
+        raise
+    _take_place(old, *made[0])
+    return made[0][0]
+
+
+def shrink_group(group: TricommGroup, exclude: Any, flags: int, pg_options: Any) -> TricommGroup:
+    """`shrink` under the name and with the arguments of torch's. Raises as `shrink`."""
+    if flags not in (0, 1) or pg_options is not None:
+        raise InvalidArgument(
+            f"shrink_group: shrink_flags={flags!r}, pg_options={pg_options!r}: SHRINK_DEFAULT or SHRINK_ABORT and None "
+            "are possible, because the smaller group has the options of the group"
+        )
+    if flags:
+        arguments.excluded(exclude, group.rank(), group.size())
+        _agreeing(group)._internal.faults.abort(GroupAborted, "shrink_group aborts the calls that still run")
+    return shrink(group, exclude)
+
+
+def _agreeing(group: Any) -> Communicator:
+    """The communicator over which the ranks of `group` agree; raises `InvalidArgument` if it cannot be shrunk."""
+    if not isinstance(group, TricommGroup):
+        raise InvalidArgument(f"shrink: a group of tricomm's that this process is in is needed, found {group!r}")
+    if isinstance(group, WrappedGroup):
+        raise InvalidArgument(
+            f"shrink: {group.group_name!r} wraps a group of another backend, which keeps its ranks: make that group "
+            "again without the lost ranks, and wrap it"
+        )
+    if group not in distributed_c10d._world.pg_map:
+        raise InvalidArgument("shrink: this group was destroyed, or torch.distributed did not make it")
+    dispatcher = group._dispatcher
+    if not dispatcher.devices:
+        raise InvalidArgument(
+            f"shrink: the ranks of {group._config} agree through the memory of their kernels, and there is none: no "
+            "call was made yet, or the kernels serve none (TRICOMM_CPU=kernels lets them serve CPU tensors). Destroy "
+            "the group, and make one of the ranks that are left over a store that is alive"
+        )
+    return dispatcher._comms[dispatcher.devices[0]]
+
+
+def _smaller(old: Any, control: ControlPage, members: tuple[int, ...], deadline: Deadline) -> tuple[TricommGroup, Any]:
+    """The group of `members` of `old`, which have met on `control`, and its store; on all of them, or all raise."""
+    before, dispatcher = old._config, old._dispatcher
+    error: BaseException | None = None
+    store: Any = None
+    made: TricommGroup | None = None
+    try:
+        store = store_of_this_machine(0, deadline.left) if control.rank == 0 else None
+    except TricommError as refused:
+        error = refused
+    port = str(store.port if store is not None else 0).encode()
+    port = control.exchange(port, "the store of the smaller group", deadline.left, error=error)[0]
+    try:
+        name = f"{before.name.partition('/')[0]}/{control.group}"
+        store = c10d.PrefixStore(name, store or store_of_this_machine(int(port), deadline.left))
+        ranks = list(range(len(members))) if old is dist.group.WORLD else [before.ranks[rank] for rank in members]
+        config = GroupConfig(store, control.rank, control.world_size, before.timeout, ranks, name)
+        known = {place: dispatcher._agreed.members[rank] for place, rank in enumerate(members)}
+        rules = Rules(on_look=control.give_up_if_refused)
+        made = make(config, dispatcher._options, known, limit=max(deadline.left, 1e-3), rules=rules)
+    except TricommError as failed:
+        error = failed
+    try:
+        control.agree(error, "the smaller group", deadline.left)
+    except BaseException:
+        if made is not None:
+            _end(made)
+        raise
+    assert made is not None, "else there was an error"
+    return made, store
+
+
+def _take_place(old: Any, new: TricommGroup, store: Any) -> None:
+    """Let torch know `new` instead of `old`. An interrupt may leave groups that have ended, but never none."""
+    world: Any = distributed_c10d._world
+    default = old is dist.group.WORLD
+    _register(world, new, new._config.name, (world.pg_map[old][0], store), world.pg_backend_config[old])
+    ended = [group for group in world.pg_names if group is not new] if default else [old]
+    if default:
+        distributed_c10d._update_default_pg(new)
+        world.pg_group_ranks.pop(dist.GroupMember.NON_GROUP_MEMBER, None)
+        world.group_count = 0  # a rank may have been told of the loss in `new_group`, and have counted it
+        if others := [world.pg_names[group] for group in ended if group is not old]:
+            log.warning("the default group has shrunk, and its ranks have new numbers: %s are destroyed", others)
+    for group in ended:
+        _end(group)
+        _unregister(world, group)
+
+
+def _end(group: Any) -> None:
+    """End a group without its other ranks, which may be lost."""
+    for end in (group.abort, group.shutdown):
+        try:
+            end()
+        except Exception as error:  # not every backend of torch's can abort
+            log.debug("the end of %r: %s", group, error)
 
 
 def ddp_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -161,16 +316,19 @@ def make(
     options: Options | None,
     known: Mapping[int, Capabilities] | None = None,
     native: dict[str, Any] | None = None,
+    limit: float | None = None,
+    rules: Rules = USUAL,
 ) -> TricommGroup:
     """Agree with the other members over the group's store; make this rank's group and the backends that it needs.
 
-    `known` are members whose processes are known already, `native` the backends of a group that is wrapped.
+    `known` are members whose processes are known already, `native` the backends of a group that is wrapped. It takes
+    `limit` seconds at most, by default the group's timeout, and follows `rules`.
     """
     backends, kind = Backends({}), TricommGroup if native is None else WrappedGroup
     try:
-        limit = seconds(config.timeout, "timeout")
+        limit = seconds(config.timeout if limit is None else limit, "timeout")
         agreed = exchange_capabilities(
-            config.store, config.rank, config.world_size, limit, lambda: with_environment(options), known
+            config.store, config.rank, config.world_size, limit, lambda: with_environment(options), known, rules
         )
         backends = fallback_backends.make(config, agreed, options, native)
         return kind(replace(config, store=agreed.generation.store), agreed, backends, options)

@@ -16,7 +16,8 @@ class AnsweringGroup(c10d.ProcessGroup):  # type: ignore[misc]
     __slots__ = ("__dict__",)
 
     # Of the backend object for the CPU, which is the group itself.
-    supports_coalescing = supports_splitting = supports_shrinking = supports_time_estimate = False
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+    supports_shrinking = True  # by `dist.shrink_group` (`tricomm.torch_backend`)
     use_pg_for_symm_mem_rendezvous = False
 
     def __init__(self, config: Any) -> None:

@@ -194,7 +194,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     nodes = 1
     # Each resource is on the stack before the next line runs, because an interrupt may happen between the two.
     try:
-        undo.push(partial(_leave, control := handshake(store, rank, world_size, limit, agreed, terms.on_wait)))
+        undo.push(partial(leave, control := handshake(store, rank, world_size, limit, agreed, terms.on_wait)))
     except (SpansNodes, ResourceError) as error:
         if native is None:
             if isinstance(error, SpansNodes):
@@ -202,14 +202,14 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
             raise
         why = str(error)
         control, names = open_store_control(store, rank, world_size, limit, agreed)
-        undo.push(partial(_leave, control))
+        undo.push(partial(leave, control))
         nodes = len(set(names))
     return _share(undo, control, terms, why, nodes)
 
 
 def rejoin(undo: ExitStack, shrink: Shrink, terms: Terms) -> Shared:
     """As `join`, for ranks that have agreed to shrink their group."""
-    undo.push(partial(_leave, control := shrink.connect()))
+    undo.push(partial(leave, control := shrink.connect()))
     control.agree(None, "shrink", terms.rendezvous_timeout)
     return replace(_share(undo, control, terms), origin=shrink.origin)
 
@@ -240,7 +240,7 @@ def _share(undo: ExitStack, control: ControlPage, terms: Terms, why: str | None 
     return Shared(control, arena, terms.layout, topology, routes, terms.recorder)
 
 
-def _leave(
+def leave(
     control: ControlPage, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
 ) -> None:
     """Close the page of a set-up that has failed; the other ranks are told what has stopped this one, and raise an

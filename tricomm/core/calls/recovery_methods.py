@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Self
 
 from torch.distributed.distributed_c10d import Store
@@ -20,6 +21,7 @@ from tricomm.core.watch.monitor import Monitor
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, TricommError
 from tricomm.options import seconds
+from tricomm.store.control import ControlPage
 from tricomm.store.process import forks
 from tricomm.store.shrink import MOST_RANKS, Shrink
 
@@ -52,18 +54,49 @@ class RecoveryMethods:
         group without a fault stays usable until the ranks agree. An excluded rank that still runs gets the group's
         fault in its call or at its next one, and `GroupAborted` if it calls this.
         """
-        group, lock = self._group, self._group.recovering
+        out = arguments.excluded(exclude, self._group.rank, self._group.world_size)
+        with self._recovering("shrink", timeout) as deadline:
+            return self._shrunk(Shrink(self._group.control, out, deadline))
+
+    @guarded
+    def shrink_into(
+        self, exclude: Collection[int] | None, timeout: float, make: Callable[[ControlPage, tuple[int, ...]], None]
+    ) -> None:
+        """Agree as `shrink` does, and let `make` set up what these ranks have instead of this communicator: it is
+        called with pages of theirs, which end with this call, and with their numbers here. Returns on all of them or
+        raises on all. This communicator then has a fault, and is not closed."""
+        group = self._group
         out = arguments.excluded(exclude, group.rank, group.world_size)
+        with self._recovering("shrink", timeout) as deadline, ExitStack() as undo:
+            shrink = Shrink(group.control, out, deadline)
+            undo.callback(shrink.close)
+            try:
+                shrink.agree()
+                self._faults.abort(GroupAborted, f"ranks {list(shrink.members)} have gone on as a smaller group")
+                undo.push(partial(bootstrap.leave, control := shrink.connect()))
+                control.agree(None, "shrink", deadline.left)
+                make(control, shrink.members)
+                shrink.decide()
+            except BaseException as error:
+                shrink.give_up(error)
+                if isinstance(error, TricommError):
+                    error.args = (f"{group}: shrink: {error}",)
+                raise
+
+    @contextmanager
+    def _recovering(self, what: str, timeout: float | timedelta | None) -> Iterator[Deadline]:
+        """Around a recovery, one at a time, after this rank's calls."""
+        group, lock = self._group, self._group.recovering
         limit = group.timeout if timeout is None else seconds(timeout, "timeout")
         deadline = Deadline(limit)
         if lock.mine():
-            raise InvalidArgument(f"{group}: shrink inside another shrink of the same thread")
+            raise InvalidArgument(f"{group}: {what} inside another {what} of the same thread")
         try:
             if not lock.acquire(timeout=limit):
-                raise self._faults.late(limit, "another thread's shrink still runs")
+                raise self._faults.late(limit, f"another thread's {what} still runs")
             self._check_shrinkable()
             self._end_calls(deadline)
-            return self._shrunk(Shrink(group.control, out, deadline))
+            yield deadline
         finally:
             lock.release_all()
 

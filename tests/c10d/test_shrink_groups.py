@@ -1,0 +1,223 @@
+"""Process groups that shrink: a rank is killed or taken away, and the others go on in a smaller group."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch.distributed import distributed_c10d
+
+import tricomm
+from tests import ranks
+from tests.c10d.bodies.groups import default_group, refused
+from tests.core.bodies.common_bodies import attempt
+from tests.store.store_ranks import free_port
+from tricomm.c10d import group_creation
+
+WORLD = distributed_c10d._world
+
+
+def total(group=None, value=1.0):
+    x = torch.full((3,), float(value))
+    dist.all_reduce(x, group=group)
+    return x[0].item()
+
+
+def until_lost(group=None):
+    """Call until the group is lost: the class of its error."""
+    try:
+        while True:
+            total(group)
+    except tricomm.TricommError as error:
+        return type(error).__name__
+
+
+def known():
+    """How many groups torch knows, in each of its tables."""
+    tables = WORLD.pg_map, WORLD.pg_names, WORLD.pg_group_ranks, WORLD.pg_backend_config, WORLD.pg_to_tag
+    return {len(table) for table in tables} | {len({id(g) for some in WORLD.tags_to_pg.values() for g in some})}
+
+
+def goes_on(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "kernels") as old:
+        dist.new_group([0, 1])
+        done = dist.all_reduce(torch.ones(2), async_op=True)
+        done.wait()
+        tell(os.getpid())
+        kind = until_lost()
+        began = time.monotonic()
+        new = tricomm.shrink()
+        first = total(value=dist.get_rank() + 1)
+        seconds = time.monotonic() - began
+        assert done.wait() and done.is_completed() and done.result()[0][0] == world_size
+        assert new is dist.group.WORLD is not old and known() == {1} and dist.get_backend() == "tricomm"
+        assert dist.get_process_group_ranks(new) == [0, 1] and dist.get_world_size() == 2
+        refused(lambda: old.allreduce([torch.ones(1)]), "destroyed", kind=tricomm.GroupAborted)
+        refused(lambda: tricomm.shrink(old), "destroyed")
+        assert functional.all_reduce(torch.ones(2), "sum", new)[0] == 2.0
+        pair, alone = dist.new_group([1, 0]), [dist.new_group([r]) for r in range(2)][dist.get_rank()]
+        assert total(pair) == 2.0 and total(alone) == 1.0
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until_lost()
+        tricomm.shrink(timeout=30)
+        assert (dist.get_rank(), dist.get_world_size(), total(), known()) == (0, 1, 1.0, {1})
+    return kind, first, seconds
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_survivors_of_a_killed_rank_have_a_smaller_default_group(victim):
+    url = f"tcp://127.0.0.1:{free_port()}"  # rank 0 hosts the store
+    with ranks.start(3, goes_on, url) as started:
+        pids = started.messages()
+        os.kill(pids[victim], signal.SIGKILL)
+        _, last = left = [rank for rank in range(3) if rank != victim]
+        outcomes = started.results(left)
+    assert outcomes[left[0]].code == -signal.SIGKILL, outcomes
+    assert outcomes[last].error is None, outcomes[last]
+    kind, first, seconds = outcomes[last].value
+    assert kind == "PeerDied" and first == 3.0 and seconds < 1.0 + ranks.BUSY
+
+
+def in_a_subgroup(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "kernels") as world:
+        sub = dist.new_group([0, 2, 3])
+        if rank == 1:
+            tell(None)
+            return "not in it"
+        assert total(sub) == 3.0
+        name = sub.group_name
+        tell(os.getpid())
+        until_lost(sub)
+        new = tricomm.shrink(sub, [2])
+        assert dist.group.WORLD is world and dist.get_rank() == rank and known() == {2}
+        assert dist.get_process_group_ranks(new) == [0, 2] and dist.get_rank(new) == rank // 2
+        assert total(new, rank) == 2.0 and new.group_name != name
+        x = torch.full((2,), float(rank))
+        dist.broadcast(x, src=2, group=new)  # by its number in the job
+        assert x[0] == 2.0
+        dist.destroy_process_group(new)
+        assert known() == {1}
+    return "goes on"
+
+
+def test_a_subgroup_shrinks_and_the_others_stay(url):
+    with ranks.start(4, in_a_subgroup, url) as started:
+        pids = started.messages()
+        time.sleep(0.1)
+        os.kill(pids[3], signal.SIGKILL)
+        outcomes = started.results([0, 2])
+    assert [outcomes[rank].value for rank in (0, 2)] == ["goes on"] * 2, outcomes
+
+
+@pytest.mark.parametrize("abort", [False, True])
+@ranks.each(3)
+def test_torch_shrinks_by_its_own_name(rank, world_size, tell, url, abort):
+    with default_group(rank, world_size, url, "kernels") as old:
+        assert total() == 3.0
+        ranks.together(url, rank, range(world_size))
+        if rank == 1:
+            kind, text, _ = attempt(until_lost)
+            assert until_lost() in ("GroupAborted", "PeerDied") or text, (kind, text)
+            return
+        assert old._get_backend(torch.device("cpu")).supports_shrinking
+        refused(lambda: dist.shrink_group([1], pg_options=object()), "pg_options")
+        refused(lambda: dist.shrink_group([1], shrink_flags=7), "shrink_flags")
+        refused(lambda: dist.shrink_group([rank]), "this is rank")
+        refused(lambda: dist.shrink_group.__wrapped__([1]), "tricomm.shrink", kind=TypeError)  # as it was imported
+        flags = distributed_c10d.SHRINK_ABORT if abort else distributed_c10d.SHRINK_DEFAULT
+        new = distributed_c10d.shrink_group([1], old, flags)
+        assert new is dist.group.WORLD and total() == 2.0 and known() == {1}
+
+
+@ranks.each(2)
+def test_groups_that_cannot_shrink_are_refused_with_a_remedy(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "gloo") as world:
+        assert total() == 2.0
+        refused(tricomm.shrink, "TRICOMM_CPU=kernels")
+        other = dist.new_group(backend="gloo")
+        refused(lambda: tricomm.shrink(other), "a group of tricomm's")
+        refused(lambda: tricomm.shrink(tricomm.wrap(other)), "wraps a group of another backend")
+        with pytest.raises(TypeError, match="does not support shrinking"):
+            dist.shrink_group([1 - rank], other)  # torch's own
+        sub = dist.new_group([0, 1])
+        dist.destroy_process_group(sub)
+        refused(lambda: tricomm.shrink(sub), "destroyed")
+        assert dist.group.WORLD is world and total() == 2.0
+
+
+@ranks.each(2)
+def test_wrong_arguments_and_callbacks_are_refused_and_the_group_stays(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "kernels"):
+        assert total() == 2.0
+        for exclude in ([rank], [2], "1", [1 - rank, 1 - rank]):
+            refused(lambda exclude=exclude: tricomm.shrink(None, exclude), "exclude")
+        refused(lambda: tricomm.shrink(timeout=-1), "timeout")
+        future = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(lambda done: tricomm.shrink())
+        with pytest.raises(tricomm.InvalidArgument, match="callback"):
+            future.wait()
+        assert total() == 2.0
+        tricomm.shrink(exclude=[])  # the same ranks again
+        assert total() == 2.0
+
+
+def stopped_in_make(rank, world_size, tell, url, how):
+    """Rank 1 dies, or is refused something, while the smaller group is made; then the ranks that are left try again."""
+    with default_group(rank, world_size, url, "kernels"):
+        assert total() == 4.0
+        ranks.together(url, rank, range(world_size))
+        if rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        making = group_creation.make
+
+        def make(config, *more, **given):
+            group_creation.make = making
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "after":
+                making(config, *more, **given)
+            raise tricomm.ResourceError("refused")
+
+        if rank == 1:
+            group_creation.make = make
+        until_lost()
+        first = attempt(lambda: tricomm.shrink(timeout=20))
+        assert known() == {1}
+        tricomm.shrink(timeout=20)
+        return first[:2], dist.get_world_size(), total()
+
+
+@pytest.mark.parametrize("how", ["kill", "before", "after"])
+def test_all_have_the_smaller_group_or_all_raise(how, url):
+    with ranks.start(4, stopped_in_make, url, how) as started:
+        left = [0, 2] if how == "kill" else [0, 1, 2]
+        outcomes = started.results(left)
+    for rank in left:
+        assert outcomes[rank].error is None, outcomes[rank]
+        (kind, text), size, result = outcomes[rank].value
+        assert (size, result) == (len(left), float(len(left)))
+        assert kind == ("PeerDied" if how == "kill" else "ResourceError"), text
+
+
+@ranks.each(2)
+def test_an_interrupt_at_the_end_leaves_a_group(rank, world_size, tell, url):
+    with default_group(rank, world_size, url, "kernels") as old:
+        assert total() == 2.0
+        end = group_creation._end
+
+        def interrupted(group):
+            group_creation._end = end
+            raise KeyboardInterrupt
+
+        group_creation._end = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            tricomm.shrink(exclude=[])
+        assert dist.group.WORLD is not old and total() == 2.0
+        dist.destroy_process_group(old)
+        assert dist.group.WORLD is not old and total() == 2.0 and known() == {1}
