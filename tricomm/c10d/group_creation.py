@@ -2,7 +2,7 @@
 
 The ranks that are left of a group agree over the control pages of its kernels' communicator, as for
 `Communicator.shrink`. The smaller group has another store, which its first rank hosts: the host of the old one may be
-among the lost ranks. Its connections, its NCCL and, at its first call, its kernels' memory are made anew.
+among the lost ranks. Its connections and its NCCL are new, and so is its kernels' memory at its first call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tricomm import arguments
 from tricomm.c10d import fallback_backends
 from tricomm.c10d.call_guard import is_refusal, sends
 from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
+from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.fallback_backends import Backends
 from tricomm.c10d.process_group import TricommGroup
 from tricomm.c10d.torch_names import c10d
@@ -166,7 +167,7 @@ def shrink(
     `exclude` has the ranks to leave out, by their numbers in `group`, the same on all ranks that are left; they may
     still run. None: those whose processes have ended, or that have destroyed the group. The smaller group has the
     timeout and the options of `group`, which is destroyed. Out of the default group it becomes the default group: its
-    ranks are numbered anew, and all other groups of this process are destroyed, as by `dist.shrink_group`. Make again
+    ranks get new numbers, and all other groups of this process are destroyed, as by `dist.shrink_group`. Make again
     what was made over a destroyed group: DDP, FSDP, DeviceMesh, CUDA graphs.
 
     Raises within `timeout` seconds (default: the group's), on all ranks that are left, which may then call it again, as
@@ -183,7 +184,7 @@ def shrink(
         made.append(_smaller(old, control, members, deadline))
 
     try:
-        comm.shrink_into(exclude, max(deadline.left, 1e-3), make)
+        comm._shrink_into(exclude, max(deadline.left, 1e-3), make)
     except BaseException:
         for new, _ in made:
             _end(new)
@@ -216,12 +217,12 @@ def _agreeing(group: Any) -> Communicator:
         )
     if group not in distributed_c10d._world.pg_map:
         raise InvalidArgument("shrink: this group was destroyed, or torch.distributed did not make it")
-    dispatcher = group._dispatcher
+    dispatcher: Dispatcher = group._dispatcher  # type: ignore[attr-defined]
     if not dispatcher.devices:
         raise InvalidArgument(
-            f"shrink: the ranks of {group._config} agree through the memory of their kernels, and there is none: no "
-            "call was made yet, or the kernels serve none (TRICOMM_CPU=kernels lets them serve CPU tensors). Destroy "
-            "the group, and make one of the ranks that are left over a store that is alive"
+            f"shrink: the ranks of {group.group_name!r} agree through the memory of their kernels, and there is none: "
+            "no call was made yet, or the kernels serve none (TRICOMM_CPU=kernels lets them serve CPU tensors). "
+            "Destroy the group, and make one of the ranks that are left over a store that is alive"
         )
     return dispatcher._comms[dispatcher.devices[0]]
 

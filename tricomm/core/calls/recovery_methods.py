@@ -59,7 +59,7 @@ class RecoveryMethods:
             return self._shrunk(Shrink(self._group.control, out, deadline))
 
     @guarded
-    def shrink_into(
+    def _shrink_into(
         self, exclude: Collection[int] | None, timeout: float, make: Callable[[ControlPage, tuple[int, ...]], None]
     ) -> None:
         """Agree as `shrink` does, and let `make` set up what these ranks have instead of this communicator: it is

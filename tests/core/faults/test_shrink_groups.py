@@ -18,6 +18,7 @@ from tests.c10d.bodies.groups import default_group, refused
 from tests.core.bodies.common_bodies import attempt
 from tests.store.store_ranks import free_port
 from tricomm.c10d import group_creation
+from tricomm.store.control import ControlPage
 
 WORLD = distributed_c10d._world
 
@@ -167,7 +168,7 @@ def test_wrong_arguments_and_callbacks_are_refused_and_the_group_stays(rank, wor
         assert total() == 2.0
 
 
-def stopped_in_make(rank, world_size, tell, url, how):
+def stopped_in_make(rank, world_size, tell, url, how, limit):
     """Rank 1 dies, or is refused something, while the smaller group is made; then the ranks that are left try again."""
     with default_group(rank, world_size, url, "kernels"):
         assert total() == 4.0
@@ -187,7 +188,7 @@ def stopped_in_make(rank, world_size, tell, url, how):
         if rank == 1:
             group_creation.make = make
         until_lost()
-        first = attempt(lambda: tricomm.shrink(timeout=20))
+        first = attempt(lambda: tricomm.shrink(timeout=limit))
         assert known() == {1}
         tricomm.shrink(timeout=20)
         return first[:2], dist.get_world_size(), total()
@@ -195,7 +196,7 @@ def stopped_in_make(rank, world_size, tell, url, how):
 
 @pytest.mark.parametrize("how", ["kill", "before", "after"])
 def test_all_have_the_smaller_group_or_all_raise(how, url):
-    with ranks.start(4, stopped_in_make, url, how) as started:
+    with ranks.start(4, stopped_in_make, url, how, 20) as started:
         left = [0, 2] if how == "kill" else [0, 1, 2]
         outcomes = started.results(left)
     for rank in left:
@@ -203,6 +204,17 @@ def test_all_have_the_smaller_group_or_all_raise(how, url):
         (kind, text), size, result = outcomes[rank].value
         assert (size, result) == (len(left), float(len(left)))
         assert kind == ("PeerDied" if how == "kill" else "ResourceError"), text
+
+
+def deaf(*given):
+    ControlPage.give_up_if_refused = lambda control: None
+    return stopped_in_make(*given)
+
+
+def test_without_a_look_at_the_others_a_refusal_costs_the_whole_time_limit(url):
+    with ranks.start(4, deaf, url, "before", 3.0) as started:
+        outcomes = started.results([0, 1, 2])
+    assert {outcome.value[0][0] for outcome in outcomes[:3]} & {"CollectiveTimeout", "RendezvousError"}, outcomes
 
 
 @ranks.each(2)
