@@ -174,13 +174,14 @@ def allreduce_fusion(
     if quantize in ("nvfp4", "fp8_per_token") or group:
         options["scale_out"] = scale_out
     options |= {"quantize": quantize, "quant_out": quant_out}
-    if experts is not None or group:
+    if experts is not None:
+        results = comm._all_reduce_rms_norm_of_experts(FusedArguments(*rows_of, **options), algorithm, experts)
+        return cast(torch.Tensor, options["norm_out"] if writes_norm else results.codes)
+    if group:
         comm._internal.faults.check_usable()
-        call = fused_call.checked(FusedArguments(*rows_of, **options), comm.device, experts, group)
+        call = fused_call.checked(FusedArguments(*rows_of, **options), comm.device, group=group)
         comm._internal.run_fused(call, algorithm)
-        given: Any = options["norm_out"] if writes_norm and not group else quant_out
-        result: Any = call.quant_out if given is None else given
-        return cast(torch.Tensor, result)
+        return cast(torch.Tensor, call.quant_out if quant_out is None else quant_out)
     codes: torch.Tensor = comm.all_reduce_rms_norm_quantized(*rows_of, algorithm=algorithm, **options).codes
     return codes
 

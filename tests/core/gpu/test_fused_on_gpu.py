@@ -234,3 +234,67 @@ def test_expert_rows_are_summed_again_when_a_graph_replays(comm, world):
     total = experts.summed(*given).double() + residual.double()
     assert torch.equal(residual_out, total.bfloat16())
     assert reference.within_an_ulp(kept, reference.norm_of(residual_out.double(), weight, experts.EPS))
+
+
+def expert_call(comm, workspace, given, **more):
+    """(norm, residual_out) of pattern 7, and whether they are right."""
+    residual = torch.arange(experts.TOKENS * HIDDEN).view(experts.TOKENS, HIDDEN).bfloat16() % 7
+    weight, out = torch.ones(HIDDEN).bfloat16(), torch.full_like(residual, 77)
+    norm = experts.moe(comm, workspace, 7, given, residual, weight, residual_out=out, **more)
+    total = experts.summed(*given).double() + residual.double()
+    exact = reference.norm_of(out.double(), weight, experts.EPS)
+    return torch.equal(out, total.bfloat16()) and reference.within_an_ulp(norm, exact)
+
+
+@pytest.mark.parametrize("without", [(), (2,), (3,), (2, 3)])
+def test_a_repeated_call_of_expert_rows_skips_the_checks_of_a_first_one(comm, monkeypatch, without):
+    workspace = experts.workspace_of(comm, HIDDEN, torch.bfloat16)
+
+    def drawn(seed):
+        comm_of_seed = type("Rank", (), {"rank": seed})
+        return [None if n in without else t for n, t in enumerate(experts.drawn(comm_of_seed, HIDDEN, torch.bfloat16))]
+
+    first, checked, checks = fused_calls.fused_call.checked, [], []
+    monkeypatch.setattr(fused_calls.fused_call, "checked", lambda *asked: checks.append(1) or first(*asked))
+    for seed in (0, 1, 2):
+        assert expert_call(comm, workspace, drawn(seed))
+        checked.append(len(checks))
+    assert checked == [1, 1, 1]
+    rows, places, weight, shared = drawn(3)
+    for change in (
+        (rows[:5].contiguous(), places, weight, shared),  # fewer rows, so that more places are outside
+        (rows, places[:, :4].contiguous(), None if weight is None else weight[:, :4].contiguous(), shared),
+        (torch.cat([rows.view(-1), rows[0]])[HIDDEN:].view_as(rows), places, weight, shared),
+    ):
+        assert expert_call(comm, workspace, change)
+    for change, words in (
+        ((rows, places.long(), weight, shared), "expert places: torch.int64"),
+        ((rows.half(), places, weight, shared), "expert rows: torch.float16"),
+        ((rows, places[:2], weight, shared), "expert places"),
+        ((rows, places.t().contiguous().t(), weight, shared), "expert places"),
+        ((rows, places, [1.0], shared), "expert weight: a torch.Tensor is needed"),
+    ):
+        with pytest.raises(InvalidArgument, match=words):
+            expert_call(comm, workspace, change)
+    with pytest.raises(InvalidArgument, match="norm_out overlaps expert rows"):
+        expert_call(comm, workspace, (rows, places, weight, shared), norm_out=rows[2 : 2 + experts.TOKENS])
+    into = torch.full((experts.TOKENS, HIDDEN), 77).bfloat16()
+    for _ in range(2):
+        assert expert_call(comm, workspace, (rows, places, weight, shared), norm_out=into)
+    with pytest.raises(InvalidArgument, match="overlaps expert rows"):  # like a known call, but for the memory
+        expert_call(comm, workspace, (rows, places, weight, shared), norm_out=rows[2 : 2 + experts.TOKENS])
+    assert expert_call(comm, workspace, (rows, places, weight, shared))
+
+
+def test_a_tensor_that_is_given_twice_is_no_other_one_later(comm):
+    workspace = experts.workspace_of(comm, HIDDEN, torch.bfloat16)
+    rows, places, weight, _ = experts.drawn(comm, HIDDEN, torch.bfloat16)
+    for shared in (rows[: experts.TOKENS], torch.ones(experts.TOKENS, HIDDEN).bfloat16(), rows[3 : 3 + experts.TOKENS]):
+        for _ in range(2):
+            assert expert_call(comm, workspace, (rows, places, weight, shared))
+    residual = torch.ones(experts.TOKENS, HIDDEN).bfloat16()
+    for shared in (residual, residual.clone(), residual):
+        given = rows, places, weight, shared
+        out = torch.empty_like(residual)
+        experts.moe(comm, workspace, 7, given, residual, residual[0], residual_out=out)
+        assert torch.equal(out, (experts.summed(*given).double() + residual.double()).bfloat16())

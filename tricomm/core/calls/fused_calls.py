@@ -9,17 +9,27 @@ All ranks take the same route, because it follows from what they have to agree o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from tricomm import arguments
 from tricomm.core import launch_plan
+from tricomm.core.calls.known_fused_call import (
+    EXPERTS,
+    NORM_OUT,
+    QUANT_OUT,
+    RESIDUAL_OUT,
+    SCALE_OUT,
+    KnownCall,
+    Tensors,
+)
 from tricomm.core.calls.prepared_calls import NEW, first_like, known_like
 from tricomm.core.entry_guard import Guard, entry, guarded
 from tricomm.core.faults import Faults
 from tricomm.core.fused import fused_call, row_functions, unfused
+from tricomm.core.fused.expert_rows import ExpertRows
 from tricomm.core.fused.fused_call import FUSED, QUANTIZATIONS, ROWS, FusedArguments, FusedCall, UserEpilogue
 from tricomm.core.group import Group
 from tricomm.core.launch_plan import LaunchPlan, Request
@@ -33,15 +43,8 @@ from tricomm.kernels import layout
 from tricomm.kernels.device.epilogue import nothing
 from tricomm.kernels.launch import jit_dispatch
 from tricomm.kernels.launch.compiler import WIDE
-from tricomm.kernels.launch.kernel_launch import Again
 
-# The tensors of a call, by their places in the tuples here: in the kernel's order.
-X, RESIDUAL_OUT, WEIGHT, RESIDUAL, NORM_OUT, SCALE, QUANT_OUT, SCALE_OUT = range(8)
-_OUTPUTS = (RESIDUAL_OUT, NORM_OUT, QUANT_OUT, SCALE_OUT)
-_MAY_BE = {(RESIDUAL_OUT, RESIDUAL), (RESIDUAL_OUT, X), (NORM_OUT, X)}  # the same memory
 _STATUS = layout.STATUS
-
-Tensors = Sequence[torch.Tensor | None]
 
 
 class Quantized(NamedTuple):
@@ -54,50 +57,6 @@ class Quantized(NamedTuple):
     norm: torch.Tensor | None
 
 
-class KnownCall:
-    """A call that was made.
-
-    look    the check of the given tensors (`arguments.look`)
-    slots   for each tensor that the kernel takes: its place, what makes it (None: it is given), bytes of an element and
-            of all, and 15 if it has to be aligned, else 0
-    apart   for each given output and each other given tensor: their indices in `slots`, their bytes, and whether they
-            may be the same memory
-    apart_at  the last addresses that passed the check of `apart`
-    plans   by 2 * captured + aligned: the plan and the launch of its kernel
-    """
-
-    __slots__ = ("apart", "apart_at", "look", "plans", "slots")
-
-    def __init__(self, looked_at: Sequence[torch.Tensor], given: Tensors, call: FusedCall, results: Tensors) -> None:
-        blocks = call.epilogue.quantize == "nvfp4"
-        bytewise = (SCALE,) if blocks else (SCALE, SCALE_OUT)
-        there = [(n, t) for n, t in enumerate(results) if t is not None]
-        self.look = arguments.look(*looked_at)
-        self.slots = [
-            (n, None if given[n] is not None else _maker(n, t, blocks), t.itemsize, t.nbytes, 15 * (n not in bytewise))
-            for n, t in there
-        ]
-        given_ones = [(at, n, t.nbytes) for at, (n, t) in enumerate(there) if given[n] is not None]
-        self.apart = [
-            (at, other, nbytes, more, (n, m) in _MAY_BE)
-            for at, n, nbytes in given_ones
-            if n in _OUTPUTS
-            for other, m, more in given_ones
-            if m not in _OUTPUTS or m > n
-        ]
-        self.apart_at: list[int] = []
-        self.plans: list[tuple[LaunchPlan, Again] | None] = [None] * 4
-
-
-def _maker(place: int, like: torch.Tensor, blocks: bool) -> Callable[[], torch.Tensor]:
-    if place == SCALE:  # the tensor of a scale that was given as a number
-        return lambda: like
-    if place == SCALE_OUT and blocks:  # matrix multiplications read its padding
-        shape, dtype, device = like.shape, like.dtype, like.device
-        return lambda: torch.zeros(shape, dtype=dtype, device=device)
-    return arguments.allocator(like)
-
-
 class FusedCalls:
     """One group's fused calls. `residual`, `weight`, numbers and scales have to be the same on all ranks."""
 
@@ -107,26 +66,42 @@ class FusedCalls:
 
     # Residual, RMSNorm, quantisation
 
-    def run(self, asked: FusedArguments, algorithm: str | None, protocol: str | None, async_op: bool) -> Any:
-        """Make the call `asked`; as `Communicator.all_reduce_rms_norm`, or its quantising form."""
+    def run(
+        self,
+        asked: FusedArguments,
+        algorithm: str | None,
+        protocol: str | None,
+        async_op: bool,
+        experts: ExpertRows | None = None,
+    ) -> Any:
+        """Make the call `asked`; as `Communicator.all_reduce_rms_norm`, or its quantising form. With `experts`, x is
+        not read and gives only shape and type."""
         if (gpu := self._gpu) is not None and gpu.current_device() != gpu.index:
-            return gpu.under(self.run)(asked, algorithm, protocol, async_op)
+            return gpu.under(self.run)(asked, algorithm, protocol, async_op, experts)
         x, residual, weight, eps, bias, residual_out, norm_out, quantize, scale, scale_layout, codes, scales = asked
         if isinstance(x, Symmetric):
             x = x.local
             asked = asked._replace(x=x)
         static = scale if isinstance(scale, torch.Tensor) else None
-        given = (x, residual_out, weight, residual, norm_out, static, codes, scales)
-        in_place = norm_out is x, residual_out is x, residual_out is residual
+        given: tuple[Any, ...] = (x, residual_out, weight, residual, norm_out, static, codes, scales)
+        in_place = norm_out is x, residual_out is x, residual_out is residual, residual is x
         own = None if in_place[0] else norm_out, None if in_place[1] or in_place[2] else residual_out
-        looked_at = [t for t in (x, weight, residual, static, codes, scales, *own) if t is not None]
+        other = None if in_place[3] else residual
+        looked_at = [t for t in (x, weight, other, static, codes, scales, *own) if t is not None]
         # All of the call but types and shapes, with the types of its numbers: True must not pass for 1.
-        key = (
+        key: tuple[Any, ...] = (
             (eps, type(eps), bias, type(bias), None if static is not None else scale, type(scale)),
             (residual is None, residual_out is None, norm_out is None, codes is None, scales is None, in_place),
             (algorithm, protocol, quantize, scale_layout),
         )
-        tensors = self.repeat(key, given, looked_at) or self._first(key, given, looked_at, asked, (algorithm, protocol))
+        if experts is not None:
+            summands = experts[:4]
+            given += tuple(experts.rows if t is None else t for t in summands)  # as `ExpertRows.operands`
+            looked_at += [t for t in summands if t is not None]
+            key += ((experts.top_k, *(t is None for t in summands)),)
+        tensors = self.repeat(key, given, looked_at)
+        if tensors is None:
+            tensors = self._first(key, given, looked_at, (asked, experts), (algorithm, protocol))
         result: Any = tensors[NORM_OUT], tensors[RESIDUAL_OUT]
         if quantize is not None:
             result = Quantized(tensors[QUANT_OUT], tensors[SCALE_OUT], tensors[RESIDUAL_OUT], norm_out)
@@ -175,11 +150,13 @@ class FusedCalls:
         return tensors
 
     def _first(
-        self, key: Any, given: Tensors, looked_at: Sequence[Any], asked: FusedArguments, forced: tuple[Any, Any]
+        self, key: Any, given: Tensors, looked_at: Sequence[Any], call_of: Sequence[Any], forced: tuple[Any, Any]
     ) -> list[Any]:
-        """Check a call and make it: its tensors by their places, those that it makes in the shape of x."""
+        """Check a call, of (arguments, experts), and make it: its tensors by their places, those that it makes in the
+        shape of x."""
         self._faults.check_usable()
-        call = fused_call.checked(asked, self._group.device)
+        asked, experts = call_of
+        call = fused_call.checked(asked, self._group.device, experts)
         x = asked.x
         blocks = call.epilogue.quantize == "nvfp4"
         made = (
@@ -191,6 +168,7 @@ class FusedCalls:
             call.scale,
             _like(call.quant_out, x),
             call.scale_out if blocks else _like(call.scale_out, x),
+            *given[EXPERTS:],
         )
         results = [one if one is not None else other for one, other in zip(given, made, strict=True)]
         for plan in self.run_checked(call, *forced):
@@ -383,3 +361,8 @@ class FusedMethods:
         """
         self._fused.run_rows(x, epilogue, operands, prepare or nothing, prologue, (algorithm, protocol))
         return self._launcher.finish(None, async_op)
+
+    @guarded
+    def _all_reduce_rms_norm_of_experts(self, asked: FusedArguments, algorithm: str | None, experts: ExpertRows) -> Any:
+        """`all_reduce_rms_norm`, or its quantising form, of rows that are sums of experts' rows."""
+        return self._fused.run(asked, algorithm, None, False, experts)
