@@ -218,6 +218,12 @@ class ControlPage:
             if self.page(rank).state == RankState.CLOSED and (fault := self.page(rank).fault()) is not None:
                 raise error_kind(fault.kind.encode())(fault.text)
 
+    def take_place(self, before: ControlPage) -> None:
+        """Let this rank's words be where those of `before` are, because captured graphs look for them there. The words
+        of `before` are from now on these. Raises as `HostWords.follow`; then it can be called again."""
+        self.host_words = before.host_words.follow(self.device_words)
+        self.device_words = self.host_words.address
+
     def close(self) -> None:
         """Tell the peers, and release all memory; a forked child only releases. Idempotent.
 

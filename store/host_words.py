@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from tricomm.errors import GroupAborted, ResourceError
 from tricomm.store.cuda.cuda_driver import PAGE_BYTES, Driver
+from tricomm.store.segments import map_again
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,23 @@ class HostWords:
                     f"on GPU {ordinal} too: a communicator has one GPU per rank"
                 )
             return self._registration.device_address
+
+    def follow(self, source: int) -> HostWords:
+        """The page at the same address, at which from now on the shared memory at `source` is mapped.
+
+        No kernel may use the page. Raises `ResourceError` if the GPU or the system refuses it; it can be called again.
+        """
+        with self._lock:
+            if (memory := self._memory) is None:
+                raise GroupAborted("the host memory of this group is closed; make a new communicator")
+            held = self._registration
+            if held is not None:
+                _unregister(held, self.address)
+                if held in _registered:
+                    raise ResourceError("the GPU still knows this group's control words, so they cannot be replaced")
+                self._registration = None
+            map_again(source, PAGE_BYTES, self.address)
+        return HostWords(memory, self.address)
 
     def close(self) -> None:
         """Unregister the page and release the memory. Idempotent; a forked child only drops its references.

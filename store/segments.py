@@ -33,6 +33,9 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mremap.restype = ctypes.c_void_p
+_libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
 class Segment:
@@ -153,6 +156,15 @@ class Segment:
         """Idempotent. In a forked child it releases only the child's copy."""
         self.close_fd()
         self._buffer = None
+
+
+def map_again(source: int, nbytes: int, address: int) -> None:
+    """Map the shared memory at `source` at `address` as well, in one step, instead of the shared memory there. Both
+    addresses stay what they were: each ends with its owner. Raises `ResourceError` if the system refuses it."""
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
+    if _libc.mremap(source, 0, nbytes, flags, address) != address:  # an old size of 0 keeps the mapping at `source`
+        number = ctypes.get_errno()
+        raise ResourceError(f"mremap: {os.strerror(number)}; {nbytes} bytes of shared memory at {address:#x}")
 
 
 def available_memory() -> int:

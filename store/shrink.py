@@ -59,6 +59,11 @@ class Shrink:
         out = [rank for rank in range(self._control.world_size) if rank not in self.members]
         return f"group {self._control.group} {f'without rank(s) {out}' if out else 'again'}"
 
+    @property
+    def nonce(self) -> bytes:
+        """The secret that the members share, once they have agreed."""
+        return self._mine.nonce
+
     def agree(self) -> None:
         """Wait until all ranks that are left ask for the same. Raises the same error on all of them if one gives up:
         `InvalidArgument` if they leave out different ranks, `PeerDied` if one has ended, `CollectiveTimeout` that names

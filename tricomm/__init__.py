@@ -11,7 +11,7 @@ from tricomm import torch_hook as _torch_hook
 
 if TYPE_CHECKING:
     from tricomm.c10d.group_creation import ddp_hook, resume, shrink, suspend, wrap
-    from tricomm.communicator import Communicator, init
+    from tricomm.communicator import Communicator, init, join
     from tricomm.core.symmetric import Symmetric
     from tricomm.core.work import Work
     from tricomm.errors import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 else:  # imported on first use: the command line must not need torch, nor a GPU machine greenlet
     _MODULES = {
         "c10d.group_creation": "ddp_hook resume shrink suspend wrap",
-        "communicator": "Communicator init",
+        "communicator": "Communicator init join",
         "core.symmetric": "Symmetric",
         "core.work": "Work",
         "errors": "CollectiveMismatch CollectiveTimeout GroupAborted InvalidArgument PeerDied PeerStalled "
@@ -92,6 +92,7 @@ __all__ = [
     "ddp_hook",
     "dump",
     "init",
+    "join",
     "local",
     "resume",
     "shrink",

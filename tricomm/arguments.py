@@ -189,8 +189,18 @@ def members(ranks: object, world_size: int) -> tuple[tuple[int, ...], InvalidArg
     return chosen, None
 
 
-def excluded(exclude: object, rank: int, world_size: int) -> frozenset[int] | None:
-    """The ranks that `shrink` on `rank` leaves out; None: those that have ended. Raises `InvalidArgument`."""
+def replaced(which: object, rank: int, world_size: int) -> frozenset[int] | None:
+    """The ranks that `replace` on `rank` replaces; None: those that have ended. Raises `InvalidArgument`."""
+    ranks = (which,) if isinstance(which, int) else which
+    return excluded(ranks, rank, world_size, f"replace: rank={which!r}", "a rank that is replaced does not call it")
+
+
+def excluded(
+    exclude: object, rank: int, world_size: int, said: str = "", why: str = "an excluded rank does not call shrink"
+) -> frozenset[int] | None:
+    """The ranks that `shrink` on `rank` leaves out; None: those that have ended. Raises `InvalidArgument`, which begins
+    with `said`."""
+    said = said or f"shrink: exclude={exclude!r}"
     if exclude is None:
         return None
     chosen: tuple[Any, ...] = (None,)
@@ -199,9 +209,7 @@ def excluded(exclude: object, rank: int, world_size: int) -> frozenset[int] | No
             chosen = tuple(exclude)
     whole = all(isinstance(r, int) and not isinstance(r, bool) and 0 <= r < world_size for r in chosen)
     if not whole or len(set(chosen)) < len(chosen):
-        raise InvalidArgument(f"shrink: exclude={exclude!r}: different ints from 0 to {world_size - 1} are needed")
+        raise InvalidArgument(f"{said}: different ints from 0 to {world_size - 1} are needed")
     if rank in chosen:
-        raise InvalidArgument(
-            f"shrink: exclude={exclude!r}: this is rank {rank}, and an excluded rank does not call shrink"
-        )
+        raise InvalidArgument(f"{said}: this is rank {rank}, and {why}")
     return frozenset(chosen)

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
@@ -23,6 +23,7 @@ from tricomm.core import bootstrap, nccl
 from tricomm.core.bootstrap import Terms, pick_device
 from tricomm.core.calls.collectives import Collectives
 from tricomm.core.calls.fused_calls import FusedCalls, FusedMethods
+from tricomm.core.calls.internal_calls import Internal
 from tricomm.core.calls.memory_methods import MemoryMethods
 from tricomm.core.calls.point_to_point import PointToPoint
 from tricomm.core.calls.prepared_calls import PreparedCalls
@@ -30,12 +31,10 @@ from tricomm.core.calls.recovery_methods import RecoveryMethods
 from tricomm.core.calls.tuning_methods import TuningMethods
 from tricomm.core.entry_guard import entry, guarded, set_up
 from tricomm.core.faults import Faults
-from tricomm.core.fused.fused_call import FusedCall
 from tricomm.core.group import PROCESSES, Group, Runtime
-from tricomm.core.launch_plan import LaunchPlan
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.planner import Planner
-from tricomm.core.watch.monitor import Monitor
+from tricomm.core.recovery import WHAT, Newcomer, Recovery
 from tricomm.errors import InvalidArgument
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
@@ -44,59 +43,9 @@ from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
 from tricomm.policy.backend_choice import GroupFacts, Router
 from tricomm.store.arenas.arena import Arena
-from tricomm.store.control import ControlPage, PackedDescriptor, RankState
+from tricomm.store.control import ControlPage, RankState
 from tricomm.store.rendezvous import check_rank, open_store
-from tricomm.store.shrink import Shrink
 from tricomm.topology.model import Topology
-
-
-@dataclass(eq=False)
-class Internal:
-    """`Communicator._internal`: its parts, and its own calls."""
-
-    group: Group
-    faults: Faults
-    monitor: Monitor
-    launcher: Launcher
-    planner: Planner
-    calls: PreparedCalls
-    fused: FusedCalls
-
-    def __post_init__(self) -> None:
-        self._guard, self._gpu, self._run = self.launcher.guard, self.group.gpu, self.calls.run
-
-    @entry
-    def repeat(self, op: str, x: torch.Tensor) -> bool:
-        """Repeat an all_reduce in place. False, with nothing done, if it is new or needs the checks of a first call."""
-        try:
-            return self._run(("all_reduce", op, None, None, -1, True), x, known_only=True) is not None
-        except BaseException as error:
-            self._guard.unwound(error)
-            raise
-
-    @guarded
-    def remember(self, op: str, x: torch.Tensor) -> bool:
-        """Let `repeat` make all_reduces of tensors like `x`, after a call with the same elements in another shape.
-        False if such tensors need the checks of a first call."""
-        return self.calls.remember(op, x)
-
-    @guarded
-    def run_fused(
-        self, call: FusedCall, algorithm: str | None = None, protocol: str | None = None
-    ) -> Sequence[LaunchPlan]:
-        """Run a call that `fused_call.checked` has made for this group's device; called by all ranks."""
-        return self.fused.run_checked(call, algorithm, protocol)
-
-    @guarded
-    def announce(self, descriptor: PackedDescriptor, made: tuple[Any, ...]) -> None:
-        """Tell the peers of a call that all ranks make by other means, so that a rank with a different one is named."""
-        self.launcher.announce(descriptor, made)
-
-    @guarded
-    def withdraw(self, calls: int) -> None:
-        """Take back the last `calls` that were announced, because they were refused before anything was sent."""
-        self.launcher.withdraw(calls)
-
 
 log = logging.getLogger("tricomm")
 _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -139,23 +88,31 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
         comm._meet(store, terms)
         return comm
 
-    def _meet(self, store: Store, terms: Terms, shrink: Shrink | None = None, number: int = 0) -> None:
+    def _meet(self, store: Store, terms: Terms, recovery: Recovery | None = None) -> None:
         def make(undo: ExitStack) -> None:
-            shared = bootstrap.join(undo, store, terms) if shrink is None else bootstrap.rejoin(undo, shrink, terms)
+            shared = bootstrap.rejoin(undo, recovery, terms) if recovery else bootstrap.join(undo, store, terms)
             group = Group(shared, terms.device, terms.timeout, terms.options, PROCESSES)
             self._assemble(undo, group, store, terms.router)
-            if self._gpu is None:  # a GPU may still run kernels
-                release = partial(self._group.drop, self._monitor.stop)
-                weakref.finalize(self, self._monitor.abandon, release).atexit = False
+            self._release_if_dropped()
             # Every rank has the communicator, or none.
-            mine = group.recorder.job_rank() if shrink is None else str(number).encode()
-            numbers = shared.control.exchange(mine, "the communicator", terms.timeout)
+            if recovery is None:
+                group.recorder.place(shared.control.exchange(group.recorder.job_rank(), WHAT, terms.timeout))
+                return
+            numbers, suspended = recovery.settle(group)
             group.recorder.place(numbers)
-            if shrink is not None:
-                shrink.decide()
+            if suspended:
+                self._fall_asleep()
+            recovery.decide()
             shared.control.limit = None
 
         set_up(make)
+
+    def _release_if_dropped(self) -> None:
+        """From now on release the group if this object is collected without `close`."""
+        if self._gpu is None:  # a GPU may still run kernels
+            release = partial(self._group.drop, self._monitor.stop)
+            self._dropped = weakref.finalize(self, self._monitor.abandon, release)
+            self._dropped.atexit = False
 
     @classmethod
     def _over(
@@ -181,6 +138,7 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
     ) -> None:
         """Make what a communicator consists of, each part over those before it; the monitor starts last."""
         self._group, self._gpu, self._splits = group, group.gpu, 0
+        self._dropped, self._retired = None, list[Planner]()
         self._store = store  # kept alive: if this rank hosts it, another one may still be at the rendezvous
         self.stream: Any = None  # a rank's own, if all ranks are in one process
         tuned = group.runtime.table(group.control, group.fingerprint, group.timeout)
@@ -369,6 +327,31 @@ def _close_all() -> None:
         if comm._group.pid == os.getpid():
             log.warning("%s was not closed; closing it at exit", comm)
             comm.close()
+
+
+def join(
+    store: Store,
+    rank: int,
+    world_size: int,
+    device: torch.device | str | int | None = None,
+    timeout: float | timedelta | None = None,
+    options: Options | None = None,
+    *,
+    meeting_timeout: float | None = None,
+) -> Communicator:
+    """A communicator of this new process, which takes the place of the lost `rank` of a group of `world_size` ranks.
+
+    The ranks that are left call `Communicator.replace`; until then, for `meeting_timeout` seconds at most, this waits.
+    All of them use the same `store`. The arguments are as those of `Communicator`, and the options those of the group.
+    Symmetric handles and CUDA graphs are made as in a new group.
+
+    Raises as `Communicator`, also if all ranks are new, or if another process takes the same place.
+    """
+    check_rank(rank, world_size)
+    terms = bootstrap.terms(rank, world_size, device, timeout, with_environment(options), meeting_timeout)
+    comm = Communicator.__new__(Communicator)
+    comm._meet(store, terms, Newcomer(store, terms))
+    return comm
 
 
 def init(

@@ -9,7 +9,8 @@ never completes, so a lost word is a state in which no rank can move.
 
 Each rule of the kernels is also dropped, and then the model must fail. A protocol changes here first, then in the
 kernels. Memory is sequentially consistent here; the explorer checks the order of accesses. Whether kernels that overlap
-have room on a GPU (`residency.py`) and how survivors agree on a smaller group (`shrink.py`) are separate models.
+have room on a GPU (`residency.py`), how survivors agree on a smaller group (`shrink.py`) and how a new rank learns that
+(`replace.py`) are separate models.
 Run: python -m devtools.mailbox_model (seconds; exits with 1 if a verdict is not the expected one).
 """
 

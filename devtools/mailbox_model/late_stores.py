@@ -1,14 +1,17 @@
-"""Stores of a group that was given up, while its survivors already use the smaller group.
+"""Stores of a group that was given up, while its survivors already use a smaller group, or one with a new rank.
 
 A call of three ranks is cut: rank 1 ended or stopped in it. Its stores may arrive at any time, because a stopped peer
 may wake up. A survivor's kernel has left before the survivor makes the new group, so its own stores are over. In the
 new group rank 2 is rank 1. The old call's words have their epoch as header and another payload, so that a poll that
 takes one for a new word reads a wrong one.
+
+A group with a new rank 1 has its memory at the old addresses, because captured graphs store there. The lost rank has
+the old memory mapped, so its stores do not reach the new one; those of a kernel that a survivor has not waited for do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from devtools.mailbox_model.explore import (
@@ -26,30 +29,32 @@ from devtools.mailbox_model.explore import (
     read,
 )
 
-_FRESH = 10  # added to the owner's number: other memory
+Place = Callable[[int], int]  # the owner of slots, from a rank of the new group
 
 
-def old_stores(rank: int) -> list[Op]:
+def fresh(rank: int) -> int:
+    """Other memory than the old ranks'."""
+    return rank + 10
+
+
+def old_stores(rank: int, where: Place = int) -> list[Op]:
     """The stores of `rank` in the last call of the old group, of epoch 2."""
-    return [*push(rank, others(rank, 3), 2, "a", -2), *push(rank, others(rank, 3), 2, ["h00"])]
+    return _at([*push(rank, others(rank, 3), 2, "a", -2), *push(rank, others(rank, 3), 2, ["h00"])], where)
 
 
-def new_call(rank: int, n: int, epoch: int, fresh: bool, first: int) -> list[Block]:
+def new_call(rank: int, n: int, epoch: int, where: Place, first: int) -> list[Block]:
     """Call `epoch` of the new group: data, a barrier, the read of the peers' data."""
     peers, at = others(rank, n), first + epoch
-    ops = push(rank, peers, at, "a") + barrier(rank, peers, at) + read(rank, peers, at, "a")
-    return [[op._replace(slots=tuple(_place(slot, fresh) for slot in op.slots)) for op in ops]]
+    return [_at(push(rank, peers, at, "a") + barrier(rank, peers, at) + read(rank, peers, at, "a"), where)]
 
 
-def _place(slot: tuple[int, int, int, str], fresh: bool) -> tuple[int, int, int, str]:
-    owner, *rest = slot
-    # In the old memory, the new rank 1 owns the slots that it had as the old rank 2.
-    return (owner + _FRESH if fresh else 2 * owner, *rest)  # type: ignore[return-value]
+def _at(ops: list[Op], where: Place) -> list[Op]:
+    return [op._replace(slots=tuple((where(owner), *rest) for owner, *rest in op.slots)) for op in ops]  # type: ignore
 
 
-def shrunk(fresh: bool, first: int, drained: bool = True) -> Ranks:
+def shrunk(where: Place, first: int, drained: bool = True) -> Ranks:
     """The survivors' launches, and what arrives late: each store on its own."""
-    new = calls(2, *[partial(new_call, fresh=fresh, first=first)] * (3 if drained else 1))
+    new = calls(2, *[partial(new_call, where=where, first=first)] * (3 if drained else 1))
     late = old_stores(1)
     for rank, was in enumerate((0, 2)):
         if drained:
@@ -59,8 +64,21 @@ def shrunk(fresh: bool, first: int, drained: bool = True) -> Ranks:
     return [*new, *([[[store]]] for store in late)]
 
 
+def replaced(where: Place, first: int, drained: bool = True) -> Ranks:
+    """As `shrunk`, with a new rank 1. The survivors' old kernels store to the addresses that the new memory gets."""
+    new = calls(3, *[partial(new_call, where=where, first=first)] * 2)
+    if drained:  # a kernel that has left before has no store in flight
+        return [*new, *([[[store]]] for store in old_stores(1))]
+    late = [store for rank in (0, 2) for store in old_stores(rank, where)]
+    return [*new, *([[[store]]] for store in late)]
+
+
 def cases() -> Iterator[Case]:
-    yield Case("shrink to fresh memory", SAFE, shrunk(fresh=True, first=0))
-    yield Case("shrink to fresh memory before the old kernels have left", SAFE, shrunk(True, 0, drained=False))
-    yield Case("shrink in the old memory, epochs from 1", WRONG, shrunk(fresh=False, first=0))
-    yield Case("shrink in the old memory, epochs that go on", LOSES, shrunk(fresh=False, first=2))
+    yield Case("shrink to fresh memory", SAFE, shrunk(fresh, first=0))
+    yield Case("shrink to fresh memory before the old kernels have left", SAFE, shrunk(fresh, 0, drained=False))
+    # In the old memory, the new rank 1 owns the slots that it had as the old rank 2.
+    yield Case("shrink in the old memory, epochs from 1", WRONG, shrunk(lambda rank: 2 * rank, first=0))
+    yield Case("shrink in the old memory, epochs that go on", LOSES, shrunk(lambda rank: 2 * rank, first=2))
+    yield Case("replace with fresh memory", SAFE, replaced(fresh, first=0))
+    yield Case("replace with fresh memory before the old kernels have left", WRONG, replaced(fresh, 0, drained=False))
+    yield Case("replace in the old memory", WRONG, replaced(int, first=0))

@@ -29,10 +29,10 @@ State = tuple[tuple[Place, ...], tuple[int, ...], int]
 
 def explore(n: int, broken: str, want: str = SAFE) -> tuple[str, int]:
     """As `every_order.search`, of `n` survivors; `broken`: the rule that is dropped."""
-    return search(((("set up", 0),) * n, (SETTING_UP,) * n, OPEN), partial(_moves, n, broken), want)
+    return search(((("set up", 0),) * n, (SETTING_UP,) * n, OPEN), partial(moves, n, broken), want)
 
 
-def _moves(n: int, broken: str, state: State) -> Iterator[State | str]:
+def moves(n: int, broken: str, state: State) -> Iterator[State | str]:
     places, _, _ = state
     for rank, (step, _) in enumerate(places):
         if step in (RAISED, DEAD):

@@ -61,6 +61,10 @@ class Arena(ABC):
 
         If it fails, all ranks release everything and raise the same error, as `open_arena` does."""
 
+    def own(self) -> None:  # noqa: B027  # nothing was lent by default
+        """Take over the addresses that another arena has lent (`open_arena`), which is closed after that. Until then
+        `close` frees the memory at them, and the addresses stay the other's. Idempotent."""
+
     @abstractmethod
     def close(self) -> None:
         """Release the memory; idempotent."""

@@ -83,6 +83,9 @@ class Blocks(ABC):
         """Release all memory and keep its addresses. May be repeated."""
         raise ResourceError(self.no_suspend)
 
+    def own(self) -> None:  # noqa: B027  # nothing was lent by default
+        """Take over the addresses that other blocks have lent. Idempotent."""
+
     @abstractmethod
     def release(self, undo: Cleanup) -> bool:
         """Release all blocks; False if this rank's block, and therefore its context, has to stay."""
@@ -135,6 +138,13 @@ class CudaArena(Arena):
         if not self.bases[rank]:
             raise InvalidArgument(f"rank {rank}'s memory is out of rank {self.rank}'s reach: their GPUs have no link")
         return raw_view(self.bases[rank] + offset, shape, dtype, self.device)
+
+    @property
+    def blocks(self) -> Blocks:
+        return self._blocks
+
+    def own(self) -> None:
+        self._blocks.own()
 
     def suspend(self) -> None:
         site = self._site

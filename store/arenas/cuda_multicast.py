@@ -47,13 +47,17 @@ PROBE = b"""
 class Multicast:
     """The multicast address of all ranks' blocks, mapped here; `memory` is this rank's block.
 
-    `share` may be called again after `give_back`; the address stays the same.
+    `share` may be called again after `give_back`; the address stays the same. So it does with a `lender`, which has
+    given its memory back.
     """
 
-    def __init__(self, control: ControlPage, site: GpuSite, memory: MappedMemory, sharing: str) -> None:
+    def __init__(
+        self, control: ControlPage, site: GpuSite, memory: MappedMemory, sharing: str, lender: Multicast | None = None
+    ) -> None:
         self._control, self._site, self._own, self._sharing = control, site, memory, sharing
         self._driver, self._ordinal = site.driver, site.ordinal
-        self._mapped = MappedMemory(site.driver, memory.nbytes)
+        lent = lender._mapped if lender is not None else None
+        self._mapped: MappedMemory = lent or MappedMemory(site.driver, memory.nbytes)
         self._passing = passing(sharing, control, _NAME)
         self._modules: list[int] = []  # at most one
         self._bound = False

@@ -35,9 +35,18 @@ def open_cuda_vmm(
     driver: Driver | None = None,
     reach: Sequence[bool] | None = None,
     sharing: str = DESCRIPTOR,
+    lender: CudaArena | None = None,
 ) -> CudaArena:
-    """`open_blocks` with memory shared by `sharing` handles. Also raises `ResourceError` if a GPU cannot do that."""
-    return open_blocks(control, nbytes, device, timeout, driver, reach, lambda: VmmBlocks(control, nbytes, sharing))
+    """`open_blocks` with memory shared by `sharing` handles, at the addresses of `lender`. Also raises `ResourceError`
+    if a GPU cannot do that."""
+    lent = lender.blocks if lender is not None else None
+    if lent is not None and not isinstance(lent, VmmBlocks):
+        raise ResourceError(f"the addresses of {lent.kind} memory cannot be used again")
+
+    def make() -> VmmBlocks:
+        return VmmBlocks(control, nbytes, sharing, lent)
+
+    return open_blocks(control, nbytes, device, timeout, driver, reach, make)
 
 
 @dataclass(frozen=True)
@@ -68,10 +77,11 @@ class VmmBlocks(Blocks):
 
     kind = "cuda_vmm"
 
-    def __init__(self, control: ControlPage, nbytes: int, sharing: str) -> None:
+    def __init__(self, control: ControlPage, nbytes: int, sharing: str, lender: VmmBlocks | None = None) -> None:
         self._control, self._nbytes, self._sharing = control, nbytes, sharing
         self._granularity = 0
-        self._mapped: dict[int, MappedMemory] = {}  # by rank, the own one first
+        self._lender = lender
+        self._mapped: dict[int, MappedMemory] = dict(lender._mapped) if lender else {}  # by rank, the own one first
         self._passing = passing(sharing, control, self.kind)
         self._switch: Multicast | None = None
 
@@ -101,7 +111,8 @@ class VmmBlocks(Blocks):
     def multicast(self, probe: int, deadline: Deadline) -> int:
         site = self.site
         if self._switch is None:
-            self._switch = Multicast(self._control, site, self._mapped[self._control.rank], self._sharing)
+            lent = self._lender._switch if self._lender else None
+            self._switch = Multicast(self._control, site, self._mapped[self._control.rank], self._sharing, lent)
         try:
             return self._switch.share(probe, deadline)
         except BaseException:
@@ -125,7 +136,7 @@ class VmmBlocks(Blocks):
         site = self.site
         block = self._mapped.setdefault(rank, MappedMemory(site.driver, nbytes))
         if block.nbytes != nbytes:
-            raise RendezvousError(f"rank {rank} shares {nbytes} bytes, and before it was suspended {block.nbytes}")
+            raise RendezvousError(f"rank {rank} shares {nbytes} bytes, and shared {block.nbytes} before")
         block.require_empty(Cleanup(site.driver, site.context))
         return block
 
@@ -136,7 +147,19 @@ class VmmBlocks(Blocks):
         for block in self._mapped.values():
             block.empty(undo)
 
+    def own(self) -> None:
+        if (lender := self._lender) is not None:
+            self._switch = self._switch or lender._switch
+            self._lender = lender._switch = None
+            lender._mapped.clear()
+
     def release(self, undo: Cleanup) -> bool:
+        if self._lender is not None:
+            self.give_back(undo)
+            for rank in self._lender._mapped:
+                self._mapped.pop(rank, None)
+            if self._lender._switch is not None:
+                self._switch = None
         if self._switch is not None:
             self._switch.release(undo)
         self._passing.abandon()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,12 +26,14 @@ _SETTING = {b"ipc": "TRICOMM_CUDA_VMM=0", b"descriptor": "no TRICOMM_CUDA_VMM=fa
 
 def open_arena(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, reach: Sequence[bool] | None = None,
-    multicast: bool = False,
+    multicast: bool = False, lender: Any = None,
 ) -> Arena:  # fmt: skip
     """Zeroed memory of `nbytes` bytes on each rank's `device`, mapped by all; called by all ranks together.
 
     On GPUs `reach[r]` says whether this rank maps rank r's memory (the same on both ranks); if not, its address is 0.
-    `multicast`: also set up a multicast address, if the machine has that and permits it.
+    `multicast`: also set up a multicast address, if the machine has that and permits it. `lender`: this rank's
+    suspended arena of the same size and kind, whose addresses are used again, if the new one is of that kind as well;
+    they stay that one's until `Arena.own`.
 
     Raises the same error on all ranks, with everything undone: `ResourceError` if memory is refused,
     `InvalidArgument` for a bad size or device. Takes `timeout` seconds at most.
@@ -39,10 +41,10 @@ def open_arena(
     if device.type == "cpu":
         from tricomm.store.arenas.posix_shm import open_posix_shm
 
-        return open_posix_shm(control, nbytes, timeout)
+        return open_posix_shm(control, nbytes, timeout, lender)
     if device.type == "cuda":
         deadline = Deadline(timeout)
-        arena = open_cuda(control, nbytes, device, timeout, reach=reach)
+        arena = open_cuda(control, nbytes, device, timeout, reach=reach, lender=lender)
         with ExitStack() as undo:
             undo.callback(arena.close)
             if multicast:
@@ -54,7 +56,7 @@ def open_arena(
 
 def open_cuda(
     control: ControlPage, nbytes: int, device: torch.device, timeout: float, driver: Driver | None = None,
-    reach: Sequence[bool] | None = None,
+    reach: Sequence[bool] | None = None, lender: CudaArena | None = None,
 ) -> CudaArena:  # fmt: skip
     """`open_blocks` with memory shared by file descriptors. A rank may ask for fabric handles
     (TRICOMM_CUDA_VMM=fabric); legacy CUDA IPC is the fallback if a rank cannot share by descriptors, or must not
@@ -69,7 +71,7 @@ def open_cuda(
         against = [rank for rank, answer in enumerate(wanted) if answer in forbidding]
         if against:
             raise ResourceError(f"{_SETTING[wanted[against[0]]]} on rank(s) {against}")
-        return open_cuda_vmm(control, nbytes, device, deadline.left, driver, reach, sharing)
+        return open_cuda_vmm(control, nbytes, device, deadline.left, driver, reach, sharing, lender)
 
     ways: list[tuple[str, Callable[[], CudaArena]]] = [
         ("descriptors", lambda: vmm(DESCRIPTOR, b"ipc")),

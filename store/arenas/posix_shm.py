@@ -20,7 +20,7 @@ from tricomm.store.arenas.passing import DescriptorPassing
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage
 from tricomm.store.records import NAME_BYTES
-from tricomm.store.segments import MAX_NBYTES, Segment
+from tricomm.store.segments import MAX_NBYTES, Segment, map_again
 
 _FORMAT = RecordFormat(b"TCSH", f"QQ{NAME_BYTES}s")  # bytes of the file, bytes before the memory in it, the socket
 
@@ -33,8 +33,12 @@ class FilePart(NamedTuple):
     size: int
 
 
-def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixShmArena:
+def open_posix_shm(
+    control: ControlPage, nbytes: int, timeout: float, lender: PosixShmArena | None = None
+) -> PosixShmArena:
     """A zeroed block of `nbytes` bytes for each rank, mapped by all ranks; called by all ranks together.
+
+    On a rank that has a `lender` they are mapped at the addresses of its blocks, instead of these.
 
     Takes `timeout` seconds at most. Raises the same error on all ranks, with everything undone: `ResourceError` if
     memory or a descriptor is refused, `InvalidArgument` for a bad size or a bad TRICOMM_SOCKET_DIR,
@@ -51,9 +55,11 @@ def open_posix_shm(control: ControlPage, nbytes: int, timeout: float) -> PosixSh
         stages = CollectiveStages(control, "posix_shm", Deadline(timeout))
         mapped = map_peers(stages, undo, "allocate memory", allocate, nbytes, "posix_shm")
         own[0].close_fd()
+        segments = [own[0] if rank == control.rank else mapped[rank][0] for rank in range(control.world_size)]
+        if lender is not None:
+            lender.show(segments)
         undo.pop_all()
-    segments = [own[0] if rank == control.rank else mapped[rank][0] for rank in range(control.world_size)]
-    return PosixShmArena(control.rank, segments)
+    return PosixShmArena(control.rank, segments, lender)
 
 
 def map_peers(
@@ -113,11 +119,11 @@ class PosixShmArena(Arena):
 
     kind = "posix_shm"
 
-    def __init__(self, rank: int, segments: Sequence[Segment]) -> None:
+    def __init__(self, rank: int, segments: Sequence[Segment], lender: PosixShmArena | None = None) -> None:
         self.nbytes = segments[0].nbytes
-        self._rank = rank
-        self.bases = tuple(segment.address for segment in segments)
-        self._segments = tuple(segments)
+        self._rank, self._lender = rank, lender
+        self._segments: tuple[Segment, ...] = tuple(segments) if lender is None else lender._segments
+        self.bases = tuple(segment.address for segment in self._segments)
 
     def _view(self, rank: int, offset: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return host_view(self._segments[rank].buffer, offset, shape, dtype)
@@ -137,8 +143,18 @@ class PosixShmArena(Arena):
             undo.pop_all()
         self.suspended = False
 
+    def show(self, segments: Sequence[Segment]) -> None:
+        """Map these segments at the addresses of this arena's, instead of these."""
+        for here, segment in zip(self._segments, segments, strict=True):
+            map_again(segment.address, self.nbytes, here.address)
+
+    def own(self) -> None:
+        if self._lender is not None:
+            self._lender._segments = ()
+            self._lender = None
+
     def close(self) -> None:
         self.closed = True
         segments, self._segments = self._segments, ()
-        for segment in segments:
+        for segment in segments if self._lender is None else ():
             segment.close()

@@ -4,7 +4,7 @@ import pytest
 
 from devtools import mailbox_model
 from devtools.mailbox_model import __main__ as command
-from devtools.mailbox_model import residency, shrink, shrink_calls
+from devtools.mailbox_model import replace, residency, shrink, shrink_calls
 from devtools.mailbox_model.explore import LOSES, SAFE, WRONG, Case, barrier, calls, explore, poll, push, read
 
 CASES = mailbox_model.cases()
@@ -20,7 +20,10 @@ def test_each_case_has_the_expected_verdict(case):
     assert explore(case.ranks, case.want)[0] == case.want
 
 
-@pytest.mark.parametrize(("want", "find"), [pytest.param(*case[1:], id=case[0]) for case in shrink.cases()])
+AGREEMENTS = [*shrink.cases(), *replace.cases()]
+
+
+@pytest.mark.parametrize(("want", "find"), [pytest.param(*case[1:], id=case[0]) for case in AGREEMENTS])
 def test_all_survivors_have_the_smaller_group_or_all_raise(want, find):
     assert find(want)[0] == want
 
@@ -72,6 +75,7 @@ def test_the_command_fails_if_a_verdict_is_not_the_expected_one(monkeypatch, cap
         monkeypatch.setattr(command.residency, "cases", tuple)
         monkeypatch.setattr(command.shrink, "cases", tuple)
         monkeypatch.setattr(command.shrink_calls, "cases", tuple)
+        monkeypatch.setattr(command.replace, "cases", tuple)
         with pytest.raises(SystemExit) as end:
             command.main()
         assert end.value.code == status

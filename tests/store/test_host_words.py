@@ -159,7 +159,7 @@ class Job:
         self.world, self.drivers = world, [ready(world), ready(world)]
 
         def arena(
-            control: ControlPage, nbytes: int, device: Any, timeout: float, reach: Any = None, multicast: bool = False
+            control: ControlPage, nbytes: int, device: Any, timeout: float, reach: Any, multicast: bool, lender: Any
         ) -> Any:
             return open_cuda_ipc(control, nbytes, torch.device("cuda", 0), timeout, self.drivers[control.rank], reach)
 

@@ -20,9 +20,10 @@ from tricomm.c10d.group_calls import OPERATIONS, GroupCall
 from tricomm.c10d.streams import GroupStream
 from tricomm.c10d.torch_names import c10d
 from tricomm.c10d.work_handles import FinishedWork
-from tricomm.communicator import Communicator, Internal
+from tricomm.communicator import Communicator
 from tricomm.core import bootstrap
 from tricomm.core.bootstrap import pick_device
+from tricomm.core.calls.internal_calls import Internal
 from tricomm.core.fused.fused_call import FUSED
 from tricomm.core.symmetric import Symmetric
 from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError

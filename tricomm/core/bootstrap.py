@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -33,7 +34,6 @@ from tricomm.store.arenas.open_arena import open_arena
 from tricomm.store.control import ControlPage, Fault
 from tricomm.store.handshake import SpansNodes, handshake, refuse
 from tricomm.store.rendezvous import open_store
-from tricomm.store.shrink import Shrink
 from tricomm.store.store_control import open_store_control
 from tricomm.topology.model import Topology
 
@@ -69,7 +69,7 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Shared:
     """The memory and the facts that the ranks of a group share, and `Terms.recorder`; the group takes over the control
-    page and the arena. `origin`: the group that was shrunk to these ranks, in words; empty for a new one."""
+    page and the arena. `origin`: the group out of which this one was made, in words; empty for a new one."""
 
     control: ControlPage
     arena: Arena
@@ -78,6 +78,25 @@ class Shared:
     routes: backend_choice.GroupFacts
     recorder: FlightRecorder | None = None
     origin: str = ""
+
+
+class Rejoining(Protocol):
+    """How a rank meets those with which it makes a group out of an earlier one.
+
+    lender   this rank's arena of that group, if the new one uses its addresses
+    origin   that group, in words
+    """
+
+    lender: Arena | None
+
+    @property
+    def origin(self) -> str: ...
+
+    def connect(self) -> ControlPage:
+        """The pages of the group's ranks."""
+
+    def met(self, control: ControlPage) -> None:
+        """Called with these pages, on all ranks together."""
 
 
 class NoArena(Arena):
@@ -188,8 +207,7 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     """Meet over `store` and share memory, as `Communicator` says; every rank calls it. `undo` releases everything."""
     device, options, rank, world_size = terms.device, terms.options, terms.rank, terms.world_size
     native, missing = fallback(device, options)
-    agreed = digest_of(options, terms.layout, device.type)
-    limit = terms.rendezvous_timeout
+    agreed, limit = digest(terms), terms.rendezvous_timeout
     why: str | None = None
     nodes = 1
     # Each resource is on the stack before the next line runs, because an interrupt may happen between the two.
@@ -207,15 +225,27 @@ def join(undo: ExitStack, store: Store, terms: Terms) -> Shared:
     return _share(undo, control, terms, why, nodes)
 
 
-def rejoin(undo: ExitStack, shrink: Shrink, terms: Terms) -> Shared:
-    """As `join`, for ranks that have agreed to shrink their group."""
-    undo.push(partial(leave, control := shrink.connect()))
-    control.agree(None, "shrink", terms.rendezvous_timeout)
-    return replace(_share(undo, control, terms), origin=shrink.origin)
+def rejoin(undo: ExitStack, way: Rejoining, terms: Terms) -> Shared:
+    """As `join`, for ranks of which some have been in a group, and new ones."""
+    undo.push(partial(leave, control := way.connect()))
+    way.met(control)
+    return replace(_share(undo, control, terms, lender=way.lender), origin=way.origin)
 
 
-def _share(undo: ExitStack, control: ControlPage, terms: Terms, why: str | None = None, nodes: int = 1) -> Shared:
-    """Share memory among ranks that have met, unless `why` gives a reason against it."""
+def digest(terms: Terms) -> int:
+    """A number that differs if two ranks' terms do not fit together."""
+    return digest_of(terms.options, terms.layout, terms.device.type)
+
+
+def _share(
+    undo: ExitStack,
+    control: ControlPage,
+    terms: Terms,
+    why: str | None = None,
+    nodes: int = 1,
+    lender: Arena | None = None,
+) -> Shared:
+    """Share memory among ranks that have met, unless `why` gives a reason against it; at the addresses of `lender`."""
     device, options, world_size = terms.device, terms.options, terms.world_size
     native, missing = fallback(device, options)
     topology: Topology | None = None
@@ -227,7 +257,8 @@ def _share(undo: ExitStack, control: ControlPage, terms: Terms, why: str | None 
         topology = topology_agreement.agree(control, options, device, limit)
         reach = topology_agreement.reach(topology, terms.rank)
         try:
-            undo.callback((arena := open_arena(control, terms.layout.nbytes, device, limit, reach, True)).close)
+            nbytes = terms.layout.nbytes
+            undo.callback((arena := open_arena(control, nbytes, device, limit, reach, True, lender)).close)
         except ResourceError as error:  # the same on all ranks, with everything undone
             if native is None:
                 raise

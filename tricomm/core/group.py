@@ -119,7 +119,7 @@ class Group:
     rank, world_size   this rank's number, and how many there are
     name               the group's, the same on all ranks
     device, gpu        of this rank's tensors; `gpu` is None if the kernels are interpreted on a CPU
-    origin             the group that was shrunk to this one, in words; empty for a new one
+    origin             the group out of which this one was made, in words; empty for a new one
     simulated          whether the kernels are interpreted: no time measured then says anything about a GPU
     table              int64 tensor that users' kernels read everything from: ranks, addresses, sizes
     argument           the same for the shipped kernels: `layout.group_argument`
@@ -128,7 +128,7 @@ class Group:
     words, flags       the control words that the kernels and the host of this rank share; `flags` reads faster
     closed             whether it has been closed, or this process is a forked child
     suspended          whether its memory has been freed
-    recovering         the lock of `shrink`
+    recovering         the lock of `shrink` and `replace`
     refusing           whether calls are refused: it is closed or suspended
     max_blocks         the largest grid whose blocks are surely resident together on every rank's device
     handles            the number of symmetric handles that were made

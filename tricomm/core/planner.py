@@ -46,6 +46,7 @@ class Planner:
     load      the same, and it may compile a kernel whatever the group's options say: before calls, and for those that
               nothing prepares (messages, calls over symmetric handles)
     router    decides between the kernels and NCCL
+    adapted   whether the router was given
     plans     by (request, dtype, elements, whether the tensors are aligned, whether the call is captured);
               `elements` are of a row
     prepared  calls that were made and can be repeated, of `core.calls`
@@ -72,7 +73,7 @@ class Planner:
         if self.site.wire:
             selection.check_wire(self.site)
         switch = not (self.site.no_multicast or self.site.batch_invariant or self.site.beside)
-        self._adapted = router is not None
+        self.adapted = router is not None
         self.router = router or Router(group.routes, group.name, group.rank)
         wire = self.site.wire if selection.wire_from(self.site) is not None else ""
         self.router.facts = replace(
@@ -190,7 +191,7 @@ class Planner:
     def _route(self, request: Request, nbytes: int | None) -> BackendChoice:
         """The backend that runs the call, the same on all ranks. The first call for NCCL makes its communicator."""
         facts = (request.collective, request.dtype, request.op or "none", nbytes, request.forced)
-        if not self._adapted and self.nccl is None and self.router.choice(*facts).backend == NCCL:
+        if not self.adapted and self.nccl is None and self.router.choice(*facts).backend == NCCL:
             if request.collective in REDUCTIONS and request.dtype is not None:
                 nccl.check(request.collective, request.op or "none", request.dtype)
             self._open_nccl()

@@ -79,9 +79,9 @@ class Job:
         monkeypatch.setattr(bootstrap, "fallback", lambda device, options: (NCCL, ""))
 
         def arena(
-            control: Any, nbytes: int, device: torch.device, timeout: float, reach: Any = None, multicast: bool = False
+            control: Any, nbytes: int, device: torch.device, timeout: float, reach: Any, multicast: bool, lender: Any
         ) -> Any:
-            return open_cuda(control, nbytes, device, timeout, self.drivers[control.rank], reach)
+            return open_cuda(control, nbytes, device, timeout, self.drivers[control.rank], reach, lender)
 
         monkeypatch.setattr(bootstrap, "open_arena", arena)
 

@@ -256,6 +256,12 @@ class MemoryMethods:
         self._group.sleep(suspended)
         self._monitor.suspended = suspended
 
+    def _fall_asleep(self) -> None:
+        """Suspend a group that has just been made."""
+        self._sleep(True)
+        stage = CollectiveStages(self._group.control, "suspend", Deadline(self._group.timeout))
+        stage("give memory back", self._give_back)
+
     def _give_back(self) -> None:
         failures = []
         for arena in self._group.live_arenas().values():

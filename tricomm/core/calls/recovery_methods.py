@@ -1,7 +1,8 @@
-"""`Communicator.shrink`: a smaller group after the loss of some ranks."""
+"""`Communicator.shrink` and `Communicator.replace`: a group after the loss of some ranks."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -12,18 +13,24 @@ from typing import Any, Self
 from torch.distributed.distributed_c10d import Store
 
 from tricomm import arguments
-from tricomm.core import bootstrap
+from tricomm.core import bootstrap, nccl
+from tricomm.core.bootstrap import Terms
 from tricomm.core.entry_guard import guarded
 from tricomm.core.faults import Faults
 from tricomm.core.group import Group
-from tricomm.core.launcher import Launcher
+from tricomm.core.launcher import LEAVE_SECONDS, Launcher
+from tricomm.core.planner import Planner
+from tricomm.core.recovery import Fewer, Survivor
 from tricomm.core.watch.monitor import Monitor
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, InvalidArgument, TricommError
+from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
 from tricomm.options import seconds
-from tricomm.store.control import ControlPage
+from tricomm.store.control import ControlPage, RankState
+from tricomm.store.meetings import Meetings
 from tricomm.store.process import forks
 from tricomm.store.shrink import MOST_RANKS, Shrink
+
+log = logging.getLogger("tricomm")
 
 
 class RecoveryMethods:
@@ -33,8 +40,12 @@ class RecoveryMethods:
     _faults: Faults
     _launcher: Launcher
     _monitor: Monitor
+    _planner: Planner
     _store: Store | None
     _meet: Callable[..., None]
+    _dropped: Any
+    _retired: list[Planner]
+    _release_if_dropped: Callable[[], None]
     close: Callable[[], None]
 
     @guarded
@@ -56,7 +67,8 @@ class RecoveryMethods:
         """
         out = arguments.excluded(exclude, self._group.rank, self._group.world_size)
         with self._recovering("shrink", timeout) as deadline:
-            return self._shrunk(Shrink(self._group.control, out, deadline))
+            shrink = Shrink(self._group.control, out, deadline)
+            return self._recovered("shrink", shrink, lambda: None, self._fewer, lambda comm: self.close())
 
     @guarded
     def _shrink_into(
@@ -83,6 +95,42 @@ class RecoveryMethods:
                     error.args = (f"{group}: shrink: {error}",)
                 raise
 
+    @guarded
+    def replace(
+        self,
+        rank: int | Collection[int] | None = None,
+        timeout: float | timedelta | None = None,
+        store: Store | None = None,
+    ) -> None:
+        """Let new processes take the places of lost ranks, in this communicator. All ranks that are left call this; the
+        new ones call `join` with the same `store`, by default the one over which this group has met.
+
+        `rank` is a rank or several, the same on all ranks that are left, whose processes have ended or which have
+        closed the group. None: all of those. An empty collection: the same ranks make the group again after a fault.
+        Memory is new, zeroed and at the same addresses, so CUDA graphs with calls of this communicator can be replayed
+        again, together with the new ranks' ones; until this returns none may be replayed. `group`, `stats()` and the
+        numbers of calls begin anew. A suspended group takes its memory for a moment, and stays suspended.
+
+        Raises within `timeout` seconds (default: the communicator's), on all ranks that are left, which may then call
+        it again: `InvalidArgument` for a rank that is there, if they replace different ranks, while symmetric handles
+        are open or registered, after captured calls if NCCL serves some, for memory that cannot keep its addresses
+        (cuda_ipc), and for a new rank with another kind of device; `RendezvousError` if a new rank does not come, has
+        other options or another version, or if two take one place; `PeerDied`, `CollectiveTimeout` and `ResourceError`
+        as `shrink` does. The group is lost until a call succeeds.
+        """
+        out = arguments.replaced(rank, self._group.rank, self._group.world_size)
+        if store is not None and not isinstance(store, Store):
+            raise InvalidArgument(f"replace: store={store!r}: a store of torch.distributed is needed")
+        with self._recovering("replace", timeout) as deadline:
+            shrink = Shrink(self._group.control, out, deadline, again=True)
+            at: Any = store or self._store
+            meetings = Meetings(at)
+            refuse, prepare = partial(self._refuse_new, out or ()), partial(self._with_new, at, meetings)
+            try:
+                self._recovered("replace", shrink, refuse, prepare, self._become)
+            finally:
+                meetings.end()
+
     @contextmanager
     def _recovering(self, what: str, timeout: float | timedelta | None) -> Iterator[Deadline]:
         """Around a recovery, one at a time, after this rank's calls."""
@@ -90,28 +138,30 @@ class RecoveryMethods:
         limit = group.timeout if timeout is None else seconds(timeout, "timeout")
         deadline = Deadline(limit)
         if lock.mine():
-            raise InvalidArgument(f"{group}: {what} inside another {what} of the same thread")
+            raise InvalidArgument(f"{group}: {what} inside another recovery of the same thread")
         try:
             if not lock.acquire(timeout=limit):
-                raise self._faults.late(limit, f"another thread's {what} still runs")
-            self._check_shrinkable()
+                raise self._faults.late(limit, "another thread's recovery still runs")
+            if group is not self._group:
+                raise GroupAborted(f"{group}: {what}: another thread has made the group again")
+            self._check_recoverable(what)
             self._end_calls(deadline)
             yield deadline
         finally:
             lock.release_all()
 
-    def _check_shrinkable(self) -> None:
+    def _check_recoverable(self, what: str) -> None:
         group = self._group
         if group.closed or forks() != group.forks:
             self._faults.check_usable()
         if self._store is None:
-            raise InvalidArgument("shrink: the ranks of one process end together; make a group of another size")
+            raise InvalidArgument(f"{what}: the ranks of one process end together; make a group of another size")
         if not group.control.peers and group.world_size > 1 or group.world_size > MOST_RANKS:
             raise InvalidArgument(
-                f"shrink: only ranks that share memory can agree, {MOST_RANKS} at most, and these cannot: make a new "
+                f"{what}: only ranks that share memory can agree, {MOST_RANKS} at most, and these cannot: make a new "
                 "communicator over a store"
             )
-        if (error := group.captured("shrink")) is not None:
+        if (error := group.captured(what)) is not None:
             raise error
 
     def _end_calls(self, deadline: Deadline) -> None:
@@ -125,35 +175,103 @@ class RecoveryMethods:
                 if self._monitor.fault is None:
                     raise
 
-    def _shrunk(self, shrink: Shrink) -> Self:
+    def _recovered(
+        self,
+        what: str,
+        shrink: Shrink,
+        refuse: Callable[[], None],
+        prepare: Callable[[Shrink], Any],
+        finish: Callable[[Any], None],
+    ) -> Self:
+        """A communicator of the ranks that agree. `refuse` raises before that, `prepare` gives the arguments of `_meet`
+        after it, and `finish` ends this group once the ranks have the other one."""
         group = self._group
         comm: Any = type(self).__new__(type(self))
         made: list[Any] = []
         try:
             try:
+                refuse()
                 shrink.agree()
-                members = shrink.members
-                self._faults.abort(GroupAborted, f"ranks {list(members)} have gone on as a smaller group")
-                topology = group.options.topology.of(members) if group.options.topology is not None else None
-                options, rank = replace(group.options, topology=topology), members.index(group.rank)
-                left = max(shrink.deadline.left, 1e-3)
-                terms = bootstrap.terms(rank, len(members), group.device, group.timeout, options, left)
-                made.append(comm._meet(self._store, terms, shrink, group.recorder.rank) or comm)
+                made.append(comm._meet(*prepare(shrink)) or comm)
             except BaseException as error:
                 with suppress(GroupAborted):  # another thread has closed this one
                     shrink.give_up(error)
+                    if self._monitor.fault is not None:
+                        self._monitor.in_flight.leave()  # a replace may have got new words
                 if isinstance(error, TricommError):
-                    of = (
-                        f" (the smaller group's ranks are {list(shrink.members)} of this one)" if shrink.members else ""
-                    )
-                    error.args = (f"{group}: shrink: {error}{of}",)
+                    fewer = shrink.members and what == "shrink"
+                    of = f" (the smaller group's ranks are {list(shrink.members)} of this one)" if fewer else ""
+                    error.args = (f"{group}: {what}: {error}{of}",)
                 raise
             finally:
                 shrink.close()
-            self.close()
+            finish(comm)
             return comm  # type: ignore[no-any-return]
         except BaseException as error:
             if made:  # the others have it already
                 comm._faults.interrupted(error)
                 comm.close()
             raise
+
+    def _fewer(self, shrink: Shrink) -> tuple[Store | None, Terms, Fewer]:
+        group, members = self._group, shrink.members
+        self._faults.abort(GroupAborted, f"ranks {list(members)} have gone on as a smaller group")
+        topology = group.options.topology.of(members) if group.options.topology is not None else None
+        options, rank = replace(group.options, topology=topology), members.index(group.rank)
+        left = max(shrink.deadline.left, 1e-3)
+        terms = bootstrap.terms(rank, len(members), group.device, group.timeout, options, left)
+        return self._store, terms, Fewer(shrink, group.recorder.rank)
+
+    def _refuse_new(self, out: Collection[int]) -> None:
+        """Raise if ranks cannot be replaced, or not these."""
+        group, control = self._group, self._group.control
+        here = [rank for rank in out if control.page(rank).state != RankState.CLOSED and control.alive(rank)]
+        if here:
+            who = ", ".join(f"{rank} (pid {control.pid(rank)})" for rank in here)
+            raise InvalidArgument(f"rank(s) {who} still run in this group: end them first, or leave them out by shrink")
+        if handles := sorted([*group.owned, *group.registered]):
+            raise InvalidArgument(f"symmetric handles {handles} are open: close them, and make them again afterwards")
+        if group.arena.no_suspend:
+            raise InvalidArgument(f"memory cannot keep its addresses: {group.arena.no_suspend}")
+        if self._planner.adapted:
+            raise InvalidArgument(
+                "the communicator belongs to a process group or an engine: end that, and make it again"
+            )
+        if self._planner.nccl is not None and self._launcher.captured:
+            raise InvalidArgument(
+                "captured graphs may hold calls of NCCL, which cannot be replayed again: shrink instead"
+            )
+
+    def _with_new(self, store: Store, meetings: Meetings, shrink: Shrink) -> tuple[Store, Terms, Survivor]:
+        group = self._group
+        self._faults.abort(GroupAborted, f"ranks {list(shrink.members)} make the group again")
+        if not self._launcher.drained():
+            raise ResourceError(f"a kernel of rank {group.rank} has not left")
+        group.arena.suspend()
+        left = max(shrink.deadline.left, 1e-3)
+        terms = bootstrap.terms(group.rank, group.world_size, group.device, group.timeout, group.options, left)
+        return store, terms, Survivor(group, shrink, meetings, terms)
+
+    def _become(self, comm: Any) -> None:
+        """Be `comm`, in one step, and end what was."""
+        group, monitor, planner, launcher = self._group, self._monitor, self._planner, self._launcher
+        if group.closed:
+            raise GroupAborted(f"{group}: replace: another thread has closed it")
+        dropped = self._dropped, comm._dropped
+        comm._launcher.captured = launcher.captured
+        # Graphs hold what these hold: kernels' code and their arguments.
+        comm._retired = [*self._retired, planner] if launcher.captured else []
+        self.__dict__ = comm.__dict__
+        self._release_if_dropped()
+        for finalizer in dropped:
+            if finalizer is not None:
+                finalizer.detach()
+        group.close()
+        steps: list[Callable[[], object]] = [monitor.stop, group.recorder.close, self._group.arena.own]
+        steps += [group.arena.close, group.control.close, group.forget_views]
+        steps += [partial(nccl.end, planner.nccl, True, LEAVE_SECONDS)]
+        for step in steps:
+            try:
+                step()
+            except ResourceError as error:
+                log.warning("%s: after replace: %s", self, error)

@@ -1,0 +1,80 @@
+"""Where the ranks of a group and new ones, which take places of lost ranks, find each other in a store.
+
+    set  tricomm-replace/number        of the attempt that the group's ranks make now; empty between attempts
+    ...  tricomm-replace/<number>/...  its handshake
+
+Each attempt has a place of its own, so nothing that an earlier one has left there disturbs it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import closing, suppress
+from typing import TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from tricomm.deadline import Deadline, poll
+from tricomm.errors import RendezvousError
+from tricomm.store.bounded_store import BoundedStore
+
+_KEY = "number"
+_PAUSES = 2e-3, 0.05
+_END_SECONDS = 1.0
+T = TypeVar("T")
+
+
+class MeetingOver(RendezvousError):
+    """The attempt is over, and this process has not heard why: it may come to the next one."""
+
+
+class Meetings:
+    """The attempts of one group over `store`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("tricomm-replace", store)
+        self._number = ""
+
+    def call(self, nonce: bytes, announces: bool, seconds: float) -> Store:
+        """The store of the attempt of ranks that have agreed on this secret; one of them announces it."""
+        self._number = hashlib.sha256(nonce).hexdigest()
+        if announces:
+            with closing(BoundedStore(self._store, seconds)) as calls:
+                calls.set(_KEY, self._number.encode())
+        return PrefixStore(self._number, self._store)
+
+    def end(self) -> None:
+        """The attempt is over. Idempotent; takes a second at most."""
+        if self._number:
+            with suppress(RendezvousError), closing(BoundedStore(self._store, _END_SECONDS)) as calls:
+                if calls.read(_KEY) == self._number.encode():
+                    calls.set(_KEY, b"")
+
+    def come(self, meet: Callable[[Store, float, Callable[[], None]], T], seconds: float) -> T:
+        """The result of `meet` in an attempt that succeeds; `meet` gets the attempt's store, the seconds that are left,
+        and a function to call periodically. Raises what it raises, and `RendezvousError` if there is no attempt."""
+        deadline = Deadline(seconds)
+        with closing(BoundedStore(self._store, seconds + _END_SECONDS)) as calls:
+
+            def begun() -> bool:
+                self._number = (calls.read(_KEY) or b"").decode(errors="ignore")
+                return bool(self._number)
+
+            while poll(begun, deadline.left, *_PAUSES):
+                with suppress(MeetingOver):
+                    place = PrefixStore(self._number, self._store)
+                    return meet(place, max(deadline.left, 1e-3), _Look(calls, self._number))
+        raise RendezvousError(f"timeout after {seconds:g} s: the ranks of the group did not call replace")
+
+
+class _Look:
+    """Raises `MeetingOver` once the attempt is over; at the second look, so that a reason for that is heard first."""
+
+    def __init__(self, calls: BoundedStore, number: str) -> None:
+        self._calls, self._number, self._over = calls, number.encode(), False
+
+    def __call__(self) -> None:
+        if self._over:
+            raise MeetingOver("the attempt is over")
+        self._over = self._calls.read(_KEY) != self._number
