@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FAULTS = [f"F{number:02}" for number in range(1, 50)]
+FAULTS = [f"F{number:02}" for number in range(1, 51)]
 NAMED = re.compile(r"^\| (F\d\d) \||\((F\d\d)\)", re.MULTILINE)
 
 
