@@ -22,6 +22,10 @@ class Ballot:
         """Nothing yet: see `make` and `take`."""
         self._fds: list[int] = []  # the last one counts
 
+    def __del__(self) -> None:
+        if hasattr(self, "_fds"):
+            self.close()
+
     def make(self) -> None:
         """A new vote. Raises `ResourceError` if a descriptor is refused."""
         try:
