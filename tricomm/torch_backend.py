@@ -27,6 +27,7 @@ def register() -> None:
     both[0].batch_isend_irecv = both[1].batch_isend_irecv = _together(dist.batch_isend_irecv)
     if hasattr(dist, "shrink_group"):  # torch 2.10
         both[0].shrink_group = both[1].shrink_group = _shrinking(dist.shrink_group)
+    if hasattr(distributed_c10d, "_validate_shrink_backend_requirements"):
         both[1]._validate_shrink_backend_requirements = _refusing(both[1]._validate_shrink_backend_requirements)
 
 
