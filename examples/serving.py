@@ -1,4 +1,4 @@
-"""An inference server that loses a rank and serves on with a spare process: 3 ranks, tensor-parallel, and the spare."""
+"""An inference server that loses a rank and serves on with a spare process. 2 ranks and the spare."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 
 import tricomm
 
-RANKS, REQUESTS, WIDTH = 3, 8, 48
+RANKS, REQUESTS, WIDTH = 2, 8, 48
 OPTIONS = tricomm.Options(arena_bytes=1 << 20)
 
 

@@ -32,10 +32,12 @@ SAYS = {
     "fused_norm": ["the same bits by either name: True, FP8 within its precision: True"],
     "racy_kernel": ["race at racy_kernel.py", "make it sem='release', after a tl.debug_barrier()"],
     "own_kernel": ["no finding in 20 schedules"],
+    "elastic": [f"rank {r}, life {r}: the bits of a run without faults: True" for r in (0, 1)],
+    "serving": ["rank 1 is lost", "request 8: as the whole model: True", "served to the end: True"],
     "meeting_points": ["file: [2.0, 2.0]", "tcp: [2.0, 2.0]", "communicator: [2.0, 2.0]"],
 }
 EXAMPLES = ROOT / "examples"
-ALONE = ("cross_job", "meeting_points")
+ALONE = ("cross_job", "meeting_points", "serving")
 TORCHRUN = [
     ("hello", False, 2),
     pytest.param("hello", True, 2, marks=pytest.mark.exhaustive),
