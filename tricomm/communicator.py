@@ -35,7 +35,7 @@ from tricomm.core.group import PROCESSES, Group, Runtime
 from tricomm.core.launcher import LEAVE_SECONDS, Launcher
 from tricomm.core.planner import Planner
 from tricomm.core.recovery import WHAT, Newcomer, Recovery
-from tricomm.errors import InvalidArgument
+from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.gpu import Gpu
 from tricomm.kernels import layout
 from tricomm.metrics import publish
@@ -43,6 +43,7 @@ from tricomm.metrics.counters import Activity, Statistics
 from tricomm.options import Options, seconds, with_environment
 from tricomm.policy.backend_choice import GroupFacts, Router
 from tricomm.store.arenas.arena import Arena
+from tricomm.store.bounded_store import server_is_gone
 from tricomm.store.control import ControlPage, RankState
 from tricomm.store.rendezvous import check_rank, open_store
 from tricomm.topology.model import Topology
@@ -148,7 +149,10 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
         activity = Activity(group.name, group.rank, group.world_size, group.device, monitor.waited, group.gpu)
         activity.held, activity.origin = group.memory, group.origin
         publish.add(activity)
-        faults = Faults(group, monitor)
+        remedy = "" if store is None else "go on by shrink() or replace()"
+        if router is not None:
+            remedy = "shrink a process group by tricomm.shrink(group)"
+        faults = Faults(group, monitor, remedy)
         launcher = Launcher(group, faults, monitor)
         planner = Planner(group, faults, launcher, monitor, activity, tuned, router)
         self._monitor, self._activity, self._faults, self._launcher = monitor, activity, faults, launcher
@@ -179,6 +183,13 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
             error = error or group.captured("split")
             group.control.require_equal(repr(members), "split", group.timeout, abort_on_fault=True, error=error)
             self._splits += 1
+            gone = b"gone" if server_is_gone(self._store) else b""
+            ended = group.control.exchange(gone, "split: the store", group.timeout, abort_on_fault=True)
+        if any(ended):
+            raise RendezvousError(
+                f"{group}: split: the ranks meet over the store of this group, and the process that hosted it has "
+                "ended: make the communicator over a store that is alive, by Communicator(store, ...)"
+            )
         if group.rank not in members:
             return None
         options = group.options

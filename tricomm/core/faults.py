@@ -41,8 +41,10 @@ class Faults:
     completed  the calls of handles up to this number had completed before the group had a fault
     """
 
-    def __init__(self, group: Group, monitor: Monitor) -> None:
+    def __init__(self, group: Group, monitor: Monitor, remedy: str = "") -> None:
+        """`remedy`: how ranks that share memory go on after a fault, in words."""
         self.group = group
+        self._remedy = f"{remedy}, or make" if remedy and group.control.peers else "make"
         self.monitor = self._monitor = monitor
         self._counting = threading.Lock()
         self.handles, self.completed = itertools.count(1), 0
@@ -101,8 +103,8 @@ class Faults:
             fault = self._monitor.abort(self.of(GroupAborted, "the group was aborted"))
         kind = getattr(errors, fault.kind, GroupAborted)
         raise kind(
-            f"{self.group}, sequence {fault.sequence}: {fault.text}. The group is lost; make a new communicator."
-            f"{self.group.recorder.report()}"
+            f"{self.group}, sequence {fault.sequence}: {fault.text}. The group is lost; {self._remedy} a new "
+            f"communicator.{self.group.recorder.report()}"
         )
 
     def raise_lost(self, rank: int) -> NoReturn:

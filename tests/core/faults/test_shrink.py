@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pickle
 import random
@@ -21,6 +22,7 @@ import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import OWN, SMALL, attempt, leftovers, more_than, right
 from tests.soak import kills
+from tests.store.store_ranks import free_port
 from tricomm.store.ballot import Ballot
 from tricomm.store.page import Page
 from tricomm.store.proposal import PHASES, Phase
@@ -167,6 +169,29 @@ def test_statistics_and_dumps_say_what_a_group_is_left_of(rank, world_size, tell
         dumped = pickle.loads(path.read_bytes())["pg_config"].values()
         assert {"tricomm", f"tricomm, {text}"} <= {config["desc"] for config in dumped}, dumped
     comm.close()
+
+
+def without_a_store(rank, world_size, tell, url, at):
+    comm = tricomm.init(at, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+    ranks.together(url, rank, range(world_size))
+    tell(os.getpid())
+    lost = attempt(lambda: [right(comm, turn) for turn in itertools.count()])
+    comm = comm.shrink()
+    outcome = attempt(lambda: comm.split([0, 1]))
+    right(comm)
+    comm.close()
+    return lost[:2], outcome[:2]
+
+
+def test_split_names_the_end_of_the_store_and_the_group_stays(url):
+    hosted = f"tcp://127.0.0.1:{free_port()}"  # by rank 0
+    with ranks.start(3, without_a_store, url, hosted) as started:
+        os.kill(started.messages()[0], signal.SIGKILL)
+        outcomes = started.results([1, 2])
+    for rank in (1, 2):
+        (kind, text), (split, why) = outcomes[rank].value
+        assert kind == "PeerDied" and "go on by shrink() or replace(), or make a new communicator" in text, text
+        assert split == "RendezvousError" and "hosted it has ended" in why and "Communicator(store, ...)" in why, why
 
 
 @ranks.each(2)

@@ -142,6 +142,8 @@ def test_calls_that_shrink_has_waited_for_stay_completed(waited, comm, world):
         comm._end_calls(Deadline(5.0))
     comm._faults.abort(GroupAborted, "a smaller group goes on")
     assert outcome(work) is (work.result() if waited else GroupAborted)
+    with pytest.raises(GroupAborted, match="The group is lost; make a new communicator"):
+        comm.check()
 
 
 def test_the_handle_of_a_captured_call_is_complete_and_orders_within_the_capture_only(comm, world):
