@@ -105,8 +105,12 @@ class HostWords:
                 _registered.add(registration)
                 registration.device_address = driver.host_register(self.address, PAGE_BYTES)
         except ResourceError:
-            _registered.discard(registration)
-            driver.release_context(ordinal)
+            if registration.device_address:  # it is registered, and another call has failed
+                _unregister(registration, self.address)
+                self._registration = registration if registration in _registered else None
+            else:
+                _registered.discard(registration)
+                driver.release_context(ordinal)
             raise
         return registration
 
