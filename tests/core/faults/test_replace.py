@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ import tricomm
 from tests import ranks
 from tests.core.bodies.common_bodies import OWN, SMALL, attempt, leftovers, more_than, right
 from tests.core.faults.test_shrink import made, until_fault
+from tricomm.core import recovery
+from tricomm.store.meetings import Meetings
 from tricomm.store.rendezvous import open_store
+from tricomm.store.shrink import Shrink
 
 
 def stored(url, rank, world_size):
@@ -284,3 +289,172 @@ def test_a_new_rank_that_does_not_fit_is_named_on_all_ranks(what, url):
             assert outcomes[rank].error is None, outcomes[rank]
             kind, text = outcomes[rank].value
             assert kind == "RendezvousError" and words in text, (kind, text)
+
+
+def lasts(rank, world_size, tell, url, victim, owner, step):
+    """Replace until it succeeds; the errors until then. `victim` ends itself as its call reaches `step` of `owner`."""
+    before, failed = leftovers(), []
+    comm = made(url, rank, world_size)
+    tell(os.getpid())
+    until_fault(comm)
+    if rank == victim:
+        end_at(owner, step)
+    for _ in range(6):
+        try:
+            comm.replace(timeout=30)
+            right(comm)
+            break
+        except tricomm.TricommError as error:
+            failed.append(f"{type(error).__name__}: {error}")
+    use(comm, 4)
+    comm.close()
+    del comm
+    gc.collect()
+    return failed, more_than(before, *OWN)
+
+
+def end_at(owner, step):
+    name, after = step.removeprefix("after "), step.startswith("after")
+    usual = getattr(owner, name)
+
+    def dying(*arguments):
+        if after:
+            usual(*arguments)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, dying)
+
+
+def comes_at_last(rank, world_size, tell, url, place, size, step=""):
+    """Join until it succeeds, unless this process ends itself at `step` of its own."""
+    if step:
+        end_at(recovery.Newcomer, step)
+    failed, comm = [], None
+    for _ in range(6):
+        try:
+            if comm is None:
+                comm = joined(url, place[rank], size, 30)
+            else:
+                comm.replace(timeout=30)
+            right(comm)
+            break
+        except tricomm.TricommError as error:
+            failed.append(f"{type(error).__name__}: {error}")
+    use(comm, 4)
+    comm.close()
+    return failed
+
+
+@pytest.mark.parametrize("step", ["met", "after met", "settle", "after settle", "after decide"])
+def test_a_new_rank_that_dies_in_a_step_is_followed_by_another(step, url):
+    with ranks.start(3, lasts, url, None, None, "") as started:
+        os.kill(started.messages()[1], signal.SIGKILL)
+        with ranks.start(1, comes_at_last, url, [1], 3, step) as first:
+            assert first.results()[0].code == -signal.SIGKILL
+        with ranks.start(1, comes_at_last, url, [1], 3) as second:
+            outcomes = started.results([0, 2])
+            assert second.results()[0].error is None
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank]
+        failed, more = outcomes[rank].value
+        assert len(failed) == 1 and more == {}, (failed, more)
+
+
+STEPS = [(recovery.Survivor, name) for name in ("met", "after met", "settle", "after settle", "decide", "after decide")]
+STEPS += [(Shrink, name) for name in ("agree", "after agree", "_pass_ballot", "after decide")]
+
+
+@pytest.mark.parametrize(("owner", "step"), STEPS)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_second_death_in_a_step_of_replace(owner, step, victim, url):
+    if victim and owner is Shrink:
+        pytest.skip("as the leader")
+    with ranks.start(3, lasts, url, victim, owner, step) as started:
+        os.kill(started.messages()[1], signal.SIGKILL)
+        with ranks.start(1, comes_at_last, url, [1], 3) as new:
+            started.processes[victim].join(60)
+            with ranks.start(1, comes_at_last, url, [victim], 3) as other:
+                left = 2 - victim
+                outcome = started.results([left])[left]
+                assert [each.results()[0].error for each in (new, other)] == [None] * 2
+    assert outcome.error is None, outcome
+    failed, more = outcome.value
+    assert len(failed) <= 2 and more == {}, (failed, more)
+
+
+def sleeps(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    known = places(comm)
+    comm.suspend()
+    tell(os.getpid())
+    kind, text = "nothing", ""
+    while kind == "nothing":
+        kind, text, _ = attempt(comm.check)
+        time.sleep(0.01)
+    assert kind == "PeerDied", text
+    comm.replace(1)
+    assert comm.suspended and attempt(lambda: right(comm))[0] == "InvalidArgument"
+    comm.resume()
+    assert places(comm) == known
+    use(comm, 4)
+    comm.close()
+
+
+def wakes(rank, world_size, tell, url):
+    comm = joined(url, 1, 3)
+    assert comm.suspended and attempt(lambda: right(comm))[0] == "InvalidArgument"
+    comm.resume()
+    use(comm, 4)
+    comm.suspend()
+    comm.close()
+
+
+def test_a_suspended_group_gets_a_new_rank_and_resumes(url):
+    with ranks.start(3, sleeps, url) as started:
+        os.kill(started.messages()[1], signal.SIGKILL)
+        with ranks.start(1, wakes, url) as new:
+            outcomes = [*started.results([0, 2]), *new.results()]
+    assert [(o.error, o.text) for n, o in enumerate(outcomes) if n != 1][:2] == [(None, "")] * 2, outcomes
+
+
+@ranks.each(2)
+def test_processes_that_are_all_new_are_told_to_make_a_group(rank, world_size, tell, url):
+    Meetings(stored(url, rank, 2)).call(bytes(16), rank == 0, 10)
+    kind, text, _ = attempt(lambda: joined(url, rank, 2))
+    assert kind == "InvalidArgument" and "all ranks are new" in text, (kind, text)
+
+
+@ranks.each(3)
+def test_statistics_and_dumps_say_what_happened(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    name = comm.group
+    if rank == 1:
+        comm.close()
+        comm = joined(url, 1, 3)
+        said = "joined in place of a lost rank"
+    else:
+        until_fault(comm)
+        comm.replace()
+        said = f"group {name} with new rank(s) [1]"
+    right(comm)
+    assert comm.stats().origin == said and f"simulated, {said}: " in str(comm.stats()), str(comm.stats())
+    [path] = tricomm.dump(Path(url.removeprefix("file://")).parent / f"dump{rank}-")
+    dumped = pickle.loads(path.read_bytes())["pg_config"].values()
+    assert f"tricomm, {said}" in {config["desc"] for config in dumped}, dumped
+    comm.replace([])
+    comm.barrier()
+    assert comm.stats().origin.endswith(" again")
+    comm.close()
+
+
+def test_two_processes_for_one_place_are_named(url):
+    with ranks.start(3, lasts, url, None, None, "") as started:
+        pids = started.messages()
+        with ranks.start(2, comes_at_last, url, [1, 1], 3) as new:
+            time.sleep(1.0)  # both wait for an attempt
+            os.kill(pids[1], signal.SIGKILL)
+            outcomes = started.results([0, 2])
+            told = [new.results([rank])[rank] for rank in range(2)]
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank]
+    assert [o.error for o in told].count(None) == 1, told
