@@ -10,6 +10,7 @@ import fcntl
 import os
 
 from tricomm.errors import ResourceError
+from tricomm.store.descriptors import OwnedDescriptors
 from tricomm.store.segments import memfd
 
 _YES, _NO = fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK
@@ -20,7 +21,7 @@ class Ballot:
 
     def __init__(self) -> None:
         """Nothing yet: see `make` and `take`."""
-        self._fds: list[int] = []  # the last one counts
+        self._fds = OwnedDescriptors()  # the last one counts
 
     def __del__(self) -> None:
         if hasattr(self, "_fds"):

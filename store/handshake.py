@@ -114,9 +114,9 @@ class _Handshake:
         control.beat()
         control.set_state(RankState.READY)  # before the confirmation, so that all are ready on return
         control.agree(None, "handshake", self._generation.deadline.left)
+        self._generation.settle(shared=True)
         self._segments.clear()
         self._page, self._control, self._connected = None, None, True
-        self._generation.settle(shared=True)
         return control
 
     def release(self) -> None:

@@ -205,12 +205,21 @@ def constructor(rank, world_size, tell, folder, every):
     return got, more_than(before, *OWN)
 
 
-def shrinking(rank, world_size, tell, folder, every):
-    """Interrupt rank 0 at every `every`th line of `shrink`; what each rank got there, or in the call after it."""
+def replaced(comm, **limits):
+    comm.replace([], **limits)
+    return comm
+
+
+def shrunk(comm, **limits):
+    return comm.shrink([], **limits)
+
+
+def recovering(rank, world_size, tell, folder, every, recover):
+    """Interrupt rank 0 at every `every`th line of `recover`; what each rank got there, or in the call after it."""
     folder, got = Path(folder), []
     comm = communicator(rank, folder, "first")
     with Walk() as seen:
-        made = comm.shrink([])
+        made = recover(comm)
     lines = list(dict.fromkeys(seen.lines))[2::every]
     count = agreed(rank, folder, made, lines)
     made.close()
@@ -218,7 +227,7 @@ def shrinking(rank, world_size, tell, folder, every):
     for number in range(count):
         with communicator(rank, folder, number) as comm:
             line = lines[number] if rank == 0 else None
-            got.append(made_at(line, partial(comm.shrink, [], timeout=6.0)))
+            got.append(made_at(line, partial(recover, comm, timeout=6.0)))
         together(folder, rank, number)
         del comm
     del seen

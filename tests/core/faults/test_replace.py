@@ -8,6 +8,7 @@ import pickle
 import random
 import signal
 import time
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -15,37 +16,10 @@ import torch
 
 import tricomm
 from tests import ranks
-from tests.core.bodies.common_bodies import OWN, SMALL, attempt, leftovers, more_than, right
+from tests.core.bodies.common_bodies import OWN, attempt, leftovers, more_than, right
+from tests.core.bodies.replace_bodies import joined, places, stored, use
 from tests.core.faults.test_shrink import made, until_fault
-from tricomm.core import recovery
 from tricomm.store.meetings import Meetings
-from tricomm.store.rendezvous import open_store
-from tricomm.store.shrink import Shrink
-
-
-def stored(url, rank, world_size):
-    return open_store(url, rank, world_size, 30)[0]
-
-
-def joined(url, rank, world_size, limit=60.0, **options):
-    given = tricomm.Options(**{**SMALL, **options})
-    store = stored(url, rank, world_size)
-    return tricomm.join(store, rank, world_size, "cpu", options=given, meeting_timeout=limit)
-
-
-def places(comm):
-    """All addresses that captured graphs know of this rank's memory."""
-    table, *numbers = comm._internal.group.argument
-    return table.data_ptr(), numbers, comm._internal.group.control.device_words
-
-
-def use(comm, turns=20):
-    for turn in range(turns):
-        right(comm, turn)
-    comm.send(torch.full((3,), 7.0 + comm.rank), (comm.rank + 1) % comm.world_size, async_op=True)
-    got, before = torch.empty(3), (comm.rank - 1) % comm.world_size
-    assert comm.recv(got, before) == before and got.tolist() == [7.0 + before] * 3
-    comm.barrier()
 
 
 def stays(rank, world_size, tell, url, which):
@@ -291,97 +265,6 @@ def test_a_new_rank_that_does_not_fit_is_named_on_all_ranks(what, url):
             assert kind == "RendezvousError" and words in text, (kind, text)
 
 
-def lasts(rank, world_size, tell, url, victim, owner, step):
-    """Replace until it succeeds; the errors until then. `victim` ends itself as its call reaches `step` of `owner`."""
-    before, failed = leftovers(), []
-    comm = made(url, rank, world_size)
-    tell(os.getpid())
-    until_fault(comm)
-    if rank == victim:
-        end_at(owner, step)
-    for _ in range(6):
-        try:
-            comm.replace(timeout=30)
-            right(comm)
-            break
-        except tricomm.TricommError as error:
-            failed.append(f"{type(error).__name__}: {error}")
-    use(comm, 4)
-    comm.close()
-    del comm
-    gc.collect()
-    return failed, more_than(before, *OWN)
-
-
-def end_at(owner, step):
-    name, after = step.removeprefix("after "), step.startswith("after")
-    usual = getattr(owner, name)
-
-    def dying(*arguments):
-        if after:
-            usual(*arguments)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, name, dying)
-
-
-def comes_at_last(rank, world_size, tell, url, place, size, step=""):
-    """Join until it succeeds, unless this process ends itself at `step` of its own."""
-    if step:
-        end_at(recovery.Newcomer, step)
-    failed, comm = [], None
-    for _ in range(6):
-        try:
-            if comm is None:
-                comm = joined(url, place[rank], size, 30)
-            else:
-                comm.replace(timeout=30)
-            right(comm)
-            break
-        except tricomm.TricommError as error:
-            failed.append(f"{type(error).__name__}: {error}")
-    use(comm, 4)
-    comm.close()
-    return failed
-
-
-@pytest.mark.parametrize("step", ["met", "after met", "settle", "after settle", "after decide"])
-def test_a_new_rank_that_dies_in_a_step_is_followed_by_another(step, url):
-    with ranks.start(3, lasts, url, None, None, "") as started:
-        os.kill(started.messages()[1], signal.SIGKILL)
-        with ranks.start(1, comes_at_last, url, [1], 3, step) as first:
-            assert first.results()[0].code == -signal.SIGKILL
-        with ranks.start(1, comes_at_last, url, [1], 3) as second:
-            outcomes = started.results([0, 2])
-            assert second.results()[0].error is None
-    for rank in (0, 2):
-        assert outcomes[rank].error is None, outcomes[rank]
-        failed, more = outcomes[rank].value
-        assert len(failed) == 1 and more == {}, (failed, more)
-
-
-STEPS = [(recovery.Survivor, name) for name in ("met", "after met", "settle", "after settle", "decide", "after decide")]
-STEPS += [(Shrink, name) for name in ("agree", "after agree", "_pass_ballot", "after decide")]
-
-
-@pytest.mark.parametrize(("owner", "step"), STEPS)
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_second_death_in_a_step_of_replace(owner, step, victim, url):
-    if victim and owner is Shrink:
-        pytest.skip("as the leader")
-    with ranks.start(3, lasts, url, victim, owner, step) as started:
-        os.kill(started.messages()[1], signal.SIGKILL)
-        with ranks.start(1, comes_at_last, url, [1], 3) as new:
-            started.processes[victim].join(60)
-            with ranks.start(1, comes_at_last, url, [victim], 3) as other:
-                left = 2 - victim
-                outcome = started.results([left])[left]
-                assert [each.results()[0].error for each in (new, other)] == [None] * 2
-    assert outcome.error is None, outcome
-    failed, more = outcome.value
-    assert len(failed) <= 2 and more == {}, (failed, more)
-
-
 def sleeps(rank, world_size, tell, url):
     comm = made(url, rank, world_size)
     known = places(comm)
@@ -447,14 +330,37 @@ def test_statistics_and_dumps_say_what_happened(rank, world_size, tell, url):
     comm.close()
 
 
-def test_two_processes_for_one_place_are_named(url):
-    with ranks.start(3, lasts, url, None, None, "") as started:
+def loses_twice(rank, world_size, tell, url):
+    comm = made(url, rank, world_size)
+    tell(os.getpid())
+    for _ in range(2):
+        until_fault(comm)
+        comm.replace()
+        right(comm)
+    comm.barrier()
+    comm.close()
+
+
+def spare(rank, world_size, tell, url):
+    comm = joined(url, 1, 3)
+    right(comm)
+    tell(os.getpid())
+    if not Path(url.removeprefix("file://")).with_name("killed").exists():
+        time.sleep(60)  # until it is killed
+    comm.barrier()
+    comm.close()
+
+
+def test_of_two_spares_for_one_place_each_takes_it_in_turn(url):
+    with ranks.start(3, loses_twice, url) as started, ranks.start(2, spare, url) as spares:
         pids = started.messages()
-        with ranks.start(2, comes_at_last, url, [1, 1], 3) as new:
-            time.sleep(1.0)  # both wait for an attempt
-            os.kill(pids[1], signal.SIGKILL)
-            outcomes = started.results([0, 2])
-            told = [new.results([rank])[rank] for rank in range(2)]
-    for rank in (0, 2):
-        assert outcomes[rank].error is None, outcomes[rank]
-    assert [o.error for o in told].count(None) == 1, told
+        time.sleep(1.0)  # both wait
+        os.kill(pids[1], signal.SIGKILL)
+        [pipe] = wait(spares.pipes, 60)
+        taker = spares.pipes.index(pipe)
+        Path(url.removeprefix("file://")).with_name("killed").touch()
+        os.kill(spares.message(taker), signal.SIGKILL)
+        assert spares.message(1 - taker)
+        outcomes = started.results([0, 2])
+        assert spares.results([1 - taker])[1 - taker].error is None
+    assert [outcomes[rank].error for rank in (0, 2)] == [None] * 2, outcomes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -254,24 +254,27 @@ class RecoveryMethods:
 
     def _become(self, comm: Any) -> None:
         """Be `comm`, in one step, and end what was."""
-        group, monitor, planner, launcher = self._group, self._monitor, self._planner, self._launcher
+        group, planner, launcher = self._group, self._planner, self._launcher
         if group.closed:
             raise GroupAborted(f"{group}: replace: another thread has closed it")
-        dropped = self._dropped, comm._dropped
         comm._launcher.captured = launcher.captured
         # Graphs hold what these hold: kernels' code and their arguments.
         comm._retired = [*self._retired, planner] if launcher.captured else []
-        self.__dict__ = comm.__dict__
-        self._release_if_dropped()
-        for finalizer in dropped:
-            if finalizer is not None:
-                finalizer.detach()
-        group.close()
-        steps: list[Callable[[], object]] = [monitor.stop, group.recorder.close, self._group.arena.own]
-        steps += [group.arena.close, group.control.close, group.forget_views]
-        steps += [partial(nccl.end, planner.nccl, True, LEAVE_SECONDS)]
-        for step in steps:
-            try:
-                step()
-            except ResourceError as error:
-                log.warning("%s: after replace: %s", self, error)
+        steps: list[Callable[[], object]] = [each.detach for each in (self._dropped, comm._dropped) if each is not None]
+        steps += [group.close, self._monitor.stop, group.recorder.close, comm._group.arena.own, group.arena.close]
+        steps += [group.control.close, group.forget_views, partial(nccl.end, planner.nccl, True, LEAVE_SECONDS)]
+        try:
+            self.__dict__ = comm.__dict__
+            _run_all(steps)
+            self._release_if_dropped()
+        except BaseException:  # of a signal; each step may be repeated
+            _run_all(steps)
+            raise
+
+
+def _run_all(steps: Iterable[Callable[[], object]]) -> None:
+    for step in steps:
+        try:
+            step()
+        except ResourceError as error:
+            log.warning("after replace: %s", error)
