@@ -131,7 +131,7 @@ class Bindings:
         self._stack = threading.local()
         self._blocks: list[Block] = []
         self._mappings: list[Mapping] = []
-        self.pinned, self.pinned_elsewhere = PinnedPages(self._complain), False
+        self.pinned = PinnedPages(self._complain)
         self.vmm, self.switch = VirtualMemory(self, _Refused), Switch(self, _Refused)
         self._next_address = (number + 1) << 40
 
@@ -340,9 +340,7 @@ class Bindings:
     @_call
     def cuMemHostRegister(self, address: int, nbytes: int, flags: int) -> None:
         gpu = self._current_gpu()
-        # Host memory has one device address, on old GPUs one for each registration.
-        place = self._fresh_address(nbytes) if self.pinned_elsewhere else address
-        refusal = self.pinned.add(address, nbytes, flags, gpu, (1 << 60) + place)
+        refusal = self.pinned.add(address, nbytes, flags, gpu, (1 << 60) + address)
         if refusal is not None:
             raise _Refused(refusal)
 
