@@ -8,6 +8,7 @@ import torch
 
 from tricomm.communicator import Communicator
 from tricomm.core.fused import fused_call, unfused
+from tricomm.core.fused.expert_rows import ExpertRows
 from tricomm.core.fused.fused_call import FUSED, FusedArguments
 from tricomm.explorer.world.oracle import difference
 from tricomm.kernels import layout
@@ -102,8 +103,9 @@ class ShippedCalls:
         return y
 
     def _normalised(self, kernel: Kernel, number: int) -> torch.Tensor:
-        """Rows that end in RMSNorm, by each kernel with another quantisation, compared with the same steps unfused. The
-        numbers of every third call tell in which order they were added."""
+        """Rows that end in RMSNorm, by each kernel with another quantisation, compared with the same steps unfused. In
+        the second of three calls they are sums of experts' rows; the numbers of the third one tell in which order they
+        were added."""
         comm = self._comm
         rows, hidden = (5, 1, 2)[number % 3], 160
         quantize = _QUANTIZED[kernel.algorithm, kernel.protocol]
@@ -118,9 +120,10 @@ class ShippedCalls:
         inputs = (row_numbers(comm.rank), row_numbers(comm.world_size), torch.as_tensor(total))
         tensors = [each.to(torch.bfloat16).view(rows, hidden) for each in inputs]
         weight = (torch.arange(hidden) % 5).to(torch.bfloat16)
+        experts = _spread(tensors[0]) if number % 3 == 1 else None
         call, exact = (
-            fused_call.checked(FusedArguments(start, tensors[1], weight, 1e-6, **given), comm.device)
-            for start in (tensors[0], tensors[2])
+            fused_call.checked(FusedArguments(start, tensors[1], weight, 1e-6, **given), comm.device, of)
+            for start, of in ((tensors[0], experts), (tensors[2], None))
         )
         comm._internal.run_fused(call, kernel.algorithm, kernel.protocol)
         unfused.finish(exact, exact.x)
@@ -129,6 +132,15 @@ class ShippedCalls:
             if want is not None and not torch.equal(got.view(torch.uint8), want.view(torch.uint8)):  # not the oracle's
                 raise AssertionError(f"{kernel.name} of {rows} rows: {name} differs from the unfused steps")
         return call.residual_out
+
+
+def _spread(x: torch.Tensor) -> ExpertRows:
+    """Experts' rows that add up to `x`: it and a half of it, in a place each, less the half."""
+    rows = torch.stack([torch.full_like(x[0], torch.nan), *x, *(x * 0.5)])
+    place = torch.arange(len(x), dtype=torch.int32) + 1
+    none = torch.full_like(place, len(rows))
+    places = torch.stack([none, place, place + len(x)], 1)
+    return ExpertRows(rows, places, torch.tensor([[2.0, 1.0, -1.0]]).repeat(len(x), 1), x * 0.5, 3)
 
 
 class MessageCalls:
