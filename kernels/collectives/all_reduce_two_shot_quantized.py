@@ -66,29 +66,40 @@ def _push(tensors, chunk, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     shard = shared_shard(chunk.count, SPEC)
     last = (WORLD_SIZE - 1) * shard
+    AT_ONCE: tl.constexpr = 8 // SPEC.PLANES  # ranks: the tiles of eight take more than 255 registers a thread
     for first in range(chunk.own, shard, chunk.stride):
-        if whole_tile(first, chunk.count - last, chunk.base + last, numel, x_ptr, SPEC.TILE, SPEC.ALIGNED):
-            tiles = ()
-            for step in tl.static_range(WORLD_SIZE):
-                start = chunk.base + (chunk.me + step) % WORLD_SIZE * shard + first
-                tiles = tiles + (load_whole_source(x_ptr, start, SPEC),)
-        else:
-            tiles = ()
-            for step in tl.static_range(WORLD_SIZE):
-                there = (chunk.me + step) % WORLD_SIZE * shard
-                limit = end_of(chunk.base + tl.minimum(there + shard, chunk.count), numel, SPEC.PACK)
-                plane = plane_of(_words(chunk, there, shard) - first, SPEC)
-                tiles = tiles + (load_source(x_ptr, chunk.base + there + first, plane, limit, SPEC),)
-        for step in tl.static_range(WORLD_SIZE):
+        whole = whole_tile(first, chunk.count - last, chunk.base + last, numel, x_ptr, SPEC.TILE, SPEC.ALIGNED)
+        for some in tl.static_range(0, WORLD_SIZE, AT_ONCE):
+            _push_some(tensors, chunk, first, shard, whole, some, min(some + AT_ONCE, WORLD_SIZE), SPEC)
+
+
+@triton.jit
+def _push_some(tensors, chunk, first, shard, whole, FROM: tl.constexpr, UNTIL: tl.constexpr, SPEC: tl.constexpr):
+    """Push the tiles at word `first` of the shards of the ranks FROM to UNTIL - 1 ahead, in flight at once."""
+    x_ptr, y_ptr, numel, half = tensors
+    WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
+    if whole:
+        tiles = ()
+        for step in tl.static_range(FROM, UNTIL):
+            start = chunk.base + (chunk.me + step) % WORLD_SIZE * shard + first
+            tiles = tiles + (load_whole_source(x_ptr, start, SPEC),)
+    else:
+        tiles = ()
+        for step in tl.static_range(FROM, UNTIL):
             there = (chunk.me + step) % WORLD_SIZE * shard
+            limit = end_of(chunk.base + tl.minimum(there + shard, chunk.count), numel, SPEC.PACK)
             plane = plane_of(_words(chunk, there, shard) - first, SPEC)
-            buffer = simple_buffer(chunk, peer_ahead(chunk.group, step, WORLD_SIZE), chunk.me, SPEC)
-            buffer += first // SPEC.TILE * SPEC.FIRST_ROOM
-            if SPEC.GATHER:
-                put_source(buffer, tiles[step], plane, SPEC)
-            else:
-                codes, scales, by_word = quantize(values_of(tiles[step], SPEC), SPEC)
-                put_codes((buffer,), codes, scales, plane, 1, SPEC)
+            tiles = tiles + (load_source(x_ptr, chunk.base + there + first, plane, limit, SPEC),)
+    for step in tl.static_range(FROM, UNTIL):
+        there = (chunk.me + step) % WORLD_SIZE * shard
+        plane = plane_of(_words(chunk, there, shard) - first, SPEC)
+        buffer = simple_buffer(chunk, peer_ahead(chunk.group, step, WORLD_SIZE), chunk.me, SPEC)
+        buffer += first // SPEC.TILE * SPEC.FIRST_ROOM
+        if SPEC.GATHER:
+            put_source(buffer, tiles[step - FROM], plane, SPEC)
+        else:
+            codes, scales, by_word = quantize(values_of(tiles[step - FROM], SPEC), SPEC)
+            put_codes((buffer,), codes, scales, plane, 1, SPEC)
 
 
 @triton.jit

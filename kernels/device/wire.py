@@ -30,6 +30,7 @@ from tricomm.kernels.reduction import from_e4m3, raw_bits
 
 _INFINITE = tl.constexpr(0x7F800000)
 _LEAST = tl.constexpr(1 << 23)  # the least scale, 2^-126: its inverse is finite
+_PER_127 = tl.constexpr(8454660 / 2**30)  # 1 / 127, rounded down to 24 bits
 _ROUNDING = tl.constexpr(12582912.0)  # 1.5 * 2^23: the sum with a small number has the nearest integer in its low bits
 
 # Two numbers an instruction, from sm_89 on. A number beyond 448 cannot occur, and a NaN's code has no sign.
@@ -132,9 +133,14 @@ def dequantize(codes, by_word, SPEC: tl.constexpr):
 def _scale(most, SPEC: tl.constexpr):
     """(bits of the scale, in int32; its inverse) of blocks whose largest magnitude has the bits `most`."""
     if SPEC.WIRE == "int8":
-        exact = tl.div_rn(most.to(tl.float32, bitcast=True), tl.zeros(most.shape, tl.float32) + 127.0)
-        scale = tl.maximum((exact.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000, _LEAST)
-        inverse = tl.div_rn(tl.zeros(most.shape, tl.float32) + 1.0, scale.to(tl.float32, bitcast=True))
+        # Not `div_rn`: each call of its slow path takes registers, which eight ranks do not leave. `covered` is exact.
+        below = (most.to(tl.float32, bitcast=True) * _PER_127).to(tl.int32, bitcast=True)
+        scale = tl.maximum((below + 0xFFFF) & -0x10000, _LEAST)
+        covered = (scale.to(tl.float32, bitcast=True) * 127.0).to(tl.int32, bitcast=True)
+        scale += tl.where(covered < most, 0x10000, 0)
+        mantissa = ((scale >> 16) & 0x7F | 0x80).to(tl.uint32)
+        nearest = (tl.full(most.shape, 1 << 31, tl.uint32) + (mantissa >> 1)) // mantissa
+        inverse = ((252 << 23) - (scale & _INFINITE) + nearest.to(tl.int32)).to(tl.float32, bitcast=True)
     else:
         # 448 is 1.75 * 2^8: a larger mantissa takes the next power of two.
         scale = tl.maximum(((most + 0x1FFFFF) & _INFINITE) - (8 << 23), _LEAST)

@@ -56,7 +56,6 @@ VARIANTS = [
 QUICK = _of_each_kind("sm_90", 0.0)
 SPILLING = (
     "all_reduce_hybrid_cube_mesh_ll128-sm_90-float8_e4m3fn-misaligned",  # one word, in a form that no table chooses
-    "all_reduce_two_shot_int8_simple-sm_90-bfloat16",  # 59 words at eight ranks; opt-in
 )
 
 
