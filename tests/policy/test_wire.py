@@ -148,6 +148,18 @@ def test_known_codes():
         assert left[1] == most and not left[4:].any() and (codes == "int8") != bool(left[5].signbit())
 
 
+def test_int8_scales_next_to_every_step():
+    """Blocks whose largest magnitude is 127 scales, or the number before or after, for each scale of a magnitude."""
+    steps = torch.arange(128, 256).float() * 127
+    most = torch.stack([torch.nextafter(steps, steps * 0), steps, torch.nextafter(steps, steps * 2)]).view(-1, 1)
+    for exponent in (-140, -133, -7, 105):
+        blocks = torch.randn(len(most), 128, generator=torch.Generator().manual_seed(exponent)).clamp(-1, 1) * most
+        blocks[:, 5:6] = most
+        x = torch.ldexp(blocks, torch.tensor(exponent)).flatten()
+        (out,) = tricomm.simulate(lambda comm, x=x: comm.all_reduce(x.clone(), wire="int8"), 1)
+        assert torch.equal(bits(out), bits(reference.quantised("int8", "sum", [x])))
+
+
 def test_the_mistake_of_an_unquantised_own_part():
     """Were the owner's part exact, ranks would agree, and the sum would not be that of the codes."""
     parts = [torch.full((256,), 17.0), torch.full((256,), 448.0)]
@@ -336,6 +348,22 @@ def test_an_architecture_without_e4m3_is_refused_by_name(device, message):
     facts = replace(facts, wire="int8")
     selection.check_wire(facts)
     assert selection.choose(facts, "all_reduce", 1 << 30).algorithm == "two_shot_int8"
+
+
+def test_explain_says_why_a_group_does_not_quantise_a_call():
+    facts = SelectionFacts("sm_90", 8, layout.plan(8, 64 << 20), 32, wire="fp8")
+
+    def reason(nbytes: int, how: SelectionFacts = facts, collective: str = "all_reduce") -> str:
+        return selection.choose(how, collective, nbytes, bits=16).reason.partition("; not quantised: ")[2]
+
+    assert reason(1 << 20) == "wire='fp8' gains from 2097152 bytes on" and not reason(4 << 20)
+    beside = replace(facts, beside=True)
+    assert "two_shot_fp8 takes more than 128 registers" in reason(4 << 20, beside)
+    assert selection.wire_from(beside) is None  # so that NCCL keeps its calls
+    assert (
+        reason(4 << 20, replace(facts, wire="fp8_gather", no_multicast="")) == "two_shot_fp8_gather is slower than NVLS"
+    )
+    assert not reason(1 << 20, collective="all_gather") and not reason(1 << 20, replace(facts, wire=""))
 
 
 def test_quantised_calls_do_not_go_to_nccl_for_their_size():

@@ -137,6 +137,8 @@ def choose(
         reason = f"no table has a row for {collective} on these devices, so the first kernel is taken"
     else:
         reason = f"table {table!r} row {number}: {collective}, up to {row.world_size} ranks, {row.sizes}"
+    if facts.wire and collective == "all_reduce" and not (kernel.wire or forced or zero_copy):
+        reason += f"; not quantised: {_why_not_quantised(facts, nbytes)}"
     if zero_copy:
         reason = f"a symmetric handle is read in place; {reason}"
     if registers < MOST_REGISTERS:
@@ -170,12 +172,22 @@ def wire_from(facts: SelectionFacts) -> int | None:
 
     With only one leg quantised, calls gain from twice that size on, and are slower than through a switch.
     """
-    if not facts.wire:
+    if not facts.wire or _why_not(facts, _kernel_of(facts.wire)):
         return None
     least = _WIRE_FROM.get(_SAME_LINKS.get(facts.device, facts.device), _WIRE_FROM_ELSEWHERE)
     if not facts.wire.endswith("_gather"):
         return least
     return 2 * least if facts.no_multicast else None
+
+
+def _why_not_quantised(facts: SelectionFacts, nbytes: int) -> str:
+    """Why an all-reduce of a group with `facts.wire` is not quantised."""
+    kernel, least = _kernel_of(facts.wire), wire_from(facts)
+    if why := _why_not(facts, kernel):
+        return f"{kernel.algorithm} {why}"
+    if least is None:
+        return f"{kernel.algorithm} is slower than NVLS"
+    return f"wire={facts.wire!r} gains from {least} bytes on" if nbytes < least else "the tuned table chooses so"
 
 
 def why_not_multicast(device: str, reason: str) -> str:
@@ -254,9 +266,21 @@ def _why_not(facts: SelectionFacts, kernel: registry.Kernel) -> str:
 
 def check_wire(facts: SelectionFacts) -> None:
     """Raises `InvalidArgument` if these devices do not quantise as `facts.wire` says."""
-    kernel = registry.find("all_reduce", registry.algorithm_of(facts.wire), "simple")
-    if (reason := why_not_wire(facts, kernel)) is not None:
-        raise InvalidArgument(f"Options.wire={facts.wire!r} (TRICOMM_WIRE): {reason}")
+    _refuse_wire(facts.wire, why_not_wire(facts, _kernel_of(facts.wire)))
+
+
+def check_architecture(wire: str, architecture: int) -> None:
+    """`check_wire` of GPUs of this architecture (90 for sm_90), before their memory is known."""
+    _refuse_wire(wire, _kernel_of(wire).why_not_compiled(architecture))
+
+
+def _kernel_of(wire: str) -> registry.Kernel:
+    return registry.find("all_reduce", registry.algorithm_of(wire), "simple")
+
+
+def _refuse_wire(wire: str, reason: str | None) -> None:
+    if reason is not None:
+        raise InvalidArgument(f"Options.wire={wire!r} (TRICOMM_WIRE): {reason}")
 
 
 def quantises(dtype: Dtype, op: str) -> bool:
