@@ -14,6 +14,7 @@ from tests.policy.test_wire import bits, numbers
 from tricomm.c10d import capabilities
 from tricomm.kernels import reference
 from tricomm.options import Options
+from tricomm.policy import selection
 
 LONG = (1 << 19) + 77  # elements of bf16: just over 1 MiB
 
@@ -88,3 +89,42 @@ def not_compared(rank: int, world_size: int, tell: object, url: str) -> bool:
 
 def test_without_the_comparison_such_a_c10d_group_goes_over_tcp_and_nobody_knows(url):
     assert ranks.run(2, not_compared, url) == [False, False]
+
+
+def without_e4m3(rank: int, world_size: int, tell: object, url: str, wire: str) -> str:
+    """On GPUs of sm_80, as torch names them."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.current_device = torch.cuda.device_count = lambda: 1
+    torch.cuda.get_device_capability = lambda device: (8, 0)
+    capabilities.pick_device = torch.device
+
+    def group():
+        with default_group(rank, world_size, url, "kernels", options=options_of(wire, "options")):
+            pass
+
+    if wire != "int8":
+        return refused(group, f"Options.wire='{wire}'", kind=(tricomm.InvalidArgument, tricomm.RendezvousError))
+    group()
+    return ""
+
+
+@pytest.mark.parametrize("wire", ["fp8", "fp8_gather", "int8"])
+def test_an_architecture_without_e4m3_is_named_when_a_c10d_group_is_made(wire, url):
+    told = ranks.run(2, without_e4m3, url, wire)
+    assert (
+        all("sm_80 has no e4m3 conversions: use sm_89 or newer, or wire=int8" in text for text in told)
+        or wire == "int8"
+    )
+
+
+def gathered(rank: int, world_size: int, tell: object, url: str) -> str:
+    selection.why_not_multicast = lambda device, reason: "there is none"  # with NVLS it would not gain
+    x = numbers(rank, 2 * LONG, torch.bfloat16)
+    with default_group(rank, world_size, url, "kernels", options=options_of("fp8_gather", "options")):
+        dist.all_reduce(x)
+    return digest(x)
+
+
+def test_fp8_gather_through_c10d(url):
+    x = [numbers(r, 2 * LONG, torch.bfloat16) for r in range(2)]
+    assert ranks.run(2, gathered, url, timeout=200) == [digest(reference.quantised("fp8_gather", "sum", x))] * 2

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Store
 
 from tricomm import env
 from tricomm.c10d.work_handles import limit_seconds
+from tricomm.core.bootstrap import pick_device
 from tricomm.errors import InvalidArgument, RendezvousError
 from tricomm.kernels.collectives.registry import WIRES
 from tricomm.kernels.launch import compiler, interpreter
@@ -107,6 +108,9 @@ def _own_capabilities(settings: Options) -> Capabilities:
     switches = _CPU_KERNELS * cpu_through_kernels() | _CHECK * calls_are_compared()
     switches |= _CUDA_KERNELS * (not env.peer_access_disabled() and compiler.refused() is None)
     switches |= _CPU_POSSIBLE * (interpreter.supported() is None) | _BATCH_INVARIANT * settings.batch_invariant
+    if settings.wire is not None and switches & _CUDA_KERNELS and torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(pick_device("cuda"))
+        selection.check_architecture(settings.wire, 10 * major + minor)
     switches |= _WIRES.index(settings.wire) << _WIRE_BIT
     pid = os.getpid()
     left = process.descriptors_left()
@@ -169,6 +173,11 @@ def torch_backend(device: str) -> str | None:
 
 def options_for(given: Options | None, timeout: timedelta, device: str) -> Options:
     """The communicator's options: the caller's, else the group's timeout and TRICOMM_ARENA_BYTES."""
+    chosen = _options_for(given, timeout, device)
+    return chosen if env.compile_after_set_up() else replace(chosen, compile_after_set_up=False)
+
+
+def _options_for(given: Options | None, timeout: timedelta, device: str) -> Options:
     if given is not None:
         return replace(given, nccl=False)  # a c10d group falls back to torch's own NCCL
     limit = limit_seconds(timeout)

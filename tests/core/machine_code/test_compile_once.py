@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import tricomm
 from tests import ranks
+from tests.c10d.bodies.groups import default_group
 from tests.core.bodies.common_bodies import attempt, communicator
 from tricomm.core import machine_code
 from tricomm.core.faults import Faults
@@ -20,6 +22,7 @@ from tricomm.core.group import PROCESSES
 from tricomm.core.watch import in_flight
 from tricomm.kernels import layout
 from tricomm.kernels.launch import compiler
+from tricomm.options import Options
 from tricomm.perf.machine_code import prebuild
 
 KEY = "ab" * 32
@@ -154,18 +157,31 @@ def test_without_the_mark_or_beyond_its_limit_the_call_times_out(marked, most, u
     assert ranks.run(2, slow_rank, url, marked, most)[0] == "CollectiveTimeout"
 
 
+def as_on_a_gpu(device, by, kernel, *variant):
+    if "all_reduce" in kernel.fn.__name__:
+        by(kernel, *variant, 90)
+
+
 def must_compile(rank, world_size, tell, url, those):
     """The ranks `those` lack the kernel of a call and may not compile it."""
-
-    def as_on_a_gpu(device, by, kernel, *variant):
-        if "all_reduce" in kernel.fn.__name__:
-            by(kernel, *variant, 90)
-
     if rank in those:
         PROCESSES.compile = as_on_a_gpu
     with communicator(rank, world_size, url, compile_after_set_up=False) as comm:
         comm.barrier()
         return attempt(lambda: comm.all_reduce(torch.ones(4)))
+
+
+def must_compile_in_c10d(rank, world_size, tell, url, given):
+    PROCESSES.compile = as_on_a_gpu
+    os.environ["TRICOMM_COMPILE_AFTER_SET_UP"] = "0"
+    with default_group(rank, world_size, url, "kernels", options=given):
+        return attempt(lambda: dist.all_reduce(torch.ones(4)))
+
+
+@pytest.mark.parametrize("given", [None, Options(arena_bytes=256 << 10)])
+def test_the_variable_holds_for_c10d_groups(given, url):
+    for kind, text, _ in ranks.run(2, must_compile_in_c10d, url, given):
+        assert kind == "ResourceError" and "compile_after_set_up=False" in text
 
 
 @pytest.mark.parametrize("those", [(1,), (0, 1)])
