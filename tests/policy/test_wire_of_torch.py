@@ -2,10 +2,13 @@
 
 import hashlib
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import tricomm
 from tests import ranks
@@ -13,6 +16,7 @@ from tests.c10d.bodies.groups import default_group, refused
 from tests.policy.test_wire import bits, numbers
 from tricomm.c10d import capabilities
 from tricomm.kernels import reference
+from tricomm.kernels.collectives import registry
 from tricomm.options import Options
 from tricomm.policy import selection
 
@@ -128,3 +132,83 @@ def gathered(rank: int, world_size: int, tell: object, url: str) -> str:
 def test_fp8_gather_through_c10d(url):
     x = [numbers(r, 2 * LONG, torch.bfloat16) for r in range(2)]
     assert ranks.run(2, gathered, url, timeout=200) == [digest(reference.quantised("fp8_gather", "sum", x))] * 2
+
+
+# DDP
+
+
+def gradient(rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.outer(torch.arange(1.0, 8) * (rank + step), torch.arange(300.0) + rank).to(dtype)
+
+
+def step_of(wrapped: nn.Module, rank: int, step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The gradient of a layer's weight after one step whose own gradient is `gradient`."""
+    (weight,) = wrapped.parameters()
+    weight.grad = None
+    x, scale = (torch.arange(300.0) + rank).to(dtype), (torch.arange(1.0, 8) * (rank + step)).to(dtype)
+    (wrapped(x) * scale).sum().backward()
+    return weight.grad
+
+
+def of_ddp(state: object, dtype: torch.dtype = torch.float32) -> DistributedDataParallel:
+    wrapped = DistributedDataParallel(nn.Linear(300, 7, bias=False, dtype=dtype))
+    wrapped.register_comm_hook(state, tricomm.ddp_hook)
+    return wrapped
+
+
+def trained(rank: int, world_size: int, tell: object, url: str, wire: str) -> list[str]:
+    with default_group(rank, world_size, url, "kernels", options=options_of(None, "options")):
+        wrapped = of_ddp((None, wire))
+        found = [digest(step_of(wrapped, rank, step).flatten()) for step in range(3)]
+        plain = digest(step_of(of_ddp(None), rank, 3).flatten())  # the same shape, unquantised
+        return [*found, digest(step_of(wrapped, rank, 3).flatten()), plain]
+
+
+@pytest.mark.parametrize("wire", registry.WIRES)
+def test_ddp_with_a_wire_has_the_documented_mean_on_every_rank(wire, url):
+    wanted = []
+    for step in (0, 1, 2, 3):
+        parts = [gradient(r, step).flatten() for r in range(2)]
+        wanted.append(digest(reference.quantised(wire, "avg", parts)))
+    exact = digest((parts[0] + parts[1]) / 2)
+    assert ranks.run(2, trained, url, wire, timeout=200) == [[*wanted, exact]] * 2 and exact != wanted[-1]
+
+
+def not_quantised(rank: int, world_size: int, tell: object, url: str, route: str, wires: list, kind: str) -> str:
+    dtype = getattr(torch, kind)
+    with default_group(rank, world_size, url, route, options=options_of(None, "options")):
+        wrapped = of_ddp((None, wires[rank]), dtype)
+        text = refused(lambda: step_of(wrapped, rank, 1, dtype), "", kind=Exception)
+        y = torch.ones(5)
+        if "CollectiveMismatch" not in text:
+            dist.all_reduce(y)
+            assert torch.equal(y, torch.full((5,), 2.0))
+        return text
+
+
+@pytest.mark.parametrize(
+    "route, wires, kind, message",
+    [
+        ("gloo", ["fp8", "fp8"], "float32", "TCP unless TRICOMM_CPU=kernels"),
+        ("kernels", ["fp8", "fp8"], "float64", "wire='fp8' quantises sums and averages of fp16, bf16 and fp32, not"),
+        ("kernels", ["e5m2", "e5m2"], "float32", "ddp_hook: wire='e5m2': fp8, int8, fp8_gather"),
+        ("kernels", ["fp8", "int8"], "float32", "wire=int8"),
+        ("kernels", ["fp8", None], "float32", "wire=fp8"),
+    ],
+    ids=str,
+)
+def test_a_bucket_that_cannot_be_quantised_is_refused_by_name(route, wires, kind, message, url):
+    told = ranks.run(2, not_quantised, url, route, wires, kind, timeout=200)
+    assert all(message in text for text in told), told
+
+
+def in_a_callback(rank: int, world_size: int, tell: object, url: str) -> str:
+    with default_group(rank, world_size, url, "kernels", options=options_of(None, "options")) as world:
+        bucket = SimpleNamespace(buffer=lambda: torch.ones(300))
+        first = dist.all_reduce(torch.zeros(1), async_op=True).get_future()
+        chain = first.then(lambda f: tricomm.ddp_hook((world, "fp8"), bucket).wait())
+        return refused(chain.wait, "in a callback of a future", kind=Exception)
+
+
+def test_a_callback_whose_calls_no_kernel_runs_does_not_quantise(url):
+    assert all("wire='fp8'" in text for text in ranks.run(2, in_a_callback, url))

@@ -15,6 +15,7 @@ from tricomm.communicator import Communicator
 from tricomm.core import launcher
 from tricomm.core.launch_plan import Request
 from tricomm.core.planner import UNKNOWN
+from tricomm.kernels.collectives import registry
 from tricomm.metrics.call_trace import CallTrace
 from tricomm.metrics.counters import GLOO, KERNELS
 from tricomm.metrics.flight_document import ANY, ENDED, NUMBER, WHAT, Entry, Made, begun
@@ -97,7 +98,8 @@ def decided(call: GroupCall, router: Router, comm: Communicator | None) -> dict[
     if route.backend != KERNELS or comm is None:
         return {"Route": route.backend, "Reason": route.reason}
     epilogue = None if call.fused is None else call.fused.epilogue
-    request = Request(call.collective, None if call.op == "none" else call.op, epilogue=epilogue)
+    algorithm = None if call.wire is None else registry.algorithm_of(call.wire)
+    request = Request(call.collective, None if call.op == "none" else call.op, algorithm, epilogue=epilogue)
     nbytes = UNKNOWN if call.nbytes is None else call.nbytes
     choice = comm._internal.planner.choice(request.sized(call.dtype, call.count), nbytes, "eager")
     return launcher.decided(choice, "eager")

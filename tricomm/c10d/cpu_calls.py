@@ -172,6 +172,10 @@ class CpuCalls:
         elif problem is not None:
             raise problem
         for call in batch:
+            if in_callback and call.wire is not None:
+                raise InvalidArgument(
+                    f"{self._text}: wire={call.wire!r} in a callback of a future, whose calls no kernel runs"
+                )
             if in_callback:
                 count_fallback(GLOO, call.collective, call.nbytes)
             if in_callback or not owner.run_by_kernels(call):

@@ -124,7 +124,7 @@ class Dispatcher:
         `native` makes the same calls through NCCL.
         """
         self.check_usable(batch[0].collective)
-        if self.batch_invariant:  # refuses reductions before anything is sent
+        if self.batch_invariant or batch[0].wire:  # refuses before anything is sent
             for call in batch:
                 self.router(call.device).choice(*call.facts)
         return self._cpu.run(batch, self) if batch[0].device.type == "cpu" else self.on_cuda(batch, native)
@@ -272,7 +272,8 @@ class Dispatcher:
         if streams is None:
             streams = self._streams[first.device] = GroupStream(comm)
         work = streams.run(action, batch, first.timeout or self._config.timeout)
-        if first.collective == "all_reduce" and not first.async_op and len(batch) == 1 and first.fused is None:
+        plain = first.collective == "all_reduce" and first.fused is None and first.wire is None
+        if plain and not first.async_op and len(batch) == 1:
             self.fast_path.learn(comm._internal, first.result[0], first.op)
         return work
 
@@ -369,7 +370,7 @@ def _by_kernels(comm: Communicator, call: GroupCall) -> None:
             comm._internal.run_fused(call.fused)
             call.finish = lambda: None
         case "all_reduce":
-            comm.all_reduce(x, call.op)
+            comm.all_reduce(x, call.op, wire=call.wire)
         case "all_gather":
             comm.all_gather(x, call.handle or call.out)
         case "reduce_scatter":

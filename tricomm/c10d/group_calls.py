@@ -39,6 +39,7 @@ class GroupCall:
     list. `count` is the number of elements of the input, of the root's if there is one. `fused` is the call of which an
     all_reduce is a part: the kernels run all of it; after another backend's all_reduce `finish` does the rest. `handle`
     is symmetric memory that contains the larger tensor of an all_gather or a reduce_scatter, if the peers can read it.
+    `wire`: how the kernels quantise an all_reduce on the links; no other backend may run it.
     """
 
     collective: str
@@ -58,6 +59,7 @@ class GroupCall:
     keep: list[torch.Tensor] = field(default_factory=list)  # the caller's tensors, for as long as a stream uses them
     fused: FusedCall | None = None
     handle: Symmetric | None = None
+    wire: str | None = None
     parts: list[torch.Tensor] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
 
@@ -101,9 +103,9 @@ class GroupCall:
         return 0 if self.dtype is None else self.count * self.dtype.itemsize
 
     @property
-    def facts(self) -> tuple[str, torch.dtype | None, str, int | None]:
-        """The route of the call depends on these; they are the same on all ranks."""
-        return self.collective, self.dtype, self.op, self.nbytes
+    def facts(self) -> tuple[str, torch.dtype | None, str, int | None, bool]:
+        """The arguments of `Router.choice`, the same on all ranks."""
+        return self.collective, self.dtype, self.op, self.nbytes, self.wire is not None
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -124,6 +126,8 @@ class GroupCall:
             words = [FUSED, self.fused.epilogue.text()]
         elif self.op != "none":
             words.append(f"op={self.op}")
+        if self.wire is not None:
+            words.append(f"wire={self.wire}")
         if self.dtype is not None:
             words.append(f"dtype={str(self.dtype).removeprefix('torch.')}")
             words.append(
@@ -134,7 +138,7 @@ class GroupCall:
         return " ".join(word for word in words if word)
 
     def fingerprint(self) -> int:
-        more = None if self.fused is None else self.fused.epilogue
+        more = self.wire if self.fused is None else self.fused.epilogue
         return arguments.fingerprint(self.collective, self.op, str(self.dtype), self.count, self.root, self.sizes, more)
 
     def record(self, path: str) -> PackedDescriptor:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from tricomm import arguments
-from tricomm.c10d import fallback_backends
-from tricomm.c10d.call_guard import is_refusal, sends
+from tricomm.c10d import fallback_backends, group_calls
+from tricomm.c10d.call_guard import guarded_call, is_refusal, sends
 from tricomm.c10d.capabilities import GroupConfig, exchange_capabilities
 from tricomm.c10d.dispatch import Dispatcher
 from tricomm.c10d.fallback_backends import Backends
@@ -31,7 +31,7 @@ from tricomm.communicator import Communicator
 from tricomm.core.entry_guard import name_refusal
 from tricomm.deadline import Deadline
 from tricomm.errors import GroupAborted, InvalidArgument, TricommError
-from tricomm.options import Options, seconds, with_environment
+from tricomm.options import Options, check_wire, seconds, with_environment
 from tricomm.store.bounded_store import first_line
 from tricomm.store.control import ControlPage
 from tricomm.store.departures import USUAL, Rules
@@ -288,17 +288,33 @@ def _end(group: Any) -> None:
 def ddp_hook(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: the mean of a bucket over tricomm. `model.register_comm_hook(None, tricomm.ddp_hook)`.
 
-    `state` is the group (None: the default one), which keeps its backend; it is wrapped at the first bucket.
+    `state` is the group (None: the default one), which keeps its backend; it is wrapped at the first bucket. Or it is
+    (group, wire): every bucket is quantised on the links, as `Communicator.all_reduce(wire=)` does.
+
+    Raises `InvalidArgument` for a bucket that cannot be quantised: by type, or because no kernel takes it.
     """
+    state, wire = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
     group = wrap(state)
     options = c10d.AllreduceOptions()
     options.reduceOp = c10d.ReduceOp.AVG
-    future = group.allreduce([bucket.buffer()], options).get_future()
+    if wire is None:
+        future = group.allreduce([bucket.buffer()], options).get_future()
+    else:
+        future = _quantised(group, bucket.buffer(), options, wire).get_future()
     return future.then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
 
 # DDP compares the annotations themselves, which are strings in this file.
 ddp_hook.__annotations__.update({"bucket": c10d.GradBucket, "return": torch.futures.Future[torch.Tensor]})
+
+
+@guarded_call
+def _quantised(group: TricommGroup, x: torch.Tensor, options: Any, wire: str) -> Any:
+    """all_reduce of `x` in place, quantised on the links by `wire`."""
+    check_wire(wire, "ddp_hook: wire")
+    call = group_calls.in_place("all_reduce", x, group_calls.operation(options.reduceOp))
+    call.wire = wire
+    return group._submit([call], options, ())
 
 
 def create(opts: Any, pg_options: Any) -> TricommGroup:
