@@ -83,8 +83,8 @@ class Coordinator:
         self._emit("result", lines=lines, file=str(adopt(self._worker, table)))
 
     def _pool(self, point: Point) -> list[Candidate]:
-        known = registry.of(point.collective, self._world_size, multicast=not self._cpu)
-        kernels = [k for k in known if self._runs(point, k)]
+        known = registry.of(point.collective, self._world_size, multicast=not self._cpu, wire=True)
+        kernels = [k for k in known if k.wire in ("", point.wire) and self._runs(point, k)]
         group = self._worker.comm._internal.group
         candidates = pool(kernels, group.layout, group.max_blocks, self._cpu, point.beside)
         return [c for c in candidates if _as_it_is(self._site, point, c)] if point.epilogue else candidates

@@ -33,13 +33,14 @@ _WORDS_PER_WARP = {"ll": (32, 64, 128), "ll128": (64, 128), "simple": (64, 128, 
 _CPU_TILES = (1024, 2048, 4096, 8192)
 
 
-PointGroup = tuple[str, int, str, bool, str]
+PointGroup = tuple[str, int, str, bool, str, str]
 
 
 @dataclass(frozen=True)
 class Point:
     """One decision. `nbytes` is the input per rank, `bits` an element's width if it is reduced, else 0. `beside`: for
-    groups whose calls run next to other kernels. `epilogue`: of an all_reduce_rms_norm, as `norm@8192`."""
+    groups whose calls run next to other kernels. `epilogue`: of an all_reduce_rms_norm, as `norm@8192`. `wire`: for
+    groups with `Options(wire=)`."""
 
     collective: str
     bits: int
@@ -47,16 +48,17 @@ class Point:
     nbytes: int
     beside: bool = False
     epilogue: str = ""
+    wire: str = ""
 
     @property
     def group(self) -> PointGroup:
         """The same for points that differ in size only."""
-        return self.collective, self.bits, self.mode, self.beside, self.epilogue
+        return self.collective, self.bits, self.mode, self.beside, self.epilogue, self.wire
 
     @property
     def name(self) -> str:
         """`all_reduce 16 bit eager 1024 B`."""
-        width = (f" {self.bits} bit" if self.bits else "") + (f" {self.epilogue}" if self.epilogue else "")
+        width = "".join(f" {word}" for word in (f"{self.bits} bit" * bool(self.bits), self.epilogue, self.wire) if word)
         return f"{self.collective}{width} {self.mode} {self.nbytes} B"
 
     @property
@@ -85,8 +87,9 @@ class Candidate:
         """The row of a table that chooses this candidate."""
         kernel, shape = (self.algorithm, self.protocol), (self.blocks, self.warps, self.tile)
         few = (self.registers, True) if point.beside else (None, None)
-        row = TableRow(point.collective, world_size, max_bytes, *kernel, point.mode, point.bits or None, *shape, *few)
-        return replace(row, min_bytes=min_bytes, epilogue=point.epilogue or None)
+        facts = (point.mode, point.bits or None, *shape, *few, point.epilogue or None)
+        named = (point.collective, world_size, max_bytes, *kernel)
+        return TableRow(*named, *facts, min_bytes=min_bytes, wire=point.wire or None)
 
     def __str__(self) -> str:
         few = f", {self.registers} registers" if self.registers < MOST_REGISTERS else ""
@@ -94,11 +97,16 @@ class Candidate:
 
 
 def points(
-    names: tuple[str, ...], bits: tuple[int, ...], modes: tuple[str, ...], sizes: tuple[int, ...], beside: bool = False
+    names: tuple[str, ...],
+    bits: tuple[int, ...],
+    modes: tuple[str, ...],
+    sizes: tuple[int, ...],
+    beside: bool = False,
+    wire: str = "",
 ) -> list[Point]:
     """Every decision to make. A collective that only moves data has the same one for every type."""
     return [
-        Point(name, width, mode, size, beside)
+        Point(name, width, mode, size, beside, wire=wire)
         for name in names
         for width in (bits if collective_specs.COLLECTIVES[name].reduces else (0,))
         for mode in modes
@@ -157,7 +165,7 @@ class TuningRequest:
 
     `budget` and `timeout` (of a call) are in seconds; the budget ends at `end` of `time.monotonic`. An empty `modes`
     means all modes of the device. `beside`: for groups with `Options(beside_compute=True)`, among the shapes that these
-    may have. `forms` are the rows of an all_reduce_rms_norm.
+    may have. `wire`: for groups with that option. `forms` are the rows of an all_reduce_rms_norm.
     """
 
     collectives: tuple[str, ...]
@@ -171,6 +179,7 @@ class TuningRequest:
     timeout: float = 60.0
     beside: bool = False
     forms: tuple[RowForm, ...] = ()
+    wire: str = ""
 
     def points(self, cpu: bool) -> list[Point]:
         """Every decision to make, on a CPU, which has no graphs, or on GPUs."""
@@ -178,13 +187,13 @@ class TuningRequest:
         plain = tuple(name for name in self.collectives if name != FUSED)
         fused = self.forms if FUSED in self.collectives and not self.beside else ()
         return [
-            *points(plain, self.bits, modes, self.sizes, self.beside),
+            *points(plain, self.bits, modes, self.sizes, self.beside, self.wire),
             *fused_points(fused, self.bits, modes, self.sizes),
         ]
 
     def key(self, *facts: object) -> str:
         """Names a run by the request and `facts`; not by the budget, because a run may continue with another one."""
-        asked = (self.collectives, self.bits, self.sizes, self.modes, self.beside, self.forms, facts)
+        asked = (self.collectives, self.bits, self.sizes, self.modes, self.beside, self.forms, self.wire, facts)
         return hashlib.sha256(repr(asked).encode()).hexdigest()[:16]
 
 
@@ -200,6 +209,12 @@ def parse(collective: str, bits: str, sizes: str, mode: str | None, budget: str,
         parsing.parse_budget(budget),
         **rest,
     )
+    if request.wire and (request.collectives != ("all_reduce",) or not {16, 32}.issuperset(request.bits)):
+        raise InvalidArgument(
+            f"--wire {request.wire}: only all_reduce of 16 or 32 bits is quantised; ask for that alone"
+        )
+    if request.wire and request.beside:
+        raise InvalidArgument(f"--wire {request.wire}: no kernel that quantises leaves room for others")
     if FUSED in request.collectives and request.beside:
         raise InvalidArgument(f"{FUSED}: no fused kernel leaves room for others; leave --beside-compute out")
     if not request.points(cpu=False):

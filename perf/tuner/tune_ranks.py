@@ -92,7 +92,7 @@ def _tune(emit: Callable[..., None], rank: int, world_size: int, store: Store, r
     torch.set_num_threads(1)
 
     def open_group(number: int) -> tricomm.Communicator:
-        options = tricomm.Options(timeout=request.timeout, beside_compute=request.beside)
+        options = tricomm.Options(timeout=request.timeout, beside_compute=request.beside, wire=request.wire or None)
         prefixed = PrefixStore(f"tricomm-tune-{number}", store)
         return tricomm.Communicator(prefixed, rank, world_size, device, options=options, meeting_timeout=_RENDEZVOUS)
 

@@ -8,6 +8,7 @@ import torch
 
 from tricomm import Communicator
 from tricomm.kernels.collective_specs import COLLECTIVES
+from tricomm.kernels.collectives import registry
 from tricomm.perf import row_calls
 from tricomm.perf.bench import check_data, collective_calls, fused_bench
 from tricomm.perf.bench.request import Case
@@ -23,7 +24,7 @@ class PlainCall:
     """A plain collective. `run` does not wait; `wrong` counts this rank's wrong elements, by the number of the data."""
 
     def __init__(self, comm: Communicator, point: Point) -> None:
-        self._comm, self._collective = comm, point.collective
+        self._comm, self._collective, self._wire = comm, point.collective, point.wire
         self._count, self._dtype = _count(point, comm.world_size), getattr(torch, point.dtype)
         x, self._y = collective_calls.tensors(comm, point.collective, self._count, self._dtype)
         self._x = collective_calls.local(x)
@@ -39,7 +40,8 @@ class PlainCall:
         result = collective_calls.call(comm, name, number, self._x, self._y)
         comm.synchronize()
         if result is not None and check_data.gets(name, comm.world_size, comm.rank, number):
-            exact = check_data.expected(*facts, number, self._count, comm.rank, self._dtype)
+            wire = registry.wire_of(comm.explain(name, result.nbytes, self._dtype).algorithm) if self._wire else ""
+            exact = check_data.expected(*facts, number, self._count, comm.rank, self._dtype, wire)
             wrong = check_data.wrong(result, exact)
         self._x.zero_()
         return wrong

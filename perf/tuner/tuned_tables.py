@@ -103,7 +103,7 @@ def _cells(least: int, row: TableRow) -> tuple[str, ...]:
     kernel += f", {row.registers} registers" if row.registers else ""
     return (
         row.collective,
-        " ".join([f"{row.bits} bit" if row.bits else "", row.epilogue or ""]).strip(),
+        " ".join(word for word in (f"{row.bits} bit" if row.bits else "", row.epilogue, row.wire) if word),
         f"{row.mode or ''}{' beside' if row.beside else ''}",
         f"{least} to {limit}",
         kernel,

@@ -37,11 +37,14 @@ _FILES = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--quantize", help="Of all_reduce_rms_norm: none, fp8, fp8_per_token, nvfp4, a list [default: none].")
 @click.option("--budget", default="5m", show_default=True, help="Time to spend: 90s, 5m, 1h.")
 @click.option("--beside-compute", "beside", is_flag=True, help="For groups with Options(beside_compute=True).")
+@click.option("--wire", type=click.Choice(["fp8", "int8", "fp8_gather"]), help="For groups with Options(wire=).")
 @click.option("--simulated", is_flag=True, help="Tune ranks on a CPU; no GPU ever uses such a table.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option("--timeout", type=FiniteRange(1, 3600), default=60.0, show_default=True, help="Seconds a call has.")
 @click.pass_context
-def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: str | None, **options: Any) -> None:
+def tune(
+    context: click.Context, /, nproc: int | None, hidden: str, quantize: str | None, wire: str | None, **options: Any
+) -> None:
     """Find the fastest kernel and launch shape for every size on this box, and use them from now on.
 
     Every candidate's result is checked before it is timed; the slowest rank's time counts; most of the budget is
@@ -66,7 +69,7 @@ def tune(context: click.Context, /, nproc: int | None, hidden: str, quantize: st
         from tricomm.perf.tuner import points, tune_ranks
 
     world_size, started, quiet = joined(nproc)
-    request = usage(lambda: points.parse(forms=row_calls.parse_forms(hidden, quantize), **options))
+    request = usage(lambda: points.parse(forms=row_calls.parse_forms(hidden, quantize), wire=wire or "", **options))
     check_row_options(context, request.collectives)
     state = "starting the ranks"
 

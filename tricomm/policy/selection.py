@@ -156,15 +156,14 @@ _Candidate = tuple[str, int, TableRow, registry.Kernel]
 def _wired(
     facts: SelectionFacts, fits: list[registry.Kernel], nbytes: int, candidates: list[_Candidate]
 ) -> list[_Candidate]:
-    """`candidates` of a group with `wire`: first the kernels that quantise, by rows of the user's table or by the rule
-    of `wire_from`."""
-    rows, least = [each for each in candidates if each[3].wire], wire_from(facts)
+    """`candidates` of a group with `wire`: first its rows of the user's table, then the rule of `wire_from`."""
+    rows, least = [each for each in candidates if each[2].wire], wire_from(facts)
     for kernel in fits if least is not None and nbytes >= least else ():
-        if kernel.wire and not any(row.algorithm == kernel.algorithm for row in facts.tuned):
+        if kernel.wire:
             names = (kernel.algorithm, kernel.protocol)
-            rule = TableRow(kernel.collective, facts.world_size, None, *names, min_bytes=least or 0)
+            rule = TableRow(kernel.collective, facts.world_size, None, *names, min_bytes=least or 0, wire=kernel.wire)
             rows.append((_OPTION, -1, rule, kernel))
-    return rows + [each for each in candidates if not each[3].wire]
+    return rows + [each for each in candidates if not each[2].wire]
 
 
 def wire_from(facts: SelectionFacts) -> int | None:
@@ -355,7 +354,7 @@ def table_rows(
         if row.collective == collective and facts.world_size <= row.world_size
         if nbytes is None or row.min_bytes <= nbytes and (row.max_bytes is None or nbytes <= row.max_bytes)
         if row.mode in (None, mode) and row.bits in (None, bits) and row.beside in (None, facts.beside)
-        if row.epilogue in (None, epilogue) and row.zero_copy == zero_copy
+        if row.epilogue in (None, epilogue) and row.zero_copy == zero_copy and row.wire in (None, facts.wire)
     ]
 
 

@@ -34,6 +34,7 @@ _LIMITS: dict[str, Sequence[Any]] = {  # of a user's row
     "warps": (1, 2, 4, 8, 16, 32),
     "tile": range(2, (1 << 20) + 1),
     "registers": (128, 255),
+    "wire": registry.WIRES,
 }
 
 
@@ -47,9 +48,10 @@ class TableRow:
     """For up to `world_size` ranks and `min_bytes` to `max_bytes` bytes of input per rank (None: any), this kernel.
 
     `mode` (eager or graph), `bits` (of an element that is reduced), `beside` (whether the group's calls overlap other
-    kernels) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it, if they are given. `zero_copy`: for
-    calls over symmetric handles, and for no others. `blocks`, `warps`, `tile` (64-bit words; under `ll128` of 128 bits)
-    and `registers` (a thread, at most) are the shape of the launch; None leaves it to selection.
+    kernels), `wire` (of groups with that option) and `epilogue` (`epilogue_name`, of an all_reduce_rms_norm) narrow it,
+    if they are given. `zero_copy`: for calls over symmetric handles, and for no others. `blocks`, `warps`, `tile`
+    (64-bit words; under `ll128` of 128 bits) and `registers` (a thread, at most) are the shape of the launch; None
+    leaves it to selection.
     """
 
     collective: str
@@ -67,11 +69,14 @@ class TableRow:
     epilogue: str | None = None
     zero_copy: bool = False
     min_bytes: int = 0
+    wire: str | None = None
 
     def __post_init__(self) -> None:
         kernel = registry.find(self.collective, self.algorithm, self.protocol, self.zero_copy)
         if self.epilogue is not None and kernel not in registry.FUSED:
             raise InvalidArgument(f"{self.collective} has no epilogue {self.epilogue}")
+        if kernel.wire not in ("", self.wire):
+            raise InvalidArgument(f"{self.algorithm} is for groups with wire {kernel.wire}, not {self.wire}")
         if self.tile is not None and self.tile & (self.tile - 1):
             raise InvalidArgument(f"tile {self.tile} is no power of two")
         if self.max_bytes is not None and self.min_bytes > self.max_bytes:
@@ -85,9 +90,9 @@ class TableRow:
         return f"{self.min_bytes} to {self.max_bytes} bytes" if self.min_bytes else f"up to {self.max_bytes} bytes"
 
     @property
-    def group(self) -> tuple[str, int | None, str | None, bool | None, str | None, bool]:
+    def group(self) -> tuple[str, int | None, str | None, bool | None, str | None, bool, str | None]:
         """Rows of one group are compared and replaced together, whatever their sizes."""
-        return self.collective, self.bits, self.mode, self.beside, self.epilogue, self.zero_copy
+        return self.collective, self.bits, self.mode, self.beside, self.epilogue, self.zero_copy, self.wire
 
 
 @dataclass(frozen=True)
