@@ -66,7 +66,7 @@ def _push(tensors, chunk, SPEC: tl.constexpr):
     WORLD_SIZE: tl.constexpr = SPEC.WORLD_SIZE
     shard = shared_shard(chunk.count, SPEC)
     last = (WORLD_SIZE - 1) * shard
-    AT_ONCE: tl.constexpr = 8 // SPEC.PLANES  # ranks: the tiles of eight take more than 255 registers a thread
+    AT_ONCE: tl.constexpr = 8 if SPEC.PLANES == 2 else 2  # ranks: fp32 tiles are larger, and eight of them spill
     for first in range(chunk.own, shard, chunk.stride):
         whole = whole_tile(first, chunk.count - last, chunk.base + last, numel, x_ptr, SPEC.TILE, SPEC.ALIGNED)
         for some in tl.static_range(0, WORLD_SIZE, AT_ONCE):
