@@ -29,6 +29,7 @@ from tricomm.core.launch_plan import Request
 from tricomm.core.planner import choose
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import layout
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler
 from tricomm.options import Options
 from tricomm.perf.machine_code.kernel_report import COMPILED
@@ -70,6 +71,7 @@ DTYPES = (*_FLOATS, "uint8", "int64")
 class Order:
     """The kernels to build for `arch` and `world_size`: of the calls of an engine of `ENGINES` (or "all") with default
     options; of these the `collectives` and `dtypes`, if any are named; for fused calls, rows of `hidden` elements.
+    `wire`: also those of an all_reduce that is quantised so.
 
     Raises `InvalidArgument` for a value that does not exist, and if nothing is left.
     """
@@ -80,6 +82,7 @@ class Order:
     collectives: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     hidden: tuple[int, ...] = ()
+    wire: str = ""
 
     def __post_init__(self) -> None:
         if self.arch not in COMPILED:
@@ -120,7 +123,10 @@ class Order:
         else:
             reduces = calls.collective in ("all_reduce", "reduce_scatter")
             for op in calls.ops if reduces else (None,):
-                yield Request(calls.collective, op, dtype=getattr(torch, dtype))
+                request = Request(calls.collective, op, dtype=getattr(torch, dtype))
+                yield request
+                if self.wire and calls.collective == "all_reduce":
+                    yield request._replace(algorithm=registry.algorithm_of(self.wire))
 
     def sites(self) -> Iterator[SelectionFacts]:
         """A box of each kind of links, with a switch that reduces and without one, with dependent launches and without:

@@ -85,11 +85,22 @@ class Candidate:
 
     def row(self, point: Point, world_size: int, max_bytes: int | None, min_bytes: int = 0) -> TableRow:
         """The row of a table that chooses this candidate."""
-        kernel, shape = (self.algorithm, self.protocol), (self.blocks, self.warps, self.tile)
-        few = (self.registers, True) if point.beside else (None, None)
-        facts = (point.mode, point.bits or None, *shape, *few, point.epilogue or None)
-        named = (point.collective, world_size, max_bytes, *kernel)
-        return TableRow(*named, *facts, min_bytes=min_bytes, wire=point.wire or None)
+        shape = (self.blocks, self.warps, self.tile)
+        return TableRow(
+            point.collective,
+            world_size,
+            max_bytes,
+            self.algorithm,
+            self.protocol,
+            point.mode,
+            point.bits or None,
+            *shape,
+            registers=self.registers if point.beside else None,
+            beside=point.beside or None,
+            epilogue=point.epilogue or None,
+            min_bytes=min_bytes,
+            wire=point.wire or None,
+        )
 
     def __str__(self) -> str:
         few = f", {self.registers} registers" if self.registers < MOST_REGISTERS else ""

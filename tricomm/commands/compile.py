@@ -17,11 +17,10 @@ from tricomm.commands.common import ends_at_once, errors_told, told_every, usage
 @click.option("--collective", default="", help="Of these only some: a list.")
 @click.option("--dtype", default="", help="Of these only some: a list.")
 @click.option("--hidden", default="", help="Rows of all_reduce_rms_norm: a list of elements, as 4096,8192.")
+@click.option("--wire", type=click.Choice(["fp8", "int8", "fp8_gather"]), help="Also the calls all_reduce(wire=).")
 @click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), help="Directory to write.")
 @click.option("--wheel", is_flag=True, help="Make a wheel of the package tricomm_cubins there, too.")
-def compile(
-    arch: str, world_size: int, engine: str, collective: str, dtype: str, hidden: str, out: Path, wheel: bool
-) -> None:
+def compile(arch: str, world_size: int, engine: str, out: Path, wheel: bool, **only: str | None) -> None:
     """Compile the kernels that an engine's calls can choose, without a GPU, so that a job compiles none of them.
 
     Of groups with default options, on boxes of every kind of links. Files that the directory has already are kept.
@@ -46,10 +45,11 @@ def compile(
 
     def asked() -> prebuild.Order:
         files.refuse_shared(out, "machine code")
+        collective, dtype, hidden = only["collective"], only["dtype"], only["hidden"]
         collectives = parsing.parse_names(collective, prebuild.COLLECTIVES, "collective") if collective else ()
         dtypes = parsing.parse_names(dtype, prebuild.DTYPES, "dtype", parsing.DTYPES) if dtype else ()
         rows = tuple(form.hidden for form in row_calls.parse_forms(hidden, None)) if hidden else ()
-        return prebuild.Order(arch, world_size, engine, collectives, dtypes, rows)
+        return prebuild.Order(arch, world_size, engine, collectives, dtypes, rows, only["wire"] or "")
 
     order = usage(asked)
     console = Console(stderr=True)

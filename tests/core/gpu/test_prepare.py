@@ -51,6 +51,15 @@ def test_every_collective_is_prepared(collective, strict, compiled):
     assert before == len(compiled) > 0
 
 
+def test_a_quantised_all_reduce_is_prepared(strict, compiled):
+    strict.prepare("all_reduce", torch.float32, wire="int8", most_bytes=4096)
+    before = len(compiled)
+    strict.all_reduce(torch.ones(700), wire="int8")
+    assert before == len(compiled) > 0 and set(compiled) == {"all_reduce_two_shot_quantized"}
+    with pytest.raises(InvalidArgument, match="prepare: wire='int8' of 'all_gather': only an all_reduce has it"):
+        strict.prepare("all_gather", wire="int8")
+
+
 def test_without_preparing_the_call_is_refused_by_name(strict, compiled):
     words = r"for sm_90 would have to be compiled \(it is neither prebuilt nor prepared\)"
     with pytest.raises(ResourceError, match=rf"{words}.*compile_after_set_up=False.*prepare"):

@@ -25,6 +25,7 @@ from tricomm.core import cubins, kernel_forms, launch_plan
 from tricomm.core.planner import choose
 from tricomm.errors import InvalidArgument, ResourceError
 from tricomm.kernels import collective_specs
+from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler
 from tricomm.perf.machine_code import prebuild
 from tricomm.perf.machine_code.prebuild import COLLECTIVES, ENGINES, Order
@@ -214,6 +215,29 @@ def _not_built(facts):
                 made = kernel_forms.of_calls(of, request, partial(choose, of))
                 known |= {(v.kernel, tuple(sorted(v.constexprs.items())), v.bits, v.aligned) for v in made}
     return wanted - built
+
+
+@pytest.mark.parametrize("wire", registry.WIRES)
+def test_calls_and_groups_that_quantise_find_their_kernels(wire, monkeypatch):
+    """At any size, of both alignments; without the option none is built."""
+    asked = Order("sm_90", 8, "vllm", ("all_reduce",), ("bfloat16",), wire=wire)
+    algorithm, names = registry.algorithm_of(wire), []
+    for order in (asked, replace(asked, wire="")):
+        forms = [form for _, form in prebuild.ordered.__wrapped__(order)]
+        names.append({form.kernel.fn.__name__ for form in forms})
+    assert names[0] - names[1] == {"all_reduce_two_shot_quantized"}
+    chance = random.Random(7)
+    for site in asked.sites():
+        plain, forced = asked.calls
+        assert forced.algorithm == algorithm
+        made = kernel_forms.of_calls(site, forced, partial(choose, site))
+        known = {(v.kernel, tuple(sorted(v.constexprs.items())), v.bits, v.aligned) for v in made}
+        for _ in range(50):
+            nbytes, aligned = 2 * int(2 ** chance.uniform(0, 33)), chance.random() < 0.5
+            assert _form_of(site, forced.sized(torch.bfloat16, nbytes // 2), nbytes, "eager", aligned) in known
+            group = replace(site, wire=wire)
+            form = _form_of(group, plain.sized(torch.bfloat16, nbytes // 2), nbytes, "graph", aligned)
+            assert form in known or "quantized" not in form[0].fn.__name__, nbytes
 
 
 @pytest.mark.parametrize("facts", [{"max_blocks": 48}, {"no_dependent_launch": "TRICOMM_DEPENDENT_LAUNCH=0"}])

@@ -88,11 +88,7 @@ class TuningMethods:
             raise InvalidArgument(f"explain: dtype={dtype!r}: a torch.dtype or None is needed")
         gone.refuse(f"algorithm={algorithm!r}")
         if wire is not None:
-            if collective != "all_reduce":
-                raise InvalidArgument(
-                    f"explain: wire={wire!r} of {collective!r}: only an all_reduce has it; leave it out"
-                )
-            algorithm = quantised(wire, algorithm)
+            algorithm = _quantised("explain", collective, wire, algorithm)
         name = arguments.operation(op)
         request = Request(collective, name, algorithm, protocol)
         if collective == FUSED:
@@ -148,6 +144,7 @@ class TuningMethods:
         hidden: int | None = None,
         quantize: str | None = None,
         top_k: int | None = None,
+        wire: str | None = None,
     ) -> int:
         """Compile and load the kernels of calls, so that the first of these calls finds them. Returns how many there
         are; 0 on a CPU. Asks no other rank.
@@ -163,7 +160,8 @@ class TuningMethods:
             isinstance(most_bytes, bool) or not isinstance(most_bytes, int) or most_bytes < 1
         ):
             raise InvalidArgument(f"prepare: most_bytes={most_bytes!r}: a number of bytes, or None, is needed")
-        request = Request(collective, arguments.operation(op))
+        algorithm = None if wire is None else _quantised("prepare", collective, wire, None)
+        request = Request(collective, arguments.operation(op), algorithm)
         if collective == FUSED:
             dtype = torch.float32 if dtype is None else dtype
             epilogue = _epilogue("prepare", hidden, quantize, top_k, dtype, 0)
@@ -235,3 +233,10 @@ def _epilogue(
     layout = SCALE_LAYOUTS[0] if quantize == "nvfp4" else ""
     plain = Epilogue(hidden, dtype, 1e-6, norm=quantize is None, quantize=quantize, scale_layout=layout)
     return plain if top_k is None else plain._replace(experts=finalize_types(dtype), top_k=top_k)
+
+
+def _quantised(what: str, collective: str, wire: Any, algorithm: Any) -> str:
+    """The algorithm of an all_reduce with this `wire`; raises `InvalidArgument` for another collective."""
+    if collective != "all_reduce":
+        raise InvalidArgument(f"{what}: wire={wire!r} of {collective!r}: only an all_reduce has it; leave it out")
+    return quantised(wire, algorithm)
