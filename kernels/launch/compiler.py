@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 from weakref import WeakValueDictionary
+
+import triton
+from triton.runtime.jit import JITCallable
 
 from tricomm.errors import ResourceError
 from tricomm.kernels import layout
@@ -44,6 +48,11 @@ class _Origin:
 
 
 _by_cubin: WeakValueDictionary[bytes, _Origin] = WeakValueDictionary()
+# In these versions the key of a function lacks the globals of callees that have no key yet. It would be another one in
+# a process that has compiled other kernels, and machine code of `tricomm compile` would not be found.
+_KEYS_DEPEND_ON_ORDER = triton.__version__.startswith(("3.6.", "3.7."))
+_keyed: set[Any] = set()  # the Python functions of those whose keys have been made in order
+_keying = threading.Lock()
 
 
 def refused() -> str | None:
@@ -55,8 +64,6 @@ def refused() -> str | None:
 
 def altered() -> str | None:
     """Why this process's machine code differs from what the kernels' sources give; None if it does not."""
-    import triton
-
     if triton.knobs.compilation.override:
         return "TRITON_KERNEL_OVERRIDE is set, so that kernels are not compiled from their sources; unset it"
     if getattr(triton.knobs.runtime, "add_stages_inspection_hook", None) is not None:
@@ -75,7 +82,6 @@ def compile_kernel(kernel: Any, constexprs: dict[str, Any], bits: int | None, al
     """
     if (reason := refused()) is not None:
         raise ResourceError(reason)
-    import triton
     from triton.backends.compiler import GPUTarget
 
     source, options = _source(kernel, constexprs, bits, aligned)
@@ -90,11 +96,15 @@ def key_of(kernel: Any, constexprs: dict[str, Any], bits: int | None, aligned: b
     files and the ptxas in its wheel, so the key needs none of these files. For another ptxas, named by a variable, the
     key has the version that it prints.
     """
-    import triton
     from triton._C.libtriton import get_cache_invalidating_env_vars
     from triton.backends.compiler import GPUTarget
     from triton.compiler import make_backend
 
+    if _KEYS_DEPEND_ON_ORDER:
+        with _keying:
+            for function in _functions(kernel, _keyed):
+                function.hash, function.used_global_vals = None, {}
+                function.cache_key  # noqa: B018  # is made again, after those of its callees
     source, options = _source(kernel, constexprs, bits, aligned)
     chosen = make_backend(GPUTarget("cuda", capability, 32)).parse_options(options)
     variables = sorted(get_cache_invalidating_env_vars().items())
@@ -214,9 +224,7 @@ def with_present_files(text: str, kernel: Any) -> str:
     that checkout's files, which may be gone. The lines are the same, because a line number is part of the key. Other
     file names stay unchanged.
     """
-    import triton
-
-    paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, triton.JITFunction, set())}
+    paths = {os.path.abspath(f.fn.__code__.co_filename) for f in _functions(kernel, set())}
     named = {path for _, path in _FILE.findall(text)}
     present = {path: path if path in paths else _nearest(path, paths) for path in named}
     # A copy of a kernel may be in a file of another name.
@@ -227,20 +235,23 @@ def with_present_files(text: str, kernel: Any) -> str:
     return _FILE.sub(lambda match: match[1] + present[match[2]], text)
 
 
-def _functions(function: Any, kind: type, seen: set[Any]) -> Iterator[Any]:
-    """`function` and the functions that it calls, by the names in its code, attributes of modules included."""
-    if function in seen:
+def _functions(function: Any, seen: set[Any]) -> Iterator[Any]:
+    """The functions that `function` calls, by the names in its code, attributes of modules included, and `function`.
+
+    Callees come first. Those whose Python function is in `seen` are left out, and the others are added to it.
+    """
+    if function.fn in seen:
         return
-    seen.add(function)
-    yield function
+    seen.add(function.fn)
     code, names = function.fn.__code__, function.fn.__globals__
     known = [names[n] for n in code.co_names if n in names]
     known += [cell.cell_contents for cell in function.fn.__closure__ or ()]
     modules = [value for value in known if isinstance(value, ModuleType)]
     known += [getattr(module, n) for module in modules for n in code.co_names if hasattr(module, n)]
     for value in known:
-        if isinstance(value, kind):
-            yield from _functions(value, kind, seen)
+        if isinstance(value, JITCallable):
+            yield from _functions(value, seen)
+    yield function
 
 
 def _nearest(path: str, paths: set[str]) -> str:

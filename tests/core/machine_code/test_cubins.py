@@ -21,7 +21,6 @@ from tricomm.core import cubins, machine_code
 from tricomm.core.cubins import Metadata
 from tricomm.errors import ResourceError
 from tricomm.kernels import layout
-from tricomm.kernels.collectives import registry
 from tricomm.kernels.launch import compiler, cuda_launcher
 from tricomm.perf.machine_code import prebuild
 from tricomm.perf.machine_code.prebuild import Order
@@ -305,42 +304,6 @@ def test_the_folder_follows_the_sources_the_triton_and_the_architecture(monkeypa
     own = name(90)
     (tmp_path / "one.py").write_text("a = 2\n")
     assert name(90) != own
-
-
-def test_a_key_follows_everything_that_changes_the_code(monkeypatch):
-    kernel = registry.find("all_reduce", "one_shot", "simple")
-    constexprs = {"WORLD_SIZE": 2, "BLOCK": 512, "LANES": 256, "PTX": True, "OP": "sum", "ELEMENT": "float32"}
-    constexprs |= kernel.fixed | compiler.COMPILE_OPTIONS | {"ALIGNED": True}
-
-    def key(bits=32, aligned=True, capability=90, of=kernel, **changed):
-        return compiler.key_of(of.function, constexprs | of.fixed | changed, bits, aligned, capability)
-
-    plain = key()
-    other = registry.find("all_reduce", "two_shot", "simple")
-    changed = [key(bits=16), key(aligned=False), key(capability=100), key(of=other), key(WORLD_SIZE=4), key(BLOCK=256)]
-    changed += [key(OP="max"), key(DEPENDENT=True), key(num_warps=4), key(maxnreg=128)]
-    monkeypatch.setenv("DISABLE_PTXAS_OPT", "1")
-    changed.append(key())
-    monkeypatch.delenv("DISABLE_PTXAS_OPT")
-    assert key() == plain
-    for name in ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH"):  # asked only if a variable names one
-        with monkeypatch.context() as patch:
-            patch.setattr("triton.backends.nvidia.compiler.get_ptxas", lambda arch: SimpleNamespace(version="99.9"))
-            assert key() == plain
-            patch.setenv(name, "/opt/ptxas")
-            newer = key()
-            assert newer != plain
-            patch.setattr("triton.backends.nvidia.compiler.get_ptxas", lambda arch: SimpleNamespace(version="99.8"))
-            assert key() not in (plain, newer)
-
-            def none(arch):
-                raise RuntimeError("Cannot find ptxas")
-
-            patch.setattr("triton.backends.nvidia.compiler.get_ptxas", none)
-            assert key() == plain
-    monkeypatch.setattr(triton, "__version__", "9.9.9")
-    changed.append(key())
-    assert len({plain, *changed}) == len(changed) + 1
 
 
 def test_a_file_is_written_atomically_and_only_to_a_directory_that_others_cannot_write(tmp_path, monkeypatch):
