@@ -174,7 +174,7 @@ def test_a_signal_dumps_a_job_that_waits_and_the_job_and_its_handler_go_on(kind,
         for outcome in started.results():
             assert outcome.error is None and outcome.value == (1, True), outcome
     (found,) = analysed(folder)
-    assert (found.collective_name, found.collective_seq_id, found.missing_ranks) == ("nccl:barrier", 2, {2})
+    assert (found.collective_name, found.collective_seq_id, found.missing_ranks) == ("nccl:all_reduce_barrier", 2, {2})
     states = [[call["state"] for call in loaded(folder / f"rank_{rank}")["entries"]] for rank in range(3)]
     assert states == [["completed", "started"], ["completed", "started"], ["completed"]]
 

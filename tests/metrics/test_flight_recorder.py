@@ -15,10 +15,10 @@ from devtools.null_launch import communicator as null_communicator
 from tests.metrics.test_flight_analysis import analysed, loaded
 from tricomm.core.watch import call_states
 from tricomm.errors import InvalidArgument, ResourceError
-from tricomm.kernels import layout
+from tricomm.kernels import collective_specs, layout
 from tricomm.kernels.collectives import registry
 from tricomm.metrics import flight_recorder
-from tricomm.metrics.flight_document import ENDED, STARTED, Made, begun, full
+from tricomm.metrics.flight_document import COALESCED, ENDED, STARTED, Made, begun, full
 from tricomm.metrics.flight_recorder import FlightRecorder
 from tricomm.store import files
 from tricomm.store.control import Descriptor
@@ -339,3 +339,23 @@ def test_a_call_costs_no_more_than_its_entry():
             comm.all_reduce(x)
         assert [type(entry) for entry in recorder.numbered[1:7]] == [tuple] * 6
         assert [len(entry) for entry in recorder.numbered[1:7]] == [4] * 6
+
+
+# Of torch 2.11, whose analyser refuses a dump with another name.
+KNOWN = set(
+    """broadcast reduce all_gather all_reduce reduce_scatter gather scatter all_to_all all_reduce_barrier
+    allreduce_coalesced all_gather_into_tensor_coalesced reduce_scatter_tensor_coalesced ALLGATHER_coalesced
+    REDUCE_SCATTER_coalesced""".split()
+)
+
+
+def test_dumps_have_names_that_old_analysers_know(recorder):
+    made = recorder()
+    names = [*collective_specs.COLLECTIVES, *collective_specs.FUSED, "all_gather_v", "reduce_scatter_v", "barrier"]
+    calls = [[Made(name, "none", torch.float32, 2, -1)] for name in [*names, "all_reduce_sparse"]]
+    calls += [call * 2 for call in calls if call[0].collective in COALESCED]
+    for number, several in enumerate(calls, 1):
+        made.add(begun(number, several))
+    (path,) = flight_recorder.dump()
+    shown = [call["profiling_name"].removeprefix("nccl:") for call in loaded(path)["entries"]]
+    assert len(shown) == len(calls) and set(shown) <= KNOWN

@@ -30,9 +30,13 @@ Entry = list[Any]
 # A call on the way that is built for speed makes a shorter one: (number, what, created, more[, ended, shapes]).
 Short = tuple[Any, ...]
 ANY = -1  # the peer of a receive whose source is not known yet
+# The names in the dumps of NCCL's groups. The analysers of torch 2.11 and 2.12 refuse a dump that has others.
 _NAMES = dict.fromkeys(collective_specs.FUSED, "all_reduce") | {
     "all_to_all_v": "all_to_all",
     "all_reduce_sparse": "all_reduce",
+    "all_gather_v": "ALLGATHER_coalesced",
+    "reduce_scatter_v": "REDUCE_SCATTER_coalesced",
+    "barrier": "all_reduce_barrier",
 }
 COALESCED = {
     "all_reduce": "allreduce_coalesced",
