@@ -124,7 +124,8 @@ def answers(rank, world_size, tell, url, backend):
             "rank": (group.rank(), own.rank()),
             "name": group.group_name,
             "desc": group.group_desc,
-            "flags": (own.supports_coalescing, own.supports_time_estimate, group.use_pg_for_symm_mem_rendezvous),
+            "flags": (own.supports_coalescing, own.supports_time_estimate),
+            "rendezvous": getattr(group, "use_pg_for_symm_mem_rendezvous", False),  # not in torch 2.11
             "hooks": group._has_hooks(),
             "device": group.bound_device_id,
             "alloc": own.supports_tensor_alloc(cpu),

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests import ranks
 from tests.c10d.bodies import compiled_bodies
@@ -107,6 +108,7 @@ def test_compiled_code_gives_the_results_of_plain_gloo(backend, route, compiler,
         assert sorted(said) == sorted(only or want)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="Dynamo of older versions traces a barrier without an error")
 @pytest.mark.parametrize("route", ["gloo", pytest.param("kernels", marks=pytest.mark.exhaustive)])
 def test_the_group_still_works_after_an_error_of_dynamo(route, url):
     """Without the rule Dynamo traces into the backend, and raises its own error from the middle of a call."""

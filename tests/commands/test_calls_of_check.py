@@ -61,7 +61,7 @@ MISTAKES = {
 LL, ROWS = ("send", "one_shot", "ll"), ("all_reduce_rms_norm", "one_shot", "ll128")
 HANDLE = ("all_reduce", "one_shot", "simple", True)
 MORE = {
-    "plain payload is not remembered": (LL, SEND, "plain |= bit", "plain |= 0", {"wrong_result"}, 4, 3),
+    "plain payload is not remembered": (LL, SEND, "plain |= bit", "plain |= 0", {"wrong_result"}, 12, 3),
     "the first tile of a slot is cleared alone": (
         LL, QUEUES, f"range(0, words, {_CLEARED}", f"range(0, SPEC.BLOCK, {_CLEARED}", {"wrong_result"}, 4, 2,
     ),

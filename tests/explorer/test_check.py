@@ -15,6 +15,7 @@ import tricomm
 from tests.explorer import small_kernels as k
 from tricomm.errors import InvalidArgument
 from tricomm.explorer.report.findings import KINDS
+from tricomm.kernels import wide_words
 
 pytestmark = pytest.mark.usefixtures("unshrunk")
 HERE = Path(k.__file__).name
@@ -110,7 +111,8 @@ def test_an_atomic_against_a_plain_access():
     assert finding.kind == "race" and "an atomic or volatile access against a plain one" in finding.text
 
 
-@pytest.mark.parametrize("compiled", [None, "sm_90"])
+# Before Triton 3.9 threads that hold the same word all store it, even late.
+@pytest.mark.parametrize("compiled", [None, "sm_90"] if wide_words.why_not(90) is None else [None])
 def test_a_reader_of_the_zeros_may_meet_the_same_flag_again(compiled):
     """The rule for the slots of messages is not one for users' LL words."""
 

@@ -19,7 +19,8 @@ from tricomm.kernels.launch import cuda_launcher as launching
 from tricomm.kernels.launch.compiler import extras, ptx_of, takes_counts
 from tricomm.kernels.launch.cuda_launcher import make_launcher
 
-KERNELS = pytest.mark.parametrize("kernel", [k for k in registry.KERNELS if compiles(k)], ids=lambda k: k.name)
+COMPILED = [k for k in registry.KERNELS if compiles(k)]
+KERNELS = pytest.mark.parametrize("kernel", COMPILED, ids=lambda k: k.name)
 GROUP = torch.arange(1 << 40, (1 << 40) + 512)
 GROUP[layout.RANK] = GROUP[layout.POSITION] = 1
 GROUP[layout.QUAD : layout.QUAD + 4] = torch.arange(4)
@@ -86,7 +87,7 @@ def test_every_parameter_of_the_cubin_is_passed_with_its_value(kernel):
 
 def test_a_launch_follows_the_current_stream():
     device = gpu()
-    run = bind(registry.KERNELS[0], device)
+    run = bind(COMPILED[0], device)
     for raw in (7, 7, 9, 0, 7):
         device.raw = raw
         run(GROUP, GROUP, 1, 1)
@@ -102,7 +103,7 @@ def test_a_launch_is_prepared_once_a_stream(dependent, monkeypatch):
         monkeypatch.setattr(
             device, name, lambda *args, name=name, make=make: made.append(name) or make(*args), raising=False
         )
-    run = bind(registry.KERNELS[0], device, DEPENDENT=dependent)
+    run = bind(COMPILED[0], device, DEPENDENT=dependent)
     again = run.repeat(1, 9)
     for _ in range(3):
         for device.raw in (0, 7, 9):
@@ -163,18 +164,18 @@ def test_one_compile_and_one_load_serve_all_calls_groups_and_grids(monkeypatch):
     compile_kernel = launching.compile_kernel
     monkeypatch.setattr(launching, "compile_kernel", lambda *args: compiles.append(args) or compile_kernel(*args))
     for blocks in (1, 8, 8):
-        bind(registry.KERNELS[0], device, blocks)(GROUP, GROUP, 1, 1)
+        bind(COMPILED[0], device, blocks)(GROUP, GROUP, 1, 1)
     assert len(compiles) == device.calls.count("cuModuleLoadData") == device.calls.count("cuFuncLoad") == 1
     assert [launch.grid[0] for launch in device.launches] == [1, 8, 8]
-    bind(registry.KERNELS[0], device, aligned=False)
+    bind(COMPILED[0], device, aligned=False)
     assert len(compiles) == device.calls.count("cuModuleLoadData") == 2, "a misaligned tensor has other code"
-    bind(registry.KERNELS[0], other := gpu())
+    bind(COMPILED[0], other := gpu())
     assert (len(compiles), other.calls.count("cuModuleLoadData")) == (2, 1), "another device loads the same code"
 
 
 def test_two_launchers_do_not_share_their_arguments():
     device = gpu()
-    one, two = bind(registry.KERNELS[0], device), bind(registry.KERNELS[0], device)
+    one, two = bind(COMPILED[0], device), bind(COMPILED[0], device)
     x = torch.zeros(8)
     one(x, x, 1, 11)
     two(GROUP, GROUP, 2, 22)
@@ -186,7 +187,7 @@ def test_two_launchers_do_not_share_their_arguments():
 
 def test_a_launch_in_a_thread_without_a_context_uses_the_devices_primary_one():
     device = gpu()
-    run = bind(registry.KERNELS[0], device)
+    run = bind(COMPILED[0], device)
     device.current = False
     run(GROUP, GROUP, 1, 1)
     assert len(device.launches) == 1 and device.calls.count("cuLaunchKernel") == 2
@@ -198,7 +199,7 @@ def test_a_refusal_does_not_change_the_threads_context(call):
     device = gpu(current=False)
     device.failures = {(call, nth): Result.CUDA_ERROR_OUT_OF_MEMORY for nth in (1, 2)}
     with pytest.raises(ResourceError, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
+        bind(COMPILED[0], device)(GROUP, GROUP, 1, 1)
     assert not device.current
 
 
@@ -206,15 +207,15 @@ def test_a_refusal_does_not_change_the_threads_context(call):
 def test_a_load_that_fails_is_named_and_tried_again_by_the_next(call):
     device = gpu(failures={(call, 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
     with pytest.raises(ResourceError, match=f"{call} on {device.name} failed: CUDA_ERROR_OUT_OF_MEMORY"):
-        bind(registry.KERNELS[0], device)
-    bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
+        bind(COMPILED[0], device)
+    bind(COMPILED[0], device)(GROUP, GROUP, 1, 1)
     assert len(device.launches) == 1
 
 
 def test_a_driver_without_a_call_that_loads_kernels_loads_them_anyway():
     """Before CUDA 12.4 the bindings have the name, but the driver lacks the function."""
     device = gpu(missing=frozenset({"cuFuncLoad"}))
-    run = bind(registry.KERNELS[0], device)
+    run = bind(COMPILED[0], device)
     device.idle.clear()  # a peer's kernel runs: nothing may be loaded now
     run(GROUP, GROUP, 1, 1)
     assert len(device.launches) == 1
@@ -223,7 +224,7 @@ def test_a_driver_without_a_call_that_loads_kernels_loads_them_anyway():
 def test_a_load_that_waits_for_a_device_keeps_no_other_kernel_waiting():
     """Ranks are threads: the kernel that one device waits for ends only after the others have launched theirs."""
     one, other = gpu(), gpu()
-    first, second = registry.KERNELS[:2]
+    first, second = COMPILED[:2]
     bind(second, one), bind(first, other)
     one.idle.clear()
     threads = [threading.Thread(target=bind, args=(first, one)) for _ in range(2)]
@@ -249,21 +250,17 @@ def test_a_load_that_waits_for_a_device_keeps_no_other_kernel_waiting():
 
 def test_a_kernel_is_loaded_before_a_capture_or_refused_in_it():
     device = gpu()
-    run = bind(registry.KERNELS[0], device)
+    run = bind(COMPILED[0], device)
     device.capturing = True
     run(GROUP, GROUP, 1, 1)
     with pytest.raises(ResourceError, match="CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"):
-        bind(registry.KERNELS[1], device)
+        bind(COMPILED[1], device)
 
 
 def test_an_error_of_an_earlier_kernel_stays_and_is_named_by_every_call():
     device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_ILLEGAL_ADDRESS})
-    run = bind(registry.KERNELS[0], device)
-    for call in (
-        lambda: run(GROUP, GROUP, 1, 1),
-        lambda: run(GROUP, GROUP, 1, 1),
-        lambda: bind(registry.KERNELS[1], device),
-    ):
+    run = bind(COMPILED[0], device)
+    for call in (lambda: run(GROUP, GROUP, 1, 1), lambda: run(GROUP, GROUP, 1, 1), lambda: bind(COMPILED[1], device)):
         with pytest.raises(ResourceError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
             call()
     assert not device.launches
@@ -271,7 +268,7 @@ def test_an_error_of_an_earlier_kernel_stays_and_is_named_by_every_call():
 
 def test_a_launch_that_fails_is_named():
     device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
-    run = bind(registry.KERNELS[0], device)
+    run = bind(COMPILED[0], device)
     with pytest.raises(ResourceError, match="cuLaunchKernel on fake .* failed: CUDA_ERROR_OUT_OF_MEMORY"):
         run(GROUP, GROUP, 1, 1)
 
@@ -286,7 +283,7 @@ def test_scratch_memory_that_a_profiler_wants_is_refused(monkeypatch):
     metadata = SimpleNamespace(global_scratch_size=0, profile_scratch_size=64)
     monkeypatch.setattr(launching, "compile_kernel", lambda *args: SimpleNamespace(metadata=metadata))
     with pytest.raises(ResourceError, match="scratch memory"):
-        bind(registry.KERNELS[0], gpu())
+        bind(COMPILED[0], gpu())
 
 
 def test_large_shared_memory_is_requested(monkeypatch):
@@ -299,13 +296,13 @@ def test_large_shared_memory_is_requested(monkeypatch):
     forget(monkeypatch)
     monkeypatch.setattr(launching, "compile_kernel", hungry)
     device = gpu()
-    bind(registry.KERNELS[0], device)(GROUP, GROUP, 1, 1)
+    bind(COMPILED[0], device)(GROUP, GROUP, 1, 1)
     assert list(device.attributes.values()) == [100_000] and device.launches[0].shared == 100_000
 
 
 def test_a_repeated_launch_writes_what_changes_and_nothing_else():
     device = gpu()
-    run = bind(registry.KERNELS[0], device)
+    run = bind(COMPILED[0], device)
     x, y = torch.zeros(8), torch.zeros(16)
     again = run.repeat(8, 0xFEDCBA98)
     for number, (at, into, stream) in enumerate([(x, x, 7), (y, x, 7), (x, y, 0)], start=(1 << 31) - 3):
@@ -322,7 +319,7 @@ def test_a_repeated_launch_writes_what_changes_and_nothing_else():
 
 def test_a_repeated_launch_is_refused_and_made_again_as_any_other():
     device = gpu(failures={("cuLaunchKernel", 1): Result.CUDA_ERROR_OUT_OF_MEMORY})
-    again = bind(registry.KERNELS[0], device).repeat(1, 1)
+    again = bind(COMPILED[0], device).repeat(1, 1)
     with pytest.raises(ResourceError, match="cuLaunchKernel on fake .* failed: CUDA_ERROR_OUT_OF_MEMORY"):
         again((GROUP.data_ptr(), GROUP.data_ptr()), 1, 0)
     device.current = False

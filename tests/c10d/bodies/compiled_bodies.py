@@ -107,13 +107,19 @@ FUNCTIONS = {
     "then": _then,
     "broadcast": _in_place(lambda y: dist.broadcast(y, 1)),
     "all_gather_into_tensor": _out_of_place(lambda y: y.new_zeros(2 * len(y), 4), dist.all_gather_into_tensor),
-    "all_to_all": _out_of_place(lambda y: [*(y * 0).split(1)], lambda o, y: dist.all_to_all(o, [*y.split(1)])),
+    "all_to_all_single": _out_of_place(torch.zeros_like, dist.all_to_all_single),
     "gather and scatter": _rooted,
     "batch_isend_irecv": _batch,
     "coalescing manager": _manager,
     "facts": _facts,
     "barrier": _in_place(lambda y: dist.barrier()),
 }
+
+
+if torch.__version__ >= "2.13":  # Gloo of older versions has none
+    FUNCTIONS["all_to_all"] = _out_of_place(
+        lambda y: [*(y * 0).split(1)], lambda outs, y: dist.all_to_all(outs, [*y.split(1)])
+    )
 
 
 def _values(found):
