@@ -25,7 +25,7 @@ ATTEMPTS = 20
 @dataclass
 class Kills:
     """`seconds`: from the kill to the first right result on all ranks that are left, of kills that no other followed
-    at once; `again`: calls of shrink that another death made fail."""
+    at once; `again`: recoveries that another death made fail."""
 
     count: int = 0
     again: int = 0
@@ -34,8 +34,8 @@ class Kills:
     def text(self) -> str:
         median, worst = 1e3 * statistics.median(self.seconds), 1e3 * max(self.seconds)
         return (
-            f"{self.count} kills, {self.again} of shrink's calls failed and were repeated; from the kill to the first "
-            f"right result of all: median {median:.0f} ms, worst {worst:.0f} ms ({len(self.seconds)} kills)"
+            f"{self.count} kills, {self.again} recoveries failed and were repeated; from the kill to the first right "
+            f"result of all: median {median:.0f} ms, worst {worst:.0f} ms ({len(self.seconds)} kills)"
         )
 
 

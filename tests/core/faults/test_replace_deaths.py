@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import statistics
 
 import pytest
 
 from tests import ranks
 from tests.core.bodies.replace_bodies import comes_at_last, lasts
+from tests.soak import replacements
 from tricomm.core import recovery
 from tricomm.store.shrink import Shrink
 
@@ -48,3 +51,13 @@ def test_a_second_death_in_a_step_of_replace(owner, step, victim, url):
     assert outcome.error is None, outcome
     failed, more = outcome.value
     assert len(failed) <= 2 and more == {}, (failed, more)
+
+
+def test_ranks_are_killed_and_replaced_at_random_moments():
+    seed = random.randrange(1 << 32)
+    try:
+        found = replacements.run(20, seed)
+    except BaseException as error:
+        error.add_note(f"python -m tests.soak.replacements 20 {seed}")
+        raise
+    assert statistics.median(found.seconds) < 1.0 + ranks.BUSY, found.text()

@@ -1,0 +1,87 @@
+"""The rules of replace, each of which is also taken away: addresses stay, and a new rank waits for the others' mark."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests import ranks
+from tests.core.bodies.common_bodies import attempt, right
+from tests.core.bodies.replace_bodies import joined, places
+from tests.core.faults.test_shrink import made, until_fault
+from tricomm.core.recovery import Newcomer, Survivor
+from tricomm.errors import CollectiveTimeout, InvalidArgument, ResourceError
+from tricomm.store.control import ControlPage
+from tricomm.store.shrink import Shrink
+
+
+@pytest.mark.parametrize("without", ["", "the words' place", "the lender", "both, and the refusal"])
+@ranks.each(2)
+def test_without_its_rules_replace_moves_what_graphs_use(rank, world_size, tell, url, without):
+    comm = made(url, rank, world_size)
+    known = places(comm)
+    if without in ("the words' place", "both, and the refusal"):
+        ControlPage.take_place = lambda self, before: None
+    if without in ("the lender", "both, and the refusal"):
+        Survivor.lender = property(lambda self: None, lambda self, arena: None)
+    if without.endswith("the refusal"):
+        Survivor._refusal = lambda self, group: None
+    kind, text, _ = attempt(lambda: comm.replace([]))
+    if without == "the lender":
+        assert kind == "ResourceError" and "cannot be where it was (bases)" in text, (kind, text)
+    else:
+        assert kind == "nothing", text
+        right(comm)
+        assert (places(comm) == known) is (without == ""), (places(comm), known)
+    comm.close()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@ranks.each(3)
+def test_without_waiting_a_new_rank_has_a_group_that_the_others_do_not_have(rank, world_size, tell, url, waits):
+    comm = made(url, rank, world_size)
+    if rank == 2:
+        comm.close()
+        if not waits:
+            Newcomer.decide = lambda self: None
+        got = []
+        kind, text, _ = attempt(lambda: got.append(joined(url, 2, 3)))
+        assert kind == ("PeerDied" if waits else "nothing") and len(got) == 1 - waits, (kind, text)
+        assert not waits or "the other ranks have given up" in text and "the time is up" in text, text
+        [made_alone.close() for made_alone in got]
+        return
+    until_fault(comm)
+
+    def late(self):
+        raise CollectiveTimeout("the time is up")
+
+    Shrink.decide = late
+    kind, text, _ = attempt(lambda: comm.replace(2))
+    assert kind == "CollectiveTimeout" and "the time is up" in text, (kind, text)
+    comm.close()
+
+
+def test_a_device_on_which_captured_graphs_cannot_run_is_refused():
+    def group(**changes: Any) -> Any:
+        arena = {"bases": (1 << 20, 2 << 20), "multicast": 0, "control_address": 4096}
+        arena |= {name: changes.pop(name) for name in list(changes) if name in arena}
+        facts = {"device_class": "sm_90", "topology": None, "no_dependent_launch": "", "max_blocks": 64}
+        return SimpleNamespace(arena=SimpleNamespace(**arena), **{**facts, **changes})
+
+    def refusal(before: dict[str, Any], after: dict[str, Any]) -> Any:
+        survivor = Survivor.__new__(Survivor)
+        survivor._old = group(**before)
+        return survivor._refusal(group(**after))
+
+    assert refusal({}, {}) is None and refusal({"max_blocks": 8}, {}) is None
+    assert refusal({}, {"multicast": 1 << 30}) is None, "graphs of the old group do not use it"
+    for name, value in (("bases", (1 << 20, 3 << 20)), ("control_address", 8192)):
+        error = refusal({}, {name: value})
+        assert isinstance(error, ResourceError) and name in str(error)
+    assert isinstance(refusal({"multicast": 1 << 30}, {}), ResourceError)
+    links = SimpleNamespace(canonical="NVLink 4")
+    for changed in ({"device_class": "cuda"}, {"max_blocks": 32}, {"topology": links}, {"no_dependent_launch": "old"}):
+        error = refusal({}, changed)
+        assert isinstance(error, InvalidArgument) and "take the device of the lost rank" in str(error), changed
