@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
+import tricomm
 from tests import ranks
-from tests.core.bodies.common_bodies import attempt, right
-from tests.core.bodies.replace_bodies import joined, places
+from tests.core.bodies.common_bodies import SMALL, attempt, right
+from tests.core.bodies.replace_bodies import joined, places, use
 from tests.core.faults.test_shrink import made, until_fault
+from tests.store.store_ranks import free_port
 from tricomm.core.recovery import Newcomer, Survivor
 from tricomm.errors import CollectiveTimeout, InvalidArgument, ResourceError
 from tricomm.store.control import ControlPage
@@ -85,3 +90,42 @@ def test_a_device_on_which_captured_graphs_cannot_run_is_refused():
     for changed in ({"device_class": "cuda"}, {"max_blocks": 32}, {"topology": links}, {"no_dependent_launch": "old"}):
         error = refusal({}, changed)
         assert isinstance(error, InvalidArgument) and "take the device of the lost rank" in str(error), changed
+
+
+def over_another_store(rank, world_size, tell, url, first, second):
+    comm = tricomm.init(f"tcp://127.0.0.1:{first}", rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+    ranks.together(url, rank, range(world_size))
+    tell(os.getpid())
+    until_fault(comm)
+    refused = attempt(lambda: comm.replace(0))
+    ranks.together(url, 10 + rank, [11, 12])
+    comm.replace(0, store=TCPStore("127.0.0.1", second, is_master=rank == 1, wait_for_workers=False))
+    use(comm, 4)
+    comm.replace([])  # over the new one
+    use(comm, 4)
+    ranks.together(url, 20 + rank, [20, 21, 22])
+    comm.close()
+    return refused
+
+
+def new_over_it(rank, world_size, tell, url, second):
+    store = TCPStore("127.0.0.1", second, is_master=False, wait_for_workers=False)
+    comm = tricomm.join(store, 0, 3, "cpu", options=tricomm.Options(**SMALL))
+    use(comm, 4)
+    comm.replace([])
+    use(comm, 4)
+    ranks.together(url, 20, [20, 21, 22])
+    comm.close()
+
+
+def test_a_store_that_ended_with_its_host_is_named_and_another_one_serves(url):
+    first, second = free_port(), free_port()
+    with ranks.start(3, over_another_store, url, first, second) as started:
+        os.kill(started.messages()[0], signal.SIGKILL)
+        with ranks.start(1, new_over_it, url, second) as new:
+            outcomes = started.results([1, 2])
+            assert new.results()[0].error is None
+    for rank in (1, 2):
+        kind, text, seconds = outcomes[rank].value
+        assert kind == "RendezvousError" and "hosted the store has ended: pass one that is alive" in text, (kind, text)
+        assert seconds < 1 + ranks.BUSY

@@ -23,8 +23,9 @@ from tricomm.core.planner import Planner
 from tricomm.core.recovery import Fewer, Survivor
 from tricomm.core.watch.monitor import Monitor
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, InvalidArgument, ResourceError, TricommError
+from tricomm.errors import GroupAborted, InvalidArgument, RendezvousError, ResourceError, TricommError
 from tricomm.options import seconds
+from tricomm.store.bounded_store import server_is_gone
 from tricomm.store.control import ControlPage, RankState
 from tricomm.store.meetings import Meetings
 from tricomm.store.process import forks
@@ -125,7 +126,7 @@ class RecoveryMethods:
             shrink = Shrink(self._group.control, out, deadline, again=True)
             at: Any = store or self._store
             meetings = Meetings(at)
-            refuse, prepare = partial(self._refuse_new, out or ()), partial(self._with_new, at, meetings)
+            refuse, prepare = partial(self._refuse_new, out or (), at), partial(self._with_new, at, meetings)
             try:
                 self._recovered("replace", shrink, refuse, prepare, self._become)
             finally:
@@ -222,8 +223,8 @@ class RecoveryMethods:
         terms = bootstrap.terms(rank, len(members), group.device, group.timeout, options, left)
         return self._store, terms, Fewer(shrink, group.recorder.rank)
 
-    def _refuse_new(self, out: Collection[int]) -> None:
-        """Raise if ranks cannot be replaced, or not these."""
+    def _refuse_new(self, out: Collection[int], store: Store) -> None:
+        """Raise if ranks cannot be replaced, or not these, or not over this store."""
         group, control = self._group, self._group.control
         here = [rank for rank in out if control.page(rank).state != RankState.CLOSED and control.alive(rank)]
         if here:
@@ -241,6 +242,8 @@ class RecoveryMethods:
             raise InvalidArgument(
                 "captured graphs may hold calls of NCCL, which cannot be replayed again: shrink instead"
             )
+        if server_is_gone(store):
+            raise RendezvousError("the process that hosted the store has ended: pass one that is alive, store=")
 
     def _with_new(self, store: Store, meetings: Meetings, shrink: Shrink) -> tuple[Store, Terms, Survivor]:
         group = self._group
