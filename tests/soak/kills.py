@@ -1,6 +1,6 @@
 """Ranks are killed at random moments of calls and of shrink; the ranks that are left go on until one is left.
 
-python -m tests.soak.kills 1000
+python -m tests.soak.kills 1000 [SEED [groups]]      groups: process groups of torch.distributed
 """
 
 from __future__ import annotations
@@ -13,10 +13,16 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
 
 import tricomm
 from tests import ranks
+from tests.c10d.bodies.groups import default_group
 from tests.core.bodies.common_bodies import OWN, SMALL, leftovers, more_than, right
 
 ATTEMPTS = 20
@@ -69,9 +75,39 @@ def endure(rank, world_size, tell, url):
     return again
 
 
-def trial(url: str, world_size: int, choose: random.Random, kills: Kills) -> None:
+def endure_in_groups(rank, world_size, tell, url):
+    """As `endure`, in the default group of `torch.distributed`."""
+    again, turn = 0, 0
+    with default_group(rank, world_size, url, "kernels"):
+        dist.barrier()
+        ranks.together(url, rank, range(world_size))
+        tell(os.getpid())
+        while True:
+            try:
+                x = torch.arange(8) + dist.get_rank() + turn
+                dist.all_reduce(x)
+                size = dist.get_world_size()
+                assert torch.equal(x, size * (torch.arange(8) + turn) + size * (size - 1) // 2), x
+                if not turn:
+                    tell((size, time.monotonic()))
+                if size == 1:
+                    return again
+                turn += 1
+            except tricomm.TricommError:
+                for attempt in range(ATTEMPTS):
+                    try:
+                        tricomm.shrink(timeout=20)
+                        turn = 0
+                        break
+                    except tricomm.PeerDied:
+                        again += 1
+                        if attempt == ATTEMPTS - 1:
+                            raise
+
+
+def trial(url: str, world_size: int, choose: random.Random, kills: Kills, body: Callable[..., Any] = endure) -> None:
     """Kill all ranks but one."""
-    with ranks.start(world_size, endure, url, timeout=60.0) as started:
+    with ranks.start(world_size, body, url, timeout=60.0) as started:
         pids, left = started.messages(), list(range(world_size))
         while len(left) > 1:
             time.sleep(choose.uniform(0, 0.05))
@@ -97,16 +133,16 @@ def _first(started: ranks.Ranks, rank: int, world_size: int) -> float:
             return float(when)
 
 
-def run(count: int, seed: int) -> Kills:
+def run(count: int, seed: int, body: Callable[..., Any] = endure) -> Kills:
     """At least `count` kills, of groups of 3 and 4 ranks in turn."""
     kills, choose = Kills(), random.Random(seed)
     while kills.count < count:
         with tempfile.TemporaryDirectory() as folder:
-            trial(f"file://{folder}/store", choose.choice((3, 4)), choose, kills)
+            trial(f"file://{folder}/store", choose.choice((3, 4)), choose, kills, body)
     return kills
 
 
 if __name__ == "__main__":
     number = random.randrange(1 << 32) if len(sys.argv) < 3 else int(sys.argv[2])
     print(f"seed {number}", flush=True)
-    print(run(int(sys.argv[1]), number).text())
+    print(run(int(sys.argv[1]), number, endure_in_groups if "groups" in sys.argv else endure).text())

@@ -195,8 +195,11 @@ class Dispatcher:
             make()
         return made[0] if made else None
 
-    def _communicator(self, device: torch.device) -> None:
-        """Make the kernels' communicator; if the ranks cannot share memory after all, all of them know why."""
+    def _communicator(
+        self, device: torch.device, limit: float | None = None, on_wait: Callable[[], None] | None = None
+    ) -> None:
+        """Make the kernels' communicator; if the ranks cannot share memory after all, all of them know why. `limit`, by
+        default the group's timeout, and `on_wait` are of the rendezvous."""
         if _capturing(device):
             raise InvalidArgument(
                 f"{self._config}: the first call of a group sets up its memory, and cannot be captured in a CUDA "
@@ -211,11 +214,11 @@ class Dispatcher:
         try:
             options = options_for(self._options, config.timeout, device.type)
             options = replace(options, batch_invariant=self.batch_invariant, wire=self._agreed.wire)
-            terms = bootstrap.terms(config.rank, config.world_size, device, config.timeout, options)
+            terms = bootstrap.terms(config.rank, config.world_size, device, config.timeout, options, limit)
             recorder: FlightRecorder | None = off()  # the queue records a CPU's calls
             if device.type == "cuda":  # of several GPUs of this process, one each
                 recorder = None if self._comms.keys() - {_CPU} else self.recorders.of("cuda")
-            terms = replace(terms, router=router, recorder=recorder, on_wait=self._still_connected)
+            terms = replace(terms, router=router, recorder=recorder, on_wait=on_wait or self.still_connected)
             comm = Communicator._behind(store, terms)
         except (RendezvousError, ResourceError) as error:  # on all ranks or on none
             why = self._no_kernels[device.type] = f"the ranks cannot share memory: {first_line(error)}"
@@ -232,7 +235,7 @@ class Dispatcher:
         used = [device for device in self._comms if device.type == "cuda"]
         return used[0] if len(used) == 1 else pick_device("cuda")
 
-    def _still_connected(self) -> None:
+    def still_connected(self) -> None:
         """Raises if a rank has ended or left; the store does not show that."""
         if self._backends.transport is not None:
             self._backends.transport.check_connected(lambda: f"{self._config}: setting up the kernels' memory")

@@ -2,7 +2,7 @@
 
 The ranks that are left of a group agree over the control pages of its kernels' communicator, as for
 `Communicator.shrink`. The smaller group has another store, which its first rank hosts: the host of the old one may be
-among the lost ranks. Its connections and its NCCL are new, and so is its kernels' memory at its first call.
+among the lost ranks. Its connections, its NCCL and its kernels' memory are new.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tricomm.c10d.torch_names import c10d
 from tricomm.communicator import Communicator
 from tricomm.core.entry_guard import name_refusal
 from tricomm.deadline import Deadline
-from tricomm.errors import GroupAborted, InvalidArgument, TricommError
+from tricomm.errors import GroupAborted, InvalidArgument, PeerDied, RendezvousError, ResourceError, TricommError
 from tricomm.options import Options, check_wire, seconds, with_environment
 from tricomm.store.bounded_store import first_line
 from tricomm.store.control import ControlPage
@@ -39,6 +39,7 @@ from tricomm.store.records import Capabilities
 from tricomm.store.rendezvous import store_of_this_machine
 
 log = logging.getLogger("tricomm")
+_STORE_SECONDS = 0.5  # for an attempt to reach a store of this machine
 _wrapped: weakref.WeakKeyDictionary[Any, TricommGroup] = weakref.WeakKeyDictionary()
 _counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -241,14 +242,28 @@ def _smaller(old: Any, control: ControlPage, members: tuple[int, ...], deadline:
     port = control.exchange(port, "the store of the smaller group", deadline.left, error=error)[0]
     try:
         name = f"{before.name.partition('/')[0]}/{control.group}"
-        store = c10d.PrefixStore(name, store or store_of_this_machine(int(port), deadline.left))
+        store = c10d.PrefixStore(name, store or _joined(control, int(port), deadline))
         ranks = list(range(len(members))) if old is dist.group.WORLD else [before.ranks[rank] for rank in members]
         config = GroupConfig(store, control.rank, control.world_size, before.timeout, ranks, name)
         known = {place: dispatcher._agreed.members[rank] for place, rank in enumerate(members)}
         rules = Rules(on_look=control.give_up_if_refused)
         made = make(config, dispatcher._options, known, limit=max(deadline.left, 1e-3), rules=rules)
+        device = dispatcher.devices[0]
+        smaller = made._dispatcher
+
+        def look() -> None:
+            smaller.still_connected()
+            control.give_up_if_refused()
+
+        smaller._communicator(device, max(deadline.left, 1e-3), look)  # over which it can shrink again
+        if not smaller.devices:
+            raise ResourceError(smaller._no_kernels[device.type])
     except TricommError as failed:
         error = failed
+    except BaseException:
+        if made is not None:
+            _end(made)
+        raise
     try:
         control.agree(error, "the smaller group", deadline.left)
     except BaseException:
@@ -257,6 +272,19 @@ def _smaller(old: Any, control: ControlPage, members: tuple[int, ...], deadline:
         raise
     assert made is not None, "else there was an error"
     return made, store
+
+
+def _joined(control: ControlPage, port: int, deadline: Deadline) -> Any:
+    """The store at `port`, which rank 0 hosts. Raises `PeerDied` soon if that rank ends; torch waits for a new host."""
+    while True:
+        try:
+            return store_of_this_machine(port, min(_STORE_SECONDS, max(deadline.left, 1e-3)))
+        except RendezvousError:
+            control.give_up_if_refused()
+            if not control.alive(0):
+                raise PeerDied("the rank that hosts the store of the smaller group died") from None
+            if deadline.passed:
+                raise
 
 
 def _take_place(old: Any, new: TricommGroup, store: Any) -> None:

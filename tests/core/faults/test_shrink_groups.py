@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 
@@ -16,6 +17,7 @@ import tricomm
 from tests import ranks
 from tests.c10d.bodies.groups import default_group, refused
 from tests.core.bodies.common_bodies import attempt
+from tests.soak import kills
 from tests.store.store_ranks import free_port
 from tricomm.c10d import group_creation
 from tricomm.store.control import ControlPage
@@ -84,6 +86,36 @@ def test_the_survivors_of_a_killed_rank_have_a_smaller_default_group(victim):
     assert outcomes[last].error is None, outcomes[last]
     kind, first, seconds = outcomes[last].value
     assert kind == "PeerDied" and first == 3.0 and seconds < 1.0 + ranks.BUSY
+
+
+def test_ranks_of_a_process_group_are_killed_one_after_another_until_one_is_left():
+    seed = random.randrange(1 << 32)
+    try:
+        kills.run(6, seed, kills.endure_in_groups)
+    except BaseException as error:
+        error.add_note(f"python -m tests.soak.kills 6 {seed} groups")
+        raise
+
+
+def dies_before_the_first_call(rank, world_size, tell, url):
+    """Rank 0 dies, and rank 1 in the smaller group before any call; what ranks 2 and 3 get from the next shrink."""
+    with default_group(rank, world_size, url, "kernels"):
+        assert total() == 4.0
+        ranks.together(url, rank, range(world_size))
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until_lost()
+        tricomm.shrink(timeout=20)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        until_lost()
+        return attempt(lambda: tricomm.shrink(timeout=10))[0], dist.get_world_size(), attempt(total)[0]
+
+
+def test_a_group_that_has_made_no_call_since_it_shrank_can_shrink_again(url):
+    with ranks.start(4, dies_before_the_first_call, url) as started:
+        outcomes = started.results([2, 3])
+    assert [outcomes[rank].value for rank in (2, 3)] == [("nothing", 2, "nothing")] * 2, outcomes
 
 
 def in_a_subgroup(rank, world_size, tell, url):
@@ -179,13 +211,13 @@ def stopped_in_make(rank, world_size, tell, url, how, limit):
 
         def make(config, *more, **given):
             group_creation.make = making
-            if how == "kill":
+            if how in ("kill", "host"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if how == "after":
                 making(config, *more, **given)
             raise tricomm.ResourceError("refused")
 
-        if rank == 1:
+        if rank == (0 if how == "host" else 1):
             group_creation.make = make
         until_lost()
         first = attempt(lambda: tricomm.shrink(timeout=limit))
@@ -194,16 +226,16 @@ def stopped_in_make(rank, world_size, tell, url, how, limit):
         return first[:2], dist.get_world_size(), total()
 
 
-@pytest.mark.parametrize("how", ["kill", "before", "after"])
+@pytest.mark.parametrize("how", ["kill", "host", "before", "after"])
 def test_all_have_the_smaller_group_or_all_raise(how, url):
     with ranks.start(4, stopped_in_make, url, how, 20) as started:
-        left = [0, 2] if how == "kill" else [0, 1, 2]
+        left = {"kill": [0, 2], "host": [1, 2]}.get(how, [0, 1, 2])
         outcomes = started.results(left)
     for rank in left:
         assert outcomes[rank].error is None, outcomes[rank]
         (kind, text), size, result = outcomes[rank].value
         assert (size, result) == (len(left), float(len(left)))
-        assert kind == ("PeerDied" if how == "kill" else "ResourceError"), text
+        assert kind == ("PeerDied" if how in ("kill", "host") else "ResourceError"), text
 
 
 def deaf(*given):
