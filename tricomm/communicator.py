@@ -317,6 +317,8 @@ class Communicator(Collectives, FusedMethods, MemoryMethods, RecoveryMethods, Tu
         group.recorder.close()
         self._activity.collect()
         with ExitStack() as undo:
+            if group.recovering.acquire(timeout=LEAVE_SECONDS):  # another thread's replace may use the memory
+                undo.callback(group.recovering.release)
             if self._launcher.captured:
                 _kept.append(self)  # with the plans, because these hold what kernels read
                 group.leave_to_graphs(undo)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from tricomm.deadline import Deadline
-from tricomm.errors import RendezvousError, ResourceError
+from tricomm.errors import GroupAborted, RendezvousError, ResourceError
 from tricomm.store.arenas.arena import Arena, RecordFormat, host_view
 from tricomm.store.arenas.passing import DescriptorPassing
 from tricomm.store.collective_stages import CollectiveStages
@@ -144,7 +144,9 @@ class PosixShmArena(Arena):
         self.suspended = False
 
     def show(self, segments: Sequence[Segment]) -> None:
-        """Map these segments at the addresses of this arena's, instead of these."""
+        """Map these segments at the addresses of this arena's, instead of these; not after `close`."""
+        if self.closed:
+            raise GroupAborted("this posix_shm arena is closed; its addresses are gone")
         for here, segment in zip(self._segments, segments, strict=True):
             map_again(segment.address, self.nbytes, here.address)
 

@@ -25,7 +25,7 @@ from tricomm.core import bootstrap
 from tricomm.core.bootstrap import Rejoining, Terms
 from tricomm.core.group import Group
 from tricomm.deadline import Deadline, poll
-from tricomm.errors import CollectiveTimeout, InvalidArgument, PeerDied, ResourceError, TricommError
+from tricomm.errors import CollectiveTimeout, GroupAborted, InvalidArgument, PeerDied, ResourceError, TricommError
 from tricomm.store.arenas.arena import Arena
 from tricomm.store.collective_stages import CollectiveStages
 from tricomm.store.control import ControlPage, RankState
@@ -96,7 +96,12 @@ class Survivor:
         left = max(shrink.deadline.left, 1e-3)
         store = self._meetings.call(shrink.nonce, shrink.members[0] == terms.rank, left)
         agreed, left = bootstrap.digest(terms), max(shrink.deadline.left, 1e-3)
-        return handshake(store, terms.rank, terms.world_size, left, agreed, shrink.look_at_members)
+        return handshake(store, terms.rank, terms.world_size, left, agreed, self._look)
+
+    def _look(self) -> None:
+        if self._old.closed:
+            raise GroupAborted("another thread has closed the communicator")
+        self._shrink.look_at_members()
 
     def met(self, control: ControlPage) -> None:
         self._control, control.limit = control, self._shrink.deadline

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import random
 import signal
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +16,7 @@ from torch.distributed import TCPStore
 
 import tricomm
 from tests import ranks
-from tests.core.bodies.common_bodies import SMALL, attempt, right
+from tests.core.bodies.common_bodies import OWN, SMALL, attempt, leftovers, more_than, right
 from tests.core.bodies.replace_bodies import joined, places, use
 from tests.core.faults.test_shrink import made, until_fault
 from tests.store.store_ranks import free_port
@@ -129,3 +133,30 @@ def test_a_store_that_ended_with_its_host_is_named_and_another_one_serves(url):
         kind, text, seconds = outcomes[rank].value
         assert kind == "RendezvousError" and "hosted the store has ended: pass one that is alive" in text, (kind, text)
         assert seconds < 1 + ranks.BUSY
+
+
+@ranks.each(2)
+def test_another_thread_closes_the_communicator_during_replace(rank, world_size, tell, url):
+    before = leftovers()
+    comm = made(url, rank, world_size)
+    delay = random.Random(str(rank)).uniform(0, 0.03)
+    for moment in (0.2, delay, delay, delay):  # while it waits for the other rank, and later
+        if rank == 0:
+            closer = threading.Timer(moment, comm.close)
+            closer.start()
+            kind, text, seconds = attempt(lambda comm=comm: comm.replace([], timeout=20))
+            closer.join()
+            del closer
+        else:
+            time.sleep(0.4 if moment == 0.2 else 0)
+            kind, text, seconds = attempt(lambda comm=comm: comm.replace([], timeout=20))
+        assert kind in ("nothing", "GroupAborted", "RendezvousError", "PeerDied"), (kind, text)
+        assert seconds < 2 + ranks.BUSY
+        assert attempt(lambda comm=comm: right(comm))[0] in ("GroupAborted", "PeerDied")
+        comm.close()
+        comm = tricomm.init(url, rank, world_size, "cpu", options=tricomm.Options(**SMALL))
+        right(comm)
+    comm.close()
+    del comm
+    gc.collect()
+    assert more_than(before, *OWN) == {}
