@@ -132,19 +132,21 @@ def _wrap(group: Any, world: Any, options: Options | None) -> TricommGroup:
     store = c10d.PrefixStore(name, world.pg_map[group][1])
     config = GroupConfig(store, group.rank(), group.size(), timeout, ranks, name)
     wrapped = make(config, options, native=backends)
-    _register(world, wrapped, name, ("tricomm", store), world.pg_backend_config[group])
+    _register(world, wrapped, name, ("tricomm", store), world.pg_backend_config[group], f"tricomm:{name}")
     _wrapped[group] = wrapped
     return wrapped
 
 
-def _register(world: Any, group: Any, name: str, made_by: tuple[str, Any], backend_config: str) -> None:
-    """Let torch know `group`; `made_by`: the name of its backend, and the store for groups that are made out of it."""
+def _register(world: Any, group: Any, name: str, made_by: tuple[str, Any], backend_config: str, *tags: str) -> None:
+    """Let torch know `group`; `made_by`: the name of its backend, and the store for groups that are made out of it.
+    torch finds it by `tags` and its ranks."""
     world.pg_map[group] = made_by
     world.pg_names[group] = name
     world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(group._config.ranks)}
     world.pg_backend_config[group] = backend_config
-    world.pg_to_tag[group] = f"tricomm:{name}"
-    world.tags_to_pg.setdefault(f"tricomm:{name}", []).append(group)
+    world.pg_to_tag[group] = tags[0]
+    for tag in tags:
+        world.tags_to_pg.setdefault(tag, []).append(group)
     c10d._register_process_group(name, group)
 
 
@@ -291,7 +293,10 @@ def _take_place(old: Any, new: TricommGroup, store: Any) -> None:
     """Let torch know `new` instead of `old`. An interrupt may leave groups that have ended, but never none."""
     world: Any = distributed_c10d._world
     default = old is dist.group.WORLD
-    _register(world, new, new._config.name, (world.pg_map[old][0], store), world.pg_backend_config[old])
+    name = new._config.name
+    new.setGroupDesc(f"{old.getGroupDesc() or old.group_name}:shrunk")
+    backend, config = world.pg_map[old][0], world.pg_backend_config[old]
+    _register(world, new, name, (backend, store), config, f"ptd:{name}", "")  # as torch's own groups
     ended = [group for group in world.pg_names if group is not new] if default else [old]
     if default:
         distributed_c10d._update_default_pg(new)

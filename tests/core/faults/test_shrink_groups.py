@@ -63,6 +63,7 @@ def goes_on(rank, world_size, tell, url):
         refused(lambda: old.allreduce([torch.ones(1)]), "destroyed", kind=tricomm.GroupAborted)
         refused(lambda: tricomm.shrink(old), "destroyed")
         assert functional.all_reduce(torch.ones(2), "sum", new)[0] == 2.0
+        assert distributed_c10d._find_pg_by_ranks_and_tag("", [0, 1]) is new and new.getGroupDesc().endswith("shrunk")
         pair, alone = dist.new_group([1, 0]), [dist.new_group([r]) for r in range(2)][dist.get_rank()]
         assert total(pair) == 2.0 and total(alone) == 1.0
         dist.barrier()
