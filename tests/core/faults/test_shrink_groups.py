@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.core.bodies.common_bodies import attempt
 from tests.soak import kills
 from tests.store.store_ranks import free_port
 from tricomm.c10d import group_creation
+from tricomm.deadline import Deadline
 from tricomm.store.control import ControlPage
 
 WORLD = distributed_c10d._world
@@ -248,6 +250,16 @@ def test_without_a_look_at_the_others_a_refusal_costs_the_whole_time_limit(url):
     with ranks.start(4, deaf, url, "before", 3.0) as started:
         outcomes = started.results([0, 1, 2])
     assert {outcome.value[0][0] for outcome in outcomes[:3]} & {"CollectiveTimeout", "RendezvousError"}, outcomes
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_the_end_of_a_host_is_seen_while_its_store_is_joined(short, monkeypatch):
+    """Without short attempts it would be seen when the time is up."""
+    if not short:
+        monkeypatch.setattr(group_creation, "_STORE_SECONDS", 60.0)
+    control = SimpleNamespace(give_up_if_refused=lambda: None, alive=lambda rank: False)
+    kind, text, seconds = attempt(lambda: group_creation._joined(control, free_port(), Deadline(6.0)))
+    assert kind == "PeerDied" and "hosts the store" in text and (seconds < 5.0) is short
 
 
 @ranks.each(2)
