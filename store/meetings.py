@@ -3,7 +3,7 @@
     set  tricomm-replace/number        of the attempt that the group's ranks make now; empty between attempts
     ...  tricomm-replace/<number>/...  its handshake
 
-Each attempt has a place of its own, so nothing that an earlier one has left there disturbs it.
+Each attempt has its own keys, so keys that an earlier attempt has left do not disturb it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class MeetingOver(RendezvousError):
-    """The attempt is over, and this process has not heard why: it may come to the next one."""
+    """The attempt is over, and this process has not heard why: it may join the next one."""
 
 
 class Meetings:

@@ -5,8 +5,8 @@ may wake up. A survivor's kernel has left before the survivor makes the new grou
 new group rank 2 is rank 1. The old call's words have their epoch as header and another payload, so that a poll that
 takes one for a new word reads a wrong one.
 
-A group with a new rank 1 has its memory at the old addresses, because captured graphs store there. The lost rank has
-the old memory mapped, so its stores do not reach the new one; those of a kernel that a survivor has not waited for do.
+A group with a new rank 1 has new memory at the old addresses, because captured graphs use these. The lost rank has
+mapped the old memory, so its stores do not reach the new memory. Stores of a survivor's own kernel do if it still runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the system refuses in a replace: an error of all ranks, which can call it again."""
+"""The system refuses a call in a replace: all ranks get an error, and can call replace again."""
 
 from __future__ import annotations
 

@@ -109,8 +109,9 @@ class RecoveryMethods:
         `rank` is a rank or several, the same on all ranks that are left, whose processes have ended or which have
         closed the group. None: all of those. An empty collection: the same ranks make the group again after a fault.
         Memory is new, zeroed and at the same addresses, so CUDA graphs with calls of this communicator can be replayed
-        again, together with the new ranks' ones; until this returns none may be replayed. `group`, `stats()` and the
-        numbers of calls begin anew. A suspended group takes its memory for a moment, and stays suspended.
+        again, together with the new ranks' ones; until this returns none may be replayed. `group` changes, and
+        statistics and the numbers of calls begin again. A suspended group takes its memory for a moment, and stays
+        suspended.
 
         Raises within `timeout` seconds (default: the communicator's), on all ranks that are left, which may then call
         it again: `InvalidArgument` for a rank that is there, if they replace different ranks, while symmetric handles
