@@ -72,6 +72,6 @@ def test_a_job_without_its_statistics_thread_writes_them_at_exit(starts, monkeyp
     with tricomm.Communicator(HashStore(), 0, 1, "cpu", options=tricomm.Options(arena_bytes=256 * 1024)) as comm:
         comm.barrier()
     assert "statistics are written only when the process ends" in caplog.text
-    [end] = ends
+    [end] = [call for call in ends if call.__module__ == publish.__name__]  # a first group registers others
     end()
     assert len(list(tmp_path.iterdir())) == 1
