@@ -32,7 +32,7 @@ _NAME = re.compile(rf"(norm|{'|'.join(QUANTIZATIONS)})@(\d{{1,6}})(?:\+top(\d{{1
 @dataclass(frozen=True, order=True)
 class RowForm:
     """Rows of `hidden` elements that end in a residual and RMSNorm, and in `quantize` unless that is empty; `top_k`:
-    each is the weighted sum of so many experts' rows, and of a shared one, unless that is 0."""
+    each is the weighted sum of the rows of this number of experts and of a shared one; 0: it is not."""
 
     hidden: int = 8192
     quantize: str = ""

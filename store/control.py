@@ -219,8 +219,8 @@ class ControlPage:
                 raise error_kind(fault.kind.encode())(fault.text)
 
     def take_place(self, before: ControlPage) -> None:
-        """Let this rank's words be where those of `before` are, because captured graphs look for them there. The words
-        of `before` are from now on these. Raises as `HostWords.follow`; then it can be called again."""
+        """Move this rank's words to the address of the words of `before`, which captured graphs read. `before` has the
+        same words from then on. Raises as `HostWords.follow`; then it can be called again."""
         self.host_words = before.host_words.follow(self.device_words)
         self.device_words = self.host_words.address
 

@@ -103,7 +103,7 @@ def check_rank(rank: int, world_size: int) -> None:
 
 
 def check_integers(rank: int, world_size: int) -> None:
-    """Raises `InvalidArgument` unless these are integers, and there may be so many ranks."""
+    """Raises `InvalidArgument` unless these are integers and the world size is allowed."""
     for name, value in (("rank", rank), ("world_size", world_size)):
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 31:
             raise InvalidArgument(f"{name}={value!r}: an integer is needed")

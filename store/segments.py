@@ -159,8 +159,8 @@ class Segment:
 
 
 def map_again(source: int, nbytes: int, address: int) -> None:
-    """Map the shared memory at `source` at `address` as well, in one step, instead of the shared memory there. Both
-    addresses stay what they were: each ends with its owner. Raises `ResourceError` if the system refuses it."""
+    """Map the shared memory at `source` a second time, at `address`, in place of the shared memory that is there, in
+    one step. The owner of each address unmaps it, as before. Raises `ResourceError` if the system refuses it."""
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
     if _libc.mremap(source, 0, nbytes, flags, address) != address:  # an old size of 0 keeps the mapping at `source`
         number = ctypes.get_errno()

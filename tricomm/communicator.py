@@ -355,7 +355,7 @@ def join(
     """A communicator of this new process, which takes the place of the lost `rank` of a group of `world_size` ranks.
 
     The ranks that are left call `Communicator.replace`; until then, for `meeting_timeout` seconds at most, this waits.
-    All of them use the same `store`. The arguments are as those of `Communicator`, and the options those of the group.
+    All of them use the same `store`. The arguments mean what they mean for `Communicator`; pass the group's options.
     Symmetric handles and CUDA graphs are made as in a new group.
 
     Raises as `Communicator`, also if all ranks are new, or if another process takes the same place.

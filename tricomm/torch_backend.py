@@ -80,8 +80,8 @@ def _shrinking(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refusing(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`run`, the step of torch's own `shrink_group` that looks for one backend. Code that has imported that function
-    before tricomm gets there."""
+    """`run`, a step of torch's own `shrink_group`, with a refusal of tricomm's groups: code that has imported that
+    function before tricomm calls it."""
 
     @functools.wraps(run)
     def validate(group_info: Any) -> Any:

@@ -5,8 +5,8 @@ survivors leave out the ranks that they name, and the third one only after a cal
 leave out those that have ended, and the third one, alive, is invited and dies before it is ready. The rules:
 
     a rank begins its next call when its peer has left the call that failed with its own
-    a call that names too few ranks to succeed, because another has died, is none for a peer that knows of the death;
-    so no rank waits for it after such a call of its own
+    a call that names too few ranks to succeed, because another has died, does not count for a peer that knows of the
+    death; so a rank does not wait for it after it has made such a call
     a rank looks for a death after it has read its peer's page, and names it before any difference
 
 A step reads or writes one page, or looks whether the third rank has died. `shrink` is about what follows.
@@ -40,9 +40,16 @@ class Page:
 
 @dataclass(frozen=True)
 class Rank:
-    """Its next step, its page, how many of the peer's calls were over when it began the next one, its peer's page as it
-    has read it, whether it has seen the death before, whether it knows of it from an earlier call, and how many of its
-    calls have failed."""
+    """A survivor.
+
+    step   that comes next
+    page   of this rank
+    over   the number of the peer's calls that were over when this rank began its next one
+    read   the peer's page as this rank has read it
+    seen   it has seen the death in this call
+    knows  it knows of the death from an earlier call
+    failed the number of its calls that have failed
+    """
 
     step: str = "begin"
     page: Page = Page()

@@ -47,8 +47,8 @@ PROBE = b"""
 class Multicast:
     """The multicast address of all ranks' blocks, mapped here; `memory` is this rank's block.
 
-    `share` may be called again after `give_back`; the address stays the same. So it does with a `lender`, which has
-    given its memory back.
+    `share` may be called again after `give_back`, and the address stays the same. It is also that of a `lender` that
+    has released its memory.
     """
 
     def __init__(

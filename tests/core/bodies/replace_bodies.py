@@ -1,4 +1,4 @@
-"""What ranks do in tests of replace: join, replace until it succeeds, and use what they have."""
+"""Bodies of ranks in tests of replace: join, replace until it succeeds, and use the group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the backends over a communicator use besides its public methods."""
+"""Methods for the backends over a communicator; they are not public."""
 
 from __future__ import annotations
 

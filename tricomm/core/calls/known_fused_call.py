@@ -1,4 +1,4 @@
-"""What is kept of a fused call, so that it can be made again without its checks."""
+"""A fused call that has been checked, kept so that it can be made again without its checks."""
 
 from __future__ import annotations
 
